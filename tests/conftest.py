@@ -142,8 +142,8 @@ def _runner(module: str, folder: Path) -> Iterator[Run]:
     """Yield a function that runs a program with words in a process of its own, and returns the finished process."""
     started: list[Forked] = []
 
-    def run(*words: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        process = Forked(words, env={"COLUMNS": "200"} | (env or {}), cwd=folder, split=True, module=module)
+    def run(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        process = Forked(arguments, env={"COLUMNS": "200"} | (env or {}), cwd=folder, split=True, module=module)
         started.append(process)
         out, err = process.communicate(timeout=240)
         return subprocess.CompletedProcess(process.words, process.wait(), out, err)
@@ -183,11 +183,11 @@ def lines(file: Path) -> list[dict]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What tests of the documents ran, and what they only parsed and why."""
-    told = [
+    messages = [
         (key, value)
         for report in terminalreporter.stats.get("passed", [])
         for key, value in report.user_properties
         if key.startswith("documents: ")
     ]
-    for key, value in dict.fromkeys(told):
+    for key, value in dict.fromkeys(messages):
         terminalreporter.write_line(f"{key}: {value}")

@@ -96,11 +96,11 @@ def share_server() -> None:
     """Start the fork server for the processes that this one starts from now on; it ends with this one."""
     if sys.version_info < (3, 14):  # from then on, who asks for a process proves that it may
         # Libraries say on stderr what they have not freed when it ends.
-        null, kept = os.open(os.devnull, os.O_RDWR), [os.dup(number) for number in (1, 2)]
+        null, retained = os.open(os.devnull, os.O_RDWR), [os.dup(number) for number in (1, 2)]
         for number in (1, 2):
             os.dup2(null, number)
         forkserver._forkserver.ensure_running()
-        for number, file in zip((1, 2), kept, strict=True):
+        for number, file in zip((1, 2), retained, strict=True):
             os.dup2(file, number)
             os.close(file)
         os.close(null)
@@ -134,7 +134,7 @@ class Forked:
 
     def __init__(
         self,
-        words: Sequence[object],
+        arguments: Sequence[object],
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
@@ -143,7 +143,7 @@ class Forked:
         output: Path | None = None,
         module: str = COMMAND,
     ) -> None:
-        self.words = [str(word) for word in words]
+        self.words = [str(word) for word in arguments]
         self._said = [tempfile.TemporaryFile("w+") for _ in range(1 + split)]  # noqa: SIM115 - read at its end
         files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._said]
         if output is not None:
@@ -185,21 +185,21 @@ class Forked:
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What it said on stdout and stderr, once it has ended."""
         self.wait(timeout)
-        said = []
+        output = []
         for file in self._said:
             file.seek(0)
-            said.append(file.read())
-        return said[0], said[1] if len(said) > 1 else ""
+            output.append(file.read())
+        return output[0], output[1] if len(output) > 1 else ""
 
 
 def popen(command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: Any) -> Forked:
     """In place of subprocess.Popen where code under test starts a command with its output in a file."""
-    module, words = _module_and_words(command)
+    module, arguments = _module_and_words(command)
     assert module == COMMAND
-    return Forked(words, env=env, output=Path(stdout.name))
+    return Forked(arguments, env=env, output=Path(stdout.name))
 
 
-def _command(module: str, words: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:
+def _command(module: str, arguments: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:
     """In the forked process: become the command."""
     for number, path in ((1, files[0]), (2, files[-1])):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND)
@@ -219,7 +219,7 @@ def _command(module: str, words: list[str], env: dict[str, str], cwd: str, befor
         importlib.import_module("tests.forked_services").fork_services()
     if before:
         exec(before, {})
-    _run(module, words)
+    _run(module, arguments)
 
 
 def _undrawn(self: Any, file: Path, **_: Any) -> None:
@@ -244,12 +244,12 @@ def _leave_to_parent() -> None:
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
 
 
-def _run(module: str, words: list[str]) -> None:
+def _run(module: str, arguments: list[str]) -> None:
     program = module.removesuffix(".__main__").rpartition(".")[2]
-    Path("/proc/self/comm").write_text(f"{program} {' '.join(words)}"[:15])  # for ps
-    if words and words[0] in ("train", "launch", "agent") and DRAW not in os.environ:
+    Path("/proc/self/comm").write_text(f"{program} {' '.join(arguments)}"[:15])  # for ps
+    if arguments and arguments[0] in ("train", "launch", "agent") and DRAW not in os.environ:
         importlib.import_module("matplotlib.figure").Figure.savefig = _undrawn
-    sys.argv = ["megascale", *words]
+    sys.argv = ["megascale", *arguments]
     try:
         if module in SCRIPTS:
             runpy.run_module(module, run_name="__main__")
@@ -262,24 +262,24 @@ def _run(module: str, words: list[str]) -> None:
         atexit._run_exitfuncs()
 
 
-def _start_child(command: Any, *given: Any, **options: Any) -> subprocess.Popen[Any]:
+def _start_child(command: Any, *inputs: Any, **options: Any) -> subprocess.Popen[Any]:
     """In place of subprocess.Popen in a forked command: what loads torch is forked."""
     if not isinstance(command, str):
-        module, words = _module_and_words([str(word) for word in command])
+        module, arguments = _module_and_words([str(word) for word in command])
         if module in MODULES + SCRIPTS and options.get("stdin") in (None, subprocess.DEVNULL):
-            return _Child([module, *words], *given, **options)
-    return _Popen(command, *given, **options)
+            return _Child([module, *arguments], *inputs, **options)
+    return _Popen(command, *inputs, **options)
 
 
 def _module_and_words(command: Sequence[str]) -> tuple[str, list[str]]:
     """The module that a command of this interpreter runs, and its words; the module is empty for other commands."""
-    start, words = list(command[:2]), list(command[2:])
+    start, arguments = list(command[:2]), list(command[2:])
     if start == [sys.executable, "-P"]:
-        start, words = [sys.executable, *words[:1]], words[1:]
-    if start != [sys.executable, "-m"] or not words:
+        start, arguments = [sys.executable, *arguments[:1]], arguments[1:]
+    if start != [sys.executable, "-m"] or not arguments:
         return "", []
-    module = {"megascale": COMMAND, "benchmarks": BENCHMARKS}.get(words[0], words[0])
-    return module, words[1:]
+    module = {"megascale": COMMAND, "benchmarks": BENCHMARKS}.get(arguments[0], arguments[0])
+    return module, arguments[1:]
 
 
 class _Child(subprocess.Popen[Any]):

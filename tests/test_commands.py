@@ -76,25 +76,25 @@ PARSED = {
 
 def commands(page: Path) -> list[str]:
     """The commands of a page's blocks, continued lines joined, comments and prompts cut off."""
-    found = []
+    result = []
     for block in BLOCK.findall(page.read_text()):
         lines = block.replace("\\\n", " ").splitlines()
         if any(line.startswith("$ ") for line in lines):
             lines = [line[2:] for line in lines if line.startswith("$ ")]
         for line in lines:
-            words = " ".join(line.split())
-            if words.startswith("torchrun ") and " -m megascale " in words:
-                words = "megascale " + words.partition(" -m megascale ")[2] + " --node-rank"
-            if words.startswith("megascale "):
-                found.append(words.removeprefix("megascale "))
-            elif words.startswith(tuple(PROGRAMS)):
-                found.append(words)
-    return found
+            arguments = " ".join(line.split())
+            if arguments.startswith("torchrun ") and " -m megascale " in arguments:
+                arguments = "megascale " + arguments.partition(" -m megascale ")[2] + " --node-rank"
+            if arguments.startswith("megascale "):
+                result.append(arguments.removeprefix("megascale "))
+            elif arguments.startswith(tuple(PROGRAMS)):
+                result.append(arguments)
+    return result
 
 
 def why_not(command: str) -> str:
     """Why a command is parsed only; "" if it runs."""
-    return next((reason for words, reason in PARSED.items() if re.search(words, command)), "")
+    return next((reason for arguments, reason in PARSED.items() if re.search(arguments, command)), "")
 
 
 @cache
@@ -106,16 +106,16 @@ def command_line(program: str) -> click.Command:
 def parse(command: str) -> None:
     """Fail if the command line has no such command or option, or the configuration no such setting."""
     program = next((name for name in PROGRAMS if command.startswith(f"{name} ")), "megascale")
-    words = [word for word in shlex.split(command.removeprefix(program), comments=True) if word != "--node-rank"]
-    words = words[: words.index(">")] if ">" in words else words
+    arguments = [word for word in shlex.split(command.removeprefix(program), comments=True) if word != "--node-rank"]
+    arguments = arguments[: arguments.index(">")] if ">" in arguments else arguments
     at, context = command_line(program), None
-    while hasattr(at, "resolve_command") and words:
-        context = at.make_context("megascale", words, parent=context, resilient_parsing=True)
-        _, at, words = at.resolve_command(context, words)
-    for key in filter(None, (SETTING.match(word) for word in words)):
+    while hasattr(at, "resolve_command") and arguments:
+        context = at.make_context("megascale", arguments, parent=context, resilient_parsing=True)
+        _, at, arguments = at.resolve_command(context, arguments)
+    for key in filter(None, (SETTING.match(word) for word in arguments)):
         assert [setting.key for setting in find_settings(key[1])] == [key[1]], command
-    if words or not hasattr(at, "resolve_command"):
-        at.make_context(command, words)
+    if arguments or not hasattr(at, "resolve_command"):
+        at.make_context(command, arguments)
 
 
 RUN = [(page.name, c) for page in PAGES for c in commands(page) if not why_not(c)]
@@ -147,11 +147,11 @@ def run(folder: Path, command: str) -> None:
     small = next((more for begin, more in SMALL.items() if re.match(begin, command)), [])
     for theirs, ours in THERE:
         command = re.sub(theirs, ours, command)
-    words = [*shlex.split(command.partition(" > ")[0]), *small]
-    process = Forked(words, env={"COLUMNS": "200"}, cwd=folder)
+    arguments = [*shlex.split(command.partition(" > ")[0]), *small]
+    process = Forked(arguments, env={"COLUMNS": "200"}, cwd=folder)
     try:
-        said, _ = process.communicate(timeout=240)
-        assert process.wait() == 0, f"megascale {shlex.join(words)}\n{said}"
+        output, _ = process.communicate(timeout=240)
+        assert process.wait() == 0, f"megascale {shlex.join(arguments)}\n{output}"
     finally:
         process.kill()
 
@@ -167,8 +167,8 @@ def test_commands_run(world, record_property):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_running_text_are_parsed(page):
-    said = {" ".join(words.split()) for words in INLINE.findall(page.read_text())}
-    for words in sorted(said):
+    output = {" ".join(arguments.split()) for arguments in INLINE.findall(page.read_text())}
+    for words in sorted(output):
         if not re.search(r"\.\.\.|\[|\b[A-Z][A-Z]+\b|\b[A-Z]\b", words):  # left out, or to be filled in
             try:
                 parse(words)

@@ -29,10 +29,10 @@ def test_every_name_is_there(name: str) -> None:
 
 
 def test_flight_records_are_nccls_where_there_are_any_else_gloos(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"_dump_nccl_trace_json": b'{"pg_config":{}}', "_dump_fr_trace_json": '{"entries":[]}'}
-    monkeypatch.setattr(torch_private, "lookup", lambda _, first, second: lambda: said[first])
-    assert torch_private.dump_flight_recorder() == said["_dump_fr_trace_json"]
-    said["_dump_nccl_trace_json"] = b'{"entries":[1]}'
+    output = {"_dump_nccl_trace_json": b'{"pg_config":{}}', "_dump_fr_trace_json": '{"entries":[]}'}
+    monkeypatch.setattr(torch_private, "lookup", lambda _, first, second: lambda: output[first])
+    assert torch_private.dump_flight_recorder() == output["_dump_fr_trace_json"]
+    output["_dump_nccl_trace_json"] = b'{"entries":[1]}'
     assert torch_private.dump_flight_recorder() == '{"entries":[1]}'
 
 
@@ -69,12 +69,12 @@ def test_gloo_groups_share_one_event_loop(tmp_path: Path, monkeypatch: pytest.Mo
     with torch_private.share_gloo_loop():
         first = group(0)  # which makes the loop, unless another test of this process has
         before = threads()
-        others = [group(number) for number in range(1, 4)]
+        peers = [group(number) for number in range(1, 4)]
     assert distributed_c10d.ProcessGroupGloo is original
     assert threads() == before + 3 * 2  # each group's two that call what has ended
-    apart = group(4)
+    separate = group(4)
     assert threads() == before + 3 * 2 + 2 + 1
-    for each in (first, *others, apart):
+    for each in (first, *peers, separate):
         assert isinstance(each, original)
         assert each.options._timeout == timedelta(seconds=7)
     monkeypatch.delattr(original, "create_default_device")
@@ -92,23 +92,23 @@ def test_the_range_is_the_one_that_is_installed() -> None:
 def _private_uses(tree: ast.AST) -> list[str]:
     """Private names of torch in a file's code: attributes of torch's modules, and imports of or from them."""
     modules = {"torch": "torch"}
-    found = []
+    result = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules |= {name.asname or "torch": name.name for name in node.names if name.name.startswith("torch")}
-            found += [name.name for name in node.names if name.name.startswith("torch") and "._" in name.name]
+            result += [name.name for name in node.names if name.name.startswith("torch") and "._" in name.name]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             names = [f"{node.module}.{name.name}" for name in node.names]
             modules |= {name.asname or name.name: f"{node.module}.{name.name}" for name in node.names}
-            found += [name for name in names if "._" in name]
+            result += [name for name in names if "._" in name]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             base = node.value
             while isinstance(base, ast.Attribute):
                 base = base.value
             if isinstance(base, ast.Name) and base.id in modules:
-                found.append(ast.unparse(node))
-    return found
+                result.append(ast.unparse(node))
+    return result
 
 
 def test_private_names_are_used_in_one_file() -> None:

@@ -95,11 +95,11 @@ def saving(folder: Path, gigabytes: float, repeats: int) -> Figures:
     removals: list[float] = []
     order = np.random.default_rng(0)
     for step in range(2, repeats + 2):
-        for what in order.permutation(list(rates)):
+        for subject in order.permutation(list(rates)):
             os.sync()
-            if what == "disk":
+            if subject == "disk":
                 rates["disk"].append(disk_rate(folder, memory))
-            elif what == "front":
+            elif subject == "front":
                 begun = time.perf_counter()
                 save(folder / "front", step, shards, {"step": step}, keep=2)
                 rates["front"].append(size / (time.perf_counter() - begun))
@@ -117,7 +117,7 @@ def saving(folder: Path, gigabytes: float, repeats: int) -> Figures:
                 stalls.append(outcome.stall)
     checkpointer.save(repeats + 2, {}, wait=True)
     checkpointer.finish()
-    middle = {what: statistics.median(found) for what, found in rates.items()}
+    middle = {what: statistics.median(match) for what, match in rates.items()}
     return {
         "bytes": size,
         "disk_mb_s": [rate / 1e6 for rate in rates["disk"]],
@@ -171,7 +171,7 @@ def loading(folder: Path, gigabytes: float, worlds: tuple[int, ...]) -> list[Fig
     save(folder / "front", 1, shards, {}, keep=1)
     stored = data_bytes(shards)
     del shards
-    found = []
+    result = []
     for size in worlds:
         _forget(folder / "front")
         results = _context.Queue()
@@ -183,7 +183,7 @@ def loading(folder: Path, gigabytes: float, worlds: tuple[int, ...]) -> list[Fig
         got = [results.get(timeout=300) for _ in children]
         for child in children:
             child.join()
-        found.append(
+        result.append(
             {
                 "replicas": size,
                 "checkpoint_bytes": stored,
@@ -194,7 +194,7 @@ def loading(folder: Path, gigabytes: float, worlds: tuple[int, ...]) -> list[Fig
                 "seconds": max(g[3] for g in got),
             }
         )
-    return found
+    return result
 
 
 def memory_against_storage(folder: Path, gigabytes: float, repeats: int) -> Figures:
@@ -258,13 +258,13 @@ def planning(preset: str, tensor: int, pipeline: int, data: int) -> Figures:
             for offer in offers(preset, tensor, pipeline, data):
                 pickle.dump(offer, file, protocol=5)
                 count += 1
-        made = time.perf_counter() - begun
+        built = time.perf_counter() - begun
         results = _context.Queue()
         child = _context.Process(target=_plan_child, args=(path, count, results))
         child.start()
         figures = results.get(timeout=600)
         child.join()
-    return {"ranks": count, "offer_s_each": made / count, **figures}
+    return {"ranks": count, "offer_s_each": built / count, **figures}
 
 
 def _plan_child(path: Path, count: int, results: Any) -> None:
@@ -273,10 +273,10 @@ def _plan_child(path: Path, count: int, results: Any) -> None:
     from megascale.checkpoint.format.write_plan import make_plan
 
     with open(path, "rb") as file:
-        held = [pickle.load(file) for _ in range(count)]
+        stored = [pickle.load(file) for _ in range(count)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begun = time.perf_counter()
-    plan = make_plan(held)
+    plan = make_plan(stored)
     planned = time.perf_counter()
     blank = plan.index.with_generation(BLANK, plan.index.columns["crc"])
     metadata = make_torch_metadata(blank)
@@ -285,7 +285,7 @@ def _plan_child(path: Path, count: int, results: Any) -> None:
     crcs = np.arange(len(plan.index), dtype=np.uint32)
     index = plan.index.with_generation("00000007-0123abcd", crcs).to_bytes()
     metadata = metadata.replace(BLANK.encode(), b"00000007-0123abcd")
-    again = time.perf_counter()
+    repeated = time.perf_counter()
     results.put(
         {
             "chunks": len(plan.index),
@@ -294,7 +294,7 @@ def _plan_child(path: Path, count: int, results: Any) -> None:
             "plan_s": planned - begun,
             "metadata_s": template - planned,
             "first_save_s": template - begun,
-            "later_save_s": again - template,
+            "later_save_s": repeated - template,
             "index_bytes": len(index),
             "metadata_bytes": len(metadata),
             "offers_rss_gib": before / 2**20,
@@ -343,13 +343,13 @@ def _flat_cuts(
     result = []
     tied = config.model.tied_embeddings and pipeline > 1 and stage in (0, pipeline - 1)
     for number, layers in enumerate(chunks):
-        place = number * pipeline + stage
+        location = number * pipeline + stage
         last = pipeline * len(chunks) - 1
         module = Chunk(
             config.model,
             layers,
-            first=place == 0,
-            last=place == last,
+            first=location == 0,
+            last=location == last,
             axis=Axis(None, tensor, rank),
             dtype=torch.float32,
             recompute=config.parallel.recompute,
@@ -389,5 +389,5 @@ def _boxes(cuts: list[Any], rank: int, ranks: int) -> Iterator[Any]:
                 if a < b:
                     for box, _, _ in flat_boxes(piece.box, a, b):
                         yield f"model.{piece.name}", piece.shape, "float32", box
-                        for kept in OPTIMIZERS["adamw"].state_names(piece.name, piece.shape):
-                            yield f"optimizer.{kept}.{piece.name}", piece.shape, "float32", box
+                        for retained in OPTIMIZERS["adamw"].state_names(piece.name, piece.shape):
+                            yield f"optimizer.{retained}.{piece.name}", piece.shape, "float32", box

@@ -64,9 +64,9 @@ def stalls(folder: Path, gigabytes: float, step_seconds: float, saves: int, pers
 
 
 def _child(rank: int, *arguments: Any) -> None:
-    *rest, results = arguments
+    *remaining, results = arguments
     try:
-        results.put(_measure(rank, *rest))
+        results.put(_measure(rank, *remaining))
     except BaseException as error:
         results.put(f"process {rank}: {error!r}")
         raise

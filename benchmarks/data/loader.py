@@ -67,8 +67,8 @@ def main(
     if unknown:
         raise typer.BadParameter(f"{unknown.pop()!r} is none of {', '.join(SOURCES)}")
     check_processes("--ranks", ranks, TRAINER_BYTES)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        result = measure(Path(place), source, ranks, batches, steps, repeat)
+    with tempfile.TemporaryDirectory(dir=folder) as location:
+        result = measure(Path(location), source, ranks, batches, steps, repeat)
         _show(console, result)
     result |= machine()
     out.write_text(strict_json.dumps(result, indent=1) + "\n")
@@ -121,8 +121,8 @@ def measure(folder: Path, sources: list[str], ranks: int, batches: int, steps: i
         config = _config(folder, prefixes[name], ranks)
         sides = {}
         for side in ("baseline", "host"):
-            taken = [read_all(config, ranks, batches, side) for _ in range(repeat)]
-            sides[side] = min(taken, key=lambda m: m.seconds)
+            used = [read_all(config, ranks, batches, side) for _ in range(repeat)]
+            sides[side] = min(used, key=lambda m: m.seconds)
         if sides["baseline"].crc != sides["host"].crc:
             raise RuntimeError(f"{name}: the two sides read different tokens")
         bound[name] = {side: asdict(m) for side, m in sides.items()}
@@ -151,15 +151,15 @@ def make_sources(folder: Path, tokens: int) -> dict[str, str]:
     from megascale.data.tokenizer.tokenizer import train_tokenizer
 
     texts = list(read_stdlib().values())
-    words = train_tokenizer(texts[::8], 8192)
-    words.save(folder / "tokenizer.json")
+    arguments = train_tokenizer(texts[::8], 8192)
+    arguments.save(folder / "tokenizer.json")
     write_jsonl(folder / "text.jsonl", texts, round(tokens * 4.2))
     rows = [json.loads(line)["text"] for line in (folder / "text.jsonl").read_text().splitlines()]
     table = pyarrow.table({"text": rows})
     pyarrow.parquet.write_table(table, folder / "text.parquet", row_group_size=64, compression="zstd")
     with IndexedWriter(folder / "train", "uint16") as writer:
         for start in range(0, len(rows), 1000):
-            writer.add_documents(*words.encode_documents(rows[start : start + 1000]))
+            writer.add_documents(*arguments.encode_documents(rows[start : start + 1000]))
     return {
         "tokens": str(folder / "train"),
         "jsonl": str(folder / "text.jsonl"),
@@ -191,14 +191,14 @@ def read_all(config: Any, ranks: int, batches: int, side: str) -> LoaderFigures:
     """All ranks read as fast as they can."""
     with _Ranks(config, ranks, batches, 0.0, side) as group:
         before = group.usage()
-        told = group.go()
+        report = group.go()
         after = group.usage()
-    crcs = {t["crc"] for t in told}
+    crcs = {t["crc"] for t in report}
     if len(crcs) != 1:
         raise RuntimeError("ranks of one tensor-parallel group read different tokens")
-    seconds = max(t["seconds"] for t in told)
+    seconds = max(t["seconds"] for t in report)
     # The loader's own count stands in the ring and is the same for all its readers; DataLoaders count for themselves.
-    counts = [t["bytes_read"] for t in told]
+    counts = [t["bytes_read"] for t in report]
     return LoaderFigures(
         seconds,
         batches * _LENGTH * _MICRO / seconds,
@@ -217,16 +217,16 @@ def wait_in_steps(config: Any, ranks: int, steps: int, side: str) -> dict[str, f
     from it by other processes.
     """
     with _Ranks(config, ranks, steps, STEP, side) as group:
-        told = group.go()
+        report = group.go()
     # The first steps wait for the reading to begin.
-    waits = [wait for t in told for wait in t["waits"][_FIRST:]]
+    waits = [wait for t in report for wait in t["waits"][_FIRST:]]
     ordered = sorted(waits)
-    empty = {"empty": sum(t["empty"] for t in told) / len(waits) / STEP} if side == "host" else {}
+    empty = {"empty": sum(t["empty"] for t in report) / len(waits) / STEP} if side == "host" else {}
     return empty | {
         "mean": statistics.fmean(waits) / STEP,
         "median": statistics.median(waits) / STEP,
         "p99": ordered[int(0.99 * len(ordered))] / STEP,
-        "first_step_seconds": max(t["waits"][0] for t in told),
+        "first_step_seconds": max(t["waits"][0] for t in report),
     }
 
 
@@ -241,19 +241,19 @@ class _Ranks:
         for path in Path(config.data.train[0]).parent.iterdir():
             if path.is_file():
                 usage.drop(path)
-        place = None
+        location = None
         if side == "host":
             self._loader = host_loader.start_loader(lay_out(config, ranks), first_rank=0, ranks=ranks)
             assert self._loader is not None
             host_loader.connect_loader(self._loader.folder).close()  # it is up, and reads nothing before readers come
-            place = str(self._loader.folder)
+            location = str(self._loader.folder)
         text = config.model_dump(mode="json", exclude_none=True)
         self._ends, self._processes = [], []
         for rank in range(ranks):
-            mine, theirs = _context.Pipe()
-            process = _context.Process(target=_rank, args=(theirs, text, rank, ranks, batches, pause, place))
+            local, remote = _context.Pipe()
+            process = _context.Process(target=_rank, args=(remote, text, rank, ranks, batches, pause, location))
             process.start()
-            self._ends.append(mine)
+            self._ends.append(local)
             self._processes.append(process)
         for end in self._ends:
             end.recv()
@@ -295,7 +295,9 @@ class _Ranks:
             self._loader.stop()
 
 
-def _rank(end: Any, tree: dict[str, Any], rank: int, ranks: int, batches: int, pause: float, place: str | None) -> None:
+def _rank(
+    end: Any, tree: dict[str, Any], rank: int, ranks: int, batches: int, pause: float, location: str | None
+) -> None:
     """One rank: says that it is up, reads at the word go, tells, and stays until its memory was looked at."""
     import torch
 
@@ -307,7 +309,7 @@ def _rank(end: Any, tree: dict[str, Any], rank: int, ranks: int, batches: int, p
     torch.set_num_threads(1)
     config = configuration.from_tree(tree)
     plan = plan_host(lay_out(config, ranks), 0, ranks)
-    feed = HostFeed(plan, Path(place), rank, 1, torch.device("cpu")) if place else None
+    feed = HostFeed(plan, Path(location), rank, 1, torch.device("cpu")) if location else None
     end.send("here")
     end.recv()
     crc, waits, came_up = 0, [], 0.0
@@ -336,10 +338,10 @@ def _rank(end: Any, tree: dict[str, Any], rank: int, ranks: int, batches: int, p
         if feed is not None:
             assert feed.reader is not None
             bytes_read = int(feed.reader.ring.measures()["bytes_read"])
-        told = {"seconds": seconds, "waits": waits, "crc": crc, "bytes_read": int(bytes_read)}
+        report = {"seconds": seconds, "waits": waits, "crc": crc, "bytes_read": int(bytes_read)}
         if feed is not None and feed.reader is not None:
-            told["empty"] = feed.reader.wait_seconds - came_up
-        end.send(told)
+            report["empty"] = feed.reader.wait_seconds - came_up
+        end.send(report)
         end.recv()
     except MegascaleError as error:
         end.send({"error": str(error)})

@@ -87,7 +87,7 @@ class Launched:
         self,
         file: Path,
         name: str,
-        words: Sequence[str] = (),
+        arguments: Sequence[str] = (),
         pace: float = 0.03,
         own_network: bool = False,
         faults: Sequence[str] = (),
@@ -95,7 +95,7 @@ class Launched:
         self.run, self.output = file.parent / "runs" / name, file.parent / f"{name}.out"
         self.command = _OWN_NETWORK if own_network else []
         self.command = [*self.command, sys.executable, "-m", "megascale.cli.main", "launch", str(file)]
-        self.command += [f"--train.name={name}", *words]
+        self.command += [f"--train.name={name}", *arguments]
         folder = self.run / "faults"
         folder.mkdir(parents=True)
         # Named so that a driver passes them on to nodes that do not see this folder.
@@ -146,14 +146,14 @@ class Launched:
         """Whether the job has ended, so that no more events come."""
         return self.process.poll() is not None
 
-    def first(self, wanted: Callable[[Any], bool], grace_period: float = WAIT) -> Any:
+    def first(self, expected: Callable[[Any], bool], grace_period: float = WAIT) -> Any:
         """The first event that is wanted, once it is there; None if the job ends before, or after `grace_period`."""
         deadline, after = time.monotonic() + grace_period, 0
         while time.monotonic() < deadline:
             over = self.over()
             fresh = self.events(after)
-            if found := next((e for e in fresh if wanted(e)), None):
-                return found
+            if result := next((e for e in fresh if expected(e)), None):
+                return result
             after = fresh[-1].id if fresh else after
             if over:
                 return None
@@ -162,7 +162,7 @@ class Launched:
 
     def trainer_events(self) -> list[dict[str, Any]]:
         """The trainers' events, oldest first."""
-        found = []
+        result = []
         file = self.run / "events.jsonl"
         for line in file.read_text().splitlines() if file.exists() else []:
             try:
@@ -170,8 +170,8 @@ class Launched:
             except ValueError:
                 continue  # the line is being written
             if record.get("by") != "driver":
-                found.append(record)
-        return found
+                result.append(record)
+        return result
 
     def step(self) -> int:
         """The last step that rank 0 has done; one that it was in when it failed is not done."""
@@ -229,7 +229,7 @@ def recovery(job: Launched, verdicts: Sequence[str], began: float, before: int) 
 
 
 def phases(
-    job: Launched, injected: float, verdict: Any, again: Any, steps: Steps | None = None
+    job: Launched, injected: float, verdict: Any, repeated: Any, steps: Steps | None = None
 ) -> dict[str, float | int | None]:
     """Seconds of a recovery by phase, and with `steps` how many were lost.
 
@@ -237,19 +237,19 @@ def phases(
     actions and placement), 0 if the verdict came later; load: to the state being back (processes, rendezvous, groups,
     checkpoint); step: to the first new step.
     """
-    until = again.time if again else float("inf")
-    starts = [e for e in job.events() if e.kind == "attempt_started" and injected < e.time <= until]
+    deadline = repeated.time if repeated else float("inf")
+    starts = [e for e in job.events() if e.kind == "attempt_started" and injected < e.time <= deadline]
     started = starts[-1] if starts else None
     after = started.time if started else verdict.time if verdict else injected
     back = next(
         (e for e in job.trainer_events() if e["event"] in ("resumed", "run_started") and e["time"] > after), None
     )
-    found: dict[str, float | int | None] = {"detect": verdict.time - injected if verdict else None}
-    found["stop"] = max(0.0, started.time - verdict.time) if started and verdict else None
-    found["load"] = back["time"] - started.time if back and started else None
-    found["step"] = again.time - back["time"] if again and back else None
-    found["total"] = again.time - injected if again else None
-    found["resumed_from"] = back.get("step", 0) if back else None
+    result: dict[str, float | int | None] = {"detect": verdict.time - injected if verdict else None}
+    result["stop"] = max(0.0, started.time - verdict.time) if started and verdict else None
+    result["load"] = back["time"] - started.time if back and started else None
+    result["step"] = repeated.time - back["time"] if repeated and back else None
+    result["total"] = repeated.time - injected if repeated else None
+    result["resumed_from"] = back.get("step", 0) if back else None
     if steps is not None:
-        found["lost"] = max(0, steps.until(back["time"]) - back.get("step", 0)) if back and again else None
-    return found
+        result["lost"] = max(0, steps.until(back["time"]) - back.get("step", 0)) if back and repeated else None
+    return result

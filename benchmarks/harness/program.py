@@ -11,7 +11,7 @@ from megascale.cli.bench import lazy_group, prepare_children
 from megascale.cli.main import run_app
 
 
-def make_app(program: str, modules: Mapping[str, str], about: str) -> typer.Typer:
+def make_app(program: str, modules: Mapping[str, str], details: str) -> typer.Typer:
     """Return a command line with one command per module.
 
     Args:
@@ -27,7 +27,7 @@ def make_app(program: str, modules: Mapping[str, str], about: str) -> typer.Type
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
-        help=about,
+        help=details,
     )
     app.callback()(prepare_children)
     return app

@@ -124,44 +124,46 @@ def observe(
     from megascale.errors import ConfigError
     from megascale.train.rank_info import choose_device
 
-    wanted = parts.split(",")
-    if wrong := [part for part in wanted if part not in PARTS]:
+    expected = parts.split(",")
+    if wrong := [part for part in expected if part not in PARTS]:
         raise ConfigError(f"--parts={parts}: there is no part {wrong[0]!r}; there are {', '.join(PARTS)}")
-    if "whatif" in wanted and traces is None:
+    if "whatif" in expected and traces is None:
         raise ConfigError("--parts=whatif needs --traces=FOLDER: others' traces with their results")
     if device not in ("", "cpu", "cuda"):
         raise ConfigError(f"--device={device} is neither cpu nor cuda")
-    if device and "stragglers" in wanted and local:
+    if device and "stragglers" in expected and local:
         choose_device(device)
     axes = straggler_bench.axes(layout)
     record: dict[str, Any] = {"date": date.today().isoformat()}
     missed: list[str] = []
     with temporary_folder() as temporary:
-        place = folder or Path(temporary)
-        if "ingest" in wanted:
-            record["ingest"] = ingest.measure(place / "ingest", full_steps, rollup_steps, Job(data=data))
+        location = folder or Path(temporary)
+        if "ingest" in expected:
+            record["ingest"] = ingest.measure(location / "ingest", full_steps, rollup_steps, Job(data=data))
             missed += _show_ingest(record["ingest"])
-        if "kills" in wanted:
-            record["kills"] = killing.measure(place / "kills", kills, seed)
+        if "kills" in expected:
+            record["kills"] = killing.measure(location / "kills", kills, seed)
             typer.echo(
                 "kills: {kills} services killed, {steps} steps all there once (seed {seed})".format(**record["kills"])
             )
-        if "device" in wanted and _shapes() is not ON_CPU:
+        if "device" in expected and _shapes() is not ON_CPU:
             record["device_check"] = device_check.measure()
             typer.echo("device: " + ", ".join(f"{name} {value:.6g}" for name, value in record["device_check"].items()))
             missed += device_check.missed(record["device_check"])
-        if "cost" in wanted:
+        if "cost" in expected:
             record["cost"] = []
-            for name, words, bound in _shapes():
-                record["cost"].append(_cost(name, words, bound, turns, place))
+            for name, arguments, bound in _shapes():
+                record["cost"].append(_cost(name, arguments, bound, turns, location))
                 missed += _show_cost(record["cost"][-1:])
-        if "whatif" in wanted and traces is not None:
+        if "whatif" in expected and traces is not None:
             record["whatif"] = whatif_bench.measure(traces)
             for line in whatif_bench.lines(record["whatif"]):
                 typer.echo(line)
             missed += whatif_bench.missed(record["whatif"])
-        if "stragglers" in wanted:
-            record["stragglers"] = straggler_bench.measure(place / "stragglers", runs, data, seed, minutes or math.inf)
+        if "stragglers" in expected:
+            record["stragglers"] = straggler_bench.measure(
+                location / "stragglers", runs, data, seed, minutes or math.inf
+            )
             for line in straggler_bench.lines(record["stragglers"]):
                 typer.echo(line)
             if rates:
@@ -169,10 +171,10 @@ def observe(
                 for line in straggler_bench.rate_lines(record["stragglers"]["rates"]):
                     typer.echo(line)
             missed += straggler_bench.missed(record["stragglers"])
-        if "stragglers" in wanted and local:
-            missed += _local(record, place / "local", device, local, axes)
-        if "decline" in wanted:
-            record["decline"] = decline_bench.measure(place / "decline", max(1, runs // 4), seed)
+        if "stragglers" in expected and local:
+            missed += _local(record, location / "local", device, local, axes)
+        if "decline" in expected:
+            record["decline"] = decline_bench.measure(location / "decline", max(1, runs // 4), seed)
             for line in decline_bench.lines(record["decline"]):
                 typer.echo(line)
             missed += decline_bench.missed(record["decline"])
@@ -185,21 +187,21 @@ def observe(
         raise typer.Exit(1)
 
 
-def _local(record: dict[str, Any], place: Path, device: str, seconds: float, axes: dict[str, int]) -> list[str]:
+def _local(record: dict[str, Any], location: Path, device: str, seconds: float, axes: dict[str, int]) -> list[str]:
     """Real ranks in a layout, on GPUs where there is one for each; what was missed. Without them it is blocked, and
     said."""
     import torch
 
     from benchmarks.observe import stragglers as straggler_bench
 
-    world, there = straggler_bench.ranks(axes), torch.cuda.device_count()
-    device = device or ("cuda" if there >= world else "cpu")
-    if device == "cuda" and there < world:
-        text = f"blocked: a slow GPU is told from healthy ones of {world}, a rank each; here are {there}"
+    world, present = straggler_bench.ranks(axes), torch.cuda.device_count()
+    device = device or ("cuda" if present >= world else "cpu")
+    if device == "cuda" and present < world:
+        text = f"blocked: a slow GPU is told from healthy ones of {world}, a rank each; here are {present}"
         record["local"] = {"device": device, "blocked": text}
         typer.echo(f"  cuda, {world} ranks: {text}")
         return []
-    record["local"] = straggler_bench.local(place, device, seconds, axes=axes)
+    record["local"] = straggler_bench.local(location, device, seconds, axes=axes)
     for line in straggler_bench.local_lines(record["local"]):
         typer.echo(line)
     return straggler_bench.local_missed(record["local"])
@@ -234,25 +236,25 @@ def _fast(devices: int) -> tuple[str, list[str], float]:
 
     replicas = devices // 4
     small = torch.cuda.get_device_properties(0).total_memory < ALL_GIB * 2**30
-    layers, what = (HALF_LAYERS, "half of gpt-13b") if small else (ALL_LAYERS, "gpt-13b")
-    words = [*FAST_LAYOUT, *layers, f"--parallel.data={replicas}", f"--train.global_batch={16 * replicas}"]
-    return f"{what}, TP2 PP2x5 DP{replicas}, micro-batch 4", words, 0.004
+    layers, subject = (HALF_LAYERS, "half of gpt-13b") if small else (ALL_LAYERS, "gpt-13b")
+    arguments = [*FAST_LAYOUT, *layers, f"--parallel.data={replicas}", f"--train.global_batch={16 * replicas}"]
+    return f"{subject}, TP2 PP2x5 DP{replicas}, micro-batch 4", arguments, 0.004
 
 
-def _cost(name: str, words: list[str], bound: float, turns: int, folder: Path) -> dict[str, Any]:
+def _cost(name: str, arguments: list[str], bound: float, turns: int, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "alternate.json"
-    command = [sys.executable, "-m", "benchmarks", "alternate", *words, f"--turns={turns}", "--out", str(file)]
+    command = [sys.executable, "-m", "benchmarks", "alternate", *arguments, f"--turns={turns}", "--out", str(file)]
     # On a CPU one thread: threads that wait for each other on busy cores are what would be timed.
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={"OMP_NUM_THREADS": "1"} | dict(os.environ))
-    found = strict_json.loads(file.read_text())
+    result = strict_json.loads(file.read_text())
     # One process of a busy machine: its time is others' too, its processor time its own.
-    by = "cpu_seconds" if "--train.device=cpu" in words else "seconds"
-    middle, low, high = found["differences"]["true"][by]
-    pairs = len(found["values"][0]["seconds"])
-    step = sorted(found["values"][0]["seconds"])[pairs // 2]
-    told = {"by": by, "pairs": pairs, "step": step, "share": middle, "low": low, "high": high, "bound": bound}
-    return {"name": name, **told, "of_time": found["differences"]["true"]["seconds"]}
+    by = "cpu_seconds" if "--train.device=cpu" in arguments else "seconds"
+    middle, low, high = result["differences"]["true"][by]
+    pairs = len(result["values"][0]["seconds"])
+    step = sorted(result["values"][0]["seconds"])[pairs // 2]
+    report = {"by": by, "pairs": pairs, "step": step, "share": middle, "low": low, "high": high, "bound": bound}
+    return {"name": name, **report, "of_time": result["differences"]["true"]["seconds"]}
 
 
 def _show_ingest(record: dict[str, Any]) -> list[str]:
@@ -263,10 +265,10 @@ def _show_ingest(record: dict[str, Any]) -> list[str]:
 
     console, missed = Console(highlight=False), []
     for name in ("spans", "rollups"):
-        one = record[name]
+        item = record[name]
         console.print(
-            f"{name}: {one['rows']:,} of {record['world']:,} ranks in {one['seconds']:.1f} s, "
-            f"{one['rows_per_second'] / 1e6:.2f} M/s ({one['cpu_seconds']:.1f} CPU seconds)"
+            f"{name}: {item['rows']:,} of {record['world']:,} ranks in {item['seconds']:.1f} s, "
+            f"{item['rows_per_second'] / 1e6:.2f} M/s ({item['cpu_seconds']:.1f} CPU seconds)"
         )
     if record["spans"]["rows_per_second"] < 1e6:
         missed.append(f"{record['spans']['rows_per_second'] / 1e6:.2f} M spans a second, 1 wanted")
@@ -275,23 +277,25 @@ def _show_ingest(record: dict[str, Any]) -> list[str]:
         f"{record['lost_spans']} spans lost"
     )
     table = Table("question", "first, s", "median, s", "rows", box=box.SIMPLE_HEAD)
-    for name, one in record["questions"].items():
-        median = "" if one["median"] is None else f"{one['median']:.3f}"
-        table.add_row(name, f"{one['first']:.3f}", median, "" if one["rows"] is None else str(one["rows"]))
-        if one["median"] is not None and one["median"] > 0.5:
-            missed.append(f"{name}: {one['median']:.2f} s, 0.5 wanted")
+    for name, item in record["questions"].items():
+        median = "" if item["median"] is None else f"{item['median']:.3f}"
+        table.add_row(name, f"{item['first']:.3f}", median, "" if item["rows"] is None else str(item["rows"]))
+        if item["median"] is not None and item["median"] > 0.5:
+            missed.append(f"{name}: {item['median']:.2f} s, 0.5 wanted")
     console.print(table)
     return missed
 
 
-def _show_cost(found: list[dict[str, Any]]) -> list[str]:
+def _show_cost(result: list[dict[str, Any]]) -> list[str]:
     missed = []
-    for one in found:
+    for item in result:
         typer.echo(
-            f"cost: {one['name']}: {one['share']:+.2%} of a step's {one['by'].replace('_', ' ')} (a step takes "
-            f"{one['step']:.4f} s; median of {one['pairs']} pairs; 95%: {one['low']:+.2%} to {one['high']:+.2%}; "
-            f"at most {one['bound']:.1%})"
+            f"cost: {item['name']}: {item['share']:+.2%} of a step's {item['by'].replace('_', ' ')} (a step takes "
+            f"{item['step']:.4f} s; median of {item['pairs']} pairs; 95%: {item['low']:+.2%} to {item['high']:+.2%}; "
+            f"at most {item['bound']:.1%})"
         )
-        if one["high"] > one["bound"]:
-            missed.append(f"timers cost up to {one['high']:.2%} of a step of {one['name']}, {one['bound']:.1%} wanted")
+        if item["high"] > item["bound"]:
+            missed.append(
+                f"timers cost up to {item['high']:.2%} of a step of {item['name']}, {item['bound']:.1%} wanted"
+            )
     return missed

@@ -62,8 +62,8 @@ def dashboard(
     """
     from megascale.errors import ConfigError, describe_install
 
-    wanted = parts.split(",")
-    if wrong := [part for part in wanted if part not in PARTS]:
+    expected = parts.split(",")
+    if wrong := [part for part in expected if part not in PARTS]:
         raise ConfigError(f"--parts={parts}: there is no part {wrong[0]!r}; there are {', '.join(PARTS)}")
     program = chromium or shutil.which("chromium") or shutil.which("google-chrome") or ""
     if not program or shutil.which(program) is None:
@@ -76,9 +76,9 @@ def dashboard(
         ) from None
     record: dict[str, Any] = {"date": date.today().isoformat(), "figures": {}}
     with temporary_folder() as temporary:
-        if "page" in wanted:
+        if "page" in expected:
             _page(record, folder or Path(temporary) / "big", data, rollup_steps, metric_steps, program)
-        if "driver" in wanted:
+        if "driver" in expected:
             _driver(record, Path(temporary) / "job", seconds, program)
     out.write_text(strict_json.dumps(record | _machine(program), indent=1) + "\n")
     missed = _show(record["figures"])
@@ -105,10 +105,10 @@ def _page(record: dict[str, Any], run: Path, data: int, rollups: int, metrics: i
             page.goto(f"{address}{view}")
             page.wait_for_selector("main[data-ready]", timeout=60_000)
             page.wait_for_timeout(1000)
-            both = [
+            pair = [
                 each for kind in ("zoom", "move") for each in page_measures.frame_seconds(page, ".canvas canvas", kind)
             ]
-            moved = page_measures.told(both)
+            moved = page_measures.told(pair)
             drawn = page.evaluate("window.megascaleFrames.slice(-200)")
             figures[f"frames of the {name}"] = moved | {"value": moved["p95"], "drawing": page_measures.told(drawn)}
         figures["page"] = {"value": page_measures.page_bytes(browser) / 2**20}
@@ -144,9 +144,9 @@ def _driver(record: dict[str, Any], folder: Path, seconds: float, program: str) 
             page.wait_for_selector("main[data-ready]", timeout=60_000)
             # Ten people who press reload.
             halt = threading.Event()
-            others = [threading.Thread(target=_reload, args=(address, halt), daemon=True) for _ in range(3)]
-            for one in others:
-                one.start()
+            peers = [threading.Thread(target=_reload, args=(address, halt), daemon=True) for _ in range(3)]
+            for item in peers:
+                item.start()
             lasted = _late(job.run, seconds)
             halt.set()
         record["figures"]["driver"] = page_measures.told(lasted) | {
@@ -162,13 +162,13 @@ def _late(run: Path, seconds: float) -> list[float]:
     """Seconds that the driver takes to answer the smallest question, twenty times a second."""
     from megascale.resilience.driver.api.client import send_request
 
-    found, until = [], time.monotonic() + seconds
-    while time.monotonic() < until:
+    result, deadline = [], time.monotonic() + seconds
+    while time.monotonic() < deadline:
         began = time.monotonic()
         send_request(run, "GET", "/health")
-        found.append(time.monotonic() - began)
+        result.append(time.monotonic() - began)
         time.sleep(0.05)
-    return found
+    return result
 
 
 def _reload(address: str, halt: threading.Event) -> None:
@@ -186,10 +186,10 @@ def served(run: Path) -> Iterator[tuple[str, int]]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        found = re.search(r"https?://\S+", process.stdout.readline())
-        if found is None:
+        result = re.search(r"https?://\S+", process.stdout.readline())
+        if result is None:
             raise OSError("the dashboard did not start")
-        yield found[0], process.pid
+        yield result[0], process.pid
     finally:
         process.terminate()
         process.wait()
@@ -227,11 +227,11 @@ def _show(figures: dict[str, Any]) -> list[str]:
     from rich.table import Table
 
     table, missed = Table("figure", "value", "median", "aim", box=box.SIMPLE_HEAD), []
-    for name, one in figures.items():
+    for name, item in figures.items():
         bound, unit = BOUNDS.get(name, (None, "s"))
-        if bound is not None and one["value"] >= bound:
+        if bound is not None and item["value"] >= bound:
             missed.append(name)
-        shown = [f"{one[key]:.3g} {unit}" if key in one else "" for key in ("value", "median")]
+        shown = [f"{item[key]:.3g} {unit}" if key in item else "" for key in ("value", "median")]
         table.add_row(
             name, *shown, "" if bound is None else f"< {bound:g} {unit}", style="red" if name in missed else ""
         )
@@ -247,6 +247,6 @@ def _machine(program: str) -> dict[str, Any]:
 
     import megascale
 
-    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout.strip()
-    versions = {"megascale": megascale.__version__, "duckdb": duckdb.__version__, "chromium": said.split("\n")[0]}
+    output = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    versions = {"megascale": megascale.__version__, "duckdb": duckdb.__version__, "chromium": output.split("\n")[0]}
     return {"device": f"CPU, {os.cpu_count()} cores, {platform.machine()}", "versions": versions}

@@ -21,40 +21,40 @@ _GPUS_PER_HOST = 8
 
 def make(run: Path, job: Job, full_steps: int, rollup_steps: int, metric_steps: int) -> dict[str, Any]:
     """Make the run in `run`, which may hold its spans already; what the ingest measured."""
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     if not (run / "spans").is_dir():
-        told = ingest.measure(run, full_steps, rollup_steps, job)
+        report = ingest.measure(run, full_steps, rollup_steps, job)
     write_ranks(run, job)
     write_metrics(run, metric_steps)
-    return told
+    return report
 
 
 def write_ranks(run: Path, job: Job) -> None:
     """Who the ranks are: eight a host."""
     with open(run / "spans" / "host=0" / RANKS_FILE, "w") as out:
         for rank in range(job.world):
-            place = {
+            location = {
                 "tensor": rank % job.tensor,
                 "data": rank // job.tensor % job.data,
                 "pipeline": job.stage(rank),
             }
             host, device = f"node-{rank // _GPUS_PER_HOST:04d}", f"cuda:{rank % _GPUS_PER_HOST}"
-            who = {"attempt": 0, "rank": rank, "time": 0.0, "hostname": host, "device": device}
-            out.write(strict_json.dumps(who | place) + "\n")
+            name = {"attempt": 0, "rank": rank, "time": 0.0, "hostname": host, "device": device}
+            out.write(strict_json.dumps(name | location) + "\n")
 
 
 def write_metrics(run: Path, steps: int) -> None:
     """Metrics of so many steps until now, a checkpoint each 500, and the events of it."""
-    random, now = np.random.default_rng(0), time.time() - 6.34 * steps
+    random, current = np.random.default_rng(0), time.time() - 6.34 * steps
     metrics, events = JsonLines(run / "metrics.jsonl"), JsonLines(run / "events.jsonl")
-    events.write({"time": now, "event": Event.RUN_STARTED, "attempt": 1, "rank": 0})
+    events.write({"time": current, "event": Event.RUN_STARTED, "attempt": 1, "rank": 0})
     noise = random.standard_normal(steps)
     for step in range(1, steps + 1):
-        now += 6.34
+        current += 6.34
         seconds = 6.34 + 0.05 * abs(float(noise[step - 1]))
         metrics.write(
             {
-                "step": step, "time": now,
+                "step": step, "time": current,
                 "loss": 2.2 + 8 * math.exp(-step / (steps / 8)) + 0.02 * float(noise[step - 1]),
                 "learning_rate": 6e-5 * min(1.0, step / 200), "grad_norm": 0.4 + 0.1 * abs(float(noise[-step])),
                 "tokens": step * 12_582_912, "seconds": seconds, "tokens_per_second": 12_582_912 / seconds,
@@ -62,6 +62,6 @@ def write_metrics(run: Path, steps: int) -> None:
             }
         )  # fmt: skip
         if step % 500 == 0:
-            events.write({"time": now, "event": Event.CHECKPOINT_SAVED, "attempt": 1, "rank": 0, "step": step})
+            events.write({"time": current, "event": Event.CHECKPOINT_SAVED, "attempt": 1, "rank": 0, "step": step})
     metrics.close()
     events.close()

@@ -36,12 +36,12 @@ def _grown(steps: int) -> Array:
 def extra_of(cause: str, world: int, steps: int, random: Any) -> tuple[Extra, list[int]]:
     """What a cause adds, and the ranks whose GPUs its counters say are throttled."""
     grown, shape = _grown(steps), (steps, world)
-    some = random.random(shape) < 3 / world  # about three ranks a step, others each time
+    sample = random.random(shape) < 3 / world  # about three ranks a step, others each time
     if cause == "garbage collection":
         pauses = random.random(shape) < 1 / 64  # a rank collects every 64th step; the heap grows
         return Extra(pause_ns=pauses * (5e6 + _ADDED_NS * grown), pauses=pauses), []
     if cause == "allocator retries":
-        late = some * (grown > 0)
+        late = sample * (grown > 0)
         return Extra(late_ns=late * _ADDED_NS * grown, retries=late * random.integers(1, 4, shape)), []
     if cause == "throttling":
         ranks = random.choice(world, _THROTTLED, replace=False)
@@ -51,18 +51,18 @@ def extra_of(cause: str, world: int, steps: int, random: Any) -> tuple[Extra, li
     if cause == "samples":
         return Extra(samples_ns=_ADDED_NS * grown * np.exp(0.3 * random.standard_normal(shape))), []
     if cause == "late launch":
-        return Extra(late_ns=some * _ADDED_NS * grown * random.uniform(0.7, 1.3, shape)), []
+        return Extra(late_ns=sample * _ADDED_NS * grown * random.uniform(0.7, 1.3, shape)), []
     return Extra(), []
 
 
 def gpu_counters(world: int, throttled: list[int], steps: int) -> Callable[[int, int], Array]:
     """Counters of all GPUs at a step's beginning: those throttled are so in the second half of the run."""
 
-    def sample(step: int, now: int) -> Array:
+    def sample(step: int, current: int) -> Array:
         slow = np.zeros(world, bool)
         slow[throttled] = step > steps / 2
         records = np.zeros(2 * world, COUNTER)
-        records["time_ns"] = now + 1_000_000
+        records["time_ns"] = current + 1_000_000
         records["name"][:world], records["name"][world:] = b"gpu_throttle_reasons", b"gpu_sm_clock_mhz"
         records["value"][:world] = np.where(slow, _POWER_CAP, 0.0)
         records["value"][world:] = np.where(slow, _SLOW_CLOCK, _CLOCK)
@@ -89,13 +89,13 @@ def measure(folder: Path, runs: int, seed: int) -> dict[str, Any]:
             extra, throttled = extra_of(cause, job.world, STEPS, random)
             steps = replayed(job, STEPS, int(random.integers(1 << 30)), extra=extra)
             run = keep(folder / "replayed", job, steps, gpu_counters(job.world, throttled, STEPS))
-            found = look(run)
+            result = look(run)
             record["runs"].append(
                 {
                     "cause": cause,
-                    "named": [one.name for one in found.main_causes],
-                    "growth": found.growth,
-                    "shares": {one.name: one.share for one in found.causes},
+                    "named": [item.name for item in result.main_causes],
+                    "growth": result.growth,
+                    "shares": {one.name: one.share for one in result.causes},
                 }
             )
     return record
@@ -103,12 +103,12 @@ def measure(folder: Path, runs: int, seed: int) -> dict[str, Any]:
 
 def scores(record: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """Of each cause in how many runs it was named first; of none, in how many no decline was told."""
-    found = {}
+    result = {}
     for cause in CAUSES:
-        mine = [one for one in record["runs"] if one["cause"] == cause]
-        good = sum(one["named"][:1] == [cause] if cause else not one["named"] for one in mine)
-        found[cause or "no decline"] = (good, len(mine))
-    return found
+        local = [item for item in record["runs"] if item["cause"] == cause]
+        good = sum(one["named"][:1] == [cause] if cause else not one["named"] for one in local)
+        result[cause or "no decline"] = (good, len(local))
+    return result
 
 
 def missed(record: dict[str, Any]) -> list[str]:
@@ -118,14 +118,14 @@ def missed(record: dict[str, Any]) -> list[str]:
 
 def lines(record: dict[str, Any]) -> list[str]:
     """The figures in words."""
-    found = [f"decline: {record['world']:,} ranks, {record['steps']} steps, seed {record['seed']}"]
+    result = [f"decline: {record['world']:,} ranks, {record['steps']} steps, seed {record['seed']}"]
     for name, (good, of) in scores(record).items():
-        mine = [one for one in record["runs"] if (one["cause"] or "no decline") == name]
-        growth = float(np.median([one["growth"] for one in mine]))
+        local = [item for item in record["runs"] if (item["cause"] or "no decline") == name]
+        growth = float(np.median([one["growth"] for one in local]))
         text = f"  {name}: {good} of {of}; steps {growth:+.1%}"
         if name != "no decline":
-            share = float(np.median([one["shares"].get(name, 0.0) for one in mine]))
-            also = sorted({other for one in mine for other in one["named"]} - {name})
+            share = float(np.median([one["shares"].get(name, 0.0) for one in local]))
+            also = sorted({peer for one in local for peer in one["named"]} - {name})
             text += f", {share:.0%} of it put down to this" + (f"; also named: {', '.join(also)}" if also else "")
-        found.append(text)
-    return found
+        result.append(text)
+    return result

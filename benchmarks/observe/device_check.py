@@ -43,9 +43,9 @@ def measure(steps: int = 40) -> dict[str, Any]:
     for _ in range(3):
         torch.mm(a, b, out=out)
     torch.cuda.synchronize()
-    kept = _Kept()
-    timers = DeviceTimers(device, kept)
-    own: list[list[Any]] = []
+    retained = _Kept()
+    timers = DeviceTimers(device, retained)
+    custom: list[list[Any]] = []
     queued = []
     for step in range(1, steps + 1):
         began = time.perf_counter()
@@ -58,40 +58,40 @@ def measure(steps: int = 40) -> dict[str, Any]:
         side.wait_stream(main)
         with torch.cuda.stream(side):
             torch_private.cuda_sleep(_SLEEP_CYCLES)
-        since = timers.mark()
+        start = timers.mark()
         marks[1].record()
         main.wait_stream(side)
-        timers.record_wait(since, SpanKind.WAIT, SpanAxis.TENSOR)
+        timers.record_wait(start, SpanKind.WAIT, SpanAxis.TENSOR)
         marks[2].record()
         timers.end_action()
         marks[3].record()
         timers.end_step()
         queued.append(time.perf_counter() - began)
-        own.append(marks)
+        custom.append(marks)
         if step > 2:
-            own[step - 3][3].synchronize()  # as the loop reads the loss of the step before
+            custom[step - 3][3].synchronize()  # as the loop reads the loss of the step before
             timers.collect()
-    own[-1][3].synchronize()
+    custom[-1][3].synchronize()
     ended = time.perf_counter_ns()
     timers.close()
     lengths: list[float] = []
     stalls: list[float] = []
     device_seconds = []
-    for step, its in enumerate(own, 1):
-        spans = kept.spans[step][0]
-        for kind, first, last, found in (
+    for step, matching in enumerate(custom, 1):
+        spans = retained.spans[step][0]
+        for kind, first, last, match in (
             (SpanKind.FORWARD, 0, 3, lengths),
             (SpanKind.WAIT, 1, 2, stalls),
         ):
             (span,) = spans[spans["kind"] == kind]
-            mine = its[first].elapsed_time(its[last]) / 1e3
-            found.append(abs((int(span["end_ns"]) - int(span["start_ns"])) / 1e9 - mine))
-        device_seconds.append(its[0].elapsed_time(its[3]) / 1e3)
-    last_spans, error_ns = kept.spans[steps]
+            local = matching[first].elapsed_time(matching[last]) / 1e3
+            match.append(abs((int(span["end_ns"]) - int(span["start_ns"])) / 1e9 - local))
+        device_seconds.append(matching[0].elapsed_time(matching[3]) / 1e3)
+    last_spans, error_ns = retained.spans[steps]
     (forward,) = last_spans[last_spans["kind"] == SpanKind.FORWARD]
     return {
         "steps": steps,
-        "told": len(kept.spans),
+        "told": len(retained.spans),
         "dropped": timers.dropped,
         "step_seconds": float(np.median(device_seconds)),
         "queue_seconds": float(np.median(queued)),
@@ -102,17 +102,17 @@ def measure(steps: int = 40) -> dict[str, Any]:
     }
 
 
-def missed(found: dict[str, Any]) -> list[str]:
+def missed(result: dict[str, Any]) -> list[str]:
     """What is not as it should be."""
-    told = []
-    if found["told"] != found["steps"] or found["dropped"]:
-        told.append(f"{found['told']} of {found['steps']} steps were told")
-    if found["length_error"] > 50e-6 or found["stall_error"] > 50e-6:
-        most = max(found["length_error"], found["stall_error"])
-        told.append(f"lengths differ by {1e6 * most:.0f} us from CUDA's events")
-    if found["queue_seconds"] > found["step_seconds"] / 2:
-        told.append("the host waits for the device")
-    if abs(found["clock_off"]) > found["clock_error"] + 300e-6:
-        off, said = 1e3 * found["clock_off"], 1e3 * found["clock_error"]
-        told.append(f"the device's clock is {off:.2f} ms off, and {said:.2f} were told")
-    return told
+    report = []
+    if result["told"] != result["steps"] or result["dropped"]:
+        report.append(f"{result['told']} of {result['steps']} steps were told")
+    if result["length_error"] > 50e-6 or result["stall_error"] > 50e-6:
+        most = max(result["length_error"], result["stall_error"])
+        report.append(f"lengths differ by {1e6 * most:.0f} us from CUDA's events")
+    if result["queue_seconds"] > result["step_seconds"] / 2:
+        report.append("the host waits for the device")
+    if abs(result["clock_off"]) > result["clock_error"] + 300e-6:
+        off, output = 1e3 * result["clock_off"], 1e3 * result["clock_error"]
+        report.append(f"the device's clock is {off:.2f} ms off, and {output:.2f} were told")
+    return report

@@ -39,7 +39,7 @@ QUESTIONS = {
 }
 
 
-def _write(job: dict[str, int], rings: list[str], full_steps: int, rollup_steps: int, told: Any) -> None:
+def _write(job: dict[str, int], rings: list[str], full_steps: int, rollup_steps: int, report: Any) -> None:
     """The ranks, in a process of their own: they write as fast as they are read."""
     shape = Job(**job)
     ends = [SpanRing(os.open(path, os.O_RDWR)) for path in rings]
@@ -51,18 +51,18 @@ def _write(job: dict[str, int], rings: list[str], full_steps: int, rollup_steps:
             while ring.free_bytes() - (_RING_BYTES // 4) < records.nbytes + HEAD_BYTES:
                 time.sleep(0.0005)
             ring.write(kind, step, records, 1000)
-        told.send((kind, time.process_time() - began))
-        told.recv()  # the next kind begins when this one is in its tables
-    told.send(None)
+        report.send((kind, time.process_time() - began))
+        report.recv()  # the next kind begins when this one is in its tables
+    report.send(None)
 
 
 def measure(folder: Path, full_steps: int, rollup_steps: int, job: Job) -> dict[str, Any]:
     """Take all of it in and ask; see `python -m benchmarks observe`."""
     rings = [SpanRing(body=_RING_BYTES) for _ in range(_RINGS)]
     paths = [f"/proc/{os.getpid()}/fd/{ring.handle}" for ring in rings]
-    here, there = multiprocessing.Pipe()
-    words = (dataclasses.asdict(job), paths, full_steps, rollup_steps, there)
-    ranks = multiprocessing.get_context("spawn").Process(target=_write, args=words, daemon=True)
+    local, present = multiprocessing.Pipe()
+    arguments = (dataclasses.asdict(job), paths, full_steps, rollup_steps, present)
+    ranks = multiprocessing.get_context("spawn").Process(target=_write, args=arguments, daemon=True)
     out = folder / "spans" / "host=0"
 
     def sink(folder: Path) -> ParquetWriter:
@@ -77,15 +77,15 @@ def measure(folder: Path, full_steps: int, rollup_steps: int, job: Job) -> dict[
     cpu = 0.0
     phases = {SPANS: "spans", ROLLUPS: "rollups"}
     while True:
-        taken = sum(ingest.take_frames(ring) for ring in rings)
-        if taken and began is None:
+        used = sum(ingest.take_frames(ring) for ring in rings)
+        if used and began is None:
             began, cpu = time.perf_counter(), time.process_time()
         ingest.tick()
-        if not taken and here.poll():
-            said = here.recv()
-            if said is None:
+        if not used and local.poll():
+            output = local.recv()
+            if output is None:
                 break
-            kind, maker_cpu = said
+            kind, maker_cpu = output
             while sum(ingest.take_frames(ring) for ring in rings):
                 ingest.tick()
             ingest.tick(end=True)
@@ -101,8 +101,8 @@ def measure(folder: Path, full_steps: int, rollup_steps: int, job: Job) -> dict[
                 "making_cpu_seconds": maker_cpu,
             }
             began = None
-            here.send(None)
-        elif not taken:
+            local.send(None)
+        elif not used:
             time.sleep(0.0005)
         if ingest.failures:
             raise OSError(ingest.error)
@@ -118,17 +118,17 @@ def measure(folder: Path, full_steps: int, rollup_steps: int, job: Job) -> dict[
 def ask(folder: Path, times: int = 3) -> dict[str, Any]:
     """Seconds of each question: first, and the median of `times` more."""
     began = time.perf_counter()
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     with SpanTables(folder, threads=2) as tables:
-        found["opening"] = {"first": time.perf_counter() - began, "median": None, "rows": None}
+        result["opening"] = {"first": time.perf_counter() - began, "median": None, "rows": None}
         for name, sql in QUESTIONS.items():
             seconds = []
             for _ in range(times + 1):
                 began = time.perf_counter()
                 rows = len(next(iter(tables.query(sql).values())))
                 seconds.append(time.perf_counter() - began)
-            found[name] = {"first": seconds[0], "median": statistics.median(seconds[1:]), "rows": rows}
+            result[name] = {"first": seconds[0], "median": statistics.median(seconds[1:]), "rows": rows}
         slowest = tables.query(QUESTIONS["own time by rank"])["rank"][0]
         if int(slowest) != 7:
             raise AssertionError(f"the slowest rank is 7, and {slowest} was found")
-    return found
+    return result

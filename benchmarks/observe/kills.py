@@ -23,13 +23,13 @@ _SPANS = 50  # a step
 _MOST_SECONDS = 0.4  # that a service lives
 
 
-def _serve(ring: str, out: str, told: Any) -> None:
+def _serve(ring: str, out: str, report: Any) -> None:
     """What the service's thread does, faster: segments of 50 ms, so that most kills come while something is written."""
     end = SpanRing(os.open(ring, os.O_RDWR))
     ingest = Ingest(
         Path(out), job="kills", host=0, hostname="here", sink=ParquetWriter, clock_ns=0, segment_seconds=0.05
     )
-    told.send(None)
+    report.send(None)
     while True:
         ingest.take_frames(end)
         ingest.flush()
@@ -49,14 +49,14 @@ def measure(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     sent: list[tuple[int, int]] = []  # (head of the ring after it, step)
     for number in range(kills + 1):
         last = number == kills
-        here, there = multiprocessing.Pipe(duplex=False)
-        service = context.Process(target=_serve, args=(path, str(out), there))
+        local, present = multiprocessing.Pipe(duplex=False)
+        service = context.Process(target=_serve, args=(path, str(out), present))
         service.start()
-        there.close()
-        here.recv()
+        present.close()
+        local.recv()
         lives = dice.uniform(0, _MOST_SECONDS)
-        until = time.monotonic() + lives
-        while time.monotonic() < until or (last and ring.read()):
+        deadline = time.monotonic() + lives
+        while time.monotonic() < deadline or (last and ring.read()):
             if not last:
                 steps += 1
                 ring.write(ROLLUPS, steps, rollups, 0)
@@ -90,9 +90,9 @@ def _check(folder: Path, acknowledged: int, written: int, where: str) -> None:
     with SpanTables(folder) as tables:
         assert not tables.skipped, f"{where}: {tables.skipped}"
         for table, rows in (("spans", _SPANS), ("rollups", 3)):
-            what = "count(*)" if table == "spans" else "sum(count)"
-            found = tables.query(f"SELECT step, {what}::BIGINT AS n FROM {table} GROUP BY step ORDER BY step")
-            steps = found["step"].tolist()
-            assert set(found["n"].tolist()) <= {rows}, f"{where}: a step is there in part or twice: {found}"
+            subject = "count(*)" if table == "spans" else "sum(count)"
+            result = tables.query(f"SELECT step, {subject}::BIGINT AS n FROM {table} GROUP BY step ORDER BY step")
+            steps = result["step"].tolist()
+            assert set(result["n"].tolist()) <= {rows}, f"{where}: a step is there in part or twice: {result}"
             assert steps == list(range(1, len(steps) + 1)), f"{where}: steps are missing: {steps}"
             assert acknowledged <= len(steps) <= written, f"{where}: {len(steps)} of {acknowledged} to {written} steps"

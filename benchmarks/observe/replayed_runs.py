@@ -46,9 +46,9 @@ def keep(
     most = 0
     for step, records in steps:
         if counters is not None:
-            found = counters(step, int(records["first_ns"][records["first_ns"] > 0].min()))
+            result = counters(step, int(records["first_ns"][records["first_ns"] > 0].min()))
             ring.rank = 0
-            ring.write(COUNTERS, step, found.astype(COUNTER), 0)
+            ring.write(COUNTERS, step, result.astype(COUNTER), 0)
         most = most or 2 * (records[0].nbytes + 4096)
         for rank in range(job.world):
             if ring.free_bytes() < most:
@@ -78,5 +78,5 @@ def _write_ranks(file: Path, job: Job) -> None:
     with open(file, "w") as out:
         for rank in range(job.world):
             at = grid.coordinate(rank)
-            one = {"attempt": 1, "rank": rank, "tensor": at.tensor, "pipeline": at.pipeline, "data": at.data}
-            out.write(strict_json.dumps(one | {"hostname": "bench", "device": "GPU"}) + "\n")
+            single = {"attempt": 1, "rank": rank, "tensor": at.tensor, "pipeline": at.pipeline, "data": at.data}
+            out.write(strict_json.dumps(single | {"hostname": "bench", "device": "GPU"}) + "\n")

@@ -58,19 +58,19 @@ def measure(folder: Path, runs: int, data: int, seed: int, minutes: float = math
     file = folder / f"cases-{runs}-{data}-{seed}.jsonl"
     done = [strict_json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     cases = _cases(job.world, runs, seed)
-    for kind, number, who in cases[len(done) :]:
+    for kind, number, name in cases[len(done) :]:
         if time.monotonic() > deadline:
             break
         faults = Faults()
         if kind == "gpu and link":
-            faults = Faults({who[0]: SLOW}, {who[1]: SLOW_LINK})
+            faults = Faults({name[0]: SLOW}, {name[1]: SLOW_LINK})
         elif kind == "two":
-            faults = Faults(dict.fromkeys(who, SLOW))
+            faults = Faults(dict.fromkeys(name, SLOW))
         began = time.perf_counter()
         run = keep(folder / "replayed", job, replayed(job, STEPS, seed + 1000 * number + len(kind), faults))
-        kept = time.perf_counter()
-        one = _told(look(run)) | {"kind": kind, "injected": who if kind != "clean" else []}
-        done.append(one | {"replay_seconds": kept - began, "look_seconds": time.perf_counter() - kept})
+        retained = time.perf_counter()
+        item = _told(look(run)) | {"kind": kind, "injected": name if kind != "clean" else []}
+        done.append(item | {"replay_seconds": retained - began, "look_seconds": time.perf_counter() - retained})
         with open(file, "a") as out:
             out.write(strict_json.dumps(done[-1]) + "\n")
     record: dict[str, Any] = {"world": job.world, "steps": STEPS, "seed": seed, "slow": SLOW, "slow_link": SLOW_LINK}
@@ -89,33 +89,35 @@ def _cases(world: int, runs: int, seed: int) -> list[tuple[str, int, list[int]]]
     ]
 
 
-def _told(found: Stragglers) -> dict[str, Any]:
+def _told(result: Stragglers) -> dict[str, Any]:
     return {
-        "gpus": [one.slow_rank.rank for one in found.ranks if one.slow_rank.state != "passing" and one.cause == "GPU"],
-        "others": [
-            one.slow_rank.rank for one in found.ranks if one.slow_rank.state != "passing" and one.cause != "GPU"
+        "gpus": [
+            item.slow_rank.rank for item in result.ranks if item.slow_rank.state != "passing" and item.cause == "GPU"
         ],
-        "passing": sum(one.slow_rank.state == "passing" for one in found.ranks),
-        "links": [list(one.ranks) for one in found.links],
-        "slower": [one.slow_rank.excess for one in found.ranks if one.slow_rank.state == "persistent"],
-        "confidence": [one.slow_rank.confidence for one in found.ranks if one.slow_rank.state == "persistent"],
-        "spread": found.judgement.spread,
-        "limit": found.judgement.limit,
+        "others": [
+            one.slow_rank.rank for one in result.ranks if one.slow_rank.state != "passing" and one.cause != "GPU"
+        ],
+        "passing": sum(one.slow_rank.state == "passing" for one in result.ranks),
+        "links": [list(one.ranks) for one in result.links],
+        "slower": [one.slow_rank.excess for one in result.ranks if one.slow_rank.state == "persistent"],
+        "confidence": [one.slow_rank.confidence for one in result.ranks if one.slow_rank.state == "persistent"],
+        "spread": result.judgement.spread,
+        "limit": result.judgement.limit,
     }
 
 
 def scores(record: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """What was found, of how many."""
-    clean, both, two = record["clean"], record["gpu and link"], record["two"]
+    clean, pair, two = record["clean"], record["gpu and link"], record["two"]
     return {
         "clean runs without a false alarm": (
             sum(not (o["gpus"] or o["others"] or o["links"]) for o in clean),
             len(clean),
         ),
-        f"one GPU {SLOW - 1:.0%} slow found": (sum(o["injected"][0] in o["gpus"] for o in both), len(both)),
+        f"one GPU {SLOW - 1:.0%} slow found": (sum(o["injected"][0] in o["gpus"] for o in pair), len(pair)),
         "slow link told from slow GPU": (
-            sum(o["gpus"] == o["injected"][:1] and o["links"] == [o["injected"][1:]] and not o["others"] for o in both),
-            len(both),
+            sum(o["gpus"] == o["injected"][:1] and o["links"] == [o["injected"][1:]] and not o["others"] for o in pair),
+            len(pair),
         ),
         "two slow GPUs found, none else": (sum(sorted(o["gpus"]) == sorted(o["injected"]) for o in two), len(two)),
     }
@@ -128,17 +130,17 @@ def missed(record: dict[str, Any]) -> list[str]:
 
 def lines(record: dict[str, Any]) -> list[str]:
     """The figures in words."""
-    found = [f"stragglers: {record['world']:,} ranks, {record['steps']} steps, seed {record['seed']}"]
-    found += [f"  {name}: {good} of {of}" for name, (good, of) in scores(record).items()]
-    every = [one for kind in KINDS for one in record[kind]]
+    result = [f"stragglers: {record['world']:,} ranks, {record['steps']} steps, seed {record['seed']}"]
+    result += [f"  {name}: {good} of {of}" for name, (good, of) in scores(record).items()]
+    every = [item for kind in KINDS for item in record[kind]]
     median = {key: float(np.median([one[key] for one in every])) for key in ("spread", "limit", "look_seconds")}
-    found.append(
+    result.append(
         f"  healthy ranks seen to differ by {median['spread']:.2%}, limit {median['limit']:.1%}; a look takes "
         f"{median['look_seconds']:.1f} s"
     )
     if record["left"]:
-        found.append(f"  {record['left']} cases are left: the same call with the same --folder goes on")
-    return found
+        result.append(f"  {record['left']} cases are left: the same call with the same --folder goes on")
+    return result
 
 
 # small jobs -----------------------------------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ def error_rates(seed: int, looks: dict[int, int] | None = None) -> list[dict[str
     differ by -4% to 4% for good, the slower of which is no fault.
     """
     random = np.random.default_rng(seed)
-    steps, found = np.arange(1, STEPS + 1), []
+    steps, result = np.arange(1, STEPS + 1), []
     for world, count in (looks or LOOKS).items():
         for differ in (0.0, 0.04) if world == 2 else (0.0,):
             rates = []
@@ -164,24 +166,24 @@ def error_rates(seed: int, looks: dict[int, int] | None = None) -> list[dict[str
                         busy[0] *= 1 + random.uniform(-differ, differ)
                     busy[0] *= 1 + slower
                     named = {
-                        one.rank
-                        for one in judge_ranks(busy, np.zeros(world, np.int64), steps).slow
-                        if one.state != "passing"
+                        item.rank
+                        for item in judge_ranks(busy, np.zeros(world, np.int64), steps).slow
+                        if item.state != "passing"
                     }
                     hits += bool(named) if not slower else 0 in named
                 rates.append(hits / count)
-            found.append(
+            result.append(
                 {"ranks": world, "differ": differ, "looks": count, **dict(zip(map(str, _SLOWER), rates, strict=True))}
             )
-    return found
+    return result
 
 
 def rate_lines(rates: list[dict[str, Any]]) -> list[str]:
     """The figures in words."""
     return ["  ranks  false alarms  5% found  10% found  looks"] + [
-        f"  {one['ranks']:5d}  {one['0.0']:12.2%}  {one['0.05']:8.1%}  {one['0.1']:9.1%}  {one['looks']:5d}"
-        + (f"  (differ by {one['differ']:.0%} for good)" if one["differ"] else "")
-        for one in rates
+        f"  {item['ranks']:5d}  {item['0.0']:12.2%}  {item['0.05']:8.1%}  {item['0.1']:9.1%}  {item['looks']:5d}"
+        + (f"  (differ by {item['differ']:.0%} for good)" if item["differ"] else "")
+        for item in rates
     ]
 
 
@@ -227,15 +229,15 @@ _AXES = ("tensor", "pipeline", "virtual_stages", "data")
 
 def axes(layout: str) -> dict[str, int]:
     """Such as "tensor=2,data=2" as numbers; ConfigError naming what is wrong."""
-    found = {}
+    result = {}
     for part in layout.split(","):
         key, _, value = part.partition("=")
         if key not in _AXES or not value.isdigit() or int(value) < 1:
             raise ConfigError(f"--layout={layout}: {part!r} is none of {', '.join(_AXES)} with a number, as in data=2")
-        found[key] = int(value)
-    if ranks(found) < 2:
+        result[key] = int(value)
+    if ranks(result) < 2:
         raise ConfigError(f"--layout={layout} has one rank; a slow one is told from others, as in data=2")
-    return found
+    return result
 
 
 def ranks(axes: dict[str, int]) -> int:
@@ -253,18 +255,18 @@ def local(
     typical = float(np.nanmedian(clean.parts.running))
     slow = _train(folder / "slow", device, seconds, slower * typical, axes)
     by = {}
-    for name, found in (("clean", clean), ("slow", slow)):
-        by[name] = _told(found) | {
-            "steps": len(found.parts.steps),
+    for name, match in (("clean", clean), ("slow", slow)):
+        by[name] = _told(match) | {
+            "steps": len(match.parts.steps),
             "states": [
-                (one.slow_rank.rank, one.slow_rank.state, one.cause, one.slow_rank.excess) for one in found.ranks
+                (item.slow_rank.rank, item.slow_rank.state, item.cause, item.slow_rank.excess) for item in match.ranks
             ],
-            "all": found.judgement.excess.tolist(),
-            "limit": found.judgement.limit,
-            "step_seconds": float(np.nanmedian(found.parts.seconds)),
+            "all": match.judgement.excess.tolist(),
+            "limit": match.judgement.limit,
+            "step_seconds": float(np.nanmedian(match.parts.seconds)),
         }
-    about = {"device": device, "layout": axes, "ranks": ranks(axes), "seconds": seconds, "slower": slower}
-    return {**about, "load": os.getloadavg()[0], **by}
+    details = {"device": device, "layout": axes, "ranks": ranks(axes), "seconds": seconds, "slower": slower}
+    return {**details, "load": os.getloadavg()[0], **by}
 
 
 def _train(folder: Path, device: str, seconds: float, added: float, axes: dict[str, int]) -> Stragglers:
@@ -292,8 +294,8 @@ def _train(folder: Path, device: str, seconds: float, added: float, axes: dict[s
             process.wait(120)
     with SpanTables(run) as tables:
         attempt, first, last = choose_window(tables)
-        found = find_stragglers(read_rank_parts(tables, attempt, first, last), tables)
-    return found
+        result = find_stragglers(read_rank_parts(tables, attempt, first, last), tables)
+    return result
 
 
 def _write_tokens(path: Path) -> None:
@@ -314,23 +316,25 @@ def _until(condition: Any, process: Any, folder: Path) -> None:
 
 def local_lines(record: dict[str, Any]) -> list[str]:
     """The figures in words."""
-    found = []
+    result = []
     where = f"{record['device']}, {record['ranks']} ranks"
     for name in ("clean", "slow"):
-        one = record[name]
-        said = ", ".join(f"rank {r} {by:+.1%} {state} ({cause})" for r, state, cause, by in one["states"]) or "none"
-        found.append(
-            f"  {where}, {name}: {one['steps']} steps of {1e3 * one['step_seconds']:.0f} ms in "
-            f"{record['seconds']:.0f} s, limit {one['limit']:.1%}, rank 1 {one['all'][1]:+.1%}; named: {said}"
+        single = record[name]
+        output = (
+            ", ".join(f"rank {r} {by:+.1%} {state} ({cause})" for r, state, cause, by in single["states"]) or "none"
         )
-    return found
+        result.append(
+            f"  {where}, {name}: {single['steps']} steps of {1e3 * single['step_seconds']:.0f} ms in "
+            f"{record['seconds']:.0f} s, limit {single['limit']:.1%}, rank 1 {single['all'][1]:+.1%}; named: {output}"
+        )
+    return result
 
 
 def local_missed(record: dict[str, Any]) -> list[str]:
     """Whether the slow rank was found, and no other."""
-    told = []
+    report = []
     if record["clean"]["gpus"] or record["clean"]["others"]:
-        told.append(f"stragglers: a healthy rank of {record['ranks']} on {record['device']} was named")
+        report.append(f"stragglers: a healthy rank of {record['ranks']} on {record['device']} was named")
     if record["slow"]["gpus"] + record["slow"]["others"] != [1]:
-        told.append(f"stragglers: a rank {record['slower']:.0%} slow on {record['device']} was not found")
-    return told
+        report.append(f"stragglers: a rank {record['slower']:.0%} slow on {record['device']} was not found")
+    return report

@@ -46,16 +46,16 @@ def rows_of_stage(schedule: Schedule, stage: int) -> Array:
     """A step of one rank of a stage as a recorder keeps it, int64 [spans, 10]: the actions of the schedule one after
     another, each compute with a wait in it, and what comes after them. Times from 0 on."""
     rows: list[tuple[int, ...]] = []
-    now = 0
+    current = 0
     lasts = {ActionKind.FORWARD: FORWARD_NS, ActionKind.BACKWARD: BACKWARD_NS}
     for kind, chunk, microbatch in schedule[stage]:
-        took = lasts.get(kind, 20_000)
-        rows.append((kind, 0, chunk, microbatch, -1, 0, -1, now, now + took, took))
-        now += took
+        duration = lasts.get(kind, 20_000)
+        rows.append((kind, 0, chunk, microbatch, -1, 0, -1, current, current + duration, duration))
+        current += duration
     after = ((SpanKind.FINISH_REDUCTIONS, 30_000_000), (SpanKind.OPTIMIZER, UPDATE_NS))
-    for last, took in after:
-        rows.append((last, 0, -1, -1, -1, 0, -1, now, now + took, took))
-        now += took
+    for last, duration in after:
+        rows.append((last, 0, -1, -1, -1, 0, -1, current, current + duration, duration))
+        current += duration
     return np.array(rows, np.int64)
 
 
@@ -85,7 +85,7 @@ def made(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int,
     pace = 1 + _SPREAD * random.standard_normal(job.world).clip(-3, 3)
     pace[7] += 0.1
     rows = [rows_of_stage(schedule, stage) for stage in range(job.stages)]
-    base = [make_spans(_with_step(one)) if full else rollups_of_stage(one) for one in rows]
+    base = [make_spans(_with_step(item)) if full else rollups_of_stage(item) for item in rows]
     times = (
         ("start_ns", "end_ns") if full else ("total_ns", "waited_ns", "longest_ns", "host_ns", "first_ns", "last_ns")
     )

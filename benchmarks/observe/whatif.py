@@ -26,7 +26,7 @@ def measure(folder: Path) -> list[dict[str, Any]]:
             f"--traces={folder} holds no trace-NAME.parquet with its result-NAME.json; name the folder `data` of "
             "ByteDance's StragglerAnalysis"
         )
-    found = []
+    output = []
     for file in files:
         begin, used = time.perf_counter(), time.process_time()
         trace = read_trace(file)
@@ -46,36 +46,37 @@ def measure(folder: Path) -> list[dict[str, Any]]:
             share = file.with_name(file.name.replace("trace-", f"{name}-")).with_suffix(".json")
             if share.is_file() and not math.isnan(value):
                 pairs[key] = (value, float(strict_json.loads(share.read_text())[key]))
-        figures = {name: {"ours": mine, "published": theirs} for name, (mine, theirs) in pairs.items()}
+        figures = {name: {"ours": local, "published": remote} for name, (local, remote) in pairs.items()}
         name = file.stem.removeprefix("trace-")
-        found.append(
+        output.append(
             {"name": name, "operations": len(trace), "seconds": seconds, "cpu_seconds": used, "figures": figures}
         )
-    return found
+    return output
 
 
-def missed(found: list[dict[str, Any]]) -> list[str]:
+def missed(result: list[dict[str, Any]]) -> list[str]:
     """Which bounds are missed: total, ideal and slow-down to 1%, 5 s."""
     out = []
-    for one in found:
+    for item in result:
         for name in ("total", "ideal", "slow-down"):
-            figure = one["figures"][name]
+            figure = item["figures"][name]
             if abs(figure["ours"] / figure["published"] - 1) > MOST_OFF:
-                out.append(f"{one['name']}: {name} {figure['ours']:.4f}, published {figure['published']:.4f}")
-        if one["seconds"] > MOST_SECONDS:
-            out.append(f"{one['name']}: {one['seconds']:.1f} s, {MOST_SECONDS:.0f} wanted")
+                out.append(f"{item['name']}: {name} {figure['ours']:.4f}, published {figure['published']:.4f}")
+        if item["seconds"] > MOST_SECONDS:
+            out.append(f"{item['name']}: {item['seconds']:.1f} s, {MOST_SECONDS:.0f} wanted")
     return out
 
 
-def lines(found: list[dict[str, Any]]) -> list[str]:
+def lines(result: list[dict[str, Any]]) -> list[str]:
     """One line a trace."""
     return [
-        f"what-if: {one['name']}: {one['operations']:,} operations in {one['seconds']:.2f} s ({one['cpu_seconds']:.2f} "
+        f"what-if: {item['name']}: {item['operations']:,} operations in {item['seconds']:.2f} s "
+        f"({item['cpu_seconds']:.2f} "
         "CPU seconds); "
         + ", ".join(
-            f"{name} {pair['ours']:.4f} (published {pair['published']:.4f})" for name, pair in one["figures"].items()
+            f"{name} {pair['ours']:.4f} (published {pair['published']:.4f})" for name, pair in item["figures"].items()
         )
-        for one in found
+        for item in result
     ]
 
 

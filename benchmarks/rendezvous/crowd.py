@@ -49,26 +49,26 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def open_files(wanted: int) -> None:
+def open_files(expected: int) -> None:
     """Raise this process's limit of open files to `wanted`; FitError if the machine does not allow it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= wanted:
+    if soft >= expected:
         return
-    if hard != resource.RLIM_INFINITY and hard < wanted:
+    if hard != resource.RLIM_INFINITY and hard < expected:
         raise FitError(
-            f"{wanted} connections need as many open files, but this machine allows {hard} a process; run with fewer "
+            f"{expected} connections need as many open files, but this machine allows {hard} a process; run with fewer "
             "--ranks or raise the limit (ulimit -Hn)"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (expected, hard))
 
 
 def cpu_seconds(process_id: int) -> float:
     """CPU time that a process has used; 0 where there is no /proc."""
     try:
-        words = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+        arguments = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    return (int(arguments[11]) + int(arguments[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -101,14 +101,14 @@ def serve(store: str, ranks: int, redis_server: str = "redis-server") -> Iterato
 @contextmanager
 def serve_redis(clients: int, program: str = "redis-server", *options: str) -> Iterator[tuple[int, int]]:
     """A redis-server on loopback that keeps nothing on disk; yields its port and process id."""
-    found = shutil.which(program)
-    if found is None:
+    result = shutil.which(program)
+    if result is None:
         raise ConfigError(f"{program!r} is not installed; install redis-server or leave redis out of --store")
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", folder]
-        words += ["--maxclients", str(clients + 1000), "--tcp-backlog", "4096", *options]
-        process = subprocess.Popen([found, *words], stdout=subprocess.DEVNULL)
+        arguments = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", folder]
+        arguments += ["--maxclients", str(clients + 1000), "--tcp-backlog", "4096", *options]
+        process = subprocess.Popen([result, *arguments], stdout=subprocess.DEVNULL)
         try:
             _until_listening(port, process)
             yield port, process.pid
@@ -222,12 +222,12 @@ def _worker(
 ) -> None:
     open_files(len(share) + _SPARE)
     gc.disable()  # a rank of a real job does not share its collector with a thousand others
-    kept: list[Store] = []
+    retained: list[Store] = []
 
     def play(rank: int) -> Ended:
         try:
             store = connect(rank)
-            kept.append(store)
+            retained.append(store)
             return "", [time.monotonic(), *part(store, rank)]
         except Exception as error:
             return f"rank {rank}: {type(error).__name__}: {error}", []

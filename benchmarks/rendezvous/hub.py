@@ -58,11 +58,11 @@ class Hub:
             plain = dial(host, port, timeout)
             if get_ident() != thread:
                 return plain
-            mine = Socket(plain.family, plain.type, plain.proto, plain.detach())
-            mine.setblocking(False)
+            local = Socket(plain.family, plain.type, plain.proto, plain.detach())
+            local.setblocking(False)
             # Edge-triggered: registered once, an event for each arrival.
-            self._poll.register(mine.fileno(), select.EPOLLIN | select.EPOLLET)
-            return mine
+            self._poll.register(local.fileno(), select.EPOLLIN | select.EPOLLET)
+            return local
 
         Connection.dial = staticmethod(cooperative)
         for count, part in enumerate(parts):

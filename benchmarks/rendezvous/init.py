@@ -127,9 +127,9 @@ def measure(ranks: int, store: str, protocol: str, calls: int, redis_server: str
     load = os.getloadavg()[0]
     with crowd.serve(store, ranks, redis_server) as (connect, server):
         cpu = crowd.cpu_seconds(server)
-        (connected, met, made), ranks_cpu = crowd.run(ranks, connect, part, processes, cooperative)
+        (connected, met, built), ranks_cpu = crowd.run(ranks, connect, part, processes, cooperative)
         cpu = crowd.cpu_seconds(server) - cpu
-    groups = made - met
+    groups = built - met
     seconds = met + (groups * total / run if run else groups)
     phases = (connected, met - connected, groups)
     return InitResult(ranks, store, protocol, seconds, *phases, cpu, ranks_cpu, total, run, [seconds], load)
@@ -142,15 +142,15 @@ def _ordered(grid: Grid) -> Callable[[Store, int], list[float]]:
     from megascale.rendezvous.agree import agree
     from megascale.rendezvous.group_plan import plan_groups
 
-    mine: list[list[GroupSpec]] = [[] for _ in range(grid.world_size)]
+    local: list[list[GroupSpec]] = [[] for _ in range(grid.world_size)]
     for spec in plan_groups(grid, VIRTUAL, tied=True):
         for rank in spec.ranks:
-            mine[rank].append(spec)
+            local[rank].append(spec)
 
     def part(store: Store, rank: int) -> list[float]:
         agree(store, rank, grid.world_size, {"bench": "init"}, 600.0)
         met = time.monotonic()
-        for spec in mine[rank]:
+        for spec in local[rank]:
             exchange(store, spec, rank)
         return [met, time.monotonic()]
 
@@ -197,11 +197,11 @@ def _machine(redis_server: str) -> dict[str, Any]:
     }
 
 
-def _choice(text: str, known: tuple[str, ...], option: str) -> list[str]:
+def _choice(text: str, expected: tuple[str, ...], option: str) -> list[str]:
     chosen = [word.strip() for word in text.split(",") if word.strip()]
-    wrong = [word for word in chosen if word not in known]
+    wrong = [word for word in chosen if word not in expected]
     if wrong or not chosen:
-        raise ConfigError(f"--{option} {text!r}: choose among {', '.join(known)}, separated by commas")
+        raise ConfigError(f"--{option} {text!r}: choose among {', '.join(expected)}, separated by commas")
     return chosen
 
 
@@ -291,8 +291,8 @@ def _print(results: list[InitResult], machine: dict[str, Any]) -> None:
         table.add_column(column, justify="left" if column in ("store", "protocol") else "right", no_wrap=True)
     for r in results:
         start = ("≈" if r.extrapolated else "") + _figure(r.seconds)
-        words = (_figure(w) for w in (r.connect, r.meet, r.groups, r.server_cpu, r.server_cpu + r.ranks_cpu))
-        table.add_row(f"{r.ranks:,}", r.store, r.protocol, start, *words)
+        arguments = (_figure(w) for w in (r.connect, r.meet, r.groups, r.server_cpu, r.server_cpu + r.ranks_cpu))
+        table.add_row(f"{r.ranks:,}", r.store, r.protocol, start, *arguments)
     console = Console()
     console.print(table)
     guessed = sorted({(r.ranks, r.calls_run, r.calls) for r in results if r.extrapolated})
@@ -333,9 +333,9 @@ def plot(results: list[InitResult], path: Path) -> None:
                 bars.append((f"paper: {name}", seconds, "0.75", f"{below}{seconds:,g} s"))
         for r in sorted((r for r in results if r.ranks == size), key=lambda r: (not r.calls, r.store != "tcp")):
             mark = " (extrapolated)" if r.extrapolated else ""
-            words = "a barrier a group" if r.calls else "ordered"
+            arguments = "a barrier a group" if r.calls else "ordered"
             color = "tab:red" if r.store == "redis" else "tab:blue"
-            bars.append((f"{r.store}, {words}", r.seconds, color, f"{_figure(r.seconds)} s{mark}"))
+            bars.append((f"{r.store}, {arguments}", r.seconds, color, f"{_figure(r.seconds)} s{mark}"))
         names = [name.replace(" (below)", "") for name, *_ in bars]
         axis.barh(range(len(bars)), [bar[1] for bar in bars], color=[bar[2] for bar in bars], height=0.65)
         axis.set_yticks(range(len(bars)), names)
@@ -343,8 +343,10 @@ def plot(results: list[InitResult], path: Path) -> None:
         axis.set_xscale("log")
         axis.set_xlabel("Time (s)")
         axis.set_title(f"{size:,} ranks", fontsize=11)
-        for place, bar in enumerate(bars):
-            axis.annotate(bar[3], (bar[1], place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+        for location, bar in enumerate(bars):
+            axis.annotate(
+                bar[3], (bar[1], location), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9
+            )
         axis.set_xlim(0.1, 500 * max(bar[1] for bar in bars))
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle("Start of a job: store and group creation (all ranks on one machine; paper: a GPU cluster)")

@@ -95,10 +95,10 @@ def targets(
     cases, too_large = _fitting(cases, len(devices), gib)
     if too_large:
         needs = ", ".join(f"{name} ({needed:.0f})" for name, needed in too_large.items())
-        said = f"their plans take more GiB of a GPU than the {gib:.0f} here: {needs}; fewer layers may fit"
+        output = f"their plans take more GiB of a GPU than the {gib:.0f} here: {needs}; fewer layers may fit"
         if all(case.replicas(len(devices)) is None for case in cases):
-            raise ConfigError(f"no case fits: {said}, by --model.layers=N")
-        typer.echo(f"left out, since {said}, by --model.layers=N")
+            raise ConfigError(f"no case fits: {output}, by --model.layers=N")
+        typer.echo(f"left out, since {output}, by --model.layers=N")
     interrupted = False
     try:
         run_all(missing(cases, record, repeats), devices, began + seconds, record.keep, alone)
@@ -108,9 +108,9 @@ def targets(
     failed = [
         case.name for case in cases if any(r.failed for r in record.runs(case, case.replicas(record.gpus)).values())
     ]
-    if left := [job for job in missing(cases, record, repeats) if job.case.name not in failed]:
-        names = dict.fromkeys(f"{job.case.name} ({job.seconds:.0f} s)" for job in left)
-        typer.echo(f"{len(left)} runs are missing: {', '.join(names)}; call again, or give more --seconds")
+    if remaining := [job for job in missing(cases, record, repeats) if job.case.name not in failed]:
+        names = dict.fromkeys(f"{job.case.name} ({job.seconds:.0f} s)" for job in remaining)
+        typer.echo(f"{len(remaining)} runs are missing: {', '.join(names)}; call again, or give more --seconds")
     typer.echo(f"metrics: {out}")
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -131,17 +131,17 @@ def _chosen(cases: Sequence[TargetCase], only: Sequence[str]) -> list[TargetCase
     return [case for case in cases if case.name in names]
 
 
-def _devices(wanted: int | None, cases: Sequence[TargetCase]) -> list[str]:
+def _devices(expected: int | None, cases: Sequence[TargetCase]) -> list[str]:
     """Names of GPUs as CUDA_VISIBLE_DEVICES has them; ConfigError if there are fewer than `wanted`."""
     from megascale import api
     from megascale.errors import ConfigError
 
-    there = 0
-    if wanted != 0 and any(case.gpus for case in cases):
-        there = api.visible_gpus()
-    if wanted is not None and wanted > there:
-        raise ConfigError(f"--gpus={wanted}: this process sees {there}; leave it out to use all")
-    return visible_gpu_names(there if wanted is None else wanted)
+    present = 0
+    if expected != 0 and any(case.gpus for case in cases):
+        present = api.visible_gpus()
+    if expected is not None and expected > present:
+        raise ConfigError(f"--gpus={expected}: this process sees {present}; leave it out to use all")
+    return visible_gpu_names(present if expected is None else expected)
 
 
 def _gpu_gib(gpus: int) -> float:
@@ -178,8 +178,8 @@ def _tell(case: TargetCase) -> None:
         fewer = f", at least {case.gpus * case.least}" if case.least < case.data else ""
         needs = f"{case.slots} GPU{'s' if case.slots > 1 else ''}{fewer}"
     compared = f" over {case.over}" if case.over else ""
-    said = predicted(case, case.data)
-    told = "" if said is None else f"; predicted {said:.3f} s"
-    goals = f"{case.goals or 'no target'}{compared}{told}"
+    output = predicted(case, case.data)
+    report = "" if output is None else f"; predicted {output:.3f} s"
+    goals = f"{case.goals or 'no target'}{compared}{report}"
     typer.echo(f"{case.name}: {case.title}; {needs}, about {case.seconds:.0f} s; {goals}")
     typer.echo(f"  {case.line(case.data)}")

@@ -69,16 +69,16 @@ class Record:
         if not file.exists():
             return
         try:
-            told = json.loads(file.read_text())
-            there = int(told["gpus"])
-            for name, runs in told["cases"].items():
+            report = json.loads(file.read_text())
+            present = int(report["gpus"])
+            for name, runs in report["cases"].items():
                 self._cases[name] = {int(repeat): TargetRun(**run) for repeat, run in runs.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(f"--out={file} is there and holds no figures of this bench; name another file") from None
-        if there != gpus:
+        if present != gpus:
             raise ConfigError(
-                f"--out={file} holds runs on a machine of {there} GPUs and this call has {gpus}: cases have other "
-                f"sizes; name another file, or give --gpus={there} where so many are"
+                f"--out={file} holds runs on a machine of {present} GPUs and this call has {gpus}: cases have other "
+                f"sizes; name another file, or give --gpus={present} where so many are"
             )
 
     def runs(self, case: TargetCase, replicas: int | None) -> dict[int, TargetRun]:
@@ -93,13 +93,13 @@ class Record:
     def keep(self, job: TargetJob, run: TargetRun) -> None:
         """Add a run and write the file, whole or not at all; runs of its case with other words go."""
         self._cases[job.case.name] = self.runs(job.case, job.replicas) | {job.repeat: run}
-        told = {
+        report = {
             "gpus": self.gpus,
             "cases": {name: {str(n): asdict(r) for n, r in runs.items()} for name, runs in self._cases.items()},
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.file.with_name(f".{self.file.name}.part")
-        unfinished.write_text(strict_json.dumps(told, indent=1) + "\n")
+        unfinished.write_text(strict_json.dumps(report, indent=1) + "\n")
         os.replace(unfinished, self.file)
 
 
@@ -112,22 +112,22 @@ def missing(cases: Iterable[TargetCase], record: Record, repeats: int) -> list[T
             replicas = case.replicas(record.gpus)
             if replicas is None:
                 continue
-            made = record.runs(case, replicas)
-            if repeat in made and made[repeat].told is not None:
+            built = record.runs(case, replicas)
+            if repeat in built and built[repeat].told is not None:
                 continue
-            took = [run.seconds for run in made.values() if run.told is not None]
-            jobs.append(TargetJob(case, repeat, replicas, max(took) if took else case.seconds))
+            duration = [run.seconds for run in built.values() if run.told is not None]
+            jobs.append(TargetJob(case, repeat, replicas, max(duration) if duration else case.seconds))
     return jobs
 
 
-def choose(waiting: Sequence[TargetJob], free: int, host: bool, left: float) -> TargetJob | None:
+def choose(waiting: Sequence[TargetJob], free: int, host: bool, remaining: float) -> TargetJob | None:
     """Which of the waiting runs starts now, if any.
 
     The first that `free` GPUs hold, one on the CPU only if the `host` is free, and whose time fits into the `left`
     seconds. Runs of a later repeat wait until all of the one before have started: so a large one, which smaller ones
     overtake, has its turn.
     """
-    on_time = [job for job in waiting if job.seconds <= left]
+    on_time = [job for job in waiting if job.seconds <= remaining]
     repeat = min((job.repeat for job in on_time), default=0)
     for job in on_time:
         if job.repeat == repeat and (host if job.gpus == 0 else job.gpus <= free):
@@ -147,7 +147,7 @@ class _Running:
 def run_all(
     jobs: Sequence[TargetJob],
     gpus: Sequence[str],
-    until: float,
+    deadline: float,
     keep: Callable[[TargetJob, TargetRun], None],
     alone: bool = False,
     program: Sequence[str] = BENCHMARKS,
@@ -171,29 +171,29 @@ def run_all(
         bar = progress.add_task("", total=len(jobs))
         try:
             while True:
-                for one in [r for r in running if r.process.poll() is not None]:
-                    running.remove(one)
-                    free = [gpu for gpu in gpus if gpu in free or gpu in one.gpus]  # neighbours stay neighbours
-                    run = _read(one)
-                    keep(one.job, run)
+                for item in [r for r in running if r.process.poll() is not None]:
+                    running.remove(item)
+                    free = [gpu for gpu in gpus if gpu in free or gpu in item.gpus]  # neighbours stay neighbours
+                    run = _read(item)
+                    keep(item.job, run)
                     if run.told is None:
-                        waiting = [job for job in waiting if job.case is not one.job.case]
+                        waiting = [job for job in waiting if job.case is not item.job.case]
                     progress.advance(bar)
                     became = "done" if run.told is not None else "failed"
                     progress.console.print(
-                        f"{one.job.case.name}, repeat {one.job.repeat + 1}: {became} in {run.seconds:.0f} s",
+                        f"{item.job.case.name}, repeat {item.job.repeat + 1}: {became} in {run.seconds:.0f} s",
                         highlight=False,
                     )
-                left = until - time.monotonic()
+                remaining = deadline - time.monotonic()
                 while not (alone and running):
                     host = all(r.gpus for r in running)
-                    job = choose(waiting, len(free), host, left)
+                    job = choose(waiting, len(free), host, remaining)
                     if job is None:
                         break
                     waiting.remove(job)
-                    taken, free = free[: job.gpus], free[job.gpus :]
-                    running.append(_start(job, taken, Path(folder), program))
-                if not running or left <= 0:
+                    used, free = free[: job.gpus], free[job.gpus :]
+                    running.append(_start(job, used, Path(folder), program))
+                if not running or remaining <= 0:
                     return
                 progress.update(bar, description=", ".join(r.job.case.name for r in running))
                 time.sleep(0.1)
@@ -204,11 +204,11 @@ def run_all(
 def _start(job: TargetJob, gpus: list[str], folder: Path, program: Sequence[str]) -> _Running:
     from megascale.train.launcher import die_with_parent
 
-    mine = folder / f"{job.case.name}-{job.repeat}"
-    mine.mkdir()
-    command = [*program, *job.case.words(job.replicas), f"--train.runs={mine}", f"--out={mine / 'told.json'}"]
+    local = folder / f"{job.case.name}-{job.repeat}"
+    local.mkdir()
+    command = [*program, *job.case.words(job.replicas), f"--train.runs={local}", f"--out={local / 'told.json'}"]
     variables = os.environ | {"COLUMNS": "120"} | job.case.environment | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    with open(mine / "output.log", "wb") as log:
+    with open(local / "output.log", "wb") as log:
         # A Ctrl-C at the terminal is for this process alone, which tells its runs.
         process = subprocess.Popen(
             command,
@@ -218,33 +218,33 @@ def _start(job: TargetJob, gpus: list[str], folder: Path, program: Sequence[str]
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-    return _Running(job, gpus, time.monotonic(), mine, process)
+    return _Running(job, gpus, time.monotonic(), local, process)
 
 
-def _read(one: _Running) -> TargetRun:
+def _read(single: _Running) -> TargetRun:
     """What became of a run that has ended."""
-    job = one.job
+    job = single.job
     run = TargetRun(
-        job.case.key(job.replicas), job.replicas, job.case.line(job.replicas), round(time.monotonic() - one.began, 1)
+        job.case.key(job.replicas), job.replicas, job.case.line(job.replicas), round(time.monotonic() - single.began, 1)
     )
     try:
-        if one.process.returncode == 0:
-            run.told = _slim(json.loads((one.folder / "told.json").read_text()))
+        if single.process.returncode == 0:
+            run.told = _slim(json.loads((single.folder / "told.json").read_text()))
             return run
-        why = f"exit code {one.process.returncode}"
+        why = f"exit code {single.process.returncode}"
     except (OSError, ValueError) as error:
         why = f"it left no figures: {error}"
-    said = (one.folder / "output.log").read_text(errors="replace").strip().splitlines()
-    run.failed = [why, *said[-LAST_LINES:]]
+    output = (single.folder / "output.log").read_text(errors="replace").strip().splitlines()
+    run.failed = [why, *output[-LAST_LINES:]]
     return run
 
 
-def _slim(told: dict[str, Any]) -> dict[str, Any]:
+def _slim(report: dict[str, Any]) -> dict[str, Any]:
     """Without what is large and what was only for this call."""
-    for rank in told.get("ranks", []):
+    for rank in report.get("ranks", []):
         rank.pop("stretches", None)
-    told.get("settings", {}).get("train", {}).pop("runs", None)
-    return told
+    report.get("settings", {}).get("train", {}).pop("runs", None)
+    return report
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

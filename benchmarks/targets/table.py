@@ -16,71 +16,71 @@ from benchmarks.targets.runs import Record, TargetRun
 WIDTH = 100  # of the table; what it says needs more than 80
 
 
-def figures(case: TargetCase, told: Mapping[str, Any]) -> dict[str, float]:
+def figures(case: TargetCase, report: Mapping[str, Any]) -> dict[str, float]:
     """Figures of one run by name (targets_cases.FIGURES), those that the bench told."""
-    return (_of_train if case.bench == "train" else _of_exposed)(told)
+    return (_of_train if case.bench == "train" else _of_exposed)(report)
 
 
-def _of_train(told: Mapping[str, Any]) -> dict[str, float]:
+def _of_train(report: Mapping[str, Any]) -> dict[str, float]:
     import numpy as np
 
-    steps = told["all_step_seconds"]
+    steps = report["all_step_seconds"]
     tenth = max(1, len(steps) // 10)
     median = statistics.median(steps)
-    found = {
-        "step_seconds": told["step_seconds"],
-        "mfu": told["mfu"],
-        "memory_gib": told["peak_memory_gib"],
+    result = {
+        "step_seconds": report["step_seconds"],
+        "mfu": report["mfu"],
+        "memory_gib": report["peak_memory_gib"],
         "p99_over_median": float(np.percentile(steps, 99)) / median,
         "first_over_last": abs(statistics.median(steps[:tenth]) / statistics.median(steps[-tenth:]) - 1),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in result.items() if value is not None}
 
 
-def _of_exposed(told: Mapping[str, Any]) -> dict[str, float]:
+def _of_exposed(report: Mapping[str, Any]) -> dict[str, float]:
     from benchmarks.training.exposed import COMPUTE, IDLE, table
 
-    found = {"step_seconds": told["step_seconds"]}
-    rows = {row["kind"]: row for row in table(dict(told))}
+    result = {"step_seconds": report["step_seconds"]}
+    rows = {row["kind"]: row for row in table(dict(report))}
     for name, kinds in (("tensor", ["tensor"]), ("pipeline", ["pipeline"]), ("data", ["data gather", "data reduce"])):
-        there = [rows[kind] for kind in kinds if kind in rows]
-        if by_itself := sum(row["alone"] for row in there):
-            found[f"{name}_exposed"] = sum(row["exposed"] for row in there) / by_itself
+        present = [rows[kind] for kind in kinds if kind in rows]
+        if by_itself := sum(row["alone"] for row in present):
+            result[f"{name}_exposed"] = sum(row["exposed"] for row in present) / by_itself
     shares = []
-    for rank in told["ranks"]:
+    for rank in report["ranks"]:
         times = rank["times"]
         idle = times[IDLE]["busy"]
-        whole = idle + times[COMPUTE]["busy"] + sum(kind.get("exposed", 0.0) for kind in times.values())
-        shares.append(idle / whole)
-    return found | {"idle_share": statistics.mean(shares)}
+        full = idle + times[COMPUTE]["busy"] + sum(kind.get("exposed", 0.0) for kind in times.values())
+        shares.append(idle / full)
+    return result | {"idle_share": statistics.mean(shares)}
 
 
-def of_gemm(told: Mapping[str, Any]) -> float | None:
+def of_gemm(report: Mapping[str, Any]) -> float | None:
     """FLOP/s of a step as a share of what plain GEMMs sustained on the first GPU before and after it."""
     from megascale.config import ModelConfig
     from megascale.core.flops import flops_per_token
 
-    if told.get("gemm_flop_per_s") is None:
+    if report.get("gemm_flop_per_s") is None:
         return None
-    flops = flops_per_token(ModelConfig.model_validate(told["settings"]["model"])).training
-    return flops * told["tokens_per_second_per_device"] / statistics.mean(told["gemm_flop_per_s"])
+    flops = flops_per_token(ModelConfig.model_validate(report["settings"]["model"])).training
+    return flops * report["tokens_per_second_per_device"] / statistics.mean(report["gemm_flop_per_s"])
 
 
 def series(case: TargetCase, runs: Mapping[int, TargetRun], base: Mapping[int, TargetRun]) -> dict[str, list[float]]:
     """Each figure of a case, one value a repeat; ratios are to the step of `base` in the same repeat."""
-    found: dict[str, list[float]] = {}
+    result: dict[str, list[float]] = {}
     for repeat, run in runs.items():
         if run.told is None:
             continue
-        mine = figures(case, run.told)
+        local = figures(case, run.told)
         if (share := of_gemm(run.told)) is not None:
-            mine["of_gemm"] = share
-        if repeat in base and (other := base[repeat].told) is not None:
-            mine["step_ratio"] = mine["step_seconds"] / other["step_seconds"]
-            mine["speed_up"] = 1 / mine["step_ratio"]
-        for name, value in mine.items():
-            found.setdefault(name, []).append(value)
-    return found
+            local["of_gemm"] = share
+        if repeat in base and (second := base[repeat].told) is not None:
+            local["step_ratio"] = local["step_seconds"] / second["step_seconds"]
+            local["speed_up"] = 1 / local["step_ratio"]
+        for name, value in local.items():
+            result.setdefault(name, []).append(value)
+    return result
 
 
 def verdict(case: TargetCase, name: str, value: float | None, replicas: int) -> str:
@@ -133,17 +133,17 @@ def row(case: TargetCase, record: Record, by_name: Mapping[str, TargetCase]) -> 
         return TargetRow(case, f"needs {case.gpus * case.least} GPUs", [], {}, [])
     runs = record.runs(case, replicas)
     base = record.runs(by_name[case.over], replicas) if case.over else {}
-    found = series(case, runs, base)
-    values = {name: statistics.median(them) for name, them in found.items()}
+    result = series(case, runs, base)
+    values = {name: statistics.median(them) for name, them in result.items()}
     goals = []
     for name, bound in case.must.items():
         figure, value = FIGURES[name], values.get(name)
-        came = "" if value is None else figure.form.format(value)
-        said = verdict(case, name, value, replicas) if found else ""
-        goals.append((figure.label, came, figure.bound(bound), said))
-    if not found and any(run.failed for run in runs.values()):
+        received = "" if value is None else figure.form.format(value)
+        output = verdict(case, name, value, replicas) if result else ""
+        goals.append((figure.label, received, figure.bound(bound), output))
+    if not result and any(run.failed for run in runs.values()):
         goals = [(label, came, must, "failed") for label, came, must, _ in goals] or [("", "", "", "failed")]
-    steps = found.get("step_seconds", [])
+    steps = result.get("step_seconds", [])
     return TargetRow(case, layout(case, replicas), steps, values, goals, predicted(case, replicas))
 
 
@@ -156,14 +156,17 @@ def show(cases: Sequence[TargetCase], by_name: Mapping[str, TargetCase], record:
     if console.width < WIDTH:
         console = Console(highlight=False, width=WIDTH)
     rows = [row(case, record, by_name) for case in cases]
-    cells = [_cells(one) for one in rows]
+    cells = [_cells(item) for item in rows]
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for head in cells[0]:
         if any(cell[head] for cell in cells):  # not what these machines or benches do not tell
-            left = head in ("case", "what", "figure", "verdict")
+            remaining = head in ("case", "what", "figure", "verdict")
             # Of three repeats and more the step takes another line, nothing else does.
             table.add_column(
-                head, justify="left" if left else "right", no_wrap=head != "step, s", min_width=11 * (head == "step, s")
+                head,
+                justify="left" if remaining else "right",
+                no_wrap=head != "step, s",
+                min_width=11 * (head == "step, s"),
             )
     for cell in cells:
         table.add_row(*(cell[str(column.header)] for column in table.columns))
@@ -173,34 +176,37 @@ def show(cases: Sequence[TargetCase], by_name: Mapping[str, TargetCase], record:
         console.print(note, markup=False, soft_wrap=True)
 
 
-def _cells(one: TargetRow) -> dict[str, str]:
+def _cells(single: TargetRow) -> dict[str, str]:
     """A row of the table by heading, empty where nothing is known."""
-    value = {name: figure.form.format(one.values[name]) for name, figure in FIGURES.items() if name in one.values}
-    each = " ".join(f"{s:.3f}" for s in one.steps) if len(one.steps) > 1 else ""
-    share = f"{one.values['of_gemm']:.3f}" if "of_gemm" in one.values else ""
-    figure, came, must, said = ("\n".join(goal[n] for goal in one.goals) for n in range(4))
+    value = {name: figure.form.format(single.values[name]) for name, figure in FIGURES.items() if name in single.values}
+    each = " ".join(f"{s:.3f}" for s in single.steps) if len(single.steps) > 1 else ""
+    share = f"{single.values['of_gemm']:.3f}" if "of_gemm" in single.values else ""
+    figure, received, must, output = ("\n".join(goal[n] for goal in single.goals) for n in range(4))
     return {
-        "case": one.case.name,
-        "what": f"{one.case.title}\n[dim]{one.layout}[/dim]",
-        "step, s": f"{value['step_seconds']}\n[dim]{each}[/dim]" if one.steps else "",
+        "case": single.case.name,
+        "what": f"{single.case.title}\n[dim]{single.layout}[/dim]",
+        "step, s": f"{value['step_seconds']}\n[dim]{each}[/dim]" if single.steps else "",
         "said\napart": "\n".join(
-            ["" if one.predicted is None else f"{one.predicted:.3f}", f"[dim]{one.apart:.1%}[/dim]" if each else ""]
+            [
+                "" if single.predicted is None else f"{single.predicted:.3f}",
+                f"[dim]{single.apart:.1%}[/dim]" if each else "",
+            ]
         ).rstrip(),
         "MFU\nGEMM": f"{value.get('mfu', '')}\n[dim]{share}[/dim]" if "mfu" in value or share else "",
         "GiB": value.get("memory_gib", ""),
         "figure": figure,
-        "came": came,
+        "came": received,
         "must": must,
-        "verdict": said,
+        "verdict": output,
     }
 
 
 def _about(cases: Sequence[TargetCase], record: Record) -> str:
     """What ran where, and when."""
-    told = [run.told for case in cases for run in record.runs(case, case.replicas(record.gpus)).values() if run.told]
-    devices = sorted({one["device"].split(" x ")[-1] for one in told})
-    versions = sorted({f"torch {one['versions']['torch']}" for one in told})
-    dates = sorted({one["date"] for one in told})
+    report = [run.told for case in cases for run in record.runs(case, case.replicas(record.gpus)).values() if run.told]
+    devices = sorted({item["device"].split(" x ")[-1] for item in report})
+    versions = sorted({f"torch {one['versions']['torch']}" for one in report})
+    dates = sorted({one["date"] for one in report})
     days = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
     return ", ".join([f"{record.gpus} GPU{'s' * (record.gpus != 1)}", *devices, *versions, *([days] if days else [])])
 
@@ -210,35 +216,35 @@ def notes(cases: Sequence[TargetCase], rows: Sequence[TargetRow], record: Record
     from benchmarks.training.exposed import bounding, table
     from megascale.bench.gpu_watch import summarize_samples
 
-    said = []
+    output = []
     conventions = {
         run.told["mfu_convention"]: None
         for case in cases
         for run in record.runs(case, case.replicas(record.gpus)).values()
         if run.told is not None and run.told.get("mfu") is not None
     }
-    said += [f"MFU: {convention}" for convention in conventions]
-    if any("of_gemm" in one.values for one in rows):
-        said.append(
+    output += [f"MFU: {convention}" for convention in conventions]
+    if any("of_gemm" in item.values for item in rows):
+        output.append(
             "GEMM: share of what plain GEMMs sustained on the first GPU right before and after; medians of repeats"
         )
     if any(one.predicted is not None for one in rows):
-        said.append(
+        output.append(
             "said: step that the simulator said before, s (targets_predicted.toml); below, how far repeats lie apart"
         )
     meanings: dict[str, list[str]] = {}
     for figure in {FIGURES[name].label: FIGURES[name] for case in cases for name in case.must}.values():
         if figure.about:
             meanings.setdefault(figure.about, []).append(figure.label)
-    said += [f"{', '.join(labels)}: {about}" for about, labels in meanings.items()]
+    output += [f"{', '.join(labels)}: {details}" for details, labels in meanings.items()]
     if any(goal[3] == "smaller run" for one in rows for goal in one.goals):
-        said.append("smaller run: fewer replicas than the target is stated for, so it says nothing for certain of it")
+        output.append("smaller run: fewer replicas than the target is stated for, so it says nothing for certain of it")
     for case in cases:
         waits: dict[str, list[str]] = {}
         most: list[str] = []
         for repeat, run in record.runs(case, case.replicas(record.gpus)).items():
             if run.told is None:
-                said.append(f"{case.name}, repeat {repeat + 1}: failed with " + "\n  ".join(run.failed))
+                output.append(f"{case.name}, repeat {repeat + 1}: failed with " + "\n  ".join(run.failed))
             elif case.bench == "exposed":
                 if (bound := bounding(run.told)) is not None and bound["share"] is not None:
                     most.append(f"{bound['share']:.1%} (stage {bound['stage']})")
@@ -246,10 +252,10 @@ def notes(cases: Sequence[TargetCase], rows: Sequence[TargetRow], record: Record
                     if one["waits"]:
                         waits.setdefault(one["kind"], []).append(f"{1e3 * one['waits']:.1f}")
             elif run.told.get("watched") is not None:
-                said.append(f"{case.name}, repeat {repeat + 1}: {summarize_samples(run.told['watched'])}")
+                output.append(f"{case.name}, repeat {repeat + 1}: {summarize_samples(run.told['watched'])}")
         if most:
-            said.append(f"{case.name}: pipeline on the stage that computes most: {', '.join(most)}")
+            output.append(f"{case.name}: pipeline on the stage that computes most: {', '.join(most)}")
         if waits:
             each = "; ".join(f"{kind} {', '.join(times)}" for kind, times in waits.items())
-            said.append(f"{case.name}: waits for other ranks' compute, not counted, ms: {each}")
-    return said
+            output.append(f"{case.name}: waits for other ranks' compute, not counted, ms: {each}")
+    return output

@@ -125,8 +125,8 @@ def ablation(
         raise ConfigError(f"--row={unknown.pop()}: this configuration has {', '.join(r.name for r in rows)}")
     rows = [r for r in rows if not row or r.name in row]
     plans = [(r, name, _config(config, r, name, steps, warmup)) for r in rows for name in links]
-    for _, _, one in plans:
-        lay_out(one, processes)  # all are checked before the first one trains
+    for _, _, item in plans:
+        lay_out(item, processes)  # all are checked before the first one trains
     key = _key(config, steps, warmup, window, processes)
     runs = _before(out, key)
     record: dict[str, Any] = {
@@ -215,8 +215,8 @@ def _config(config: Config, row: AblationRow, links: str, steps: int, warmup: in
 
 
 def _key(config: Config, steps: int, warmup: int, window: int | None, processes: int) -> str:
-    what = [config.model_dump(mode="json"), steps, warmup, window, processes]
-    return hashlib.blake2b(strict_json.dumps(what, sort_keys=True).encode(), digest_size=8).hexdigest()
+    subject = [config.model_dump(mode="json"), steps, warmup, window, processes]
+    return hashlib.blake2b(strict_json.dumps(subject, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _before(out: Path, key: str) -> list[AblationRun]:
@@ -246,14 +246,14 @@ def _run_all(
     """Make the runs that are missing, repeat by repeat, every second time in reverse order."""
     from rich.progress import Progress
 
-    made = {(run.row, run.links, run.repeat) for run in before}
+    built = {(run.row, run.links, run.repeat) for run in before}
     with temporary_folder() as folder, Progress(transient=True) as progress:
-        whole = progress.add_task("all runs", total=len(plans) * repeats)
+        full = progress.add_task("all runs", total=len(plans) * repeats)
         bar = progress.add_task("")
         for repeat in range(repeats):
             sustained: float | None = None
             for number, (row, links, config) in enumerate(plans if repeat % 2 == 0 else plans[::-1]):
-                if (row.name, links, repeat) not in made:
+                if (row.name, links, repeat) not in built:
                     progress.update(
                         bar, description=f"{row.name}, links {links}", total=config.train.steps, completed=0
                     )
@@ -268,7 +268,7 @@ def _run_all(
                         on_progress=lambda done: progress.update(bar, completed=done),
                     )
                     yield _figures(row.name, links, repeat, processes, config, records[warmup:], sustained)
-                progress.advance(whole)
+                progress.advance(full)
 
 
 def _figures(
@@ -311,30 +311,30 @@ def _sustained(seconds: float = 2.0) -> float:
 
 def table(rows: list[str], runs: list[AblationRun], links: str) -> list[dict[str, Any]]:
     """One entry a row: medians over repeats, their spread, and gains over the row before and over the first."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for name in rows:
-        mine = [run for run in runs if run.row == name and run.links == links]
-        if not mine:
+        local = [run for run in runs if run.row == name and run.links == links]
+        if not local:
             continue
-        rates = [run.rate for run in mine]
-        rate, credits = statistics.median(rates), [run.mfu for run in mine if run.mfu is not None]
-        memory = [run.memory_gib for run in mine if run.memory_gib is not None]
-        sustained = [run.sustained for run in mine if run.sustained is not None]
-        found.append(
+        rates = [run.rate for run in local]
+        rate, credits = statistics.median(rates), [run.mfu for run in local if run.mfu is not None]
+        memory = [run.memory_gib for run in local if run.memory_gib is not None]
+        sustained = [run.sustained for run in local if run.sustained is not None]
+        result.append(
             {
                 "row": name,
-                "seconds": statistics.median(statistics.median(run.seconds) for run in mine),
+                "seconds": statistics.median(statistics.median(run.seconds) for run in local),
                 "rate": rate,
                 "spread": (max(rates) - min(rates)) / rate,
                 "mfu": statistics.median(credits) if credits else None,
                 "memory_gib": max(memory) if memory else None,
                 "sustained": statistics.median(sustained) if sustained else None,
-                "gain": rate / found[-1]["rate"] - 1 if found else 0.0,
-                "over_first": rate / found[0]["rate"] if found else 1.0,
-                "paper_over_first": PAPER[name] / PAPER[found[0]["row"] if found else name],
+                "gain": rate / result[-1]["rate"] - 1 if result else 0.0,
+                "over_first": rate / result[0]["rate"] if result else 1.0,
+                "paper_over_first": PAPER[name] / PAPER[result[0]["row"] if result else name],
             }
         )
-    return found
+    return result
 
 
 def show(record: dict[str, Any], runs: list[AblationRun]) -> None:
@@ -346,8 +346,8 @@ def show(record: dict[str, Any], runs: list[AblationRun]) -> None:
     console = Console(highlight=False)
     names = [row["name"] for row in record["rows"]]
     for links in dict.fromkeys(run.links for run in runs):
-        found = table(names, runs, links)
-        cells = [_cells(one, _peak(record)) for one in found]
+        result = table(names, runs, links)
+        cells = [_cells(item, _peak(record)) for item in result]
         shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), collapse_padding=True)
         columns = [c for c in cells[0] if any(row[c] for row in cells)]  # not what this machine does not tell
         for number, column in enumerate(columns):
@@ -367,21 +367,21 @@ def show(record: dict[str, Any], runs: list[AblationRun]) -> None:
         console.print(f"{name}: no row, this layout has nothing of the kind")
 
 
-def _cells(one: dict[str, Any], peak: float | None) -> dict[str, str]:
+def _cells(single: dict[str, Any], peak: float | None) -> dict[str, str]:
     """A row of the table by heading; empty where nothing is known."""
-    attribute = one["mfu"]
-    share = attribute * peak / one["sustained"] if attribute and peak and one["sustained"] else None
+    attribute = single["mfu"]
+    share = attribute * peak / single["sustained"] if attribute and peak and single["sustained"] else None
     return {
-        "with": one["row"],
-        "s/step": f"{one['seconds']:.3f}",
-        "tokens/s each": f"{one['rate']:,.0f}",
-        "spread": f"{100 * one['spread']:.1f}%",
-        "gain": f"{100 * one['gain']:+.1f}%",
-        "total": f"{one['over_first']:.3f}",
-        "paper's": f"{one['paper_over_first']:.3f}",
+        "with": single["row"],
+        "s/step": f"{single['seconds']:.3f}",
+        "tokens/s each": f"{single['rate']:,.0f}",
+        "spread": f"{100 * single['spread']:.1f}%",
+        "gain": f"{100 * single['gain']:+.1f}%",
+        "total": f"{single['over_first']:.3f}",
+        "paper's": f"{single['paper_over_first']:.3f}",
         "MFU": f"{100 * attribute:.1f}%" if attribute else "",
         "of GEMM": f"{100 * share:.0f}%" if share else "",
-        "GiB": f"{one['memory_gib']:.1f}" if one["memory_gib"] else "",
+        "GiB": f"{single['memory_gib']:.1f}" if single["memory_gib"] else "",
     }
 
 
@@ -404,14 +404,14 @@ def draw(record: dict[str, Any], runs: list[AblationRun], out: Path) -> None:
     last: list[dict[str, Any]] = []
     for number, links in enumerate(dict.fromkeys(run.links for run in runs)):
         last = table(names, runs, links)
-        places = [names.index(one["row"]) for one in last]
+        locations = [names.index(item["row"]) for item in last]
         values = [one["over_first"] for one in last]
         error = [one["over_first"] * one["spread"] / 2 for one in last]
         label = f"here, links {links}: {values[-1]:.2f}x"
-        axes.errorbar(places, values, error, fmt="o-", color=f"C{number}", capsize=3, label=label)
+        axes.errorbar(locations, values, error, fmt="o-", color=f"C{number}", capsize=3, label=label)
     values = [one["paper_over_first"] for one in last]
-    places = [names.index(one["row"]) for one in last]
-    axes.plot(places, values, "s--", color="0.6", label=f"paper, 175B on 256 GPUs: {values[-1]:.2f}x (of MFU)")
+    locations = [names.index(one["row"]) for one in last]
+    axes.plot(locations, values, "s--", color="0.6", label=f"paper, 175B on 256 GPUs: {values[-1]:.2f}x (of MFU)")
     axes.set_xticks(range(len(names)), [names[0], *(f"+ {name}" for name in names[1:])], rotation=25, ha="right")
     axes.set_ylabel("Relative throughput")
     axes.set_title(f"{record['file']} on {record['processes']} x {record['device']}, {record['date']}", fontsize=10)

@@ -105,18 +105,18 @@ def alternate(
 
 def parse(setting: str) -> tuple[str, list[str]]:
     """Such as "overlap.gemms=off,on" -> key and values; ConfigError naming what is wrong."""
-    key, _, told = setting.partition("=")
-    known = SETTINGS.get(key)
-    if known is None:
+    key, _, report = setting.partition("=")
+    expected = SETTINGS.get(key)
+    if expected is None:
         raise ConfigError(
             f"{setting}: {key} cannot change between the steps of one engine; {', '.join(SETTINGS)} can. Compare runs "
             "of bench train, or cases of benchmarks targets --file, for others"
         )
-    values = told.split(",")
-    if wrong := [value for value in values if value not in known]:
-        raise ConfigError(f"{setting}: there is no value {wrong[0]!r}; there are {', '.join(known)}")
+    values = report.split(",")
+    if wrong := [value for value in values if value not in expected]:
+        raise ConfigError(f"{setting}: there is no value {wrong[0]!r}; there are {', '.join(expected)}")
     if len(values) < 2 or len(set(values)) < len(values):
-        raise ConfigError(f"{setting}: name two values or more, each once, such as {key}={','.join(known[:2])}")
+        raise ConfigError(f"{setting}: name two values or more, each once, such as {key}={','.join(expected[:2])}")
     return key, values
 
 
@@ -141,25 +141,25 @@ def measure(
     from megascale.train.engine import Engine
     from megascale.train.host_pauses import GarbageCollector
 
-    place, groups = join_groups(config)
-    cuda = place.device.type == "cuda"
-    engine = Engine(lay_out(config, place.world), groups, place.device)
+    location, groups = join_groups(config)
+    cuda = location.device.type == "cuda"
+    engine = Engine(lay_out(config, location.world), groups, location.device)
     model, train = config.model, config.train
-    rows = random_rows(config, engine.data_rank, place.device)
+    rows = random_rows(config, engine.data_rank, location.device)
     garbage = GarbageCollector(train.gc_interval)
-    set_to, made = change(engine, key), 0
-    found = {value: Value(value) for value in values}
+    set_to, built = change(engine, key), 0
+    output = {value: Value(value) for value in values}
 
     def step() -> tuple[float, float, float, float]:
-        nonlocal made
-        made += 1
+        nonlocal built
+        built += 1
         began, busy = time.perf_counter(), time.process_time()
         recorder = engine.runtime.recorder
-        recorder.begin_step(made)
+        recorder.begin_step(built)
         engine.start_gather()
-        result = engine.step(lambda i: (rows[:-1], rows[1:]), made, 0.0, has_next_step=True)
+        result = engine.step(lambda i: (rows[:-1], rows[1:]), built, 0.0, has_next_step=True)
         recorder.end_step()
-        garbage.collect(made)
+        garbage.collect(built)
         loss, norm = float(result.loss), float(result.grad_norm)  # waits for the update
         return time.perf_counter() - began, time.process_time() - busy, loss, norm
 
@@ -167,44 +167,44 @@ def measure(
         set_to(value)
         step()
         step()
-    before = sustained_gemm_rate(place.device, 2.0) if cuda else None
-    with Progress(transient=True, disable=place.rank > 0) as progress:
+    before = sustained_gemm_rate(location.device, 2.0) if cuda else None
+    with Progress(transient=True, disable=location.rank > 0) as progress:
         for value in progress.track(order(values, turns), description=key):
-            one = found[value]
+            item = output[value]
             set_to(value)
             if cuda:
-                torch.cuda.reset_peak_memory_stats(place.device)
+                torch.cuda.reset_peak_memory_stats(location.device)
             for _ in range(untimed):
                 step()
             for _ in range(each):
                 seconds, cpu_seconds, loss, norm = step()
-                one.seconds.append(seconds)
-                one.cpu_seconds.append(cpu_seconds)
-                one.losses.append(loss)
-                one.norms.append(norm)
+                item.seconds.append(seconds)
+                item.cpu_seconds.append(cpu_seconds)
+                item.losses.append(loss)
+                item.norms.append(norm)
             if cuda:
-                one.memory_gib = max(one.memory_gib or 0.0, torch.cuda.max_memory_allocated(place.device) / 2**30)
-    after = sustained_gemm_rate(place.device, 2.0) if cuda else None
+                item.memory_gib = max(item.memory_gib or 0.0, torch.cuda.max_memory_allocated(location.device) / 2**30)
+    after = sustained_gemm_rate(location.device, 2.0) if cuda else None
     garbage.close()
     engine.synchronize()
     if groups is not None:
         shutdown(groups)
-    if place.rank:
+    if location.rank:
         return None
-    about = describe_machine(config)
-    peak = config.observe.peak_tflops or device_peak_tflops(about["device"])
+    details = describe_machine(config)
+    peak = config.observe.peak_tflops or device_peak_tflops(details["device"])
     tokens = train.global_batch * model.sequence_length
 
-    def share(one: Value) -> float | None:
-        return mfu(model, tokens / statistics.median(one.seconds), place.world, peak) if peak else None
+    def share(single: Value) -> float | None:
+        return mfu(model, tokens / statistics.median(single.seconds), location.world, peak) if peak else None
 
     return {
         "date": date.today().isoformat(),
-        **about,
+        **details,
         "preset": model.preset,
         "setting": key,
         "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
-        "processes": place.world,
+        "processes": location.world,
         "global_batch": train.global_batch,
         "sequence_length": model.sequence_length,
         "mfu_convention": f"{CONVENTION}; peak {peak} TFLOP/s",
@@ -212,12 +212,12 @@ def measure(
         "active": engine.active,
         "differences": {
             one.name: {
-                "seconds": difference(found[values[0]].seconds, one.seconds),
-                "cpu_seconds": difference(found[values[0]].cpu_seconds, one.cpu_seconds),
+                "seconds": difference(output[values[0]].seconds, one.seconds),
+                "cpu_seconds": difference(output[values[0]].cpu_seconds, one.cpu_seconds),
             }
-            for one in list(found.values())[1:]
+            for one in list(output.values())[1:]
         },
-        "values": [vars(one) | {"mfu": share(one)} for one in found.values()],
+        "values": [vars(one) | {"mfu": share(one)} for one in output.values()],
     }
 
 
@@ -246,26 +246,26 @@ def _timers(engine: Engine, key: str) -> Callable[[str], object]:
     from megascale.train.rank_timers import make_timers
 
     ring = SpanRing()
-    made: dict[str, Recorder] = {}  # each is used again, as in training: it has its events by then
+    built: dict[str, Recorder] = {}  # each is used again, as in training: it has its events by then
 
     def set_to(value: str) -> None:
         ring.release(len(ring.read()))
-        if value not in made:
+        if value not in built:
             off = key == "observe.timers" and value == "false"
             every = int(value) if key == "observe.spans" else 0
-            made[value] = Recorder() if off else make_timers(engine.device, ring, every)
-        engine.runtime.recorder = made[value]
+            built[value] = Recorder() if off else make_timers(engine.device, ring, every)
+        engine.runtime.recorder = built[value]
 
     return set_to
 
 
-def difference(first: list[float], other: list[float]) -> tuple[float, float, float]:
+def difference(first: list[float], second: list[float]) -> tuple[float, float, float]:
     """How much longer the steps of `other` are, in share of `first`'s: (median, lower and upper bound) over pairs.
 
     The i-th timed steps of both make a pair. Bounds are order statistics of the pairs' ratios, which hold the median
     with 95% confidence whatever its distribution: the k-th smallest and largest, k by the binomial law.
     """
-    ratios = sorted(b / a - 1 for a, b in zip(first, other, strict=True))
+    ratios = sorted(b / a - 1 for a, b in zip(first, second, strict=True))
     below, k = 0.5 ** len(ratios), 0
     total = below
     while total <= 0.025 and k < len(ratios) // 2:
@@ -293,30 +293,30 @@ def show(record: dict[str, Any]) -> None:
     for number, head in enumerate(heads):
         table.add_column(head, justify="right" if number else "left", no_wrap=True)
     first = statistics.median(record["values"][0]["seconds"])
-    for one in record["values"]:
-        median = statistics.median(one["seconds"])
+    for item in record["values"]:
+        median = statistics.median(item["seconds"])
         table.add_row(
-            one["name"],
+            item["name"],
             f"{median:.4f}",
-            f"{min(one['seconds']):.4f}",
-            f"{max(one['seconds']):.4f}",
+            f"{min(item['seconds']):.4f}",
+            f"{max(item['seconds']):.4f}",
             f"{first / median - 1:+.2%}",
-            f"{one['mfu']:.1%}" if one["mfu"] is not None else "",
-            f"{one['memory_gib']:.1f}" if one["memory_gib"] is not None else "",
-            f"{statistics.median(one['losses']):.6f}",
-            f"{statistics.median(one['norms']):.5f}",
+            f"{item['mfu']:.1%}" if item["mfu"] is not None else "",
+            f"{item['memory_gib']:.1f}" if item["memory_gib"] is not None else "",
+            f"{statistics.median(item['losses']):.6f}",
+            f"{statistics.median(item['norms']):.5f}",
         )
     console.print(table)
     for name, by in record["differences"].items():
-        for what, key in (("time", "seconds"), ("of this process's processor time", "cpu_seconds")):
+        for subject, key in (("time", "seconds"), ("of this process's processor time", "cpu_seconds")):
             middle, low, high = by[key]
             console.print(
-                f"{name} takes {middle:+.2%} more {what} a step than {record['values'][0]['name']} "
+                f"{name} takes {middle:+.2%} more {subject} a step than {record['values'][0]['name']} "
                 f"(median of {len(record['values'][0]['seconds'])} pairs; 95%: {low:+.2%} to {high:+.2%})"
             )
     if record["gemm_flop_per_s"] is not None:
         before, after = (x / 1e12 for x in record["gemm_flop_per_s"])
         console.print(f"sustained GEMM: {before:.0f} TFLOP/s before, {after:.0f} after, in the same run")
-    for what, choice in record["active"].items():
-        if what != "independent GEMMs" or record["setting"] != "overlap.gemms":
-            console.print(f"{what}: {choice}")
+    for subject, choice in record["active"].items():
+        if subject != "independent GEMMs" or record["setting"] != "overlap.gemms":
+            console.print(f"{subject}: {choice}")

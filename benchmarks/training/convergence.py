@@ -132,17 +132,17 @@ def convergence(
 
     def plan(variant: Variant, seed: int) -> tuple[list[str], str]:
         steps = max(1, round(tokens / (variant.batch * length)))
-        words = list(context.args)
+        arguments = list(context.args)
         if variant.kind in ("lamb", "large") and lamb_micro_batch is not None:
-            words.append(f"--train.micro_batch={lamb_micro_batch}")
-        command = _command(folder, data, preset, variant, seed, steps, words)
+            arguments.append(f"--train.micro_batch={lamb_micro_batch}")
+        command = _command(folder, data, preset, variant, seed, steps, arguments)
         return command, _key(command, corpus)
 
     before = _read_earlier(earlier, {variant.name: variant for variant in every}, lambda v, seed: plan(v, seed)[1])
-    known = {(outcome.variant, outcome.seed) for outcome in before}
+    expected = {(outcome.variant, outcome.seed) for outcome in before}
     # A seed's runs side by side: pairs are there early.
     planned = [(v, seed, *plan(v, seed)) for seed in range(first_seed, first_seed + seeds) for v in chosen]
-    work = [one for one in planned if (one[0].name, one[1]) not in known]
+    work = [item for item in planned if (item[0].name, item[1]) not in expected]
     _refuse_mixed_data(before, [(seed, key) for _, seed, _, key in work])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "base.toml").touch()
@@ -178,7 +178,7 @@ def collect(out: Path) -> int:
     files = sorted(
         {file for key in ("stdlib", "purelib", "platlib") for file in Path(paths[key]).resolve().rglob("*.py")}
     )
-    seen: set[bytes] = set()
+    observed: set[bytes] = set()
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(out, "w", encoding="utf-8") as sink:
         for file in files:
@@ -187,10 +187,10 @@ def collect(out: Path) -> int:
             except (OSError, UnicodeDecodeError):
                 continue
             digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-            if text.strip() and digest not in seen:
-                seen.add(digest)
+            if text.strip() and digest not in observed:
+                observed.add(digest)
                 sink.write(strict_json.dumps({"text": text}) + "\n")
-    return len(seen)
+    return len(observed)
 
 
 def _variants(
@@ -214,13 +214,13 @@ def _variants(
     ]
 
 
-def _length(words: list[str], model: dict[str, Any]) -> int:
-    own = [w.split("=", 1)[1] for w in words if w.startswith("--model.sequence_length=")]
-    return int(own[-1]) if own else int(model["sequence_length"])
+def _length(arguments: list[str], model: dict[str, Any]) -> int:
+    local = [w.split("=", 1)[1] for w in arguments if w.startswith("--model.sequence_length=")]
+    return int(local[-1]) if local else int(model["sequence_length"])
 
 
 def _command(
-    folder: Path, data: Path, preset: str, variant: Variant, seed: int, steps: int, words: list[str]
+    folder: Path, data: Path, preset: str, variant: Variant, seed: int, steps: int, arguments: list[str]
 ) -> list[str]:
     every = max(1, steps // 20)
     settings = [
@@ -247,7 +247,7 @@ def _command(
         str(folder / "base.toml"),
         *settings,
         *variant.settings,
-        *words,
+        *arguments,
     ]
 
 
@@ -261,8 +261,8 @@ def _fingerprint(data: Path) -> str:
 
 def _key(command: list[str], corpus: str) -> str:
     """A run's settings without what says where it is; the data by its fingerprint."""
-    places = ("--train.runs=", "--data.train=", "--data.valid=")
-    return " ".join([*(w for w in command if w.startswith("--") and not w.startswith(places)), f"data={corpus}"])
+    locations = ("--train.runs=", "--data.train=", "--data.valid=")
+    return " ".join([*(w for w in command if w.startswith("--") and not w.startswith(locations)), f"data={corpus}"])
 
 
 def _read_earlier(
@@ -272,7 +272,7 @@ def _read_earlier(
     difference of losses would be that of the settings."""
     from megascale.errors import ConfigError
 
-    found: dict[str, ConvergenceOutcome] = {}
+    result: dict[str, ConvergenceOutcome] = {}
     for file in files:
         try:
             record = strict_json.loads(file.read_text())
@@ -284,18 +284,19 @@ def _read_earlier(
                 raise ConfigError(
                     f"--earlier={file}: this call has no variant {outcome.variant!r}, but {', '.join(variants)}"
                 )
-            now, then = (
+            current, then = (
                 {word for word in key.split() if not word.startswith("data=")}
                 for key in (key_of(variants[outcome.variant], outcome.seed), outcome.key)
             )
-            if now != then:
+            if current != then:
                 raise ConfigError(
                     f"--earlier={file}: {outcome.variant}, seed {outcome.seed}, was run with "
-                    f"{' '.join(sorted(then - now)) or 'less'}, and this call would run it with "
-                    f"{' '.join(sorted(now - then)) or 'less'}; give this call the same settings, or leave the file out"
+                    f"{' '.join(sorted(then - current)) or 'less'}, and this call would run it with "
+                    f"{' '.join(sorted(current - then)) or 'less'}; give this call the same settings, "
+                    "or leave the file out"
                 )
-            found.setdefault(outcome.key, outcome)
-    return list(found.values())
+            result.setdefault(outcome.key, outcome)
+    return list(result.values())
 
 
 def _refuse_mixed_data(before: Sequence[ConvergenceOutcome], to_run: Sequence[tuple[int, str]]) -> None:
@@ -331,24 +332,24 @@ def _run_all(
         bars = [progress.add_task(f"{v.name}, seed {s}", total=1.0) for v, s, _, _ in work]
         try:
             while waiting or running:
-                for place, device in enumerate(devices):
-                    if place not in running and waiting:
-                        running[place] = _start(work[number := waiting.pop(0)][2], device, threads), number
-                for place, (process, number) in list(running.items()):
+                for location, device in enumerate(devices):
+                    if location not in running and waiting:
+                        running[location] = _start(work[number := waiting.pop(0)][2], device, threads), number
+                for location, (process, number) in list(running.items()):
                     run = _folder(work[number][2])
                     progress.update(bars[number], completed=_share(run, work[number][2]))
                     if process.poll() is None:
                         continue
-                    del running[place]
+                    del running[location]
                     if process.returncode:
-                        said = (run.parent / f"{run.name}.log").read_text(errors="replace").strip().splitlines()[-8:]
+                        output = (run.parent / f"{run.name}.log").read_text(errors="replace").strip().splitlines()[-8:]
                         raise TrainingError(
-                            f"{run.name} ended with exit code {process.returncode}: " + "\n  ".join(said)
+                            f"{run.name} ended with exit code {process.returncode}: " + "\n  ".join(output)
                         )
                     variant, seed, command, key = work[number]
                     if variant.kind in FLOAT8 and number not in evaluated:
                         evaluated.add(number)
-                        running[place] = _evaluate(command, device, threads), number
+                        running[location] = _evaluate(command, device, threads), number
                         continue
                     yield read(variant.name, seed, _folder(command), key)
                 time.sleep(0.1)
@@ -370,13 +371,13 @@ def _start(command: list[str], device: str, threads: int) -> subprocess.Popen[by
 def _evaluate(command: list[str], device: str, threads: int) -> subprocess.Popen[bytes]:
     """The held-out loss of a float8 run's weights without float8, which tells learning from evaluating in float8."""
     run = _folder(command)
-    given = [word for word in command if word.startswith("--train.device=")]
-    where = [f"--device={word.partition('=')[2]}" for word in given[-1:]]
-    words = ["evaluate", str(run), "--linear-precision=default", "--json", *where]
+    inputs = [word for word in command if word.startswith("--train.device=")]
+    where = [f"--device={word.partition('=')[2]}" for word in inputs[-1:]]
+    arguments = ["evaluate", str(run), "--linear-precision=default", "--json", *where]
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
     with open(run / PLAIN, "wb") as out, open(run.parent / f"{run.name}.log", "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "megascale.cli.main", *words], stdout=out, stderr=log, env=environment
+            [sys.executable, "-m", "megascale.cli.main", *arguments], stdout=out, stderr=log, env=environment
         )
 
 
@@ -402,11 +403,11 @@ def read(variant: str, seed: int, run: Path, key: str = "") -> ConvergenceOutcom
     steps = [r for r in records if "loss" in r]
     at = {r["step"]: r["tokens"] for r in steps}
     measured = [r for r in records if "valid_loss" in r and r["step"] in at]
-    held = [(at[r["step"]], r.get("valid_whole_loss", r["valid_loss"])) for r in measured]
+    stored = [(at[r["step"]], r.get("valid_whole_loss", r["valid_loss"])) for r in measured]
     rate = statistics.median(r["tokens_per_second"] for r in steps)
     plain = strict_json.loads((run / PLAIN).read_text())["loss"] if (run / PLAIN).exists() else None
-    losses = [loss for _, loss in held]
-    return ConvergenceOutcome(variant, seed, str(run), [t for t, _ in held], losses, rate, key, plain, _device())
+    losses = [loss for _, loss in stored]
+    return ConvergenceOutcome(variant, seed, str(run), [t for t, _ in stored], losses, rate, key, plain, _device())
 
 
 def _device() -> str:

@@ -132,11 +132,13 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     from megascale.train.host_pauses import GarbageCollector
     from megascale.train.rank_info import find_rank_info
 
-    place = find_rank_info(config)
-    groups = initialise(config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device)
-    engine = Engine(lay_out(config, place.world), groups, place.device)
+    location = find_rank_info(config)
+    groups = initialise(
+        config, rank=location.rank, world=location.world, local_rank=location.local_rank, device=location.device
+    )
+    engine = Engine(lay_out(config, location.world), groups, location.device)
     model, train = config.model, config.train
-    rows = random_rows(config, engine.data_rank, place.device)
+    rows = random_rows(config, engine.data_rank, location.device)
     seconds: list[float] = []
     garbage = GarbageCollector(train.gc_interval)
 
@@ -164,20 +166,20 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     serves = groups_of(_traced(lambda: step(warmup + 1), [device, host]))
     stretches = after_meeting(busy(_traced(lambda: steps(warmup + 2), [device]), serves))
     engine.synchronize()
-    mine = (engine.pipeline.stage, alone(engine, counting), stretches, counting.others)
-    told: list[Any] = [None] * place.world
-    dist.all_gather_object(told, mine)
+    local = (engine.pipeline.stage, alone(engine, counting), stretches, counting.others)
+    report: list[Any] = [None] * location.world
+    dist.all_gather_object(report, local)
     shutdown(groups)
-    if place.rank:
+    if location.rank:
         return None
-    stages, by_itself, both, others = zip(*told, strict=True)
-    traces = [between_norms(trace, calls_) for trace, calls_ in zip(with_waits(both), others, strict=True)]
+    stages, by_itself, pair, peers = zip(*report, strict=True)
+    traces = [between_norms(trace, calls_) for trace, calls_ in zip(with_waits(pair), peers, strict=True)]
     return {
         "date": date.today().isoformat(),
         **describe_machine(config),
         "preset": model.preset,
         "layers": model.layers,
-        "processes": place.world,
+        "processes": location.world,
         "parallel": config.parallel.model_dump(exclude_none=True),
         "micro_batch": train.micro_batch,
         "global_batch": train.global_batch,
@@ -208,8 +210,8 @@ def _traced(step: Callable[[], None], activities: list[Any]) -> list[dict[str, A
         step()
     with tempfile.TemporaryDirectory() as folder:
         recorded.export_chrome_trace(f"{folder}/trace.json")
-        found: list[dict[str, Any]] = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    return found
+        result: list[dict[str, Any]] = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    return result
 
 
 def groups_of(events: Iterable[dict[str, Any]]) -> dict[int, str]:
@@ -223,10 +225,10 @@ def groups_of(events: Iterable[dict[str, Any]]) -> dict[int, str]:
 
 
 def _group(event: dict[str, Any]) -> str:
-    about = event.get("args", {})
+    details = event.get("args", {})
     if event.get("cat") != "kernel" or "nccl" not in event["name"].lower():
         return ""
-    return str(about.get("Process Group Name") or about.get("Process Group Description", ""))
+    return str(details.get("Process Group Name") or details.get("Process Group Description", ""))
 
 
 def busy(events: Iterable[dict[str, Any]], serves: dict[int, str] | None = None) -> list[BusyTime]:
@@ -234,13 +236,13 @@ def busy(events: Iterable[dict[str, Any]], serves: dict[int, str] | None = None)
 
     serves: which group's collectives a stream runs, where the trace does not say (groups_of).
     """
-    found = []
+    result = []
     for event in events:
         if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
-        found.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, *_kind(event, serves or {})))
-    first = min((start for start, *_ in found), default=0.0)
-    return sorted((BusyTime(a - first, b - first, *what) for a, b, *what in found), key=lambda b: b.start)
+        result.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, *_kind(event, serves or {})))
+    first = min((start for start, *_ in result), default=0.0)
+    return sorted((BusyTime(a - first, b - first, *subject) for a, b, *subject in result), key=lambda b: b.start)
 
 
 def after_meeting(stretches: list[BusyTime]) -> list[BusyTime]:
@@ -265,20 +267,20 @@ def _kind_of(group: str) -> str:
     return _KIND_OF.get(group.split("/")[0], "other")
 
 
-def between_norms(stretches: list[BusyTime], others: Sequence[str]) -> list[BusyTime]:
+def between_norms(stretches: list[BusyTime], peers: Sequence[str]) -> list[BusyTime]:
     """One step of a trace of two: from the end of the first sum of gradient norms to that of the second.
 
     others: the groups of a step's calls of the kind "other", in order; the norm is the one over the "world".
     TrainingError if the trace does not have two steps of them.
     """
     ends = [stretch.stop for stretch in stretches if stretch.kind == "other"]
-    if len(ends) != 2 * len(others) or others.count("world") != 1:
+    if len(ends) != 2 * len(peers) or peers.count("world") != 1:
         raise TrainingError(
-            f"the trace has {len(ends)} collectives beside those of the known kinds; two steps make {2 * len(others)} "
-            f"({', '.join(others)}), one a step over the world"
+            f"the trace has {len(ends)} collectives beside those of the known kinds; two steps make {2 * len(peers)} "
+            f"({', '.join(peers)}), one a step over the world"
         )
-    norm = others.index("world")
-    start, stop = ends[norm], ends[len(others) + norm]
+    norm = peers.index("world")
+    start, stop = ends[norm], ends[len(peers) + norm]
     return [
         replace(b, start=max(b.start, start) - start, stop=min(b.stop, stop) - start)
         for b in stretches
@@ -293,14 +295,14 @@ def with_waits(traces: Sequence[list[BusyTime]]) -> list[list[BusyTime]]:
     together (within microseconds), so the median difference of two members' ends is that of their clocks. A group of
     which members' traces have different numbers of kernels is left whole.
     """
-    made: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # group -> rank -> places
+    built: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))  # group -> rank -> places
     for rank, trace in enumerate(traces):
-        for place, stretch in enumerate(trace):
+        for location, stretch in enumerate(trace):
             if stretch.group:
-                made[stretch.group][rank].append(place)
+                built[stretch.group][rank].append(location)
     met: list[dict[int, float]] = [{} for _ in traces]
-    for members in made.values():
-        if len(members) < 2 or len({len(places) for places in members.values()}) > 1:
+    for members in built.values():
+        if len(members) < 2 or len({len(locations) for locations in members.values()}) > 1:
             continue
         first = min(members)
         ahead = {
@@ -311,13 +313,13 @@ def with_waits(traces: Sequence[list[BusyTime]]) -> list[list[BusyTime]]:
         }
         for places_at_once in zip(*members.values(), strict=True):
             last = max(traces[r][p].start - ahead[r] for r, p in zip(members, places_at_once, strict=True))
-            for rank, place in zip(members, places_at_once, strict=True):
-                met[rank][place] = last + ahead[rank]
+            for rank, location in zip(members, places_at_once, strict=True):
+                met[rank][location] = last + ahead[rank]
     cut: list[list[BusyTime]] = []
     for trace, meetings in zip(traces, met, strict=True):
         parts = []
-        for place, stretch in enumerate(trace):
-            at = min(max(meetings.get(place, stretch.start), stretch.start), stretch.stop)
+        for location, stretch in enumerate(trace):
+            at = min(max(meetings.get(location, stretch.start), stretch.start), stretch.stop)
             if at > stretch.start:
                 parts.append(replace(stretch, stop=at, kind=stretch.kind + WAITS))
             parts.append(replace(stretch, start=at))
@@ -330,20 +332,20 @@ def shares(stretches: list[BusyTime]) -> dict[str, dict[str, float]]:
     or wait at once). COMPUTE has "busy" alone, IDLE is the time in which nothing runs."""
     points = sorted([(b.start, 1, b.kind) for b in stretches] + [(b.stop, -1, b.kind) for b in stretches])
     waits = [kind + WAITS for kind in KINDS]
-    found = {kind: {"busy": 0.0, "exposed": 0.0} for kind in (COMPUTE, *KINDS, *waits, IDLE)}
+    result = {kind: {"busy": 0.0, "exposed": 0.0} for kind in (COMPUTE, *KINDS, *waits, IDLE)}
     running: Counter[str] = Counter()
     last = points[0][0] if points else 0.0
     for at, change, kind in points:
         span, last = at - last, at
         active = [k for k, n in running.items() if n > 0]
         if not active:
-            found[IDLE]["busy"] += span
-        for one in active:
-            found[one]["busy"] += span
+            result[IDLE]["busy"] += span
+        for item in active:
+            result[item]["busy"] += span
             if not running[COMPUTE]:
-                found[one]["exposed"] += span / len(active)
+                result[item]["exposed"] += span / len(active)
         running[kind] += change
-    return found
+    return result
 
 
 def alone(engine: Engine, counting: Counting) -> dict[str, float]:
@@ -357,20 +359,20 @@ def alone(engine: Engine, counting: Counting) -> dict[str, float]:
 
     device = engine.device
     axes = {axis.name: axis for axis in (engine.tensor, *_axes(engine)) if axis.size > 1}
-    wanted: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(wanted, sorted({name.split("/")[0] for name, _, _ in counting.made}))
-    took: dict[str, float] = defaultdict(float)
-    for purpose in sorted({p for purposes in wanted for p in purposes} - {"forward", "backward"}):
-        mine = [(key, times) for key, times in sorted(counting.made.items()) if key[0].split("/")[0] == purpose]
+    expected: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(expected, sorted({name.split("/")[0] for name, _, _ in counting.made}))
+    duration: dict[str, float] = defaultdict(float)
+    for purpose in sorted({p for purposes in expected for p in purposes} - {"forward", "backward"}):
+        local = [(key, times) for key, times in sorted(counting.made.items()) if key[0].split("/")[0] == purpose]
         for warm in (True, False):
             torch.cuda.synchronize(device)
             dist.barrier()
             began = time.perf_counter()
-            for (name, op, size), times in mine:
+            for (name, op, size), times in local:
                 _again(axes[name], op, size, 1 if warm else times, device)
             torch.cuda.synchronize(device)
             if not warm:
-                took[_KIND_OF.get(purpose, "other")] += time.perf_counter() - began
+                duration[_KIND_OF.get(purpose, "other")] += time.perf_counter() - began
     streams = engine.pipeline.streams
     for warm in (True, False):
         torch.cuda.synchronize(device)
@@ -384,8 +386,8 @@ def alone(engine: Engine, counting: Counting) -> dict[str, float]:
                     _move(track, op, size, 1 if warm else times, device)
         torch.cuda.synchronize(device)
         if not warm:
-            took["pipeline"] = time.perf_counter() - began
-    return dict(took)
+            duration["pipeline"] = time.perf_counter() - began
+    return dict(duration)
 
 
 def _axes(engine: Engine) -> list[Any]:
@@ -402,17 +404,17 @@ def _again(axis: Any, op: str, size: int, times: int, device: Any) -> None:
     wide = axis.name.startswith("data_reduce")
     dtype = torch.float32 if wide and op != "all_to_all" else torch.bfloat16
     count = max(axis.size, size // dtype.itemsize)
-    whole = torch.zeros(count - count % axis.size, dtype=dtype, device=device)
-    part = whole.view(axis.size, -1)[axis.rank]
+    full = torch.zeros(count - count % axis.size, dtype=dtype, device=device)
+    part = full.view(axis.size, -1)[axis.rank]
     for _ in range(times):
         if op in ("all_gather", "fused_gather"):
-            all_gather_into(whole, part, axis).wait()
+            all_gather_into(full, part, axis).wait()
         elif op in ("reduce_scatter", "fused_scatter"):
-            reduce_scatter_in_place(whole, axis).wait()
+            reduce_scatter_in_place(full, axis).wait()
         elif op == "all_to_all":
-            torch.distributed.all_to_all_single(torch.empty_like(whole), whole, group=axis.group)
+            torch.distributed.all_to_all_single(torch.empty_like(full), full, group=axis.group)
         else:
-            all_reduce(whole, axis).wait()
+            all_reduce(full, axis).wait()
 
 
 def _move(track: Any, op: str, size: int, times: int, device: Any) -> None:
@@ -430,17 +432,17 @@ def table(record: dict[str, Any]) -> list[dict[str, Any]]:
     alone, the share of that which shows, and the time without compute in which it waits for other members."""
     ranks = record["ranks"]
 
-    def mean(kind: str, what: str) -> float:
-        return statistics.mean(rank["times"][kind][what] for rank in ranks)
+    def mean(kind: str, subject: str) -> float:
+        return statistics.mean(rank["times"][kind][subject] for rank in ranks)
 
-    found = []
+    result = []
     for kind in KINDS:
         running = mean(kind, "busy")
         if not running:
             continue
         shown = mean(kind, "exposed")
         by_itself = statistics.mean(rank["alone"].get(kind, 0.0) for rank in ranks)
-        found.append(
+        result.append(
             {
                 "kind": kind,
                 "busy": running,
@@ -450,7 +452,7 @@ def table(record: dict[str, Any]) -> list[dict[str, Any]]:
                 "waits": mean(kind + WAITS, "exposed"),
             }
         )
-    return found
+    return result
 
 
 def bounding(record: dict[str, Any]) -> dict[str, Any] | None:
@@ -462,8 +464,8 @@ def bounding(record: dict[str, Any]) -> dict[str, Any] | None:
     if len(stages) < 2:
         return None
 
-    def mean(stage: int, kind: str, what: str) -> float:
-        return statistics.mean(rank["times"][kind][what] for rank in stages[stage])
+    def mean(stage: int, kind: str, subject: str) -> float:
+        return statistics.mean(rank["times"][kind][subject] for rank in stages[stage])
 
     most = max(stages, key=lambda stage: mean(stage, COMPUTE, "busy"))
     shown = mean(most, "pipeline", "exposed")
@@ -487,14 +489,14 @@ def show(record: dict[str, Any]) -> None:
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for number, column in enumerate(("milliseconds, mean of ranks", "runs", "alone", "exposed", "of alone", "waits")):
         shown.add_column(column, justify="right" if number else "left", no_wrap=True)
-    for one in table(record):
+    for item in table(record):
         shown.add_row(
-            one["kind"],
-            f"{1e3 * one['busy']:,.1f}",
-            f"{1e3 * one['alone']:,.1f}" if one["alone"] else "",
-            f"{1e3 * one['exposed']:,.1f}",
-            f"{100 * one['share']:.1f}%" if one["share"] is not None else "",
-            f"{1e3 * one['waits']:,.1f}" if one["waits"] else "",
+            item["kind"],
+            f"{1e3 * item['busy']:,.1f}",
+            f"{1e3 * item['alone']:,.1f}" if item["alone"] else "",
+            f"{1e3 * item['exposed']:,.1f}",
+            f"{100 * item['share']:.1f}%" if item["share"] is not None else "",
+            f"{1e3 * item['waits']:,.1f}" if item["waits"] else "",
         )
     for kind in (COMPUTE, IDLE):
         mean = statistics.mean(rank["times"][kind]["busy"] for rank in ranks)
@@ -509,8 +511,8 @@ def show(record: dict[str, Any]) -> None:
             f"pipeline on stage {most['stage']}, which computes most and so bounds the step: "
             f"{1e3 * most['exposed']:,.1f} ms, {100 * most['share']:.1f}% of alone"
         )
-    for what, choice in record["active"].items():
-        console.print(f"{what}: {choice}")
+    for subject, choice in record["active"].items():
+        console.print(f"{subject}: {choice}")
 
 
 _BINS = 800
@@ -559,30 +561,30 @@ def draw(record: dict[str, Any], out: Path) -> None:
     firsts: dict[int, dict[str, Any]] = {}
     for rank in record["ranks"]:
         firsts.setdefault(rank["stage"], rank)
-    there = {kind.removesuffix(WAITS) for rank in firsts.values() for _, _, kind in rank["stretches"]}
-    streams = [kind for kind in (COMPUTE, *KINDS) if kind in there]
+    present = {kind.removesuffix(WAITS) for rank in firsts.values() for _, _, kind in rank["stretches"]}
+    streams = [kind for kind in (COMPUTE, *KINDS) if kind in present]
     end = max(stop for rank in firsts.values() for _, stop, _ in rank["stretches"])
     piece = _busiest(firsts.values(), end, min(end, 0.03))
     height = 1.4 + 0.34 * len(streams) * 2 * len(firsts)
     figure, axes = plt.subplots(2 * len(firsts), 1, figsize=(13, height), squeeze=False, layout="constrained")
     for number, (stage, rank) in enumerate(sorted(firsts.items())):
-        whole, near = axes[number, 0], axes[len(firsts) + number, 0]
+        full, near = axes[number, 0], axes[len(firsts) + number, 0]
         for row, kind in enumerate(streams):
             colour = f"C{(COMPUTE, *KINDS).index(kind)}"
             for name, alpha in ((kind + WAITS, 0.3), (kind, 1.0)):
                 runs = [(a, b) for a, b, k in rank["stretches"] if k == name]
                 shares_ = 0.8 * np.array(share_of_time(runs, 0.0, end, _BINS))
                 at, drawn = np.linspace(0.0, 1e3 * end, _BINS), {"color": colour, "alpha": alpha, "linewidth": 0}
-                whole.fill_between(at, row + 0.4, row + 0.4 - shares_, step="mid", **drawn)
+                full.fill_between(at, row + 0.4, row + 0.4 - shares_, step="mid", **drawn)
                 bars = [(1e3 * a, 1e3 * (b - a)) for a, b in runs if b > piece[0] and a < piece[1]]
                 near.broken_barh(bars, (row - 0.4, 0.8), **drawn)
         near.set_xlim(1e3 * piece[0], 1e3 * piece[1])
-        whole.set_xlim(0.0, 1e3 * end)
-        for place in (whole, near):
-            place.set_yticks(range(len(streams)), streams)
-            place.set_ylim(len(streams) - 0.5, -0.5)
-            place.set_ylabel(f"stage {stage}" if len(firsts) > 1 else "")
-            place.spines[["top", "right"]].set_visible(False)
+        full.set_xlim(0.0, 1e3 * end)
+        for location in (full, near):
+            location.set_yticks(range(len(streams)), streams)
+            location.set_ylim(len(streams) - 0.5, -0.5)
+            location.set_ylabel(f"stage {stage}" if len(firsts) > 1 else "")
+            location.spines[["top", "right"]].set_visible(False)
     axes[len(firsts) - 1, 0].set_xlabel(
         "milliseconds: the whole step, height is the part of the time in which it runs, pale: waits for other ranks"
     )

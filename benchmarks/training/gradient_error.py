@@ -88,12 +88,12 @@ def gradients(
         )
     defaults = ["--train.precision=bfloat16", "--train.global_batch=64", f"--data.train={data}"]
     config = load_shape([f"--model.preset={preset}", *defaults, *context.args])
-    console, found = Console(), []
+    console, result = Console(), []
     for error in measure(config, data, precisions, sorted(set(steps)), console.print):
-        found.append(error)
+        result.append(error)
         _show(console, error)
     record = {"date": date.today().isoformat(), "preset": preset, "settings": context.args}
-    out.write_text(strict_json.dumps(record | {"errors": [asdict(error) for error in found]}, indent=1) + "\n")
+    out.write_text(strict_json.dumps(record | {"errors": [asdict(error) for error in result]}, indent=1) + "\n")
     console.print(f"metrics: {out}")
 
 
@@ -113,7 +113,7 @@ def measure(
     data: Path,
     precisions: list[str],
     steps: list[int],
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Iterator[GradientError]:
     """Train without float8, and look at each of `steps`; two micro-batches make the gradient."""
     read = _reader(config, data)
@@ -127,7 +127,7 @@ def measure(
             if step == upto:
                 loss = float(result.loss)
         done = upto
-        say(f"trained {upto} steps" + (f", loss {loss:.4f}" if upto else ""))
+        log(f"trained {upto} steps" + (f", loss {loss:.4f}" if upto else ""))
         masters = [state.master for state in trained.optimizer.states]
 
         def at(precision: str, linear: str, masters: list[torch.Tensor] = masters) -> tuple[float, dict[str, Any]]:
@@ -139,9 +139,9 @@ def measure(
 
         right_loss, right = at("float32", "default")
         for linear in precisions:
-            own_loss, own = at(config.train.precision, linear)
+            own_loss, local = at(config.train.precision, linear)
             yield _compare(
-                upto, linear if linear != "default" else config.train.precision, own_loss, own, right_loss, right
+                upto, linear if linear != "default" else config.train.precision, own_loss, local, right_loss, right
             )
 
 
@@ -149,20 +149,20 @@ def _compare(
     step: int,
     precision: str,
     own_loss: float,
-    own: dict[str, torch.Tensor],
+    local: dict[str, torch.Tensor],
     right_loss: float,
     right: dict[str, torch.Tensor],
 ) -> GradientError:
-    apart = {name: float((own[name] - right[name]).norm()) for name in right}
+    separate = {name: float((local[name] - right[name]).norm()) for name in right}
     length = {name: float(right[name].norm()) for name in right}
     matrices = [name for name in right if name.endswith("weight") and "norm" not in name and length[name]]
     return GradientError(
         step,
         precision,
         own_loss - right_loss,
-        sum(a * a for a in apart.values()) ** 0.5 / sum(a * a for a in length.values()) ** 0.5,
-        {name: apart[name] / length[name] for name in matrices},
-        {name: float((own[name] * right[name]).sum()) / length[name] ** 2 for name in matrices},
+        sum(a * a for a in separate.values()) ** 0.5 / sum(a * a for a in length.values()) ** 0.5,
+        {name: separate[name] / length[name] for name in matrices},
+        {name: float((local[name] * right[name]).sum()) / length[name] ** 2 for name in matrices},
     )
 
 
@@ -187,10 +187,12 @@ def _reader(config: Config, data: Path) -> Callable[[Engine, int], Any]:
 
     def read(engine: Engine, step: int) -> Any:
         micro, batch = engine.config.train.micro_batch, engine.config.train.global_batch
-        places = np.random.default_rng(step).integers(0, len(stream) - length, batch)
+        locations = np.random.default_rng(step).integers(0, len(stream) - length, batch)
 
         def of(i: int) -> tuple[torch.Tensor, torch.Tensor]:
-            rows = np.stack([stream[p : p + length + 1].astype(np.int64) for p in places[i * micro : (i + 1) * micro]])
+            rows = np.stack(
+                [stream[p : p + length + 1].astype(np.int64) for p in locations[i * micro : (i + 1) * micro]]
+            )
             columns = torch.from_numpy(rows).t().contiguous().to(engine.device)
             return columns[:-1], columns[1:]
 

@@ -71,18 +71,18 @@ def layouts(
     from megascale.train.launcher import count_processes
 
     config = api.resolve(load_command_line(file, context.args))
-    others = [_parse(text) for text in against] or [{"data": 1}]
+    peers = [_parse(text) for text in against] or [{"data": 1}]
     gpus = api.visible_gpus()
     plans = []
-    for keys in (None, *others):
-        one = _prepared(config, steps, "float64" if float64 else None, keys)
-        processes = count_processes(one, gpus)
-        lay_out(one, processes)  # all are checked before the first one trains
-        plans.append((one, processes))
+    for keys in (None, *peers):
+        item = _prepared(config, steps, "float64" if float64 else None, keys)
+        processes = count_processes(item, gpus)
+        lay_out(item, processes)  # all are checked before the first one trains
+        plans.append((item, processes))
     runs = []
     with temporary_folder() as folder:
-        for number, (one, processes) in enumerate(plans):
-            runs.append(_train(one, processes, Path(folder) / str(number)))
+        for number, (item, processes) in enumerate(plans):
+            runs.append(_train(item, processes, Path(folder) / str(number)))
     record = _record(file, plans[0][0], runs)
     _show(record, runs)
     out.write_text(strict_json.dumps(record, indent=2) + "\n")
@@ -222,10 +222,10 @@ def draw(record: dict[str, Any], out: Path) -> None:
         dashes = "-" if number == 0 else (0, (3, 2 + number))
         top.plot(steps, run.losses, color=f"C{number}", linestyle=dashes, linewidth=1.6, label=run.name)
         if number:
-            apart = [relative(a, b) for a, b in zip(runs[0].losses, run.losses, strict=True)]
+            separate = [relative(a, b) for a, b in zip(runs[0].losses, run.losses, strict=True)]
             # A difference of nothing has no place on a logarithmic axis: it is drawn at the bottom.
-            low.plot(steps, [max(d, floor) for d in apart], ".-", color=f"C{number}", linewidth=0.8, markersize=4)
-            highest = max(highest, *apart)
+            low.plot(steps, [max(d, floor) for d in separate], ".-", color=f"C{number}", linewidth=0.8, markersize=4)
+            highest = max(highest, *separate)
     top.set_ylabel("Loss (nats per token)")
     top.set_title(f"{record['file']}, {record['precision']}", fontsize=10)
     top.legend()

@@ -131,30 +131,32 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
     from megascale.train.engine import DTYPES
     from megascale.train.rank_info import find_rank_info
 
-    place = find_rank_info(config)
-    groups = initialise(config, rank=place.rank, world=place.world, local_rank=place.local_rank, device=place.device)
-    axis = Axis(groups.tensor, config.parallel.tensor, place.rank)
+    location = find_rank_info(config)
+    groups = initialise(
+        config, rank=location.rank, world=location.world, local_rank=location.local_rank, device=location.device
+    )
+    axis = Axis(groups.tensor, config.parallel.tensor, location.rank)
     dtype, model = DTYPES[config.train.precision], config.model
     rows = model.sequence_length * config.train.micro_batch
     part = rows // axis.size * model.hidden * torch.empty(0, dtype=dtype).element_size()
-    found_exchange = symmetric.make_exchange(axis, part, place.device)
+    found_exchange = symmetric.make_exchange(axis, part, location.device)
     why_not = found_exchange if isinstance(found_exchange, str) else None
     ways = {"alone": SINGLE_RANK} | {way: replace(axis, overlap=way) for way in WAYS if way != "fused"}
     if not isinstance(found_exchange, str):
         ways["fused"] = replace(axis, overlap="fused", exchange=found_exchange)
-    found = []
+    result = []
     for gemm in gemms_of(config):
         for backward in (False, True):
-            case = _Case(gemm, config, dtype, place.device, axis, backward)
+            case = _Case(gemm, config, dtype, location.device, axis, backward)
             turns: dict[str, list[float]] = {name: [] for name in (*ways, "collectives")}
             for turn in range(repeats + 1):
                 for name in turns:
                     call = case.collectives if name == "collectives" else case.gemm(ways[name])
-                    seconds = _seconds(call, axis, place.device)
+                    seconds = _seconds(call, axis, location.device)
                     if turn:  # the first warms up
                         turns[name].append(seconds)
             _agree(gemm.name, {name: case.gemm(ways[name])() for name in ways if name != "alone"})
-            found.append(
+            result.append(
                 {
                     "gemm": gemm.name,
                     "gathers": gemm.gathers,
@@ -166,7 +168,7 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
                 }
             )
     shutdown(groups)
-    if place.rank:
+    if location.rank:
         return None
     return {
         "date": date.today().isoformat(),
@@ -176,7 +178,7 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
         "micro_batch": config.train.micro_batch,
         "block": model.block,
         "not_fused": why_not,
-        "cases": found,
+        "cases": result,
     }
 
 
@@ -190,9 +192,11 @@ def _agree(name: str, results: dict[str, Any]) -> None:
 
     reference = flat(results["off"])
     for way, result in results.items():
-        apart = float((flat(result) - reference).norm() / reference.norm())
-        if not apart < 0.01:
-            raise RuntimeError(f"{name}: the result with overlap.tensor={way} is {apart:.2%} away from that with off")
+        separate = float((flat(result) - reference).norm() / reference.norm())
+        if not separate < 0.01:
+            raise RuntimeError(
+                f"{name}: the result with overlap.tensor={way} is {separate:.2%} away from that with off"
+            )
 
 
 class _Case:
@@ -233,10 +237,10 @@ class _Case:
         from megascale.parallel.linear import LinearPrecision
         from megascale.parallel.tensor import gather_linear, linear_scatter
 
-        there = axis.size == 1
-        inputs = self.whole if there or not self.what.gathers else [self.part]
+        present = axis.size == 1
+        inputs = self.whole if present or not self.what.gathers else [self.part]
         inputs = [x.detach().requires_grad_() for x in inputs]
-        grad = self.upstream if there or self.what.gathers else self.part
+        grad = self.upstream if present or self.what.gathers else self.part
 
         def call() -> Any:
             with torch.set_grad_enabled(self.backward):

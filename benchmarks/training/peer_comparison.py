@@ -173,11 +173,11 @@ def peers(
         for turn in range(turns):
             for name in names if turn % 2 == 0 else names[::-1]:
                 progress.update(bar, description=f"{name}, turn {turn + 1}")
-                place = Path(folder) / f"{turn}-{name}.json"
+                location = Path(folder) / f"{turn}-{name}.json"
                 if name == OURS:
-                    result = _ours(preset, settings, steps, warmup, place)
+                    result = _ours(preset, settings, steps, warmup, location)
                 else:
-                    job = make_job(config, world, steps, warmup, place, peer_micro_batch, peer_recompute)
+                    job = make_job(config, world, steps, warmup, location, peer_micro_batch, peer_recompute)
                     job = replace(job, float8=recipe(name, config, peer_float8))
                     result = _theirs(name, job, peer_seconds)
                 result.turn = turn
@@ -189,29 +189,29 @@ def peers(
     typer.echo(f"metrics: {out}")
 
 
-def recipe(name: str, config: Config, asked: str) -> str:
+def recipe(name: str, config: Config, requested: str) -> str:
     """The float8 recipe that a peer trains with, "" for none; `asked` as --peer-float8."""
     from megascale.config.parts import LINEAR_PRECISIONS
 
-    if asked == "auto":
+    if requested == "auto":
         return FLOAT8[name][0] if LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms != "none" else ""
-    return "" if asked == "none" else asked
+    return "" if requested == "none" else requested
 
 
-def choose(wanted: list[str], config: Config, float8: str = "auto") -> tuple[list[str], dict[str, str]]:
+def choose(expected: list[str], config: Config, float8: str = "auto") -> tuple[list[str], dict[str, str]]:
     """The peers to run, and why others are left out. ConfigError for one that was asked for and cannot run."""
     from megascale.errors import ConfigError
 
-    if unknown := set(wanted) - set(PEERS):
+    if unknown := set(expected) - set(PEERS):
         raise ConfigError(f"--peer={unknown.pop()}: there are {', '.join(PEERS)}")
-    if float8 not in (every := {"auto", "none", *(one for of in FLOAT8.values() for one in of)}):
+    if float8 not in (every := {"auto", "none", *(item for of in FLOAT8.values() for item in of)}):
         raise ConfigError(f"--peer-float8={float8}: there are {', '.join(sorted(every))}")
     chosen, left_out = [], {}
-    for name in wanted or PEERS:
+    for name in expected or PEERS:
         why = _obstacle(name, config) or _float8_obstacle(name, recipe(name, config, float8))
         if not why:
             chosen.append(name)
-        elif wanted:
+        elif expected:
             raise ConfigError(f"--peer={name}: {why}")
         else:
             left_out[name] = why
@@ -331,28 +331,36 @@ def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> N
     if rank == job.world - 1:
         memory = torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None
         versions = {"torch": torch.__version__, **timed.versions}
-        told = {"seconds": seconds, "memory_gib": memory, "versions": versions, "settings": timed.settings}
-        Path(job.out).write_text(strict_json.dumps(told | {"losses": losses}))
+        report = {"seconds": seconds, "memory_gib": memory, "versions": versions, "settings": timed.settings}
+        Path(job.out).write_text(strict_json.dumps(report | {"losses": losses}))
     dist.destroy_process_group()
 
 
 def _ours(preset: str, settings: list[str], steps: int, warmup: int, out: Path) -> PeerResult:
-    words = ["bench", "train", preset, f"--steps={steps}", f"--warmup={warmup}", f"--out={out}", *settings]
-    _run([sys.executable, "-m", "megascale.cli.main", *words], OURS)
-    told = json.loads(out.read_text())
-    active = "; ".join(f"{what}: {choice}" for what, choice in told["active"].items())
-    rate = statistics.mean(told["gemm_flop_per_s"])
-    seconds = [told["step_seconds"]]
-    return PeerResult(OURS, 0, seconds, told["peak_memory_gib"], told["versions"], active, rate, told["losses"])
+    arguments = ["bench", "train", preset, f"--steps={steps}", f"--warmup={warmup}", f"--out={out}", *settings]
+    _run([sys.executable, "-m", "megascale.cli.main", *arguments], OURS)
+    report = json.loads(out.read_text())
+    active = "; ".join(f"{subject}: {choice}" for subject, choice in report["active"].items())
+    rate = statistics.mean(report["gemm_flop_per_s"])
+    seconds = [report["step_seconds"]]
+    return PeerResult(OURS, 0, seconds, report["peak_memory_gib"], report["versions"], active, rate, report["losses"])
 
 
 def _theirs(name: str, job: PeerJob, limit: float) -> PeerResult:
     file = Path(job.out).with_suffix(".job.json")
     file.write_text(strict_json.dumps(asdict(job)))
-    words = ["--nproc-per-node", str(job.world), "--master-port", str(_free_port()), "-m", PEERS[name][1], str(file)]
+    arguments = [
+        "--nproc-per-node",
+        str(job.world),
+        "--master-port",
+        str(_free_port()),
+        "-m",
+        PEERS[name][1],
+        str(file),
+    ]
     # Megatron's training script insists on CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism. With CUDA's default
     # a step took 13% less at micro-batch 1 and no more at 4 (docs/performance.md), so the variable is left as it is.
-    _run([sys.executable, "-m", "torch.distributed.run", *words], name, limit)
+    _run([sys.executable, "-m", "torch.distributed.run", *arguments], name, limit)
     return PeerResult(name, 0, **json.loads(Path(job.out).read_text()))
 
 
@@ -369,18 +377,18 @@ def _run(command: list[str], name: str, limit: float | None = None) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     ended = ""
     try:
-        said, _ = process.communicate(timeout=limit)
+        output, _ = process.communicate(timeout=limit)
         if process.returncode:
             ended = f"ended with exit code {process.returncode}"
     except subprocess.TimeoutExpired:
         process.terminate()  # torchrun ends its ranks
-        said, _ = process.communicate()
+        output, _ = process.communicate()
         ended = f"had not ended after {limit:g} s"
     finally:
         process.terminate()
         process.wait()
     if ended:
-        last = said.decode(errors="replace").strip().splitlines()[-12:]
+        last = output.decode(errors="replace").strip().splitlines()[-12:]
         raise TrainingError(f"{name} {ended}:\n  " + "\n  ".join(last))
 
 
@@ -396,14 +404,14 @@ def figures(
     """One entry a contestant: median step, how far its turns are apart, tokens/s and MFU of one count for all."""
     from megascale.core.flops import mfu
 
-    found: list[dict[str, Any]] = []
+    output: list[dict[str, Any]] = []
     for name in dict.fromkeys(result.name for result in results):
-        mine = [result for result in results if result.name == name]
-        turns = [statistics.median(result.seconds) for result in mine]
+        local = [result for result in results if result.name == name]
+        turns = [statistics.median(result.seconds) for result in local]
         seconds = statistics.median(turns)
         rate = config.train.global_batch * config.model.sequence_length / seconds
-        memory = [result.memory_gib for result in mine if result.memory_gib is not None]
-        found.append(
+        memory = [result.memory_gib for result in local if result.memory_gib is not None]
+        output.append(
             {
                 "name": name,
                 "seconds": seconds,
@@ -411,11 +419,11 @@ def figures(
                 "rate": rate / processes,
                 "mfu": mfu(config.model, rate, processes, peak_tflops) if peak_tflops else None,
                 "memory_gib": max(memory) if memory else None,
-                "settings": mine[-1].settings,
-                "versions": mine[-1].versions,
+                "settings": local[-1].settings,
+                "versions": local[-1].versions,
             }
         )
-    return found
+    return output
 
 
 def show(record: dict[str, Any], config: Config, results: list[PeerResult]) -> None:
@@ -428,12 +436,12 @@ def show(record: dict[str, Any], config: Config, results: list[PeerResult]) -> N
 
     console = Console(highlight=False)
     peak = config.observe.peak_tflops or device_peak_tflops(record["device"])
-    found = figures(config, record["processes"], peak, results)
+    output = figures(config, record["processes"], peak, results)
     table = Table(box=box.SIMPLE_HEAD)
     for number, column in enumerate(("", "s/step", "spread", "tokens/s each", "MFU", "GiB", "ours over it")):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    ours = next(one for one in found if one["name"] == OURS)
-    for one in found:
+    ours = next(item for item in output if item["name"] == OURS)
+    for one in output:
         table.add_row(
             one["name"],
             f"{one['seconds']:.4f}",
@@ -452,7 +460,7 @@ def show(record: dict[str, Any], config: Config, results: list[PeerResult]) -> N
     console.print(f"MFU: {CONVENTION}; peak {peak} TFLOP/s")
     if rates:
         console.print(f"sustained GEMM in the same run: {statistics.mean(rates) / 1e12:.0f} TFLOP/s")
-    for one in found:
+    for one in output:
         versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
         console.print(f"{one['name']}: {versions}; {one['settings']}")
     for name, why in record["left_out"].items():

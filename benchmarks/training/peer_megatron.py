@@ -37,9 +37,9 @@ def fuse_gradients() -> None:
     def add(into: Tensor, gradient: Tensor, total: Tensor) -> None:
         total.add_(gradient.t() @ into)
 
-    made = types.ModuleType(_FUSED)
-    made.wgrad_gemm_accum_fp32 = made.wgrad_gemm_accum_fp16 = add  # type: ignore[attr-defined]
-    sys.modules[_FUSED] = made
+    built = types.ModuleType(_FUSED)
+    built.wgrad_gemm_accum_fp32 = built.wgrad_gemm_accum_fp16 = add  # type: ignore[attr-defined]
+    sys.modules[_FUSED] = built
 
 
 class Attention(nn.Module):
@@ -60,10 +60,10 @@ class PeerNorm:
     """Makes torch's norm; its parameters say that sequence-parallel ranks must sum their gradients."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        made = (nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm)(hidden_size, eps)
-        for parameter in made.parameters():
+        built = (nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm)(hidden_size, eps)
+        for parameter in built.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return made
+        return built
 
 
 def layers(job: PeerJob) -> tuple[Any, str]:
@@ -190,7 +190,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    config, (spec, words) = shape_of(job), layers(job)
+    config, (spec, arguments) = shape_of(job), layers(job)
     data = parallel_state.get_data_parallel_world_size()
     chunks = chunks_of(job, config, spec, data, device)
     optimizer = get_megatron_optimizer(
@@ -229,7 +229,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        told = forward_backward(
+        report = forward_backward(
             forward_step_func=forward_step,
             data_iterator=[None] * virtual if virtual > 1 else None,
             model=chunks if virtual > 1 else chunks[0],
@@ -240,12 +240,12 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
         )
         optimizer.step()
         garbage.collect(1)  # its --manual-gc
-        return torch.stack([one["loss"] for one in told]).mean() if told else None
+        return torch.stack([item["loss"] for item in report]).mean() if report else None
 
     return Timed(
         step,
         {"megatron-core": version("megatron-core")},
-        f"{words}, {precision}, distributed optimizer, all overlaps, planned collection"
+        f"{arguments}, {precision}, distributed optimizer, all overlaps, planned collection"
         + ", weight gradients added inside their GEMMs" * config.gradient_accumulation_fusion
         + f", CUDA_DEVICE_MAX_CONNECTIONS={os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS', 'not set')}",
     )

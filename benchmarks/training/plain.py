@@ -120,10 +120,10 @@ def initialise(plain: PlainGPT, seed: int) -> None:
 def check(config: Config) -> None:
     """ConfigError for what the plain model does not have."""
     tree = config.model_dump()
-    for key, known in KNOWN.items():
+    for key, expected in KNOWN.items():
         section, name = key.split(".")
-        if tree[section][name] not in known:
-            raise ConfigError(f"the plain model knows {key}={known[0]!r} only, not {tree[section][name]!r}")
+        if tree[section][name] not in expected:
+            raise ConfigError(f"the plain model knows {key}={expected[0]!r} only, not {tree[section][name]!r}")
     model = config.model
     if model.num_kv_heads != model.heads or model.head_size * model.heads != model.hidden:
         raise ConfigError("the plain model has as many key heads as query heads, and heads that fill model.hidden")
@@ -139,12 +139,12 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
     run = torch.compile(plain, dynamic=False) if device.type == "cuda" else plain
     matrices = [p for p in plain.parameters() if p.dim() > 1]
     vectors = [p for p in plain.parameters() if p.dim() == 1]
-    told = config.optimizer
+    report = config.optimizer
     groups = [
-        {"params": matrices, "weight_decay": told.weight_decay},
+        {"params": matrices, "weight_decay": report.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(told.beta1, told.beta2), eps=told.eps)
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(report.beta1, report.beta2), eps=report.eps)
     source = SampleSource(
         config.data, config.model.sequence_length, vocab_size=config.model.vocab_size, seed=config.train.seed
     )
@@ -168,7 +168,7 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
                 part = run(rows[:, :-1], rows[:, 1:]) / (batch * length)
             part.backward()
             loss += part.detach()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), told.clip or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), report.clip or float("inf"))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(config.lr, step, config.train.steps)
         optimizer.step()
@@ -179,15 +179,15 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
         every = config.train.eval_interval
         last = step == config.train.steps
         if held_out is not None and (last or (every and step % every == 0)):
-            found = evaluate(None if last else config.train.eval_samples)
-            yield {"step": step, "time": time.time(), "tokens": tokens, "valid_loss": found}
+            result = evaluate(None if last else config.train.eval_samples)
+            yield {"step": step, "time": time.time(), "tokens": tokens, "valid_loss": result}
 
 
-def main(words: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """As `megascale train FILE --section.key=value ...`, for one process; a finished run is left as it is."""
     from megascale import api
 
-    config = api.resolve(load(Path(words[0]), words[1:]))
+    config = api.resolve(load(Path(arguments[0]), arguments[1:]))
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     name = config.train.device if config.train.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

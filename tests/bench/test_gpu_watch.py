@@ -59,13 +59,13 @@ def test_samples_are_taken_until_the_end_and_the_child_is_gone(smi):
         assert not gone(folder)
     assert gone(folder)
     assert watched.problem is None
-    found = watched.samples_since(began)
-    assert [sample[1:] for sample in found] == [[1755.0, 690.1, 45.0], [1740.0, None, 61.0]]
-    assert 0 <= found[0][0] <= found[1][0]
+    result = watched.samples_since(began)
+    assert [sample[1:] for sample in result] == [[1755.0, 690.1, 45.0], [1740.0, None, 61.0]]
+    assert 0 <= result[0][0] <= result[1][0]
     assert watched.samples_since(time.perf_counter()) == []
-    words = (folder / "words").read_text()
-    assert "-i GPU-abc" in words
-    assert "clocks.sm,power.draw,temperature.gpu" in words
+    arguments = (folder / "words").read_text()
+    assert "-i GPU-abc" in arguments
+    assert "clocks.sm,power.draw,temperature.gpu" in arguments
 
 
 def test_the_child_ends_with_steps_that_fail(smi):
@@ -97,10 +97,10 @@ def test_without_nvidia_smi_or_a_gpu_it_is_refused(tmp_path, monkeypatch, megasc
     with pytest.raises(ConfigError, match="nvidia-smi"):
         gpu_watch.find_nvidia_smi(True)
     monkeypatch.undo()
-    found = megascale("bench", "train", "tiny", "--watch", "--train.global_batch=8", "--train.device=cpu")
-    assert found.returncode == 2
-    assert "--watch" in found.stderr
-    assert "GPU" in found.stderr
+    result = megascale("bench", "train", "tiny", "--watch", "--train.global_batch=8", "--train.device=cpu")
+    assert result.returncode == 2
+    assert "--watch" in result.stderr
+    assert "GPU" in result.stderr
 
 
 def test_the_summary_compares_the_ends():
@@ -110,14 +110,14 @@ def test_the_summary_compares_the_ends():
 
 
 def test_the_bench_prints_what_was_watched(tmp_path, megascale, capsys):
-    words = ["--model.layers=1", "--model.hidden=32", "--model.vocab_size=64", "--model.sequence_length=16"]
-    words += ["--train.micro_batch=1", "--train.global_batch=1", "--train.device=cpu", "--steps=1", "--warmup=1"]
-    done = megascale("bench", "train", "tiny", *words, "--out", "t.json")
+    arguments = ["--model.layers=1", "--model.hidden=32", "--model.vocab_size=64", "--model.sequence_length=16"]
+    arguments += ["--train.micro_batch=1", "--train.global_batch=1", "--train.device=cpu", "--steps=1", "--warmup=1"]
+    done = megascale("bench", "train", "tiny", *arguments, "--out", "t.json")
     assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "t.json").read_text())
-    assert told["watched"] is None
+    report = json.loads((tmp_path / "t.json").read_text())
+    assert report["watched"] is None
     assert "watched" not in done.stdout
-    train_bench.show(told | {"watched": [[0.1, 1755.0, 690.0, 45.0]], "watch_trouble": "nvidia-smi ended"})
+    train_bench.show(report | {"watched": [[0.1, 1755.0, 690.0, 45.0]], "watch_trouble": "nvidia-smi ended"})
     shown = capsys.readouterr().out
     assert "clock 1,755 -> 1,755 MHz" in shown
     assert "nvidia-smi ended" in shown

@@ -18,27 +18,27 @@ def test_each_rank_has_cores_of_its_own(monkeypatch):
 
 
 def test_too_few_cores_are_said_before_any_rank_starts(megascale, tmp_path):
-    found = megascale("bench", "train", "tiny", "--parallel.data=4", "--cores=1000", "--train.device=cpu")
-    assert found.returncode == 2
-    assert "--cores=1000" in found.stderr
+    result = megascale("bench", "train", "tiny", "--parallel.data=4", "--cores=1000", "--train.device=cpu")
+    assert result.returncode == 2
+    assert "--cores=1000" in result.stderr
     assert not (tmp_path / "runs").exists()
 
 
 def test_what_the_host_takes_is_without_its_waits_for_the_device(monkeypatch):
     """The clock stands still but for what is told: 2 s of launching, and 5 s of waiting for the device each time."""
     torch = pytest.importorskip("torch")
-    now = [0.0]
-    monkeypatch.setattr(train_bench.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: now.__setitem__(0, now[0] + 5.0))
+    current = [0.0]
+    monkeypatch.setattr(train_bench.time, "perf_counter", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: current.__setitem__(0, current[0] + 5.0))
 
     class Engine:
         def start_gather(self):
-            now[0] += 0.5
+            current[0] += 0.5
 
         def step(self, batches, step, rate, has_next_step):
             for i in range(3):
                 assert len(batches(i)) == 2
-                now[0] += 0.5
+                current[0] += 0.5
             return type("Result", (), {"loss": 0.0})
 
     assert train_bench._host_seconds(Engine(), torch.zeros(3, 1), 4) == 2.0

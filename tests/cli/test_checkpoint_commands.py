@@ -32,9 +32,11 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def call(*words: Any) -> str:
+def call(*arguments: Any) -> str:
     """Run a command; its output. Errors come as exceptions, as `main` sees them."""
-    result = CliRunner().invoke(app, ["checkpoint", *map(str, words)], catch_exceptions=False, standalone_mode=False)
+    result = CliRunner().invoke(
+        app, ["checkpoint", *map(str, arguments)], catch_exceptions=False, standalone_mode=False
+    )
     return result.output
 
 
@@ -85,18 +87,18 @@ def test_prune_keeps_the_newest(run: Path) -> None:
 def test_prune_removes_a_link_and_not_where_it_leads(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints" / "step-10").rename(tmp_path / "moved")
     (run / "checkpoints" / "step-10").symlink_to(tmp_path / "moved")
-    held = sorted(file.name for file in (tmp_path / "moved").iterdir())
-    said = call("prune", run, "--keep", "1")
-    assert "removed steps none; removed the links of steps [10], whose target folders stay; kept [20]" in said
+    stored = sorted(file.name for file in (tmp_path / "moved").iterdir())
+    output = call("prune", run, "--keep", "1")
+    assert "removed steps none; removed the links of steps [10], whose target folders stay; kept [20]" in output
     assert not (run / "checkpoints" / "step-10").is_symlink()
-    assert sorted(file.name for file in (tmp_path / "moved").iterdir()) == held
+    assert sorted(file.name for file in (tmp_path / "moved").iterdir()) == stored
 
 
 @pytest.mark.parametrize("form", ["folder", "shards", "file.pt"])
 def test_export_and_import_round_trip(run: Path, tmp_path: Path, form: str) -> None:
     out = tmp_path / form
-    words = ["--shard-gb", "0.001"] if form == "folder" else []
-    call("export", run, out, "--step", "10", *words)
+    arguments = ["--shard-gb", "0.001"] if form == "folder" else []
+    call("export", run, out, "--step", "10", *arguments)
     weights = {n.removeprefix("model."): t for n, t in logical_state(10).items() if n.startswith("model.")}
     if form != "file.pt":
         from safetensors.torch import load_file

@@ -25,8 +25,8 @@ def without_extras(tmp_path: Path):
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n")
 
-    def run(*words: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megascale", *map(str, words)]
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "megascale", *map(str, arguments)]
         path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
         environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "200"}
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -40,8 +40,8 @@ def test_training_needs_no_extra(without_extras, tiny, tmp_path):
     assert "no loss curve: the package matplotlib is not installed" in done.stdout
     run = next(tmp_path.rglob("core/metrics.jsonl")).parent
     assert list(run.glob("spans/host=0/*.bin"))  # The frames wait for a process that has duckdb.
-    for words, extra in ((("plot", run), "plots"), (("spans", run), "spans")):
-        done = without_extras(*words)
+    for arguments, extra in ((("plot", run), "plots"), (("spans", run), "spans")):
+        done = without_extras(*arguments)
         assert done.returncode == EXIT_USAGE, done.stderr
         assert f"[{extra}]" in done.stderr
         assert "Traceback" not in done.stderr

@@ -18,9 +18,9 @@ from megascale.errors import ConfigError, FitError, MegascaleError
 def test_override_beats_file_beats_preset(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text('[model]\npreset = "gpt2-124m"\nlayers = 3\n[train]\nsteps = 5\n')
-    found = config.load(file, ["--train.steps=7", "--model.heads=6", "--data.train=a,b", "--train.name=12"])
-    assert (found.model.layers, found.model.hidden, found.model.heads) == (3, 768, 6)
-    assert (found.train.steps, found.data.train, found.train.name) == (7, ["a", "b"], "12")
+    result = config.load(file, ["--train.steps=7", "--model.heads=6", "--data.train=a,b", "--train.name=12"])
+    assert (result.model.layers, result.model.hidden, result.model.heads) == (3, 768, 6)
+    assert (result.train.steps, result.data.train, result.train.name) == (7, ["a", "b"], "12")
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_wrong_keys_and_values_are_named_with_a_remedy(override, parts):
     ("linear", "zero", "remedy"), [("float8_rowwise", 1, "--train.linear_precision=float8"), ("float8", 0, "zero=1")]
 )
 def test_gathers_in_float8_that_cannot_be_had_are_refused(linear, zero, remedy):
-    words = [f"--train.linear_precision={linear}", f"--parallel.zero={zero}", "--parallel.gather_precision=float8"]
+    arguments = [f"--train.linear_precision={linear}", f"--parallel.zero={zero}", "--parallel.gather_precision=float8"]
     with pytest.raises(ConfigError, match=f"parallel.gather_precision=float8.*{remedy}"):
-        config.load(None, words)
-    config.load(None, words[:2])
+        config.load(None, arguments)
+    config.load(None, arguments[:2])
 
 
 def test_files_that_are_not_there_or_not_toml(tmp_path):
@@ -78,10 +78,10 @@ def test_global_batch_must_divide():
 
 @pytest.mark.parametrize("name", config.list_presets())
 def test_resolved_tree_survives_a_round_trip(name):
-    found = config.load(
+    result = config.load(
         None, [f"--model.preset={name}", '--train.sample_prompt=a "b"\\n\tc', "--data.weights=[1.5]"][:2]
     )
-    assert config.from_tree(tomllib.loads(found.to_toml())) == found
+    assert config.from_tree(tomllib.loads(result.to_toml())) == result
 
 
 scalars = st.one_of(st.integers(-9, 2**40), st.floats(allow_nan=True), st.text(max_size=8), st.booleans(), st.none())
@@ -105,11 +105,11 @@ fields = sorted({k for f in config.Config.model_fields.values() for k in f.annot
 )
 def test_any_tree_is_accepted_or_refused_with_a_message(tree):
     try:
-        found = config.from_tree(tree)
+        result = config.from_tree(tree)
     except MegascaleError as error:
         assert str(error)
     else:
-        assert config.from_tree(tomllib.loads(found.to_toml())) == found
+        assert config.from_tree(tomllib.loads(result.to_toml())) == result
 
 
 @given(st.text(max_size=30))
@@ -128,12 +128,12 @@ def test_any_override_text_is_accepted_or_refused_with_a_message(text):
     ],
 )  # fmt: skip
 def test_gemms_share_two_streams_where_it_pays_or_as_told(gemms, hidden, micro_batch, on_side_stream):
-    told = {
+    report = {
         "model": {"hidden": hidden, "heads": 16, "sequence_length": 2048},
         "train": {"micro_batch": micro_batch, "global_batch": micro_batch},
         "overlap": {"gemms": gemms},
     }
-    assert config.from_tree(told).gemms_on_side_stream is on_side_stream
+    assert config.from_tree(report).gemms_on_side_stream is on_side_stream
 
 
 def test_lamb_has_its_own_rate():
@@ -144,8 +144,8 @@ def test_lamb_has_its_own_rate():
     assert config.load(None, [lamb, "--lr.peak=2e-4"]).lr.peak == 2e-4
     with pytest.raises(ConfigError, match=r"lr.min=0.01 is above lr.peak=0.005"):
         config.load(None, [lamb, "--lr.min=1e-2"])
-    again = config.load(None, [lamb])
-    assert config.from_tree(tomllib.loads(again.to_toml())) == again
+    repeated = config.load(None, [lamb])
+    assert config.from_tree(tomllib.loads(repeated.to_toml())) == repeated
 
 
 PATHS = st.text().filter(lambda text: not text.startswith("~"))  # the home folder
@@ -155,11 +155,11 @@ PATHS = st.text().filter(lambda text: not text.startswith("~"))  # the home fold
 @given(st.text(), PATHS, st.lists(PATHS, min_size=1, max_size=3))
 def test_every_string_survives_being_written_and_read(text, path, several):
     tree = {"train": {"sample_prompt": text}, "data": {"train": several, "tokenizer": path}}
-    found = config.from_tree(tree)
+    result = config.from_tree(tree)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.toml"
-        found.write(file)
-        assert config.load(file) == found
+        result.write(file)
+        assert config.load(file) == result
 
 
 @example("1\nb = 2")
@@ -182,16 +182,16 @@ def test_a_setting_that_is_no_number_is_refused(key, value):
 
 @pytest.mark.parametrize(("head_dim", "fraction"), [(8, 0.1), (64, 0.03), (2, 0.5), (6, 0.16)])
 def test_rotary_positions_that_turn_no_pair_are_refused(head_dim, fraction):
-    words = [f"--model.head_dim={head_dim}", f"--model.rotary_fraction={fraction}"]
+    arguments = [f"--model.head_dim={head_dim}", f"--model.rotary_fraction={fraction}"]
     with pytest.raises(ConfigError, match=rf"model\.rotary_fraction={fraction} of a head of {head_dim} .* pair"):
-        config.load(None, [*words, "--model.positions=rotary"])
-    assert config.load(None, [*words, "--model.positions=learned"]).model.rotary_fraction == fraction
+        config.load(None, [*arguments, "--model.positions=rotary"])
+    assert config.load(None, [*arguments, "--model.positions=learned"]).model.rotary_fraction == fraction
 
 
 @pytest.mark.parametrize(("head_dim", "fraction"), [(8, 0.25), (64, 0.032), (2, 1.0)])
 def test_one_rotary_pair_is_enough(head_dim, fraction):
-    words = [f"--model.head_dim={head_dim}", f"--model.rotary_fraction={fraction}", "--model.positions=rotary"]
-    assert config.load(None, words).model.rotary_fraction == fraction
+    arguments = [f"--model.head_dim={head_dim}", f"--model.rotary_fraction={fraction}", "--model.positions=rotary"]
+    assert config.load(None, arguments).model.rotary_fraction == fraction
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,8 @@ def test_sizes_that_nobody_means_are_named_with_their_bound(override):
 def test_every_size_has_an_upper_bound():
     free = []
     for section, table in config.Config.model_fields.items():
-        for key, about in table.annotation.model_fields.items():
-            if about.annotation in (int, int | None) and not any(hasattr(m, "le") for m in about.metadata):
+        for key, details in table.annotation.model_fields.items():
+            if details.annotation in (int, int | None) and not any(hasattr(m, "le") for m in details.metadata):
                 free.append(f"{section}.{key}")
     assert free == []
 
@@ -226,7 +226,7 @@ def test_command_lines_with_and_without_a_file(tmp_path):
     assert config.load_command_line(None, ["--train.seed=5"]).train.seed == 5
     # Where a command takes FILE first, an override may stand in its place, and FILE behind it.
     assert config.load_command_line("--data.train=s3://a//b", ["--train.seed=5"]).data.train == ["s3://a//b"]
-    found = config.load_command_line("--train.seed", ["5", str(file), "--lr.min=0"])
-    assert (found.train.steps, found.train.seed) == (7, 5)
+    result = config.load_command_line("--train.seed", ["5", str(file), "--lr.min=0"])
+    assert (result.train.steps, result.train.seed) == (7, 5)
     with pytest.raises(ConfigError, match="unknown argument 'more'"):
         config.load_command_line(file, ["more"])

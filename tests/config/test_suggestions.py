@@ -18,7 +18,7 @@ def test_aliases_stand_for_settings_and_are_none_themselves():
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("inputs", "intended"),
     [
         ("learning_rate", "lr.peak"),
         ("lr", "lr.peak"),
@@ -33,17 +33,17 @@ def test_aliases_stand_for_settings_and_are_none_themselves():
         ("Tensor_Parallel_Sizes", "parallel.tensor"),
     ],
 )
-def test_names_of_other_trainers_lead_to_the_key_wherever_they_are_written(given, meant):
+def test_names_of_other_trainers_lead_to_the_key_wherever_they_are_written(inputs, intended):
     for section in ("train", "data", "kernels"):
-        with pytest.raises(ConfigError, match=rf"did you mean {meant}\?$"):
-            load(None, [f"{section}.{given}=1"])
-    option = " or ".join(f"--{key}=" for key in meant.split(" or "))
+        with pytest.raises(ConfigError, match=rf"did you mean {intended}\?$"):
+            load(None, [f"{section}.{inputs}=1"])
+    option = " or ".join(f"--{key}=" for key in intended.split(" or "))
     with pytest.raises(ConfigError, match=rf"settings are given as --section.key=value; did you mean {option}\?$"):
-        load_command_line(None, [f"--{given}=1"])
+        load_command_line(None, [f"--{inputs}=1"])
 
 
 @pytest.mark.parametrize(
-    ("key", "meant"),
+    ("key", "intended"),
     [
         ("overlap.tp", "overlap.tensor"),  # the same key of its own section comes first
         ("model.layrs", "model.layers"),
@@ -55,8 +55,8 @@ def test_names_of_other_trainers_lead_to_the_key_wherever_they_are_written(given
         ("parallelism.tp", "parallel.tensor"),
     ],
 )
-def test_slips_and_other_sections(key, meant):
-    with pytest.raises(ConfigError, match=rf"did you mean {meant}\?$"):
+def test_slips_and_other_sections(key, intended):
+    with pytest.raises(ConfigError, match=rf"did you mean {intended}\?$"):
         load(None, [f"{key}=1"])
 
 
@@ -72,12 +72,12 @@ def test_what_is_like_nothing_gets_the_list():
 
 
 @pytest.mark.parametrize(
-    ("words", "meant"), [("learning_rate", "lr.peak"), ("bs", "train.global_batch"), ("tp", "parallel.tensor")]
+    ("arguments", "intended"), [("learning_rate", "lr.peak"), ("bs", "train.global_batch"), ("tp", "parallel.tensor")]
 )
-def test_the_reference_knows_names_of_other_trainers(words, meant):
-    with pytest.raises(ConfigError, match=rf"there is no setting '{words}'; did you mean {meant}"):
-        reference.find_settings(words)
-    assert [setting.key for setting in reference.find_settings(meant)] == [meant]
+def test_the_reference_knows_names_of_other_trainers(arguments, intended):
+    with pytest.raises(ConfigError, match=rf"there is no setting '{arguments}'; did you mean {intended}"):
+        reference.find_settings(arguments)
+    assert [setting.key for setting in reference.find_settings(intended)] == [intended]
 
 
 def test_each_alias_is_found():

@@ -88,7 +88,7 @@ def text_settings() -> dict[str, str]:
 
 
 def test_every_path_is_known_as_one():
-    named = {key for key, about in text_settings().items() if re.search(r"\b(files?|folders?|PEM)\b", about)}
+    named = {key for key, details in text_settings().items() if re.search(r"\b(files?|folders?|PEM)\b", details)}
     assert named - NO_PATHS <= set(PATHS), "a path in which ~ is not the home folder"
     assert set(PATHS) <= set(text_settings())
 
@@ -102,8 +102,8 @@ def test_a_path_begins_at_the_home_folder(key, tmp_path, monkeypatch):
         value = [path, "other"] if key == "data.train" else path
         pair = {"tls_certificate": "tls_key", "tls_key": "tls_certificate"}.get(name)
         table = {name: value} | ({pair: "x"} if pair else {})
-        found = getattr(getattr(from_tree({section: table}), section), name)
-        return found[0] if key == "data.train" else found
+        result = getattr(getattr(from_tree({section: table}), section), name)
+        return result[0] if key == "data.train" else result
 
     assert read("~/a b") == f"{tmp_path}/a b"
     assert read("~") == str(tmp_path)

@@ -27,23 +27,23 @@ def explore(
     machine = Machine(schedule, communicator, send_slots)
     first = machine.start()
     stages = len(first[0])
-    seen, todo, outcomes = {(*first[0], *first[1])}, [first], set()
+    observed, todo, outcomes = {(*first[0], *first[1])}, [first], set()
     while todo:
         at, done = todo.pop()
         moves = [s for s in range(stages) if machine.can_step(at, done, s)]
         moves += [~c for c in range(len(done)) if machine.can_complete(at, done, c)]
         if not moves:
             outcomes.add(machine.finished(at, done))
-        for what in moves:
+        for subject in moves:
             after = (at.copy(), done.copy())
-            after[what < 0][~what if what < 0 else what] += 1
+            after[subject < 0][~subject if subject < 0 else subject] += 1
             key = (*after[0], *after[1])
-            if key not in seen:
-                seen.add(key)
+            if key not in observed:
+                observed.add(key)
                 todo.append(after)
-        if len(seen) > limit:
+        if len(observed) > limit:
             raise ScheduleError(f"more than {limit} states; explore smaller schedules")
-    return len(seen), outcomes
+    return len(observed), outcomes
 
 
 def in_flight_bound(

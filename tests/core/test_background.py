@@ -11,11 +11,11 @@ log = logging.getLogger("megascale.test")
 
 
 def test_work_that_fails_starts_again_until_it_returns(caplog):
-    left = [ValueError("one"), ValueError("one"), KeyError("two")]
+    remaining = [ValueError("one"), ValueError("one"), KeyError("two")]
 
     async def work() -> None:
-        if left:
-            raise left.pop(0)
+        if remaining:
+            raise remaining.pop(0)
 
     asyncio.run(keep_running(work, "the work", log, pause=0.0))
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
@@ -26,9 +26,9 @@ def test_work_that_fails_starts_again_until_it_returns(caplog):
 
 
 def test_the_same_failure_is_logged_once_per_minute(caplog):
-    now = [0.0]
-    failures = FailureLog(log, "the work", clock=lambda: now[0])
-    for now[0] in (0.0, 30.0, 61.0):
+    current = [0.0]
+    failures = FailureLog(log, "the work", clock=lambda: current[0])
+    for current[0] in (0.0, 30.0, 61.0):
         failures.note(ValueError("one"), "it goes on")
     assert len(caplog.records) == 2
 

@@ -22,8 +22,8 @@ def test_lines_are_those_of_the_file_with_none_for_long_ones(tmp_path_factory, l
         expected.pop()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_lines, "_SKIP_BLOCK_BYTES", 3)
-        found = list(read_bounded_lines(file, max_bytes=10))
-    assert found == [line if len(line) <= 10 else None for line in expected]
+        result = list(read_bounded_lines(file, max_bytes=10))
+    assert result == [line if len(line) <= 10 else None for line in expected]
 
 
 def test_records_leave_out_and_count_what_is_damaged(tmp_path):

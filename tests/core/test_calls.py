@@ -51,9 +51,9 @@ def test_a_reader_of_calls_sees_words_that_were_written(tmp_path):
             assert last == (0, 0, 0, 0)  # only before the record is made
             return
         counts = record.groups["world"]
-        now = (record.events, record.waited_ns, counts.started, counts.finished)
-        assert all(new >= old for new, old in zip(now, last, strict=True))
-        last = now
+        current = (record.events, record.waited_ns, counts.started, counts.finished)
+        assert all(new >= old for new, old in zip(current, last, strict=True))
+        last = current
         if record.events > 1:
             steps.add(record.step)
 
@@ -69,6 +69,6 @@ def test_a_status_that_is_being_written_is_none_or_whole(tmp_path):
             assert status.message == (f"{status.step:05} " * 60)[:400]
 
     _while_written(tmp_path, _write_status, look)
-    found = read_status(tmp_path / "rank-0.status")
-    assert found is not None
-    assert found.step == _ROUNDS // 10 - 1
+    result = read_status(tmp_path / "rank-0.status")
+    assert result is not None
+    assert result.step == _ROUNDS // 10 - 1

@@ -188,9 +188,9 @@ def test_a_reduction_that_arms_another_backward_is_found(reduce_each, by):
     lists = [list(actions) for actions in schedule]
     n = next(n for n, a in enumerate(lists[0]) if a.kind == ActionKind.REDUCE_GRADS and a.microbatch in (-1, 1))
     reduction = lists[0].pop(n)
-    places = [k for k, a in enumerate(lists[0]) if a[:2] == (ActionKind.BACKWARD, reduction.chunk)]
-    due = min(k for k in places if k >= n)
-    lists[0].insert(max(k for k in places if k < due) if by < 0 else due + 1, reduction)
+    locations = [k for k, a in enumerate(lists[0]) if a[:2] == (ActionKind.BACKWARD, reduction.chunk)]
+    due = min(k for k in locations if k >= n)
+    lists[0].insert(max(k for k in locations if k < due) if by < 0 else due + 1, reduction)
     with pytest.raises(ScheduleError, match=r"stage 0 .* not right before the chunk's"):
         check_order(schedule.replace_actions(lists))
 

@@ -15,16 +15,16 @@ def test_what_tune_writes_means_the_same_in_a_shell(tmp_path):
     file = tmp_path / "network.env"
     best = judge(lognormal(3.0, 1.0), 21, 7, True, 600.0, 0.02)
     file.write_text(environment(best, "about") + "NCCL_IB_HCA=^mlx5_3:1\n")
-    found = read_environment(file, "resilience.environment")
-    assert found == {"NCCL_IB_TIMEOUT": "21", "NCCL_IB_RETRY_CNT": "7", "NCCL_IB_HCA": "^mlx5_3:1"}
-    told = subprocess.run(
+    result = read_environment(file, "resilience.environment")
+    assert result == {"NCCL_IB_TIMEOUT": "21", "NCCL_IB_RETRY_CNT": "7", "NCCL_IB_HCA": "^mlx5_3:1"}
+    report = subprocess.run(
         ["sh", "-c", f"set -a; . {file}; env"], capture_output=True, text=True, check=True, env={}
     ).stdout.splitlines()
-    assert {f"{name}={value}" for name, value in found.items()} <= set(told)
+    assert {f"{name}={value}" for name, value in result.items()} <= set(report)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "report"),
     [
         ("export NCCL_DEBUG=INFO", "line 1: 'export NCCL_DEBUG=INFO' is not NAME=VALUE"),
         ("# so\nNCCL_DEBUG = INFO", "line 2"),
@@ -36,10 +36,10 @@ def test_what_tune_writes_means_the_same_in_a_shell(tmp_path):
         ("A=" + "x" * 70000, "70,0"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path, text, told):
+def test_what_is_wrong_is_named(tmp_path, text, report):
     file = tmp_path / "x.env"
     file.write_text(text)
-    with pytest.raises(DataError, match=told.replace("$", r"\$")):
+    with pytest.raises(DataError, match=report.replace("$", r"\$")):
         read_environment(file, "resilience.environment")
 
 

@@ -22,7 +22,7 @@ def test_megatron_s_formula(layers, heads, head_eighths, sequence, vocab_units):
 
 
 @pytest.mark.parametrize(
-    ("name", "billions", "places"),
+    ("name", "billions", "locations"),
     [
         ("gpt2-124m", 0.124439808, 9),  # OpenAI's release
         ("gpt2-350m", 0.354823168, 9),
@@ -33,8 +33,8 @@ def test_megatron_s_formula(layers, heads, head_eighths, sequence, vocab_units):
         ("llama-8b", 8.030261248, 9),  # Meta's release
     ],
 )
-def test_parameters_of_known_models(name, billions, places):
-    assert round(flops.count_parameters(model(preset=name)) / 1e9, places) == round(billions, places)
+def test_parameters_of_known_models(name, billions, locations):
+    assert round(flops.count_parameters(model(preset=name)) / 1e9, locations) == round(billions, locations)
 
 
 def test_flops_of_the_paper_s_rows():
@@ -45,9 +45,9 @@ def test_flops_of_the_paper_s_rows():
 @given(st.integers(2, 512), st.data())
 def test_window_share_is_the_area_kept(sequence, data):
     window = data.draw(st.integers(1, sequence))
-    kept = sum(min(window, query + 1) for query in range(sequence))
-    whole = sequence * (sequence + 1) / 2
-    assert inventory.window_area_fraction(sequence, window) == pytest.approx(kept / whole)
+    retained = sum(min(window, query + 1) for query in range(sequence))
+    full = sequence * (sequence + 1) / 2
+    assert inventory.window_area_fraction(sequence, window) == pytest.approx(retained / full)
     assert inventory.window_area_fraction(sequence, sequence) == inventory.window_area_fraction(sequence, None) == 1.0
 
 
@@ -56,8 +56,8 @@ def test_window_pattern_counts_layer_by_layer():
     full, windowed = model(**shape), model(**shape, window=32, window_pattern="SSL")
     part = inventory.window_area_fraction(256, 32)
     assert part < 0.25
-    one = flops.flops_per_token(full).attention / 4
-    assert flops.flops_per_token(windowed).attention == pytest.approx(one * (3 * part + 1))
+    single = flops.flops_per_token(full).attention / 4
+    assert flops.flops_per_token(windowed).attention == pytest.approx(single * (3 * part + 1))
     assert flops.flops_per_token(windowed).mlp == flops.flops_per_token(full).mlp
 
 

@@ -5,7 +5,7 @@ from megascale.resilience.driver import start_driver
 
 
 @pytest.mark.parametrize(
-    ("visible", "there", "names"),
+    ("visible", "present", "names"),
     [
         (None, 2, ["0", "1"]),
         ("2,3", 8, ["2", "3"]),
@@ -16,11 +16,11 @@ from megascale.resilience.driver import start_driver
         ("1,-1,2", 8, ["1"]),
     ],
 )
-def test_names_are_those_of_the_gpus_that_the_process_may_use(monkeypatch, visible, there, names):
+def test_names_are_those_of_the_gpus_that_the_process_may_use(monkeypatch, visible, present, names):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert visible_gpu_names(there) == names
+    assert visible_gpu_names(present) == names
 
 
 def test_the_nodes_of_one_machine_share_the_gpus_that_launch_was_given(monkeypatch):

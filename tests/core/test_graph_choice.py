@@ -28,12 +28,12 @@ def test_small_micro_batches_are_and_large_ones_gain_nothing():
 
 @pytest.mark.parametrize("graphs", ["auto", "on"])
 def test_what_cannot_be_captured(graphs):
-    asked = f"kernels.graphs={graphs}"
-    assert why(asked, tensor=2) == ""
-    assert "only overlap.tensor=fused" in why(asked, "overlap.tensor=async", tensor=2)
-    assert "dropout" in why(asked, "model.dropout=0.1")
-    assert "zero=2" in why(asked, "parallel.zero=2", data=2)
-    assert why(asked, "parallel.zero=2") == ""
+    requested = f"kernels.graphs={graphs}"
+    assert why(requested, tensor=2) == ""
+    assert "only overlap.tensor=fused" in why(requested, "overlap.tensor=async", tensor=2)
+    assert "dropout" in why(requested, "model.dropout=0.1")
+    assert "zero=2" in why(requested, "parallel.zero=2", data=2)
+    assert why(requested, "parallel.zero=2") == ""
     assert why("kernels.graphs=off") == "kernels.graphs=off"
 
 

@@ -14,8 +14,8 @@ SOME_AXES = st.lists(st.sampled_from(AXES), unique=True).map(tuple)
 @settings(deadline=None)
 @given(GRIDS)
 def test_rank_and_coordinate_are_inverse(grid):
-    seen = {grid.coordinate(rank) for rank in range(grid.world_size)}
-    assert len(seen) == grid.world_size
+    observed = {grid.coordinate(rank) for rank in range(grid.world_size)}
+    assert len(observed) == grid.world_size
     assert [grid.rank(grid.coordinate(rank)) for rank in range(grid.world_size)] == list(range(grid.world_size))
 
 

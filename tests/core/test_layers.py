@@ -29,13 +29,13 @@ def test_split_is_complete_and_best(case):
     if sum(split[heaviest::stages]) > virtual:
         assert min(load) + 1 >= load[heaviest] - 1e-9
     for s in range(stages):
-        own = [
+        local = [
             n + embedding * (g == 0) + logits * (g == stages * virtual - 1)
             for g, n in enumerate(split)
             if g % stages == s
         ]
-        spread = [n for n, count in zip(own, split[s::stages], strict=True) if count > 1]
-        assert not spread or max(spread) <= min(own) + 1 + 1e-9
+        spread = [n for n, count in zip(local, split[s::stages], strict=True) if count > 1]
+        assert not spread or max(spread) <= min(local) + 1 + 1e-9
 
 
 def test_logits_take_layers_off_the_last_stage():
@@ -90,25 +90,25 @@ def test_halves_of_layers_are_each_in_one_chunk(halves, first, last):
     chunks = assign_layers(config.model, config.parallel)
     assert [chunk.layer_count for chunk in chunks] == split
     pieces = [(layer, half) for chunk in chunks for layer, half in chunk]
-    found = [(layer, one) for layer, half in pieces for one in (("attention", "mlp") if half == "both" else (half,))]
-    assert found == [(layer, half) for layer in range(layers) for half in ("attention", "mlp")]
+    result = [(layer, item) for layer, half in pieces for item in (("attention", "mlp") if half == "both" else (half,))]
+    assert result == [(layer, half) for layer in range(layers) for half in ("attention", "mlp")]
     for chunk in chunks:
         assert chunk.attention_count == sum(half != "mlp" for _, half in chunk)
         assert chunk.mlp_count == sum(half != "attention" for _, half in chunk)
 
 
 @pytest.mark.parametrize(
-    ("model", "split", "words"),
+    ("model", "split", "arguments"),
     [
         ({}, [1.5, 1.3, 1.2], ["layer_split=[1.5, 1.3, 1.2]", "whole numbers, or halves"]),
         ({"block": "parallel"}, [1.5, 1.5, 1], ["attention and its MLP", "--model.block=serial"]),
         ({}, [1.5, 1.5, 0.5], ["adds up to 3.5 layers", "model.layers=4"]),
     ],
 )
-def test_a_division_that_cannot_be_is_refused(model, split, words):
+def test_a_division_that_cannot_be_is_refused(model, split, arguments):
     config = from_tree(
         {"model": {"layers": 4, "vocab_size": 64, **model}, "parallel": {"pipeline": 3, "layer_split": split}}
     )
-    with pytest.raises(FitError) as told:
+    with pytest.raises(FitError) as report:
         assign_layers(config.model, config.parallel)
-    assert all(word in str(told.value) for word in words)
+    assert all(word in str(report.value) for word in arguments)

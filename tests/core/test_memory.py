@@ -70,13 +70,13 @@ def models(draw):
 @given(models(), st.integers(1, 4), st.sampled_from([1, 2, 4]))
 def test_parameters_over_stages_and_ranks_add_up(model, pipeline, tensor):
     config = configure(model, {"pipeline": pipeline, "tensor": tensor})
-    whole = flops.count_parameters(config.model)
+    full = flops.count_parameters(config.model)
     alone = sum(
         count_stage_parameters(config.model, config.parallel.model_copy(update={"tensor": 1}), s)
         for s in range(pipeline)
     )
     copies = config.model.padded_vocab * config.model.hidden if model["tied_embeddings"] and pipeline > 1 else 0
-    assert alone == whole + copies
+    assert alone == full + copies
     # Norms, row-parallel biases and positions are whole on every tensor-parallel rank; all else is cut.
     m = config.model
     replicated = (
@@ -92,18 +92,18 @@ def test_parameters_match_the_model():
     torch = pytest.importorskip("torch")
     from megascale.model.transformer import Chunk
 
-    whole = {"pipeline": 3}
+    full = {"pipeline": 3}
     for options, parallel in (
-        ({}, whole),
+        ({}, full),
         ({}, {"pipeline": 3, "layer_split": [0.5, 1, 1.5]}),
-        ({"block": "parallel"}, whole),
-        ({"kv_heads": 2, "activation": "swiglu", "tied_embeddings": False}, whole),
+        ({"block": "parallel"}, full),
+        ({"kv_heads": 2, "activation": "swiglu", "tied_embeddings": False}, full),
     ):
         config = configure({"layers": 3, "hidden": 64, "heads": 4, "vocab_size": 128, **options}, parallel)
         layers = assign_layers(config.model, config.parallel)
-        for g, own in enumerate(layers):
-            chunk = Chunk(config.model, own, first=g == 0, last=g == 2, dtype=torch.float32)
-            assert sum(p.numel() for p in chunk.parameters()) == count_chunk_parameters(config.model, own, g, 3)
+        for g, local in enumerate(layers):
+            chunk = Chunk(config.model, local, first=g == 0, last=g == 2, dtype=torch.float32)
+            assert sum(p.numel() for p in chunk.parameters()) == count_chunk_parameters(config.model, local, g, 3)
 
 
 @pytest.mark.parametrize(
@@ -138,22 +138,22 @@ def test_saved_tensors_are_those_that_the_block_keeps(options, recompute, precis
     block = make_block(setup, recompute, half).to_empty(device="cpu")
     for p in block.parameters():
         torch.nn.init.normal_(p)
-    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    held: dict[int, tuple[int, object]] = {}
+    local = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    stored: dict[int, tuple[int, object]] = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = (storage.nbytes(), tensor)
+        if storage.data_ptr() not in local:
+            stored[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         x = torch.randn(128, 1, 64, requires_grad=True)
         block(x, None, ForwardContext(dropout_key=1 if "dropout" in options else None))
-    kept = sum(size for size, _ in held.values())
+    retained = sum(size for size, _ in stored.values())
     counted = sum(t.bytes for t in layer_saved_tensors(model, 1, 1, "float32", recompute, precision, half))
     # Scalars and shape bookkeeping may come on top.
-    assert counted == pytest.approx(kept, rel=0.002)
+    assert counted == pytest.approx(retained, rel=0.002)
 
 
 def test_float8_copies_of_weights_are_counted():
@@ -201,10 +201,10 @@ def test_activations_in_flight_of_interleaving():
         {"micro_batch": 1, "global_batch": 6144, "precision": "bfloat16"},
     )
     layer = sum(t.bytes for t in layer_saved_tensors(config.model, 8, 1, "bfloat16"))
-    held = memory_of(config, 12288, 0).activations
+    stored = memory_of(config, 12288, 0).activations
     # And the output of each chunk in flight.
     outputs = 55 * 2048 * 12288 * 2 / 8
-    assert held == pytest.approx(8 * (1 + 7 / (8 * 6)) * 12 * layer + outputs, rel=1e-12)
+    assert stored == pytest.approx(8 * (1 + 7 / (8 * 6)) * 12 * layer + outputs, rel=1e-12)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
@@ -313,9 +313,9 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
 def test_a_checkpoint_holds_what_the_optimizer_declares(options, name):
     """Tensor by tensor, from the table of logical tensors."""
     model = configure({"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 2, "vocab_size": 50, **options}).model
-    kept = OPTIMIZERS[name].state_names
-    whole = sum(math.prod(shape) * (1 + len(kept(n, shape))) for n, shape in logical_shapes(model).items())
-    assert count_checkpoint_elements(name, model) == whole
+    retained = OPTIMIZERS[name].state_names
+    full = sum(math.prod(shape) * (1 + len(retained(n, shape))) for n, shape in logical_shapes(model).items())
+    assert count_checkpoint_elements(name, model) == full
 
 
 def test_logits_chunk_is_the_one_the_loss_uses():
@@ -359,8 +359,8 @@ def test_matrices_gathered_as_float8_are_a_byte_each():
 
     def gathered(stage: int, linear: str, gather_precision: str = "auto", **changes) -> float:
         parallel = config.parallel.model_copy(update={"gather_precision": gather_precision, **changes})
-        about = layout.grid, layout.schedule(), stage, 1, "bfloat16", linear
-        return estimate_stage_traffic(config.model, parallel, *about).data_gather / (191 / 192)
+        details = layout.grid, layout.schedule(), stage, 1, "bfloat16", linear
+        return estimate_stage_traffic(config.model, parallel, *details).data_gather / (191 / 192)
 
     for stage in (0, 3):  # the first has the embedding too, which stays in bfloat16
         count, matrices = count_stage_parameters(config.model, config.parallel, stage), 12 * 12 * 12288**2 // 8
@@ -377,15 +377,15 @@ SMALL = {"layers": 8, "hidden": 64, "heads": 4, "vocab_size": 128, "sequence_len
 def test_several_chunks_on_one_stage_hold_what_one_does():
     """A tied embedding is there once, and what one chunk gives is what the next keeps as its input."""
     train = {"micro_batch": 1, "global_batch": 6}
-    one, four = (
+    single, four = (
         memory_of(configure(SMALL, {"virtual_stages": v, "micro_batch_group_size": size}, train), 2, 0)
         for v, size in ((1, None), (4, 3))
     )
-    assert (one.weights, one.gradients, one.optimizer) == (four.weights, four.gradients, four.optimizer)
+    assert (single.weights, single.gradients, single.optimizer) == (four.weights, four.gradients, four.optimizer)
     assert four.pipeline_buffers == 0
     # Three micro-batches in the first three chunks and one in the last; the head's share is in both.
     layer = sum(t.bytes for t in layer_saved_tensors(configure(SMALL).model, 1, 1, "float32"))
-    assert four.activations - one.activations == (3 * 6 + 2 - 8) * layer
+    assert four.activations - single.activations == (3 * 6 + 2 - 8) * layer
 
 
 def test_messages_that_wait_for_their_turn_take_memory():
@@ -406,14 +406,16 @@ def test_messages_that_wait_for_their_turn_take_memory():
     ],
 )  # fmt: skip
 def test_what_gemms_on_a_side_stream_keep_is_counted(preset, layout, micro_batch, gib):
-    told = {"preset": preset, "layers": 8, "vocab_size": 50304}
-    config = configure(told, layout, {"micro_batch": micro_batch, "global_batch": micro_batch, "precision": "bfloat16"})
+    report = {"preset": preset, "layers": 8, "vocab_size": 50304}
+    config = configure(
+        report, layout, {"micro_batch": micro_batch, "global_batch": micro_batch, "precision": "bfloat16"}
+    )
     grid = lay_out(config, layout.get("tensor", 1) * layout.get("pipeline", 1))
-    both = [
+    pair = [
         estimate_stage_memory(
             config.model, config.parallel, grid.grid, grid.schedule(), 0, micro_batch, "bfloat16", side_stream
         )
         for side_stream in (False, True)
     ]
-    more = (both[1].total - both[0].total) / 2**30
+    more = (pair[1].total - pair[0].total) / 2**30
     assert gib - 0.05 <= more <= gib + 0.5

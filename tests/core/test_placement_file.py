@@ -20,12 +20,12 @@ def tree(tmp_path):
 
 
 def test_what_is_written_is_read(tree, tmp_path):
-    found = read_placement(tmp_path / "p.json", GRID, "resilience.placement")
-    assert found == PlacementFile("by hand", GRID, (4, 0, 2), ("n4", "n0", "n2"))
+    result = read_placement(tmp_path / "p.json", GRID, "resilience.placement")
+    assert result == PlacementFile("by hand", GRID, (4, 0, 2), ("n4", "n0", "n2"))
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "report"),
     [
         ({"hosts": [4, 0]}, "2 hosts, the job has 3"),
         ({"nodes": ["n4", "n0"]}, "2 nodes, the job has 3"),
@@ -40,9 +40,9 @@ def test_what_is_written_is_read(tree, tmp_path):
         ({"format": 2}, "format 2"),
     ],
 )
-def test_what_is_wrong_is_named(tree, tmp_path, change, told):
+def test_what_is_wrong_is_named(tree, tmp_path, change, report):
     (tmp_path / "p.json").write_text(json.dumps(tree | change))
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=report):
         read_placement(tmp_path / "p.json", GRID, "resilience.placement")
 
 

@@ -31,31 +31,33 @@ SMALL = Capacity(memory=23 * GIB, memory_from="MemAvailable", cores=2, open_file
 ROOM = 100 * GIB
 
 
-def run(words: list[str], share: HostShare, capacity: Capacity = SMALL, disk: int = ROOM, file: str = "") -> list[str]:
+def run(
+    arguments: list[str], share: HostShare, capacity: Capacity = SMALL, disk: int = ROOM, file: str = ""
+) -> list[str]:
     """Lines said; FitError if refused."""
-    said: list[str] = []
-    config = load(EXAMPLES / file if file else None, ["--model.vocab_size=50304", *words])
-    check_host(lay_out(config, share.world), share, capacity, lambda folder: disk, said.append)
-    return said
+    output: list[str] = []
+    config = load(EXAMPLES / file if file else None, ["--model.vocab_size=50304", *arguments])
+    check_host(lay_out(config, share.world), share, capacity, lambda folder: disk, output.append)
+    return output
 
 
-def refused(*words: str, share: HostShare, **more) -> str:
+def refused(*arguments: str, share: HostShare, **more) -> str:
     with pytest.raises(FitError) as caught:
-        run(list(words), share, **more)
+        run(list(arguments), share, **more)
     assert caught.value.exit_code == 3
     assert "--train.fit=force" in str(caught.value)
-    forced = run([*words, "--train.fit=force"], share, **more)
+    forced = run([*arguments, "--train.fit=force"], share, **more)
     assert any("train.fit=force: starting although" in line for line in forced)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("file", "words", "ranks"),
+    ("file", "arguments", "ranks"),
     [("stdlib.toml", [], 1), ("stdlib-3d.toml", [], 8), ("", ["--model.preset=gpt2-124m", "--train.micro_batch=2"], 1)],
 )
-def test_what_runs_on_a_small_machine_is_not_refused(file, words, ranks):
+def test_what_runs_on_a_small_machine_is_not_refused(file, arguments, ranks):
     two = replace(SMALL, memory=8 * GIB)
-    assert run([*words, "--train.global_batch=16"], HostShare(ranks, 0, ranks), two, 4 * GIB, file) == []
+    assert run([*arguments, "--train.global_batch=16"], HostShare(ranks, 0, ranks), two, 4 * GIB, file) == []
 
 
 def test_13b_on_a_host_without_gpus():
@@ -65,19 +67,24 @@ def test_13b_on_a_host_without_gpus():
 
 
 def test_one_process_that_is_there_already_counts_its_tensors_alone():
-    words = ["--model.preset=gpt-1.3b", "--train.precision=bfloat16", "--train.global_batch=64"]
-    text = refused(*words, share=HostShare(1, 0, 1, is_running=True, writes_checkpoints=False))
+    arguments = ["--model.preset=gpt-1.3b", "--train.precision=bfloat16", "--train.global_batch=64"]
+    text = refused(*arguments, share=HostShare(1, 0, 1, is_running=True, writes_checkpoints=False))
     assert "processes of" not in text
     assert "tensors of 1 rank (" in text
-    run(words, HostShare(1, 0, 1, is_running=True, writes_checkpoints=False), replace(SMALL, memory=50 * GIB))
+    run(arguments, HostShare(1, 0, 1, is_running=True, writes_checkpoints=False), replace(SMALL, memory=50 * GIB))
 
 
 def test_graphs_are_named_where_their_memory_may_be_what_lacks():
-    words = ("--model.preset=gpt-13b", "--train.micro_batch=1", "--train.global_batch=2", "--train.precision=bfloat16")
+    arguments = (
+        "--model.preset=gpt-13b",
+        "--train.micro_batch=1",
+        "--train.global_batch=2",
+        "--train.precision=bfloat16",
+    )
     gpu, share = replace(SMALL, memory=200 * GIB, gpu_memory=60 * GIB), HostShare(2, 0, 2, uses_gpus=True)
-    text = refused(*words, "--kernels.graphs=on", share=share, capacity=gpu)
+    text = refused(*arguments, "--kernels.graphs=on", share=share, capacity=gpu)
     assert "--kernels.graphs=auto and --parallel.recompute=full need less" in text
-    assert "graphs" not in refused(*words, share=share, capacity=gpu)
+    assert "graphs" not in refused(*arguments, share=share, capacity=gpu)
 
 
 def test_gpu_memory_is_that_of_the_fullest_stage():
@@ -92,11 +99,11 @@ def test_gpu_memory_is_that_of_the_fullest_stage():
 
 def test_3000_nodes_on_two_cores():
     share = HostShare(3000, 0, 3000, nodes=3000)
-    words = ["--train.micro_batch=1", "--train.global_batch=3000", "--train.threads=1"]
-    text = refused(*words, share=share, capacity=replace(SMALL, open_files=20_000, processes=90_000))
+    arguments = ["--train.micro_batch=1", "--train.global_batch=3000", "--train.threads=1"]
+    text = refused(*arguments, share=share, capacity=replace(SMALL, open_files=20_000, processes=90_000))
     for part in ("3000 ranks on 3000 nodes", "GiB for their processes alone", "23.0 GiB", "lower --nodes"):
         assert part in text
-    text = refused(*words, share=share, capacity=replace(SMALL, memory=10_000 * GIB))
+    text = refused(*arguments, share=share, capacity=replace(SMALL, memory=10_000 * GIB))
     assert "open files" in text
     assert "1,024" in text
     assert "ulimit -n 6064" in text
@@ -105,31 +112,31 @@ def test_3000_nodes_on_two_cores():
 
 
 def test_a_crowd_that_fits_is_told_to_be_slow():
-    said = run(["--train.micro_batch=1", "--train.global_batch=40"], HostShare(40, 0, 40, nodes=40))
-    assert said == ["40 ranks share 2 cores: starting will take long and steps will be slow"]
+    output = run(["--train.micro_batch=1", "--train.global_batch=40"], HostShare(40, 0, 40, nodes=40))
+    assert output == ["40 ranks share 2 cores: starting will take long and steps will be slow"]
 
 
 def test_disk_for_a_checkpoint_and_memory_for_its_copies(tmp_path):
-    words = ["--model.layers=8", "--model.hidden=512"]
-    one = HostShare(1, 0, 1)
-    config = load(None, ["--model.vocab_size=50304", *words])
+    arguments = ["--model.layers=8", "--model.hidden=512"]
+    single = HostShare(1, 0, 1)
+    config = load(None, ["--model.vocab_size=50304", *arguments])
     needed = checkpoint_bytes(config)
-    run(words, one, disk=needed)
-    text = refused(*words, share=one, disk=needed - 1)
+    run(arguments, single, disk=needed)
+    text = refused(*arguments, share=single, disk=needed - 1)
     assert "checkpoint.location" in text
     assert "MiB of free disk" in text
     for none in (["--checkpoint.at_end=false", "--checkpoint.interval=0"], ["--checkpoint.location=s3://bucket/run"]):
-        run([*words, *none], one, disk=0)
-    run(words, replace(one, writes_checkpoints=False), disk=0)
+        run([*arguments, *none], single, disk=0)
+    run(arguments, replace(single, writes_checkpoints=False), disk=0)
     copies = ["--checkpoint.background=true", "--checkpoint.slots=4"]
     tight = replace(SMALL, memory=2 * GIB)
-    run([*words, "--train.micro_batch=1"], one, tight)
-    assert "checkpoint.slots" in refused(*words, "--train.micro_batch=1", *copies, share=one, capacity=tight)
+    run([*arguments, "--train.micro_batch=1"], single, tight)
+    assert "checkpoint.slots" in refused(*arguments, "--train.micro_batch=1", *copies, share=single, capacity=tight)
     # Half of the state on each of two hosts, and as much again of the other host's.
     copies = ["--checkpoint.background=true", "--checkpoint.slots=2", "--parallel.data=2", "--train.micro_batch=1"]
     half, roomy = HostShare(2, 0, 1, uses_gpus=True), replace(SMALL, memory=int(GPU_TRAINER_BYTES + 1.5 * needed))
-    run([*words, *copies], half, roomy)
-    assert "checkpoint.slots" in refused(*words, *copies, "--checkpoint.replicas=true", share=half, capacity=roomy)
+    run([*arguments, *copies], half, roomy)
+    assert "checkpoint.slots" in refused(*arguments, *copies, "--checkpoint.replicas=true", share=half, capacity=roomy)
     assert free_disk(tmp_path / "not" / "yet" / "made") > 0
 
 
@@ -138,9 +145,9 @@ def test_stages_of_a_host_are_those_of_its_ranks(tensor, pipeline, data, first, 
     world = tensor * pipeline * data
     first = min(first, world - 1)
     ranks = min(ranks, world - first)
-    words = [f"--parallel.tensor={tensor}", f"--parallel.pipeline={pipeline}", f"--train.global_batch={data * 8}"]
+    arguments = [f"--parallel.tensor={tensor}", f"--parallel.pipeline={pipeline}", f"--train.global_batch={data * 8}"]
     shape = ["--model.heads=12", "--model.hidden=48", "--model.sequence_length=12", "--model.vocab_size=10"]
-    layout = lay_out(load(None, [*words, *shape, "--model.vocab_multiple=12"]), world)
+    layout = lay_out(load(None, [*arguments, *shape, "--model.vocab_multiple=12"]), world)
     counted: dict[int, int] = {}
     for rank in range(first, first + ranks):
         stage = layout.grid.coordinate(rank).pipeline
@@ -167,10 +174,10 @@ def kernel(folder: Path, cgroup: str = "0::/job\n") -> tuple[Path, Path]:
 
 def test_memory_and_processes_that_the_kernel_tells_of(tmp_path):
     proc, groups = kernel(tmp_path)
-    found = Capacity.measure(proc, groups)
-    assert (found.memory, found.memory_from) == (8 * GIB, "MemAvailable")
-    assert found.processes is not None
-    assert found.processes <= 32_000
+    result = Capacity.measure(proc, groups)
+    assert (result.memory, result.memory_from) == (8 * GIB, "MemAvailable")
+    assert result.processes is not None
+    assert result.processes <= 32_000
 
 
 def test_the_tightest_control_group_counts_without_its_cache(tmp_path):
@@ -181,9 +188,9 @@ def test_the_tightest_control_group_counts_without_its_cache(tmp_path):
     (groups / "memory.max").write_text(f"{4 * GIB}\n")
     (groups / "memory.current").write_text(f"{3 * GIB}\n")
     (groups / "memory.stat").write_text(f"anon 5\nactive_file {GIB}\ninactive_file {GIB}\n")
-    found = Capacity.measure(proc, groups)
-    assert (found.memory, found.memory_from) == (3 * GIB, "the control group's memory.max")
-    assert (found.processes, found.processes_from) == (60, "the control group's pids.max")
+    result = Capacity.measure(proc, groups)
+    assert (result.memory, result.memory_from) == (3 * GIB, "the control group's memory.max")
+    assert (result.processes, result.processes_from) == (60, "the control group's pids.max")
 
 
 def test_control_groups_of_version_1(tmp_path):
@@ -200,9 +207,9 @@ def test_control_groups_of_version_1(tmp_path):
 
 
 def test_a_machine_that_tells_nothing_refuses_nothing(tmp_path):
-    found = Capacity.measure(tmp_path, tmp_path)
-    assert (found.memory, found.gpu_memory) == (None, None)
-    unknown = replace(found, open_files=None, processes=None)
+    result = Capacity.measure(tmp_path, tmp_path)
+    assert (result.memory, result.gpu_memory) == (None, None)
+    unknown = replace(result, open_files=None, processes=None)
     run(["--train.global_batch=4096", "--train.micro_batch=1"], HostShare(4096, 0, 4096, nodes=4096), unknown)
 
 

@@ -49,10 +49,10 @@ def reference(schedule: Schedule, durations: np.ndarray) -> dict[tuple[int, Acti
         changed = False
         for s, actions in enumerate(lists):
             last_compute, stream, gathered, sent = 0.0, {}, set(), {}
-            for place, action in enumerate(actions):
+            for location, action in enumerate(actions):
                 kind, chunk, i = action
                 if kind == ActionKind.REDUCE_GRADS:
-                    armed = next(a for a in actions[place:] if a[:2] == (ActionKind.BACKWARD, chunk))
+                    armed = next(a for a in actions[location:] if a[:2] == (ActionKind.BACKWARD, chunk))
                     done = max(end[s, armed], stream.get(kind, 0.0)) + cost[s, action]
                     stream[kind] = done
                     if abs(done - end[s, action]) > 1e-12:
@@ -72,18 +72,18 @@ def reference(schedule: Schedule, durations: np.ndarray) -> dict[tuple[int, Acti
                         if len(before) >= SEND_SLOTS:
                             awaits.append(end[s, before[-SEND_SLOTS]])
                     if schedule.exposed:
-                        awaits += [end[s, one] for queue in sent.values() for one in queue]
+                        awaits += [end[s, item] for queue in sent.values() for item in queue]
                     if (s, send) in end:
                         before.append(send)
                 if kind.is_receive:
-                    there, other = schedule.peer(s, action)
-                    done = end[there, other]
+                    present, second = schedule.peer(s, action)
+                    done = end[present, second]
                 elif kind.is_send:
-                    there, other = schedule.peer(s, action)
-                    their_list = lists[there]
-                    at = their_list.index(other)
+                    present, second = schedule.peer(s, action)
+                    their_list = lists[present]
+                    at = their_list.index(second)
                     computes = [a for a in their_list[:at] if a.kind.is_compute]
-                    awaits.append(end[there, computes[-1]] if computes else 0.0)
+                    awaits.append(end[present, computes[-1]] if computes else 0.0)
                     done = max(awaits) + cost[s, action]
                 else:
                     done = max(awaits) + cost[s, action]
@@ -200,10 +200,10 @@ def test_streams_run_one_thing_at_a_time(sizes, seed):
     timeline = replay_schedule(graph, random_durations(graph, seed))
     for s in range(schedule.stages):
         for kinds in ((0, 1), (2,), (4,), (6,), (7,)):
-            mine = np.flatnonzero((graph.stage == s) & np.isin(graph.kind, kinds))
-            order = mine[np.argsort(timeline.transfer_start[mine], kind="stable")]
-            assert (order == mine).all()
-            assert (timeline.transfer_start[mine[1:]] >= timeline.end[mine[:-1]] - 1e-12).all()
+            local = np.flatnonzero((graph.stage == s) & np.isin(graph.kind, kinds))
+            order = local[np.argsort(timeline.transfer_start[local], kind="stable")]
+            assert (order == local).all()
+            assert (timeline.transfer_start[local[1:]] >= timeline.end[local[:-1]] - 1e-12).all()
 
 
 def test_interleaved_hides_transfers_that_plain_1f1b_exposes():
@@ -245,11 +245,11 @@ def test_stream_time_and_overlap():
     for stage in range(2):
         covered = {}
         for stream in ("send", "compute"):
-            mine = (graph.stage == stage) & (graph.stream == STREAMS.index(stream)) & ~np.isin(graph.kind, (3, 5))
-            inside = (timeline.transfer_start[mine, None] <= times) & (times < timeline.end[mine, None])
+            local = (graph.stage == stage) & (graph.stream == STREAMS.index(stream)) & ~np.isin(graph.kind, (3, 5))
+            inside = (timeline.transfer_start[local, None] <= times) & (times < timeline.end[local, None])
             covered[stream] = inside.any(axis=0)
-        both = (covered["send"] & covered["compute"]).mean() * float(timeline.makespan)
-        assert under[graph.stage == stage].sum() == pytest.approx(both, abs=0.02)
+        pair = (covered["send"] & covered["compute"]).mean() * float(timeline.makespan)
+        assert under[graph.stage == stage].sum() == pytest.approx(pair, abs=0.02)
 
 
 def test_durations_may_be_a_function():

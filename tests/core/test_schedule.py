@@ -96,13 +96,13 @@ def test_gathers_run_one_chunk_ahead_and_reductions_are_armed_right_before_the_l
     p, v, m = sizes
     schedule = pipeline_schedule(p, v, m)
     for stage, actions in enumerate(schedule):
-        place = {a: n for n, a in enumerate(actions)}
+        location = {a: n for n, a in enumerate(actions)}
         assert schedule.first_gather(stage) == 0
         for c in range(v):
-            gather = place[Action(ActionKind.GATHER_PARAMS, c, -1)]
-            assert gather < min(place[Action(ActionKind.FORWARD, max(c - 1, 0), i)] for i in range(m))
-            last = max(place[Action(ActionKind.BACKWARD, c, i)] for i in range(m))
-            assert place[Action(ActionKind.REDUCE_GRADS, c, -1)] == last - 1
+            gather = location[Action(ActionKind.GATHER_PARAMS, c, -1)]
+            assert gather < min(location[Action(ActionKind.FORWARD, max(c - 1, 0), i)] for i in range(m))
+            last = max(location[Action(ActionKind.BACKWARD, c, i)] for i in range(m))
+            assert location[Action(ActionKind.REDUCE_GRADS, c, -1)] == last - 1
 
 
 @settings(deadline=None)
@@ -110,11 +110,13 @@ def test_gathers_run_one_chunk_ahead_and_reductions_are_armed_right_before_the_l
 def test_reduce_each_adds_one_reduction_a_backward(sizes):
     p, v, m = sizes
     for actions in pipeline_schedule(p, v, m, reduce_each_microbatch=True):
-        place = {a: n for n, a in enumerate(actions)}
+        location = {a: n for n, a in enumerate(actions)}
         assert sum(a.kind == ActionKind.REDUCE_GRADS for a in actions) == v * m
         for c in range(v):
             for i in range(m):
-                assert place[Action(ActionKind.REDUCE_GRADS, c, i)] == place[Action(ActionKind.BACKWARD, c, i)] - 1
+                assert (
+                    location[Action(ActionKind.REDUCE_GRADS, c, i)] == location[Action(ActionKind.BACKWARD, c, i)] - 1
+                )
 
 
 @settings(deadline=None)
@@ -127,10 +129,10 @@ def test_peers_and_channels_mirror_each_other(sizes):
         for action in schedule[stage]:
             if not (action.kind.is_send or action.kind.is_receive):
                 continue
-            there, other = schedule.peer(stage, action)
-            assert other in present[there]
-            assert schedule.peer(there, other) == (stage, action)
-            assert schedule.channel(there, other) == schedule.channel(stage, action)
+            existing, second = schedule.peer(stage, action)
+            assert second in present[existing]
+            assert schedule.peer(existing, second) == (stage, action)
+            assert schedule.channel(existing, second) == schedule.channel(stage, action)
             used.add(schedule.channel(stage, action))
     assert used == set(schedule.channels())
     assert len(schedule.channels()) == len(used)

@@ -37,14 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=200)
 @given(st.sampled_from(sorted(SOUND)), json_values)
 def test_a_record_with_a_field_of_any_value_is_none_or_fits_the_schema(folder, name, value):
-    found = read_status(write(folder / "rank-0.status", SOUND | {name: value}))
-    if found is not None:
-        assert type(found.step) is int
-        assert 0 <= found.step < 1 << 53
-        assert found.rank >= 0
-        assert 0.0 <= found.compute_seconds <= 1e9
-        assert len(found.phase) <= 200
-        assert found.checksum == "" or found.checksum.partition(":")[0].isdecimal()
+    result = read_status(write(folder / "rank-0.status", SOUND | {name: value}))
+    if result is not None:
+        assert type(result.step) is int
+        assert 0 <= result.step < 1 << 53
+        assert result.rank >= 0
+        assert 0.0 <= result.compute_seconds <= 1e9
+        assert len(result.phase) <= 200
+        assert result.checksum == "" or result.checksum.partition(":")[0].isdecimal()
 
 
 @settings(max_examples=100)
@@ -70,8 +70,8 @@ def test_a_missing_key_a_pipe_and_a_large_file_are_none_or_bounded(folder, tmp_p
 def test_a_message_of_any_characters_leaves_a_record(tmp_path, character):
     status = StatusFile(tmp_path, 0)
     status.update("failed", 7, message=400 * character)
-    found = read_status(status.path)
-    assert found is not None
-    assert (found.phase, found.step) == ("failed", 7)
-    assert set(found.message) == {"?" if character == "\udcff" else character}
+    result = read_status(status.path)
+    assert result is not None
+    assert (result.phase, result.step) == ("failed", 7)
+    assert set(result.message) == {"?" if character == "\udcff" else character}
     status.close()

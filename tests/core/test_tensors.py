@@ -20,30 +20,30 @@ def ranges(draw):
 def test_flat_boxes_cover_the_range_exactly_and_in_order(case):
     box, start, stop = case
     shape = tuple(o + n + 1 for o, n in zip(box.offsets, box.sizes, strict=True))
-    whole = np.arange(int(np.prod(shape))).reshape(shape)
+    full = np.arange(int(np.prod(shape))).reshape(shape)
     part = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-    wanted = whole[part].reshape(-1)[start:stop]
+    expected = full[part].reshape(-1)[start:stop]
     got, at = [], start
     pieces = list(flat_boxes(box, start, stop))
     for inner, a, b in pieces:
         assert a == at
         assert inner.count == b - a
         assert all(o <= i for o, i in zip(box.offsets, inner.offsets, strict=True))
-        got.append(whole[tuple(slice(o, o + n) for o, n in zip(inner.offsets, inner.sizes, strict=True))].reshape(-1))
+        got.append(full[tuple(slice(o, o + n) for o, n in zip(inner.offsets, inner.sizes, strict=True))].reshape(-1))
         at = b
     assert at == stop
-    np.testing.assert_array_equal(np.concatenate([*got, np.array([], dtype=int)]), wanted)
+    np.testing.assert_array_equal(np.concatenate([*got, np.array([], dtype=int)]), expected)
     assert len(pieces) <= max(1, 2 * len(box.sizes) - 1)
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(0, 1))
 def test_cuts_tile_the_tensor(rows, columns, parts, dim):
     shape = (rows * parts, columns * parts)
-    held = np.zeros(shape, dtype=int)
+    stored = np.zeros(shape, dtype=int)
     for index in range(parts):
         box = Piece.slice_of("w", shape, dim, index, parts).box
-        held[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] += 1
-    assert (held == 1).all()
+        stored[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] += 1
+    assert (stored == 1).all()
 
 
 def test_decay_follows_the_dimensions():

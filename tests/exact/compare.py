@@ -24,41 +24,41 @@ def whole(boxes: Iterable[Boxed]) -> dict[str, np.ndarray]:
     return tensors
 
 
-def differences(reference: Told, told: list[Told], model: ModelConfig) -> dict[str, float]:
+def differences(reference: Told, report: list[Told], model: ModelConfig) -> dict[str, float]:
     """Relative 2-norm of the difference of everything, by name.
 
     Replicas all count: a tensor that four ranks hold must be right on each. Raises AssertionError if an element is
     told by no rank, or a tensor is unknown to the reference.
     """
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for step, (loss, norm) in enumerate(zip(reference.losses, reference.norms, strict=True)):
-        for rank, one in enumerate(told):
-            for what, is_, should in (("loss", one.losses[step], loss), ("norm", one.norms[step], norm)):
-                found[f"step {step + 1} {what} on rank {rank}"] = abs(is_ - should) / abs(should)
-    for (kind, boxes), (_, one_process) in zip(boxes_of(told), boxes_of([reference]), strict=True):
+        for rank, item in enumerate(report):
+            for subject, is_, should in (("loss", item.losses[step], loss), ("norm", item.norms[step], norm)):
+                result[f"step {step + 1} {subject} on rank {rank}"] = abs(is_ - should) / abs(should)
+    for (kind, boxes), (_, one_process) in zip(boxes_of(report), boxes_of([reference]), strict=True):
         expected = whole(one_process)
-        seen = {name: np.zeros(tensor.shape, bool) for name, tensor in expected.items()}
+        observed = {name: np.zeros(tensor.shape, bool) for name, tensor in expected.items()}
         squares = dict.fromkeys(expected, 0.0)
         ignored = {name: zero_by_mathematics(model, name, tensor.shape) for name, tensor in expected.items()}
         for box in boxes:
             where = _where(box)
-            apart = np.where(ignored[box.name][where], 0.0, box.values - expected[box.name][where])
-            squares[box.name] += float(np.square(apart).sum())
-            seen[box.name][where] = True
+            separate = np.where(ignored[box.name][where], 0.0, box.values - expected[box.name][where])
+            squares[box.name] += float(np.square(separate).sum())
+            observed[box.name][where] = True
         for name, tensor in expected.items():
-            assert seen[name].all(), f"{kind} {name}: {np.sum(~seen[name])} elements are on no rank"
+            assert observed[name].all(), f"{kind} {name}: {np.sum(~observed[name])} elements are on no rank"
             scale = float(np.linalg.norm(np.where(ignored[name], 0.0, tensor)))
             # Where all is zero (an excluded tensor), equal means exactly equal.
-            found[f"{kind} {name}"] = squares[name] ** 0.5 / scale if scale else squares[name] ** 0.5
-    return found
+            result[f"{kind} {name}"] = squares[name] ** 0.5 / scale if scale else squares[name] ** 0.5
+    return result
 
 
-def assert_equal(reference: Told, told: list[Told], model: ModelConfig) -> None:
+def assert_equal(reference: Told, report: list[Told], model: ModelConfig) -> None:
     """Everything within TOLERANCE, or an AssertionError that lists the worst."""
-    found = differences(reference, told, model)
-    bad = {name: value for name, value in found.items() if not value <= TOLERANCE}
+    result = differences(reference, report, model)
+    bad = {name: value for name, value in result.items() if not value <= TOLERANCE}
     worst = sorted(bad.items(), key=lambda item: -item[1])[:12]
-    assert not bad, f"{len(bad)} of {len(found)} differ: " + ", ".join(f"{name} {value:.1e}" for name, value in worst)
+    assert not bad, f"{len(bad)} of {len(result)} differ: " + ", ".join(f"{name} {value:.1e}" for name, value in worst)
 
 
 def zero_by_mathematics(model: ModelConfig, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -54,13 +54,13 @@ class Pool:
         while len(self._workers) < world:
             self._workers.append(self._start())
         self._jobs += 1
-        mine = self._workers[:world]
-        for rank, (_, pipe) in enumerate(mine):
+        local = self._workers[:world]
+        for rank, (_, pipe) in enumerate(local):
             pipe.send((self._jobs, rank, world, function, args))
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < world:
-            pipes = {pipe: rank for rank, (_, pipe) in enumerate(mine) if rank not in answers}
+            pipes = {pipe: rank for rank, (_, pipe) in enumerate(local) if rank not in answers}
             for pipe in wait(list(pipes), max(0.0, deadline - time.monotonic())):
                 try:
                     answers[pipes[pipe]] = pipe.recv()  # type: ignore[index, union-attr]
@@ -92,11 +92,11 @@ class Pool:
 
     def _start(self) -> tuple[Any, Connection]:
         self.started += 1
-        here, there = context.Pipe()
-        process = context.Process(target=_serve, args=(there, self._port), daemon=True)
+        local, present = context.Pipe()
+        process = context.Process(target=_serve, args=(present, self._port), daemon=True)
         process.start()
-        there.close()
-        return process, here
+        present.close()
+        return process, local
 
 
 def _serve(pipe: Connection, port: int) -> None:

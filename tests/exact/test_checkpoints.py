@@ -52,28 +52,28 @@ def shards(engine: Engine) -> list[checkpoint.TensorShard]:
 
 def save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> Told:
     """All steps but the last, saved; what is told is the state then."""
-    engine, told = make_engine(rank, world, tree), Told()
-    observe(engine, told)
+    engine, report = make_engine(rank, world, tree), Told()
+    observe(engine, report)
     for step in range(1, STEPS):
-        run_step(engine, step, told)
+        run_step(engine, step, report)
     checkpoint.save(folder, STEPS - 1, shards(engine), {"samples": 8}, keep=1)
-    told.state = state_of(engine)
-    return told
+    report.state = state_of(engine)
+    return report
 
 
 def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Told, Told]:
     """The state as it was loaded, and what the last step made of it."""
-    engine, loaded, told = make_engine(rank, world, tree), Told(), Told()
+    engine, loaded, report = make_engine(rank, world, tree), Told(), Told()
     for state in engine.optimizer.states:
         for tensor in (state.master, *state.state_tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
     with engine.loading_weights():
         assert checkpoint.load(folder, shards(engine)) == {"samples": 8}
     loaded.state = state_of(engine)
-    observe(engine, told)
-    run_step(engine, STEPS, told)
-    told.state = state_of(engine)
-    return loaded, told
+    observe(engine, report)
+    run_step(engine, STEPS, report)
+    report.state = state_of(engine)
+    return loaded, report
 
 
 PAIRS = {
@@ -102,8 +102,8 @@ def test_saved_by_one_layout_loaded_by_another(name, pool, one_process, tmp_path
     model, folder = from_tree(saver.tree).model, tmp_path / "checkpoints"
     saved = pool.run(save, saver.world, saver.tree, folder)
     assert_equal(one_process(saver.twin, STEPS - 1), saved, model)
-    loaded, told = zip(*pool.run(load, loader.world, loader.tree, folder), strict=True)
-    before, whole = one_process(saver.twin, STEPS - 1), one_process(saver.twin)
+    loaded, report = zip(*pool.run(load, loader.world, loader.tree, folder), strict=True)
+    before, full = one_process(saver.twin, STEPS - 1), one_process(saver.twin)
     assert_equal(Told(state=before.state), list(loaded), model)
-    last = Told(whole.losses[-1:], whole.norms[-1:], whole.gradients[-1:], whole.state)
-    assert_equal(last, list(told), model)
+    last = Told(full.losses[-1:], full.norms[-1:], full.gradients[-1:], full.state)
+    assert_equal(last, list(report), model)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 def layouts(recipe: str) -> dict[str, Case]:
     serial: dict[str, Any] = {"train": {"linear_precision": recipe}, "model": {"block": "serial"}}
     parallel: dict[str, Any] = {**serial, "model": {"block": "parallel"}}
-    short_serial, short_parallel = ({**one, "model": {**one["model"], **TWO_LAYERS}} for one in (serial, parallel))
+    short_serial, short_parallel = ({**item, "model": {**item["model"], **TWO_LAYERS}} for item in (serial, parallel))
     selective = {"parallel": {"recompute": "selective"}}
     return {
         "pipeline": case(1, 2, 1, virtual=2, microbatches=4, **serial, parallel={"layer_split": [1, 1.5, 0.5, 1]}),
@@ -47,26 +47,26 @@ def on_one_process(layout: Case) -> dict[str, Any]:
 def test_layouts_agree(name, pool, one_process):
     layout = layouts("float8")[name]
     reference = one_process(on_one_process(layout), FEW_STEPS)
-    found = differences(reference, pool.run(train, layout.world, layout.tree, FEW_STEPS), from_tree(layout.tree).model)
-    for what, apart in found.items():
-        if "key.bias" not in what:  # zero but for rounding
-            assert apart < (1e-5 if "tensor" in name else 1e-10), what
+    result = differences(reference, pool.run(train, layout.world, layout.tree, FEW_STEPS), from_tree(layout.tree).model)
+    for subject, separate in result.items():
+        if "key.bias" not in subject:  # zero but for rounding
+            assert separate < (1e-5 if "tensor" in name else 1e-10), subject
 
 
 @pytest.mark.parametrize("name", ["pipeline", "ZeRO-2", "recompute"])
 def test_row_wise_layouts_agree(name, pool, one_process):
     layout = layouts("float8_rowwise")[name]
     reference = one_process(on_one_process(layout), FEW_STEPS)
-    found = differences(reference, pool.run(train, layout.world, layout.tree, FEW_STEPS), from_tree(layout.tree).model)
-    assert max(apart for what, apart in found.items() if "key.bias" not in what) < 1e-10
+    result = differences(reference, pool.run(train, layout.world, layout.tree, FEW_STEPS), from_tree(layout.tree).model)
+    assert max(separate for subject, separate in result.items() if "key.bias" not in subject) < 1e-10
 
 
 def weights_in_use(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[bool], bool]:
     """Whether the float8 weights of a step were cast from those in use; whether any is left for the update."""
-    engine, told = make_engine(rank, world, tree), Told()
+    engine, report = make_engine(rank, world, tree), Told()
     linears = engine.chunks[0].linears
     assert isinstance(linears, TensorWiseFloat8)
-    current, left = [], False
+    current, remaining = [], False
 
     def look(step: int) -> None:
         matrices = engine.chunks[0].linear_weights()
@@ -75,24 +75,26 @@ def weights_in_use(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[bo
             current.append(torch.equal(linears.weight(weight).rows, linears.cast_weight(weight.detach()).rows))
 
     def updated(step: int) -> None:
-        nonlocal left
-        left |= bool(linears._weights)
+        nonlocal remaining
+        remaining |= bool(linears._weights)
 
     engine.before_update_hooks.append(look)
     engine.after_update_hooks.append(updated)
     for step in (1, 2):
-        run_step(engine, step, told)
+        run_step(engine, step, report)
     engine.sum_losses(*torch.zeros(2, 8, 1, dtype=torch.int64))
     assert linears._weights
     with engine.loading_weights():
         pass
-    return current, left or bool(linears._weights)
+    return current, remaining or bool(linears._weights)
 
 
 def test_weights_are_cast_anew_when_they_change(pool):
-    [(current, left)] = pool.run(weights_in_use, 1, case(1, microbatches=2, train={"linear_precision": "float8"}).tree)
+    [(current, remaining)] = pool.run(
+        weights_in_use, 1, case(1, microbatches=2, train={"linear_precision": "float8"}).tree
+    )
     assert current == [True] * 2 * 4 * 4  # steps, layers, matrices
-    assert not left
+    assert not remaining
 
 
 def counted(rank: int, world: int, tree: dict[str, Any], outlier: bool) -> list[float]:
@@ -118,9 +120,9 @@ def test_what_casts_clip_and_flush_is_counted_over_all_ranks(pool):
     assert looked_at == 2 * 8 * 4 * ((16 + 16 + 16 + 64) + (48 + 16 + 64 + 16))
     assert clipped == 0  # scales are those of the tensor itself
     assert flushed < 0.05
-    both = pool.run(counted, 2, tree(2), False)
-    assert both[0] == both[1]
-    assert both[0][2] == 2 * looked_at
+    pair = pool.run(counted, 2, tree(2), False)
+    assert pair[0] == pair[1]
+    assert pair[0][2] == 2 * looked_at
     [(_, more, _)] = pool.run(counted, 1, tree(1), True)
     assert more > flushed + 0.01
 
@@ -134,11 +136,11 @@ def refused(rank: int, world: int, tree: dict[str, Any]) -> str:
 
 
 def test_rows_that_ranks_share_are_refused_before_the_first_step(pool):
-    told = pool.run(refused, 2, case(2, microbatches=2, train={"linear_precision": "float8_rowwise"}).tree)
-    for words in told:
-        assert "float8_rowwise" in words
-        assert "parallel.tensor is 2" in words
-        assert "--train.linear_precision=float8" in words
+    report = pool.run(refused, 2, case(2, microbatches=2, train={"linear_precision": "float8_rowwise"}).tree)
+    for arguments in report:
+        assert "float8_rowwise" in arguments
+        assert "parallel.tensor is 2" in arguments
+        assert "--train.linear_precision=float8" in arguments
 
 
 def test_it_is_near_training_without_float8_and_not_equal(one_process):

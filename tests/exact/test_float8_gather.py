@@ -97,24 +97,24 @@ def run(engine: Engine, step: int, more: bool = True, bad: bool = False) -> list
         columns = torch.from_numpy(rows).t().contiguous()
         return columns[:-1], columns[1:]
 
-    same: list[bool] = []
+    equal: list[bool] = []
 
     def spoil(_: int) -> None:
         engine.optimizer.states[0].shard.grads[0] = torch.nan
 
     def compare(_: int) -> None:
-        same.append(same_on_copies(engine, sum_bits(engine.data_parallel.compute_weights())))
+        equal.append(same_on_copies(engine, sum_bits(engine.data_parallel.compute_weights())))
 
     engine.before_update_hooks[:] = [compare, spoil] if bad else [compare]
     engine.start_gather()
     result = engine.step(batch, step, 0.01, has_next_step=more)
-    return [float(result.loss), float(result.grad_norm), float(all(same))]
+    return [float(result.loss), float(result.grad_norm), float(all(equal))]
 
 
-def same_on_copies(engine: Engine, mine: torch.Tensor) -> bool:
-    every = [torch.empty_like(mine) for _ in range(engine.layout.grid.data)]
-    torch.distributed.all_gather(every, mine, group=engine.flats[0].axes.data.group)
-    return all(torch.equal(one, mine) for one in every)
+def same_on_copies(engine: Engine, local: torch.Tensor) -> bool:
+    every = [torch.empty_like(local) for _ in range(engine.layout.grid.data)]
+    torch.distributed.all_gather(every, local, group=engine.flats[0].axes.data.group)
+    return all(torch.equal(item, local) for item in every)
 
 
 def evaluated(engine: Engine) -> float:
@@ -142,37 +142,37 @@ def tell(rank: int, world: int, tree: dict[str, Any], gather: str, folder: Path)
     engine.start_gather()  # of the first chunk, under way when all is to be whole
     before = [flat.params.clone() for flat in engine.flats]
     numbers.append(evaluated(engine))
-    whole = [all(torch.equal(a, flat.params) for a, flat in zip(before, engine.flats, strict=True))]
+    full = [all(torch.equal(a, flat.params) for a, flat in zip(before, engine.flats, strict=True))]
     states.append(state_of(engine))
     engine.synchronize()
-    whole.append(same_on_copies(engine, torch.cat([flat.params for flat in engine.flats])))
-    return Story(numbers, states, sent, whole)
+    full.append(same_on_copies(engine, torch.cat([flat.params for flat in engine.flats])))
+    return Story(numbers, states, sent, full)
 
 
-def assert_same_bits(one: Story, other: Story) -> None:
-    np.testing.assert_array_equal(one.numbers, other.numbers)
-    for a, b in zip(one.states, other.states, strict=True):
-        for left, right in zip(a, b, strict=True):
-            assert left[:3] == right[:3]
-            assert np.array_equal(left.values, right.values), left.name
+def assert_same_bits(single: Story, second: Story) -> None:
+    np.testing.assert_array_equal(single.numbers, second.numbers)
+    for a, b in zip(single.states, second.states, strict=True):
+        for remaining, right in zip(a, b, strict=True):
+            assert remaining[:3] == right[:3]
+            assert np.array_equal(remaining.values, right.values), remaining.name
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_gives_the_bits_of_casts_of_gathered_weights(name, pool, tmp_path):
     layout = LAYOUTS[name]
     theirs = pool.run(tell, layout.world, layout.tree, "default", tmp_path / "default")
-    mine = pool.run(tell, layout.world, layout.tree, "auto", tmp_path / "float8")
-    for one, other in zip(mine, theirs, strict=True):
-        assert_same_bits(one, other)
-        assert np.isnan(one.numbers).sum() == 1  # the norm of the step that was skipped
-        assert one.numbers[2] == one.numbers[-2] == 1.0  # the same weights in use
+    local = pool.run(tell, layout.world, layout.tree, "auto", tmp_path / "float8")
+    for first, second in zip(local, theirs, strict=True):
+        assert_same_bits(first, second)
+        assert np.isnan(first.numbers).sum() == 1  # the norm of the step that was skipped
+        assert first.numbers[2] == first.numbers[-2] == 1.0  # the same weights in use
         # An eighth of float64's bytes for most, and whole when asked for and not before.
-        assert one.sent < other.sent
-        assert one.whole[1]
-        assert other.whole[1]
+        assert first.sent < second.sent
+        assert first.whole[1]
+        assert second.whole[1]
     if name != WITHOUT_LAYERS:
-        assert not all(one.whole[0] for one in mine)
-        assert all(sum(one.sent for one in mine) < 0.7 * other.sent * len(theirs) for other in theirs)
+        assert not all(one.whole[0] for one in local)
+        assert all(sum(one.sent for one in local) < 0.7 * other.sent * len(theirs) for other in theirs)
 
 
 DATA = LAYOUTS["data"]
@@ -184,7 +184,7 @@ def faulty(rank: int, world: int, tree: dict[str, Any], folder: Path, fault: str
         "bytes of the step before": (Float8Gather, "invalidate", lambda self: None),
         "never sent": (float8_gather, "all_gather_into", lambda whole, part, axis: Pending(whole)),
     }
-    owner, what, wrong = faults[fault]
+    owner, subject, wrong = faults[fault]
     if fault == "bytes of the step before":
         send = Float8Gather.start_gather
 
@@ -193,9 +193,9 @@ def faulty(rank: int, world: int, tree: dict[str, Any], folder: Path, fault: str
             first = not part.bytes.any()
             return send(self, bucket) if first else Pending(part.bytes)
 
-        with mock.patch.object(Float8Gather, "start_gather", late), mock.patch.object(owner, what, wrong):
+        with mock.patch.object(Float8Gather, "start_gather", late), mock.patch.object(owner, subject, wrong):
             return tell(rank, world, tree, "float8", folder)
-    with mock.patch.object(owner, what, wrong):
+    with mock.patch.object(owner, subject, wrong):
         return tell(rank, world, tree, "float8", folder)
 
 
@@ -219,6 +219,6 @@ def not_gathered(rank: int, world: int, tree: dict[str, Any]) -> tuple[str, dict
 
 
 def test_a_weight_that_is_not_whole_is_not_read(pool):
-    for told, active in pool.run(not_gathered, DATA.world, DATA.tree):
-        assert "before it was gathered" in told
+    for report, active in pool.run(not_gathered, DATA.world, DATA.tree):
+        assert "before it was gathered" in report
         assert active["parameters gathered in"] == "float8: matrices of linear layers; float64: all other parameters"

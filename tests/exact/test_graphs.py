@@ -55,8 +55,8 @@ LAYOUTS = {
 
 def train(rank: int, world: int, tree: dict[str, Any], graphs: str) -> tuple[Told, int]:
     """What a rank tells of STEPS steps, and how many forwards of the last step were replayed."""
-    engine, told, replayed = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}), Told(), 0
-    observe(engine, told)
+    engine, report, replayed = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}), Told(), 0
+    observe(engine, report)
     backward = GraphedRunner.backward
 
     def count(self: GraphedRunner, chunk: int, i: int, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -67,18 +67,18 @@ def train(rank: int, world: int, tree: dict[str, Any], graphs: str) -> tuple[Tol
     with mock.patch.object(GraphedRunner, "backward", count):
         for step in range(1, STEPS + 1):
             replayed = 0
-            run_step(engine, step, told)
-    told.state = state_of(engine)
-    return told, replayed
+            run_step(engine, step, report)
+    report.state = state_of(engine)
+    return report, replayed
 
 
-def assert_same_bits(one: Told, other: Told) -> None:
+def assert_same_bits(single: Told, second: Told) -> None:
     """All that both tell is equal."""
-    assert (one.losses, one.norms) == (other.losses, other.norms)
-    for a, b in zip([*one.gradients, one.state], [*other.gradients, other.state], strict=True):
-        for left, right in zip(a, b, strict=True):
-            assert left.name == right.name
-            assert np.array_equal(left.values, right.values), left.name
+    assert (single.losses, single.norms) == (second.losses, second.norms)
+    for a, b in zip([*single.gradients, single.state], [*second.gradients, second.state], strict=True):
+        for remaining, right in zip(a, b, strict=True):
+            assert remaining.name == right.name
+            assert np.array_equal(remaining.values, right.values), remaining.name
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -86,16 +86,16 @@ def test_replays_are_what_they_stand_for(name, pool):
     layout, expected = LAYOUTS[name]
     eager = pool.run(train, layout.world, layout.tree, "off")
     graphs = pool.run(train, layout.world, layout.tree, "on")
-    for (one, none), (other, replayed) in zip(eager, graphs, strict=True):
+    for (item, none), (peer, replayed) in zip(eager, graphs, strict=True):
         assert (none, replayed) == (0, expected)
-        assert_same_bits(one, other)
+        assert_same_bits(item, peer)
 
 
 TWO_CHUNKS = LAYOUTS["two chunks, LAMB"][0].tree
 
 
 @pytest.mark.parametrize(
-    ("owner", "what", "wrong"),
+    ("owner", "subject", "wrong"),
     [
         pytest.param(
             CapturedMicrobatch, "copy_inputs", lambda self, inputs: None, id="all micro-batches read the first's tokens"
@@ -103,10 +103,10 @@ TWO_CHUNKS = LAYOUTS["two chunks, LAMB"][0].tree
         pytest.param(GraphedRunner, "_free_slot", lambda self, chunk: 0, id="two in flight share memory"),
     ],
 )
-def test_faults_are_found(owner, what, wrong):
+def test_faults_are_found(owner, subject, wrong):
     """The comparison can fail."""
     eager, _ = train(0, 1, TWO_CHUNKS, "off")
-    with mock.patch.object(owner, what, wrong), pytest.raises((AssertionError, IndexError)):
+    with mock.patch.object(owner, subject, wrong), pytest.raises((AssertionError, IndexError)):
         assert_same_bits(eager, train(0, 1, TWO_CHUNKS, "on")[0])
 
 
@@ -114,10 +114,10 @@ def test_a_capture_that_fails_leaves_the_run_eager():
     eager, _ = train(0, 1, TWO_CHUNKS, "off")
     broken = mock.Mock(side_effect=RuntimeError("operation not permitted when stream is capturing\nmore"))
     with mock.patch.object(ChunkGraphs, "_capture", broken):
-        told, replayed = train(0, 1, TWO_CHUNKS, "on")
+        report, replayed = train(0, 1, TWO_CHUNKS, "on")
     assert replayed == 0
     assert broken.call_count == 1
-    assert_same_bits(eager, told)
+    assert_same_bits(eager, report)
 
 
 def fail_on_one(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, int, str]:
@@ -132,8 +132,8 @@ def fail_on_one(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, int,
 
     failing = mock.patch.object(ChunkGraphs, "_capture", broken) if rank else nullcontext()
     with failing, mock.patch.object(ChunkGraphs, "end_step", look):
-        told, replayed = train(rank, world, tree, "on")
-    return told, replayed, why[-1]
+        report, replayed = train(rank, world, tree, "on")
+    return report, replayed, why[-1]
 
 
 def test_a_capture_that_fails_on_one_rank_leaves_its_tensor_parallel_group_eager(pool):
@@ -145,9 +145,9 @@ def test_a_capture_that_fails_on_one_rank_leaves_its_tensor_parallel_group_eager
         "capture failed on another rank of the tensor-parallel group",
         "capture failed: out of memory",
     ]
-    for (one, _), (other, replayed, _) in zip(eager, failed, strict=True):
+    for (item, _), (peer, replayed, _) in zip(eager, failed, strict=True):
         assert replayed == 0
-        assert_same_bits(one, other)
+        assert_same_bits(item, peer)
 
 
 @pytest.mark.parametrize(

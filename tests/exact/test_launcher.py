@@ -48,10 +48,10 @@ def test_a_rank_that_does_not_notice_a_failure_is_ended(tmp_path, monkeypatch, c
     finally:
         launch.end_processes(ranks, 1.0)
         job.close()
-    said = capfd.readouterr().err
-    assert "rank 1 was the first to end, with exit code 3" in said
-    assert "error: no more" in said
-    assert "rank 0 had not ended 0.3 seconds later and is ended by the launcher" in said
+    output = capfd.readouterr().err
+    assert "rank 1 was the first to end, with exit code 3" in output
+    assert "error: no more" in output
+    assert "rank 0 had not ended 0.3 seconds later and is ended by the launcher" in output
 
 
 def test_the_rank_that_knows_why_is_heard_though_it_ends_last(tmp_path, monkeypatch, capfd):
@@ -60,10 +60,10 @@ def test_the_rank_that_knows_why_is_heard_though_it_ends_last(tmp_path, monkeypa
     first_failed = launch._find_first_failure
 
     def then_let_the_other_end(ranks):
-        found = first_failed(ranks)
-        if found is not None:
+        result = first_failed(ranks)
+        if result is not None:
             ranks[0].stdin.close()
-        return found
+        return result
 
     monkeypatch.setattr(launch, "_find_first_failure", then_let_the_other_end)
     job = launch._LocalJob([], 2, tmp_path)
@@ -112,8 +112,8 @@ def test_an_interruption_while_ranks_are_started_reaches_them_all(tiny, started)
 def test_no_orphan_outlives_a_killed_launcher(tiny):
     with launched(tiny, *TWO) as (launcher, ranks):
         launcher.kill()
-        gone, alive = psutil.wait_procs(list(ranks.values()), timeout=LIMIT)
-        assert len(gone) == 2
+        removed, alive = psutil.wait_procs(list(ranks.values()), timeout=LIMIT)
+        assert len(removed) == 2
         assert not alive
 
 

@@ -52,7 +52,7 @@ def test_every_layout_is_the_one_process_run(name, pool, one_process):
     assert retained == {"momentum", "exp_avg", "exp_avg_sq"}
     assert not [
         box.name
-        for one in result
-        for box in one.state
+        for entry in result
+        for box in entry.state
         if box.name.startswith("optimizer.exp") and "layers." in box.name and box.name.endswith("query.weight")
     ]

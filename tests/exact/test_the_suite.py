@@ -80,8 +80,8 @@ def every_rank_draws_the_same_mask() -> Iterator[None]:
 
 @contextmanager
 def padding_has_a_probability() -> Iterator[None]:
-    def loss(x, weight, bias, targets, vocab: int, *rest):
-        return vocabulary_loss(x, weight, bias, targets, 1 << 30, *rest)
+    def loss(x, weight, bias, targets, vocab: int, *remaining):
+        return vocabulary_loss(x, weight, bias, targets, 1 << 30, *remaining)
 
     with mock.patch.object(transformer, "vocabulary_loss", loss):
         yield
@@ -130,19 +130,19 @@ def test_a_bug_is_found(name, pool, one_process):
     model, reference = from_tree(case.tree).model, one_process(case.twin, 1)
     assert_equal(reference, pool.run(train, case.world, case.tree, 1), model)
     broken = pool.run(train, case.world, case.tree, 1, fault)
-    found = differences(reference, broken, model)
-    assert found[wrong] > 1e-6
-    assert right is None or found[right] <= TOLERANCE
+    result = differences(reference, broken, model)
+    assert result[wrong] > 1e-6
+    assert right is None or result[right] <= TOLERANCE
     with pytest.raises(AssertionError, match="differ"):
         assert_equal(reference, broken, model)
 
 
 def test_a_missing_element_is_found(pool, one_process):
-    one = case(1, 1, 2, microbatches=1)
-    told = pool.run(train, 2, one.tree, 1)
-    told[1].state.pop()
+    single = case(1, 1, 2, microbatches=1)
+    report = pool.run(train, 2, single.tree, 1)
+    report[1].state.pop()
     with pytest.raises(AssertionError, match="on no rank"):
-        assert_equal(one_process(one.twin, 1), told, from_tree(one.tree).model)
+        assert_equal(one_process(single.twin, 1), report, from_tree(single.tree).model)
 
 
 def _raise_on_one(rank: int, world: int) -> None:

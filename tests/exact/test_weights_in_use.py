@@ -112,25 +112,25 @@ def assert_copies(in_use: list[list[Boxed]], state: list[list[Boxed]]) -> None:
 
 def assert_same_bits(a: Told, b: Told) -> None:
     assert (a.losses, a.norms) == (b.losses, b.norms)
-    for ours, others in zip([*a.gradients[0], *a.state], [*b.gradients[0], *b.state], strict=True):
-        assert (ours.name, ours.offsets) == (others.name, others.offsets)
-        assert np.array_equal(ours.values, others.values), ours.name
+    for ours, peers in zip([*a.gradients[0], *a.state], [*b.gradients[0], *b.state], strict=True):
+        assert (ours.name, ours.offsets) == (peers.name, peers.offsets)
+        assert np.array_equal(ours.values, peers.values), ours.name
 
 
 @pytest.mark.parametrize("optimizer", LAYOUTS)
 def test_a_bfloat16_run_goes_on_bit_for_bit(optimizer, pool, tmp_path):
-    own, other = LAYOUTS[optimizer]
+    local, second = LAYOUTS[optimizer]
     folder = tmp_path / "checkpoints"
-    in_use, state, last = zip(*pool.run(train_and_save, own.world, own.tree, folder), strict=True)
+    in_use, state, last = zip(*pool.run(train_and_save, local.world, local.tree, folder), strict=True)
     assert_copies(in_use, state)
-    for loader in (own, other):
-        steps = 1 if loader is own else 0
+    for loader in (local, second):
+        steps = 1 if loader is local else 0
         loaded = pool.run(load, loader.world, loader.tree, folder, steps)
         assert_copies([rank[0] for rank in loaded], [rank[1] for rank in loaded])
         saved = merge([box for boxes in state for box in boxes])
         restored = merge([box for rank in loaded for box in rank[1]])
         assert restored.keys() == saved.keys()
         assert all(np.array_equal(restored[name], saved[name]) for name in saved)
-        if loader is own:
+        if loader is local:
             for rank, resumed in enumerate(loaded):
                 assert_same_bits(resumed[2], last[rank])

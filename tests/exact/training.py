@@ -70,8 +70,8 @@ class Late(side_stream.InlineStream):
         self._close(0)
 
     @torch.no_grad()
-    def _close(self, left: int) -> None:
-        while len(self.open) > left:
+    def _close(self, remaining: int) -> None:
+        while len(self.open) > remaining:
             self.open.popleft()()
 
 
@@ -88,12 +88,12 @@ def train(
     """Train `steps` steps of the configuration `tree` as `rank` of `world`, under the context manager fault()."""
     with fault():
         engine = make_engine(rank, world, tree)
-        told = Told()
-        observe(engine, told)
+        report = Told()
+        observe(engine, report)
         for step in range(1, steps + 1):
-            run_step(engine, step, told)
-        told.state, told.active = state_of(engine), engine.runtime.kernels.active()
-    return told
+            run_step(engine, step, report)
+        report.state, report.active = state_of(engine), engine.runtime.kernels.active()
+    return report
 
 
 def make_engine(rank: int, world: int, tree: dict[str, Any]) -> Engine:
@@ -115,24 +115,24 @@ def make_engine(rank: int, world: int, tree: dict[str, Any]) -> Engine:
     return engine
 
 
-def observe(engine: Engine, told: Told) -> None:
+def observe(engine: Engine, report: Told) -> None:
     """Take note of the gradients at the moment the optimizer gets them (LAMB overwrites them)."""
     update = engine.optimizer.step
 
     def step(*args: Any) -> Any:
         engine.data_parallel.finish_tied()  # as the optimizer does before it reads them
-        found = []
+        result = []
         for state in engine.optimizer.states:
             for extent in state.shard.extents:
                 for piece, offsets, view in extent_boxes(extent, state.shard.grads):
-                    found.append(Boxed(piece.name, piece.shape, offsets, view.numpy().copy()))
-        told.gradients.append(found)
+                    result.append(Boxed(piece.name, piece.shape, offsets, view.numpy().copy()))
+        report.gradients.append(result)
         return update(*args)
 
     engine.optimizer.step = step  # type: ignore[method-assign]
 
 
-def run_step(engine: Engine, step: int, told: Told) -> None:
+def run_step(engine: Engine, step: int, report: Told) -> None:
     """One optimizer step on tokens that depend on the step and the sample only."""
     config = engine.config
     train, share = config.train, config.train.global_batch // engine.layout.grid.data
@@ -149,8 +149,8 @@ def run_step(engine: Engine, step: int, told: Told) -> None:
     # What the next step needs first is on its way by now, and nothing is after the last.
     moves = data.overlap and data.buffers[0].zero > 0 and engine.layout.grid.data > 1
     assert data.is_gathering(0) == (step < STEPS and moves)
-    told.losses.append(float(result.loss))
-    told.norms.append(float(result.grad_norm))
+    report.losses.append(float(result.loss))
+    report.norms.append(float(result.grad_norm))
 
 
 def tokens(config: configuration.Config, step: int, sample: int) -> np.ndarray:
@@ -164,8 +164,8 @@ def state_of(engine: Engine) -> list[Boxed]:
     return [Boxed(name, shape, at, view.numpy().copy()) for name, shape, at, view in engine.optimizer.logical_tensors()]
 
 
-def boxes_of(told: list[Told]) -> Iterator[tuple[str, list[Boxed]]]:
+def boxes_of(report: list[Told]) -> Iterator[tuple[str, list[Boxed]]]:
     """Everything that all ranks told, by kind: `step 1 gradient`, ..., `state`."""
-    for step in range(len(told[0].gradients)):
-        yield f"step {step + 1} gradient", [box for one in told for box in one.gradients[step]]
-    yield "state", [box for one in told for box in one.state]
+    for step in range(len(report[0].gradients)):
+        yield f"step {step + 1} gradient", [box for item in report for box in item.gradients[step]]
+    yield "state", [box for one in report for box in one.state]

@@ -12,11 +12,11 @@ from megascale.config import registry
 
 def install(folder: Path, name: str, source: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package of one module that is a plugin; returns the module's file."""
-    about = folder / f"{name}-1.0.dist-info"
-    about.mkdir(parents=True)
+    details = folder / f"{name}-1.0.dist-info"
+    details.mkdir(parents=True)
     module = folder / f"{name}.py"
     module.write_text(source)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(f"[{registry.PLUGIN_GROUP}]\n{name} = {name}\n")
+    (details / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (details / "entry_points.txt").write_text(f"[{registry.PLUGIN_GROUP}]\n{name} = {name}\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
     return module

@@ -44,9 +44,9 @@ def run(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, dict[str, in
         parts.EightBit.calls.clear()
         parts.EightBit.sent.clear()
         parts.Deferred.most = 0
-        told = train(rank, world, tree, STEPS)
-        layers = told.active["linear layers"]
-        return told, dict(parts.EightBit.calls), set(parts.EightBit.sent), parts.Deferred.most, layers
+        report = train(rank, world, tree, STEPS)
+        layers = report.active["linear layers"]
+        return report, dict(parts.EightBit.calls), set(parts.EightBit.sent), parts.Deferred.most, layers
     finally:
         parts.unregister()
 
@@ -66,15 +66,15 @@ def run(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, dict[str, in
     ],
 )
 def test_a_part_from_outside_trains_the_same_on_two_ranks(model, recompute, pool):
-    one, two = (
+    first, second = (
         case(tensor, microbatches=2, model={**model, "layers": LAYERS}, parallel={"recompute": recompute}).tree
         for tensor in (1, 2)
     )
-    reference, plain = pool.run(run, 1, one)[0][0], pool.run(train, 1, case(microbatches=2).tree, STEPS)[0]
-    found = [told for told, *_ in pool.run(run, 2, two)]
+    reference, plain = pool.run(run, 1, first)[0][0], pool.run(train, 1, case(microbatches=2).tree, STEPS)[0]
+    result = [report for report, *_ in pool.run(run, 2, second)]
     assert reference.losses[-1] < reference.losses[0] * 1.5
     assert reference.losses != plain.losses
-    assert max(differences(reference, found, from_tree(two).model).values()) < 1e-10
+    assert max(differences(reference, result, from_tree(second).model).values()) < 1e-10
 
 
 @pytest.mark.parametrize("mlp", ["scaled", "gather"])
@@ -82,23 +82,23 @@ def test_a_part_from_outside_trains_the_same_on_two_ranks(model, recompute, pool
 def test_all_that_is_counted_knows_a_part_from_outside(mlp, tensor):
     model = from_tree(case(tensor, microbatches=1, model={"mlp": mlp, "layers": LAYERS}).tree).model
     chunk = Chunk(model, range(LAYERS), first=True, last=True, axis=Axis(size=tensor))
-    held = sum(p.numel() for p in chunk.parameters())
-    assert held == count_chunk_parameters(model, ChunkLayers.from_range(range(LAYERS)), 0, 1, tensor)
+    stored = sum(p.numel() for p in chunk.parameters())
+    assert stored == count_chunk_parameters(model, ChunkLayers.from_range(range(LAYERS)), 0, 1, tensor)
     names = {piece.name for p in chunk.parameters() for piece in spec_of(p).pieces}
     assert names == set(logical_shapes(model))
     assert ("layers.1.mlp.scale" in names) == (mlp == "scaled")
     assert count_parameters(model) == sum(prod(shape) for shape in logical_shapes(model).values())
     assert layer_flops(model, 0).mlp == 2 * 2 * model.hidden * model.ffn
-    kept = [saved.name for saved in layer_saved_tensors(model, tensor, 1, "float32")]
-    assert ("mlp_projection" in kept) == (mlp == "scaled")
+    retained = [saved.name for saved in layer_saved_tensors(model, tensor, 1, "float32")]
+    assert ("mlp_projection" in retained) == (mlp == "scaled")
 
 
 def test_what_an_optimizer_keeps_of_a_part_from_outside_is_counted():
     """It has two matrices where the model's own, gated, has three."""
     model = from_tree({"model": {"layers": 3, "vocab_size": 50, "mlp": "gather", "activation": "swiglu"}}).model
-    kept = OPTIMIZERS["muon"].state_names
-    held = sum(prod(shape) * (1 + len(kept(name, shape))) for name, shape in logical_shapes(model).items())
-    assert count_checkpoint_elements("muon", model) == held
+    retained = OPTIMIZERS["muon"].state_names
+    stored = sum(prod(shape) * (1 + len(retained(name, shape))) for name, shape in logical_shapes(model).items())
+    assert count_checkpoint_elements("muon", model) == stored
 
 
 @pytest.mark.parametrize("block", ["serial", "parallel"])
@@ -108,28 +108,28 @@ def test_a_precision_from_outside_does_every_gemm_of_a_real_step(block, recomput
         options = {"model": {"block": block, "layers": LAYERS}, "parallel": {"recompute": recompute}}
         return case(tensor, microbatches=2, train={"linear_precision": precision}, **options).tree
 
-    [(one, calls, sent, _, name)] = pool.run(run, 1, tree(1, "eight_bit"))
-    both = pool.run(run, 2, tree(2, "eight_bit"))
-    assert name == both[0][-1] == "eight_bit"
+    [(single, calls, sent, _, name)] = pool.run(run, 1, tree(1, "eight_bit"))
+    pair = pool.run(run, 2, tree(2, "eight_bit"))
+    assert name == pair[0][-1] == "eight_bit"
     # Serial: four matrices a layer; parallel: the fused one and two that share a sum.
     passes, matrices = STEPS * 2 * LAYERS, 4 if block == "serial" else 3
-    again = 2 if recompute == "full" else 1
+    repeated = 2 if recompute == "full" else 1
     assert calls["dgrad"] == calls["wgrad"] == passes * matrices
-    assert calls["forward"] == passes * matrices * again
+    assert calls["forward"] == passes * matrices * repeated
     # What forward quantised is kept for backward; only what backward recomputes is quantised again.
     made_again = {"none": 0, "full": passes * matrices, "selective": passes * (3 if block == "serial" else 2)}[
         recompute
     ]
     assert calls["input"] == passes * matrices + made_again
     assert calls["gradient"] == passes * (matrices if block == "serial" else 2)
-    for told, counted, travelled, _, _ in both:
+    for report, counted, travelled, _, _ in pair:
         # Two ranks: each multiplies its own part while the other's is on its way, and then that.
         assert counted["wgrad"] == calls["wgrad"]
         assert counted["input"] == calls["input"]
         assert counted["forward"] > calls["forward"]
         assert travelled == sent == {torch.int8}
-        assert told.losses == pytest.approx(one.losses, rel=1e-10)
-    assert one.losses != pool.run(train, 1, tree(1, "default"), STEPS)[0].losses
+        assert report.losses == pytest.approx(single.losses, rel=1e-10)
+    assert single.losses != pool.run(train, 1, tree(1, "default"), STEPS)[0].losses
 
 
 def test_weight_gradients_can_be_made_later(pool):
@@ -137,11 +137,11 @@ def test_weight_gradients_can_be_made_later(pool):
         return case(tensor, microbatches=2, model={"layers": LAYERS}, train={"linear_precision": precision}).tree
 
     for tensor in (1, 2):
-        now = pool.run(train, tensor, tree(tensor, "default"), STEPS)
+        current = pool.run(train, tensor, tree(tensor, "default"), STEPS)
         later = pool.run(run, tensor, tree(tensor, "deferred"))
-        for (told, _, _, most, _), other in zip(later, now, strict=True):
+        for (report, _, _, most, _), peer in zip(later, current, strict=True):
             assert most == 4 * LAYERS
-            assert (told.losses, told.norms) == (other.losses, other.norms)
+            assert (report.losses, report.norms) == (peer.losses, peer.norms)
 
 
 def test_a_name_is_taken_once():

@@ -232,24 +232,24 @@ def test_a_part_of_each_kind_is_one_file_and_trains(folders, tiny, tokens, tmp_p
     ]
     before = LAY.format(folders=folders)
 
-    def losses(name: str, *words: str) -> list[float]:
-        process = Forked(["train", tiny, f"--train.name={name}", ROTARY, *words], before=before, cwd=tmp_path)
-        said, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, said
+    def losses(name: str, *arguments: str) -> list[float]:
+        process = Forked(["train", tiny, f"--train.name={name}", ROTARY, *arguments], before=before, cwd=tmp_path)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output
         return [record["loss"] for record in lines(tmp_path / "runs" / name / "metrics.jsonl") if "loss" in record]
 
-    found, run = losses("all", *parts.values(), *around), tmp_path / "runs" / "all"
-    assert len(found) == 8
-    assert found[-1] < found[0]
+    result, run = losses("all", *parts.values(), *around), tmp_path / "runs" / "all"
+    assert len(result) == 8
+    assert result[-1] < result[0]
     assert int((run / "count").read_text()) == len(lines(run / "metrics.jsonl"))
     assert any((tmp_path / "saved.beside").glob("step-*/COMMIT"))
     active = next(event for event in lines(run / "events.jsonl") if event["event"] == "active")
     assert active["linear layers"] == "halves"
     # Tokens, their order and the schedule are the same in ours; each of the other parts makes a difference.
-    assert losses("ours-around", *parts.values(), "--train.stop_after=2") == found[:2]
+    assert losses("ours-around", *parts.values(), "--train.stop_after=2") == result[:2]
     for left_out in parts:
-        some = [word for part, word in parts.items() if part != left_out]
-        assert losses(f"without-{left_out}", *some, "--train.stop_after=2")[1] != found[1]
+        sample = [word for part, word in parts.items() if part != left_out]
+        assert losses(f"without-{left_out}", *sample, "--train.stop_after=2")[1] != result[1]
 
 
 RULE = """

@@ -48,11 +48,11 @@ def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
 
 @pytest.mark.parametrize("zero", [1, 2])
 def test_a_layout_trains_with_a_loss_of_ones_own_as_one_process(zero, pool):
-    own = case(2, 2, 2, virtual=2, microbatches=2, zero=zero, train={"loss": "smoothed"})
-    [reference] = pool.run(train_own, 1, own.twin, STEPS)
-    [plain] = pool.run(train_own, 1, {**own.twin, "train": {**own.twin["train"], "loss": "cross_entropy"}}, STEPS)
-    found = pool.run(train_own, own.world, own.tree, STEPS)
-    assert_equal(reference, found, from_tree(own.tree).model)
+    local = case(2, 2, 2, virtual=2, microbatches=2, zero=zero, train={"loss": "smoothed"})
+    [reference] = pool.run(train_own, 1, local.twin, STEPS)
+    [plain] = pool.run(train_own, 1, {**local.twin, "train": {**local.twin["train"], "loss": "cross_entropy"}}, STEPS)
+    result = pool.run(train_own, local.world, local.tree, STEPS)
+    assert_equal(reference, result, from_tree(local.tree).model)
     assert reference.losses[0] != pytest.approx(plain.losses[0], rel=1e-3)
 
 
@@ -63,15 +63,15 @@ def test_its_gradients_are_autograds(early):
     targets = torch.randint(21, (10,))
     targets[3] = -100
     scale = torch.full((), 0.1, dtype=torch.float64)
-    own = linear_cross_entropy(x, w, targets, vocab=21, chunk=4, token_grad=scale if early else None, loss=smoothed)
-    found = torch.autograd.grad((own * 0.1).sum(), (x, w))
+    custom = linear_cross_entropy(x, w, targets, vocab=21, chunk=4, token_grad=scale if early else None, loss=smoothed)
+    result = torch.autograd.grad((custom * 0.1).sum(), (x, w))
     logits = (x @ w.T)[:, :21]
-    lse, kept = logits.logsumexp(-1), targets != -100
-    picked = logits.gather(-1, targets.where(kept, 0)[:, None])[:, 0]
-    plain = (lse - 0.9 * picked - 0.1 * logits.mean(-1) + 0.05 * lse**2).where(kept, 0)
-    torch.testing.assert_close(own, plain)
-    for mine, theirs in zip(found, torch.autograd.grad((plain * 0.1).sum(), (x, w)), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    lse, retained = logits.logsumexp(-1), targets != -100
+    picked = logits.gather(-1, targets.where(retained, 0)[:, None])[:, 0]
+    plain = (lse - 0.9 * picked - 0.1 * logits.mean(-1) + 0.05 * lse**2).where(retained, 0)
+    torch.testing.assert_close(custom, plain)
+    for local, remote in zip(result, torch.autograd.grad((plain * 0.1).sum(), (x, w)), strict=True):
+        torch.testing.assert_close(local, remote)
 
 
 class Seen(callbacks.Callback):
@@ -101,9 +101,9 @@ class Seen(callbacks.Callback):
 
 def parameters_of_a_callback(rank: int, world: int, tree: dict[str, Any]) -> dict[str, Any]:
     """Train some steps and return the parameters that a callback gets after the last one."""
-    engine, told = make_engine(rank, world, tree), Told()
+    engine, report = make_engine(rank, world, tree), Told()
     for step in range(1, ALL_STEPS + 1):
-        run_step(engine, step, told)
+        run_step(engine, step, report)
     run = callbacks.RunView(engine.config, Path(), rank, world, engine, ALL_STEPS)
     return {name: parameter.detach().numpy().copy() for name, parameter in run.parameters()}
 
@@ -130,15 +130,15 @@ def _callback() -> Iterator[None]:
 
 
 def test_a_callback_is_told_of_steps_and_evaluations_and_may_stop_the_run(tiny, monkeypatch):
-    words = ["--train.callbacks=seen", "--train.steps=4", "--train.eval_interval=2", "--train.eval_samples=2"]
+    arguments = ["--train.callbacks=seen", "--train.steps=4", "--train.eval_interval=2", "--train.eval_samples=2"]
     monkeypatch.setattr(Seen, "stop_after", 2)
     with pytest.raises(KeyboardInterrupt):
-        train(load_config(tiny, words))
+        train(load_config(tiny, arguments))
     stopped = [("begins", 0), ("step", 1), ("step", 2), ("evaluated", 2), ("step", 3), ("ends", 3)]
     assert Seen.told == stopped
     Seen.told.clear()
     monkeypatch.setattr(Seen, "stop_after", 0)
-    assert train(load_config(tiny, words)).step == 4
+    assert train(load_config(tiny, arguments)).step == 4
     assert Seen.told == [("begins", 3), ("step", 4), ("evaluated", 4), ("evaluated all", 4), ("ends", 4)]
     assert [r["step"] for r in lines(tiny.parent / "runs/tiny/metrics.jsonl") if "loss" in r] == [1, 2, 3, 4]
 
@@ -146,8 +146,8 @@ def test_a_callback_is_told_of_steps_and_evaluations_and_may_stop_the_run(tiny, 
 def test_a_run_is_read_without_the_callback_that_it_was_trained_with(tiny, tmp_path):
     """In a process that knows no such part: generation, evaluation, export and the tools that read a run's settings."""
     train_tokenizer(["some text"], 260).save(tmp_path / "words.json")
-    words = ["--train.steps=1", "--model.vocab_size=264", f"--data.tokenizer={tmp_path}/words.json"]
-    train(load_config(tiny, [*words, "--train.callbacks=seen", "--model.positions=rotary"]))
+    arguments = ["--train.steps=1", "--model.vocab_size=264", f"--data.tokenizer={tmp_path}/words.json"]
+    train(load_config(tiny, [*arguments, "--train.callbacks=seen", "--model.positions=rotary"]))
     callbacks.KINDS.remove("seen")
     CALLBACKS.remove("seen")
     run = tmp_path / "runs" / "tiny"
@@ -159,13 +159,13 @@ def test_a_run_is_read_without_the_callback_that_it_was_trained_with(tiny, tmp_p
         assert export_model(run, tmp_path / "out").tokenizer
         # The same of an optimizer, metric sinks and span sinks; a loss decides what evaluation gives.
         text = (run / "config.toml").read_text()
-        for known, gone in (
+        for expected, removed in (
             ('name = "adamw"', 'name = "gone"'),
             ("\nsinks = []", '\nsinks = ["gone"]'),
             ('"parquet"', '"gone=far"'),
         ):
-            assert known in text
-            text = text.replace(known, gone, 1)
+            assert expected in text
+            text = text.replace(expected, removed, 1)
         (run / "config.toml").write_text(text)
         config = load_run_config(run)
         assert (config.optimizer.name, config.observe.span_sinks) == ("gone", ["gone=far"])

@@ -31,11 +31,11 @@ class Lion(UpdateRule):
         config = self.config
         for s in self.shards.update_order:
             for part in s.parts:
-                held, grad = part.state["average"], part.view(s.shard.grads)
+                stored, grad = part.state["average"], part.view(s.shard.grads)
                 grad = grad if step.grad_scale is None else grad * step.grad_scale.to(grad.dtype)
                 for row in part.segments.rows:
                     where = slice(row.start, row.stop)
-                    w, m, g = part.view(s.master)[where], held[where], grad[where]
+                    w, m, g = part.view(s.master)[where], stored[where], grad[where]
                     # A smooth sign: near zero the sign itself would turn rounding into a difference.
                     sign = torch.tanh(1e3 * torch.lerp(m, g, 1 - config.beta1))
                     new = w - step.learning_rate * (sign + config.weight_decay * row.decay * w)
@@ -55,10 +55,10 @@ def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
 
 
 def test_it_trains_on_a_layout_as_on_one_process(pool):
-    own = case(2, 2, 2, virtual=2, microbatches=2, optimizer={"name": "lion"}, parallel={"bucket_elements": 700})
-    [reference] = pool.run(train_own, 1, own.twin, STEPS)
-    found = pool.run(train_own, own.world, own.tree, STEPS)
-    assert_equal(reference, found, from_tree(own.tree).model)
+    local = case(2, 2, 2, virtual=2, microbatches=2, optimizer={"name": "lion"}, parallel={"bucket_elements": 700})
+    [reference] = pool.run(train_own, 1, local.twin, STEPS)
+    result = pool.run(train_own, local.world, local.tree, STEPS)
+    assert_equal(reference, result, from_tree(local.tree).model)
     assert {box.name.split(".")[1] for box in reference.state if box.name.startswith("optimizer.")} == {"average"}
 
 

@@ -192,7 +192,7 @@ def test_a_run_goes_to_another_sink_from_another_format_through_another_storage(
     with open(run / "losses.csv", newline="") as file:
         rows = list(csv.reader(file))
     report = [float.fromhex(loss) for subject, loss in rows if subject != "from step"]
-    assert [step for what, step in rows if what == "from step"] == ["0", "5"]
+    assert [step for kind, step in rows if kind == "from step"] == ["0", "5"]
     assert report == losses(run)
     assert not (run / "checkpoints").exists() or not any((run / "checkpoints").glob("step-*"))
     assert any("COMMIT" in file.name for file in shelf.iterdir())

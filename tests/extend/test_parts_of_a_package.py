@@ -60,8 +60,8 @@ def test_a_command_trains_with_them_on_every_rank_and_goes_on(loaded, megascale,
     assert [done.returncode for done in (first, second, alone)] == [0, 0, 0], first.stderr + second.stderr
     numbers = loaded.read_text().split()
     assert len(numbers) == len(set(numbers)) >= 3  # once a process
-    told = {name: lines(tmp_path / "runs" / name / "metrics.jsonl") for name in ("tiny", "alone")}
-    losses = {name: [r["loss"] for r in records if "loss" in r] for name, records in told.items()}
+    report = {name: lines(tmp_path / "runs" / name / "metrics.jsonl") for name in ("tiny", "alone")}
+    losses = {name: [r["loss"] for r in records if "loss" in r] for name, records in report.items()}
     assert losses["tiny"] == pytest.approx(losses["alone"], rel=1e-4)
     assert len(losses["tiny"]) == 8
     assert losses["tiny"][-1] < losses["tiny"][0]

@@ -74,17 +74,17 @@ def tree_of(parts: list[dict[str, Any]], graphs: str, axis: str = "") -> dict[st
 def main() -> int:
     """The table; 1 if anything differs."""
     wrong, axis = 0, sys.argv[1] if len(sys.argv) > 1 else ""
-    place, groups = join_groups(configuration.from_tree(tree_of([SERIAL], "off", axis)))
-    said = f"{place.world} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
-    if not place.rank:
-        print(f"{said}, {axis} parallelism" if axis else said)
+    location, groups = join_groups(configuration.from_tree(tree_of([SERIAL], "off", axis)))
+    output = f"{location.world} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    if not location.rank:
+        print(f"{output}, {axis} parallelism" if axis else output)
         print(f"{'case':34} {'same bits':10} {'eager ms':>17} {'replayed ms':>17}")
     for name, parts in CASES.items():
         if axis and name not in SEVERAL:
             continue
         try:
-            eager = train(tree_of(parts, "off", axis), STEPS, TIMED, {}, place, groups)
-            graphs = train(tree_of(parts, "auto", axis), STEPS, TIMED, eager.attention, place, groups)
+            eager = train(tree_of(parts, "off", axis), STEPS, TIMED, {}, location, groups)
+            graphs = train(tree_of(parts, "auto", axis), STEPS, TIMED, eager.attention, location, groups)
         except Exception as error:  # the others are still of interest
             print(f"{name:34} {type(error).__name__}: {str(error).strip().splitlines()[0]}")
             wrong += 1
@@ -92,12 +92,12 @@ def main() -> int:
         why = graphs.eager
         far = [i for i, (a, b) in enumerate(zip(eager.bits, graphs.bits, strict=True)) if not torch.equal(a, b)]
         wrong += bool(far or why)
-        same = "yes" if not far else f"no, from {far[0]}"
-        if place.rank and not far and not why:
+        equal = "yes" if not far else f"no, from {far[0]}"
+        if location.rank and not far and not why:
             continue
-        rank = f"rank {place.rank}: " if place.rank else ""
-        times = " ".join(f"{one.host:7.2f} of {one.whole:6.2f}" for one in (eager, graphs))
-        print(f"{rank}{name:34} {same:10} {times} {why}", flush=True)
+        rank = f"rank {location.rank}: " if location.rank else ""
+        times = " ".join(f"{item.host:7.2f} of {item.whole:6.2f}" for item in (eager, graphs))
+        print(f"{rank}{name:34} {equal:10} {times} {why}", flush=True)
     if groups is not None:
         shutdown(groups)
     return int(wrong > 0)

@@ -59,35 +59,35 @@ def main() -> int:
     parser.add_argument(
         "--memory", type=Path, help="folder for the snapshots; default: /dev/shm, or /tmp where it is small"
     )
-    given = parser.parse_args()
+    inputs = parser.parse_args()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
-    peers, count = Peers(), max(1, round(given.gb * 1e9 / MATRIX))
+    peers, count = Peers(), max(1, round(inputs.gb * 1e9 / MATRIX))
     if rank == 0:
         print(f"checksums: {checksum_rate() / 1e9:.1f} GB/s a thread")
-    memory = given.memory or roomy(1.1 * size * count * MATRIX)
+    memory = inputs.memory or roomy(1.1 * size * count * MATRIX)
     folder = Path(tempfile.mkdtemp(dir=memory)) if rank == 0 else None
     folder = Path(peers.broadcast(str(folder), str))
     wrong = 0
     try:
-        own = rows(count, size, rank, device)
-        for shard in own:
+        custom = rows(count, size, rank, device)
+        for shard in custom:
             shard.tensor.copy_(expected(shard))
-        save(folder, 1, own, {}, keep=1)
-        del own
+        save(folder, 1, custom, {}, keep=1)
+        del custom
         storage = open_storage(folder)
         index = folders.read_index(storage, folders.list_commits(storage)[0][-1])
-        place = folder / folders.step_name(1)
-        views = {file: memoryview(mapped(place / file)) for file in index.files}
-        mine = {file: [int(file.removesuffix(".distcp").rsplit("-", 1)[1])] for file in index.files}
-        cases = {"own": (rows, mine), "peer": (rows, {file: [0] for file in index.files}), "cut": (columns, mine)}
+        location = folder / folders.step_name(1)
+        views = {file: memoryview(mapped(location / file)) for file in index.files}
+        local = {file: [int(file.removesuffix(".distcp").rsplit("-", 1)[1])] for file in index.files}
+        cases = {"own": (rows, local), "peer": (rows, {file: [0] for file in index.files}), "cut": (columns, local)}
         for name, (make, holders) in cases.items():
-            took = []
-            for _ in range(given.turns):
+            duration = []
+            for _ in range(inputs.turns):
                 shards, report = make(count, size, rank, device), LoadReport()
                 for shard in shards:
                     shard.tensor.fill_(-1.0)
@@ -95,7 +95,7 @@ def main() -> int:
                 began = time.perf_counter()
                 damage = fill_shards(MappedChunks(name, index, views, holders), shards, peers, report)
                 peers.all_true(True)
-                took.append(time.perf_counter() - began)
+                duration.append(time.perf_counter() - began)
                 bad = [s.name for s in shards if not torch.equal(s.tensor, expected(s))]
                 if damage or bad:
                     print(f"process {rank}, {name}: {damage or f'other values in {len(bad)} tensors'}", flush=True)
@@ -103,8 +103,8 @@ def main() -> int:
                 del shards
             if rank == 0:
                 total = count * MATRIX / 1e9
-                told = ", ".join(f"{seconds:.2f}" for seconds in took)
-                print(f"{name:5} {total:.1f} GB a process: {told} s, {total / min(took):.1f} GB/s", flush=True)
+                messages = ", ".join(f"{seconds:.2f}" for seconds in duration)
+                print(f"{name:5} {total:.1f} GB a process: {messages} s, {total / min(duration):.1f} GB/s", flush=True)
         views.clear()
     finally:
         if rank == 0:
@@ -159,21 +159,21 @@ def columns(count: int, size: int, rank: int, device: torch.device) -> Shards:
     """Some columns of all tensors."""
     height = MATRIX // 4 // WIDTH
     start, stop = WIDTH * rank // size, WIDTH * (rank + 1) // size
-    made = []
+    built = []
     for name in names(count, size):
         tensor = torch.empty((height, stop - start), device=device)
-        made.append(TensorShard(name, (height, WIDTH), (0, start), tensor))
-    return made
+        built.append(TensorShard(name, (height, WIDTH), (0, start), tensor))
+    return built
 
 
 def expected(shard: TensorShard) -> torch.Tensor:
     """Values that tell place and tensor."""
     of = sum(map(ord, shard.name)) * 7919 + int(shard.name.rsplit(".", 1)[1])
-    (top, left), (height, width) = shard.offsets, shard.tensor.shape
+    (top, remaining), (height, width) = shard.offsets, shard.tensor.shape
     device = shard.tensor.device
-    places = torch.arange(top, top + height, device=device)[:, None] * WIDTH
-    places = places + torch.arange(left, left + width, device=device)
-    return (places * 31 + of).remainder_(1 << 23).float()
+    locations = torch.arange(top, top + height, device=device)[:, None] * WIDTH
+    locations = locations + torch.arange(remaining, remaining + width, device=device)
+    return (locations * 31 + of).remainder_(1 << 23).float()
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ progress = false
 """
 
 
-def main(words: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """0: all recovered, or out of time; 1: a kill did not lead to a new step, or something else went wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--preset", default="gpt-13b")
@@ -90,60 +90,60 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=3, help="of each kind")
     parser.add_argument("--seconds", type=float, default=540.0, help="end after that, whatever is missing")
     parser.add_argument("--out", type=Path, default=Path("recovery.json"))
-    given, settings = parser.parse_known_args(words)
-    until = time.monotonic() + given.seconds
-    settings = [f"--model.preset={given.preset}", *settings]
+    inputs, settings = parser.parse_known_args(arguments)
+    deadline = time.monotonic() + inputs.seconds
+    settings = [f"--model.preset={inputs.preset}", *settings]
     record: dict[str, Any] = {"settings": settings, "starts": [], "kills": []}
-    if given.out.exists():
-        record = json.loads(given.out.read_text())
+    if inputs.out.exists():
+        record = json.loads(inputs.out.read_text())
         if record["settings"] != settings:
-            sys.exit(f"--out={given.out} holds kills of {' '.join(record['settings'])}; name another file")
+            sys.exit(f"--out={inputs.out} holds kills of {' '.join(record['settings'])}; name another file")
     missing = [
         (kind, number)
-        for number in range(given.kills)
-        for kind in given.kind or ["rank", "node"]
+        for number in range(inputs.kills)
+        for kind in inputs.kind or ["rank", "node"]
         if not any((row["kind"], row["number"]) == (kind, number) and row["total"] for row in record["kills"])
     ]
-    if missing and given.seconds > ENDING:
+    if missing and inputs.seconds > ENDING:
         with tempfile.TemporaryDirectory(prefix="megascale-recovery-", ignore_cleanup_errors=True) as name:
-            run(Path(name), given, settings, record, missing, until)
+            run(Path(name), inputs, settings, record, missing, deadline)
     if record["kills"]:
         show(record)
     for line in record.get("unasked", ()):
         print(f"not of this script's doing: {line}")
     done = {(row["kind"], row["number"]) for row in record["kills"] if row["total"]}
-    if left := [f"{kind} {number + 1}" for kind, number in missing if (kind, number) not in done]:
-        print(f"missing: {', '.join(left)}; call again with the same --out")
+    if remaining := [f"{kind} {number + 1}" for kind, number in missing if (kind, number) not in done]:
+        print(f"missing: {', '.join(remaining)}; call again with the same --out")
     failed = record.get("unasked") or any(not row["total"] for row in record["kills"])
-    compared, other = record.get("weights", (0, []))
+    compared, second = record.get("weights", (0, []))
     if record["kills"]:
-        print(f"weights: {compared} sums of steps that were done again are the same, {len(other)} are not")
-    return 1 if failed or other else 0
+        print(f"weights: {compared} sums of steps that were done again are the same, {len(second)} are not")
+    return 1 if failed or second else 0
 
 
 def run(
     folder: Path,
-    given: argparse.Namespace,
+    inputs: argparse.Namespace,
     settings: list[str],
     record: dict[str, Any],
     missing: list[tuple[str, int]],
-    until: float,
+    deadline: float,
 ) -> None:
     """Start the job and kill one after the other; `record` is written after each."""
     file = make(folder)
-    layers = given.layers or fitting(file, settings)
+    layers = inputs.layers or fitting(file, settings)
     record |= {"date": date.today().isoformat(), "machine": machine(), "layers": layers}
 
     def keep() -> None:
-        given.out.write_text(json.dumps(record, indent=1) + "\n")
+        inputs.out.write_text(json.dumps(record, indent=1) + "\n")
 
     begun, injected = time.time(), []
     job = Launched(file, "recovery", [*settings, f"--model.layers={layers}"], pace=0)
     sums = Sums(job.run)
     try:
         with Stacks(job.run) as stacks:
-            first = job.first(lambda e: e.kind == "first_step", until - ENDING - time.monotonic())
-        if first is None and time.monotonic() > until - ENDING:
+            first = job.first(lambda e: e.kind == "first_step", deadline - ENDING - time.monotonic())
+        if first is None and time.monotonic() > deadline - ENDING:
             print("out of time before the first step; call again with more --seconds", flush=True)
             return
         if first is None:
@@ -152,38 +152,38 @@ def run(
         record["start_stacks"] = stacks.since(begun)
         keep()
         print(f"{layers} layers, launch to first step {first.time - begun:.1f} s", flush=True)
-        while not has_snapshot(job) and not job.over() and time.monotonic() < until - ENDING:
+        while not has_snapshot(job) and not job.over() and time.monotonic() < deadline - ENDING:
             time.sleep(0.05)
         copied = next((e["time"] for e in job.trainer_events() if e["event"] == "first_snapshot"), None)
         record.setdefault("snapshots", []).append(copied and copied - begun)
         print(f"first snapshot in memory {f'{copied - begun:.1f} s' if copied else 'none'} after launch", flush=True)
         keep()
         for kind, number in missing:
-            took = [row["total"] for row in record["kills"] if row["total"]]
-            if until - ENDING - time.monotonic() < 1.3 * max(took, default=30.0):
+            duration = [row["total"] for row in record["kills"] if row["total"]]
+            if deadline - ENDING - time.monotonic() < 1.3 * max(duration, default=30.0):
                 return
-            row = kill(job, kind, until - ENDING, injected)
+            row = kill(job, kind, deadline - ENDING, injected)
             if row is None:
                 return
-            rows = [one for one in record["kills"] if (one["kind"], one["number"]) != (kind, number)]
+            rows = [item for item in record["kills"] if (item["kind"], item["number"]) != (kind, number)]
             record["kills"] = [*rows, {"kind": kind, "number": number, "layers": layers, **row}]
             keep()
-            told = ", ".join(f"{name} {row[name]:.1f}" for name in SHOWN if row[name] is not None)
-            print(f"{kind} {number + 1}: {told or row['failed']}", flush=True)
+            report = ", ".join(f"{name} {row[name]:.1f}" for name in SHOWN if row[name] is not None)
+            print(f"{kind} {number + 1}: {report or row['failed']}", flush=True)
             if not row["total"]:
                 return
     finally:
         sums.end()
-        before, others = record.get("weights", (0, []))
-        record["weights"] = (before + sums.compared, others + sums.others)
-        record.setdefault("unasked", []).extend(found := unasked(job, injected))
+        before, peers = record.get("weights", (0, []))
+        record["weights"] = (before + sums.compared, peers + sums.others)
+        record.setdefault("unasked", []).extend(result := unasked(job, injected))
         record.setdefault("events", []).append(
             [
                 f"{e.time - begun:.2f} s {e.kind} of attempt {e.attempt}: {'; '.join(e.evidence)[:200]}"
                 for e in job.events()
             ]
         )
-        if found:
+        if result:
             record["logs"] = {str(p.relative_to(job.run)): last_lines(p) for p in sorted(job.run.rglob("*.log"))}
         keep()
         finish(job)
@@ -201,7 +201,7 @@ def unasked(job: Launched, injected: list[float]) -> list[str]:
     ]
 
 
-def kill(job: Launched, kind: str, until: float, kills: list[float]) -> dict[str, Any] | None:
+def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[str, Any] | None:
     """Kill once the job has a snapshot and trained a little more; seconds by phase. None where no time is left. When it
     killed is added to `kills`."""
     from megascale.resilience.agent.node_folder import end_checkpoint_services
@@ -209,7 +209,7 @@ def kill(job: Launched, kind: str, until: float, kills: list[float]) -> dict[str
 
     before = job.step()
     while job.step() < before + STEPS or not has_snapshot(job):
-        if time.monotonic() > until or job.over():
+        if time.monotonic() > deadline or job.over():
             return None
         time.sleep(0.02)
     events = job.events()
@@ -227,14 +227,14 @@ def kill(job: Launched, kind: str, until: float, kills: list[float]) -> dict[str
         after, verdicts = events[-1].id, CASES[KINDS[kind]].verdicts
 
         def first(kinds: tuple[str, ...]) -> Any:
-            limit = min(injected + LIMIT - time.time(), until - time.monotonic())
+            limit = min(injected + LIMIT - time.time(), deadline - time.monotonic())
             return job.first(lambda e: e.kind in kinds and e.id > after, limit)
 
-        again = first(("first_step",))
-        if again is None and time.monotonic() > until:
+        repeated = first(("first_step",))
+        if repeated is None and time.monotonic() > deadline:
             return None
         verdict = first(verdicts)
-    row: dict[str, Any] = dict(phases(job, injected, verdict, again, steps))
+    row: dict[str, Any] = dict(phases(job, injected, verdict, repeated, steps))
     fresh = [e for e in job.events() if e.id > after]
     row |= {
         "verdict": verdict.kind if verdict else None,
@@ -245,7 +245,7 @@ def kill(job: Launched, kind: str, until: float, kills: list[float]) -> dict[str
     row |= {key: resumed.get(key) for key in ("loaded_from", "load_seconds", "read_bytes", "sent_bytes")}
     row["stacks"] = stacks.since(injected)
     row["events"] = [f"{e.time - injected:.2f} s {e.kind}: {'; '.join(e.evidence)[:200]}" for e in fresh]
-    if again is None:
+    if repeated is None:
         row["failed"] = "no new step: " + end_of(job)
     return row
 
@@ -316,13 +316,13 @@ class Sums:
                     self._take(int(file.stem.partition("-")[2]), status.pid, *status.checksum.split(":"))
 
     def _take(self, rank: int, process: int, step: str, value: str) -> None:
-        of, known = self._known.setdefault((rank, step), (process, value))
+        of, expected = self._known.setdefault((rank, step), (process, value))
         if of == process:
             return
         self._known[rank, step] = (process, value)
-        self.compared += value == known
-        if value != known:
-            self.others.append(f"rank {rank}, step {step}: {value} where it was {known}")
+        self.compared += value == expected
+        if value != expected:
+            self.others.append(f"rank {rank}, step {step}: {value} where it was {expected}")
 
 
 def make(folder: Path) -> Path:
@@ -348,15 +348,15 @@ def fitting(file: Path, settings: list[str]) -> int:
     from megascale.errors import FitError
     from megascale.resilience.driver.start_driver import prepare
 
-    here = Capacity.measure(gpus=True)
+    local = Capacity.measure(gpus=True)
     less = replace(
-        here,
-        memory=None if here.memory is None else int(HOST * here.memory),
-        gpu_memory=None if here.gpu_memory is None else here.gpu_memory - GPU,
+        local,
+        memory=None if local.memory is None else int(HOST * local.memory),
+        gpu_memory=None if local.gpu_memory is None else local.gpu_memory - GPU,
     )
     why = ""
-    whole = load_command_line(str(file), settings).model.layers
-    for layers in range(max(1, whole // 2), 0, -1):
+    full = load_command_line(str(file), settings).model.layers
+    for layers in range(max(1, full // 2), 0, -1):
         try:
             config, size = prepare(load_command_line(str(file), [*settings, f"--model.layers={layers}"]))
             nodes = config.resilience.nodes + config.resilience.spares
@@ -410,11 +410,11 @@ def show(record: dict[str, Any]) -> None:
     heads = ("detect, s", "stop, s", "load, s", "first step, s", "in all, s", "steps lost")
     table = Table("kill", *heads, "state from", "actions", box=box.SIMPLE_HEAD)
     for row in sorted(record["kills"], key=lambda one: (one["kind"], one["number"])):
-        told = ["-" if row[name] is None else f"{row[name]:.2f}".removesuffix(".00") for name in SHOWN]
-        table.add_row(f"{row['kind']} {row['number'] + 1}", *told, row["loaded_from"], ", ".join(row["actions"]))
-    starts = ", ".join(f"{one:.1f}" for one in record["starts"])
-    about = f"{record['date']}, {record['machine']}, {record['layers']} layers"
-    console.print(f"{' '.join(record['settings'])}; {about}; launch to first step {starts} s", soft_wrap=True)
+        report = ["-" if row[name] is None else f"{row[name]:.2f}".removesuffix(".00") for name in SHOWN]
+        table.add_row(f"{row['kind']} {row['number'] + 1}", *report, row["loaded_from"], ", ".join(row["actions"]))
+    starts = ", ".join(f"{item:.1f}" for item in record["starts"])
+    details = f"{record['date']}, {record['machine']}, {record['layers']} layers"
+    console.print(f"{' '.join(record['settings'])}; {details}; launch to first step {starts} s", soft_wrap=True)
     console.print(table)
 
 

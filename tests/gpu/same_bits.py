@@ -81,9 +81,9 @@ def attend(name: str, window: int | None, deterministic: bool) -> tuple[str, flo
                     torch.cuda.synchronize()
                     began = time.perf_counter()
                 out = attention(*qkv.unbind(2), window=window, backend=name)
-                made = [out.detach(), *torch.autograd.grad(out, qkv, upstream)]
-                first = first or made
-                differ += not all(map(torch.equal, made, first))
+                built = [out.detach(), *torch.autograd.grad(out, qkv, upstream)]
+                first = first or built
+                differ += not all(map(torch.equal, built, first))
     except Exception as error:  # the others are still of interest
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:90]}", 0.0
     torch.cuda.synchronize()
@@ -97,41 +97,43 @@ def kernels() -> int:
     for window in (None, 512):
         for name in BACKENDS:
             usual, before = attend(name, window, False)
-            told, after = attend(name, window, True)
-            wrong += told.endswith("differ")
+            report, after = attend(name, window, True)
+            wrong += report.endswith("differ")
             mask = "full" if window is None else f"window {window}"
-            print(f"{name + ', ' + mask:34} {usual:20} {told:20} {before:.2f}, {after:.2f}", flush=True)
+            print(f"{name + ', ' + mask:34} {usual:20} {report:20} {before:.2f}, {after:.2f}", flush=True)
     return wrong
 
 
 def main() -> int:
     """The tables; 1 if anything differs that must not."""
     axis = sys.argv[1] if len(sys.argv) > 1 else ""
-    place, groups = join_groups(configuration.from_tree(tree_of({}, False, axis)))
+    location, groups = join_groups(configuration.from_tree(tree_of({}, False, axis)))
     wrong = 0
-    if not place.rank:
-        print(f"{place.world} x {torch.cuda.get_device_name()}, torch {torch.__version__} {axis}")
+    if not location.rank:
+        print(f"{location.world} x {torch.cuda.get_device_name()}, torch {torch.__version__} {axis}")
         wrong += kernels() if groups is None else 0
         print(f"{'steps':34} {'same bits':20} {'deterministic':20} {'ms':15} attention")
     for name, case in CASES.items():
-        said, times, names = [], [], []
+        output, times, names = [], [], []
         for deterministic in (False, True):
             try:
                 tree = tree_of(case, deterministic, axis)
-                first = train(tree, STEPS, TIMED, {}, place, groups)
-                again = train(tree, STEPS, TIMED, first.attention, place, groups)
+                first = train(tree, STEPS, TIMED, {}, location, groups)
+                repeated = train(tree, STEPS, TIMED, first.attention, location, groups)
             except Exception as error:  # the others are still of interest
-                said.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}")
+                output.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}")
                 wrong += 1
                 continue
-            far = [i for i, (a, b) in enumerate(zip(first.bits, again.bits, strict=True)) if not torch.equal(a, b)]
-            what = ("loss", "gradient norm", "weights")[far[0] % 2 if far[0] < 2 * STEPS else 2] if far else ""
-            said.append(f"no: {what}, step {min(far[0] // 2 + 1, STEPS)}" if far else "yes")
+            far = [i for i, (a, b) in enumerate(zip(first.bits, repeated.bits, strict=True)) if not torch.equal(a, b)]
+            subject = ("loss", "gradient norm", "weights")[far[0] % 2 if far[0] < 2 * STEPS else 2] if far else ""
+            output.append(f"no: {subject}, step {min(far[0] // 2 + 1, STEPS)}" if far else "yes")
             wrong += deterministic and bool(far)
-            times.append(f"{again.whole:.1f}")
-            names += [kernel for shapes in again.attention.values() for kernel in shapes.values()]
-        if not place.rank:
-            print(f"{name:34} {' '.join(f'{x:20}' for x in said)} {', '.join(times):15} {', '.join(names)}", flush=True)
+            times.append(f"{repeated.whole:.1f}")
+            names += [kernel for shapes in repeated.attention.values() for kernel in shapes.values()]
+        if not location.rank:
+            print(
+                f"{name:34} {' '.join(f'{x:20}' for x in output)} {', '.join(times):15} {', '.join(names)}", flush=True
+            )
     if groups is not None:
         shutdown(groups)
     return int(wrong > 0)

@@ -36,25 +36,25 @@ class Steps:
 
 
 def train(
-    tree: dict[str, Any], steps: int, timed: int, attention: Choices, place: RankInfo, groups: Groups | None
+    tree: dict[str, Any], steps: int, timed: int, attention: Choices, location: RankInfo, groups: Groups | None
 ) -> Steps:
     """Train a configuration for some steps on tokens that depend on its shapes alone, then time some more.
 
     attention: kernels that another engine has chosen, since two might choose differently.
     """
-    layout = lay_out(configuration.from_tree(tree), place.world)
-    engine = Engine(layout, groups, place.device, attention)
+    layout = lay_out(configuration.from_tree(tree), location.world)
+    engine = Engine(layout, groups, location.device, attention)
     model, train, data = engine.config.model, engine.config.train, layout.grid.data
     count = train.global_batch // train.micro_batch // data
     shape = (steps, data, count, model.sequence_length + 1, train.micro_batch)
-    rows = torch.randint(0, model.vocab, shape, generator=torch.Generator().manual_seed(0)).to(place.device)
+    rows = torch.randint(0, model.vocab, shape, generator=torch.Generator().manual_seed(0)).to(location.device)
     bits: list[torch.Tensor] = []
 
     def step(number: int) -> None:
         text = rows[number % steps, engine.data_rank]
         engine.start_gather()
-        made = engine.step(lambda i: (text[i, :-1], text[i, 1:]), number + 1, 1e-3, has_next_step=True)
-        bits.extend((made.loss.clone(), made.grad_norm.clone()))
+        built = engine.step(lambda i: (text[i, :-1], text[i, 1:]), number + 1, 1e-3, has_next_step=True)
+        bits.extend((built.loss.clone(), built.grad_norm.clone()))
 
     for number in range(steps):
         step(number)
@@ -63,11 +63,11 @@ def train(
     torch.cuda.synchronize()
     host, began = 0.0, time.perf_counter()
     for number in range(steps, steps + timed):
-        since = time.perf_counter()
+        start = time.perf_counter()
         step(number)
-        host += time.perf_counter() - since
+        host += time.perf_counter() - start
     engine.synchronize()
     torch.cuda.synchronize()
-    whole = time.perf_counter() - began
+    full = time.perf_counter() - began
     eager = engine.graphs.failure if engine.graphs is not None else engine.active.get("CUDA graphs", "off")
-    return Steps(result, host / timed * 1e3, whole / timed * 1e3, engine.attention_choices, eager)
+    return Steps(result, host / timed * 1e3, full / timed * 1e3, engine.attention_choices, eager)

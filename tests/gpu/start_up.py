@@ -77,24 +77,26 @@ class Calls:
             setattr(RedisStore, name, self._counting(name, getattr(RedisStore, name)))
 
     def _counting(self, name: str, real: Any) -> Any:
-        def call(store: Any, *words: Any) -> Any:
+        def call(store: Any, *arguments: Any) -> Any:
             began = time.perf_counter()
             try:
-                return real(store, *words)
+                return real(store, *arguments)
             finally:
                 self.seconds += time.perf_counter() - began
                 where = "main" if threading.current_thread() is threading.main_thread() else "background"
                 self.count[f"{where} {name}"] = self.count.get(f"{where} {name}", 0) + 1
-                if words:
-                    self.keys.append(f"{name} {words[0] if isinstance(words[0], str) else list(words[0])[:2]}")
+                if arguments:
+                    self.keys.append(
+                        f"{name} {arguments[0] if isinstance(arguments[0], str) else list(arguments[0])[:2]}"
+                    )
 
         return call
 
     def take(self) -> dict[str, Any]:
         """What came since the last time."""
-        found = {"calls": self.count, "seconds": round(self.seconds, 4), "keys": self.keys[:60]}
+        result = {"calls": self.count, "seconds": round(self.seconds, 4), "keys": self.keys[:60]}
         self.count, self.seconds, self.keys = {}, 0.0, []
-        return found
+        return result
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -113,32 +115,32 @@ def work(arguments: argparse.Namespace) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.ones(1, device=device).sum().item()  # the context, which is not the store's matter
-    seen: dict[str, Any] = {"rank": rank, "import and device": time.perf_counter() - began}
+    observed: dict[str, Any] = {"rank": rank, "import and device": time.perf_counter() - began}
     redis = arguments.url.startswith("redis")
     calls = Calls() if redis else None
     began = time.perf_counter()
     groups = initialise(settings(arguments.url, world), rank=rank, world=world, local_rank=rank, device=device)
-    seen["start"] = time.perf_counter() - began
-    seen["phases"] = groups.timings
+    observed["start"] = time.perf_counter() - began
+    observed["phases"] = groups.timings
     if calls:
-        seen["calls at start"] = calls.take()
+        observed["calls at start"] = calls.take()
     if arguments.end == "lost" and rank == world - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     failed = False
     try:
-        seen["steps"] = steps(groups, device, arguments)
+        observed["steps"] = steps(groups, device, arguments)
         if calls:
-            seen["calls in steps"] = calls.take()
+            observed["calls in steps"] = calls.take()
     except (RuntimeError, dist.DistError) as error:
         failed = True
-        seen["lost"] = str(error).splitlines()[0][:200]
+        observed["lost"] = str(error).splitlines()[0][:200]
     if arguments.end == "no shutdown" and not failed:
-        Path(arguments.answer, f"{rank}.json").write_text(json.dumps(seen))
+        Path(arguments.answer, f"{rank}.json").write_text(json.dumps(observed))
         sys.exit(0)
     began = time.perf_counter()
     shutdown(groups, failed=failed)
-    seen["shutdown"] = time.perf_counter() - began
-    Path(arguments.answer, f"{rank}.json").write_text(json.dumps(seen))
+    observed["shutdown"] = time.perf_counter() - began
+    Path(arguments.answer, f"{rank}.json").write_text(json.dumps(observed))
 
 
 def steps(groups: Any, device: Any, arguments: argparse.Namespace) -> dict[str, float]:
@@ -171,8 +173,12 @@ def steps(groups: Any, device: Any, arguments: argparse.Namespace) -> dict[str, 
         flat.zero_()
         if step == 20 and groups.rank == 0:
             Path(arguments.answer, "stepping").touch()
-    kept = sorted(times[10:])
-    ms = {"mean": statistics.fmean(kept), "median": kept[len(kept) // 2], "p99": kept[int(len(kept) * 0.99)]}
+    retained = sorted(times[10:])
+    ms = {
+        "mean": statistics.fmean(retained),
+        "median": retained[len(retained) // 2],
+        "p99": retained[int(len(retained) * 0.99)],
+    }
     return {name: 1e3 * value for name, value in ms.items()}
 
 
@@ -181,7 +187,7 @@ def p2p_channels(groups: Any, tensor: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    handles, places = [], []
+    handles, locations = [], []
     for send, receive in (
         (groups.send_forward, groups.recv_forward),
         (groups.send_backward, groups.recv_backward),
@@ -189,8 +195,8 @@ def p2p_channels(groups: Any, tensor: Any) -> None:
         if send is not None:
             handles.append(dist.isend(tensor, send.peer, group=send.group))
         if receive is not None:
-            places.append(torch.empty_like(tensor))
-            handles.append(dist.irecv(places[-1], receive.peer, group=receive.group))
+            locations.append(torch.empty_like(tensor))
+            handles.append(dist.irecv(locations[-1], receive.peer, group=receive.group))
     for handle in handles:
         handle.wait()
 
@@ -203,13 +209,13 @@ def run(arguments: argparse.Namespace, url: str, end: str = "", steps: int = 0, 
     with tempfile.TemporaryDirectory() as answer:
         common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         common |= {"WORLD_SIZE": str(arguments.ranks), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        words = [sys.executable, __file__, "--worker", "--url", url, "--answer", answer, "--end", end]
-        words += ["--device", arguments.device, "--steps", str(steps or arguments.steps)]
+        argv = [sys.executable, __file__, "--worker", "--url", url, "--answer", answer, "--end", end]
+        argv += ["--device", arguments.device, "--steps", str(steps or arguments.steps)]
         logs = [open(Path(answer, f"{rank}.log"), "w+") for rank in range(arguments.ranks)]  # noqa: SIM115
         began = time.perf_counter()
         ranks = [
             subprocess.Popen(
-                words, env=common | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=logs[r], stderr=subprocess.STDOUT
+                argv, env=common | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=logs[r], stderr=subprocess.STDOUT
             )
             for r in range(arguments.ranks)
         ]
@@ -225,20 +231,20 @@ def run(arguments: argparse.Namespace, url: str, end: str = "", steps: int = 0, 
                 hung.append(rank)
                 process.kill()
                 process.wait()
-        whole = time.perf_counter() - began
-        seen = {
+        full = time.perf_counter() - began
+        observed = {
             r: json.loads(Path(answer, f"{r}.json").read_text())
             for r in range(arguments.ranks)
             if Path(answer, f"{r}.json").exists()
         }
-        said = {}
+        output = {}
         for rank, log in enumerate(logs):
             log.seek(0)
-            said[rank] = log.read()[-1500:]
+            output[rank] = log.read()[-1500:]
             log.close()
         codes = [process.returncode for process in ranks]
-        bad = {rank: said[rank] for rank in said if codes[rank] != 0 or rank in hung}
-        return {"seconds": whole, "exit codes": codes, "hung": hung, "ranks": seen, "logs": bad}
+        bad = {rank: output[rank] for rank in output if codes[rank] != 0 or rank in hung}
+        return {"seconds": full, "exit codes": codes, "hung": hung, "ranks": observed, "logs": bad}
 
 
 class Redis:
@@ -249,8 +255,8 @@ class Redis:
         self.start()
 
     def start(self) -> None:
-        words = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"]
-        self.process = subprocess.Popen([self.program, *words], stdout=subprocess.DEVNULL)
+        arguments = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"]
+        self.process = subprocess.Popen([self.program, *arguments], stdout=subprocess.DEVNULL)
         for _ in range(500):
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
@@ -297,18 +303,18 @@ def main() -> None:
     record: dict[str, Any] = {"device": f"{arguments.ranks} x {name}", "torch": torch.__version__, "runs": []}
     try:
         for turn in range(2):
-            for store, place in (("tcp", "env://"), ("redis", url)):
-                found = run(arguments, place) | {"store": store, "turn": turn, "keys left": redis.keys()}
-                record["runs"].append(found)
-                report(found)
+            for store, location in (("tcp", "env://"), ("redis", url)):
+                result = run(arguments, location) | {"store": store, "turn": turn, "keys left": redis.keys()}
+                record["runs"].append(result)
+                report(result)
         for end in ("no shutdown", "lost"):
-            found = run(arguments, url, end, steps=50) | {"store": "redis", "end": end}
-            record["runs"].append(found)
-            report(found)
-        found = run(arguments, url, steps=100, restart=redis.restart) | {"store": "redis", "end": "server restarted"}
-        found["keys left"] = redis.keys()
-        record["runs"].append(found)
-        report(found)
+            result = run(arguments, url, end, steps=50) | {"store": "redis", "end": end}
+            record["runs"].append(result)
+            report(result)
+        result = run(arguments, url, steps=100, restart=redis.restart) | {"store": "redis", "end": "server restarted"}
+        result["keys left"] = redis.keys()
+        record["runs"].append(result)
+        report(result)
     finally:
         redis.stop()
         Path(arguments.out).write_text(json.dumps(record, indent=1))
@@ -322,13 +328,13 @@ def main() -> None:
         print(f"BEST {store}: start {start:.3f} s, median step {step:.3f} ms")
 
 
-def report(found: dict[str, Any]) -> None:
-    ranks = found["ranks"].values()
+def report(result: dict[str, Any]) -> None:
+    ranks = result["ranks"].values()
     starts = [f"{rank['start']:.3f}" for rank in ranks]
     step = [f"{rank['steps']['median']:.3f}/{rank['steps']['p99']:.3f}" for rank in ranks if "steps" in rank]
-    print(f"{found['store']:6} {found.get('end', ''):17} start s {starts} step ms median/p99 {step}", end=" ")
-    print(f"codes {found['exit codes']} hung {found['hung']} whole {found['seconds']:.1f} s", end=" ")
-    print(f"keys left {found.get('keys left', '-')}")
+    print(f"{result['store']:6} {result.get('end', ''):17} start s {starts} step ms median/p99 {step}", end=" ")
+    print(f"codes {result['exit codes']} hung {result['hung']} whole {result['seconds']:.1f} s", end=" ")
+    print(f"keys left {result.get('keys left', '-')}")
     for rank in list(ranks)[:1]:
         print("   phases ms:", {name: round(1e3 * seconds) for name, seconds in rank["phases"].items()})
         for when in ("calls at start", "calls in steps"):
@@ -336,7 +342,7 @@ def report(found: dict[str, Any]) -> None:
                 print(f"   {when}:", rank[when]["calls"], f"{rank[when]['seconds']} s")
         if "lost" in rank:
             print("   lost:", rank["lost"], f"shutdown {rank['shutdown']:.2f} s")
-    for rank, text in list(found["logs"].items())[:2]:
+    for rank, text in list(result["logs"].items())[:2]:
         print(f"   rank {rank} said: ...{text[-400:]}")
     sys.stdout.flush()
 

@@ -35,21 +35,21 @@ from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, 
 def both_ways(theirs, folder: Path) -> None:
     """Their model read here gives their logits, and written again and loaded there gives them once more."""
     theirs.save_pretrained(folder / "theirs")
-    found = read_folder(folder / "theirs")
-    chunk = chunk_of(found.model, found.tensors)
+    result = read_folder(folder / "theirs")
+    chunk = chunk_of(result.model, result.tensors)
     assert difference(chunk, theirs) < CLOSE
     write_folder(
         folder / "ours",
-        found.family,
-        found.model,
-        lambda names: {name: found.tensors[name] for name in names},
+        result.family,
+        result.model,
+        lambda names: {name: result.tensors[name] for name in names},
         dtype=torch.float32,
         file_bytes=20_000,
     )
     assert len(list((folder / "ours").glob("*.safetensors"))) > 1
     assert difference(chunk, load(folder / "ours")) < CLOSE
-    again = read_folder(folder / "ours").tensors
-    assert all(torch.equal(again[name], tensor) for name, tensor in found.tensors.items())
+    repeated = read_folder(folder / "ours").tensors
+    assert all(torch.equal(repeated[name], tensor) for name, tensor in result.tensors.items())
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -117,13 +117,13 @@ def test_any_size_of_llama(data):
 
 def both_ways_of_any_size(theirs, folder: Path) -> None:
     theirs.save_pretrained(folder / "theirs")
-    found = read_folder(folder / "theirs")
-    chunk = chunk_of(found.model, found.tensors)
+    result = read_folder(folder / "theirs")
+    chunk = chunk_of(result.model, result.tensors)
     write_folder(
-        folder / "ours", found.family, found.model, lambda _: found.tensors, dtype=torch.float32, file_bytes=1 << 30
+        folder / "ours", result.family, result.model, lambda _: result.tensors, dtype=torch.float32, file_bytes=1 << 30
     )
-    again = load(folder / "ours")
-    assert all(torch.equal(p, q) for p, q in zip(theirs.parameters(), again.parameters(), strict=True))
+    repeated = load(folder / "ours")
+    assert all(torch.equal(p, q) for p, q in zip(theirs.parameters(), repeated.parameters(), strict=True))
     with torch.no_grad():
         tokens = torch.arange(20).reshape(2, 10)
         ours = chunk.logits(chunk(tokens.t())).transpose(0, 1)
@@ -137,8 +137,8 @@ def test_any_model_gives_the_same_logits_or_names_the_key(from_theirs, data):
     """Over all families, what is drawn has the outcome that belongs to it; see
     tests.chaos.soak.huggingface_cases."""
     with tempfile.TemporaryDirectory() as folder:
-        found = case(transformers, lambda values: data.draw(st.sampled_from(list(values))), from_theirs, Path(folder))
-    assert found.held, f"{found.name}: {found.outcome}"
+        result = case(transformers, lambda values: data.draw(st.sampled_from(list(values))), from_theirs, Path(folder))
+    assert result.held, f"{result.name}: {result.outcome}"
 
 
 # models of ours, exported ------------------------------------------------------------------------------------------
@@ -194,8 +194,8 @@ def test_an_exported_model_gives_our_logits(name, tmp_path):
     # Rotary positions (but GPT-J's) go further than the samples of the training, and a window is then felt.
     length = 24 if family.name in ("gpt2", "gptj") else 60
     assert difference(chunk, load(tmp_path / "out"), length) < CLOSE
-    found = read_folder(tmp_path / "out")
-    assert difference(chunk_of(found.model, found.tensors), load(tmp_path / "out"), length) < CLOSE
+    result = read_folder(tmp_path / "out")
+    assert difference(chunk_of(result.model, result.tensors), load(tmp_path / "out"), length) < CLOSE
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -400,10 +400,10 @@ def test_damaged_and_missing_files_are_named(copy, tmp_path):
 def add_shards(folder: Path, tensors: dict[str, torch.Tensor], files: int = 2) -> None:
     """Write a second set of weights: `files` shards and their index."""
     names = sorted(tensors)
-    places = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(names)}
-    for file in set(places.values()):
-        save_file({n: tensors[n] for n in names if places[n] == file}, folder / file, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": places}
+    locations = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(names)}
+    for file in set(locations.values()):
+        save_file({n: tensors[n] for n in names if locations[n] == file}, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": locations}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
@@ -411,13 +411,13 @@ def add_shards(folder: Path, tensors: dict[str, torch.Tensor], files: int = 2) -
 def test_of_two_sets_of_weights_the_one_that_transformers_loads_counts(copy, family):
     folder = copy(family)
     add_shards(folder, {n: t + 1 for n, t in load_file(folder / "model.safetensors").items()})
-    found = read_folder(folder)
-    assert difference(chunk_of(found.model, found.tensors), load(folder)) < CLOSE
-    assert any("model.safetensors.index.json" in note for note in found.notes)
+    result = read_folder(folder)
+    assert difference(chunk_of(result.model, result.tensors), load(folder)) < CLOSE
+    assert any("model.safetensors.index.json" in note for note in result.notes)
     (folder / "model.safetensors").unlink()
-    found = read_folder(folder)
-    assert difference(chunk_of(found.model, found.tensors), load(folder)) < CLOSE
-    assert not any("index.json" in note for note in found.notes)
+    result = read_folder(folder)
+    assert difference(chunk_of(result.model, result.tensors), load(folder)) < CLOSE
+    assert not any("index.json" in note for note in result.notes)
 
 
 def test_a_tensor_that_lies_in_a_folder_twice_is_refused(copy):
@@ -465,9 +465,9 @@ def test_files_without_the_prefix_and_with_buffers_are_read(copy):
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     bare |= {f"h.{i}.attn.{name}": torch.ones(1, 1, 4, 4) for i in range(2) for name in ("bias", "masked_bias")}
     save_file(bare, folder / "model.safetensors")
-    found = read_folder(folder).tensors
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    result = read_folder(folder).tensors
+    assert result.keys() == expected.keys()
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
 
 
 def test_the_head_of_neox_under_its_other_name(copy):
@@ -496,7 +496,7 @@ def test_a_tied_head_that_is_written_all_the_same_is_read_once(copy):
 
 
 def test_dropout_is_taken_over_and_told_where_it_cannot_be(copy):
-    found = read_folder(copy("gpt2", resid_pdrop=0.2, embd_pdrop=0.1, attn_pdrop=0.3))
-    assert found.model.dropout == 0.2
-    assert any("attn_pdrop=0.3" in note for note in found.notes)
-    assert any("embd_pdrop=0.1" in note for note in found.notes)
+    result = read_folder(copy("gpt2", resid_pdrop=0.2, embd_pdrop=0.1, attn_pdrop=0.3))
+    assert result.model.dropout == 0.2
+    assert any("attn_pdrop=0.3" in note for note in result.notes)
+    assert any("embd_pdrop=0.1" in note for note in result.notes)

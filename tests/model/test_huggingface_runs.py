@@ -26,21 +26,21 @@ from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, 
 
 
 def their_greedy(theirs, tokens: list[int], count: int, **options: object) -> list[int]:
-    made = theirs.generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False, **options)
-    return made[0, len(tokens) :].tolist()
+    built = theirs.generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False, **options)
+    return built[0, len(tokens) :].tolist()
 
 
 def test_an_imported_model_is_a_run_that_trains_evaluates_and_goes_out_again(tiny, tokens, megascale, tmp_path):
     theirs = small("llama", vocab_size=64, rope_parameters={"rope_type": "default", "rope_theta": 777.0})
     theirs.save_pretrained(tmp_path / "theirs")
-    made = megascale("convert", "import", tmp_path / "theirs", "--out", "runs/mine", "--sequence-length", 16)
-    assert made.returncode == 0, made.stderr
-    assert "llama" in made.stdout
+    built = megascale("convert", "import", tmp_path / "theirs", "--out", "runs/mine", "--sequence-length", 16)
+    assert built.returncode == 0, built.stderr
+    assert "llama" in built.stdout
     run = tmp_path / "runs" / "mine"
     held_out = ["--file", tokens / "valid", "--json"]
-    found = megascale("evaluate", "runs/mine", *held_out)
-    assert found.returncode == 0, found.stderr
-    loss = json.loads(found.stdout)["loss"]
+    result = megascale("evaluate", "runs/mine", *held_out)
+    assert result.returncode == 0, result.stderr
+    loss = json.loads(result.stdout)["loss"]
     stream = torch.from_numpy(IndexedDataset(str(tokens / "valid")).stream[:].astype("int64"))
     windows = torch.cat([stream[-1:], stream])
     total = 0.0
@@ -63,13 +63,13 @@ def test_an_imported_model_is_a_run_that_trains_evaluates_and_goes_out_again(tin
     assert out.returncode == 0, out.stderr
     assert json.loads(out.stdout)["family"] == "llama"
     model, _ = restore_model(run)
-    again = load(tmp_path / "out")
+    repeated = load(tmp_path / "out")
     with torch.no_grad():
-        expected = again(stream[None, :16]).logits[0]
+        expected = repeated(stream[None, :16]).logits[0]
         assert (model.logits(model(stream[:16, None]))[:, 0] - expected).abs().max() < CLOSE
-    old, new = theirs.state_dict(), again.state_dict()
+    old, new = theirs.state_dict(), repeated.state_dict()
     assert not torch.equal(old["lm_head.weight"], new["lm_head.weight"])  # it learnt
-    assert again.config.rope_parameters["rope_theta"] == 777.0
+    assert repeated.config.rope_parameters["rope_theta"] == 777.0
 
 
 def test_a_checkpoint_trained_in_3d_generates_the_same_text_in_transformers(tiny, megascale, tmp_path):
@@ -84,9 +84,9 @@ def test_a_checkpoint_trained_in_3d_generates_the_same_text_in_transformers(tiny
     assert out.returncode == 0, out.stderr
     model, _ = restore_model(tmp_path / "runs" / "tiny")
     prompt = [3, 4, 5, 7]
-    mine = list(generate_tokens(model, prompt, 24, Sampling(temperature=0)))
-    assert mine == their_greedy(load(tmp_path / "out"), prompt, 24)
-    assert len(set(mine)) > 2  # it says something
+    local = list(generate_tokens(model, prompt, 24, Sampling(temperature=0)))
+    assert local == their_greedy(load(tmp_path / "out"), prompt, 24)
+    assert len(set(local)) > 2  # it says something
 
 
 def test_import_keeps_every_weight_and_the_engine_gives_the_same_logits(tmp_path):
@@ -106,21 +106,21 @@ def test_export_in_another_type_and_in_several_files(tmp_path):
     theirs = small("gpt2")
     theirs.save_pretrained(tmp_path / "theirs")
     api.import_model(tmp_path / "theirs", tmp_path / "runs" / "a")
-    told = []
+    report = []
     api.export_model(
         tmp_path / "runs" / "a",
         tmp_path / "out",
         dtype="bfloat16",
         file_bytes=9000,
-        progress=lambda done, total: told.append((done, total)),
+        progress=lambda done, total: report.append((done, total)),
     )
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert again.dtype == torch.bfloat16
-    for p, q in zip(theirs.parameters(), again.parameters(), strict=True):
+    repeated = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert repeated.dtype == torch.bfloat16
+    for p, q in zip(theirs.parameters(), repeated.parameters(), strict=True):
         assert torch.equal(p.to(torch.bfloat16), q)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
-    assert told[-1][0] == told[-1][1] == index["metadata"]["total_size"]
+    assert report[-1][0] == report[-1][1] == index["metadata"]["total_size"]
     assert all(p.stat().st_size < 9000 + 4000 for p in (tmp_path / "out").glob("*.safetensors"))
 
 
@@ -132,12 +132,12 @@ def test_an_export_that_fails_leaves_nothing(tmp_path):
         if done > total / 2:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    for there in ([], ["out"]):
-        for name in there:
+    for present in ([], ["out"]):
+        for name in present:
             (tmp_path / name).mkdir()
         with pytest.raises(MegascaleError, match=r"--out=.*out cannot be written: .*No space"):
             api.export_model(tmp_path / "runs" / "a", tmp_path / "out", file_bytes=9000, progress=full)
-        assert sorted(p.name for p in tmp_path.iterdir()) == [*there, "runs", "theirs"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == [*present, "runs", "theirs"]
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -145,12 +145,12 @@ def test_an_export_whose_checkpoint_training_removes_takes_the_next(tokens, tmp_
     small("llama", vocab_size=64).save_pretrained(tmp_path / "theirs")
     run = tmp_path / "runs" / "a"
     api.import_model(tmp_path / "theirs", run, sequence_length=16)
-    words = [f"--data.train={tokens}/train", "--checkpoint.keep=1", "--train.device=cpu", "--train.threads=1"]
-    words += ["--train.global_batch=4", "--train.micro_batch=2", "--observe.tensorboard=false", "--lr.peak=1e-2"]
+    arguments = [f"--data.train={tokens}/train", "--checkpoint.keep=1", "--train.device=cpu", "--train.threads=1"]
+    arguments += ["--train.global_batch=4", "--train.micro_batch=2", "--observe.tensorboard=false", "--lr.peak=1e-2"]
 
     def train(done: int, total: int) -> None:
         if checkpoint.steps(run / "checkpoints") != [4]:
-            api.train(api.load_config(run / "config.toml", [*words, "--train.steps=4"]))
+            api.train(api.load_config(run / "config.toml", [*arguments, "--train.steps=4"]))
 
     api.export_model(run, tmp_path / "out", file_bytes=9000, progress=train)
     model, _ = restore_model(run, step=4)
@@ -167,31 +167,31 @@ def test_an_export_fills_an_empty_folder(tmp_path, monkeypatch):
     small("gpt2").save_pretrained(tmp_path / "theirs")
     run = tmp_path / "runs" / "a"
     api.import_model(tmp_path / "theirs", run)
-    here, mounted = tmp_path / "here", tmp_path / "mounted"
-    here.mkdir()
+    local, mounted = tmp_path / "here", tmp_path / "mounted"
+    local.mkdir()
     (mounted / "lost+found").mkdir(parents=True)
     (tmp_path / "link").symlink_to(mounted)
-    before = [folder.stat().st_ino for folder in (here, mounted)]
-    monkeypatch.chdir(here)
+    before = [folder.stat().st_ino for folder in (local, mounted)]
+    monkeypatch.chdir(local)
     api.export_model(run, Path("."))
     api.export_model(run, tmp_path / "link", file_bytes=9000)
     api.export_model(run, Path("deep/down"))
-    assert [folder.stat().st_ino for folder in (here, mounted)] == before
-    for folder in (here, mounted, here / "deep" / "down"):
+    assert [folder.stat().st_ino for folder in (local, mounted)] == before
+    for folder in (local, mounted, local / "deep" / "down"):
         load(folder)
         assert not [file for file in folder.iterdir() if file.name.startswith(".")]
     with pytest.raises(ConfigError, match="not an empty folder"):
         api.export_model(run, Path("."))
     with pytest.raises(ConfigError, match="cannot be"):
-        api.export_model(run, here / "config.json" / "x")
+        api.export_model(run, local / "config.json" / "x")
 
 
 def test_an_import_fills_the_working_directory_and_is_called_as_it(tmp_path, monkeypatch):
     small("gpt2").save_pretrained(tmp_path / "theirs")
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
-    made = api.import_model(tmp_path / "theirs", Path("."))
-    assert made.path == tmp_path / "mine"
+    built = api.import_model(tmp_path / "theirs", Path("."))
+    assert built.path == tmp_path / "mine"
     assert api.load_config("config.toml").run_folder == tmp_path / "mine"
     with pytest.raises(ConfigError, match=r"--out=.*config\.toml.* cannot be created"):
         api.import_model(tmp_path / "theirs", tmp_path / "mine" / "config.toml" / "x")
@@ -210,7 +210,7 @@ def test_what_is_there_is_not_written_over(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "part"),
+    ("arguments", "code", "part"),
     [
         (["import", "nowhere", "--out", "runs/x"], 4, "nowhere/config.json"),
         (["import", "theirs", "--out", "runs/.x"], 2, "train.name"),
@@ -220,11 +220,11 @@ def test_what_is_there_is_not_written_over(tmp_path):
         (["export", "runs/a", "--out", "x", "--step", "7"], 4, "step-7"),
     ],
 )
-def test_wrong_input_is_one_paragraph(monkeypatch, capsys, tmp_path, words, code, part):
+def test_wrong_input_is_one_paragraph(monkeypatch, capsys, tmp_path, arguments, code, part):
     monkeypatch.chdir(tmp_path)
     small("gpt2").save_pretrained(tmp_path / "theirs")
     api.import_model(tmp_path / "theirs", tmp_path / "runs" / "a")
-    monkeypatch.setattr("sys.argv", ["megascale", "convert", *words])
+    monkeypatch.setattr("sys.argv", ["megascale", "convert", *arguments])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == code
@@ -241,20 +241,20 @@ def test_greedy_generation_is_transformers_token_by_token(family, penalty, tmp_p
     """Rotary models go on past the length they were made for, windows and all."""
     theirs = small(family, seed=5)
     theirs.save_pretrained(tmp_path)
-    found = read_folder(tmp_path)
-    prompt, count = [3, 14, 15, 92, 65, 35, 8], 24 if found.model.positions == "learned" else 45
+    result = read_folder(tmp_path)
+    prompt, count = [3, 14, 15, 92, 65, 35, 8], 24 if result.model.positions == "learned" else 45
     if family == "gptj":
         count = 24  # its table of angles ends with n_positions
     sampling = Sampling(temperature=0, repetition_penalty=penalty)
-    mine = list(generate_tokens(chunk_of(found.model, found.tensors), prompt, count, sampling))
-    assert mine == their_greedy(theirs, prompt, count, repetition_penalty=penalty)
-    assert len(set(mine)) > (1 if penalty == 1 else 9)
+    local = list(generate_tokens(chunk_of(result.model, result.tensors), prompt, count, sampling))
+    assert local == their_greedy(theirs, prompt, count, repetition_penalty=penalty)
+    assert len(set(local)) > (1 if penalty == 1 else 9)
 
 
 def test_learned_positions_end_the_text(tmp_path):
     small("gpt2").save_pretrained(tmp_path)
-    found = read_folder(tmp_path)
-    chunk = chunk_of(found.model, found.tensors)
+    result = read_folder(tmp_path)
+    chunk = chunk_of(result.model, result.tensors)
     assert len(list(generate_tokens(chunk, [1, 2, 3], 100, Sampling(temperature=0)))) == 30
     with pytest.raises(ConfigError, match="sequence_length=32"):
         next(generate_tokens(chunk, [1] * 32, 1))
@@ -299,8 +299,10 @@ def test_a_text_ends_before_the_first_stop_and_is_never_taken_back(text, stops):
     pieces = list(decode_stream(Letters(), text.encode(), stops))
     # Texts are looked at as they grow, so of overlapping stops the one that is complete first ends the text.
     ends = [at + len(stop) for stop in stops if (at := text.find(stop)) >= 0]
-    seen = text[: min(ends)] if ends else text
-    assert "".join(pieces) == min((seen[: seen.find(stop)] for stop in stops if stop in seen), key=len, default=text)
+    observed = text[: min(ends)] if ends else text
+    assert "".join(pieces) == min(
+        (observed[: observed.find(stop)] for stop in stops if stop in observed), key=len, default=text
+    )
     assert all(pieces)
 
 
@@ -321,9 +323,9 @@ def named(tmp_path):
 
 def test_a_tokenizer_comes_in_and_goes_out(named, tmp_path):
     folder, tokenizer = named
-    made = api.import_model(folder, tmp_path / "runs" / "a")
-    assert made.tokenizer
-    assert not made.notes
+    built = api.import_model(folder, tmp_path / "runs" / "a")
+    assert built.tokenizer
+    assert not built.notes
     config = api.load_config(tmp_path / "runs" / "a" / "config.toml")
     assert load_tokenizer(config.data.tokenizer).encode(TEXT) == tokenizer.encode(TEXT)
     api.export_model(tmp_path / "runs" / "a", tmp_path / "out")
@@ -342,18 +344,18 @@ def test_a_vocabulary_and_merges_make_a_tokenizer(named, tmp_path):
     merges = [m if isinstance(m, str) else " ".join(m) for m in record["merges"]]
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
     (folder / "tokenizer.json").unlink()
-    made = api.import_model(folder, tmp_path / "runs" / "a")
-    assert made.tokenizer
-    found = load_tokenizer(tmp_path / "runs" / "a" / "tokenizer.json")
-    assert found.encode(TEXT) == tokenizer.encode(TEXT)
-    assert found.end_of_document == tokenizer.end_of_document
+    built = api.import_model(folder, tmp_path / "runs" / "a")
+    assert built.tokenizer
+    result = load_tokenizer(tmp_path / "runs" / "a" / "tokenizer.json")
+    assert result.encode(TEXT) == tokenizer.encode(TEXT)
+    assert result.end_of_document == tokenizer.end_of_document
 
 
 def test_a_model_without_a_tokenizer_says_what_to_do(tmp_path):
     small("gpt2").save_pretrained(tmp_path / "theirs")
-    made = api.import_model(tmp_path / "theirs", tmp_path / "runs" / "a")
-    assert not made.tokenizer
-    assert "tokenizer.json" in made.notes[-1]
+    built = api.import_model(tmp_path / "theirs", tmp_path / "runs" / "a")
+    assert not built.tokenizer
+    assert "tokenizer.json" in built.notes[-1]
     assert not api.export_model(tmp_path / "runs" / "a", tmp_path / "out").tokenizer
 
 
@@ -376,9 +378,9 @@ def test_a_prompt_begins_as_the_tokenizers_template_begins(named):
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
     )
     library.save(str(folder / "tokenizer.json"))
-    again = load_tokenizer(folder / "tokenizer.json")
-    assert again.encode_prompt("def") == [0, *tokenizer.encode("def")]
-    assert again.encode("def") == tokenizer.encode("def")
+    repeated = load_tokenizer(folder / "tokenizer.json")
+    assert repeated.encode_prompt("def") == [0, *tokenizer.encode("def")]
+    assert repeated.encode("def") == tokenizer.encode("def")
 
 
 @pytest.fixture
@@ -419,20 +421,20 @@ def test_every_end_of_a_text_comes_in_ends_it_and_goes_out(chat, tmp_path, of_ge
     if of_generation:
         edit(chat / "generation_config.json", **of_generation)
     edit(chat / "config.json", **of_model)
-    made = api.import_model(chat, tmp_path / "runs" / "a")
-    assert any("different eos_token_id" in note for note in made.notes) == noted
+    built = api.import_model(chat, tmp_path / "runs" / "a")
+    assert any("different eos_token_id" in note for note in built.notes) == noted
     assert "".join(api.generate(tmp_path / "runs" / "a", "def", tokens=4, temperature=0, device="cpu")) == ""
     api.export_model(tmp_path / "runs" / "a", tmp_path / "out")
-    again = load(tmp_path / "out")
+    repeated = load(tmp_path / "out")
     expected = {0, 1} if of_model else {1}
-    for settings in (again.config, again.generation_config):
+    for settings in (repeated.config, repeated.generation_config):
         ends = settings.eos_token_id
         assert set(ends if isinstance(ends, list) else [ends]) == expected
-    assert len(their_greedy(again, [5, 6], 4)) == 1
-    assert again.config.bos_token_id == {**of_model, **of_generation}.get("bos_token_id")
-    assert again.config.pad_token_id is None
+    assert len(their_greedy(repeated, [5, 6], 4)) == 1
+    assert repeated.config.bos_token_id == {**of_model, **of_generation}.get("bos_token_id")
+    assert repeated.config.pad_token_id is None
     if "temperature" in of_generation:
-        assert again.generation_config.temperature == 0.6
+        assert repeated.generation_config.temperature == 0.6
 
 
 def test_templates_of_conversations_come_in_and_go_out(chat, tmp_path):
@@ -495,16 +497,16 @@ def test_generate_reads_a_file_and_ends_before_a_stop(named, megascale, tmp_path
     api.import_model(folder, tmp_path / "runs" / "a")
     (tmp_path / "begun.txt").write_text(TEXT)
     common = ["generate", "runs/a", "--prompt-file", "begun.txt", "--temperature", "0", "--json", "--tokens", "20"]
-    whole = megascale(*common)
-    assert whole.returncode == 0, whole.stderr
-    text = json.loads(whole.stdout)["text"]
+    full = megascale(*common)
+    assert full.returncode == 0, full.stderr
+    text = json.loads(full.stdout)["text"]
     ids = tokenizer.encode(TEXT)
     assert text == tokenizer.decode(their_greedy(load_run(tmp_path), ids, 20, eos_token_id=0)).rstrip("\ufffd")
     middle = text[3:5]
     cut = megascale(*common, "--stop", middle)
     assert json.loads(cut.stdout)["text"] == text[: text.index(middle)]
-    both = megascale(*common, "--prompt", "x")
-    assert both.returncode == 2
+    pair = megascale(*common, "--prompt", "x")
+    assert pair.returncode == 2
     missing = megascale("generate", "runs/a", "--prompt-file", "nowhere.txt")
     assert missing.returncode == 4
     assert "nowhere.txt" in missing.stderr

@@ -135,8 +135,8 @@ def test_each_layer_sees_its_own_window():
         inputs, _ = batch(1)
         changed = inputs.clone()
         changed[0] = (changed[0] + 1) % 21
-        apart = (chunk(inputs) - chunk(changed)).abs().amax((1, 2)) > 1e-9
-        far.append(int(apart.nonzero().max()))
+        separate = (chunk(inputs) - chunk(changed)).abs().amax((1, 2)) > 1e-9
+        far.append(int(separate.nonzero().max()))
     # Three windows of 2 reach 3 tokens on; a layer of full attention reaches all.
     assert far == [3, 11, 11]
 
@@ -151,12 +151,12 @@ def test_window_pattern_alternates_layers():
 def test_cached_steps_give_the_whole_passes_hidden_states(shape, window):
     chunk = make(*SHAPES[shape], *window)
     inputs, _ = batch()
-    whole = chunk(inputs)
+    full = chunk(inputs)
     cache, parts = KVCache(), []
     for start, stop in ((0, 5), (5, 6), (6, 7), (7, 12)):
         parts.append(chunk(inputs[start:stop], None, ForwardContext(cache=cache)))
         cache.length = stop
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.cat(parts), full, rtol=1e-10, atol=1e-10)
 
 
 @settings(max_examples=20, deadline=None)
@@ -165,12 +165,12 @@ def test_dropout_depends_on_the_global_sample_only(start, count):
     """A micro-batch cut out of a batch draws the batch's masks."""
     chunk = make("--model.dropout=0.3")
     inputs, targets = batch(6)
-    whole = chunk(inputs, targets, ForwardContext(dropout_key=5))
+    full = chunk(inputs, targets, ForwardContext(dropout_key=5))
     part = chunk(
         inputs[:, start : start + count],
         targets[:, start : start + count],
         ForwardContext(dropout_key=5, sample_start=start),
     )
-    torch.testing.assert_close(part, whole[:, start : start + count], rtol=1e-10, atol=1e-10)
-    other = chunk(inputs, targets, ForwardContext(dropout_key=6))
-    assert not torch.allclose(other, whole)
+    torch.testing.assert_close(part, full[:, start : start + count], rtol=1e-10, atol=1e-10)
+    second = chunk(inputs, targets, ForwardContext(dropout_key=6))
+    assert not torch.allclose(second, full)

@@ -25,15 +25,15 @@ def test_each_cause_is_named(cause, tmp_path):
     random = np.random.default_rng(3)
     extra, throttled = decline_bench.extra_of(cause, JOB.world, STEPS, random)
     counters = decline_bench.gpu_counters(JOB.world, throttled, STEPS)
-    found = decline_bench.look(keep(tmp_path / "run", JOB, replayed(JOB, STEPS, 9, extra=extra), counters))
-    assert found.has_declined == bool(cause)
+    result = decline_bench.look(keep(tmp_path / "run", JOB, replayed(JOB, STEPS, 9, extra=extra), counters))
+    assert result.has_declined == bool(cause)
     if not cause:
-        assert found.main_causes == ()
+        assert result.main_causes == ()
         return
-    first = found.main_causes[0]
+    first = result.main_causes[0]
     assert first.name == cause
     assert first.evidence
-    assert sum(one.share for one in found.causes) <= 1.001
+    assert sum(item.share for item in result.causes) <= 1.001
     if cause == "throttling":
         assert set(first.ranks) <= set(throttled)
         assert "power cap" in first.evidence[0]
@@ -55,34 +55,34 @@ def run(tmp_path_factory):
 def test_one_rank_that_became_slow_is_a_slow_rank_and_mfu_is_told(run):
     with SpanTables(run) as tables:
         first, second, series = choose_windows(tables, 1)
-        found = explain_decline(lambda low, high: read_rank_parts(tables, 1, low, high), first, second, tables, series)
+        result = explain_decline(lambda low, high: read_rank_parts(tables, 1, low, high), first, second, tables, series)
     assert (first, second) == ((4, 32), (122, 150))
-    assert found.mfu == (0.5, 0.4)
-    assert [(one.name, one.ranks) for one in found.main_causes] == [("slow rank", (9,))]
-    assert len(found.step_seconds[0]) == STEPS - 3
+    assert result.mfu == (0.5, 0.4)
+    assert [(item.name, item.ranks) for item in result.main_causes] == [("slow rank", (9,))]
+    assert len(result.step_seconds[0]) == STEPS - 3
 
 
 def test_the_command(run, megascale, tmp_path):
-    told = " ".join(megascale("decline", run, "--plot", tmp_path / "why.png").stdout.split())
-    assert "MFU 50.0%, then 40.0%" in told
-    assert "slow rank: rank 9 is the last in" in told
+    report = " ".join(megascale("decline", run, "--plot", tmp_path / "why.png").stdout.split())
+    assert "MFU 50.0%, then 40.0%" in report
+    assert "slow rank: rank 9 is the last in" in report
     assert (tmp_path / "why.png").stat().st_size > 10_000
-    same = strict_json.loads(megascale("decline", run, "--json", "--before", "10-40", "--after", "41-70").stdout)
-    assert (same["declined"], same["named"], same["before"]) == (False, [], [10, 40])
+    equal = strict_json.loads(megascale("decline", run, "--json", "--before", "10-40", "--after", "41-70").stdout)
+    assert (equal["declined"], equal["named"], equal["before"]) == (False, [], [10, 40])
     wrong = megascale("decline", run, "--before", "10-40")
     assert (wrong.returncode, "--after" in wrong.stderr) == (2, True)
 
 
-@pytest.mark.parametrize(("error", "words"), [(1.0, "of up to 300%"), (np.inf, "of any size")])
-def test_a_large_growth_that_chance_explains_is_not_called_no_decline(tmp_path, capsys, error, words):
+@pytest.mark.parametrize(("error", "arguments"), [(1.0, "of up to 300%"), (np.inf, "of any size")])
+def test_a_large_growth_that_chance_explains_is_not_called_no_decline(tmp_path, capsys, error, arguments):
     steps = np.arange(20), np.linspace(1.0, 4.0, 20)
-    found = Decline((1, 10), (11, 20), (1.0, 3.31), error, 2.31, (np.nan, np.nan), (), steps)
-    assert (found.verdict, found.has_declined, found.main_causes) == ("uncertain", False, ())
-    print_tables(found)
+    result = Decline((1, 10), (11, 20), (1.0, 3.31), error, 2.31, (np.nan, np.nan), (), steps)
+    assert (result.verdict, result.has_declined, result.main_causes) == ("uncertain", False, ())
+    print_tables(result)
     text = " ".join(capsys.readouterr().out.split())
     assert "+231.0%" in text
     assert "no decline" not in text
     assert "undecided: steps are 231.0% longer" in text
-    assert f"chance explains a growth {words}; compare longer windows" in text
-    assert to_dict(found)["verdict"] == "uncertain"
-    draw_decline(found, tmp_path / "why.png")
+    assert f"chance explains a growth {arguments}; compare longer windows" in text
+    assert to_dict(result)["verdict"] == "uncertain"
+    draw_decline(result, tmp_path / "why.png")

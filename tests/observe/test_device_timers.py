@@ -55,10 +55,10 @@ class Event:
         assert self.at >= 0
         return self.device.host >= self.at
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, second: Event) -> float:
         assert self.query()
-        assert other.query(), "CUDA refuses events that have not happened"
-        return float(np.float32((other.at - self.at) * (1 + self.device.drift) / 1e6))
+        assert second.query(), "CUDA refuses events that have not happened"
+        return float(np.float32((second.at - self.at) * (1 + self.device.drift) / 1e6))
 
 
 class Kept:
@@ -92,9 +92,9 @@ def step(recorder: DeviceTimers, device: Device, number: int, queue: int, work: 
     begun = max(device.busy, device.host)
     device.queue(queue, work)
     launched = recorder.begin_transfer(SpanAxis.TENSOR, 64)
-    since, wait = recorder.mark(), max(device.busy, device.host)
+    start, wait = recorder.mark(), max(device.busy, device.host)
     device.queue(queue, 2 * work)  # a stall: the stream waits for another rank
-    recorder.record_wait(since, SpanKind.WAIT, SpanAxis.TENSOR, 3)
+    recorder.record_wait(start, SpanKind.WAIT, SpanAxis.TENSOR, 3)
     waited = max(device.busy, device.host)
     recorder.end_transfer(launched, SpanAxis.TENSOR, 64, 3)
     device.queue(queue, work)
@@ -107,8 +107,8 @@ def step(recorder: DeviceTimers, device: Device, number: int, queue: int, work: 
 @pytest.mark.parametrize(("queue", "work"), [(20_000, 3_000_000), (4_000_000, 10_000)])
 def test_times_are_the_device_s_and_lie_on_the_host_s_clock(device, queue, work):
     """Where the host runs ahead, and where it lags; only the very first mark is waited for."""
-    kept = Kept()
-    recorder = DeviceTimers(torch.device("cuda", 0), kept)
+    retained = Kept()
+    recorder = DeviceTimers(torch.device("cuda", 0), retained)
     waits, truth = device.waits, {}
     for number in range(1, 200):
         truth[number] = step(recorder, device, number, queue, work)
@@ -119,10 +119,10 @@ def test_times_are_the_device_s_and_lie_on_the_host_s_clock(device, queue, work)
     device.host = max(device.host, device.busy)
     recorder.close()
     assert recorder.dropped == 0
-    told = {n: records for kind, n, records, _ in kept.told if kind == SPANS}
-    errors = {n: error for kind, n, _, error in kept.told if kind == SPANS}
-    assert sorted(told) == sorted(truth)
-    for number, spans in told.items():
+    report = {n: records for kind, n, records, _ in retained.told if kind == SPANS}
+    errors = {n: error for kind, n, _, error in retained.told if kind == SPANS}
+    assert sorted(report) == sorted(truth)
+    for number, spans in report.items():
         for kind, name in ((SpanKind.FORWARD, "forward"), (SpanKind.WAIT, "wait")):
             (span,) = spans[spans["kind"] == kind]
             start, end = truth[number][name]
@@ -131,7 +131,7 @@ def test_times_are_the_device_s_and_lie_on_the_host_s_clock(device, queue, work)
             lasted = (end - start) * (1 + device.drift)
             assert abs(int(span["end_ns"]) - int(span["start_ns"]) - lasted) <= 2000
     assert max(errors.values()) < 4 * max(work, queue)
-    (rollup,) = [records for kind, n, records, _ in kept.told if (kind, n) == (ROLLUPS, 150)]
+    (rollup,) = [records for kind, n, records, _ in retained.told if (kind, n) == (ROLLUPS, 150)]
     (forward,) = rollup[rollup["kind"] == SpanKind.FORWARD]
     assert forward["waited_ns"] == pytest.approx(max(2 * work, queue), rel=0.6)
     assert forward["host_ns"] == 3 * queue
@@ -145,14 +145,14 @@ def test_times_are_the_device_s_and_lie_on_the_host_s_clock(device, queue, work)
 def test_a_device_that_stands_still_costs_blocks_and_no_wait(device):
     recorder = DeviceTimers(torch.device("cuda", 0), Kept())
     device.queue(1000, 10**15)
-    waits, made = device.waits, 0
+    waits, built = device.waits, 0
     for number in range(1, 300):
         step(recorder, device, number, 1000, 1000)
         if number == 150:
-            made = device.made
+            built = device.made
     assert device.waits == waits
     assert recorder.dropped > 200
-    assert device.made == made  # nothing grows
+    assert device.made == built  # nothing grows
     device.host = device.busy
     step(recorder, device, 300, 1000, 1000)
     device.host = device.busy
@@ -162,8 +162,8 @@ def test_a_device_that_stands_still_costs_blocks_and_no_wait(device):
 
 
 def test_within_a_capture_nothing_is_recorded(device):
-    kept = Kept()
-    recorder = DeviceTimers(torch.device("cuda", 0), kept)
+    retained = Kept()
+    recorder = DeviceTimers(torch.device("cuda", 0), retained)
     recorder.begin_step(1)
     device.capturing = True
     recorder.begin_action(SpanKind.FORWARD, 0, 0)
@@ -175,7 +175,7 @@ def test_within_a_capture_nothing_is_recorded(device):
     recorder.end_step()
     device.host = device.busy
     recorder.close()
-    (spans,) = [records for kind, _, records, _ in kept.told if kind == SPANS]
+    (spans,) = [records for kind, _, records, _ in retained.told if kind == SPANS]
     assert set(spans["kind"].tolist()) <= {SpanKind.STEP, SpanKind.TRANSFER}
     (step_span,) = spans[spans["kind"] == SpanKind.STEP]
     assert step_span["end_ns"] - step_span["start_ns"] == pytest.approx(6000, abs=1100)

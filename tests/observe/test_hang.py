@@ -115,8 +115,8 @@ def test_the_status_carries_the_place_of_the_record(tmp_path):
     status.update("train", 4)
     log.begin_step(4)
     log.set_action(b"backward", 0, 2, 5)
-    found = read_status(status.path)
-    assert (found.phase, found.step, found.action, found.microbatch) == ("train", 4, "backward", 2)
+    result = read_status(status.path)
+    assert (result.phase, result.step, result.action, result.microbatch) == ("train", 4, "backward", 2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -158,19 +158,19 @@ def layout(data: int = 2, pipeline: int = 1) -> Layout:
     return lay_out(from_tree(tree), data * pipeline)
 
 
-def record(rank: int, made: list[Call], waits: tuple[str, int] | None, world: int = 2, **changes) -> CallRecord:
-    names = {c.group for c in made} | ({waits[0]} if waits else set()) | changes.pop("also", set())
+def record(rank: int, built: list[Call], waits: tuple[str, int] | None, world: int = 2, **changes) -> CallRecord:
+    names = {c.group for c in built} | ({waits[0]} if waits else set()) | changes.pop("also", set())
     groups = {}
     for name in names:
-        started = max((c.sequence for c in made if c.group == name), default=0)
+        started = max((c.sequence for c in built if c.group == name), default=0)
         groups[name] = GroupCounts(2, started, started - (1 if waits and waits[0] == name else 0))
     waiting = PendingWait(waits[0], waits[1], 10**9) if waits else None
-    step = max((c.step for c in made), default=1)
-    return CallRecord(rank, 100 + rank, world, step=step, waiting=waiting, groups=groups, calls=tuple(made), **changes)
+    step = max((c.step for c in built), default=1)
+    return CallRecord(rank, 100 + rank, world, step=step, waiting=waiting, groups=groups, calls=tuple(built), **changes)
 
 
-def judge(*records: CallRecord | None, where: Layout | None = None, **about) -> Hang:
-    ranks = {r.rank: RankEvidence(r.rank, record=r, **about.get(f"rank{r.rank}", {})) for r in records if r}
+def judge(*records: CallRecord | None, where: Layout | None = None, **details) -> Hang:
+    ranks = {r.rank: RankEvidence(r.rank, record=r, **details.get(f"rank{r.rank}", {})) for r in records if r}
     return explain_hang(Scene(ranks, len(records), now_ns=5 * 10**9), where)
 
 
@@ -179,11 +179,11 @@ def step_of(step: int, ops: str, group: str = "data_reduce/0", size: int = 64, s
     return [Call(group, start + i + 1, names[op], size, step) for i, op in enumerate(ops)]
 
 
-def steps(*each: str, **about) -> list[Call]:
-    made: list[Call] = []
+def steps(*each: str, **details) -> list[Call]:
+    built: list[Call] = []
     for number, ops in enumerate(each, 1):
-        made += step_of(number, ops, start=len(made), **about)
-    return made
+        built += step_of(number, ops, start=len(built), **details)
+    return built
 
 
 def test_a_rank_in_no_collective_is_named_when_others_wait():
@@ -202,8 +202,8 @@ def test_a_rank_in_no_collective_is_named_when_others_wait():
 
 def test_a_silent_rank_is_the_suspect():
     waits = record(0, steps("grr", "gr"), ("data_reduce/0", 5))
-    other = record(1, steps("grr", "gr"), ("data_reduce/0", 5))
-    hang = judge(waits, other, rank1={"answered": False}, rank0={"answered": True})
+    second = record(1, steps("grr", "gr"), ("data_reduce/0", 5))
+    hang = judge(waits, second, rank1={"answered": False}, rank0={"answered": True})
     assert (hang.kind, hang.ranks) == ("silent", (1,))
     alone = judge(waits, None)
     assert (alone.kind, alone.ranks) == ("silent", (1,))
@@ -212,8 +212,8 @@ def test_a_silent_rank_is_the_suspect():
 def test_a_rank_that_departed_outweighs_one_that_cannot_answer():
     """Held up inside a driver's call by what another did not send, a rank may be unable to answer."""
     departs = record(0, steps("grr", "grr", "gaa"), ("data_reduce/0", 9))
-    held = record(1, steps("grr", "grr", "grr"), ("data_reduce/0", 8))
-    hang = judge(departs, held, rank1={"answered": False, "stack": ("state D, in the kernel's wait",)})
+    stored = record(1, steps("grr", "grr", "grr"), ("data_reduce/0", 8))
+    hang = judge(departs, stored, rank1={"answered": False, "stack": ("state D, in the kernel's wait",)})
     assert (hang.kind, hang.ranks) == ("mismatched collective", (0,))
     text = "\n".join(hang.evidence)
     assert "rank 1 did not answer when asked for a stack" in text
@@ -221,8 +221,8 @@ def test_a_rank_that_departed_outweighs_one_that_cannot_answer():
 
 
 def test_a_call_that_all_reached_accuses_the_network_and_no_rank():
-    both = [record(r, steps("grr", "gr"), ("data_reduce/0", 5)) for r in range(2)]
-    hang = judge(*both)
+    pair = [record(r, steps("grr", "gr"), ("data_reduce/0", 5)) for r in range(2)]
+    hang = judge(*pair)
     assert (hang.kind, hang.ranks, hang.sequence) == ("network", (), 5)
 
 
@@ -242,13 +242,13 @@ CAPTURED = {"c": "agree_on_capture", "f": "replayed_forward", "b": "replayed_bac
 
 def replayed(rank: int, *each: str) -> CallRecord:
     """Calls step by step as a GPU's exchange makes them, of which a rank waits in the last; "w": on the world."""
-    made: list[Call] = []
+    built: list[Call] = []
     for number, ops in enumerate(each, 1):
         for op in ops:
             group = "world" if op == "w" else "tensor/0"
-            sequence = 1 + sum(c.group == group for c in made)
-            made.append(Call(group, sequence, CAPTURED.get(op, "all_reduce"), 32, number))
-    return record(rank, made, (made[-1].group, made[-1].sequence), also={"world"})
+            sequence = 1 + sum(c.group == group for c in built)
+            built.append(Call(group, sequence, CAPTURED.get(op, "all_reduce"), 32, number))
+    return record(rank, built, (built[-1].group, built[-1].sequence), also={"world"})
 
 
 @pytest.mark.parametrize("departs", [3, 4, 5])
@@ -274,19 +274,19 @@ def test_on_devices_the_host_is_ahead_of_what_hangs():
     usual = ["grra"] * 4
     calm = record(0, steps(*usual, "grra", "grra"), None)
     wrong = record(1, steps(*usual, "grgra", "grra"), None)
-    one, other = Call("data_reduce/0", 40, "all_gather", 64), Call("data_reduce/0", 40, "reduce_scatter", 64)
-    hang = judge(calm, wrong, rank0=on_device(calm, one), rank1=on_device(wrong, other))
+    first, second = Call("data_reduce/0", 40, "all_gather", 64), Call("data_reduce/0", 40, "reduce_scatter", 64)
+    hang = judge(calm, wrong, rank0=on_device(calm, first), rank1=on_device(wrong, second))
     assert (hang.kind, hang.ranks, hang.group) == ("mismatched collective", (1,), "data_reduce/0")
     assert "step 5" in hang.evidence[0]
 
 
 def test_on_devices_a_rank_that_waits_for_samples_is_named():
     reads = replace(record(0, steps("g"), None), waiting=PendingWait(READER, 0, 10**9, 77))
-    other = record(1, steps("gr"), ("data_reduce/0", 2))
+    second = record(1, steps("gr"), ("data_reduce/0", 2))
     done, due = Call("data_reduce/0", 1, "all_gather", 64), Call("data_reduce/0", 2, "reduce_scatter", 64)
     idle = on_device(reads, done)["flight"]
     idle = replace(idle, record=replace(idle.record, waiting=None, groups={"data_reduce/0": GroupCounts(2, 1, 1)}))
-    hang = judge(reads, other, rank0={"flight": idle}, rank1=on_device(other, due))
+    hang = judge(reads, second, rank0={"flight": idle}, rank1=on_device(second, due))
     assert (hang.kind, hang.ranks) == ("reader", (0,))
 
 
@@ -309,9 +309,14 @@ def test_on_devices_a_stopped_rank_is_missed_in_what_another_launched(flight):
 
 def test_of_several_stopped_ranks_those_that_did_not_come_are_named():
     ahead = record(0, steps("gra"), None, 3)
-    came, did_not = record(1, steps("gr"), None, 3), record(2, steps("g"), None, 3)
+    received, did_not = record(1, steps("gr"), None, 3), record(2, steps("g"), None, 3)
     hang = judge(
-        ahead, came, did_not, rank1={"process": "stopped"}, rank2={"process": "stopped"}, rank0={"process": "running"}
+        ahead,
+        received,
+        did_not,
+        rank1={"process": "stopped"},
+        rank2={"process": "stopped"},
+        rank0={"process": "running"},
     )
     assert (hang.ranks, hang.op, hang.sequence) == ((1, 2), "reduce_scatter", 2)
     assert "rank 0 launched reduce_scatter (call 2 of data_reduce/0), rank 2 did not join it" in hang.evidence
@@ -324,31 +329,31 @@ def test_what_an_exchange_captures_is_no_call(tmp_path):
     runtime = Runtime(calls=log)
     exchange = SimpleNamespace(capture=lambda: nullcontext("captured"))
     axis = Axis(size=2, name="tensor/0", exchange=exchange, runtime=runtime)
-    graphs, told = SimpleNamespace(_tensor=axis, _runtime=runtime), []
+    graphs, report = SimpleNamespace(_tensor=axis, _runtime=runtime), []
     for fails in (False, True):
-        with suppress(RuntimeError), ChunkGraphs._capture_exchange(graphs, told):
+        with suppress(RuntimeError), ChunkGraphs._capture_exchange(graphs, report):
             axis.transfer("fused_gather", 32).done()
             if fails:
                 raise RuntimeError("capture failed")
     axis.transfer("replayed_forward", 32).done()
     assert [c.op for c in read_calls(log.path).calls] == ["replayed_forward"]
-    assert told == ["captured", "captured"]
+    assert report == ["captured", "captured"]
 
 
 def test_of_many_the_minority_is_named_also_in_the_first_step():
-    made = [steps("gr") if rank != 2 else steps("ga") for rank in range(4)]
-    hang = judge(*(record(r, c, ("data_reduce/0", 2), 4) for r, c in enumerate(made)), where=layout(4))
+    built = [steps("gr") if rank != 2 else steps("ga") for rank in range(4)]
+    hang = judge(*(record(r, c, ("data_reduce/0", 2), 4) for r, c in enumerate(built)), where=layout(4))
     assert (hang.kind, hang.ranks) == ("mismatched collective", (2,))
 
 
 def test_a_call_too_many_in_the_second_step_is_named():
     """The first step makes the same calls in another order, so only their number tells."""
-    one = step_of(1, "rg")
-    again = step_of(2, "gr", start=2)
-    extra = [*one, *again, Call("data_reduce/0", 5, "all_reduce", 28, 2)]
+    single = step_of(1, "rg")
+    repeated = step_of(2, "gr", start=2)
+    extra = [*single, *repeated, Call("data_reduce/0", 5, "all_reduce", 28, 2)]
     world = [Call("world", 1, "all_reduce", 24, 1), Call("world", 2, "all_reduce", 24, 2)]
-    calm = record(0, [*one, world[0], *again, world[1]], ("world", 2))
-    wrong = record(1, [*one, world[0], *extra[2:]], ("data_reduce/0", 5))
+    calm = record(0, [*single, world[0], *repeated, world[1]], ("world", 2))
+    wrong = record(1, [*single, world[0], *extra[2:]], ("data_reduce/0", 5))
     hang = judge(calm, wrong)
     assert (hang.kind, hang.ranks, hang.group, hang.sequence) == ("mismatched collective", (1,), "world", 2)
 
@@ -392,9 +397,9 @@ def test_whoever_remains_behind_is_named(world, guilty, ops, data):
     records = []
     for rank in range(world):
         done = usual[: stop + (rank != guilty)]
-        made = steps(usual, usual, usual, done)
+        built = steps(usual, usual, usual, done)
         records.append(
-            record(rank, made, None if rank == guilty else ("data_reduce/0", 3 * len(ops) + stop + 1), world)
+            record(rank, built, None if rank == guilty else ("data_reduce/0", 3 * len(ops) + stop + 1), world)
         )
     hang = judge(*records, where=layout(world) if world in (2, 4) else None)
     assert (hang.kind, hang.ranks, hang.sequence) == ("busy", (guilty,), 3 * len(ops) + stop + 1)
@@ -444,7 +449,7 @@ while True:
 def wait_for(tmp_path: Path, events: int) -> None:
     """Until the child's record of calls says so many."""
     deadline = time.monotonic() + 30
-    while not ((found := read_calls(tmp_path / "rank-0.calls", history=False)) and found.events >= events):
+    while not ((result := read_calls(tmp_path / "rank-0.calls", history=False)) and result.events >= events):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -475,8 +480,8 @@ stands_here()
         wait_for(tmp_path, 1)
         scene, _ = examine_run(tmp_path, watch_seconds=0.0)
         assert scene.ranks[0].answered is not deaf
-        said = scene.ranks[0].stack[0]
-        assert said.startswith("state S") if deaf else said.startswith("stands_here")
+        output = scene.ranks[0].stack[0]
+        assert output.startswith("state S") if deaf else output.startswith("stands_here")
         assert child.poll() is None
     finally:
         child.kill()

@@ -21,9 +21,9 @@ MINUTES = 7 * 60 * 10**9
 
 @pytest.fixture
 def server(tmp_path):
-    made = ClockServer(tmp_path, lambda: time.monotonic_ns() + 10**18, "127.0.0.1")
-    yield made
-    made.close()
+    built = ClockServer(tmp_path, lambda: time.monotonic_ns() + 10**18, "127.0.0.1")
+    yield built
+    built.close()
 
 
 @pytest.mark.parametrize("drift", [0.0, 50e-6])
@@ -48,19 +48,19 @@ def test_a_clock_that_is_minutes_off_and_drifts_is_within_its_error(server, tmp_
 def test_strangers_get_no_answer_and_are_not_believed(server, tmp_path):
     file = tmp_path / "clock.json"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    told = strict_json.loads(file.read_text())
+    report = strict_json.loads(file.read_text())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         stranger.settimeout(0.2)
-        stranger.connect((told["address"], told["port"]))
+        stranger.connect((report["address"], report["port"]))
         for data in (b"", b"x", b"x" * 32, b"x" * 1000):
             stranger.send(data)
         with pytest.raises(TimeoutError):
             stranger.recv(64)
-    file.write_text(strict_json.dumps(told | {"token": "another" * 9}))
+    file.write_text(strict_json.dumps(report | {"token": "another" * 9}))
     clock = HostClock(tmp_path, 0)
     assert not clock.exchange()
     assert clock.read_offset()[2] == UNKNOWN
-    file.write_text(strict_json.dumps(told))
+    file.write_text(strict_json.dumps(report))
     assert clock.exchange()
 
 
@@ -92,14 +92,14 @@ def test_counters_are_what_the_machine_shows(tmp_path):
         nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 2, nvmlDeviceGetHandleByIndex=int, NVML_CLOCK_SM=1,
         nvmlDeviceGetPowerUsage=power, nvmlDeviceGetClockInfo=lambda gpu, kind: 1500 + gpu,
     )  # fmt: skip
-    found = HostCounters(tmp_path, tmp_path, nvml).sample(123)
-    told = {(row["name"].decode(), row["device"].decode()): float(row["value"]) for row in found}
-    assert told == {
+    result = HostCounters(tmp_path, tmp_path, nvml).sample(123)
+    report = {(row["name"].decode(), row["device"].decode()): float(row["value"]) for row in result}
+    assert report == {
         ("nic_rx_bytes", "eth0"): 100, ("nic_carrier_changes", "eth0"): 3, ("nic_speed_mbit", "eth0"): -1,
         ("ib_port_rcv_bytes", "mlx5_0/1"): 100, ("ib_np_cnp_sent", "mlx5_0/1"): 9, ("ib_link_state", "mlx5_0/1"): 4,
         ("gpu_power_watts", "gpu0"): 500, ("gpu_sm_clock_mhz", "gpu0"): 1500, ("gpu_sm_clock_mhz", "gpu1"): 1501,
     }  # fmt: skip
-    assert set(found["time_ns"].tolist()) == {123}
+    assert set(result["time_ns"].tolist()) == {123}
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/stat"), reason="no Linux")

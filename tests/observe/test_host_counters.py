@@ -33,9 +33,9 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "told"), LINES)
-def test_lines_of_the_kernel_tell_which_gpu_had_which_xid(line, told):
-    assert parse_xid(line) == told
+@pytest.mark.parametrize(("line", "report"), LINES)
+def test_lines_of_the_kernel_tell_which_gpu_had_which_xid(line, report):
+    assert parse_xid(line) == report
 
 
 def test_what_the_kernel_logs_from_now_on_becomes_a_counter(tmp_path):
@@ -49,8 +49,8 @@ def test_what_the_kernel_logs_from_now_on_becomes_a_counter(tmp_path):
     counters = HostCounters(tmp_path, tmp_path, nvml, log)
 
     def told() -> list[tuple[str, float]]:
-        found = counters.sample(5)
-        return [(row["device"].decode(), float(row["value"])) for row in found if row["name"] == b"gpu_xid"]
+        result = counters.sample(5)
+        return [(row["device"].decode(), float(row["value"])) for row in result if row["name"] == b"gpu_xid"]
 
     assert told() == []
     with open(log, "a") as out:
@@ -85,7 +85,7 @@ def test_events_of_nvml_come_first(tmp_path):
 
 # Of the kernel's documentation of mlx5, and of drivers' sources (ice, bnxt).
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "report"),
     [
         ("rx_prio3_pause", True), ("tx_prio3_pause_duration", True), ("rx_corrected_bits_phy", True),
         ("rx_pcs_symbol_err_phy", True), ("rx_err_lane_0_phy", True), ("link_down_events_phy", True),
@@ -93,8 +93,8 @@ def test_events_of_nvml_come_first(tmp_path):
         ("rx_discards_phy", True), ("rx0_packets", False), ("tx_prio3_packets", False), ("rx_packets_phy", False),
     ],
 )  # fmt: skip
-def test_which_counters_tell_of_pauses_and_signals(name, told):
-    assert is_link_counter(name) is told
+def test_which_counters_tell_of_pauses_and_signals(name, report):
+    assert is_link_counter(name) is report
     assert len(f"nic_{name}") <= 32  # a counter's name
 
 
@@ -128,10 +128,10 @@ def test_bandwidth_by_the_millisecond_while_a_step_is_sampled(tmp_path):
     }.items():  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    step, asked = [0], threading.Event()
+    step, requested = [0], threading.Event()
 
     def keeping() -> int:
-        asked.set()
+        requested.set()
         return step[0]
 
     def grow(file: Path, value: int) -> None:
@@ -140,7 +140,7 @@ def test_bandwidth_by_the_millisecond_while_a_step_is_sampled(tmp_path):
 
     rates = NicRates(keeping, tmp_path)
     try:
-        assert asked.wait(60)
+        assert requested.wait(60)
         grow(nic / "statistics/rx_bytes", 999)
         assert len(rates.take()) == 0
         step[0] = 100
@@ -150,17 +150,17 @@ def test_bandwidth_by_the_millisecond_while_a_step_is_sampled(tmp_path):
             grow(port / "counters/port_rcv_data", burst * 1_000_000)
             wait_for(lambda burst=burst: all(n.last[0] >= burst * 1_000_000 for n in rates._nics))
         step[0] = 0
-        found: list[np.ndarray] = []
-        wait_for(lambda: found.append(rates.take()) or len(found[-1]))
-        rows = found[-1]
+        result: list[np.ndarray] = []
+        wait_for(lambda: result.append(rates.take()) or len(result[-1]))
+        rows = result[-1]
     finally:
         rates.close()
 
     def bytes_of(name: bytes, device: bytes) -> float:
-        mine = rows[(rows["name"] == name) & (rows["device"] == device)]
+        local = rows[(rows["name"] == name) & (rows["device"] == device)]
         begin = rows["time_ns"][rows["name"] == b"nic_rate_limit"][0]
-        seconds = np.diff(mine["time_ns"], prepend=begin) / 1e9
-        return float((mine["value"] * seconds).sum())
+        seconds = np.diff(local["time_ns"], prepend=begin) / 1e9
+        return float((local["value"] * seconds).sum())
 
     limits = rows[rows["name"] == b"nic_rate_limit"]
     assert dict(zip(limits["device"].tolist(), limits["value"].tolist(), strict=True)) == {

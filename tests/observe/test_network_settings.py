@@ -28,14 +28,14 @@ def system(tmp_path):
 
 
 def test_what_is_wrong_is_told_from_what_cannot_be_read(system):
-    found = check_network({"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7", "NCCL_IB_TC": "106"}, system)
-    told = {(one.device, one.name): one.good for one in found}
-    assert told == {
+    result = check_network({"NCCL_IB_TIMEOUT": "22", "NCCL_IB_RETRY_CNT": "7", "NCCL_IB_TC": "106"}, system)
+    report = {(item.device, item.name): item.good for item in result}
+    assert report == {
         ("", "time-out"): True, ("mlx5_0/1", "link"): True, ("mlx5_0/1", "traffic class"): True,
         ("mlx5_0/1", "ECN notification"): True, ("mlx5_0/1", "ECN reaction"): False,
         ("mlx5_0/1", "PFC"): None, ("mlx5_0/1", "adaptive retransmission"): None, ("mlx5_1/1", "link"): False,
     }  # fmt: skip
-    assert next(one for one in found if one.name == "time-out").value.endswith(": 137.4 s")
+    assert next(one for one in result if one.name == "time-out").value.endswith(": 137.4 s")
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_a_time_out_must_outlast_a_flap(system, timeout, retries, good):
 
 
 def test_settings_that_are_not_made_are_named(system):
-    found = {one.name: one for one in check_network({}, system)}
-    assert found["time-out"].good is found["traffic class"].good is False
-    assert "NCCL_IB_TIMEOUT=22" in found["time-out"].advised
+    result = {item.name: item for item in check_network({}, system)}
+    assert result["time-out"].good is result["traffic class"].good is False
+    assert "NCCL_IB_TIMEOUT=22" in result["time-out"].advised
 
 
 def test_a_host_without_ports_is_told_nothing(tmp_path):

@@ -42,17 +42,17 @@ def run_folder(path: Path, records: list[dict]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("axis", "places"),
+    ("axis", "locations"),
     [
         ("tokens", [512, 1024, 1536, 2048]),
         ("steps", [1, 2, 3, 4]),
         ("hours", [0.0005, 0.0010, 0.0015, 0.0020]),
     ],
 )
-def test_each_axis_places_steps_and_evaluations(axis, places):
+def test_each_axis_places_steps_and_evaluations(axis, locations):
     curves = Curves.from_records("a", RECORDS, axis)
-    assert curves.x == pytest.approx(places)
-    assert curves.held_out == [(pytest.approx(places[1]), 3.5), (pytest.approx(places[3]), 2.5)]
+    assert curves.x == pytest.approx(locations)
+    assert curves.held_out == [(pytest.approx(locations[1]), 3.5), (pytest.approx(locations[3]), 2.5)]
     assert math.isnan(curves.loss[2])
     assert "held out 2.500" in curves.format_label(0.9)
     assert curves.format_label(0).startswith("a: 2.000")
@@ -90,8 +90,8 @@ def test_several_runs_in_one_picture(tmp_path, axis, weight):
     runs = [run_folder(tmp_path / part / "same", RECORDS) for part in ("a", "b")]
     out = plot_runs(runs, tmp_path / "new" / "out.png", x=axis, smoothing=weight)
     assert out.read_bytes()[:4] == b"\x89PNG"
-    one = plot_runs(runs[:1], tmp_path / "one.png", x=axis, smoothing=weight)
-    assert one.read_bytes() != out.read_bytes()
+    single = plot_runs(runs[:1], tmp_path / "one.png", x=axis, smoothing=weight)
+    assert single.read_bytes() != out.read_bytes()
 
 
 def test_a_folder_without_steps_is_named(tmp_path):
@@ -99,10 +99,10 @@ def test_a_folder_without_steps_is_named(tmp_path):
         read_metrics(tmp_path)
     with pytest.raises(DataError, match="not finished a step"):
         read_metrics(run_folder(tmp_path / "a", [{"step": 0, "valid_loss": 1.0}]))
-    whole = run_folder(tmp_path / "b", RECORDS)
-    with open(whole / "metrics.jsonl", "a") as out:
+    full = run_folder(tmp_path / "b", RECORDS)
+    with open(full / "metrics.jsonl", "a") as out:
         out.write('{"step": 5, "lo')  # a crash cut the last line
-    assert len(read_metrics(whole)) == len(RECORDS)
+    assert len(read_metrics(full)) == len(RECORDS)
 
 
 @given(damaged_lines(RECORDS), st.sampled_from(["tokens", "steps", "hours"]))
@@ -147,11 +147,11 @@ def test_records_without_a_place_on_the_axis_are_named(tmp_path):
 
 
 def test_a_line_without_end_and_a_pipe_are_named(tmp_path):
-    run, said = run_folder(tmp_path / "a", RECORDS), []
+    run, output = run_folder(tmp_path / "a", RECORDS), []
     os.truncate(run / "metrics.jsonl", 1 << 29)  # sparse: half a gibibyte of zeros in one line
     with limited_memory(128 << 20):
-        assert len(read_metrics(run, said.append)) == len(RECORDS)
-    assert "1 line is damaged or longer than 1,048,576 bytes, and left out" in said[0]
+        assert len(read_metrics(run, output.append)) == len(RECORDS)
+    assert "1 line is damaged or longer than 1,048,576 bytes, and left out" in output[0]
     (run / "metrics.jsonl").unlink()
     os.mkfifo(run / "metrics.jsonl")
     with pytest.raises(DataError, match="it is a pipe or a device"):
@@ -160,49 +160,49 @@ def test_a_line_without_end_and_a_pipe_are_named(tmp_path):
 
 @pytest.mark.parametrize("name", ["x.foo", "x", "x.png.txt"])
 def test_a_format_that_cannot_be_drawn_is_named(tmp_path, name):
-    for words in (["plot", str(tmp_path), "--out", name], ["plan", "--gpus", "1", "--plot", name]):
-        found = CliRunner().invoke(app, words)
-        assert isinstance(found.exception, ConfigError)
-        assert f"{name}: pictures are written as .png, .svg, .pdf" in str(found.exception)
+    for arguments in (["plot", str(tmp_path), "--out", name], ["plan", "--gpus", "1", "--plot", name]):
+        result = CliRunner().invoke(app, arguments)
+        assert isinstance(result.exception, ConfigError)
+        assert f"{name}: pictures are written as .png, .svg, .pdf" in str(result.exception)
 
 
 def test_what_follows_a_finished_run_changes_no_exit_code(tiny, megascale, tmp_path):
     """Its plot cannot be written, and there is nothing to generate with: the run has finished all the same."""
     plots = tmp_path / "runs" / "tiny" / "plots" / "loss.png"
     plots.mkdir(parents=True)
-    found = megascale("train", tiny, "--train.steps=1", "--train.sample_prompt=a")
-    assert found.returncode == 0, found.stderr
-    assert "no loss curve was drawn" in found.stdout
-    assert "no sample was generated" in found.stdout
+    result = megascale("train", tiny, "--train.steps=1", "--train.sample_prompt=a")
+    assert result.returncode == 0, result.stderr
+    assert "no loss curve was drawn" in result.stdout
+    assert "no sample was generated" in result.stdout
 
 
 def log_records(data: bytes) -> Iterator[bytes]:
     """Records of a file in LevelDB's log format, as Weights & Biases keeps offline runs: 32 KiB blocks of parts, each
     with a checksum, a length and whether it is a whole record (1) or its first, a middle or its last part (2, 3, 4)."""
-    at, whole = 7, b""  # after the file's own header
+    at, full = 7, b""  # after the file's own header
     while at < len(data):
         if (1 << 15) - at % (1 << 15) < 7:
             at += (1 << 15) - at % (1 << 15)
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
-        whole = (b"" if kind in (1, 2) else whole) + data[at + 7 : at + 7 + length]
+        full = (b"" if kind in (1, 2) else full) + data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
-            yield whole
+            yield full
 
 
 def offline_records(run: Path) -> list[dict]:
     """What offline runs of Weights & Biases keep."""
     from wandb.proto import wandb_internal_pb2
 
-    found = []
+    result = []
     for file in sorted(run.glob("wandb/offline-run-*/*.wandb")):
         for data in log_records(file.read_bytes()):
             part = wandb_internal_pb2.Record()
             part.ParseFromString(data)
             if part.history.item:
-                found.append({(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in part.history.item})
-    return found
+                result.append({(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in part.history.item})
+    return result
 
 
 def test_weights_and_biases_gets_every_step_and_goes_on_after_a_resume(tiny, megascale, tmp_path):
@@ -210,14 +210,14 @@ def test_weights_and_biases_gets_every_step_and_goes_on_after_a_resume(tiny, meg
     run = tmp_path / "runs" / "tiny"
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     for steps in (2, 4):  # in processes of their own: the package's file is whole once its process has ended
-        found = megascale("train", tiny, f"--train.steps={steps}", "--observe.wandb=mine", env=offline)
-        assert found.returncode == 0, found.stderr
-    kept = offline_records(run)
+        result = megascale("train", tiny, f"--train.steps={steps}", "--observe.wandb=mine", env=offline)
+        assert result.returncode == 0, result.stderr
+    retained = offline_records(run)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = {record["_step"]: record["loss"] for record in kept if "loss" in record}
+    losses = {record["_step"]: record["loss"] for record in retained if "loss" in record}
     assert losses == {r["step"]: r["loss"] for r in metrics if "loss" in r}
     assert sorted(losses) == [1, 2, 3, 4]
-    assert any("valid_loss" in record for record in kept)
+    assert any("valid_loss" in record for record in retained)
     identity = (run / "wandb-id").read_text().strip()
     assert all(path.name.endswith(identity) for path in run.glob("wandb/offline-run-*"))
     assert len(list(run.glob("wandb/offline-run-*"))) == 2

@@ -18,24 +18,30 @@ def times(ranks: int, seed: int = 0, noise: float = 0.015, spread: float = 0.006
 
 def test_error_rates_are_what_is_said_of_them():
     """At most one false alarm in a hundred looks (here: of 200 at most 6), and 10% is found in all."""
-    for one in error_rates(3, {2: 200, 8: 100, 64: 60}):
-        assert one["0.0"] <= 0.03, one
-        assert one["0.1"] >= (0.9 if one["differ"] else 0.99), one
-        if one["ranks"] >= 64:
-            assert one["0.05"] >= 0.9, one
+    for item in error_rates(3, {2: 200, 8: 100, 64: 60}):
+        assert item["0.0"] <= 0.03, item
+        assert item["0.1"] >= (0.9 if item["differ"] else 0.99), item
+        if item["ranks"] >= 64:
+            assert item["0.05"] >= 0.9, item
 
 
 @pytest.mark.parametrize("ranks", [4, 32])
 def test_a_slow_rank_is_named_with_how_much_and_how_sure(ranks):
     busy = times(ranks)
     busy[2] *= 1.1
-    found = judge_ranks(busy, np.zeros(ranks, int), STEPS, np.arange(100, 100 + ranks))
-    (one,) = found.slow
-    assert (one.rank, one.state, one.first, one.last, one.peer_count) == (102, "persistent", 1, 50, ranks - 1)
-    assert one.excess == pytest.approx(0.10, abs=0.02)
-    assert one.excess > one.limit
-    assert 0.99 < one.confidence <= 1
-    assert np.isnan(found.spread) == (ranks < 16)
+    result = judge_ranks(busy, np.zeros(ranks, int), STEPS, np.arange(100, 100 + ranks))
+    (single,) = result.slow
+    assert (single.rank, single.state, single.first, single.last, single.peer_count) == (
+        102,
+        "persistent",
+        1,
+        50,
+        ranks - 1,
+    )
+    assert single.excess == pytest.approx(0.10, abs=0.02)
+    assert single.excess > single.limit
+    assert 0.99 < single.confidence <= 1
+    assert np.isnan(result.spread) == (ranks < 16)
 
 
 def test_stages_are_not_compared_and_what_all_share_is_nobody_s():
@@ -53,7 +59,7 @@ def test_passing_and_irregular_are_told_from_persistent():
     busy[3, 10:20] *= 1.2
     busy[5, 25:] *= 1.2
     busy[7, ::6] *= 2.0
-    states = {one.rank: one for one in judge_ranks(busy, np.zeros(32, int), STEPS).slow}
+    states = {item.rank: item for item in judge_ranks(busy, np.zeros(32, int), STEPS).slow}
     assert {rank: one.state for rank, one in states.items()} == {3: "passing", 5: "passing", 7: "irregular"}
     assert (states[3].first, states[3].last) == (11, 20)
     assert (states[5].first, states[5].last) == (26, 50)
@@ -68,13 +74,13 @@ def test_steps_that_are_not_told_do_not_count():
     busy[2, 3:] = np.nan
     busy[3] *= 1.2
     busy[0, 7] = 0.0
-    found = judge_ranks(busy, np.zeros(4, int), STEPS)
-    assert [one.rank for one in found.slow] == [3]
-    assert np.isnan(found.excess[2])
-    assert found.uncompared == 1
+    result = judge_ranks(busy, np.zeros(4, int), STEPS)
+    assert [item.rank for item in result.slow] == [3]
+    assert np.isnan(result.excess[2])
+    assert result.uncompared == 1
 
 
 def test_two_slow_ranks_of_four_are_both_named():
     busy = times(4)
     busy[1:3] *= 1.15
-    assert {one.rank for one in judge_ranks(busy, np.zeros(4, int), STEPS).slow} == {1, 2}
+    assert {item.rank for item in judge_ranks(busy, np.zeros(4, int), STEPS).slow} == {1, 2}

@@ -20,18 +20,18 @@ def spans(count: int, value: int = 0) -> np.ndarray:
 
 def test_frames_go_round_the_end_of_the_ring():
     ring = SpanRing(rank=3, attempt=2, body=10_000)
-    other = SpanRing(os.dup(ring.handle))
-    assert (other.rank, other.attempt, other.identity) == (3, 2, ring.identity)
-    seen = []
+    second = SpanRing(os.dup(ring.handle))
+    assert (second.rank, second.attempt, second.identity) == (3, 2, ring.identity)
+    observed = []
     for step in range(1, 200):
         ring.write(SPANS, step, spans(step % 40 + 1, step), 7)
-        data = other.read()
+        data = second.read()
         for head, body, _ in scan_frames(data):
-            seen.append((head.number, head.step))
+            observed.append((head.number, head.step))
             assert np.frombuffer(body, SPAN)["start_ns"].tolist() == [step] * (step % 40 + 1)
             assert head.error_ns == 7
-        other.release(len(data))
-    assert seen == [(step, step) for step in range(1, 200)]
+        second.release(len(data))
+    assert observed == [(step, step) for step in range(1, 200)]
     assert ring.lost == 0
 
 
@@ -64,8 +64,8 @@ def test_what_was_not_taken_over_is_read_again():
     ring.write(SPANS, 2, spans(2), 0)
     (_, _, end), _ = scan_frames(ring.read())
     ring.release(end)
-    again = SpanRing(os.dup(ring.handle))
-    assert [head.step for head, _, _ in scan_frames(again.read())] == [2]
+    repeated = SpanRing(os.dup(ring.handle))
+    assert [head.step for head, _, _ in scan_frames(repeated.read())] == [2]
 
 
 def test_full_it_drops_spans_first_and_counts_them():
@@ -85,9 +85,9 @@ def test_full_it_drops_spans_first_and_counts_them():
 
 def test_steps_are_asked_for_from_the_other_end():
     ring = SpanRing(body=4096)
-    other = SpanRing(os.dup(ring.handle))
+    second = SpanRing(os.dup(ring.handle))
     assert not ring.is_requested(5)
-    other.request_spans(5, 6)
+    second.request_spans(5, 6)
     assert [step for step in range(10) if ring.is_requested(step)] == [5, 6]
 
 

@@ -33,10 +33,10 @@ def _forked() -> Iterator[None]:
         yield
 
 
-def wait_for(met, what: str, seconds: float = 60.0) -> None:
+def wait_for(met, subject: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not met():
-        assert time.monotonic() < deadline, f"{what} did not come within {seconds:g} s"
+        assert time.monotonic() < deadline, f"{subject} did not come within {seconds:g} s"
         time.sleep(0.05)
 
 
@@ -53,11 +53,11 @@ def write(ring: SpanRing, step: int) -> None:
 
 def steps_of(out: Path) -> dict[int, list[int]]:
     with SpanTables(out.parent) as tables:
-        found = tables.query("SELECT rank, step FROM rollups WHERE action = 'step' ORDER BY rank, step")
-    told: dict[int, list[int]] = {}
-    for rank, step in zip(found["rank"].tolist(), found["step"].tolist(), strict=True):
-        told.setdefault(rank, []).append(step)
-    return told
+        result = tables.query("SELECT rank, step FROM rollups WHERE action = 'step' ORDER BY rank, step")
+    report: dict[int, list[int]] = {}
+    for rank, step in zip(result["rank"].tolist(), result["step"].tolist(), strict=True):
+        report.setdefault(rank, []).append(step)
+    return report
 
 
 @pytest.fixture
@@ -86,26 +86,26 @@ def test_two_ranks_one_service_and_a_kill(out, monkeypatch):
     wait_for(lambda: all(ring.is_requested(7) for ring in rings), "being asked")
     rings[1].write(SPANS, 3, np.zeros(1, SPAN), 0)
     write(rings[0], 3)
-    for one in links:
-        one.close()
+    for item in links:
+        item.close()
     wait_for(lambda: not service_place(out).folder.exists(), "the end of the service")
     assert steps_of(out) == {0: [1, 2, 3], 1: [1, 2]}
     assert not list(out.glob("*.bin"))
     with SpanTables(out.parent) as tables:
         assert tables.query("SELECT count(*) AS n FROM spans")["n"].tolist() == [4 * 5 + 1]
-        who = tables.query("SELECT DISTINCT rank, attempt, data, hostname, host FROM ranks ORDER BY rank")
-        assert who["data"].tolist() == [0, 1]
-        assert who["attempt"].tolist() == [3, 3]
-        assert who["hostname"].tolist() == ["here", "here"]
+        name = tables.query("SELECT DISTINCT rank, attempt, data, hostname, host FROM ranks ORDER BY rank")
+        assert name["data"].tolist() == [0, 1]
+        assert name["attempt"].tolist() == [3, 3]
+        assert name["hostname"].tolist() == ["here", "here"]
     state = strict_json.loads((out / "state.json").read_text())
     assert (state["failures"], state["damaged"], state["lost_spans"]) == (0, 0, {})
 
 
 def test_a_short_run_starts_no_service_and_leaves_its_frames(out):
     ring = SpanRing(rank=2)
-    one = link(ring, out, wait=100.0)
+    single = link(ring, out, wait=100.0)
     write(ring, 1)
-    one.close()
+    single.close()
     assert service_place(out).owner_pid() is None
     assert not service_place(out).folder.exists()
     assert steps_of(out) == {2: [1]}
@@ -137,9 +137,9 @@ def test_a_service_that_cannot_start_costs_nothing_but_detail(out, monkeypatch):
     monkeypatch.setattr(span_link, "service_launch", lambda *words: span_link.host_service.Launch("no.such.module", []))
     monkeypatch.setattr(span_link.host_service, "START_TIMEOUT", 1.0)
     ring = SpanRing()
-    one = link(ring, out)
+    single = link(ring, out)
     write(ring, 1)
-    one.close()
+    single.close()
     assert steps_of(out) == {0: [1]}
 
 
@@ -151,8 +151,8 @@ def test_a_service_that_cannot_serve_ends(out, tmp_path, fault):
         where.address.mkdir(parents=True)
     else:
         (out / "folder.tmp").mkdir(parents=True)
-    words = [str(where.folder), "--out", str(out), "--job", "job", "--host", "0"]
-    command = [sys.executable, "-m", "megascale.observe.store.span_service", *words]
+    arguments = [str(where.folder), "--out", str(out), "--job", "job", "--host", "0"]
+    command = [sys.executable, "-m", "megascale.observe.store.span_service", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     finally:
@@ -176,15 +176,15 @@ def test_two_hosts_share_one_clock(tmp_path, monkeypatch):
         if not all(list(out.glob("spool-*.bin")) for out in outs):
             return []
         with SpanTables(tmp_path) as tables:
-            found = tables.query("SELECT error_ns FROM clocks WHERE host = 1 ORDER BY time_ns")
-        return [error for error in found["error_ns"].tolist() if error >= 0]
+            result = tables.query("SELECT error_ns FROM clocks WHERE host = 1 ORDER BY time_ns")
+        return [error for error in result["error_ns"].tolist() if error >= 0]
 
     try:
         wait_for(errors, "an answer of host 0")
         assert errors()[-1] < 100_000_000
     finally:
-        for one in links:
-            one.close()
+        for item in links:
+            item.close()
     for out in outs:
         wait_for(lambda out=out: not service_place(out).folder.exists(), "the end of the service")
     assert not (tmp_path / "spans" / "clock.json").exists()

@@ -76,8 +76,8 @@ def closed_port() -> int:
 
 
 def test_settings_name_sinks_with_their_addresses():
-    given = ["parquet", "clickhouse=http://h:8123/db", "kafka=a:9092;b:9092/x"]
-    assert load(None, [f"--observe.span_sinks={','.join(given)}"]).observe.span_sinks == given
+    inputs = ["parquet", "clickhouse=http://h:8123/db", "kafka=a:9092;b:9092/x"]
+    assert load(None, [f"--observe.span_sinks={','.join(inputs)}"]).observe.span_sinks == inputs
     with pytest.raises(ConfigError, match=r"needs an address: clickhouse=http://HOST:8123/DATABASE"):
         load(None, ["--observe.span_sinks=clickhouse"])
     with pytest.raises(ConfigError, match="holds a user or password"):
@@ -121,16 +121,16 @@ class Server:
                 assert self.ask("SELECT 1") == "1"
                 return
             except OSError:
-                said = (folder / "out").read_text()[-2000:]
-                assert self.process.poll() is None, said
-                assert time.monotonic() < deadline, said
+                output = (folder / "out").read_text()[-2000:]
+                assert self.process.poll() is None, output
+                assert time.monotonic() < deadline, output
                 time.sleep(0.1)
 
     def ask(self, query: str) -> str:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
-            about = {"X-ClickHouse-User": "writer", "X-ClickHouse-Key": "secret"}
-            connection.request("GET", f"/?{urlencode({'query': query})}", headers=about)
+            details = {"X-ClickHouse-User": "writer", "X-ClickHouse-Key": "secret"}
+            connection.request("GET", f"/?{urlencode({'query': query})}", headers=details)
             return connection.getresponse().read().decode().strip()
         finally:
             connection.close()
@@ -150,33 +150,33 @@ def test_clickhouse_gets_each_row_once(tmp_path, clickhouse, monkeypatch):
     """Refused at first; then each segment once, also when it is told again by a service that was killed meanwhile."""
     address = f"clickhouse=http://127.0.0.1:{clickhouse.port}/spans_of_test"
     ingest = fed(tmp_path, ["parquet", address])
-    now = 1e9
-    ingest.tick(now)
+    current = 1e9
+    ingest.tick(current)
     assert ingest.failures == 1
     assert "refuses" in ingest.error  # no user was given
     monkeypatch.setenv("MEGASCALE_CLICKHOUSE_USER", "writer")
     monkeypatch.setenv("MEGASCALE_CLICKHOUSE_PASSWORD", "secret")
     ingest = fed(tmp_path, ["parquet", address])  # another service: the same segment, and one of its own
-    ingest.tick(now := now + 20)
-    ingest.tick(now + 20)
+    ingest.tick(current := current + 20)
+    ingest.tick(current + 20)
     assert ingest.failures == 0, ingest.error
 
     def count(table: str, final: str = "FINAL") -> list[str]:
         return clickhouse.ask(f"SELECT count() FROM spans_of_test.{table} {final}").splitlines()
 
     assert [count(table) for table in ("spans", "rollups", "counters", "segments")] == [["6000"], ["4"], ["4"], ["2"]]
-    told = clickhouse.ask(
+    report = clickhouse.ask(
         "SELECT host, hostname, rank, step, action, axis, microbatch, start_ns, end_ns FROM spans_of_test.spans "
         "WHERE segment = 0 AND step = 2 AND row = 2999 FORMAT TSV"
     )
-    assert told == f"2\tnode-2\t3\t2\twait\tdata\t1499\t{OFFSET + 2000}\t{OFFSET + 3499}"
+    assert report == f"2\tnode-2\t3\t2\twait\tdata\t1499\t{OFFSET + 2000}\t{OFFSET + 3499}"
     names = clickhouse.ask("SELECT DISTINCT job, name FROM spans_of_test.counters FORMAT JSONCompact")
     assert json.loads(names)["data"] == [[HOSTILE, HOSTILE]]
 
     # Killed after the rows and before the word that they are there: they come again, and replace themselves.
     clickhouse.ask("SYSTEM STOP MERGES")
-    again = fed(tmp_path, ["parquet", address])
-    number = again._spool.rotate()
+    repeated = fed(tmp_path, ["parquet", address])
+    number = repeated._spool.rotate()
     segment = read_segment(next(tmp_path.glob("spool-*.bin")))
     assert number == 2
     broken = ClickHouseSink(tmp_path, address.partition("=")[2])
@@ -236,7 +236,7 @@ def test_kafka_has_every_row_in_order(tmp_path, brokers):
     rows: dict[str, list[dict]] = {"test.spans": [], "test.rollups": [], "test.counters": []}
     keys, messages, deadline = set(), 0, time.monotonic() + 60
     while sum(map(len, rows.values())) < 3004:
-        assert time.monotonic() < deadline, {topic: len(found) for topic, found in rows.items()}
+        assert time.monotonic() < deadline, {topic: len(match) for topic, match in rows.items()}
         message = consumer.poll(0.5)
         if message is not None and message.error() is None:
             found = [json.loads(line) for line in message.value().decode().split("\n")]

@@ -45,9 +45,9 @@ def out(tmp_path):
     return tmp_path / "run" / "spans" / "host=0"
 
 
-def ingest(out: Path, **given: Any) -> Ingest:
-    given.setdefault("sink", ParquetWriter)
-    return Ingest(out, job="it's a run", host=0, hostname="node-0", clock_ns=OFFSET, **given)
+def ingest(out: Path, **inputs: Any) -> Ingest:
+    inputs.setdefault("sink", ParquetWriter)
+    return Ingest(out, job="it's a run", host=0, hostname="node-0", clock_ns=OFFSET, **inputs)
 
 
 def step_of(ring: SpanRing, step: int, spans: int = 3) -> None:
@@ -96,8 +96,8 @@ def test_spool_and_files_hold_the_same_table(out):
     first.close()
     assert counted(out) == expected(3)
     with SpanTables(out.parent) as tables:
-        found = tables.query("SELECT * FROM spans ORDER BY step, end_ns LIMIT 1")
-        assert {name: column.tolist()[0] for name, column in found.items()} == {
+        result = tables.query("SELECT * FROM spans ORDER BY step, end_ns LIMIT 1")
+        assert {name: column.tolist()[0] for name, column in result.items()} == {
             "attempt": 2, "rank": 4, "step": 1, "action": "wait", "chunk": 0, "microbatch": 0, "axis": "tensor",
             "bytes": 0, "start_ns": OFFSET + 1000, "end_ns": OFFSET + 1000, "waited_on": 0, "clock_error_ns": 5,
             "host": 0,
@@ -128,15 +128,15 @@ def test_a_killed_service_loses_and_repeats_nothing(out, moment, monkeypatch):
     else:
         first.take_frames(ring)
         number = first._spool.rotate()
-        kept = segment_file(out, 0).read_bytes()
+        retained = segment_file(out, 0).read_bytes()
         first._ended.append(0)
         first._convert(0.0)
-        segment_file(out, 0).write_bytes(kept)
+        segment_file(out, 0).write_bytes(retained)
         (out / "rings.json").unlink()
     assert counted(out)["spans"] == {1: 3, 2: 3}
-    again = ingest(out)
-    again.take_frames(ring)
-    again.close()
+    repeated = ingest(out)
+    repeated.take_frames(ring)
+    repeated.close()
     done = 3 if moment == "before it is acknowledged" else 2
     assert counted(out) == expected(done)
     assert not list(out.glob("*.tmp"))
@@ -155,9 +155,9 @@ def test_what_a_rank_left_is_read_and_adopted_once(out):
     step_of(ring, 2)
     save_orphan(out, {"job": "it's a run", "host": 0, "clock_ns": OFFSET}, ring.identity, frames + ring.read())
     assert counted(out) == expected(2)
-    again = ingest(out)
+    repeated = ingest(out)
     assert counted(out) == expected(2)
-    again.close()
+    repeated.close()
     assert counted(out) == expected(2)
     assert not list(out.glob("left-*"))
 
@@ -174,22 +174,22 @@ def test_frames_that_were_kept_before_are_left_out_of_what_a_rank_left(out):
 
 
 def test_a_sink_that_is_down_gets_all_of_it_later(out):
-    made: list[Unplugged] = []
+    built: list[Unplugged] = []
 
     def sink(folder: Path) -> Unplugged:
-        made.append(Unplugged(folder))
-        return made[0]
+        built.append(Unplugged(folder))
+        return built[0]
 
-    first, ring, now = ingest(out, sink=sink, segment_seconds=1.0), SpanRing(), 1e9
+    first, ring, current = ingest(out, sink=sink, segment_seconds=1.0), SpanRing(), 1e9
     for step in range(1, 6):
         step_of(ring, step)
         first.take_frames(ring)
-        first.tick(now := now + 20.0)
+        first.tick(current := current + 20.0)
     assert first.failures == 5
     assert "no space left" in first.error
     assert counted(out) == expected(5)
-    made[0].plugged = True
-    first.tick(now + 20.0)
+    built[0].plugged = True
+    first.tick(current + 20.0)
     assert list_segments(out) == []
     assert counted(out) == expected(5)
 
@@ -215,18 +215,18 @@ def test_a_full_disk_keeps_frames_in_the_ring(out, monkeypatch):
 
 
 def test_the_folder_keeps_its_limit_and_roll_ups_stay_longest(out):
-    first, ring, now = ingest(out, limit=60_000, segment_seconds=1.0), SpanRing(), 1e9
+    first, ring, current = ingest(out, limit=60_000, segment_seconds=1.0), SpanRing(), 1e9
     for step in range(1, 60):
         step_of(ring, step, spans=300)
         first.take_frames(ring)
-        first.tick(now := now + 2.0)
+        first.tick(current := current + 2.0)
     assert sum(path.stat().st_size for path in out.iterdir()) <= 60_000
     assert first.removed_files > 0
     with SpanTables(out.parent) as tables:
-        kept = tables.query("SELECT min(step) AS first, max(step) AS last FROM spans")
-        assert kept["last"].tolist() == [59]
-        assert 1 < kept["first"][0] < 59
-        assert 1 < tables.query("SELECT min(step) AS first FROM rollups")["first"][0] <= kept["first"][0]
+        retained = tables.query("SELECT min(step) AS first, max(step) AS last FROM spans")
+        assert retained["last"].tolist() == [59]
+        assert 1 < retained["first"][0] < 59
+        assert 1 < tables.query("SELECT min(step) AS first FROM rollups")["first"][0] <= retained["first"][0]
 
 
 def test_times_follow_the_common_clock(out):
@@ -251,9 +251,9 @@ def test_strings_of_strangers_stay_strings(out):
     first.add_records(CLOCKS, np.zeros(1, CLOCK))
     first.close()
     with SpanTables(out.parent) as tables:
-        found = tables.query("SELECT name, device, value FROM counters")
-        assert found["name"].tolist() == ["'; DROP TABLE spans; --"]
-        assert found["value"].tolist() == [1.5]
+        result = tables.query("SELECT name, device, value FROM counters")
+        assert result["name"].tolist() == ["'; DROP TABLE spans; --"]
+        assert result["value"].tolist() == [1.5]
 
 
 def test_what_is_damaged_is_left_out_and_named(out):
@@ -267,9 +267,9 @@ def test_what_is_damaged_is_left_out_and_named(out):
     with SpanTables(out.parent) as tables:
         assert set(map(os.path.basename, tables.skipped)) == {"spans-000007.parquet", "spool-000009.bin"}
         assert tables.query("SELECT count(*) AS n FROM spans")["n"].tolist() == [3]
-    again = ingest(out)
-    again.close()
-    assert again.failures == 1
+    repeated = ingest(out)
+    repeated.close()
+    assert repeated.failures == 1
     assert (out / "spool-000009.damaged").exists()
 
 
@@ -314,15 +314,19 @@ def test_several_sinks_each_get_each_segment_once(out, monkeypatch):
     span_sinks.register("other", Other, "counts")
     try:
         assert load(None, ["--observe.span_sinks=parquet,other"]).observe.span_sinks == ["parquet", "other"]
-        first, ring, now = ingest(out, sink=open_span_sinks(["parquet", "other"]), segment_seconds=1.0), SpanRing(), 1e9
+        first, ring, current = (
+            ingest(out, sink=open_span_sinks(["parquet", "other"]), segment_seconds=1.0),
+            SpanRing(),
+            1e9,
+        )
         for step in range(1, 4):
             step_of(ring, step)
             first.take_frames(ring)
-            first.tick(now := now + 20.0)
+            first.tick(current := current + 20.0)
         assert "other: RuntimeError: no route to host" in first.error
         assert counted(out) == expected(3)
         down[0] = False
-        first.tick(now + 20.0)
+        first.tick(current + 20.0)
         assert got == [0, 1, 2]
         assert counted(out) == expected(3)
     finally:
@@ -346,11 +350,11 @@ def test_a_sink_that_is_gone_does_without_what_there_is_no_room_for(out):
     span_sinks.register("away", Away, "is not there")
     try:
         sink = open_span_sinks(["parquet", "away"])
-        first, ring, now = ingest(out, sink=sink, segment_seconds=1.0, limit=1_000_000), SpanRing(), 1e9
+        first, ring, current = ingest(out, sink=sink, segment_seconds=1.0, limit=1_000_000), SpanRing(), 1e9
         for step in range(1, 21):
             step_of(ring, step, spans=1000)
             assert first.take_frames(ring)
-            first.tick(now := now + 20.0)
+            first.tick(current := current + 20.0)
         assert not ring.read()
         waiting = len(list_segments(out))
         assert 0 < waiting < 10
@@ -366,12 +370,12 @@ def test_a_sink_that_is_gone_does_without_what_there_is_no_room_for(out):
 def test_small_files_are_merged_and_count_once(out, monkeypatch):
     """Whenever somebody dies or looks: while both the merged file and those it was made of are there, too."""
     monkeypatch.setattr(parquet, "_MERGED_FILES", 4)
-    first, ring, now, seen = ingest(out, segment_seconds=1.0), SpanRing(), 1e9, []
+    first, ring, current, observed = ingest(out, segment_seconds=1.0), SpanRing(), 1e9, []
     unlink = Path.unlink
 
     def looking(path: Path, missing_ok: bool = False) -> None:
-        if path.suffix == ".parquet" and not seen:
-            seen.append(len(list(out.glob("rollups-*.parquet"))))
+        if path.suffix == ".parquet" and not observed:
+            observed.append(len(list(out.glob("rollups-*.parquet"))))
             assert counted(out) == expected(step)
         unlink(path, missing_ok)
 
@@ -379,31 +383,31 @@ def test_small_files_are_merged_and_count_once(out, monkeypatch):
     for step in range(1, 20):
         step_of(ring, step)
         first.take_frames(ring)
-        first.tick(now := now + 2.0)
+        first.tick(current := current + 2.0)
         assert counted(out) == expected(step)
-    assert seen == [6]  # four, the new one, and that of the segment which is still there
-    kept = sorted(path.name for path in out.glob("rollups-*.parquet"))
-    assert len(kept) <= 7
-    assert any(name.count("-") == 2 for name in kept)
-    left = out / "rollups-000001.parquet"
-    left.write_bytes((out / kept[-1]).read_bytes())  # as one that died before removing it leaves it
+    assert observed == [6]  # four, the new one, and that of the segment which is still there
+    retained = sorted(path.name for path in out.glob("rollups-*.parquet"))
+    assert len(retained) <= 7
+    assert any(name.count("-") == 2 for name in retained)
+    remaining = out / "rollups-000001.parquet"
+    remaining.write_bytes((out / retained[-1]).read_bytes())  # as one that died before removing it leaves it
     assert counted(out) == expected(19)
     monkeypatch.undo()
     ParquetWriter(out).close()
-    assert not left.exists()
+    assert not remaining.exists()
     assert counted(out) == expected(19)
 
 
 def test_a_damaged_segment_goes_before_tables_do(out):
     """It is kept for a look at it, but not at the cost of what can be read."""
-    mine, ring = ingest(out, limit=1 << 20), SpanRing(body=1 << 20)
+    local, ring = ingest(out, limit=1 << 20), SpanRing(body=1 << 20)
     step_of(ring, 1)
-    mine.take_frames(ring)
-    mine.tick(end=True)
+    local.take_frames(ring)
+    local.tick(end=True)
     segment_file(out, 7).write_bytes(b"no spool")
     os.truncate(segment_file(out, 7), 1 << 40)  # sparse
-    again = ingest(out, limit=1 << 20)
-    again.tick(end=True)
+    repeated = ingest(out, limit=1 << 20)
+    repeated.tick(end=True)
     assert not list(out.glob("spool-*")) + list(out.glob("*.damaged"))
-    assert again.removed_files == 1
+    assert repeated.removed_files == 1
     assert counted(out)["spans"] == {1: 3}

@@ -22,8 +22,8 @@ def act(name: str, batch: int, begin: int, end: int, *inner: InnerSpan) -> Actio
     return ActionSpan(name, 0, batch, begin * MS, end * MS, list(inner))
 
 
-def rank(number: int, place: tuple[int, int, int], end: int, *acts: ActionSpan) -> RankStep:
-    return RankStep(1, number, place, 0, end * MS, 0, list(acts))
+def rank(number: int, location: tuple[int, int, int], end: int, *acts: ActionSpan) -> RankStep:
+    return RankStep(1, number, location, 0, end * MS, 0, list(acts))
 
 
 def three_stages() -> dict[int, RankStep]:
@@ -39,8 +39,8 @@ def three_stages() -> dict[int, RankStep]:
 
 
 def test_a_wait_is_a_bubble_until_the_message_is_sent_and_names_with_whom_it_began():
-    found = _TimelineBuilder(three_stages(), {0: 0, 1: 1, 2: 2}).timeline(1, [0, 1, 2], "pipeline")
-    slow, middle, last = found.tracks
+    result = _TimelineBuilder(three_stages(), {0: 0, 1: 1, 2: 2}).timeline(1, [0, 1, 2], "pipeline")
+    slow, middle, last = result.tracks
     assert slow.seconds == pytest.approx({"compute": 0.040, "bubble": 0, "samples": 0, "optimizer": 0, "other": 0.020})
     assert (middle.seconds["bubble"], middle.seconds["exposed pipeline"]) == pytest.approx((0.039, 0.002))
     assert middle.seconds["compute"] == pytest.approx(0.005)
@@ -49,11 +49,11 @@ def test_a_wait_is_a_bubble_until_the_message_is_sent_and_names_with_whom_it_beg
     assert (bubble.waited_on, bubble.root) == (1, 0)
     assert bubble.reason == "rank 1 had not yet sent it: in forward of micro-batch 0, which itself waited"
     assert middle.waits[0].reason == "rank 0 had not yet sent it: in forward of micro-batch 0"
-    assert found.bubbles == pytest.approx({0: 0.085})
+    assert result.bubbles == pytest.approx({0: 0.085})
     # Planned: 40, 5 and 5 ms of work one after another, with two messages of 2 ms.
-    assert found.planned_seconds == pytest.approx(0.054)
-    assert found.pipeline_seconds == pytest.approx(0.054)
-    assert [(send, to) for send, _, to, _ in found.messages] == [(0, 1), (1, 2)]
+    assert result.planned_seconds == pytest.approx(0.054)
+    assert result.pipeline_seconds == pytest.approx(0.054)
+    assert [(send, to) for send, _, to, _ in result.messages] == [(0, 1), (1, 2)]
 
 
 def test_a_collective_is_exposed_from_its_last_member_on():
@@ -62,10 +62,10 @@ def test_a_collective_is_exposed_from_its_last_member_on():
         0: rank(0, (0, 0, 0), 20, act("forward", 0, 0, 20, moved("tensor", 5, 12), wait("tensor", 5, 12))),
         1: rank(1, (1, 0, 0), 20, act("forward", 0, 0, 20, moved("tensor", 9, 12), wait("tensor", 9, 12))),
     }
-    found = _TimelineBuilder(steps, {0: 0, 1: 0}).timeline(1, [0, 1], "tensor")
-    assert [t.seconds["bubble"] for t in found.tracks] == pytest.approx([0.004, 0])
-    assert [t.seconds["exposed tensor"] for t in found.tracks] == pytest.approx([0.003, 0.003])
-    assert found.tracks[0].waits[0].waited_on == 1
+    result = _TimelineBuilder(steps, {0: 0, 1: 0}).timeline(1, [0, 1], "tensor")
+    assert [t.seconds["bubble"] for t in result.tracks] == pytest.approx([0.004, 0])
+    assert [t.seconds["exposed tensor"] for t in result.tracks] == pytest.approx([0.003, 0.003])
+    assert result.tracks[0].waits[0].waited_on == 1
 
 
 def test_a_collective_that_began_in_an_earlier_action_is_found():
@@ -75,6 +75,6 @@ def test_a_collective_that_began_in_an_earlier_action_is_found():
         1: rank(1, (0, 0, 1), 20, act("backward", 0, 0, 16, moved("data", 15, 18)),
                 act("finish_reductions", -1, 16, 20, wait("data", 16, 18))),
     }  # fmt: skip
-    found = _TimelineBuilder(steps, {0: 0, 1: 0}).timeline(1, [0, 1], "data")
-    assert [t.seconds["bubble"] for t in found.tracks] == pytest.approx([0.005, 0])
-    assert [t.seconds["exposed data"] for t in found.tracks] == pytest.approx([0.003, 0.002])
+    result = _TimelineBuilder(steps, {0: 0, 1: 0}).timeline(1, [0, 1], "data")
+    assert [t.seconds["bubble"] for t in result.tracks] == pytest.approx([0.005, 0])
+    assert [t.seconds["exposed data"] for t in result.tracks] == pytest.approx([0.003, 0.002])

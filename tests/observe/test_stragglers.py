@@ -42,22 +42,22 @@ def test_parts_add_up_to_the_step(run):
         parts = read_rank_parts(tables, 1, 11, 60)
         with pytest.raises(DataError, match="steps 70 to 80"):
             read_rank_parts(tables, 1, 70, 80)
-    whole = parts.busy + sum(parts.waits.values())
-    assert np.abs(whole - parts.seconds).max() < 1e-6
+    full = parts.busy + sum(parts.waits.values())
+    assert np.abs(full - parts.seconds).max() < 1e-6
     assert parts.coordinates[SLOW].tolist() == [2, 0, 1]
     assert len(set(parts.peer_groups.tolist())) == 2
 
 
 def test_a_slow_gpu_and_a_slow_link_are_told_apart(run):
     with SpanTables(run) as tables:
-        found = find_stragglers(read_rank_parts(tables, 1, 11, 60), tables)
-    assert [(one.slow_rank.rank, one.cause, one.slow_rank.state) for one in found.persistent] == [
+        result = find_stragglers(read_rank_parts(tables, 1, 11, 60), tables)
+    assert [(item.slow_rank.rank, item.cause, item.slow_rank.state) for item in result.persistent] == [
         (SLOW, "GPU", "persistent")
     ]
-    assert found.persistent[0].slow_rank.excess == pytest.approx(0.08, abs=0.015)
-    assert found.persistent[0].position == "stage 0, tensor 2, data 1"
-    assert [link.ranks for link in found.links] == [(LINK,)]
-    assert found.links[0].seconds > found.links[0].limit > 0
+    assert result.persistent[0].slow_rank.excess == pytest.approx(0.08, abs=0.015)
+    assert result.persistent[0].position == "stage 0, tensor 2, data 1"
+    assert [link.ranks for link in result.links] == [(LINK,)]
+    assert result.links[0].seconds > result.links[0].limit > 0
 
 
 def test_ranks_that_are_missing_are_named_and_the_rest_is_judged(run, tmp_path, megascale):
@@ -65,32 +65,32 @@ def test_ranks_that_are_missing_are_named_and_the_rest_is_judged(run, tmp_path, 
     shutil.copytree(run / "spans", tmp_path / "spans")
     out = tmp_path / "spans" / "host=0"
     for file in out.glob("rollups-*.parquet"):
-        rest = "rank NOT IN (8, 9, 17) AND NOT (rank = 20 AND step > 30)"
-        duckdb.sql(f"COPY (SELECT * FROM read_parquet('{file}') WHERE {rest}) TO '{out}/new' (FORMAT parquet)")
+        remaining = "rank NOT IN (8, 9, 17) AND NOT (rank = 20 AND step > 30)"
+        duckdb.sql(f"COPY (SELECT * FROM read_parquet('{file}') WHERE {remaining}) TO '{out}/new' (FORMAT parquet)")
         (out / "new").rename(file)
     lines = (out / "ranks.jsonl").read_text().splitlines()
-    (out / "ranks.jsonl").write_text("\n".join(one for one in lines if strict_json.loads(one)["rank"] not in (8, 9)))
+    (out / "ranks.jsonl").write_text("\n".join(item for item in lines if strict_json.loads(item)["rank"] not in (8, 9)))
     with SpanTables(tmp_path) as tables:
-        found = find_stragglers(read_rank_parts(tables, 1, 11, 60), tables)
-    assert found.parts.missing_ranks == [8, 9, 17]
-    assert found.parts.silent_ranks == {20: 30}
-    assert [(one.slow_rank.rank, one.cause, one.slow_rank.state) for one in found.persistent] == [
+        result = find_stragglers(read_rank_parts(tables, 1, 11, 60), tables)
+    assert result.parts.missing_ranks == [8, 9, 17]
+    assert result.parts.silent_ranks == {20: 30}
+    assert [(one.slow_rank.rank, one.cause, one.slow_rank.state) for one in result.persistent] == [
         (SLOW, "GPU", "persistent")
     ]
-    assert [link.ranks for link in found.links] == [(LINK,)]
-    told = megascale("stragglers", tmp_path).stdout
-    assert "3 ranks (8, 9, 17) have no records in these steps: not compared" in told
-    assert "rank 20 has no records after step 30, though other ranks have" in told
+    assert [link.ranks for link in result.links] == [(LINK,)]
+    report = megascale("stragglers", tmp_path).stdout
+    assert "3 ranks (8, 9, 17) have no records in these steps: not compared" in report
+    assert "rank 20 has no records after step 30, though other ranks have" in report
 
 
 def test_the_command_tells_draws_and_prints_json(run, megascale, tmp_path):
-    told = megascale("stragglers", run, "--plot", tmp_path / "slow.png").stdout
-    assert "rank 6 (stage 0, tensor 2, data 1 on bench)" in " ".join(told.split())
+    report = megascale("stragglers", run, "--plot", tmp_path / "slow.png").stdout
+    assert "rank 6 (stage 0, tensor 2, data 1 on bench)" in " ".join(report.split())
     assert (tmp_path / "slow.png").stat().st_size > 10_000
-    found = strict_json.loads(megascale("stragglers", run, "--json", "--steps", "11-60").stdout)
-    assert [one["rank"] for one in found["slow_ranks"] if one["state"] == "persistent"] == [SLOW]
-    assert [one["ranks"] for one in found["slow_links"]] == [[LINK]]
-    assert set(found["slower"]) == {str(rank) for rank in range(JOB.world)}
+    result = strict_json.loads(megascale("stragglers", run, "--json", "--steps", "11-60").stdout)
+    assert [item["rank"] for item in result["slow_ranks"] if item["state"] == "persistent"] == [SLOW]
+    assert [one["ranks"] for one in result["slow_links"]] == [[LINK]]
+    assert set(result["slower"]) == {str(rank) for rank in range(JOB.world)}
     wrong = megascale("stragglers", run, "--plot", "slow.txt")
     assert (wrong.returncode, "slow.txt" in wrong.stderr) == (2, True)
     wrong = megascale("stragglers", run, "--steps", "1-9", "--last", "5")
@@ -110,12 +110,21 @@ def parts_of(ranks: int, device: str = "GPU", hosts: int = 2) -> RankParts:
     waits = {axis: np.zeros(shape) for axis in ("tensor", "pipeline", "data", "world")}
     more = {"count": np.ones(shape), "forward": 0.03 * noisy, "backward": 0.07 * noisy, "compute_total": 0.1 * noisy}
     more |= {"host": 0.05 * noisy, "first": np.full(shape, 1.0), "last": np.full(shape, 2.0)}
-    place = np.stack([np.zeros(ranks, int), np.zeros(ranks, int), np.arange(ranks)], 1)
+    location = np.stack([np.zeros(ranks, int), np.zeros(ranks, int), np.arange(ranks)], 1)
     host = np.arange(ranks) // (ranks // hosts)
     return RankParts(
-        np.arange(ranks), np.arange(1, 51), 1, place, host, [device] * ranks, ["h"] * ranks, 0.2 * noisy, parts, waits,
+        np.arange(ranks),
+        np.arange(1, 51),
+        1,
+        location,
+        host,
+        [device] * ranks,
+        ["h"] * ranks,
+        0.2 * noisy,
+        parts,
+        waits,
         more,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,10 +142,10 @@ def parts_of(ranks: int, device: str = "GPU", hosts: int = 2) -> RankParts:
 def test_the_cause_is_what_takes_longer(part, device, cause):
     parts = parts_of(8, device)
     parts.parts[part][3] += 0.015
-    (one,) = find_stragglers(parts).ranks
-    assert (one.slow_rank.rank, one.cause) == (3, cause)
-    assert one.shares[part] > 0.9
-    assert one.delay_seconds == pytest.approx(0.015, rel=0.15)
+    (single,) = find_stragglers(parts).ranks
+    assert (single.slow_rank.rank, single.cause) == (3, cause)
+    assert single.shares[part] > 0.9
+    assert single.delay_seconds == pytest.approx(0.015, rel=0.15)
 
 
 def test_a_gpu_that_waits_for_its_host_is_the_host_s():
@@ -144,22 +153,22 @@ def test_a_gpu_that_waits_for_its_host_is_the_host_s():
     for values in (parts.parts["compute"], parts.details["compute_total"]):
         values[3] *= 1.2
     parts.details["host"][3] = parts.details["compute_total"][3]
-    (one,) = find_stragglers(parts).ranks
-    assert one.cause == "host: launch"
-    assert "the GPU waits for its host" in one.evidence[-1]
+    (single,) = find_stragglers(parts).ranks
+    assert single.cause == "host: launch"
+    assert "the GPU waits for its host" in single.evidence[-1]
 
 
 def test_most_ranks_of_a_host_are_the_host_s():
     parts = parts_of(16, hosts=4)
     parts.parts["compute"][4:7] *= 1.15
-    found = find_stragglers(parts).persistent
-    assert {(one.slow_rank.rank, one.cause) for one in found} == {(rank, "GPU, whole host") for rank in (4, 5, 6)}
-    assert "3 of the 4 ranks of host 1" in found[0].evidence[-1]
+    result = find_stragglers(parts).persistent
+    assert {(item.slow_rank.rank, item.cause) for item in result} == {(rank, "GPU, whole host") for rank in (4, 5, 6)}
+    assert "3 of the 4 ranks of host 1" in result[0].evidence[-1]
 
 
 def test_no_work_is_compared_with_other_work():
     parts = parts_of(4)
     parts.parts["compute"][3] *= 2
     parts.details["count"][3] = 2
-    found = find_stragglers(dataclasses.replace(parts))
-    assert (found.ranks, found.judgement.uncompared) == ((), 1)
+    result = find_stragglers(dataclasses.replace(parts))
+    assert (result.ranks, result.judgement.uncompared) == ((), 1)

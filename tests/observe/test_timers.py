@@ -20,8 +20,8 @@ from tests.exact.training import Told, make_engine, run_step
 class Kept:
     """Keeps what it is told."""
 
-    def __init__(self, wanted: set[int] = frozenset()) -> None:  # type: ignore[assignment]
-        self.wanted = wanted
+    def __init__(self, expected: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        self.wanted = expected
         self.keeping: list[int] = []
         self.told: list[tuple[int, int, np.ndarray[Any, Any]]] = []
 
@@ -35,8 +35,8 @@ class Kept:
         self.keeping.append(step)
 
     def of(self, kind: int, step: int) -> np.ndarray[Any, Any]:
-        found = [records for k, s, records in self.told if (k, s) == (kind, step)]
-        return np.concatenate(found) if found else np.zeros(0, ROLLUP if kind == ROLLUPS else SPAN)
+        result = [records for k, s, records in self.told if (k, s) == (kind, step)]
+        return np.concatenate(result) if result else np.zeros(0, ROLLUP if kind == ROLLUPS else SPAN)
 
 
 class Clock:
@@ -66,27 +66,27 @@ def test_the_schedules_actions_have_their_own_numbers():
 
 
 def test_waits_are_told_from_own_work(clock):
-    kept = Kept({3})
-    timers = Timers(kept)
+    retained = Kept({3})
+    timers = Timers(retained)
     timers.begin_step(3)
     timers.begin_action(SpanKind.FORWARD, 0, 5)
     clock.ns += 100
     launched = timers.begin_transfer(SpanAxis.TENSOR, 4096)
     clock.ns += 10
-    since = timers.mark()
+    start = timers.mark()
     clock.ns += 30
-    timers.record_wait(since, SpanKind.WAIT, SpanAxis.TENSOR, 7)
+    timers.record_wait(start, SpanKind.WAIT, SpanAxis.TENSOR, 7)
     timers.end_transfer(launched, SpanAxis.TENSOR, 4096, 7)
     clock.ns += 60
     timers.end_action()
-    since = timers.mark()
+    start = timers.mark()
     clock.ns += 5
-    timers.record_wait(since, SpanKind.DATA_WAIT)  # outside of every action
+    timers.record_wait(start, SpanKind.DATA_WAIT)  # outside of every action
     timers.begin_action(SpanKind.CHECKPOINT_STALL)
     clock.ns += 50
     timers.end_action()
     timers.end_step()
-    rollups = kept.of(ROLLUPS, 3)
+    rollups = retained.of(ROLLUPS, 3)
     (forward,) = rows_of(rollups, SpanKind.FORWARD)
     assert (forward["count"], forward["total_ns"], forward["waited_ns"]) == (1, 200, 30)
     (step,) = rows_of(rollups, SpanKind.STEP)
@@ -97,44 +97,44 @@ def test_waits_are_told_from_own_work(clock):
     assert timers.last.seconds == pytest.approx(255e-9)
     assert timers.last.own_seconds == pytest.approx(170e-9)  # 255 less 30 and 5 of waiting and 50 for the checkpoint
     assert timers.last.waits == pytest.approx({"tensor": 30e-9, "samples": 5e-9})
-    (wait,) = rows_of(kept.of(SPANS, 3), SpanKind.WAIT, SpanAxis.TENSOR)
+    (wait,) = rows_of(retained.of(SPANS, 3), SpanKind.WAIT, SpanAxis.TENSOR)
     assert (wait["microbatch"], wait["waited_on"], wait["end_ns"] - wait["start_ns"]) == (5, 7, 30)
 
 
 @pytest.mark.parametrize(("work", "frames_told"), [(0, 2), (400_000_000, 5)])
 def test_a_long_step_is_told_in_parts_that_add_up(clock, work, frames_told):
-    kept = Kept()
-    timers = Timers(kept)
+    retained = Kept()
+    timers = Timers(retained)
     timers.begin_step(1)
     for _ in range(4):
         timers.begin_action(SpanKind.FORWARD, 0, 0)
-        since = timers.mark()
+        start = timers.mark()
         clock.ns += 200_000_000
-        timers.record_wait(since, SpanKind.WAIT, SpanAxis.DATA)
+        timers.record_wait(start, SpanKind.WAIT, SpanAxis.DATA)
         clock.ns += work
         timers.end_action()
     timers.end_step()
-    assert len(kept.told) == frames_told
-    rows = rows_of(kept.of(ROLLUPS, 1), SpanKind.FORWARD)
+    assert len(retained.told) == frames_told
+    rows = rows_of(retained.of(ROLLUPS, 1), SpanKind.FORWARD)
     assert rows["count"].sum() == 4
     assert rows["total_ns"].sum() == 4 * (200_000_000 + work)
     assert rows["waited_ns"].sum() == 800_000_000
-    assert rows_of(kept.of(ROLLUPS, 1), SpanKind.STEP)["waited_ns"].sum() == 800_000_000
+    assert rows_of(retained.of(ROLLUPS, 1), SpanKind.STEP)["waited_ns"].sum() == 800_000_000
     assert timers.last is not None
     assert timers.last.own_seconds == pytest.approx(4 * work / 1e9)
 
 
 def test_spans_are_kept_for_sampled_and_for_asked_steps_only(clock):
-    kept = Kept({5})
-    timers = Timers(kept, every=3)
+    retained = Kept({5})
+    timers = Timers(retained, every=3)
     for step in range(1, 7):
         timers.begin_step(step)
         timers.begin_action(SpanKind.OPTIMIZER)
         clock.ns += 1
         timers.end_action()
         timers.end_step()
-    assert [step for kind, step, _ in kept.told if kind == SPANS] == [3, 5, 6]
-    assert [step for kind, step, _ in kept.told if kind == ROLLUPS] == [1, 2, 3, 4, 5, 6]
+    assert [step for kind, step, _ in retained.told if kind == SPANS] == [3, 5, 6]
+    assert [step for kind, step, _ in retained.told if kind == ROLLUPS] == [1, 2, 3, 4, 5, 6]
 
 
 def test_rollups_are_the_sums_of_any_spans():
@@ -148,34 +148,34 @@ def test_rollups_are_the_sums_of_any_spans():
     rows[:, 7] = rng.integers(10**18, 10**18 + 10**9, 500)
     rows[:, 8] = rows[:, 7] + rng.integers(0, 10**9, 500)
     rows[:, 9] = rng.integers(0, 10**9, 500)
-    found = {(int(r["kind"]), int(r["axis"])): r for r in roll_up([tuple(row) for row in rows.tolist()])}
+    result = {(int(r["kind"]), int(r["axis"])): r for r in roll_up([tuple(row) for row in rows.tolist()])}
     for kind in SpanKind:
         for axis in SpanAxis:
-            mine = [row for row in rows.tolist() if row[0] == kind and row[1] == axis]
-            row = found.get((kind, axis))
-            if not mine:
+            local = [row for row in rows.tolist() if row[0] == kind and row[1] == axis]
+            row = result.get((kind, axis))
+            if not local:
                 assert row is None or row["count"] == 0
                 continue
-            assert row["count"] == len(mine)
-            assert row["total_ns"] == sum(r[8] - r[7] for r in mine)
-            assert row["longest_ns"] == max(r[8] - r[7] for r in mine)
-            assert row["bytes"] == sum(r[5] for r in mine)
-            assert (row["first_ns"], row["last_ns"]) == (min(r[7] for r in mine), max(r[8] for r in mine))
+            assert row["count"] == len(local)
+            assert row["total_ns"] == sum(r[8] - r[7] for r in local)
+            assert row["longest_ns"] == max(r[8] - r[7] for r in local)
+            assert row["bytes"] == sum(r[5] for r in local)
+            assert (row["first_ns"], row["last_ns"]) == (min(r[7] for r in local), max(r[8] for r in local))
     waits = [r for r in rows.tolist() if r[0] in (SpanKind.WAIT, SpanKind.DATA_WAIT)]
     for parent in (0, 1):
-        assert found[parent, 0]["waited_ns"] == sum(r[8] - r[7] for r in waits if r[6] == parent)
-    assert found[SpanKind.STEP, 0]["waited_ns"] == sum(r[8] - r[7] for r in waits)
+        assert result[parent, 0]["waited_ns"] == sum(r[8] - r[7] for r in waits if r[6] == parent)
+    assert result[SpanKind.STEP, 0]["waited_ns"] == sum(r[8] - r[7] for r in waits)
 
 
 def test_an_engine_times_every_action_of_its_schedule():
     tree = case(microbatches=3, model={"layers": 1}).tree
     engine = make_engine(0, 1, tree)
-    kept = Kept({1})
-    engine.runtime.recorder = timers = Timers(kept)
+    retained = Kept({1})
+    engine.runtime.recorder = timers = Timers(retained)
     timers.begin_step(1)
     run_step(engine, 1, Told())
     timers.end_step()
-    spans = kept.of(SPANS, 1)
+    spans = retained.of(SPANS, 1)
     done = [(int(s["kind"]), int(s["chunk"]), int(s["microbatch"])) for s in spans if s["kind"] < len(ActionKind)]
     planned = [tuple(map(int, action)) for action in engine.pipeline.actions]
     assert done[-len(planned) :] == planned
@@ -184,7 +184,7 @@ def test_an_engine_times_every_action_of_its_schedule():
     assert (spans["start_ns"] >= step["start_ns"]).all()
     assert (spans["end_ns"] <= step["end_ns"]).all()
     timers.begin_step(2)
-    assert kept.keeping == [1, 0]  # whoever samples with it knows from when to when
+    assert retained.keeping == [1, 0]  # whoever samples with it knows from when to when
 
 
 # frames -----------------------------------------------------------------------------------------------------------
@@ -209,27 +209,27 @@ def read_all(data: bytes) -> tuple[list[int], TornFrame]:
 
 def test_frames_come_back_as_they_were():
     data = a_frame(1) + a_frame(2)
-    found = list(scan_frames(data))
-    assert [head.number for head, _, _ in found] == [1, 2]
-    head, body, end = found[1]
+    result = list(scan_frames(data))
+    assert [head.number for head, _, _ in result] == [1, 2]
+    head, body, end = result[1]
     assert (head.kind, head.rank, head.attempt, head.step, head.error_ns, head.lost) == (SPANS, 2, 1, 9, 40, 5)
     assert np.frombuffer(body, SPAN)["start_ns"].tolist() == [1, 2, 3]
     assert end == len(data)
 
 
 def test_no_cut_and_no_flipped_byte_is_read():
-    whole = a_frame(1)
-    data = whole + a_frame(2)
-    for cut in range(len(whole) + 1, len(data)):
+    full = a_frame(1)
+    data = full + a_frame(2)
+    for cut in range(len(full) + 1, len(data)):
         read, torn = read_all(data[:cut])
         assert read == [1]
-        assert (torn.offset, torn.is_truncated) == (len(whole), True)
-    for at in range(len(whole), len(data)):
+        assert (torn.offset, torn.is_truncated) == (len(full), True)
+    for at in range(len(full), len(data)):
         broken = bytearray(data)
         broken[at] ^= 0x40
         read, torn = read_all(bytes(broken))
         assert read == [1], f"byte {at}"
-        assert torn.offset == len(whole)
+        assert torn.offset == len(full)
 
 
 # clocks -----------------------------------------------------------------------------------------------------------
@@ -242,12 +242,12 @@ def test_an_offset_is_within_its_stated_error(drift):
     bounds = ClockBounds()
     errors = []
     for second in range(0, 600, 2):
-        now = second * 1e9
-        true = 123_456_789.0 + drift * now
-        bounds.add_lower_bound(now, true - rng.exponential(200_000))
-        bounds.add_upper_bound(now, true + rng.exponential(200_000))
-        found, error = bounds.estimate(now)
-        assert abs(found - true) <= error + 1
+        current = second * 1e9
+        true = 123_456_789.0 + drift * current
+        bounds.add_lower_bound(current, true - rng.exponential(200_000))
+        bounds.add_upper_bound(current, true + rng.exponential(200_000))
+        result, error = bounds.estimate(current)
+        assert abs(result - true) <= error + 1
         errors.append(error)
     assert bounds.resets == 0
     slow, fast = bounds.rate
@@ -263,5 +263,5 @@ def test_a_clock_that_is_set_makes_it_begin_anew():
         bounds.add_lower_bound(second * 1e9, offset - 1000)
         bounds.add_upper_bound(second * 1e9, offset + 1000)
     assert bounds.resets == 1
-    found, error = bounds.estimate(20e9)
-    assert abs(found - 180e9) <= error < 500_000
+    result, error = bounds.estimate(20e9)
+    assert abs(result - 180e9) <= error < 500_000

@@ -36,9 +36,9 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def collecting(*shape: int) -> torch.Tensor:
     """A parameter that collects its gradient in float32."""
-    made = zeros(*shape)
-    attach(made, GradientSink(torch.zeros(shape)))
-    return made
+    built = zeros(*shape)
+    attach(built, GradientSink(torch.zeros(shape)))
+    return built
 
 
 def both_passes(function: Callable[..., object], *inputs: torch.Tensor) -> None:
@@ -115,8 +115,8 @@ def float8_casts(kind: Format) -> None:
 
 
 def largest_over_peers() -> None:
-    words = [torch.zeros(PeerMax.bytes_needed(2) // WORD, dtype=torch.int64) for _ in range(2)]
-    PeerMax(0, words)(torch.ones(()))
+    arguments = [torch.zeros(PeerMax.bytes_needed(2) // WORD, dtype=torch.int64) for _ in range(2)]
+    PeerMax(0, arguments)(torch.ones(()))
 
 
 def float8_shards() -> None:

@@ -49,11 +49,11 @@ def test_linear_cross_entropy(tokens, sizes, chunk, has_bias, promised, dtype):
     wide = [t.detach().double().requires_grad_() for t in inputs]
     logits = wide[0] @ wide[1].t() + (wide[2] if has_bias else 0)
     want = cross_entropy(logits, targets, vocab)
-    wanted = torch.autograd.grad(want, wide, upstream.double())
+    expected = torch.autograd.grad(want, wide, upstream.double())
     # Logits are rounded to bfloat16 as any bf16 head's are: an error of 2^-9 of a logit of about 4 sigma.
     tolerance = 5 * TOLERANCE[dtype]
     assert (loss - want).abs().max() <= tolerance * max(1, logits.abs().max().item())
-    for a, c in zip(grads, wanted, strict=True):
+    for a, c in zip(grads, expected, strict=True):
         assert distance(a, c) <= tolerance
     assert dispatch.active()["cross entropy"] == "triton"
 

@@ -24,9 +24,9 @@ def _fused():
 
 
 def weight(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    made = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype).requires_grad_()
-    attach(made, GradientSink(torch.ones(rows, columns)))
-    return made
+    built = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype).requires_grad_()
+    attach(built, GradientSink(torch.ones(rows, columns)))
+    return built
 
 
 @settings(max_examples=25, deadline=None)
@@ -37,18 +37,18 @@ def weight(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     cut=st.booleans(),
 )
 def test_rows_get_the_sums_of_their_tokens(tokens, columns, dtype, cut):
-    w, told = weight(12, columns, dtype), []
-    sink_of(w).ready = lambda: told.append(1)
+    w, report = weight(12, columns, dtype), []
+    sink_of(w).ready = lambda: report.append(1)
     ids = torch.tensor(tokens)[:, None]
-    mine = (ids != 1) & (ids != 11) if cut else None
+    local = (ids != 1) & (ids != 11) if cut else None
     upstream = torch.randn(len(tokens), 1, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
-    y = embedding(ids, w, mine)
+    y = embedding(ids, w, local)
     y.backward(upstream)
-    assert torch.equal(y, embedding_reference(ids, w, mine))
+    assert torch.equal(y, embedding_reference(ids, w, local))
     assert w.grad is None
-    assert told == [1]
+    assert report == [1]
     exact = w.detach().double().requires_grad_()
-    embedding_reference(ids, exact, mine).backward(upstream.double())
+    embedding_reference(ids, exact, local).backward(upstream.double())
     assert distance(sink_of(w).main_grad, 1.0 + exact.grad) < 1e-6  # with what was there: sums may cancel
     assert dispatch.active()["embedding"] == "triton"
 
@@ -61,9 +61,9 @@ def test_many_long_runs_of_every_length_meet_in_one_block():
     dy = torch.randn(len(ids), 4, generator=torch.Generator().manual_seed(2))
     main = torch.zeros(len(lengths), 4)
     add_rows(main, ids[order], dy)
-    again = torch.zeros_like(main)
-    add_rows(again, ids[order], dy)
-    assert torch.equal(main, again)
+    repeated = torch.zeros_like(main)
+    add_rows(repeated, ids[order], dy)
+    assert torch.equal(main, repeated)
     expected = torch.zeros(len(lengths), 4, dtype=torch.float64).index_add_(0, ids[order], dy.double())
     assert distance(main, expected) < 1e-6
 

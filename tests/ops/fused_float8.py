@@ -63,15 +63,15 @@ def same(got: torch.Tensor | None, want: torch.Tensor | None) -> None:
 
 def both(function, *collected: torch.Tensor):
     """What the kernels make and what the references make, each with its own copies of the tensors collected into."""
-    made = []
+    built = []
     for mode in ("fused", "reference"):
         kernels, copies = dispatch.Kernels(mode), [c.clone() for c in collected]
         with kernels.as_current():
             result = function(*copies)
-        made.append((result, copies, kernels.active()))
-    (fused, mine, active), (plain, theirs, _) = made
+        built.append((result, copies, kernels.active()))
+    (fused, local, active), (plain, theirs, _) = built
     assert "triton" in active.values()
-    for a, b in zip(mine, theirs, strict=True):
+    for a, b in zip(local, theirs, strict=True):
         same(a, b)
     if isinstance(fused, torch.Tensor):
         same(fused, plain)
@@ -165,8 +165,8 @@ def test_shards_are_cast_as_the_matrices_they_are_parts_of(dtype, seed, hole):
     part = -(-(4544 + 64 * 128) // (64 * ranks)) * 64
     flat = torch.full((part * ranks,), 7e4, dtype=dtype)  # what lies between matters to no matrix
     for i, (shape, start) in enumerate(zip(shapes, starts, strict=True)):
-        there = rows_of(shape, dtype, seed + i, hole if i == 1 else None)
-        flat[start : start + there.numel()] = there.reshape(-1)
+        present = rows_of(shape, dtype, seed + i, hole if i == 1 else None)
+        flat[start : start + present.numel()] = present.reshape(-1)
 
     def table(rank: int) -> Segments:
         a, z = rank * part, (rank + 1) * part
@@ -176,27 +176,27 @@ def test_shards_are_cast_as_the_matrices_they_are_parts_of(dtype, seed, hole):
         ]
         return Segments([row for row in found if row[0] < row[1]], len(shapes), "cpu")
 
-    made = []
+    built = []
     for mode in ("fused", "reference"):
         with dispatch.Kernels(mode).as_current():
-            found, scales = torch.full((ranks, len(shapes)), 9.0), scale_slots(len(shapes))
+            result, scales = torch.full((ranks, len(shapes)), 9.0), scale_slots(len(shapes))
             for rank in range(ranks):
-                compute_shard_amaxes(flat[rank * part : (rank + 1) * part], table(rank), found[rank])
-            agreed = found.view(torch.int32).amax(0).view(torch.float32)
+                compute_shard_amaxes(flat[rank * part : (rank + 1) * part], table(rank), result[rank])
+            agreed = result.view(torch.int32).amax(0).view(torch.float32)
             compute_shard_scales(agreed, E4M3, scales)
             out = torch.full_like(flat, 3, dtype=torch.uint8)
             for rank in range(ranks):
-                here = slice(rank * part, (rank + 1) * part)
-                cast_shard(flat[here], table(rank), scales, E4M3, out[here])
-        made.append(out)
+                local = slice(rank * part, (rank + 1) * part)
+                cast_shard(flat[local], table(rank), scales, E4M3, out[local])
+        built.append(out)
         assert (out[4480 + 15 : 4544] == 3).all()
         for i, (shape, start) in enumerate(zip(shapes, starts, strict=True)):
             stop = start + shape[0] * shape[1]
             with dispatch.Kernels("reference").as_current():
-                whole = cast_by_amax(flat[start:stop].view(shape), E4M3, compute_amax(flat[start:stop]))
-            same(out[start:stop].view(E4M3.dtype).view(shape), whole.rows)
-            assert torch.equal(scales[i], whole.rows_scale)
-    assert torch.equal(*made)
+                full = cast_by_amax(flat[start:stop].view(shape), E4M3, compute_amax(flat[start:stop]))
+            same(out[start:stop].view(E4M3.dtype).view(shape), full.rows)
+            assert torch.equal(scales[i], full.rows_scale)
+    assert torch.equal(*built)
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (128, 132), (260, 64), (16, 300), (7, 12)])

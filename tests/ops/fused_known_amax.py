@@ -51,9 +51,9 @@ class _Seen(torch.autograd.Function):
 
 def right(x: torch.Tensor) -> bool:
     """Its maker's largest magnitude is that of a pass over it, bit for bit."""
-    found = attached_amax(x)
-    assert found is not None
-    return torch.equal(found, x.detach().abs().max().float())
+    result = attached_amax(x)
+    assert result is not None
+    return torch.equal(result, x.detach().abs().max().float())
 
 
 @pytest.mark.parametrize("width", [7, 100, 5120 // 16])

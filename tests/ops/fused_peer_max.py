@@ -23,22 +23,22 @@ def test_the_largest_of_all_ranks(size):
     ranks = [PeerMax(rank, memory) for rank in range(size)]
     values = [[0.0, 3.5, 1e30][(rank + 1) % 3] + rank for rank in range(size)]
     for call in (1, 2, 3):
-        turn, told = call % 2 * size, [value * call for value in values]
-        found = []
+        turn, report = call % 2 * size, [value * call for value in values]
+        result = []
         for rank in range(size):
             before = memory[rank].clone()
             for peer in range(size):  # as if all others had come first
                 if peer != rank:
-                    memory[rank][turn + peer] = word(call, told[peer])
-            x = torch.tensor(told[rank])
+                    memory[rank][turn + peer] = word(call, report[peer])
+            x = torch.tensor(report[rank])
             assert ranks[rank](x) is x
-            found.append(float(x))
+            result.append(float(x))
             for peer in range(size):
                 if peer != rank:
-                    assert memory[peer][turn + rank] == word(call, told[rank])
-            other = slice(size, None) if turn == 0 else slice(0, size)
-            assert torch.equal(memory[rank][other], before[other])  # the words of the call before may still be read
-        assert found == [float(torch.tensor(max(told)))] * size
+                    assert memory[peer][turn + rank] == word(call, report[rank])
+            second = slice(size, None) if turn == 0 else slice(0, size)
+            assert torch.equal(memory[rank][second], before[second])  # the words of the call before may still be read
+        assert result == [float(torch.tensor(max(report)))] * size
 
 
 def test_not_a_number_is_the_largest():
@@ -48,8 +48,8 @@ def test_not_a_number_is_the_largest():
 
 
 def test_what_it_does_not_take():
-    one = PeerMax(0, [torch.zeros(4, dtype=torch.int64) for _ in range(2)])
+    single = PeerMax(0, [torch.zeros(4, dtype=torch.int64) for _ in range(2)])
     with pytest.raises(ValueError, match="takes one float32 number"):
-        one(torch.zeros(2))
+        single(torch.zeros(2))
     with pytest.raises(ValueError, match="float64"):
-        one(torch.zeros((), dtype=torch.float64))
+        single(torch.zeros((), dtype=torch.float64))

@@ -80,13 +80,13 @@ def test_split_qkv_returns_views_of_its_input_and_takes_packed_gradients_without
     parts = split_qkv(inner, 4, 2, *rotary_tables(3, 6, 100.0, "cpu"))
     assert all(t.untyped_storage().data_ptr() == inner.untyped_storage().data_ptr() for t in parts)
     written = torch.randn(3, 2, 8, 6)
-    address, kept = written.data_ptr(), written.clone()
-    seen = []
-    inner.register_hook(lambda g: seen.append(g.data_ptr()))
+    address, retained = written.data_ptr(), written.clone()
+    observed = []
+    inner.register_hook(lambda g: observed.append(g.data_ptr()))
     torch.autograd.backward(parts, written.split((4, 2, 2), dim=2))
-    assert seen == [address]
-    want = kept.clone()
-    want[:, :, :6] = apply_rotary_reference(kept[:, :, :6], *_opposite(rotary_tables(3, 6, 100.0, "cpu")), False)
+    assert observed == [address]
+    want = retained.clone()
+    want[:, :, :6] = apply_rotary_reference(retained[:, :, :6], *_opposite(rotary_tables(3, 6, 100.0, "cpu")), False)
     assert distance(qkv.grad, want.flatten(2)) < 1e-6
 
 
@@ -95,9 +95,9 @@ def _opposite(tables):
 
 
 def test_packed_refuses_what_is_not_one_tensor():
-    whole = torch.randn(3, 2, 8, 6)
-    assert find_packed(whole.split((4, 2, 2), dim=2)).data_ptr() == whole.data_ptr()
-    q, k, v = whole.split((4, 2, 2), dim=2)
+    full = torch.randn(3, 2, 8, 6)
+    assert find_packed(full.split((4, 2, 2), dim=2)).data_ptr() == full.data_ptr()
+    q, k, v = full.split((4, 2, 2), dim=2)
     assert find_packed((q, v, k)) is None
     assert find_packed((q, k.clone(), v)) is None
     assert find_packed(tuple(t.contiguous() for t in (q, k, v))) is None
@@ -121,8 +121,8 @@ def test_split_fused_projection(shape, heads, sizes, ffn, activation, has_bias, 
     bias = None if has_bias == "no" else torch.randn(columns if has_bias == "mlp" else x.shape[-1]).to(dtype)
 
     def split(wide, bias):
-        mlp, whole = (None, bias) if has_bias == "wide" else (bias, None)
-        *parts, inner, _ = split_fused_projection(wide * 1.0, N, G, D, activation, mlp, *tables, True, whole)
+        mlp, full = (None, bias) if has_bias == "wide" else (bias, None)
+        *parts, inner, _ = split_fused_projection(wide * 1.0, N, G, D, activation, mlp, *tables, True, full)
         return torch.cat([_joined(parts), 4 * inner], dim=-1)
 
     compare(split, split, (x, bias), 2 * TOLERANCE[dtype])
@@ -144,25 +144,25 @@ def test_an_activation_made_again_gives_the_bits_of_one_that_was_kept(
     (S, B), (N, G, D, R) = shape, (4, 2, 16, 8)
     columns = 2 * ffn if activation == "swiglu" else ffn
     tables = rotary_tables(S, R, 100.0, "cpu")
-    given = torch.randn(S, B, (N + 2 * G) * D + columns).to(dtype)
+    inputs = torch.randn(S, B, (N + 2 * G) * D + columns).to(dtype)
     weight = torch.randn(12, ffn).to(dtype)
-    bias = None if has_bias == "no" else torch.randn(columns if has_bias == "mlp" else given.shape[-1]).to(dtype)
+    bias = None if has_bias == "no" else torch.randn(columns if has_bias == "mlp" else inputs.shape[-1]).to(dtype)
 
-    def run(again: bool) -> list[torch.Tensor | None]:
-        x, w = given.clone().requires_grad_(), weight.clone().requires_grad_()
+    def run(repeated: bool) -> list[torch.Tensor | None]:
+        x, w = inputs.clone().requires_grad_(), weight.clone().requires_grad_()
         b = None if bias is None else bias.clone().requires_grad_()
         if collected and b is not None:
             attach(b, GradientSink(torch.ones(b.shape)))
-        places = (None, b) if has_bias == "wide" else (b, None)
-        parts = (x * 1.0, N, G, D, activation, places[0], *tables, True, places[1])
-        *qkv, inner, produce = split_fused_projection(*parts, again)
-        assert (produce is not None) == again
+        locations = (None, b) if has_bias == "wide" else (b, None)
+        parts = (x * 1.0, N, G, D, activation, locations[0], *tables, True, locations[1])
+        *qkv, inner, produce = split_fused_projection(*parts, repeated)
+        assert (produce is not None) == repeated
         y = linear_scatter(DEFAULT_PRECISION, inner, w, recompute_fns=(produce,))
         (y.square().sum() + _joined(qkv).square().sum()).backward()
         return [y.detach(), x.grad, w.grad, None if b is None else main_grad_of(b) if collected else b.grad]
 
-    for kept, made in zip(run(False), run(True), strict=True):
-        assert (kept is None and made is None) or torch.equal(kept, made)
+    for retained, built in zip(run(False), run(True), strict=True):
+        assert (retained is None and built is None) or torch.equal(retained, built)
     assert dispatch.active()["split fused projection"] == "triton"
 
 
@@ -171,17 +171,17 @@ def test_an_activation_made_again_gives_the_bits_of_one_that_was_kept(
 def test_the_activation_of_a_gemm_of_its_own_recomputed(kind, added):
     weight = torch.randn(12, 20)
 
-    def run(again: bool) -> list[torch.Tensor]:
+    def run(repeated: bool) -> list[torch.Tensor]:
         torch.manual_seed(3)
         x = torch.randn(5, 2, 40 if kind == "swiglu" else 20).requires_grad_()
         w, b = weight.clone().requires_grad_(), torch.randn(x.shape[-1]).requires_grad_()
         activate = RecomputedActivation(kind, b, added)
-        if again:
+        if repeated:
             y = linear_scatter(DEFAULT_PRECISION, x, w, recompute_fns=(activate,))
         else:
             y = linear_scatter(DEFAULT_PRECISION, (swiglu if kind == "swiglu" else gelu)(x, b, added=added), w)
         y.square().sum().backward()
         return [y.detach(), x.grad, w.grad, b.grad]
 
-    for kept, made in zip(run(False), run(True), strict=True):
-        assert torch.equal(kept, made)
+    for retained, built in zip(run(False), run(True), strict=True):
+        assert torch.equal(retained, built)

@@ -90,9 +90,9 @@ def test_add_norm(lead, width, dtype, kind, has_x_bias, wide):
 def test_add_norm_of_wide_rows(lead, width, dtype, kind, has_x_bias):
     """In one block of columns or two, of which the second has all its columns, some or one."""
     tile = norm._tile(width)
-    block, rest = tile.block, tile.tail
-    assert block + rest >= width > block // 2 + rest // 2
-    assert (rest > 0) is (4096 < width <= 6144 or width == 12288)
+    block, remaining = tile.block, tile.tail
+    assert block + remaining >= width > block // 2 + remaining // 2
+    assert (remaining > 0) is (4096 < width <= 6144 or width == 12288)
     with mock.patch.object(norm, "PARTS", 3):  # several rows a program, and fewer in the last one
         add_norm_matches(lead, width, dtype, kind, has_x_bias)
 
@@ -133,11 +133,11 @@ def test_norm_gradients_repeat_bit_for_bit():
 
 def parameter(*shape: int, dtype: torch.dtype, main: bool) -> torch.Tensor:
     """A leaf; with `main` it collects its gradient in float32, on top of what is there, and counts how often."""
-    made = random(*shape, dtype=dtype).requires_grad_()
+    built = random(*shape, dtype=dtype).requires_grad_()
     if main:
-        made.told = []
-        attach(made, GradientSink(torch.full(shape, 3.0), lambda: made.told.append(1)))
-    return made
+        built.told = []
+        attach(built, GradientSink(torch.full(shape, 3.0), lambda: built.told.append(1)))
+    return built
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ def test_gradients_go_straight_to_their_sinks(kind, dtype):
         elif kind.startswith("add"):
             plain = kind == "add rmsnorm"
             used = [weight, x_bias] if plain else [weight, bias, x_bias]
-            given = (None, 1e-5, "rmsnorm") if plain else (bias, 1e-5, "layernorm")
-            y = torch.cat(add_norm(x, x.flip(0), weight, *given, x_bias), -1)
+            inputs = (None, 1e-5, "rmsnorm") if plain else (bias, 1e-5, "layernorm")
+            y = torch.cat(add_norm(x, x.flip(0), weight, *inputs, x_bias), -1)
         elif "gelu" in kind:
             used, y = [bias], gelu(x, bias, added=added)
         elif kind == "wide added":
@@ -188,20 +188,20 @@ def test_gradients_go_straight_to_their_sinks(kind, dtype):
                 -1,
             )
         else:
-            both = parameter(2 * width, dtype=dtype, main=main)
-            used = [both]
+            pair = parameter(2 * width, dtype=dtype, main=main)
+            used = [pair]
             if "swiglu" in kind:
-                y = swiglu(x, both, added)
+                y = swiglu(x, pair, added)
             else:
-                y = split_fused_projection(x, 2, 1, width, "swiglu", both)[3]
+                y = split_fused_projection(x, 2, 1, width, "swiglu", pair)[3]
         y.float().square().sum().backward()
         assert all(len(p.told) == 1 and p.grad is None for p in used) if main else all(p.grad is not None for p in used)
         return [main_grad_of(p) - 3.0 if main else p.grad.float() for p in used], x.grad
 
     (straight, dx), (returned, dx_again) = run(True), run(False)
     assert torch.equal(dx, dx_again)
-    for mine, theirs in zip(straight, returned, strict=True):
-        assert distance(mine, theirs) < (1e-5 if dtype == torch.float32 else 1e-2)
+    for local, remote in zip(straight, returned, strict=True):
+        assert distance(local, remote) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -211,14 +211,14 @@ def test_sums_go_to_each_parameter_as_it_wants_its_gradient(count, with_sinks):
     sizes = (40, 24, 8)[:count]
     used = [parameter(size, dtype=torch.float32, main=bool(with_sinks >> i & 1)) for i, size in enumerate(sizes)]
     parts = random(7, sum(sizes), dtype=torch.float32)
-    found = accumulate_gradients(parts, *used)
-    for p, gradient, wanted in zip(used, found, parts.sum(0).split(sizes), strict=True):
+    result = accumulate_gradients(parts, *used)
+    for p, gradient, expected in zip(used, result, parts.sum(0).split(sizes), strict=True):
         if main_grad_of(p) is None:
-            torch.testing.assert_close(gradient, wanted)
+            torch.testing.assert_close(gradient, expected)
         else:
             assert gradient is None
             assert p.told == [1]
-            torch.testing.assert_close(main_grad_of(p), 3.0 + wanted)
+            torch.testing.assert_close(main_grad_of(p), 3.0 + expected)
 
 
 @FEW

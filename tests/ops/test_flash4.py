@@ -37,8 +37,8 @@ print("compiled")
 
 def test_both_passes_compile_for_hopper() -> None:
     pytest.importorskip("flash_attn.cute", reason="flash-attn-4 is not installed (extra: flash4)")
-    told = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
-    env = {**os.environ, **told, "PYTHONPATH": os.pathsep.join(sys.path)}
+    report = {"FLASH_ATTENTION_ARCH": "sm_90", "CUTE_DSL_ARCH": "sm_90a", "FLASH_ATTENTION_NUM_SMS": "132"}
+    env = {**os.environ, **report, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "compiled" in done.stdout

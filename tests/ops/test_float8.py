@@ -117,17 +117,17 @@ def test_both_copies_hold_the_same_numbers_with_one_scale(shape, kind, known, se
     x_MN = x.reshape(-1, shape[-1])
     amax = compute_amax(x)
     assert amax.item() == (x.abs().max().float().item() if x.numel() else 0)
-    made = cast_by_amax(x, kind, amax if known else None, previous_scale=torch.tensor(7.0))
-    assert made.rows.shape == x_MN.shape
-    assert torch.equal(made.rows.float(), made.columns.t().float())
-    assert made.rows_scale is made.columns_scale
+    built = cast_by_amax(x, kind, amax if known else None, previous_scale=torch.tensor(7.0))
+    assert built.rows.shape == x_MN.shape
+    assert torch.equal(built.rows.float(), built.columns.t().float())
+    assert built.rows_scale is built.columns_scale
     if not amax:
-        assert made.rows_scale == 7.0
+        assert built.rows_scale == 7.0
     collected, counts = torch.tensor(0.25), torch.zeros(2, dtype=torch.int64)
-    again = cast_by_scale(x, kind, made.rows_scale, amax=collected, counts=counts)
-    assert torch.equal(again.rows.float(), made.rows.float())
+    repeated = cast_by_scale(x, kind, built.rows_scale, amax=collected, counts=counts)
+    assert torch.equal(repeated.rows.float(), built.rows.float())
     assert collected.item() == max(0.25, amax.item())
-    only = cast_by_scale(x, kind, made.rows_scale, columns=False)
+    only = cast_by_scale(x, kind, built.rows_scale, columns=False)
     assert only.columns is None
 
 
@@ -135,20 +135,20 @@ def test_both_copies_hold_the_same_numbers_with_one_scale(shape, kind, known, se
 @given(st.sampled_from([(1, 1), (5, 3), (16, 32)]), kinds, st.booleans(), st.integers(0, 99))
 def test_row_wise_scales_know_nothing_of_other_rows(shape, kind, power_of_2, seed):
     x = randn(*shape, seed=seed)
-    made = cast_rows(x, kind, columns=True, power_of_2=power_of_2)
-    assert made.rows_scale.shape == (shape[0], 1)
-    assert made.columns_scale.shape == (shape[1], 1)
+    built = cast_rows(x, kind, columns=True, power_of_2=power_of_2)
+    assert built.rows_scale.shape == (shape[0], 1)
+    assert built.columns_scale.shape == (shape[1], 1)
     alone = cast_rows(x[:1], kind, power_of_2=power_of_2)
-    assert torch.equal(alone.rows.float(), made.rows[:1].float())
+    assert torch.equal(alone.rows.float(), built.rows[:1].float())
     turned = cast_rows(x.t().contiguous(), kind, power_of_2=power_of_2)
-    assert torch.equal(turned.rows.float(), made.columns.float())
+    assert torch.equal(turned.rows.float(), built.columns.float())
     x[0], x[-1, 0] = 0, math.inf if shape[0] > 1 else 0
-    made = cast_rows(x, kind)
-    assert made.rows_scale[0] == 1
-    assert made.rows[0].float().abs().max() == 0
+    built = cast_rows(x, kind)
+    assert built.rows_scale[0] == 1
+    assert built.rows[0].float().abs().max() == 0
     if shape[0] > 1:
-        assert made.rows_scale[-1] == 1
-        assert made.rows[-1, 0].float().isnan()
+        assert built.rows_scale[-1] == 1
+        assert built.rows[-1, 0].float().isnan()
 
 
 def exact(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -208,15 +208,15 @@ class OnCuda(torch.Tensor):
     ],
 )
 def test_a_device_or_a_shape_without_float8_is_an_error_not_another_gemm(capability, K, kinds, error, message):
-    one = torch.ones(())
+    single = torch.ones(())
     a, b = (torch.zeros(16, K).to(kind.dtype).as_subclass(OnCuda) for kind in kinds)
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
         mock.patch.object(torch.cuda, "get_device_name", return_value="A100"),
     ):
         for call in (
-            lambda: gemm.matmul(a, one, b, one),
-            lambda: gemm.matmul_into(torch.zeros(16, 16), a, one, b, one),
+            lambda: gemm.matmul(a, single, b, single),
+            lambda: gemm.matmul_into(torch.zeros(16, 16), a, single, b, single),
         ):
             with pytest.raises(error, match=message):
                 call()
@@ -241,7 +241,7 @@ def test_the_heuristic_result_is_laid_out_as_in_the_header():
 class FakeLibrary(cublaslt._Library):
     """cuBLASLt's functions as C would see them: called back through the declared types, every call written down."""
 
-    def __init__(self, found: int = 8) -> None:
+    def __init__(self, result: int = 8) -> None:
         self.log: list[tuple] = []
         self.path, self.version, self.handles = "fake", 130100, {None: ctypes.c_void_p(7)}
 
@@ -251,7 +251,7 @@ class FakeLibrary(cublaslt._Library):
                 if name.endswith("Create") and len(types) in (3, 5):  # a descriptor or layout: numbered as made
                     ctypes.c_void_p.from_address(arguments[0]).value = 1000 + len(self.log)
                 if name == "cublasLtMatmulAlgoGetHeuristic":
-                    ctypes.c_int.from_address(arguments[-1]).value = found
+                    ctypes.c_int.from_address(arguments[-1]).value = result
                 if name == "cublasLtMatmul":
                     self.log[-1] += (ctypes.c_float.from_address(arguments[7]).value,)
                 return 0
@@ -269,17 +269,17 @@ class FakeLibrary(cublaslt._Library):
 
 @pytest.fixture
 def fake(monkeypatch):
-    made = FakeLibrary()
-    monkeypatch.setattr(cublaslt, "_library", made)
+    built = FakeLibrary()
+    monkeypatch.setattr(cublaslt, "_library", built)
     monkeypatch.setattr(cublaslt, "_plans", {})
     monkeypatch.setattr(cublaslt, "_chosen", {})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mock.Mock(cuda_stream=5))
-    return made
+    return built
 
 
 def operands(M=32, N=48, K=16, kind=E5M2):
-    one = scale_slots(2)
-    return torch.zeros(M, K).to(kind.dtype), one[0], torch.zeros(N, K).to(E4M3.dtype), one[1]
+    single = scale_slots(2)
+    return torch.zeros(M, K).to(kind.dtype), single[0], torch.zeros(N, K).to(E4M3.dtype), single[1]
 
 
 def test_cublaslt_gets_the_transposed_gemm_with_each_scale_at_its_operand(fake):
@@ -346,6 +346,6 @@ def test_scales_lie_16_bytes_apart_or_are_refused(fake):
 
 
 def test_an_empty_tensor_casts():
-    made = cast_by_amax(torch.zeros(0, 16), E4M3)
-    assert isinstance(made, Float8)
-    assert made.columns.shape == (16, 0)
+    built = cast_by_amax(torch.zeros(0, 16), E4M3)
+    assert isinstance(built, Float8)
+    assert built.columns.shape == (16, 0)

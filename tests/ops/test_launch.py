@@ -50,8 +50,8 @@ class Compiled:
     def __init__(self) -> None:
         self.launches: list[tuple[Any, ...]] = []
 
-    def run(self, *given: Any) -> None:
-        self.launches.append(given)
+    def run(self, *inputs: Any) -> None:
+        self.launches.append(inputs)
 
 
 class Triton:
@@ -70,15 +70,15 @@ class Triton:
 @contextmanager
 def by_key(*functions: Any) -> Iterator[Triton]:
     """Within, `functions` are launched by key, as on a GPU whose number is DEVICE."""
-    asked = Triton()
+    requested = Triton()
     with (
         mock.patch.dict(vars(torch_private), current_device=lambda: DEVICE, current_raw_stream=lambda device: "stream"),
-        mock.patch.object(JITFunction, "run", lambda self, *a, **k: asked(self, *a, **k)),
+        mock.patch.object(JITFunction, "run", lambda self, *a, **k: requested(self, *a, **k)),
     ):
         for function in functions:
             launch.convert(function)
         try:
-            yield asked
+            yield requested
         finally:
             for function in functions:
                 function.__class__ = JITFunction
@@ -129,9 +129,9 @@ META = [
 
 def launches() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Those that differ from a plain one in any one argument, in any two tensors, or in what is given by name."""
-    for place in range(len(PLAIN)):
+    for location in range(len(PLAIN)):
         for value in ANY:
-            yield (*PLAIN[:place], value, *PLAIN[place + 1 :]), {"WIDE": 1}
+            yield (*PLAIN[:location], value, *PLAIN[location + 1 :]), {"WIDE": 1}
     for x in ANY:
         for y in ANY:
             yield (x, y, *PLAIN[2:]), {"WIDE": 1}
@@ -156,16 +156,16 @@ def test_launches_of_one_key_are_one_kernel_to_triton():
     for arguments, meta in launches():
         key = key_of(arguments, meta)
         _, specialisation, options = bind(*arguments, **meta)
-        told = repr((specialisation, options))
-        assert theirs.setdefault(key, told) == told, (arguments, meta)
+        report = repr((specialisation, options))
+        assert theirs.setdefault(key, report) == report, (arguments, meta)
     assert len(set(theirs.values())) > 100
 
 
 def test_what_is_not_specialised_on_shares_a_key():
     """Else each step would find nothing: random words, learning rates, and other tensors of the same alignment."""
-    one = key_of((TENSORS[0], TENSORS[4], 7, 123456789, 0.1, True), {"WIDE": 1})
-    assert one == key_of((TENSORS[0].clone(), TENSORS[4].clone(), 7, 987654321, 0.2, True), {"WIDE": 1})
-    assert one != key_of((TENSORS[0], TENSORS[4], 7, 123456789, 0.1, True), {"WIDE": 1}, 1)
+    single = key_of((TENSORS[0], TENSORS[4], 7, 123456789, 0.1, True), {"WIDE": 1})
+    assert single == key_of((TENSORS[0].clone(), TENSORS[4].clone(), 7, 987654321, 0.2, True), {"WIDE": 1})
+    assert single != key_of((TENSORS[0], TENSORS[4], 7, 123456789, 0.1, True), {"WIDE": 1}, 1)
 
 
 @given(st.data())
@@ -178,71 +178,71 @@ def test_the_compiled_kernel_gets_what_triton_would_pass(data):
     meta = {"WIDE": 3, "BLOCK": 16}
     meta = {name: meta[name] for name in list(meta)[positional - 6 :]} | {"num_warps": 2}
     grid = data.draw(st.sampled_from([(3,), (3, 2), (3, 2, 5)]))
-    with by_key(kernel) as asked:
+    with by_key(kernel) as requested:
         kernel[grid](*arguments, **meta)
-        assert len(asked.asked) == 1
+        assert len(requested.asked) == 1
         kernel[grid](*arguments, **meta)
-    assert len(asked.asked) == 1
+    assert len(requested.asked) == 1
     bound, _, _ = binder(kernel)(*arguments, **meta)
-    wanted = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in bound.values()]
+    expected = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in bound.values()]
     x, y, z = (*grid, 1, 1)[:3]
-    assert asked.compiled.launches == [(x, y, z, "stream", "function", "metadata", None, None, None, *wanted)]
+    assert requested.compiled.launches == [(x, y, z, "stream", "function", "metadata", None, None, None, *expected)]
 
 
 def test_what_cannot_be_keyed_goes_tritons_way_each_time(monkeypatch):
     x, flat = TENSORS[0], (4,)
-    with by_key(kernel, declared) as asked:
+    with by_key(kernel, declared) as requested:
         for _ in range(2):
             declared[flat](x, 3)  # a type that is declared
             kernel[flat](x, None, 3, 5, 0.5, flag=True, WIDE=1)  # a value by name
             kernel[flat](x, None, torch.tensor(3).numpy(), 5, 0.5, True, WIDE=1)  # no integer of Python's
-        assert len(asked.asked) == 6
-        told = (x, None, 3, 5, 0.5, True)
-        monkeypatch.setattr(asked, "compiled", None)  # a hook took it
-        kernel[flat](*told, WIDE=1)
-        kernel[flat](*told, WIDE=1)
-        assert len(asked.asked) == 8
-        monkeypatch.setattr(asked, "compiled", Compiled())
-        kernel[flat](*told, WIDE=1)
-        kernel[flat](*told, WIDE=1)
-        assert len(asked.asked) == 9
+        assert len(requested.asked) == 6
+        report = (x, None, 3, 5, 0.5, True)
+        monkeypatch.setattr(requested, "compiled", None)  # a hook took it
+        kernel[flat](*report, WIDE=1)
+        kernel[flat](*report, WIDE=1)
+        assert len(requested.asked) == 8
+        monkeypatch.setattr(requested, "compiled", Compiled())
+        kernel[flat](*report, WIDE=1)
+        kernel[flat](*report, WIDE=1)
+        assert len(requested.asked) == 9
         # Whoever wants to hear of launches does.
         hook = print
         knobs.runtime.launch_enter_hook.add(hook)
         try:
-            kernel[flat](*told, WIDE=1)
+            kernel[flat](*report, WIDE=1)
         finally:
             knobs.runtime.launch_enter_hook.remove(hook)
-        assert len(asked.asked) == 10
+        assert len(requested.asked) == 10
 
 
 def test_tensors_elsewhere_are_triton_s_to_refuse():
     """An address of another device, or of the host, is not passed on as if it were this one's."""
-    with by_key(kernel) as asked, mock.patch.dict(vars(torch_private), current_device=lambda: 0):
+    with by_key(kernel) as requested, mock.patch.dict(vars(torch_private), current_device=lambda: 0):
         for _ in range(2):
             kernel[(1,)](TENSORS[0], None, 3, 5, 0.5, True, WIDE=1)
-    assert len(asked.asked) == 2
+    assert len(requested.asked) == 2
 
 
 def kernels() -> list[Any]:
     """All of ops/."""
-    modules = [importlib.import_module(found.name) for found in pkgutil.walk_packages(ops.__path__, "megascale.ops.")
-               if "attention_" not in found.name]  # fmt: skip
+    modules = [importlib.import_module(match.name) for match in pkgutil.walk_packages(ops.__path__, "megascale.ops.")
+               if "attention_" not in match.name]  # fmt: skip
     return list({id(v): v for module in modules for v in vars(module).values() if isinstance(v, JITFunction)}.values())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_operator_is_launched_by_key_the_second_time(name):
     """And passes what Triton would: each kernel's arguments can be keyed, and do not change from call to call."""
-    with compile_for_hopper(by_key=True), by_key(*kernels()) as asked:
+    with compile_for_hopper(by_key=True), by_key(*kernels()) as requested:
         CASES[name]()
-        first = list(asked.asked)
+        first = list(requested.asked)
         assert first
-        before = len(asked.compiled.launches)
+        before = len(requested.compiled.launches)
         CASES[name]()
-        assert asked.asked == first, "a launch that was the same goes Triton's way again"
-        again = asked.compiled.launches[before:]
-    assert len(again) >= len(first)
+        assert requested.asked == first, "a launch that was the same goes Triton's way again"
+        repeated = requested.compiled.launches[before:]
+    assert len(repeated) >= len(first)
     for function, arguments, grid, meta in first:
         bound, _, _ = binder(function)(*arguments, **meta)
         plain = [None if isinstance(value, torch.Tensor) else value for value in bound.values()]
@@ -250,39 +250,39 @@ def test_every_operator_is_launched_by_key_the_second_time(name):
             launched[:3] == (*grid, 1, 1)[:3]
             and len(launched) == 9 + len(plain)
             and all(a == b or b is None for a, b in zip(launched[9:], plain, strict=True))
-            for launched in again
+            for launched in repeated
         ), function
 
 
 class Launcher(CudaLauncher):
     """Triton's own way from `run` to its launch in C, which is listened to."""
 
-    def __init__(self, launch: Any, /, **others: Any) -> None:
-        scratch = {f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in ("size", "align")}
+    def __init__(self, launch: Any, /, **peers: Any) -> None:
+        scratch = {f"{kind}_scratch_{subject}": 0 for kind in ("global", "profile") for subject in ("size", "align")}
         vars(self).update(scratch, launch=launch, num_ctas=1, launch_cooperative_grid=False, launch_pdl=True)
         vars(self).update({"gsan_enabled": False, "arg_annotations": "annotations", "kernel_signature": b"signature"})
-        vars(self).update(others)
+        vars(self).update(peers)
 
 
 @pytest.mark.parametrize("count", [1, 5])
-@pytest.mark.parametrize("others", [{}, {"gsan_enabled": True}, {"launch": 1}])
-def test_the_launch_in_c_gets_what_triton_s_launcher_passes_on(monkeypatch, count, others):
+@pytest.mark.parametrize("peers", [{}, {"gsan_enabled": True}, {"launch": 1}])
+def test_the_launch_in_c_gets_what_triton_s_launcher_passes_on(monkeypatch, count, peers):
     """And is not gone straight to where each launch needs something else."""
-    heard: list[tuple[Any, ...]] = []
-    compiled, told = Compiled(), tuple(range(100, 100 + count))
-    compiled.run = launcher = Launcher(lambda *passed: heard.append(passed), **others)
+    received: list[tuple[Any, ...]] = []
+    compiled, report = Compiled(), tuple(range(100, 100 + count))
+    compiled.run = launcher = Launcher(lambda *passed: received.append(passed), **peers)
     monkeypatch.setattr(triton.runtime.driver, "_active", _Hopper())
     monkeypatch.setattr(launch, "DIRECT_LAUNCHES", True)
     run, between, packed = launch.find_direct_call(compiled, count)
-    assert (run is launcher) == bool(others)
-    if others:
+    assert (run is launcher) == bool(peers)
+    if peers:
         assert between == ("function", "metadata", None, None, None)
         return
-    assert not heard
-    launcher(1, 2, 3, "stream", "function", "metadata", None, None, None, *told)
-    run(1, 2, 3, "stream", *between, *([told] if packed else told))
-    assert len(heard) == 2
-    assert heard[0] == heard[1]
+    assert not received
+    launcher(1, 2, 3, "stream", "function", "metadata", None, None, None, *report)
+    run(1, 2, 3, "stream", *between, *([report] if packed else report))
+    assert len(received) == 2
+    assert received[0] == received[1]
 
 
 def test_a_kernel_that_needs_scratch_memory_is_launched_by_triton_s_launcher(monkeypatch):

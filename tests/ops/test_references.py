@@ -69,8 +69,8 @@ def test_rms_norm_and_rotary_are_what_the_formulas_say():
 def test_sliced_tables_continue_a_sequence():
     cos, sin = rotary_tables(9, 4, 100.0, "cpu", D)
     x = randn(9, 2, 3, 6)
-    whole = apply_rotary(x, cos, sin, False)
-    assert torch.equal(apply_rotary(x[4:], cos[4:], sin[4:], False), whole[4:])
+    full = apply_rotary(x, cos, sin, False)
+    assert torch.equal(apply_rotary(x[4:], cos[4:], sin[4:], False), full[4:])
     with pytest.raises(ValueError, match="9 rows"):
         apply_rotary(x, cos[1:], sin[1:], False)
 
@@ -87,9 +87,9 @@ def test_attention_window_against_an_explicit_mask(queries, extra, heads, data):
     out = attention(q, k, v, window=window)
     for i in range(queries):
         at = keys - queries + i
-        seen = range(0 if window is None else max(0, at - window + 1), at + 1)
+        observed = range(0 if window is None else max(0, at - window + 1), at + 1)
         for n in range(N):
-            kn, vn = k[list(seen), 1, n * G // N], v[list(seen), 1, n * G // N]
+            kn, vn = k[list(observed), 1, n * G // N], v[list(observed), 1, n * G // N]
             expected = ((q[i, 1, n] @ kn.T) / 2).softmax(-1) @ vn
             torch.testing.assert_close(out[i, 1, n * 4 : n * 4 + 4], expected)
     torch.testing.assert_close(attention_reference(q, k, v, window=window), out)
@@ -140,11 +140,11 @@ def test_philox_matches_the_published_vectors():
 def test_a_part_of_the_batch_draws_the_same_dropout(sequence_start, sample_start, key, data):
     S, B, H = 6, 4, 10
     x = torch.ones(S, B, H, dtype=D)
-    whole = dropout(x, 0.4, key, sequence_start, sample_start)
+    full = dropout(x, 0.4, key, sequence_start, sample_start)
     s = data.draw(st.integers(0, S - 1))
     b = data.draw(st.integers(0, B - 1))
     part = dropout(x[s:, b:], 0.4, key, sequence_start + s, sample_start + b)
-    assert torch.equal(part, whole[s:, b:])
+    assert torch.equal(part, full[s:, b:])
 
 
 def test_dropout_statistics():
@@ -157,8 +157,8 @@ def test_dropout_statistics():
         assert y[y != 0].eq(1 / (1 - p)).all()
         # Neighbours along every axis are independent: their products have the mean p^2.
         for axis in range(3):
-            both = (dropped.narrow(axis, 1, x.shape[axis] - 1) * dropped.narrow(axis, 0, x.shape[axis] - 1)).mean()
-            assert abs(both - p * p) < 6 * math.sqrt(p * p / n)
+            pair = (dropped.narrow(axis, 1, x.shape[axis] - 1) * dropped.narrow(axis, 0, x.shape[axis] - 1)).mean()
+            assert abs(pair - p * p) < 6 * math.sqrt(p * p / n)
     masks = [dropout(x, 0.5, dropout_key(*parts), 0, 0) == 0 for parts in ((1, 2), (2, 1), (1, 3), (1,), (1, 2, 0))]
     for i, a in enumerate(masks):
         for b in masks[:i]:
@@ -182,9 +182,9 @@ def test_head_gives_the_plain_loss_whatever_the_chunks(tokens, chunk, has_bias, 
     assert grads[-1] is None
     assert called == [1]
     want = cross_entropy(torch.nn.functional.linear(x, w, b), targets, 9)
-    wanted = torch.autograd.grad(want, [*inputs, w], upstream)
+    expected = torch.autograd.grad(want, [*inputs, w], upstream)
     torch.testing.assert_close(loss, want)
-    for a, c in zip((*grads[:-1], sink.main_grad), wanted, strict=True):
+    for a, c in zip((*grads[:-1], sink.main_grad), expected, strict=True):
         torch.testing.assert_close(a, c)
     assert sink.main_grad[9:].eq(0).all()
 
@@ -206,7 +206,7 @@ def test_vocabulary_shards_give_the_whole_heads_loss_and_gradients(promised):
     targets = torch.tensor([0, 10, 5, -100, 7])
     upstream = torch.rand(5, dtype=D)
     want = cross_entropy(x @ w.T, targets, vocab)
-    wanted = torch.autograd.grad(want, (x, w), upstream)
+    expected = torch.autograd.grad(want, (x, w), upstream)
     barrier, slots, results = threading.Barrier(ranks), [None] * ranks, [None] * ranks
 
     def reduce(rank, tensor, how):
@@ -220,11 +220,11 @@ def test_vocabulary_shards_give_the_whole_heads_loss_and_gradients(promised):
         shard = VocabShard(
             rank * V, lambda t: reduce(rank, t, lambda s: s.amax(0)), lambda t: reduce(rank, t, lambda s: s.sum(0))
         )
-        mine, my_x = w[rank * V : (rank + 1) * V].detach().requires_grad_(), x.detach().requires_grad_()
+        local, my_x = w[rank * V : (rank + 1) * V].detach().requires_grad_(), x.detach().requires_grad_()
         loss = linear_cross_entropy(
-            my_x, mine, targets, vocab=vocab, chunk=2, shard=shard, token_grad=upstream if promised else None
+            my_x, local, targets, vocab=vocab, chunk=2, shard=shard, token_grad=upstream if promised else None
         )
-        results[rank] = (loss.detach(), *torch.autograd.grad(loss, (my_x, mine), upstream))
+        results[rank] = (loss.detach(), *torch.autograd.grad(loss, (my_x, local), upstream))
 
     threads = [threading.Thread(target=work, args=(r,)) for r in range(ranks)]
     for t in threads:
@@ -233,8 +233,8 @@ def test_vocabulary_shards_give_the_whole_heads_loss_and_gradients(promised):
         t.join(60)
     for loss, _, _ in results:
         torch.testing.assert_close(loss, want.detach())
-    torch.testing.assert_close(sum(r[1] for r in results), wanted[0])
-    torch.testing.assert_close(torch.cat([r[2] for r in results]), wanted[1])
+    torch.testing.assert_close(sum(r[1] for r in results), expected[0])
+    torch.testing.assert_close(torch.cat([r[2] for r in results]), expected[1])
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 10), (4096, 64000), (16384, 128256), (5000, 50304), (0, 5)])

@@ -31,13 +31,13 @@ def make(options: OptimizerConfig, bucket: int | None = None, times: float = 1.0
 def fill(chunk: Chunk, step: int) -> dict[str, torch.Tensor]:
     """Random gradients, by logical name."""
     generator = torch.Generator().manual_seed(step)
-    found = {}
+    result = {}
     for p in chunk.parameters():
         main_grad_of(p).zero_()
         for piece, view in piece_views(spec_of(p), main_grad_of(p)):
             view.normal_(0, 0.1, generator=generator)
-            found[piece.name] = view.clone()
-    return found
+            result[piece.name] = view.clone()
+    return result
 
 
 def weights(chunk: Chunk) -> dict[str, torch.Tensor]:
@@ -77,24 +77,24 @@ def test_lamb_is_the_papers_algorithm(bound):
     options = OptimizerConfig(name="lamb", weight_decay=0.05, clip=0.0, beta2=0.99, eps=1e-6, trust_max=bound)
     assert OptimizerConfig().trust_max is None
     chunk, _, optimizer = make(options, 500, times=1000.0)
-    now = weights(chunk)
-    m = {n: torch.zeros_like(w) for n, w in now.items()}
-    v = {n: torch.zeros_like(w) for n, w in now.items()}
+    current = weights(chunk)
+    m = {n: torch.zeros_like(w) for n, w in current.items()}
+    v = {n: torch.zeros_like(w) for n, w in current.items()}
     for step in range(1, 4):
         for name, g in fill(chunk, step).items():
             m[name] = 0.9 * m[name] + 0.1 * g
             v[name] = 0.99 * v[name] + 0.01 * g * g
             u = (m[name] / (1 - 0.9**step)) / ((v[name] / (1 - 0.99**step)).sqrt() + 1e-6)
             ratio = 1.0
-            if now[name].dim() > 1:
-                u = u + 0.05 * now[name]
-                norm = now[name].norm()
+            if current[name].dim() > 1:
+                u = u + 0.05 * current[name]
+                norm = current[name].norm()
                 assert norm > 100
                 ratio = (norm if bound is None else bound) / u.norm()
-            now[name] = now[name] - 1e-2 * ratio * u
+            current[name] = current[name] - 1e-2 * ratio * u
         optimizer.step(1e-2, step)
         for name, w in weights(chunk).items():
-            torch.testing.assert_close(w, now[name], rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(w, current[name], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("bucket", [None, 500])
@@ -104,9 +104,9 @@ def test_muon_is_the_published_algorithm(bucket, nesterov):
     options = OptimizerConfig(name="muon", weight_decay=0.1, clip=0.5, beta2=0.9, muon_nesterov=nesterov)
     chunk, _, optimizer = make(options, bucket)
     twin, _, adamw = make(OptimizerConfig(weight_decay=0.1, clip=0.5, beta2=0.9), bucket)
-    now = weights(chunk)
-    held = {n: torch.zeros_like(w) for n, w in now.items()}
-    matrices = {n for n, w in now.items() if n.startswith("layers.") and w.dim() == 2}
+    current = weights(chunk)
+    stored = {n: torch.zeros_like(w) for n, w in current.items()}
+    matrices = {n for n, w in current.items() if n.startswith("layers.") and w.dim() == 2}
     assert {"layers.0.attention.key.weight", "layers.1.mlp.out.weight"} <= matrices
     for step in range(1, 4):
         grads = fill(chunk, step)
@@ -120,16 +120,16 @@ def test_muon_is_the_published_algorithm(bucket, nesterov):
                 assert torch.equal(w, as_adamw[name]), name
                 continue
             g = grads[name] * (0.5 / (norm + 1e-6))
-            held[name] = 0.95 * held[name] + g
-            u = g + 0.95 * held[name] if nesterov else held[name]
+            stored[name] = 0.95 * stored[name] + g
+            u = g + 0.95 * stored[name] if nesterov else stored[name]
             rows, columns = u.shape
             x = (u if rows <= columns else u.t()) / (u.norm() + 1e-7)
             for _ in range(5):
                 a = x @ x.t()
                 x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
             x = x if rows <= columns else x.t()
-            now[name] = (1 - 1e-3) * now[name] - 1e-2 * 0.2 * max(rows, columns) ** 0.5 * x
-            torch.testing.assert_close(w, now[name], rtol=1e-10, atol=1e-12)
+            current[name] = (1 - 1e-3) * current[name] - 1e-2 * 0.2 * max(rows, columns) ** 0.5 * x
+            torch.testing.assert_close(w, current[name], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
@@ -139,15 +139,15 @@ def test_a_step_with_nonfinite_gradients_changes_nothing(name, bad):
     fill(chunk, 1)
     optimizer.step(1e-2, 1)
     before = weights(chunk)
-    kept = [t.clone() for s in optimizer.states for t in s.state_tensors()]
+    retained = [t.clone() for s in optimizer.states for t in s.state_tensors()]
     fill(chunk, 2)
     main_grad_of(next(chunk.parameters()))[0, 0] = bad
     assert not torch.isfinite(optimizer.step(1e-2, 2)[0])
     for key, w in weights(chunk).items():
         assert torch.equal(w, before[key]), key
-    assert any(t.any() for t in kept)
-    for now, then in zip((t for s in optimizer.states for t in s.state_tensors()), kept, strict=True):
-        assert torch.equal(now, then)
+    assert any(t.any() for t in retained)
+    for current, then in zip((t for s in optimizer.states for t in s.state_tensors()), retained, strict=True):
+        assert torch.equal(current, then)
 
 
 def test_learning_rate_shape():

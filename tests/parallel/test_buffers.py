@@ -52,8 +52,8 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
                     if (extent.spec.replicated and t > 0) or (zero == 0 and d > 0):
                         continue
                     for piece, offsets, view in extent_boxes(extent, shard.params):
-                        whole = owned.setdefault(piece.name, np.zeros(piece.shape, int))
-                        whole[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))] += 1
+                        full = owned.setdefault(piece.name, np.zeros(piece.shape, int))
+                        full[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))] += 1
     for name, count in owned.items():
         assert (count == 1).all(), name
 
@@ -94,8 +94,8 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
         assert shards[-1][1] == span.stop
         if limit is None:  # of one kind all are in one bucket
             assert kinds not in [
-                {(members[i].tied, members[i].replicated, members[i].float8_gather) for i in other.members}
-                for other in layout.buckets[:number]
+                {(members[i].tied, members[i].replicated, members[i].float8_gather) for i in peer.members}
+                for peer in layout.buckets[:number]
             ]
     assert layout.size == edges[-1]
     replicated = {span.start for span in layout.buckets if members[span.members[0]].replicated}
@@ -210,9 +210,9 @@ def test_a_forward_waits_for_each_block_when_it_is_next(monkeypatch, tied):
         def wait(self) -> None:
             log.append(("arrived", self.first))
 
-    def gather(whole, part, axis):
-        log.append(("sent", whole.storage_offset()))
-        return Gather(whole.storage_offset())
+    def gather(full, part, axis):
+        log.append(("sent", full.storage_offset()))
+        return Gather(full.storage_offset())
 
     monkeypatch.setattr(data_parallel, "all_gather_into", gather)
     module = chunk(Axis(), tied_embeddings=tied)
@@ -224,14 +224,14 @@ def test_a_forward_waits_for_each_block_when_it_is_next(monkeypatch, tied):
     data.await_parameters(0)
     module(torch.zeros(8, 1, dtype=torch.long), torch.zeros(8, 1, dtype=torch.long))
     assert not data.is_gathering(0)
-    sent = [where for what, where in log if what == "sent"]
+    sent = [where for subject, where in log if subject == "sent"]
     assert len(sent) == len(flat.layout.buckets) == len({where for what, where in log if what == "arrived"})
     spans = {span.start: span for span in flat.layout.buckets}
     of = {id(p): i for i, p in enumerate(flat.parameters)}
     for number, block in enumerate(module.blocks):
-        here = {of[id(p)] for p in block.parameters()}
-        needed = {start for start, span in spans.items() if here & set(span.members)}
-        later = {start for start, span in spans.items() if min(span.members) > max(here)}
+        local = {of[id(p)] for p in block.parameters()}
+        needed = {start for start, span in spans.items() if local & set(span.members)}
+        later = {start for start, span in spans.items() if min(span.members) > max(local)}
         arrived = {where for what, where in log[: log.index(("block", number))] if what == "arrived"}
         assert needed <= arrived
         assert (later and not later & arrived) or number == 1  # the last block may be all that is left

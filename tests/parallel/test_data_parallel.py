@@ -35,7 +35,7 @@ class Log(calls.NullCallLog):
 def logged(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[str], int]:
     """The third of three steps, with a line for each contribution to a gradient and each update of a shard, and how
     many buckets each chunk has."""
-    log, told = Log(), Told()
+    log, report = Log(), Told()
     mark, apply = DataParallel._mark, sharded_adamw.adamw_apply
 
     def marked(self: DataParallel, buckets: Any, number: int) -> None:
@@ -49,9 +49,9 @@ def logged(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[str], int]
     with mock.patch.object(DataParallel, "_mark", marked), mock.patch.object(sharded_adamw, "adamw_apply", updated):
         engine = make_engine(rank, world, tree)
         engine.runtime.calls = log
-        run_step(engine, 1, told)
+        run_step(engine, 1, report)
         log.lines.clear()
-        run_step(engine, 2, told)
+        run_step(engine, 2, report)
     engine.synchronize()
     return log.lines, len(engine.flats[0].shards)
 
@@ -64,8 +64,8 @@ def between(lines: list[str], first: str, stop: str) -> list[str]:
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_buckets_leave_within_the_backward_that_fills_them_and_under_the_update(virtual, pool):  # noqa: F811
     rounds = {"micro_batch_group_size": 3} if virtual > 1 else {}
-    one = case(data=2, virtual=virtual, microbatches=3, parallel={"bucket_elements": 900, **rounds})
-    for lines, buckets in pool.run(logged, 2, one.tree):
+    single = case(data=2, virtual=virtual, microbatches=3, parallel={"bucket_elements": 900, **rounds})
+    for lines, buckets in pool.run(logged, 2, single.tree):
         assert buckets > 3
         last, after = "backward 0 2", "reduce -1 -1"
         assert lines.index("reduce_grads 0 -1") == lines.index(last) - 1

@@ -130,7 +130,7 @@ def expected(op: str, data: torch.Tensor, rank: int) -> torch.Tensor:
     return data[:, 0].flatten(0, 1)
 
 
-def call_all(ex: Exchange, device: Device, program: list[str], own: list[torch.Tensor], lag: int, save: Save) -> None:
+def call_all(ex: Exchange, device: Device, program: list[str], local: list[torch.Tensor], lag: int, save: Save) -> None:
     """A program of calls, results that may be waited for later `lag` calls later; own: what this rank has for each."""
     pending: deque[tuple[int, Callable[[], torch.Tensor]]] = deque()
 
@@ -138,27 +138,27 @@ def call_all(ex: Exchange, device: Device, program: list[str], own: list[torch.T
         number, wait = pending.popleft()
         save(number, wait())
 
-    for number, (op, mine) in enumerate(zip(program, own, strict=True)):
+    for number, (op, local_part) in enumerate(zip(program, local, strict=True)):
         # A scatter's result is waited for before the next; a gather may be under way meanwhile.
         while op.startswith("scatter") and any(program[n] == "scatter" for n, _ in pending):
             take()
         if op == "gather":
-            pending.append((number, ex.gather(mine[0])))
+            pending.append((number, ex.gather(local_part[0])))
         elif op == "scatter":
-            pending.append((number, ex.scatter(lambda out, rank, mine=mine: out.copy_(mine), SHAPE, mine)))  # type: ignore[misc]
+            pending.append((number, ex.scatter(lambda out, rank, mine=local_part: out.copy_(mine), SHAPE, local_part)))  # type: ignore[misc]
         elif op == "scatter now":
 
-            def make(out: torch.Tensor, rank: int | None, mine: torch.Tensor = mine) -> None:
+            def make(out: torch.Tensor, rank: int | None, mine: torch.Tensor = local_part) -> None:
                 out.copy_(mine if rank is None else mine[rank])
 
-            save(number, ex.scatter_now(make, SHAPE, mine))
+            save(number, ex.scatter_now(make, SHAPE, local_part))
         else:
-            seen = torch.zeros(ex.size, *SHAPE, dtype=torch.float64)
+            observed = torch.zeros(ex.size, *SHAPE, dtype=torch.float64)
             keep = op == "consume and keep"
-            whole = ex.gather_and_consume(mine[0], lambda part, r, seen=seen: seen[r].copy_(part), keep)  # type: ignore[misc]
-            save(number, seen.flatten(0, 1))
+            full = ex.gather_and_consume(local_part[0], lambda part, r, seen=observed: seen[r].copy_(part), keep)  # type: ignore[misc]
+            save(number, observed.flatten(0, 1))
             if keep:
-                save(number, whole)
+                save(number, full)
         while len(pending) > lag:
             take()
     while pending:
@@ -171,8 +171,8 @@ def exchanges_of(size: int, on_side_stream: bool = False) -> tuple[list[Device],
     memory = [torch.zeros(Exchange.bytes_needed(size, nbytes), dtype=torch.uint8) for _ in range(size)]
     flags: dict[tuple[int, ...], int] = {}
     devices = [Device(rank, flags) for rank in range(size)]
-    made = [Exchange(rank, size, memory, nbytes, devices[rank], on_side_stream=on_side_stream) for rank in range(size)]
-    return devices, made
+    built = [Exchange(rank, size, memory, nbytes, devices[rank], on_side_stream=on_side_stream) for rank in range(size)]
+    return devices, built
 
 
 def random_data(size: int, program: list[str], generator: torch.Generator) -> list[torch.Tensor]:
@@ -201,16 +201,16 @@ def play_parts(
     generator = torch.Generator().manual_seed(seed)
     inputs = [(number, random_data(size, parts[number][0], generator)) for number in order]
     for rank, (device, ex) in enumerate(zip(devices, exchanges, strict=True)):
-        known: dict[int, tuple[list[Entry], list[torch.Tensor], list[tuple[int, torch.Tensor]]]] = {}
+        recognized: dict[int, tuple[list[Entry], list[torch.Tensor], list[tuple[int, torch.Tensor]]]] = {}
 
-        def keep(found: torch.Tensor, want: torch.Tensor, device: Device = device) -> None:
-            kept = torch.empty_like(want)
-            device.put("main", lambda: kept.copy_(found))
-            results.append((kept, want))
+        def keep(result: torch.Tensor, want: torch.Tensor, device: Device = device) -> None:
+            retained = torch.empty_like(want)
+            device.put("main", lambda: retained.copy_(result))
+            results.append((retained, want))
 
         for number, data in inputs:
             program, captured = parts[number]
-            wanted = [expected(op, one, rank) for op, one in zip(program, data, strict=True)]
+            target = [expected(op, item, rank) for op, item in zip(program, data, strict=True)]
             if not captured:
                 call_all(
                     ex,
@@ -218,28 +218,28 @@ def play_parts(
                     program,
                     [one[rank] for one in data],
                     lag,
-                    lambda n, found, wanted=wanted: keep(found, wanted[n]),  # type: ignore[misc]
+                    lambda n, found, wanted=target: keep(found, wanted[n]),  # type: ignore[misc]
                 )
                 continue
-            if number not in known:
-                own = [torch.empty_like(one[rank]) for one in data]
+            if number not in recognized:
+                local = [torch.empty_like(one[rank]) for one in data]
                 gave: list[tuple[int, torch.Tensor]] = []
 
-                def save(n: int, found: torch.Tensor, gave: Any = gave, device: Device = device) -> None:
-                    to = torch.empty_like(found)
-                    device.put("main", lambda: to.copy_(found))
+                def save(n: int, result: torch.Tensor, gave: Any = gave, device: Device = device) -> None:
+                    to = torch.empty_like(result)
+                    device.put("main", lambda: to.copy_(result))
                     gave.append((n, to))
 
                 with ex.capture():
-                    call_all(ex, device, program, own, lag, save)
-                known[number] = device.captured, own, gave
-            entries, own, gave = known[number]
-            for to, one in zip(own, data, strict=True):
+                    call_all(ex, device, program, local, lag, save)
+                recognized[number] = device.captured, local, gave
+            entries, local, gave = recognized[number]
+            for to, one in zip(local, data, strict=True):
                 device.put("main", lambda to=to, one=one, rank=rank: to.copy_(one[rank]))  # type: ignore[misc]
             ex.before_replay()
             device.replay(entries)
-            for n, found in gave:
-                keep(found, wanted[n])
+            for n, match in gave:
+                keep(match, target[n])
     run(devices, random.Random(seed))
     return results
 
@@ -255,8 +255,8 @@ def play_parts(
 def test_every_order_of_queues_gives_the_right_sums_and_parts(
     size: int, program: list[str], lag: int, seed: int, on_side_stream: bool
 ) -> None:
-    for found, want in play(size, program, lag, seed, on_side_stream):
-        torch.testing.assert_close(found, want)
+    for match, want in play(size, program, lag, seed, on_side_stream):
+        torch.testing.assert_close(match, want)
 
 
 PARTS = st.lists(
@@ -276,20 +276,20 @@ PARTS = st.lists(
 def test_captured_calls_are_replayed_between_others_in_every_order_of_queues(
     size: int, parts: list[tuple[list[str], bool]], order: list[int], lag: int, seed: int, on_side_stream: bool
 ) -> None:
-    for found, want in play_parts(size, parts, order, lag, seed, on_side_stream):
-        torch.testing.assert_close(found, want)
+    for match, want in play_parts(size, parts, order, lag, seed, on_side_stream):
+        torch.testing.assert_close(match, want)
 
 
 @pytest.mark.parametrize(
-    ("what", "wrong"),
+    ("subject", "wrong"),
     [
         pytest.param("_meet", lambda self: None, id="nobody waits until all have done what they did"),
         pytest.param("before_replay", lambda self: None, id="a replay takes memory that a peer still reads"),
     ],
 )
-def test_replays_need_what_they_wait_for(monkeypatch: pytest.MonkeyPatch, what: str, wrong: Any) -> None:
+def test_replays_need_what_they_wait_for(monkeypatch: pytest.MonkeyPatch, subject: str, wrong: Any) -> None:
     """The test above can fail."""
-    monkeypatch.setattr(Exchange, what, wrong)
+    monkeypatch.setattr(Exchange, subject, wrong)
     parts = [(["scatter now"], True), (["scatter now"], False)]
     right = 0
     for seed in range(60):
@@ -326,8 +326,8 @@ def test_a_capture_leaves_the_calls_around_it_as_they_were() -> None:
 def test_a_backward_pass_gathers_and_scatters_at_once() -> None:
     for seed in range(60):
         program = ["scatter", "gather"] * 4 + ["consume and keep", "scatter now"]
-        for found, want in play(2 + seed % 3, program, 1, seed):
-            torch.testing.assert_close(found, want)
+        for match, want in play(2 + seed % 3, program, 1, seed):
+            torch.testing.assert_close(match, want)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -335,16 +335,16 @@ def test_sequences_are_gathered_and_scattered_by_the_exchange(size: int) -> None
     """As the embedding and the loss of a vocabulary cut over ranks ask for it."""
     devices, exchanges = exchanges_of(size)
     axes = [Axis(None, size, rank, exchange=exchange) for rank, exchange in enumerate(exchanges)]
-    whole = torch.randn(size, size * SHAPE[0], SHAPE[1], dtype=torch.float64)
-    scattered = [scatter_sequence(whole[rank], axes[rank]) for rank in range(size)]
+    full = torch.randn(size, size * SHAPE[0], SHAPE[1], dtype=torch.float64)
+    scattered = [scatter_sequence(full[rank], axes[rank]) for rank in range(size)]
     run(devices, random.Random(0))
-    expected_parts = whole.sum(0).split(SHAPE[0])
+    expected_parts = full.sum(0).split(SHAPE[0])
     for rank in range(size):
         torch.testing.assert_close(scattered[rank], expected_parts[rank])
     gathered = [gather_sequence(expected_parts[rank].clone(), axes[rank]) for rank in range(size)]
     run(devices, random.Random(0))
     for rank in range(size):
-        assert torch.equal(gathered[rank], whole.sum(0))
+        assert torch.equal(gathered[rank], full.sum(0))
 
 
 def test_a_result_that_nobody_waited_for_is_not_overwritten() -> None:
@@ -373,8 +373,8 @@ def test_a_call_within_what_another_computes_is_refused(call: str) -> None:
 def test_one_turn_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: with memory for one call, some order overwrites what a peer still reads."""
     monkeypatch.setattr(module, "BUFFERS", 1)
-    found = [pair for seed in range(60) for pair in play(2, ["gather"] * 6, 0, seed)]
-    assert not all(torch.equal(*pair) for pair in found)
+    result = [pair for seed in range(60) for pair in play(2, ["gather"] * 6, 0, seed)]
+    assert not all(torch.equal(*pair) for pair in result)
 
 
 def test_a_part_too_large_is_refused() -> None:

@@ -33,11 +33,11 @@ def spans(layout: FlatLayout, members: list[BufferMember]) -> list[tuple[int, in
 def test_each_member_lies_in_its_one_bucket_and_overlaps_no_other(members, ranks, bucket):
     layout = lay_out(members, ranks, bucket)
     assert sorted(i for span in layout.buckets for i in span.members) == list(range(len(members)))
-    places = spans(layout, members)
+    locations = spans(layout, members)
     for span in layout.buckets:
         for i in span.members:
-            assert span.start <= places[i][0] < places[i][1] <= span.stop
-    ordered = sorted(places)
+            assert span.start <= locations[i][0] < locations[i][1] <= span.stop
+    ordered = sorted(locations)
     assert all(a[1] <= b[0] for a, b in pairwise(ordered))
     assert all(start % ALIGN == 0 for start in layout.starts)
 
@@ -96,9 +96,9 @@ def test_a_tied_embedding_has_a_bucket_of_its_own(members, ranks, bucket):
     assert layout.tied_bucket is not None
     assert layout.buckets[layout.tied_bucket].members == tuple(alone)
     # Another stage lays out the same embedding among other members: its shards must be the same ones.
-    there = lay_out([BufferMember(5, False, True), members[alone[0]]], ranks, None)
-    assert there.tied_bucket is not None
-    ours, theirs = layout.buckets[layout.tied_bucket], there.buckets[there.tied_bucket]
+    present = lay_out([BufferMember(5, False, True), members[alone[0]]], ranks, None)
+    assert present.tied_bucket is not None
+    ours, theirs = layout.buckets[layout.tied_bucket], present.buckets[present.tied_bucket]
     assert ours.stop - ours.start == theirs.stop - theirs.start
 
 
@@ -113,8 +113,8 @@ def test_buckets_are_as_large_as_asked_for(members, ranks, bucket):
     for span in layout.buckets:
         assert len(span.members) == 1 or sum(members[i].count for i in span.members) <= bucket
     # A bucket was closed only because the next member would not have fitted, or because its region ended.
-    for one, after in pairwise(layout.buckets):
+    for item, after in pairwise(layout.buckets):
         first = after.members[0]
-        same = members[one.members[0]].region == members[first].region
-        lines = sum(-(-members[i].count // ALIGN) * ALIGN for i in one.members)
-        assert not same or lines + members[first].count > bucket
+        equal = members[item.members[0]].region == members[first].region
+        lines = sum(-(-members[i].count // ALIGN) * ALIGN for i in item.members)
+        assert not equal or lines + members[first].count > bucket

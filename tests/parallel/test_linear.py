@@ -84,13 +84,13 @@ def test_a_weight_gradient_on_the_side_stream_begins_after_its_operands_are_made
 
 def leaves(y: torch.Tensor) -> int:
     """Tensors whose gradient autograd itself accumulates in a backward pass from y."""
-    seen, ahead = set(), [y.grad_fn]
+    observed, ahead = set(), [y.grad_fn]
     while ahead:
         node = ahead.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            ahead += [other for other, _ in node.next_functions]
-    return sum(type(node).__name__ == "AccumulateGrad" for node in seen)
+        if node is not None and node not in observed:
+            observed.add(node)
+            ahead += [peer for peer, _ in node.next_functions]
+    return sum(type(node).__name__ == "AccumulateGrad" for node in observed)
 
 
 @pytest.mark.parametrize("of_x", [True, False])
@@ -139,17 +139,17 @@ class _Given(LinearPrecision):
 
 
 def test_what_a_producer_knows_reaches_the_precision_and_what_it_keeps_is_all_that_backward_has():
-    linears, held = _Given(), []
+    linears, stored = _Given(), []
     x, w, v = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(3, 2, 8), (5, 8), (4, 5)]))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: stored.append(t) or t, lambda t: t):
         y = linear_scatter(linears, gather_linear(x, w, None, linears, amax="of x"), v, amaxes=["of y"])
     assert linears.given == ["of x", "of y"]
-    assert [t.shape for t in held] == [x.shape, (3, 2, 5)]
-    assert all(t.data_ptr() != x.data_ptr() for t in held)
+    assert [t.shape for t in stored] == [x.shape, (3, 2, 5)]
+    assert all(t.data_ptr() != x.data_ptr() for t in stored)
     plain = torch.nn.functional.linear(torch.nn.functional.linear(x, w), v)
     torch.testing.assert_close(y, plain)
-    for found, wanted in zip(*(torch.autograd.grad(z.sum(), (x, w, v)) for z in (y, plain)), strict=True):
-        torch.testing.assert_close(found, wanted)
+    for match, expected in zip(*(torch.autograd.grad(z.sum(), (x, w, v)) for z in (y, plain)), strict=True):
+        torch.testing.assert_close(match, expected)
 
 
 def cast_and_back(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> torch.Tensor:
@@ -186,5 +186,5 @@ def test_float8_linear_casts_each_operand_to_its_format(recipe):
         expected_dw = dy.t() @ x  # not in float8
     for actual, expected in ((y, x8 @ rows8.t()), (dx, dy8 @ columns8), (dw, expected_dw)):
         # Compare row by row: in a norm over all, small gradients would not count.
-        apart = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
-        assert apart.max() < 1e-5, apart
+        separate = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert separate.max() < 1e-5, separate

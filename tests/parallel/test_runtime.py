@@ -34,16 +34,16 @@ def test_engines_of_one_process_share_nothing():
     tree = case(microbatches=1, model={"layers": 1}).tree
     first, second = make_engine(0, 1, tree), make_engine(0, 1, {**tree, "kernels": {"attention": "sdpa"}})
     first.runtime.calls, first.runtime.stream = Log(), Late()
-    told = [Told(), Told()]
-    for engine, one in zip((second, first), told, strict=True):
-        run_step(engine, 1, one)
+    report = [Told(), Told()]
+    for engine, item in zip((second, first), report, strict=True):
+        run_step(engine, 1, item)
     assert first.runtime.calls.places[-1] == b"optimizer"
     assert type(second.runtime.calls) is NullCallLog
     assert not first.runtime.stream.open
     assert not second.runtime.attention.describe()
     assert len(first.runtime.attention.describe()) == 1  # the other was told which kernel to run
-    assert told[0].losses == told[1].losses
-    assert told[0].norms == told[1].norms
+    assert report[0].losses == report[1].losses
+    assert report[0].norms == report[1].norms
     chunk = first.chunks[0]
     assert chunk.linears.axis.runtime is first.runtime is first.data_parallel.buffers[0].axes.tensor.runtime
 
@@ -75,10 +75,10 @@ def test_engines_of_one_process_have_each_their_own_kernels():
 
 
 def test_engines_of_two_threads_have_each_their_own_kernels():
-    engines, both = two_modes(), Barrier(2)
+    engines, pair = two_modes(), Barrier(2)
 
     def meet(grad: torch.Tensor) -> None:
-        both.wait(60)  # both stand in their backward passes at once
+        pair.wait(60)  # both stand in their backward passes at once
 
     for engine in engines:
         engine.chunks[0].norm.weight.register_hook(meet)
@@ -121,17 +121,17 @@ def test_torch_is_deterministic_while_an_engine_that_wants_it_works(monkeypatch:
     tree = case(microbatches=2, model={"layers": 1}).tree
     engine, usual = (make_engine(0, 1, {**tree, "kernels": {"deterministic": on}}) for on in (True, False))
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    seen: list[tuple[bool, bool]] = []
-    for one in (engine, usual):
-        one.chunks[0].norm.weight.register_hook(lambda grad: seen.append(told_torch()))
-    told = Told(), Told()
+    observed: list[tuple[bool, bool]] = []
+    for item in (engine, usual):
+        item.chunks[0].norm.weight.register_hook(lambda grad: observed.append(told_torch()))
+    report = Told(), Told()
     for step in (1, 2):
-        for one, of in zip((engine, usual), told, strict=True):
-            run_step(one, step, of)
+        for item, of in zip((engine, usual), report, strict=True):
+            run_step(item, step, of)
             assert told_torch() == before
-    assert seen == [(True, False)] * 2 + [before] * 2 + [(True, False)] * 2 + [before] * 2
-    assert told[0].losses == told[1].losses
-    assert told[0].norms == told[1].norms
+    assert observed == [(True, False)] * 2 + [before] * 2 + [(True, False)] * 2 + [before] * 2
+    assert report[0].losses == report[1].losses
+    assert report[0].norms == report[1].norms
 
     def fails(i: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert told_torch() == (True, False)
@@ -153,10 +153,10 @@ def test_torch_is_deterministic_until_the_last_thread_that_wants_it_has_left() -
 
     with ThreadPoolExecutor(1) as threads:
         with kernels.as_current():
-            held = threads.submit(hold)
+            stored = threads.submit(hold)
             assert inside.wait(60)
         leave.set()
-        assert held.result()
+        assert stored.result()
     assert told_torch() == (False, True)
 
 

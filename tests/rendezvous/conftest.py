@@ -47,8 +47,8 @@ class Server:
 
     def start(self) -> None:
         port = ["--port", "0", "--tls-port", str(self.port)] if self.tls else ["--port", str(self.port)]
-        words = [str(REDIS), "--bind", "127.0.0.1", *port, "--save", "", "--dir", str(self.folder), *self.options]
-        self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        arguments = [str(REDIS), "--bind", "127.0.0.1", *port, "--save", "", "--dir", str(self.folder), *self.options]
+        self.process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"redis-server ended with {self.process.returncode}"
@@ -74,11 +74,11 @@ class Server:
         assert self.process is not None
         os.kill(self.process.pid, signal.SIGCONT)
 
-    def ask(self, *words: Any) -> Any:
+    def ask(self, *arguments: Any) -> Any:
         """One command on a connection of its own (servers without password or TLS)."""
         connection = Connection(Address("127.0.0.1", self.port), None, 5)
         try:
-            connection.send(words)
+            connection.send(arguments)
             return connection.read(5)
         finally:
             connection.close()
@@ -158,15 +158,15 @@ class Ranks:
 
     def results(self, count: int, seconds: float = 60) -> dict[int, Any]:
         """What `count` ranks returned or raised; AssertionError if they take longer: nothing may hang."""
-        found: dict[int, Any] = {}
+        result: dict[int, Any] = {}
         deadline = time.monotonic() + seconds
-        while len(found) < count:
+        while len(result) < count:
             try:
                 rank, value = self._answers.get(timeout=max(0.01, deadline - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"only ranks {sorted(found)} ended within {seconds} s") from None
-            found[rank] = value
-        return found
+                raise AssertionError(f"only ranks {sorted(result)} ended within {seconds} s") from None
+            result[rank] = value
+        return result
 
     def close(self) -> None:
         for process in self.processes.values():

@@ -286,9 +286,9 @@ def test_ranks_that_joined_a_dead_start_go_to_the_new_one(redis_server, opened):
     fresh = opened(server, owner=True)
     thread.join(10)
     assert isinstance(answers[0], Superseded)
-    again = opened(server)
+    repeated = opened(server)
     fresh.set("k", "v")
-    assert again.get("k") == b"v"
+    assert repeated.get("k") == b"v"
     with pytest.raises(Superseded):
         early.set("k", "late")
 
@@ -428,8 +428,8 @@ def certificates(tmp_path_factory):
     """An authority, a server's and a client's certificate by it, and one of a stranger."""
     folder = tmp_path_factory.mktemp("tls")
 
-    def openssl(*words: str) -> None:
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     for name in ("ca", "stranger"):
         openssl(
@@ -474,8 +474,8 @@ def test_tls(redis_server, certificates):
 
 def test_tls_with_client_certificates(redis_server, certificates):
     server = redis_server(*tls_options(certificates, "yes"), tls=True)
-    mine = {"certificate": f"{certificates}/client.pem", "key": f"{certificates}/client.key"}
-    store = open_store(server.url, ca=f"{certificates}/ca.pem", **mine)
+    local = {"certificate": f"{certificates}/client.pem", "key": f"{certificates}/client.key"}
+    store = open_store(server.url, ca=f"{certificates}/ca.pem", **local)
     store.set("k", "v")
     store.close()
     with pytest.raises(ConfigError, match="tls_certificate"):

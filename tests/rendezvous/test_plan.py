@@ -29,8 +29,8 @@ def test_members_agree_on_what_the_grid_says(tensor, data, pipeline, virtual, ti
         size = 1
         for axis in axes:
             size *= grid.size(axis)
-        made = [list(spec.ranks) for spec in plan if spec.kind == kind]
-        assert made == ([] if size == 1 else grid.groups(axes))
+        built = [list(spec.ranks) for spec in plan if spec.kind == kind]
+        assert built == ([] if size == 1 else grid.groups(axes))
     columns = tensor * data
     for direction, step in (("forward", 1), ("backward", -1)):
         pairs = [

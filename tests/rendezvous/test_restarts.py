@@ -92,7 +92,7 @@ def await_greeting(start: dist.Store, rank: int) -> None:
 def test_each_start_has_keys_of_its_own(agent_store):
     for _ in range(3):
         every = [Come(agent_store, rank) for rank in (1, 0)]
-        assert [come.finish() for come in every] == [None, None]
+        assert [received.finish() for received in every] == [None, None]
 
 
 def test_a_start_that_broke_off_is_superseded(agent_store):
@@ -112,9 +112,9 @@ def test_a_process_replaces_its_ended_predecessor(agent_store):
     start = dist.PrefixStore("megascale-start-1", connect(agent_store))
     await_greeting(start, 0)
     greet(start, 1, socket.gethostname(), ended_process())
-    one = Come(agent_store, 1, world=3)
+    single = Come(agent_store, 1, world=3)
     two = Come(agent_store, 2, world=3)
-    assert [come.finish() for come in (zero, one, two)] == [None] * 3
+    assert [received.finish() for received in (zero, single, two)] == [None] * 3
     assert f" {os.getpid()} " in start.get("start/hello/1").decode()
 
 
@@ -122,9 +122,9 @@ def test_a_predecessor_on_a_lost_host_is_no_second_claim(agent_store):
     broken = open_start(connect(agent_store), 0, 2, timeout=20, configured_timeout=20)
     greet(broken, 0, "lost-host", 1)
     greet(broken, 1, "lost-host", 2)
-    one = Come(agent_store, 1)
+    single = Come(agent_store, 1)
     assert Come(agent_store, 0).finish() is None
-    assert one.finish() is None
+    assert single.finish() is None
 
 
 @pytest.mark.parametrize("host", [socket.gethostname(), "another-host"])
@@ -141,9 +141,9 @@ def test_a_second_rank_zero_takes_the_ranks_and_the_first_is_told(agent_store):
     first = Come(agent_store, 0)
     start = dist.PrefixStore("megascale-start-1", connect(agent_store))
     await_greeting(start, 0)
-    second, one = Come(agent_store, 0), Come(agent_store, 1)
+    second, single = Come(agent_store, 0), Come(agent_store, 1)
     assert second.finish() is None
-    assert one.finish() is None
+    assert single.finish() is None
     error = first.finish()
     assert isinstance(error, ConfigError)
     assert "two processes claim rank 0" in str(error)

@@ -33,24 +33,27 @@ def use_groups(rank: int, world: int, overrides: list[str], pause: str = "") -> 
     torch.set_num_threads(1)
     began = time.perf_counter()
     groups = start(rank, world, overrides)
-    seen: dict[str, object] = {"seconds": time.perf_counter() - began, "report": groups.report()}
+    observed: dict[str, object] = {"seconds": time.perf_counter() - began, "report": groups.report()}
     for kind in [*AXIS_KINDS, "embedding"]:
         group = getattr(groups, kind)
         if group is not None:
             total = torch.tensor([2.0**rank])
             dist.all_reduce(total, group=group)
-            seen[kind] = [r for r in range(world) if int(total.item()) >> r & 1]
+            observed[kind] = [r for r in range(world) if int(total.item()) >> r & 1]
     for direction in ("forward", "backward"):
         sender, receiver = getattr(groups, f"send_{direction}"), getattr(groups, f"recv_{direction}")
         work = []
         if sender is not None:
             work.append(dist.isend(torch.tensor([float(rank)]), sender.peer, group=sender.group))
         if receiver is not None:
-            came = torch.zeros(1)
-            work.append(dist.irecv(came, receiver.peer, group=receiver.group))
+            received = torch.zeros(1)
+            work.append(dist.irecv(received, receiver.peer, group=receiver.group))
         for handle in work:
             handle.wait()
-        seen[direction] = (None if sender is None else sender.peer, None if receiver is None else int(came.item()))
+        observed[direction] = (
+            None if sender is None else sender.peer,
+            None if receiver is None else int(received.item()),
+        )
     if pause:
         for step in range(200):
             dist.all_reduce(torch.ones(1))
@@ -58,7 +61,7 @@ def use_groups(rank: int, world: int, overrides: list[str], pause: str = "") -> 
                 open(pause, "w").close()
             time.sleep(0.01)
     shutdown(groups)
-    return seen
+    return observed
 
 
 @pytest.mark.parametrize("store", ["env", pytest.param("redis", marks=needs_redis)])
@@ -72,28 +75,28 @@ def test_groups_of_real_processes_are_the_grids(ranks, store, tensor, pipeline, 
     if server is not None:
         overrides.append(f"rendezvous.url={server.url}")
     ranks.start(use_groups, range(world), world, overrides)
-    found = ranks.results(world)
+    result = ranks.results(world)
     from megascale.core.grid import Coordinate, Grid
 
     grid = Grid.from_world_size(world, tensor, pipeline)
-    for rank, seen in found.items():
-        assert isinstance(seen, dict), seen
+    for rank, observed in result.items():
+        assert isinstance(observed, dict), observed
         at = grid.coordinate(rank)
         for kind, axes in AXIS_KINDS.items():
             members = grid.group(axes, rank)
-            assert seen.get(kind) == (members if len(members) > 1 else None), kind
+            assert observed.get(kind) == (members if len(members) > 1 else None), kind
         ends = [grid.rank(Coordinate(stage, at.data, at.tensor)) for stage in (0, pipeline - 1)]
         tied = pipeline > 1 and at.pipeline in (0, pipeline - 1)
-        assert seen.get("embedding") == (ends if tied else None)
+        assert observed.get("embedding") == (ends if tied else None)
         for direction, step in (("forward", 1), ("backward", -1)):
-            to, come = at.pipeline + step, at.pipeline - step
+            to, received = at.pipeline + step, at.pipeline - step
             ring = virtual > 1 and pipeline > 1
 
             def peer(stage: int) -> int | None:
                 inside = 0 <= stage < pipeline
                 return grid.rank(Coordinate(stage % pipeline, at.data, at.tensor)) if inside or ring else None  # noqa: B023
 
-            assert seen[direction] == (peer(to), peer(come)), direction
+            assert observed[direction] == (peer(to), peer(received)), direction
     if server is not None:
         assert server.keys() == []
 
@@ -150,15 +153,15 @@ def test_redis_that_is_not_there(ranks):
 @needs_redis
 def test_redis_with_another_password(ranks, redis_server, monkeypatch):
     server = redis_server("--requirepass", "s3cret")
-    place = f"127.0.0.1:{server.port}"
-    ranks.start(start, range(2), 2, [f"rendezvous.url=redis://:guess@{place}"])
+    location = f"127.0.0.1:{server.port}"
+    ranks.start(start, range(2), 2, [f"rendezvous.url=redis://:guess@{location}"])
     for error in ranks.results(2).values():
         assert isinstance(error, ConfigError)
         assert "refuses the user or password" in str(error)
         assert "guess" not in str(error)
     monkeypatch.setenv("MEGASCALE_REDIS_PASSWORD", "s3cret")
-    ranks.start(use_groups, range(2), 2, [f"rendezvous.url=redis://{place}"])
-    assert all(isinstance(seen, dict) for seen in ranks.results(2).values())
+    ranks.start(use_groups, range(2), 2, [f"rendezvous.url=redis://{location}"])
+    assert all(isinstance(observed, dict) for observed in ranks.results(2).values())
 
 
 @needs_redis
@@ -174,8 +177,8 @@ def test_redis_restarted_during_the_start(ranks, redis_server, memory):
         time.sleep(0.01)
     server.restart()
     ranks.start(use_groups, [7], 8, overrides)
-    found = ranks.results(8)
-    assert all(isinstance(seen, dict) for seen in found.values()), found
+    result = ranks.results(8)
+    assert all(isinstance(observed, dict) for observed in result.values()), result
     assert server.keys() == []
 
 
@@ -190,8 +193,8 @@ def test_redis_restarted_during_training(ranks, redis_server, tmp_path, memory):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     server.restart()
-    found = ranks.results(4)
-    assert all(isinstance(seen, dict) for seen in found.values()), found
+    result = ranks.results(4)
+    assert all(isinstance(observed, dict) for observed in result.values()), result
     assert server.keys() == []
 
 
@@ -205,8 +208,8 @@ def test_a_server_that_is_gone_at_the_end_does_not_spoil_the_run(ranks, redis_se
         assert time.monotonic() < deadline
         time.sleep(0.01)
     server.kill()
-    found = ranks.results(2)
-    assert all(isinstance(seen, dict) for seen in found.values()), found
+    result = ranks.results(2)
+    assert all(isinstance(observed, dict) for observed in result.values()), result
 
 
 @needs_redis
@@ -226,11 +229,11 @@ def test_redis_killed_at_any_moment_of_the_start(ranks, redis_server):
     thread.start()
     ranks.start(use_groups, range(4), 4, overrides)
     try:
-        found = ranks.results(4)
+        result = ranks.results(4)
     finally:
         stop.set()
         thread.join()
-    assert all(isinstance(seen, dict) for seen in found.values()), found
+    assert all(isinstance(observed, dict) for observed in result.values()), result
 
 
 def die(rank: int, world: int, overrides: list[str]) -> None:
@@ -256,7 +259,7 @@ def test_a_second_attempt_after_a_crash(ranks, redis_server, monkeypatch):
     assert all(server.ask("PTTL", key) <= 60_000 for key in server.keys())  # noqa: SIM118
     monkeypatch.setenv("MEGASCALE_ATTEMPT", "1")
     ranks.start(use_groups, range(3), 3, overrides)
-    assert all(isinstance(seen, dict) for seen in ranks.results(3).values())
+    assert all(isinstance(observed, dict) for observed in ranks.results(3).values())
     assert server.keys() == []
 
 
@@ -270,7 +273,7 @@ def test_the_same_attempt_started_again_after_a_crash(ranks, redis_server):
     ranks.start(use_groups, [1, 2], 3, overrides)  # before rank 0, so that old keys are all there is
     time.sleep(0.3)
     ranks.start(use_groups, [0], 3, overrides)
-    assert all(isinstance(seen, dict) for seen in ranks.results(3).values())
+    assert all(isinstance(observed, dict) for observed in ranks.results(3).values())
     assert server.keys() == []
 
 
@@ -325,54 +328,54 @@ def test_the_store_listens_on_loopback_only(ranks):
 def _listening(rank: int, world: int, overrides: list[str]) -> set[str]:
     """Addresses (as in /proc) that this process listens on while it waits for the others."""
     port = f"{int(os.environ['MASTER_PORT']):04X}"
-    found: set[str] = set()
+    result: set[str] = set()
 
     def look() -> None:
-        while not found:
+        while not result:
             for file in ("/proc/net/tcp", "/proc/net/tcp6"):
                 for line in Path(file).read_text().splitlines()[1:]:
                     local, state = line.split()[1], line.split()[3]
                     if local.endswith(f":{port}") and state == "0A":
-                        found.add(local.split(":")[0])
+                        result.add(local.split(":")[0])
 
     thread = threading.Thread(target=look)
     thread.start()
     with pytest.raises(TrainingError):
         start(rank, world, overrides)
     thread.join()
-    return found
+    return result
 
 
 def test_a_port_that_the_launcher_holds_cannot_be_taken(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as stored:
+        port = stored.getsockname()[1]
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(ConfigError, match="choose a free port") as taken:
+        with pytest.raises(ConfigError, match="choose a free port") as used:
             open_store(StoreRequest(config.load().rendezvous, "run", 0, 2, 10.0))
-        assert find_errno(taken.value) == errno.EADDRINUSE
-        monkeypatch.setenv("MEGASCALE_STORE_LISTENER", str(os.dup(held.fileno())))
+        assert find_errno(used.value) == errno.EADDRINUSE
+        monkeypatch.setenv("MEGASCALE_STORE_LISTENER", str(os.dup(stored.fileno())))
         store = open_store(StoreRequest(config.load().rendezvous, "run", 0, 2, 10.0))
         store.set("a", b"b")
         assert store.get("a") == b"b"
 
 
 def test_a_store_that_other_machines_reach_is_told(monkeypatch, caplog):
-    for host, told in (("127.0.0.1", 0), ("0.0.0.0", 1)):
+    for host, report in (("127.0.0.1", 0), ("0.0.0.0", 1)):
         monkeypatch.setenv("MASTER_ADDR", host)
         monkeypatch.setenv("MASTER_PORT", str(free_port()))
         open_store(StoreRequest(config.load().rendezvous, "run", 0, 1, 10.0))
-        assert len(caplog.records) == told
+        assert len(caplog.records) == report
     assert "MASTER_ADDR=0.0.0.0" in caplog.text
     assert "rendezvous.url=rediss://" in caplog.text
 
 
 def test_torchs_own_words_for_a_taken_port_are_known():
     """Where it is not loopback torch opens the listener itself."""
-    with socket.create_server(("0.0.0.0", 0)) as held:
-        taken = dist.DistNetworkError
-        with pytest.raises(taken) as error:
-            dist.TCPStore("127.0.0.1", held.getsockname()[1], 2, is_master=True, wait_for_workers=False)
+    with socket.create_server(("0.0.0.0", 0)) as stored:
+        used = dist.DistNetworkError
+        with pytest.raises(used) as error:
+            dist.TCPStore("127.0.0.1", stored.getsockname()[1], 2, is_master=True, wait_for_workers=False)
     assert "EADDRINUSE" in str(error.value) or "address already in use" in str(error.value).lower()
 
 

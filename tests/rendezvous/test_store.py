@@ -119,9 +119,9 @@ def test_append_multi_get_multi_set(pair):
     assert a.get("log") == b"one two"
     a.multi_set(["p", "q"], ["1", "2"])
     assert b.multi_get(["q", "p", "log"]) == [b"2", b"1", b"one two"]
-    many = [f"m{i}" for i in range(500)]
-    a.multi_set(many, many)
-    assert b.multi_get(many) == [m.encode() for m in many]
+    large = [f"m{i}" for i in range(500)]
+    a.multi_set(large, large)
+    assert b.multi_get(large) == [m.encode() for m in large]
 
 
 def test_get_and_multi_get_wait_for_the_last_key(pair):
@@ -235,13 +235,13 @@ def test_torchs_own_barrier_over_many_threads(pair):
 
 def test_counts_stay_exact_when_many_threads_add(opened, redis_server):
     store = opened(redis_server())
-    seen: list[int] = []
-    threads = [threading.Thread(target=lambda: seen.extend(store.add("n", 1) for _ in range(50))) for _ in range(8)]
+    observed: list[int] = []
+    threads = [threading.Thread(target=lambda: observed.extend(store.add("n", 1) for _ in range(50))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(seen) == list(range(1, 401))
+    assert sorted(observed) == list(range(1, 401))
 
 
 def test_all_waiters_wake_and_nobody_polls(opened, redis_server):
@@ -318,41 +318,41 @@ class SameAsTorch(RuleBasedStateMachine):
                 store.close()
 
     @rule(key=KEYS, value=VALUES, who=st.integers(0, 1))
-    def set(self, key, value, who):
+    def set(self, key, value, name):
         self.numbers.discard(key)
         self.model.set(key, value)
-        self.stores[who].set(key, value)
+        self.stores[name].set(key, value)
 
     @rule(key=KEYS, old=VALUES, new=VALUES, who=st.integers(0, 1))
-    def compare_set(self, key, old, new, who):
+    def compare_set(self, key, old, new, name):
         self.numbers.discard(key)
-        assert self.stores[who].compare_set(key, old, new) == self.model.compare_set(key, old, new)
+        assert self.stores[name].compare_set(key, old, new) == self.model.compare_set(key, old, new)
 
     @rule(key=KEYS, number=st.integers(-(2**40), 2**40), who=st.integers(0, 1))
-    def add(self, key, number, who):
+    def add(self, key, number, name):
         if key not in self.numbers:  # adding to text is an error everywhere, and in torch of another kind
-            self.delete(key, who)
+            self.delete(key, name)
             self.numbers.add(key)
-        assert self.stores[who].add(key, number) == self.model.add(key, number)
+        assert self.stores[name].add(key, number) == self.model.add(key, number)
 
     @rule(key=KEYS, who=st.integers(0, 1))
-    def delete(self, key, who):
+    def delete(self, key, name):
         self.numbers.discard(key)
-        assert self.stores[who].delete_key(key) == self.model.delete_key(key)
+        assert self.stores[name].delete_key(key) == self.model.delete_key(key)
 
     @rule(key=KEYS, value=VALUES, who=st.integers(0, 1))
-    def append(self, key, value, who):
+    def append(self, key, value, name):
         self.numbers.discard(key)
         self.model.append(key, value)
-        self.stores[who].append(key, value)
+        self.stores[name].append(key, value)
 
     @rule(keys=st.lists(KEYS, min_size=1, max_size=4), who=st.integers(0, 1))
-    def read(self, keys, who):
-        there = self.model.check(keys)
-        assert self.stores[who].check(keys) == there
-        assert self.stores[who].num_keys() == self.model.num_keys()
-        if there:
-            assert self.stores[who].multi_get(keys) == self.model.multi_get(keys)
+    def read(self, keys, name):
+        present = self.model.check(keys)
+        assert self.stores[name].check(keys) == present
+        assert self.stores[name].num_keys() == self.model.num_keys()
+        if present:
+            assert self.stores[name].multi_get(keys) == self.model.multi_get(keys)
 
 
 @pytest.mark.skipif(REDIS is None, reason="redis-server is not installed")

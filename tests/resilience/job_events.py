@@ -21,20 +21,20 @@ class JobEvents:
     run: Path
     seen: int = 0
 
-    def wait(self, find: Callable[[], Any], what: str) -> Any:
+    def wait(self, find: Callable[[], Any], subject: str) -> Any:
         raise NotImplementedError
 
     def events(self, after: int = 0) -> list[Entry]:
         return read_journal_events(self.run, after)
 
-    def until(self, kind: str, **about: object) -> Entry:
+    def until(self, kind: str, **details: object) -> Entry:
         """The next event of a kind (after the one waited for before) whose fields are as given."""
 
         def find() -> Entry | None:
             for entry in self.events(self.seen):
-                if entry.kind == kind and all(getattr(entry, name) == value for name, value in about.items()):
+                if entry.kind == kind and all(getattr(entry, name) == value for name, value in details.items()):
                     self.seen = entry.id
                     return entry
             return None
 
-        return self.wait(find, f"{kind} {about}")
+        return self.wait(find, f"{kind} {details}")

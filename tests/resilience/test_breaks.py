@@ -49,8 +49,8 @@ def test_with_journal_and_contact_removed_the_next_driver_takes_the_agents_over(
         file.unlink()
     job.seen = 0
     job.start()
-    told = job.until("attempt_adopted")
-    assert "attempt 2" in told.evidence[0]
+    report = job.until("attempt_adopted")
+    assert "attempt 2" in report.evidence[0]
     assert [job.pid(rank) for rank in (0, 1)] == trainers
     assert [job.agent(node) for node in ("n0", "n1")] == agents
     # Removed under a driver that lives: nothing is lost, and it goes on.
@@ -84,25 +84,25 @@ def test_a_disk_that_is_full_for_the_driver_and_the_trainers_ends_neither_a_seco
     job.process.terminate()
     assert job.finish() == 130, job.story()
     # A rank's own log may have room for the beginning of one.
-    said = job.output.read_text().splitlines()
-    assert not [line for line in said if "Traceback" in line and not line.lstrip().startswith("rank")]
+    output = job.output.read_text().splitlines()
+    assert not [line for line in output if "Traceback" in line and not line.lstrip().startswith("rank")]
 
 
 def test_a_password_in_the_url_works_under_launch_and_stands_nowhere(launch, redis_server, tmp_path):
     server = redis_server("--requirepass", "s3cret/@")
     url = f"--rendezvous.url=redis://:s3cret%2F%40@127.0.0.1:{server.port}"
-    one = ["--nodes=1", "--parallel.data=1", "--train.steps=100000", "--checkpoint.interval=0"]
-    job = launch("redis", *one, url, new=True)
+    single = ["--nodes=1", "--parallel.data=1", "--train.steps=100000", "--checkpoint.interval=0"]
+    job = launch("redis", *single, url, new=True)
     job.until("first_step")
-    words = {pid: _words(pid) for pid in Path("/proc").iterdir() if pid.name.isdigit()}
-    mine = [text for text in words.values() if b"/runs/redis" in text or str(tmp_path).encode() in text]
-    assert len(mine) >= 2  # the driver, the agent
+    arguments = {pid: _words(pid) for pid in Path("/proc").iterdir() if pid.name.isdigit()}
+    local = [text for text in arguments.values() if b"/runs/redis" in text or str(tmp_path).encode() in text]
+    assert len(local) >= 2  # the driver, the agent
     # The server was told its password that way by this test.
-    assert not [text for text in mine if b"s3cret" in text and b"requirepass" not in text]
+    assert not [text for text in local if b"s3cret" in text and b"requirepass" not in text]
     job.process.terminate()
     assert job.finish() == 130, job.story()
-    held = [file for file in job.run.rglob("*") if file.is_file() and b"s3cret" in file.read_bytes()]
-    assert not held
+    stored = [file for file in job.run.rglob("*") if file.is_file() and b"s3cret" in file.read_bytes()]
+    assert not stored
     assert "s3cret" not in job.output.read_text()
 
 
@@ -114,34 +114,34 @@ def _words(process: Path) -> bytes:
 
 
 def test_a_command_line_loses_its_password_and_nothing_else():
-    words = ["python", "-m", "megascale", "launch", "a:b@c.toml", "--rendezvous.url=rediss://me:p%40w@host/1"]
-    shown, secret = remove_password(words)
-    assert (shown[:-1], shown[-1], secret) == (words[:-1], "--rendezvous.url=rediss://me@host/1", "p@w")
+    arguments = ["python", "-m", "megascale", "launch", "a:b@c.toml", "--rendezvous.url=rediss://me:p%40w@host/1"]
+    shown, secret = remove_password(arguments)
+    assert (shown[:-1], shown[-1], secret) == (arguments[:-1], "--rendezvous.url=rediss://me@host/1", "p@w")
     assert remove_password(["--rendezvous.url", "redis://:x@h"]) == (["--rendezvous.url", "redis://h"], "x")
     for plain in (["--rendezvous.url=redis://me@host"], ["--rendezvous.url=env://"], ["--rendezvous.url"]):
         assert remove_password(plain) == (plain, None)
 
 
 @pytest.mark.parametrize(
-    "words", [["--rendezvous.url=redis://:s3cret%2F@h"], ["--rendezvous.url", "redis://:s3cret%2F@h"]]
+    "arguments", [["--rendezvous.url=redis://:s3cret%2F@h"], ["--rendezvous.url", "redis://:s3cret%2F@h"]]
 )
-def test_a_command_with_a_password_starts_itself_anew_without(tmp_path, words):
+def test_a_command_with_a_password_starts_itself_anew_without(tmp_path, arguments):
     """Its configuration is a pipe: while it waits there, its words and its environment can be read."""
     file = tmp_path / "a.toml"
     os.mkfifo(file)
-    command = [sys.executable, "-m", "megascale.cli.main", "launch", str(file), *words]
+    command = [sys.executable, "-m", "megascale.cli.main", "launch", str(file), *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         with open(file, "w") as out:  # returns when it has come to read
-            seen = _words(Path(f"/proc/{process.pid}"))
+            observed = _words(Path(f"/proc/{process.pid}"))
             environment = Path(f"/proc/{process.pid}/environ").read_bytes()
             out.write("no TOML")
-        said = process.communicate(timeout=60)[1]
-    assert str(file).encode() in seen
-    assert b"s3cret" not in seen
+        output = process.communicate(timeout=60)[1]
+    assert str(file).encode() in observed
+    assert b"s3cret" not in observed
     assert b"\0MEGASCALE_REDIS_PASSWORD=s3cret/\0" in environment
     assert process.returncode == 2
-    assert "is not valid TOML" in said
-    assert "s3cret" not in said
+    assert "is not valid TOML" in output
+    assert "s3cret" not in output
 
 
 def test_a_password_from_a_file_is_handed_down_in_the_environment(monkeypatch):

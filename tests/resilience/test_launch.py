@@ -84,8 +84,8 @@ def test_a_node_whose_agent_is_stopped_trains_on_and_is_lost_once_its_ranks_are(
     job = launch("silent", "--nodes=2", "--resilience.window=2", "--train.steps=100000", "--checkpoint.interval=8")
     job.until("first_step")
     os.kill(job.agent("n1"), signal.SIGSTOP)
-    told = job.until("agent_silent")
-    assert (told.action, told.nodes, told.ranks) == ("alert", ("n1",), (1,))
+    report = job.until("agent_silent")
+    assert (report.action, report.nodes, report.ranks) == ("alert", ("n1",), (1,))
     job.until_step(losses(job.run)[-1][0] + 10)
     os.kill(job.pid(1), signal.SIGSTOP)
     lost = job.until("missed_heartbeat")
@@ -118,8 +118,8 @@ def test_a_closed_session_without_output_saves_and_ends_the_job(launch):
 
 
 def test_pause_evict_and_resume_through_the_commands(launch, megascale):
-    words = ["--nodes=2", "--spares=1", "--train.steps=100000", "--checkpoint.interval=0"]
-    job = launch("steered", *words, "--resilience.test_spares=true", "--resilience.grace_period=120", *CALM)
+    arguments = ["--nodes=2", "--spares=1", "--train.steps=100000", "--checkpoint.interval=0"]
+    job = launch("steered", *arguments, "--resilience.test_spares=true", "--resilience.grace_period=120", *CALM)
     job.until("first_step")
     tested = job.until("node_diagnosed")  # the spare, while training goes on
     assert (tested.nodes, tested.action) == (("n2",), "none"), tested.evidence
@@ -128,9 +128,9 @@ def test_pause_evict_and_resume_through_the_commands(launch, megascale):
     assert "lunch" in job.until("paused").evidence
     job.wait(lambda: _phase(job.run) == "paused", "the pause")
     saved = checkpoint.latest(job.run / "checkpoints")
-    again = megascale("pause", job.run)
-    assert again.returncode == 2
-    assert "nothing to pause" in again.stderr
+    repeated = megascale("pause", job.run)
+    assert repeated.returncode == 2
+    assert "nothing to pause" in repeated.stderr
     megascale("cordon", job.run, "n2")
     assert megascale("resume", job.run).returncode == 0
     job.until("first_step")
@@ -177,8 +177,8 @@ def _phase(run: Path) -> str:
 
 
 def test_without_spares_or_new_nodes_data_parallelism_shrinks(launch):
-    words = ["--nodes=2", "--train.steps=80", "--checkpoint.interval=8", "--resilience.replenish_wait=0"]
-    job = launch("shrunk", *words)
+    arguments = ["--nodes=2", "--train.steps=80", "--checkpoint.interval=8", "--resilience.replenish_wait=0"]
+    job = launch("shrunk", *arguments)
     job.until("first_step")
     job.until_step(10)
     job.kill_agent("n1", down=True)
@@ -218,10 +218,10 @@ def test_a_second_driver_is_refused_and_a_stopped_one_is_fenced(launch):
 
 
 def test_time_outs_in_the_wrong_order_are_named_before_anything_starts(megascale, tiny, tmp_path):
-    found = megascale("launch", tiny, "--resilience.window=700")
-    assert found.returncode == 2
-    assert "resilience.window=700" in found.stderr
-    assert "rendezvous.timeout=300" in found.stderr
+    result = megascale("launch", tiny, "--resilience.window=700")
+    assert result.returncode == 2
+    assert "resilience.window=700" in result.stderr
+    assert "rendezvous.timeout=300" in result.stderr
     assert not (tmp_path / "runs").exists()
 
 

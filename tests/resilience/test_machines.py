@@ -74,9 +74,9 @@ class Driver:
     def __init__(self, machines: Machines, folder: Path) -> None:
         hosts = machines.hosts_file(["n0", "n1"])
         ssh = f"{machines.ssh} -o ConnectTimeout=3"
-        words = [sys.executable, "-c", DRIVER, str(folder / "runs" / "job"), ssh, str(hosts)]
+        arguments = [sys.executable, "-c", DRIVER, str(folder / "runs" / "job"), ssh, str(hosts)]
         self.process = subprocess.Popen(
-            machines["head"].inside(words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            machines["head"].inside(arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self.told: list[dict[str, Any]] = []
 
@@ -93,14 +93,14 @@ class Driver:
         assert self.process.stdin is not None
         self.process.stdin.write(f"fence {name}\n")
         self.process.stdin.flush()
-        self.until(lambda told: any("fenced" in words for words in told[before:]))
+        self.until(lambda told: any("fenced" in arguments for arguments in told[before:]))
         return next(words["fenced"] for words in self.told[before:] if "fenced" in words)
 
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    with Machines(tmp_path_factory.mktemp("machines") / "net", ["head", "n0", "n1"]) as there:
-        yield there
+    with Machines(tmp_path_factory.mktemp("machines") / "net", ["head", "n0", "n1"]) as present:
+        yield present
 
 
 def test_agents_are_started_by_ssh_and_what_becomes_of_their_machines_is_seen(machines, tmp_path):
@@ -130,7 +130,7 @@ def test_agents_are_started_by_ssh_and_what_becomes_of_their_machines_is_seen(ma
 
 
 def test_a_connection_to_a_machine_that_is_gone_ends_within_seconds(machines):
-    words = """
+    arguments = """
 import socket, sys, time
 from megascale.services.conversation import set_peer_timeout
 listener = socket.create_server((sys.argv[1], 7000))
@@ -146,20 +146,20 @@ except OSError:
 """
     near, far = machines["head"], machines["n0"]
     listening = subprocess.Popen(
-        near.inside([sys.executable, "-c", words, near.address]), stdout=subprocess.PIPE, text=True
+        near.inside([sys.executable, "-c", arguments, near.address]), stdout=subprocess.PIPE, text=True
     )
     connect = f"import socket; s = socket.create_connection(('{near.address}', 7000)); s.recv(1)"
-    other = None
+    second = None
     try:
         assert listening.stdout is not None
         assert listening.stdout.readline() == "listening\n"
-        other = subprocess.Popen(far.inside([sys.executable, "-c", connect]))
+        second = subprocess.Popen(far.inside([sys.executable, "-c", connect]))
         assert listening.stdout.readline() == "met\n"
         far.power_off()
         assert 0.5 < float(listening.stdout.readline()) < 20.0
         far.heal()
         far.power_on()
     finally:
-        for process in filter(None, (listening, other)):
+        for process in filter(None, (listening, second)):
             process.kill()
             process.wait()

@@ -30,8 +30,8 @@ def test_ranks_go_where_the_file_says_with_the_environment_of_tune(launch, megas
     assert json.loads(file.read_text())["nodes"] == ["n2", "n0"]  # of this seed
     tuned = megascale("network", "tune", "--flaps", "3", "--adaptive", "off", "--out", environment)
     assert tuned.returncode == 0, tuned.stderr
-    words = [f"--resilience.placement={file}", f"--resilience.environment={environment}", "--train.steps=100000"]
-    job = launch("placed", "--nodes=2", "--spares=1", "--checkpoint.interval=0", *words)
+    arguments = [f"--resilience.placement={file}", f"--resilience.environment={environment}", "--train.steps=100000"]
+    job = launch("placed", "--nodes=2", "--spares=1", "--checkpoint.interval=0", *arguments)
     first = job.until("attempt_started")
     assert first.nodes == ("n2", "n0")
     assert first.evidence[1] == f"the placement follows resilience.placement={file}"
@@ -44,14 +44,14 @@ def test_ranks_go_where_the_file_says_with_the_environment_of_tune(launch, megas
     # Another driver goes on with the copies; a node that fails is replaced in its place.
     job.process.kill()
     job.process.wait()
-    for gone in (file, environment):
-        gone.unlink()
+    for removed in (file, environment):
+        removed.unlink()
     job.start()
     job.until("driver_took_over")
     job.kill_agent("n2", down=True)
-    again = job.until("attempt_started", attempt=2)
-    assert again.nodes == ("n1", "n0")
-    assert "but n1 replaces n2" in again.evidence[1]
+    repeated = job.until("attempt_started", attempt=2)
+    assert repeated.nodes == ("n1", "n0")
+    assert "but n1 replaces n2" in repeated.evidence[1]
     job.process.send_signal(signal.SIGTERM)
     assert job.finish() == 130, job.story()
 
@@ -62,20 +62,20 @@ def parent(pid: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "names", "code", "told"),
+    ("nodes", "names", "code", "report"),
     [
         (2, ("n0", "host7"), 4, "host7, which the cluster does not have; it has n0, n1"),
         (3, ("n1", "n0"), 4, "data 2"),
         (2, None, 2, "--names FILE"),
     ],
 )
-def test_a_placement_of_other_nodes_starts_nothing(megascale, tiny, tmp_path, nodes, names, code, told):
+def test_a_placement_of_other_nodes_starts_nothing(megascale, tiny, tmp_path, nodes, names, code, report):
     pytest.importorskip("fastapi")
     setting = placed(tmp_path / "p.json", *(names or ("n0", "n1")))
     if names is None:
         tree = json.loads((tmp_path / "p.json").read_text())
         (tmp_path / "p.json").write_text(json.dumps(tree | {"nodes": None}))
-    found = megascale(
+    result = megascale(
         "launch",
         tiny,
         f"--nodes={nodes}",
@@ -84,6 +84,6 @@ def test_a_placement_of_other_nodes_starts_nothing(megascale, tiny, tmp_path, no
         "--train.name=no",
         setting,
     )
-    assert found.returncode == code, found.stdout + found.stderr
-    assert told in found.stderr
+    assert result.returncode == code, result.stdout + result.stderr
+    assert report in result.stderr
     assert not list((tmp_path / "runs").glob("no/nodes/*"))

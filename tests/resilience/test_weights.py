@@ -23,9 +23,9 @@ def test_any_single_flipped_bit_changes_the_sum(seed, kind, data):
     unchanged = flat[:5].clone()
     before = digest(sum_bits([flat, unchanged]))
     width = flat.element_size() * 8
-    whole = {16: torch.int16, 32: torch.int32, 64: torch.int64}[width]
-    place, bit = data.draw(st.integers(0, 256)), data.draw(st.integers(0, width - 2))
-    flat[place : place + 1].view(whole).bitwise_xor_(1 << bit)
+    full = {16: torch.int16, 32: torch.int32, 64: torch.int64}[width]
+    location, bit = data.draw(st.integers(0, 256)), data.draw(st.integers(0, width - 2))
+    flat[location : location + 1].view(full).bitwise_xor_(1 << bit)
     assert digest(sum_bits([flat, unchanged])) != before
 
 
@@ -52,20 +52,20 @@ def test_without_resilience_faults_nothing_is_injected(tiny, tmp_path):
 
 def test_copies_agree_until_one_is_flipped(tiny, tmp_path, megascale):
     """Two data-parallel ranks; what rank 1 holds of rank 0's shard is flipped before the sum over step 10 is taken."""
-    words = ["--parallel.data=2", "--resilience.checksum_interval=2", "--train.steps=6"]
+    arguments = ["--parallel.data=2", "--resilience.checksum_interval=2", "--train.steps=6"]
     run = tmp_path / "runs" / "tiny"
 
     def sums() -> list[str]:
-        found = [read_status(run / "status" / f"rank-{r}.status") for r in range(2)]
-        return [s.checksum for s in found if s is not None]
+        result = [read_status(run / "status" / f"rank-{r}.status") for r in range(2)]
+        return [s.checksum for s in result if s is not None]
 
-    assert megascale("train", tiny, *words).returncode == 0
+    assert megascale("train", tiny, *arguments).returncode == 0
     calm = sums()
     assert calm[0] == calm[1]
     assert calm[0].startswith("4:")
     inject(run, kind="flip-weight", rank=1, step=11, copy=True)
     more = ["--train.steps=12", "--resilience.faults=true", "--checkpoint.interval=0", "--checkpoint.at_end=false"]
-    megascale("train", tiny, *words, *more)
+    megascale("train", tiny, *arguments, *more)
     flipped = sums()
     assert [s.partition(":")[0] for s in flipped] == ["10", "10"]
     assert flipped[0] != flipped[1]

@@ -64,9 +64,9 @@ def connect(location: ServiceLocation, word: str = "60", seconds: float = 60.0) 
     )
 
 
-def wait_until(found) -> None:
+def wait_until(result) -> None:
     deadline = time.monotonic() + 30
-    while not found():
+    while not result():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 

@@ -105,8 +105,8 @@ def test_mutated_messages_are_refused_or_fit_the_schema(message, data):
         at = data.draw(st.integers(0, len(body)))
         stop = data.draw(st.integers(at, min(len(body), at + 4)))
         body[at:stop] = data.draw(st.binary(max_size=5) | claims)
-    if (found := read(bytes(body))) is not None:
-        assert SCHEMA.decode(SCHEMA.encode(found)) == found
+    if (result := read(bytes(body))) is not None:
+        assert SCHEMA.decode(SCHEMA.encode(result)) == result
 
 
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a", b"\xdd\x00\x0f\xff\xff", b"\xdf\x00\x0f\xff\xff\xa1a"])

@@ -40,9 +40,9 @@ from tests.simulate.simulator_cases import GPT_13B, GPT_175B, case, with_part
 @pytest.mark.parametrize("model", [GPT_13B, GPT_175B, ModelConfig(activation="swiglu", kv_heads=2, vocab_size=1000)])
 def test_flops_are_the_one_count(model):
     """Without a window the case counts what megascale.core.flops counts."""
-    one = case(1, 1, 1, 1, 1, 8, MEGATRON_2023, model)
+    single = case(1, 1, 1, 1, 1, 8, MEGATRON_2023, model)
     expected = flops.flops_per_token(model).training * model.sequence_length * 8
-    assert float(one.flops) == pytest.approx(expected, rel=1e-12)
+    assert float(single.flops) == pytest.approx(expected, rel=1e-12)
 
 
 def test_windowed_flops_are_the_one_count():
@@ -124,8 +124,8 @@ def test_widths_that_do_not_feed_tensor_cores_cost_more():
     odd, padded = (float(gemm_seconds(cluster, 8192, columns, 768)) for columns in (50257, 50304))
     assert padded < 0.6 * odd
     assert alignment_efficiency(6144, 4096) == alignment_efficiency(50304, 768) == 1.0
-    many = alignment_efficiency(np.array([5, 6, 12, 24]), 4096)
-    assert list(many) == list(ALIGNMENT.values())
+    large = alignment_efficiency(np.array([5, 6, 12, 24]), 4096)
+    assert list(large) == list(ALIGNMENT.values())
     thin = [float(gemm_seconds(cluster, 8192, 4096, depth)) / depth for depth in (999, 1000)]
     assert thin[0] > 1.3 * thin[1]
 
@@ -159,9 +159,9 @@ def test_attention_of_narrow_heads_waits_for_exponentials():
     """cuDNN on an H200 at 2,048, 2026-11-24: 416 TFLOP/s at a head dimension of 128, 332 at 64."""
     cluster = load_cluster("h200-host")
     model = GPT_13B.model_copy(update={"heads": 80})
-    one = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": 1, "micro": 4, "batch": 4}
+    single = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": 1, "micro": 4, "batch": 4}
     plain = replace(MEGASCALE_H200, parallel_block=False, window=None)
-    seconds = [layer_times(cluster, case(**one, software=plain, model=m)) for m in (GPT_13B, model)]
+    seconds = [layer_times(cluster, case(**single, software=plain, model=m)) for m in (GPT_13B, model)]
     ratio = [float(t.attention_forward + t.attention_backward) for t in seconds]
     assert ratio[0] / ratio[1] == pytest.approx(332 / 416, rel=0.06)
 
@@ -238,9 +238,9 @@ def test_a_fused_loss_reads_the_logits_once():
     """gpt2-124m: the eager loss of 16,384 tokens takes longer than the GEMMs that make its logits."""
     cluster = load_cluster("h200-host")
     model = ModelConfig(layers=12, hidden=768, heads=12, vocab_size=50304, sequence_length=1024)
-    one = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": 1, "micro": 4, "batch": 16, "model": model}
+    single = {"tensor": 1, "pipeline": 1, "virtual": 1, "data": 1, "micro": 4, "batch": 16, "model": model}
     fused, eager = (
-        sum(float(x) for x in logits_seconds(cluster, case(**one, software=replace(MEGASCALE_H200, fused_loss=f))))
+        sum(float(x) for x in logits_seconds(cluster, case(**single, software=replace(MEGASCALE_H200, fused_loss=f))))
         for f in (True, False)
     )
     bandwidth = cluster.gpu.memory_gbs * 1e9 * cluster.kernels.memory
@@ -255,12 +255,12 @@ def test_ring_collectives():
     inside = float(net.collective(1e9, 8, 8))
     assert inside == pytest.approx(1e9 * 7 / 8 / 233e9 + (19 + 7 * 4) * 1e-6)
     # Four ranks, one a host: each ring passes one NIC.
-    apart = float(net.collective(1e9, 4, 1))
-    assert apart == pytest.approx(1e9 * 3 / 4 / 20e9 + (20 + 3 * 6) * 1e-6)
+    separate = float(net.collective(1e9, 4, 1))
+    assert separate == pytest.approx(1e9 * 3 / 4 / 20e9 + (20 + 3 * 6) * 1e-6)
     # Sixteen ranks on two hosts share eight NICs; one of a ring's fifteen hops leaves a host.
-    both = float(net.collective(1e9, 16, 8))
-    assert both == pytest.approx(1e9 * 15 / 16 / 160e9 + (20 + 14 * 4 + 6) * 1e-6)
-    assert float(RingNetwork(cluster, 0.4).collective(1e9, 4, 1)) > apart
+    pair = float(net.collective(1e9, 16, 8))
+    assert pair == pytest.approx(1e9 * 15 / 16 / 160e9 + (20 + 14 * 4 + 6) * 1e-6)
+    assert float(RingNetwork(cluster, 0.4).collective(1e9, 4, 1)) > separate
 
 
 def test_all_reduces_on_one_host_take_what_was_measured():

@@ -154,7 +154,9 @@ def test_own_runs_are_compared(tmp_path):
     peers = check_runs(tmp_path)
     check = next(item for item in peers if "predictions h200 made" in item.title)
     # Rounds of which the folder has no run fall back on the shipped measurements.
-    result = {round_: next(one for one in peers if round_ in one.title) for round_ in ("second", "third", "fourth")}
+    result = {
+        round_: next(entry for entry in peers if round_ in entry.title) for round_ in ("second", "third", "fourth")
+    }
     assert {name: len(one.rows) for name, one in result.items()} == {"second": 8, "third": 8, "fourth": 12}
     # The third round was predicted of an engine without graphs, so that its small models missed; the model that stood
     # when it was measured had not seen it.

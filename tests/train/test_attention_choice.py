@@ -58,14 +58,14 @@ def kept(run: Path) -> set[str]:
 def test_ranks_that_measure_otherwise_run_the_same_kernel(tiny, tmp_path):
     # Alone rank 0 would take sdpa and rank 1 explicit; with explicit the slower of the two takes 5 ms, not 6.
     starts = [Start(0, 2, before=BEFORE % (1.0, 5.0)), Start(1, 2, before=BEFORE % (6.0, 3.0))]
-    words = ["--parallel.data=2", "--train.steps=2", "--model.window=8", "--model.window_pattern=SL"]
-    for found in run_ranks(tiny, words, starts):
-        assert found.code == 0, found.said
-        assert "ran: ['explicit']" in found.said
+    arguments = ["--parallel.data=2", "--train.steps=2", "--model.window=8", "--model.window_pattern=SL"]
+    for match in run_ranks(tiny, arguments, starts):
+        assert match.code == 0, match.said
+        assert "ran: ['explicit']" in match.said
     run = tmp_path / "runs" / "tiny"
     assert kept(run) == {"explicit"}
-    (told,) = active(run)
-    shapes = [text for what, text in told.items() if what.startswith("attention ")]
+    (report,) = active(run)
+    shapes = [text for subject, text in report.items() if subject.startswith("attention ")]
     assert len(shapes) == 2
     assert all("agreed by 2 ranks" in text and "explicit 5.000 ms" in text for text in shapes)
 
@@ -130,16 +130,16 @@ def test_what_is_decided_runs_on_every_rank_of_its_kind_and_no_other_is_faster(f
 
 
 def test_a_kernel_that_is_named_and_cannot_run_here_is_said_before_the_first_step(tiny, tmp_path, megascale):
-    found = megascale("train", tiny, "--kernels.attention=cudnn", "--train.steps=1", "--train.device=cpu")
-    assert found.returncode == 2
-    assert "cannot be computed by 'cudnn' on cpu: kernels.attention='cudnn': torch has no such kernel" in found.stderr
-    assert found.stderr.count("--kernels.attention=auto") == 1
-    assert "Traceback" not in found.stderr
+    result = megascale("train", tiny, "--kernels.attention=cudnn", "--train.steps=1", "--train.device=cpu")
+    assert result.returncode == 2
+    assert "cannot be computed by 'cudnn' on cpu: kernels.attention='cudnn': torch has no such kernel" in result.stderr
+    assert result.stderr.count("--kernels.attention=auto") == 1
+    assert "Traceback" not in result.stderr
 
 
 def test_a_named_kernel_without_a_window_is_said_before_the_first_step(tiny, megascale):
-    words = ["--kernels.attention=flash", "--model.window=8", "--train.steps=1", "--train.device=cpu"]
-    found = megascale("train", tiny, *words)
-    assert found.returncode == 2
-    assert "cannot be computed by 'flash' on cpu" in found.stderr
-    assert found.stderr.count("--kernels.attention=auto") == 1
+    arguments = ["--kernels.attention=flash", "--model.window=8", "--train.steps=1", "--train.device=cpu"]
+    result = megascale("train", tiny, *arguments)
+    assert result.returncode == 2
+    assert "cannot be computed by 'flash' on cpu" in result.stderr
+    assert result.stderr.count("--kernels.attention=auto") == 1

@@ -29,9 +29,9 @@ def test_a_start_waits_for_the_ranks_of_an_older_attempt(tmp_path, monkeypatch, 
     waits: list[float] = []
     take = run_lock.acquire_trainer_lock
 
-    def note(folder: Path, what: str, grace_period: float) -> run_lock.RunLock:
+    def note(folder: Path, subject: str, grace_period: float) -> run_lock.RunLock:
         waits.append(grace_period)
-        return take(folder, what, grace_period)
+        return take(folder, subject, grace_period)
 
     monkeypatch.setattr(run_lock, "acquire_trainer_lock", note)
     monkeypatch.delenv("MEGASCALE_NODE", raising=False)
@@ -94,9 +94,9 @@ def test_a_refusal_is_not_told_where_another_trains(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("pid", "phase", "kept"), [(1, "train", True), (2**22 + 1, "train", False), (1, "done", False)]
+    ("pid", "phase", "retained"), [(1, "train", True), (2**22 + 1, "train", False), (1, "done", False)]
 )
-def test_the_status_of_a_rank_that_lives_is_left_alone(tmp_path, monkeypatch, pid, phase, kept):
+def test_the_status_of_a_rank_that_lives_is_left_alone(tmp_path, monkeypatch, pid, phase, retained):
     folder = RunFolder(tmp_path)
     write_failed_status(folder, 0, False, "refused")
     assert not folder.status.exists()
@@ -108,7 +108,7 @@ def test_the_status_of_a_rank_that_lives_is_left_alone(tmp_path, monkeypatch, pi
     write_failed_status(folder, 0, False, "refused")
     last = read_status(folder.status / "rank-0.status")
     assert last is not None
-    assert last.phase == (phase if kept else "failed")
+    assert last.phase == (phase if retained else "failed")
 
 
 def test_events_are_for_their_owner_alone(tmp_path):

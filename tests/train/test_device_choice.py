@@ -12,7 +12,7 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.mark.parametrize(
-    ("words", "name"),
+    ("arguments", "name"),
     [
         (["generate", "runs/tiny", "--device", "cuda"], "--device=cuda"),
         (["generate", "runs/tiny", "--device", "gpu"], "--device=gpu is unknown"),
@@ -24,8 +24,8 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
 )
-def test_a_gpu_that_is_not_there_is_refused_before_any_work(tiny, megascale, tmp_path, words, name):
-    done = megascale(*[word.format(tiny=tiny) for word in words], env=NO_GPU)
+def test_a_gpu_that_is_not_there_is_refused_before_any_work(tiny, megascale, tmp_path, arguments, name):
+    done = megascale(*[word.format(tiny=tiny) for word in arguments], env=NO_GPU)
     assert done.returncode == 2, done.stderr
     assert name in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

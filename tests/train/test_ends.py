@@ -28,20 +28,20 @@ def told(run: Path, rank: int = 0) -> tuple[str, str, str, str]:
 
 @pytest.mark.parametrize("interval", [0, 3])
 def test_an_interruption_without_a_last_checkpoint_says_which_step_is_kept(tiny, tmp_path, interval):
-    words = ["--train.steps=100000", "--checkpoint.at_end=false", f"--checkpoint.interval={interval}"]
-    process = Forked(["train", tiny, *words])
+    arguments = ["--train.steps=100000", "--checkpoint.at_end=false", f"--checkpoint.interval={interval}"]
+    process = Forked(["train", tiny, *arguments])
     run = tmp_path / "runs" / "tiny"
     wait_for_step(run, 5, process)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=60)[0]
-    assert process.returncode == 130, said
-    event, kept = lines(run / "events.jsonl")[-1], checkpoint.latest(run / "checkpoints")
-    assert (event["event"], event["saved"]) == ("interrupted", kept)
-    if kept == event["step"]:
-        assert f"step {kept} is saved" in said
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    event, retained = lines(run / "events.jsonl")[-1], checkpoint.latest(run / "checkpoints")
+    assert (event["event"], event["saved"]) == ("interrupted", retained)
+    if retained == event["step"]:
+        assert f"step {retained} is saved" in output
     else:
-        assert f"step {event['step']} is not saved (checkpoint.at_end=false)" in said
-        assert (f"resumes from step {kept}" if interval else "starts from step 0") in said
+        assert f"step {event['step']} is not saved (checkpoint.at_end=false)" in output
+        assert (f"resumes from step {retained}" if interval else "starts from step 0") in output
 
 
 def test_a_failure_before_the_loop_leaves_its_reason_and_the_folder_free(tiny, tmp_path, monkeypatch):
@@ -91,9 +91,9 @@ loop.Engine = broken
 atexit.register(lambda: print("groups open:", dist.is_initialized()))
 """
     pair = run_ranks(tiny, ["--parallel.tensor=2"], [Start(0, 2, before=before), Start(1, 2, before=before)])
-    for rank, found in enumerate(pair):
-        assert found.code == 1, found.said
-        assert "groups open: False" in found.said
+    for rank, match in enumerate(pair):
+        assert match.code == 1, match.said
+        assert "groups open: False" in match.said
         event, why, phase, message = told(tmp_path / "runs" / "tiny", rank)
         assert (event, phase) == ("run_failed", "failed")
         assert "No space left" in why

@@ -26,9 +26,9 @@ class Knot:
 def garbage(monkeypatch):
     monkeypatch.setattr(host_pauses, "gc", gc)
     gc.unfreeze()
-    made = GarbageCollector(3)
-    yield made
-    made.close()
+    built = GarbageCollector(3)
+    yield built
+    built.close()
     gc.freeze()
 
 
@@ -69,7 +69,9 @@ def test_a_step_leaves_no_tensor_to_the_collector(recompute):
         before = {id(x) for x in gc.get_objects() if isinstance(x, torch.Tensor)}
         for number in (2, 3, 4):
             step(number)
-        left = [x.shape for x in gc.get_objects() if isinstance(x, torch.Tensor) and id(x) not in before]
+        remaining = [x.shape for x in gc.get_objects() if isinstance(x, torch.Tensor) and id(x) not in before]
     finally:
         gc.enable()
-    assert len(left) <= 8, left  # the masks and scalars of the last step; a cycle would leave three steps' worth
+    assert len(remaining) <= 8, (
+        remaining
+    )  # the masks and scalars of the last step; a cycle would leave three steps' worth

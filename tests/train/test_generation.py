@@ -72,9 +72,9 @@ def generated(kind: str, prompt: str, stops: list[str]) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompt_and_continuation_are_the_text(kind):
-    words = TEXT.split(" ")
-    for count in range(len(words)):
-        prompt = " ".join(words[:count])
+    arguments = TEXT.split(" ")
+    for count in range(len(arguments)):
+        prompt = " ".join(arguments[:count])
         assert prompt + generated(kind, prompt, []) == TEXT
 
 

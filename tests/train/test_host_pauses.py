@@ -32,10 +32,10 @@ class Kept:
 
 @pytest.fixture
 def pauses():
-    found = HostPauses(torch.device("cpu"))
-    yield found
-    found.close()
-    assert found._on_collection not in gc.callbacks
+    result = HostPauses(torch.device("cpu"))
+    yield result
+    result.close()
+    assert result._on_collection not in gc.callbacks
 
 
 def step(timers: Timers, pauses: HostPauses, work) -> None:
@@ -51,9 +51,9 @@ def step(timers: Timers, pauses: HostPauses, work) -> None:
 def test_collections_are_counted_but_those_that_are_planned(pauses):
     sink = Kept()
     step(Timers(sink), pauses, lambda: (gc.collect(), gc.collect(0)))
-    told = {kind: (count, total) for kind, count, total in sink.rows}
-    assert told[SpanKind.GARBAGE_PAUSE][0] == 2
-    assert 0 < told[SpanKind.GARBAGE_PAUSE][1] < told[SpanKind.FORWARD][1]
+    report = {kind: (count, total) for kind, count, total in sink.rows}
+    assert report[SpanKind.GARBAGE_PAUSE][0] == 2
+    assert 0 < report[SpanKind.GARBAGE_PAUSE][1] < report[SpanKind.FORWARD][1]
     pauses.is_planned = True
     gc.collect()
     pauses.is_planned = False
@@ -84,8 +84,8 @@ def test_time_without_a_processor_is_told(pauses):
         os.kill(child, 9)
         os.waitpid(child, 0)
         os.sched_setaffinity(0, allowed)
-    told = {kind: total for kind, _, total in sink.rows}
-    assert 0.05e9 < told[SpanKind.PROCESSOR_WAIT] < told[SpanKind.FORWARD]
+    report = {kind: total for kind, _, total in sink.rows}
+    assert 0.05e9 < report[SpanKind.PROCESSOR_WAIT] < report[SpanKind.FORWARD]
 
 
 def test_allocator_retries_are_told_as_they_grow(pauses, monkeypatch):
@@ -93,9 +93,9 @@ def test_allocator_retries_are_told_as_they_grow(pauses, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {"num_alloc_retries": next(counted)})
     of_gpu = HostPauses(SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
     try:
-        for told in ([], [(SpanKind.ALLOCATOR_RETRY, 2, 0)]):
+        for report in ([], [(SpanKind.ALLOCATOR_RETRY, 2, 0)]):
             sink = Kept()
             step(Timers(sink), of_gpu, lambda: None)
-            assert [row for row in sink.rows if row[0] == SpanKind.ALLOCATOR_RETRY] == told
+            assert [row for row in sink.rows if row[0] == SpanKind.ALLOCATOR_RETRY] == report
     finally:
         of_gpu.close()

@@ -40,16 +40,16 @@ def work(sound: tuple[Path, float], tmp_path: Path) -> Path:
     return tmp_path / "runs" / "a"
 
 
-def train(run: Path, tokens: Path, *words: str) -> float:
+def train(run: Path, tokens: Path, *arguments: str) -> float:
     """Train as the run's config.toml says, with changes, and return the loss of the last step."""
-    config = api.load_config(run / "config.toml", [f"--data.train={tokens}/train", *OPTIONS, *words])
+    config = api.load_config(run / "config.toml", [f"--data.train={tokens}/train", *OPTIONS, *arguments])
     loss = api.train(config).loss
     assert loss is not None
     return loss
 
 
 @pytest.mark.parametrize(
-    ("words", "run"),
+    ("arguments", "run"),
     [
         ([], "runs/a"),
         (["--train.name=b"], "runs/b"),
@@ -59,9 +59,11 @@ def train(run: Path, tokens: Path, *words: str) -> float:
         (["--train.name=b", "--checkpoint.resume=false", "--checkpoint.location={folder}/far"], "runs/b"),
     ],
 )
-def test_a_start_without_a_state_of_its_own_begins_with_the_imported_weights(work, sound, tokens, tmp_path, words, run):
+def test_a_start_without_a_state_of_its_own_begins_with_the_imported_weights(
+    work, sound, tokens, tmp_path, arguments, run
+):
     assert sound[1] > 5  # random weights give about ln 64 = 4.16
-    loss = train(work, tokens, *[word.format(folder=tmp_path) for word in words])
+    loss = train(work, tokens, *[word.format(folder=tmp_path) for word in arguments])
     assert loss == pytest.approx(sound[1], abs=1e-6)
     # And it goes on from its own state afterwards.
     train(tmp_path / run, tokens, "--train.steps=2")
@@ -69,8 +71,8 @@ def test_a_start_without_a_state_of_its_own_begins_with_the_imported_weights(wor
 
 
 def test_ranks_begin_with_the_imported_weights(work, sound, tokens, megascale):
-    words = ["--train.name=b", "--parallel.data=2", "--parallel.zero=2", *OPTIONS]
-    done = megascale("train", work / "config.toml", f"--data.train={tokens}/train", *words)
+    arguments = ["--train.name=b", "--parallel.data=2", "--parallel.zero=2", *OPTIONS]
+    done = megascale("train", work / "config.toml", f"--data.train={tokens}/train", *arguments)
     assert done.returncode == 0, done.stderr
     assert "starts with the imported weights" in done.stdout
     [loss] = [line["loss"] for line in lines(work.parent / "b" / "metrics.jsonl") if "loss" in line]
@@ -80,10 +82,10 @@ def test_ranks_begin_with_the_imported_weights(work, sound, tokens, megascale):
 def test_imported_weights_that_are_gone_are_never_replaced_by_random_ones(work, tokens, tmp_path):
     train(work, tokens, "--train.steps=3", "--checkpoint.interval=1", "--checkpoint.keep=1")
     assert checkpoint.steps(work / "checkpoints") == [3]
-    gone = rf"checkpoint\.imported={re.escape(str(work))}/checkpoints.*Import the model again"
-    for words in (["--train.name=b"], ["--checkpoint.resume=false"]):
-        with pytest.raises(DataError, match=gone):
-            train(work, tokens, *words)
+    removed = rf"checkpoint\.imported={re.escape(str(work))}/checkpoints.*Import the model again"
+    for arguments in (["--train.name=b"], ["--checkpoint.resume=false"]):
+        with pytest.raises(DataError, match=removed):
+            train(work, tokens, *arguments)
     assert not (work.parent / "b" / "config.toml").exists()
     assert checkpoint.steps(work / "checkpoints") == [3]
 

@@ -41,8 +41,8 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 def test_step_time_and_rates_are_those_of_steps_alone(tiny, tmp_path, seconds):
-    words = ["--train.eval_interval=3", "--checkpoint.interval=2", f"--observe.peak_tflops={PEAK}"]
-    config = load_config(tiny, words)
+    arguments = ["--train.eval_interval=3", "--checkpoint.interval=2", f"--observe.peak_tflops={PEAK}"]
+    config = load_config(tiny, arguments)
     train(config)
     assert seconds["now"] == 8 * 0.5 + 3 * 100.0 + 4 * 1000.0  # evaluated after 3, 6, 8; saved after 2, 4, 6, 8
     records = [record for record in lines(tmp_path / "runs" / "tiny" / "metrics.jsonl") if "loss" in record]
@@ -54,10 +54,10 @@ def test_step_time_and_rates_are_those_of_steps_alone(tiny, tmp_path, seconds):
 
 
 def test_of_several_ranks_all_tokens_and_all_peaks_count(tiny, tmp_path, megascale):
-    words = ["--parallel.data=2", "--train.steps=2", f"--observe.peak_tflops={PEAK}"]
-    done = megascale("train", tiny, *words)
+    arguments = ["--parallel.data=2", "--train.steps=2", f"--observe.peak_tflops={PEAK}"]
+    done = megascale("train", tiny, *arguments)
     assert done.returncode == 0, done.stderr
-    flops = flops_per_token(load_config(tiny, words).model).training
+    flops = flops_per_token(load_config(tiny, arguments).model).training
     for record in lines(tmp_path / "runs" / "tiny" / "metrics.jsonl")[:2]:
         assert record["tokens_per_second"] == pytest.approx(TOKENS / record["seconds"])
         assert record["mfu"] == pytest.approx(flops * record["tokens_per_second"] / (2 * PEAK * 1e12))
@@ -74,13 +74,13 @@ def test_held_out_losses_of_a_run_are_of_the_same_tokens(tiny, tmp_path):
     engine, config = restore_engine(run, device="cpu")
     part = evaluate_file(engine, config, config.data.valid, 3)
     assert (records[-1]["valid_loss"], part.complete) == (part.loss, False)
-    whole = evaluate(run, device="cpu")
-    assert whole == result.evaluation
-    assert (records[-1]["valid_whole_loss"], records[-1]["valid_whole_tokens"]) == (whole.loss, whole.tokens)
-    assert whole.complete
-    assert whole.tokens > 3 * 16
+    full = evaluate(run, device="cpu")
+    assert full == result.evaluation
+    assert (records[-1]["valid_whole_loss"], records[-1]["valid_whole_tokens"]) == (full.loss, full.tokens)
+    assert full.complete
+    assert full.tokens > 3 * 16
     events = [record for record in lines(run / "events.jsonl") if record["event"] == "evaluated"]
-    assert [event["tokens"] for event in events] == [3 * 16, 3 * 16, whole.tokens]
+    assert [event["tokens"] for event in events] == [3 * 16, 3 * 16, full.tokens]
 
 
 def test_the_last_line_names_both_held_out_losses(capsys):

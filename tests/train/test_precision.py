@@ -24,8 +24,8 @@ def losses(run):
 def test_what_is_set_is_kept():
     assert resolve_precision(Config(), True).train.precision == "bfloat16"
     assert resolve_precision(Config(), False).train.precision == "float32"
-    for said in ("fp32", "float32", "float64"):
-        config = load(overrides=[f"--train.precision={said}"])
+    for output in ("fp32", "float32", "float64"):
+        config = load(overrides=[f"--train.precision={output}"])
         assert resolve_precision(config, True) is config
 
 
@@ -33,9 +33,9 @@ def test_who_passes_settings_on_does_not_decide_for_devices_elsewhere():
     """As a driver does for its trainers: float32 once came out of this for every launched job."""
     passed_on = from_tree(tomllib.loads(load(overrides=["--train.steps=3"]).to_toml()))
     assert resolve_precision(passed_on, True).train.precision == "bfloat16"
-    for said in ("float32", "bfloat16"):
-        passed_on = from_tree(tomllib.loads(load(overrides=[f"--train.precision={said}"]).to_toml()))
-        assert {resolve_precision(passed_on, has).train.precision for has in (True, False)} == {said}
+    for output in ("float32", "bfloat16"):
+        passed_on = from_tree(tomllib.loads(load(overrides=[f"--train.precision={output}"]).to_toml()))
+        assert {resolve_precision(passed_on, has).train.precision for has in (True, False)} == {output}
     # And what was decided for want of bfloat16 stays, wherever it is read.
     decided = from_tree(tomllib.loads(resolve_precision(Config(), False).to_toml()))
     assert resolve_precision(decided, True).train.precision == "float32"
@@ -47,37 +47,37 @@ def test_what_is_said_of_gpus_is_said_of_bfloat16(command, tmp_path):
     model = ["--model.preset=gpt-13b", "--model.vocab_size=50304", "--train.global_batch=64", "--parallel.tensor=8"]
     file = tmp_path / "job.toml"
     file.write_text("")
-    said = {}
+    output = {}
     for precision in ("", "--train.precision=bfloat16", "--train.precision=float32"):
-        words = [*command.split(), *([str(file)] * command.startswith("network")), "--gpus", "16", "--json", *model]
-        result = CliRunner().invoke(app, [*words, *([precision] if precision else [])])
+        arguments = [*command.split(), *([str(file)] * command.startswith("network")), "--gpus", "16", "--json", *model]
+        result = CliRunner().invoke(app, [*arguments, *([precision] if precision else [])])
         assert result.exit_code == 0, result.output
-        said[precision] = result.stdout
-    assert said[""] == said["--train.precision=bfloat16"] != said["--train.precision=float32"]
+        output[precision] = result.stdout
+    assert output[""] == output["--train.precision=bfloat16"] != output["--train.precision=float32"]
 
 
 def test_a_device_with_bfloat16_trains_in_it(tiny, monkeypatch):
     monkeypatch.setattr(rank_info, "has_bfloat16", lambda device: True)
-    for name, words, kept in (("own", [], "bfloat16"), ("said", ["--train.precision=fp32"], "float32")):
-        config = load_config(tiny, [f"--train.name={name}", "--train.steps=2", *words])
+    for name, arguments, retained in (("own", [], "bfloat16"), ("said", ["--train.precision=fp32"], "float32")):
+        config = load_config(tiny, [f"--train.name={name}", "--train.steps=2", *arguments])
         train(config)
-        assert load_config(config.run_folder / "config.toml").train.precision == kept
-    own, said = (losses(tiny.parent / "runs" / name) for name in ("own", "said"))
-    assert own != said
-    assert own == pytest.approx(said, rel=0.02)
+        assert load_config(config.run_folder / "config.toml").train.precision == retained
+    local, output = (losses(tiny.parent / "runs" / name) for name in ("own", "said"))
+    assert local != output
+    assert local == pytest.approx(output, rel=0.02)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
 def test_a_bfloat16_run_is_resumed_and_evaluated_as_it_was_trained(tiny, optimizer):
     """Its weights in use are not its master weights, which alone are saved."""
-    words = ["--train.precision=bfloat16", f"--optimizer.name={optimizer}", "--train.steps=4", "--lr.peak=0.02"]
-    whole = load_config(tiny, [*words, "--train.name=whole"])
-    trained = train(whole).evaluation
-    assert evaluate(whole.run_folder, device="cpu").loss == trained.loss
-    parts = [*words, "--train.name=parts"]
+    arguments = ["--train.precision=bfloat16", f"--optimizer.name={optimizer}", "--train.steps=4", "--lr.peak=0.02"]
+    full = load_config(tiny, [*arguments, "--train.name=whole"])
+    trained = train(full).evaluation
+    assert evaluate(full.run_folder, device="cpu").loss == trained.loss
+    parts = [*arguments, "--train.name=parts"]
     train(load_config(tiny, [*parts, "--train.stop_after=2"]))
     resumed = train(load_config(tiny, parts))
-    assert losses(load_config(tiny, parts).run_folder) == losses(whole.run_folder)
+    assert losses(load_config(tiny, parts).run_folder) == losses(full.run_folder)
     assert resumed.evaluation.loss == trained.loss
 
 

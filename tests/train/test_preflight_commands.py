@@ -30,49 +30,49 @@ LIMITED = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (int
 MAIN = "sys.argv[1:2] = []; from megascale.cli.main import main; main()"
 
 
-def limited(files: int, *words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+def limited(files: int, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     """`megascale WORDS` where a process may have only so many files open."""
-    command = [sys.executable, "-c", f"{LIMITED} {MAIN}", str(files), *map(str, words)]
+    command = [sys.executable, "-c", f"{LIMITED} {MAIN}", str(files), *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120)
 
 
 def test_launch_refuses_a_crowd_before_any_agent(tiny, tmp_path):
-    found = limited(66, "launch", tiny, "--nodes=2", "--train.micro_batch=1", cwd=tmp_path)
-    assert found.returncode == 3, found.stderr
+    result = limited(66, "launch", tiny, "--nodes=2", "--train.micro_batch=1", cwd=tmp_path)
+    assert result.returncode == 3, result.stderr
     for part in ("68 open files", "may have 66", "ulimit -n 68", "--nodes", "--train.fit=force"):
-        assert part in found.stderr
+        assert part in result.stderr
     assert not (tmp_path / "runs").exists()
 
 
 def test_train_refuses_before_any_rank(tiny, tmp_path):
-    words = ["train", tiny, "--parallel.data=2", "--train.micro_batch=1"]
-    found = limited(65, *words, cwd=tmp_path)
-    assert found.returncode == 3, found.stderr
-    assert "a trainer needs 66 open files" in found.stderr
+    arguments = ["train", tiny, "--parallel.data=2", "--train.micro_batch=1"]
+    result = limited(65, *arguments, cwd=tmp_path)
+    assert result.returncode == 3, result.stderr
+    assert "a trainer needs 66 open files" in result.stderr
     assert not (tmp_path / "runs").exists()
-    shown = limited(65, *words, "--dry-run", cwd=tmp_path)
+    shown = limited(65, *arguments, "--dry-run", cwd=tmp_path)
     assert shown.returncode == 0
     assert "# would be refused here: a trainer needs 66 open files" in shown.stdout
 
 
 @pytest.mark.parametrize("command", ["train", "launch"])
 def test_data_that_is_not_there_is_seen_first(command, tiny, tmp_path, megascale):
-    words = ["--parallel.data=2", "--train.micro_batch=1", f"--data.valid={tmp_path}/none"]
-    found = megascale(command, tiny, *words)
-    assert found.returncode == 4, found.stderr
-    assert f"{tmp_path}/none" in re.sub(r"\s+", " ", found.stderr)
+    arguments = ["--parallel.data=2", "--train.micro_batch=1", f"--data.valid={tmp_path}/none"]
+    result = megascale(command, tiny, *arguments)
+    assert result.returncode == 4, result.stderr
+    assert f"{tmp_path}/none" in re.sub(r"\s+", " ", result.stderr)
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_port_that_is_taken_is_named(tiny, tmp_path, megascale):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        found = megascale("launch", tiny, f"--resilience.port={port}")
-    assert found.returncode == 2, found.stderr
-    assert f"resilience.port={port}" in found.stderr
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        port = used.getsockname()[1]
+        result = megascale("launch", tiny, f"--resilience.port={port}")
+    assert result.returncode == 2, result.stderr
+    assert f"resilience.port={port}" in result.stderr
 
 
 def test_one_process_asks_for_its_memory(tiny, monkeypatch, tmp_path, capsys):
@@ -82,8 +82,8 @@ def test_one_process_asks_for_its_memory(tiny, monkeypatch, tmp_path, capsys):
     proc = tmp_path / "proc"
     proc.mkdir()
     (proc / "meminfo").write_text("MemAvailable: 100 kB\n")
-    here = capacity.Capacity.measure
-    monkeypatch.setattr(capacity.Capacity, "measure", lambda **words: here(proc, tmp_path / "cgroup", **words))
+    local = capacity.Capacity.measure
+    monkeypatch.setattr(capacity.Capacity, "measure", lambda **words: local(proc, tmp_path / "cgroup", **words))
     with pytest.raises(FitError, match=r"tensors of 1 rank .* MemAvailable leaves 0 MiB"):
         api.train(api.load_config(tiny))
     assert not (tmp_path / "runs").exists()
@@ -118,23 +118,23 @@ def test_a_wave_ends_with_an_interruption_or_a_failure(monkeypatch):
     monkeypatch.setattr(launcher, "max_concurrent_imports", lambda cores: 1)
     interruptions: list[float] = []
     sleeper = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    with subprocess.Popen(sleeper, stdin=subprocess.PIPE) as one:
-        waves = launcher._Waves([one], interruptions)
+    with subprocess.Popen(sleeper, stdin=subprocess.PIPE) as single:
+        waves = launcher._Waves([single], interruptions)
         waiting = threading.Thread(target=waves.wait)
         waiting.start()
         interruptions.append(1.0)
         waiting.join(30)
         assert not waiting.is_alive()
         interruptions.clear()
-        one.kill()
+        single.kill()
         waves.wait()
         waves.close()
 
 
 def test_several_ranks_train_though_one_starts_at_a_time(tiny, tmp_path):
     before = "from megascale.train import launcher; launcher.wave = lambda cores: 1"
-    words = ["--parallel.data=2", "--train.steps=2", "--train.micro_batch=1"]
-    command = Forked(["train", tiny, *words], before=before, cwd=tmp_path)
+    arguments = ["--parallel.data=2", "--train.steps=2", "--train.micro_batch=1"]
+    command = Forked(["train", tiny, *arguments], before=before, cwd=tmp_path)
     assert command.wait(120) == 0, command.communicate()
     assert (tmp_path / "runs" / "tiny" / "checkpoints").is_dir()
 

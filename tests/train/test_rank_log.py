@@ -13,10 +13,10 @@ from tests.conftest import lines
 
 
 def test_logs_and_events_carry_date_attempt_and_rank(megascale, tiny, tmp_path):
-    words = ["train", tiny, "--train.device=cpu", "--parallel.data=2", "--checkpoint.interval=1"]
+    arguments = ["train", tiny, "--train.device=cpu", "--parallel.data=2", "--checkpoint.interval=1"]
     for steps in (2, 3):
-        found = megascale(*words, f"--train.steps={steps}", "--train.eval_interval=0")
-        assert found.returncode == 0, found.stderr
+        result = megascale(*arguments, f"--train.steps={steps}", "--train.eval_interval=0")
+        assert result.returncode == 0, result.stderr
     (run,) = (tmp_path / "runs").iterdir()
     events = lines(run / "events.jsonl")
     assert {event["attempt"] for event in events if event["event"] == "resumed"} == {1}
@@ -24,11 +24,13 @@ def test_logs_and_events_carry_date_attempt_and_rank(megascale, tiny, tmp_path):
     for event in events:
         assert datetime.fromisoformat(event["date"]).timestamp() == pytest.approx(event["time"], abs=2e-3)
         assert event["rank"] == 0
-    told = (run / "logs" / "rank-1.log").read_text()
-    begins = re.findall(r"^(\S+)Z attempt (\d+) rank 1 INFO megascale\.train: process \d+ on .*, one of 2", told, re.M)
+    report = (run / "logs" / "rank-1.log").read_text()
+    begins = re.findall(
+        r"^(\S+)Z attempt (\d+) rank 1 INFO megascale\.train: process \d+ on .*, one of 2", report, re.M
+    )
     assert [attempt for _, attempt in begins] == ["0", "1"]
     assert all(datetime.fromisoformat(date) for date, _ in begins)
-    assert "rank 0 INFO" not in found.stdout + found.stderr
+    assert "rank 0 INFO" not in result.stdout + result.stderr
 
 
 def test_dates_are_read_back():

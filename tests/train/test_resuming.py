@@ -55,11 +55,11 @@ def again(stopped: Path, tmp_path: Path):
     return start
 
 
-def refused(again, *options: str, says: str, kind: type[Exception] = DataError) -> None:
-    before = state_of(again.run)
-    with pytest.raises(kind, match=says):
-        again(*options)
-    assert state_of(again.run) == before
+def refused(repeated, *options: str, output: str, kind: type[Exception] = DataError) -> None:
+    before = state_of(repeated.run)
+    with pytest.raises(kind, match=output):
+        repeated(*options)
+    assert state_of(repeated.run) == before
 
 
 def rewrite_state(run: Path, *drop: str, **more: object) -> None:
@@ -87,7 +87,7 @@ def rewrite_state(run: Path, *drop: str, **more: object) -> None:
 )
 def test_another_model_is_refused(again, setting: str, saved: str) -> None:
     key = setting.partition("=")[0]
-    refused(again, f"--{setting}", says=rf"of another model: {key} was {saved} and is .*--train\.name")
+    refused(again, f"--{setting}", output=rf"of another model: {key} was {saved} and is .*--train\.name")
 
 
 @pytest.mark.parametrize(
@@ -105,22 +105,22 @@ def test_another_model_is_refused(again, setting: str, saved: str) -> None:
 )
 def test_what_trains_otherwise_is_asked_for(again, setting: str) -> None:
     key = setting.partition("=")[0]
-    refused(again, f"--{setting}", says=rf"{key} was .*--checkpoint\.accept_changes={key}")
+    refused(again, f"--{setting}", output=rf"{key} was .*--checkpoint\.accept_changes={key}")
     run = again(f"--{setting}", f"--checkpoint.accept_changes={key}")
     (resumed,) = [r for r in lines(run / "events.jsonl") if r["event"] == "resumed"]
     assert resumed["step"] == 5
     assert key in resumed["changed"]
     # It was said for that start: the next takes the new setting for granted, and would not take the old.
     assert load_config(run / "config.toml").checkpoint.accept_changes == []
-    refused(again, "--train.steps=9", says=rf"{key} was ")
+    refused(again, "--train.steps=9", output=rf"{key} was ")
 
 
 def test_other_settings_are_free_and_told(again, capsys) -> None:
     run = again("--train.global_batch=6", "--train.micro_batch=3", "--lr.peak=1e-3", "--train.steps=9")
-    said = capsys.readouterr().out
-    (told,) = [line for line in said.splitlines() if line.startswith("settings changed after step 5: ")]
-    wanted = {"lr.peak 0.01 -> 0.001", "train.steps 8 -> 9", "train.micro_batch 2 -> 3", "train.global_batch 4 -> 6"}
-    assert wanted <= set(told.removeprefix("settings changed after step 5: ").split("; "))
+    output = capsys.readouterr().out
+    (report,) = [line for line in output.splitlines() if line.startswith("settings changed after step 5: ")]
+    expected = {"lr.peak 0.01 -> 0.001", "train.steps 8 -> 9", "train.micro_batch 2 -> 3", "train.global_batch 4 -> 6"}
+    assert expected <= set(report.removeprefix("settings changed after step 5: ").split("; "))
     ledger = lines(run / "samples" / "ledger.jsonl")
     assert [line["count"] for line in ledger] == [4] * 5 + [6] * 4
     assert check_ledger(ledger, open_samples(load_config(run / "config.toml"))).faults == []
@@ -133,15 +133,15 @@ def test_any_optimizer_goes_on_from_any_other_as_the_message_advises(tiny, tmp_p
     for after in {"adamw", "lamb", "muon"} - {before}:
         target = tmp_path / after
         shutil.copytree(run, target / "tiny")
-        words = [f"--train.runs={target}", f"--optimizer.name={after}", "--train.steps=4"]
+        arguments = [f"--train.runs={target}", f"--optimizer.name={after}", "--train.steps=4"]
         with pytest.raises(DataError) as refusal:
-            train(load_config(tiny, words))
+            train(load_config(tiny, arguments))
         advised = str(refusal.value).split()[-1]
         assert advised == "--checkpoint.accept_changes=optimizer.name"
         capsys.readouterr()
-        assert train(load_config(tiny, [*words, advised])).finished
-        said = capsys.readouterr().out
-        assert (f"of optimizer.name={after} starts at zero" in said) == ("muon" in (before, after))
+        assert train(load_config(tiny, [*arguments, advised])).finished
+        output = capsys.readouterr().out
+        assert (f"of optimizer.name={after} starts at zero" in output) == ("muon" in (before, after))
 
 
 def test_another_optimizer_goes_on_from_memory(tiny, tmp_path, capsys) -> None:
@@ -165,7 +165,9 @@ def test_data_that_changed_is_refused_and_may_move(again, tmp_path) -> None:
     with IndexedWriter(tmp_path / "train", np.uint16) as writer:
         writer.add_document([np.arange(2000) % 64])
     (again.run / "samples" / "sources.json").unlink()  # the checkpoint remembers too
-    refused(again, f"--data.train={tmp_path}/train", says=r"data\.train=.* other contents.*accept_changes=data\.train")
+    refused(
+        again, f"--data.train={tmp_path}/train", output=r"data\.train=.* other contents.*accept_changes=data\.train"
+    )
     shutil.copytree(again.folder / "data", tmp_path / "moved")
     run = again(f"--data.train={tmp_path}/moved/train", "--train.stop_after=1")
     with pytest.raises(DataError, match=r"accept_changes=data\.train"):
@@ -207,21 +209,21 @@ def test_another_tokenizer_is_refused_and_never_mixed_in(tiny, tokenizers, tmp_p
 
 
 def test_a_shared_location_is_one_runs_only(tiny, tmp_path) -> None:
-    place = f"--checkpoint.location={tmp_path / 'shared'}"
-    train(load_config(tiny, ["--train.name=first", "--train.steps=4", place]))
-    held = state_of(tmp_path / "shared")
+    location = f"--checkpoint.location={tmp_path / 'shared'}"
+    train(load_config(tiny, ["--train.name=first", "--train.steps=4", location]))
+    stored = state_of(tmp_path / "shared")
     for more in ([], ["--checkpoint.resume=false"]):
         with pytest.raises(DataError, match=r"another run \('first'\).*own checkpoint\.location.*accept_changes=run"):
-            train(load_config(tiny, ["--train.name=second", place, *more]))
-        assert state_of(tmp_path / "shared") == held
+            train(load_config(tiny, ["--train.name=second", location, *more]))
+        assert state_of(tmp_path / "shared") == stored
         assert not (tmp_path / "runs" / "second" / "config.toml").exists()
     # On purpose it may start from there; the place is then the second's, and the first is told.
     accept = "--checkpoint.accept_changes=run"
-    assert train(load_config(tiny, ["--train.name=second", place, "--train.steps=6", accept])).step == 6
+    assert train(load_config(tiny, ["--train.name=second", location, "--train.steps=6", accept])).step == 6
     assert [r["step"] for r in lines(tmp_path / "runs" / "second" / "samples" / "ledger.jsonl")] == [5, 6]
-    assert train(load_config(tiny, ["--train.name=second", place, "--train.steps=7"])).step == 7
+    assert train(load_config(tiny, ["--train.name=second", location, "--train.steps=7"])).step == 7
     with pytest.raises(DataError, match=r"another run \('second'\)"):
-        train(load_config(tiny, ["--train.name=first", place]))
+        train(load_config(tiny, ["--train.name=first", location]))
 
 
 def test_two_runs_that_begin_at_one_location(tiny, tmp_path) -> None:
@@ -238,7 +240,7 @@ def test_a_run_begun_anew_is_another(again) -> None:
     identity = (again.run / "identity").read_text()
     run = again("--checkpoint.resume=false", "--train.stop_after=1", "--checkpoint.at_end=false")
     assert (run / "identity").read_text() != identity
-    refused(again, says=r"another run")
+    refused(again, output=r"another run")
 
 
 def test_a_run_folder_may_move(again, tmp_path) -> None:
@@ -253,10 +255,10 @@ def test_a_run_folder_may_move(again, tmp_path) -> None:
 def test_a_checkpoint_of_tensors_alone_is_read_with_notes(again, capsys) -> None:
     rewrite_state(again.run, "run", "config", "data", "tokenizer")
     (again.run / "identity").unlink()
-    refused(again, "--model.layers=1", says=r"model\.layers is likely 2 there and 1 here")
+    refused(again, "--model.layers=1", output=r"model\.layers is likely 2 there and 1 here")
     run = again()
-    said = capsys.readouterr().out
-    assert said.count("does not name its run") == said.count("holds no configuration") == 1
+    output = capsys.readouterr().out
+    assert output.count("does not name its run") == output.count("holds no configuration") == 1
     assert lines(run / "samples" / "ledger.jsonl")[-1]["step"] == 8
 
 
@@ -265,11 +267,11 @@ def test_settings_that_this_version_does_not_know(again, capsys) -> None:
     saved["model"]["flavour"] = "sweet"
     saved["lr"]["min"] = 1.0  # no longer allowed: above peak
     rewrite_state(again.run, config=saved | {"gone": {"key": 1}})
-    refused(again, "--model.heads=2", says=r"model\.heads was 4 and is 2")
+    refused(again, "--model.heads=2", output=r"model\.heads was 4 and is 2")
     again()
-    said = capsys.readouterr().out
-    assert "does not know and ignores: gone, model.flavour" in said
-    assert "lr.min 1.0 -> 0.0" in said
+    output = capsys.readouterr().out
+    assert "does not know and ignores: gone, model.flavour" in output
+    assert "lr.min 1.0 -> 0.0" in output
 
 
 def test_memory_is_judged_as_storage_is(tiny, tmp_path) -> None:
@@ -285,14 +287,14 @@ def test_memory_is_judged_as_storage_is(tiny, tmp_path) -> None:
     train(load_config(tiny, [*options, "--train.stop_after=1", "--checkpoint.resume=false"]))
     # What the run before left in memory is not gone on from by the one that was begun anew.
     train(load_config(tiny, ["--checkpoint.background=true", "--checkpoint.linger=1"]))
-    found = [(r["event"], r.get("step", 0)) for r in lines(run / "events.jsonl")]
-    starts = [(event, step) for event, step in found if event in ("run_started", "resumed")]
+    result = [(r["event"], r.get("step", 0)) for r in lines(run / "events.jsonl")]
+    starts = [(event, step) for event, step in result if event in ("run_started", "resumed")]
     assert starts == [("run_started", 0), ("resumed", 2), ("run_started", 0), ("run_started", 0)]
 
 
 def test_history_without_checkpoints_is_not_erased(again) -> None:
     shutil.rmtree(again.run / "checkpoints")
-    refused(again, says=r"committed the checkpoint of step 5.*--checkpoint\.resume=false")
+    refused(again, output=r"committed the checkpoint of step 5.*--checkpoint\.resume=false")
     run = again("--checkpoint.resume=false")
     assert [r["step"] for r in lines(run / "samples" / "ledger.jsonl")] == list(range(1, 9))
 
@@ -304,9 +306,9 @@ def test_a_start_refused_for_its_data_leaves_the_settings(again, tmp_path, megas
     (tmp_path / "data" / "train.bin").write_bytes((tmp_path / "data" / "train.bin").read_bytes()[::-1])
     text = (again.folder / "tiny.toml").read_text().replace(str(again.folder / "data"), str(tmp_path / "data"))
     file.write_text(text)
-    found = megascale("train", file, ROTARY, f"--train.runs={tmp_path / 'runs'}", "--parallel.tensor=2")
-    assert found.returncode == 4, found.stderr
-    assert "data.train" in found.stderr
+    result = megascale("train", file, ROTARY, f"--train.runs={tmp_path / 'runs'}", "--parallel.tensor=2")
+    assert result.returncode == 4, result.stderr
+    assert "data.train" in result.stderr
     assert state_of(again.run) == before
     assert evaluate(again.run, device="cpu").tokens
 
@@ -344,8 +346,8 @@ def test_what_was_gone_back_to_outlives_the_damaged(again) -> None:
 
 def test_prune_reads_what_it_keeps(again, megascale) -> None:
     flip(again.run, 5)
-    found = megascale("checkpoint", "prune", again.run, "--keep", "1")
-    assert found.returncode == 0, found.stderr
+    result = megascale("checkpoint", "prune", again.run, "--keep", "1")
+    assert result.returncode == 0, result.stderr
     assert 4 in checkpoint.steps(again.run / "checkpoints")
     with pytest.warns(UserWarning, match="Went back to the checkpoint of step 4"):
         again()
@@ -368,21 +370,23 @@ def test_each_difference_is_found_and_judged(chosen: set[tuple[str, str]], begun
     for section, key in chosen:
         tree.setdefault(section, {})[key] = VALUES[section][key]
     saved, _ = setting_changes.read_saved_config(json.loads(json.dumps(from_tree({}).model_dump(exclude_none=True))))
-    found = setting_changes.find_changes(saved, from_tree(tree), begun=begun)
+    result = setting_changes.find_changes(saved, from_tree(tree), begun=begun)
     names = {f"{s}.{k}" for s, k in chosen}
-    assert names <= {c.key for c in found}
-    assert {c.key for c in found} - names <= {"lr.peak", "optimizer.trust_min", "optimizer.lamb_bias_correction"}
+    assert names <= {c.key for c in result}
+    assert {c.key for c in result} - names <= {"lr.peak", "optimizer.trust_min", "optimizer.lamb_bias_correction"}
     model = {"model.heads", "model.activation", "model.tied_embeddings"} & names
-    asked = {name for name in names if name in CHANGEABLE_KEYS} if begun else set()
-    if "optimizer.name" in asked or ("optimizer.trust_max" in asked and "optimizer.name" not in names):
-        asked.discard("optimizer.trust_max")
-    assert {c.key for c in found if c.kind == "refused"} == model
-    assert {c.key for c in found if c.kind == "asked"} == asked
-    accepted: Sequence[str] = sorted(asked)
-    assert (setting_changes.explain_changes("x", found, accepted) is None) == (not model)
-    if asked and not model:
-        left = data.draw(st.sampled_from(sorted(asked)))
-        assert left in (setting_changes.explain_changes("x", found, [k for k in accepted if k != left]) or "")
+    requested = {name for name in names if name in CHANGEABLE_KEYS} if begun else set()
+    if "optimizer.name" in requested or ("optimizer.trust_max" in requested and "optimizer.name" not in names):
+        requested.discard("optimizer.trust_max")
+    assert {c.key for c in result if c.kind == "refused"} == model
+    assert {c.key for c in result if c.kind == "asked"} == requested
+    accepted: Sequence[str] = sorted(requested)
+    assert (setting_changes.explain_changes("x", result, accepted) is None) == (not model)
+    if requested and not model:
+        remaining = data.draw(st.sampled_from(sorted(requested)))
+        assert remaining in (
+            setting_changes.explain_changes("x", result, [k for k in accepted if k != remaining]) or ""
+        )
 
 
 def test_only_what_may_be_accepted_can_be_named() -> None:

@@ -63,10 +63,10 @@ def test_an_event_that_a_crash_has_cut_confuses_no_later_attempt(tiny, tmp_path)
 
 def test_a_finished_run_says_so_and_goes_on_with_more_steps(tiny, megascale, tmp_path):
     assert megascale("train", tiny, "--train.steps=3").returncode == 0
-    again = megascale("train", tiny, "--train.steps=3")
-    assert again.returncode == 0
-    assert "complete" in again.stdout
-    assert "--train.steps=6" in again.stdout
+    repeated = megascale("train", tiny, "--train.steps=3")
+    assert repeated.returncode == 0
+    assert "complete" in repeated.stdout
+    assert "--train.steps=6" in repeated.stdout
     more = megascale("train", tiny, "--train.steps=5", env={DRAW: "1"})
     assert "resuming" in more.stdout
     assert [step for step, _, _ in losses(tmp_path / "runs" / "tiny")] == [1, 2, 3, 4, 5]
@@ -124,20 +124,20 @@ def test_an_interruption_saves_and_the_same_command_goes_on(tiny, tmp_path):
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(tiny, megascale, tmp_path):
-    found = megascale("train", tiny, "--train.steps=60", "--lr.peak=1e30", "--optimizer.clip=0", "--lr.decay=constant")
-    assert found.returncode == 1
-    assert "lr.peak" in found.stderr
-    assert "Traceback" not in found.stderr
+    result = megascale("train", tiny, "--train.steps=60", "--lr.peak=1e30", "--optimizer.clip=0", "--lr.decay=constant")
+    assert result.returncode == 1
+    assert "lr.peak" in result.stderr
+    assert "Traceback" not in result.stderr
     run = tmp_path / "runs" / "tiny"
     events = [r["event"] for r in lines(run / "events.jsonl")]
     assert "nonfinite_loss" in events
     assert events[-1] == "run_failed"
-    kept = checkpoint.latest(run / "checkpoints")
-    assert kept is None or f"step {kept} is kept" in found.stderr
+    retained = checkpoint.latest(run / "checkpoints")
+    assert retained is None or f"step {retained} is kept" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "parts"),
+    ("arguments", "code", "parts"),
     [
         (["--model.layrs=3"], 2, ["model.layrs", "model.layers"]),
         (["--train.steps"], 2, ["--train.steps", "VALUE"]),
@@ -149,47 +149,47 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(tiny, mega
         (["--train.device=cuda"], 2, ["train.device=cuda", "--train.device=cpu"]),
     ],
 )
-def test_wrong_input_is_one_paragraph_and_the_right_exit_code(tiny, megascale, words, code, parts):
-    if "--train.device=cuda" in words and torch.cuda.is_available():
+def test_wrong_input_is_one_paragraph_and_the_right_exit_code(tiny, megascale, arguments, code, parts):
+    if "--train.device=cuda" in arguments and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    found = megascale("train", tiny, *words)
-    assert found.returncode == code, found.stderr
-    assert "Traceback" not in found.stderr
+    result = megascale("train", tiny, *arguments)
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
     for part in parts:
-        assert part in " ".join(found.stderr.split()), found.stderr
+        assert part in " ".join(result.stderr.split()), result.stderr
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny, megascale, tmp_path):
     assert megascale("train", tiny, "--train.steps=2").returncode == 0
-    found = megascale("train", tiny, "--train.steps=4", "--model.hidden=64")
-    assert found.returncode == 4
-    assert "hidden" in found.stderr
+    result = megascale("train", tiny, "--train.steps=4", "--model.hidden=64")
+    assert result.returncode == 4
+    assert "hidden" in result.stderr
     assert checkpoint.latest(tmp_path / "runs" / "tiny" / "checkpoints") == 2
 
 
 def test_dry_run_starts_nothing(tiny, megascale, tmp_path):
-    found = megascale("train", tiny, "--dry-run", "--train.steps=12")
-    assert found.returncode == 0
+    result = megascale("train", tiny, "--dry-run", "--train.steps=12")
+    assert result.returncode == 0
     for part in ("steps = 12", "parameters", "FLOPs per token", "memory of a rank", "optimizer"):
-        assert part in found.stdout
+        assert part in result.stdout
     assert not (tmp_path / "runs").exists()
 
 
 def test_runs_under_torchrun(tiny, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command += ["-m", "megascale.cli.main", "train", str(tiny), "--train.steps=3"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
     assert losses(tmp_path / "runs" / "tiny")[-1][0] == 3
 
 
 def test_evaluate_and_plot(tiny, megascale, tmp_path):
     train(load_config(tiny, ["--train.steps=2"]))
     run = tmp_path / "runs" / "tiny"
-    found = megascale("evaluate", run, "--json")
-    assert found.returncode == 0, found.stderr
+    result = megascale("evaluate", run, "--json")
+    assert result.returncode == 0, result.stderr
     expected = lines(run / "metrics.jsonl")[-1]["valid_loss"]
-    assert f'"loss": {expected}' in found.stdout
+    assert f'"loss": {expected}' in result.stdout
     drawn = megascale("plot", run, "--out", tmp_path / "a.png")
     assert drawn.returncode == 0, drawn.stderr
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
@@ -213,5 +213,5 @@ def test_the_installed_command_is_the_module(megascale):
         scripts = tomllib.load(file)["project"]["scripts"]
     assert scripts == {"megascale": "megascale.__main__:main"}
     command = [sys.executable, "-m", "megascale", "--version"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert told == megascale("--version").stdout != ""
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert report == megascale("--version").stdout != ""

@@ -136,9 +136,9 @@ def test_a_driver_waits_for_a_trainer_that_ends(tmp_path, monkeypatch):
 
 
 def test_a_training_is_alone_with_its_run(tiny, tmp_path):
-    run, place = tmp_path / "runs" / "tiny", tmp_path / "elsewhere"
-    words = ["--train.steps=100000", "--parallel.tensor=2", f"--checkpoint.location={place}"]
-    with launched(tiny, *words) as (launcher, ranks):
+    run, location = tmp_path / "runs" / "tiny", tmp_path / "elsewhere"
+    arguments = ["--train.steps=100000", "--parallel.tensor=2", f"--checkpoint.location={location}"]
+    with launched(tiny, *arguments) as (launcher, ranks):
         wait_for_step(run, 4, launcher)
         # Each refusal takes the seconds that a killed holder is given; the run need not train all that time.
         for rank in ranks.values():
@@ -146,15 +146,15 @@ def test_a_training_is_alone_with_its_run(tiny, tmp_path):
         before = (run / "config.toml").read_bytes()
         alone = load_config(tiny, ["--train.steps=3", "--lr.peak=1e-3"])
         several = load_config(tiny, ["--parallel.tensor=2"])
-        sharer = load_config(tiny, ["--train.name=other", f"--checkpoint.location=file://{place}"])
+        sharer = load_config(tiny, ["--train.name=other", f"--checkpoint.location=file://{location}"])
         for second in (
             lambda: train(alone),
             lambda: train(sharer),
             lambda: launch.launch(["train", str(tiny)], lay_out(several, 2)),
             lambda: start_driver.drive(*start_driver.prepare(several), lambda who, text: None),
             lambda: prune(str(run), 1),
-            lambda: prune(str(place), 1),
-            lambda: prune(f"local://{place}", 1),
+            lambda: prune(str(location), 1),
+            lambda: prune(f"local://{location}", 1),
         ):
             with pytest.raises(RunBusyError, match=str(ranks[0].pid)) as caught:
                 second()
@@ -174,4 +174,4 @@ def test_a_training_is_alone_with_its_run(tiny, tmp_path):
     assert steps == list(range(1, len(steps) + 1))
     assert [r["first"] for r in lines(run / "samples" / "ledger.jsonl")] == [4 * i for i in range(len(steps))]
     prune(str(run), 1)
-    assert len(checkpoint.steps(place)) == 1
+    assert len(checkpoint.steps(location)) == 1

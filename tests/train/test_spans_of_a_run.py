@@ -24,8 +24,8 @@ WORDS = ["--train.steps=6", "--observe.spans=3", "--checkpoint.interval=0", "--t
 
 def test_every_step_of_every_rank_is_told(megascale, tiny, tmp_path):
     """Two stages: each waits for the other, and what they say of themselves is a part of the step."""
-    found = megascale("train", tiny, *WORDS, "--parallel.pipeline=2", "--train.device=cpu")
-    assert found.returncode == 0, found.stderr
+    result = megascale("train", tiny, *WORDS, "--parallel.pipeline=2", "--train.device=cpu")
+    assert result.returncode == 0, result.stderr
     (run,) = (tmp_path / "runs").iterdir()
     records = [record for record in lines(run / "metrics.jsonl") if "loss" in record]
     for record in records:
@@ -33,41 +33,41 @@ def test_every_step_of_every_rank_is_told(megascale, tiny, tmp_path):
         assert record["wait_pipeline_seconds"] > 0
         assert record["compute_seconds"] + record["wait_pipeline_seconds"] < record["seconds"] * 1.05
     with SpanTables(run) as tables:
-        told = tables.query(
+        report = tables.query(
             "SELECT rank, step, sum(count)::BIGINT AS n FROM rollups WHERE action = 'step' GROUP BY ALL"
         )
-        assert sorted(zip(*(c.tolist() for c in told.values()), strict=True)) == [
+        assert sorted(zip(*(c.tolist() for c in report.values()), strict=True)) == [
             (rank, step, 1) for rank in (0, 1) for step in range(1, 7)
         ]
         # Whatever was kept in full adds up to its roll-up.
-        apart = tables.query(
+        separate = tables.query(
             "SELECT r.rank, r.step, r.action, r.axis FROM (SELECT rank, step, action, axis, sum(count) AS n, "
             "sum(total_ns) AS t, sum(bytes) AS b FROM rollups GROUP BY ALL) r JOIN (SELECT rank, step, action, axis, "
             "count(*) AS n, sum(end_ns - start_ns) AS t, sum(bytes) AS b FROM spans GROUP BY ALL) s "
             "USING (rank, step, action, axis) WHERE r.n <> s.n OR r.t <> s.t OR r.b <> s.b"
         )
-        assert len(apart["rank"]) == 0
+        assert len(separate["rank"]) == 0
         steps = tables.query("SELECT DISTINCT step FROM spans ORDER BY step")
         assert steps["step"].tolist() == [3, 6]
         sent = tables.query(
             "SELECT sum(bytes)::BIGINT AS b FROM spans WHERE rank = 0 AND action = 'transfer' AND step = 3"
         )
         assert sent["b"][0] > 0
-        who = tables.query("SELECT rank, pipeline, attempt FROM ranks ORDER BY rank")
-        assert who["pipeline"].tolist() == [0, 1]
-        assert who["attempt"].tolist() == [0, 0]
-    told = megascale("spans", run, "--export", tmp_path / "spans.jsonl")
-    assert told.returncode == 0, told.stderr
-    assert {"pipeline", "waits,", "own,", "rank"} <= set(told.stdout.split())
-    kept = [json.loads(line) for line in (tmp_path / "spans.jsonl").read_text().splitlines()]
-    assert {span["step"] for span in kept} == {3, 6}
-    assert {"forward", "backward", "optimizer", "wait", "step"} <= {span["action"] for span in kept}
+        name = tables.query("SELECT rank, pipeline, attempt FROM ranks ORDER BY rank")
+        assert name["pipeline"].tolist() == [0, 1]
+        assert name["attempt"].tolist() == [0, 0]
+    report = megascale("spans", run, "--export", tmp_path / "spans.jsonl")
+    assert report.returncode == 0, report.stderr
+    assert {"pipeline", "waits,", "own,", "rank"} <= set(report.stdout.split())
+    retained = [json.loads(line) for line in (tmp_path / "spans.jsonl").read_text().splitlines()]
+    assert {span["step"] for span in retained} == {3, 6}
+    assert {"forward", "backward", "optimizer", "wait", "step"} <= {span["action"] for span in retained}
 
 
 def test_spans_of_the_next_steps_are_kept_on_demand(megascale, tiny, tmp_path):
-    words = ["train", tiny, "--train.steps=100000", "--observe.spans=0", "--checkpoint.at_end=false"]
-    words += ["--train.device=cpu", "--train.eval_interval=0"]
-    training = Forked(words, cwd=tmp_path, before=PACED, env={"MEGASCALE_TEST_REST": "0.1"})
+    arguments = ["train", tiny, "--train.steps=100000", "--observe.spans=0", "--checkpoint.at_end=false"]
+    arguments += ["--train.device=cpu", "--train.eval_interval=0"]
+    training = Forked(arguments, cwd=tmp_path, before=PACED, env={"MEGASCALE_TEST_REST": "0.1"})
     try:
         run = tmp_path / "runs" / "tiny"
         deadline = time.monotonic() + 120
@@ -76,8 +76,8 @@ def test_spans_of_the_next_steps_are_kept_on_demand(megascale, tiny, tmp_path):
             assert training.poll() is None
             time.sleep(0.1)
         time.sleep(0.1)
-        told = megascale("spans", run, "--steps", "3", "--wait", "100")
-        assert told.returncode == 0, told.stdout + told.stderr
+        report = megascale("spans", run, "--steps", "3", "--wait", "100")
+        assert report.returncode == 0, report.stdout + report.stderr
         with SpanTables(run) as tables:
             steps = tables.query("SELECT DISTINCT step FROM spans ORDER BY step")["step"].tolist()
         assert len(steps) == 3
@@ -91,18 +91,18 @@ def test_spans_of_the_next_steps_are_kept_on_demand(megascale, tiny, tmp_path):
 
 
 def test_timers_can_be_off(megascale, tiny, tmp_path):
-    found = megascale("train", tiny, *WORDS, "--observe.timers=false", "--train.device=cpu")
-    assert found.returncode == 0, found.stderr
+    result = megascale("train", tiny, *WORDS, "--observe.timers=false", "--train.device=cpu")
+    assert result.returncode == 0, result.stderr
     (run,) = (tmp_path / "runs").iterdir()
     assert not (run / "spans").exists()
     assert "compute_seconds" not in lines(run / "metrics.jsonl")[0]
-    told = megascale("spans", run)
-    assert told.returncode == 4
-    assert "observe.timers=true" in told.stderr
+    report = megascale("spans", run)
+    assert report.returncode == 4
+    assert "observe.timers=true" in report.stderr
 
 
 def test_without_shared_memory_there_are_times_and_no_spans(monkeypatch, caplog):
-    def none(*words: object) -> int:
+    def none(*arguments: object) -> int:
         raise OSError(1, "not permitted")
 
     monkeypatch.setattr(os, "memfd_create", none)
@@ -117,14 +117,14 @@ def test_without_shared_memory_there_are_times_and_no_spans(monkeypatch, caplog)
     timers.close()
 
 
-@pytest.mark.parametrize("words", [["--steps", "2"]])
-def test_a_run_that_does_not_train_is_not_waited_for(megascale, tiny, tmp_path, words):
-    found = megascale("train", tiny, *WORDS, "--train.device=cpu")
-    assert found.returncode == 0, found.stderr
+@pytest.mark.parametrize("arguments", [["--steps", "2"]])
+def test_a_run_that_does_not_train_is_not_waited_for(megascale, tiny, tmp_path, arguments):
+    result = megascale("train", tiny, *WORDS, "--train.device=cpu")
+    assert result.returncode == 0, result.stderr
     (run,) = (tmp_path / "runs").iterdir()
-    told = megascale("spans", run, *words, "--wait", "1")
-    assert told.returncode == 4
-    assert "not training" in told.stderr
+    report = megascale("spans", run, *arguments, "--wait", "1")
+    assert report.returncode == 4
+    assert "not training" in report.stderr
 
 
 def test_a_temporary_folder_that_is_not_private_costs_spans_and_no_run(tiny, tmp_path):
@@ -132,12 +132,12 @@ def test_a_temporary_folder_that_is_not_private_costs_spans_and_no_run(tiny, tmp
     (tmp_path / f"megascale-{os.getuid()}").touch()
     foreign = f"import tempfile; tempfile.tempdir = {str(tmp_path)!r}"
     process = Forked(["train", tiny, "--train.steps=2"], before=foreign)
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, said
-    assert "rank 0 keeps no spans" in said
-    assert "set TMPDIR" in said
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert "rank 0 keeps no spans" in output
+    assert "set TMPDIR" in output
     process = Forked(["train", tiny, "--train.steps=4", "--data.loader=host"], before=foreign)
-    said = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=120)[0]
     assert process.returncode == 1
-    assert "set TMPDIR" in said.splitlines()[-1]
-    assert "Traceback" not in said
+    assert "set TMPDIR" in output.splitlines()[-1]
+    assert "Traceback" not in output

@@ -16,60 +16,60 @@ WORDS += ["--parallel.pipeline=2", "--train.device=cpu"]
 
 @pytest.fixture
 def run(megascale, tiny, tmp_path):
-    found = megascale("train", tiny, *WORDS)
-    assert found.returncode == 0, found.stderr
+    result = megascale("train", tiny, *WORDS)
+    assert result.returncode == 0, result.stderr
     (run,) = (tmp_path / "runs").iterdir()
     return run
 
 
 def test_a_run_is_replayed_asked_and_written_down(megascale, run, tmp_path):
-    told = megascale("whatif", run, "--json", "--export", tmp_path / "trace.parquet", "--plot", tmp_path / "map.png")
-    assert told.returncode == 0, told.stderr
-    found = json.loads(told.stdout)
-    assert found["steps"] == 4
-    assert found["replayed_seconds"] == pytest.approx(found["recorded_seconds"], rel=1e-3)
-    assert 0 < found["ideal_seconds"] <= found["recorded_seconds"]
-    assert found["original_seconds"] <= found["recorded_seconds"]
-    assert set(found["stages"]) == set(found["ranks"]) == {"0", "1"}
+    report = megascale("whatif", run, "--json", "--export", tmp_path / "trace.parquet", "--plot", tmp_path / "map.png")
+    assert report.returncode == 0, report.stderr
+    result = json.loads(report.stdout)
+    assert result["steps"] == 4
+    assert result["replayed_seconds"] == pytest.approx(result["recorded_seconds"], rel=1e-3)
+    assert 0 < result["ideal_seconds"] <= result["recorded_seconds"]
+    assert result["original_seconds"] <= result["recorded_seconds"]
+    assert set(result["stages"]) == set(result["ranks"]) == {"0", "1"}
     # The replay is about the steps that were timed, from the first rank's begin to the last one's end.
     with SpanTables(run) as tables:
         spans = tables.query(
             "SELECT (max(end_ns) - min(start_ns)) / 1e9 AS s FROM spans "
             "WHERE action = 'step' AND step > 1 GROUP BY step"
         )
-    assert 0.5 * spans["s"].mean() < found["recorded_seconds"] <= spans["s"].mean() + 1e-6
+    assert 0.5 * spans["s"].mean() < result["recorded_seconds"] <= spans["s"].mean() + 1e-6
     assert (tmp_path / "map.png").stat().st_size > 1000
     # What was written down tells the same, without the run.
-    again = megascale("whatif", tmp_path / "trace.parquet", "--json")
-    assert json.loads(again.stdout) == found
+    repeated = megascale("whatif", tmp_path / "trace.parquet", "--json")
+    assert json.loads(repeated.stdout) == result
     trace = read_trace(tmp_path / "trace.parquet")
     computes = trace.select_rows((trace.kind == "forward-compute") & (trace.step == 3))
     assert sorted(computes.microbatch[computes.rank == 1]) == list(range(len(computes) // 2))
-    told = megascale("whatif", run, "--steps", "90-99")
-    assert told.returncode == 2
-    assert "--steps=90-99: spans of all ranks exist for steps 1, 2, 3, 4, 5 only" in told.stderr
+    report = megascale("whatif", run, "--steps", "90-99")
+    assert report.returncode == 2
+    assert "--steps=90-99: spans of all ranks exist for steps 1, 2, 3, 4, 5 only" in report.stderr
     _a_timeline(megascale, run, tmp_path)
 
 
 def _a_timeline(megascale, run, tmp_path):
     """Of the same run: what each rank's step was made of adds up, and the files say the same."""
     events, picture = tmp_path / "step.json.gz", tmp_path / "step.png"
-    told = megascale("timeline", run, "--step", "4", "--json", "--out", events, "--out", picture)
-    assert told.returncode == 0, told.stderr
-    found = json.loads(told.stdout)
-    assert found["step"] == 4
-    assert [row["pipeline"] for row in found["ranks"]] == [0, 1]
+    report = megascale("timeline", run, "--step", "4", "--json", "--out", events, "--out", picture)
+    assert report.returncode == 0, report.stderr
+    result = json.loads(report.stdout)
+    assert result["step"] == 4
+    assert [row["pipeline"] for row in result["ranks"]] == [0, 1]
     with SpanTables(run) as tables:
         steps = tables.query("SELECT rank, (end_ns - start_ns) AS ns FROM spans WHERE step = 4 AND action = 'step'")
     length = dict(zip(steps["rank"].tolist(), steps["ns"].tolist(), strict=True))
-    for row in found["ranks"]:
+    for row in result["ranks"]:
         assert sum(row["seconds"].values()) == pytest.approx(length[row["rank"]] / 1e9, rel=1e-9)
         assert min(row["seconds"].values()) >= 0
-    assert found["planned_seconds"] > 0
-    assert 0 < found["pipeline_seconds"] <= found["seconds"]
-    assert found["waits"]
+    assert result["planned_seconds"] > 0
+    assert 0 < result["pipeline_seconds"] <= result["seconds"]
+    assert result["waits"]
     # Each stage waits for its neighbour.
-    assert all(wait["on"] == 1 - wait["rank"] for wait in found["waits"] if wait["axis"] == "pipeline")
+    assert all(wait["on"] == 1 - wait["rank"] for wait in result["waits"] if wait["axis"] == "pipeline")
     assert picture.read_bytes()[:4] == b"\x89PNG"
     records = json.loads(gzip.decompress(events.read_bytes()))["traceEvents"]
     assert all(record["dur"] >= 0 for record in records if record["ph"] == "X")
@@ -81,12 +81,12 @@ def _a_timeline(megascale, run, tmp_path):
     assert sent == needed
     # A forward and a backward of each micro-batch crosses the two stages.
     assert len(sent) == len(acts) // 2
-    for words, says in (
+    for arguments, output in (
         (["--ranks", "0,5"], "--ranks=0,5: the run has no rank 5; its ranks are 0 to 1"),
         (["--view", "host"], "--view=host is not one of pipeline, tensor, data"),
         (["--step", "77"], "--steps=77: spans of all ranks exist for steps 1, 2, 3, 4, 5 only"),
         (["--out", "step.gif"], "--out=step.gif must end in one of .png"),
     ):
-        told = megascale("timeline", run, *words)
-        assert told.returncode == 2
-        assert says in told.stderr
+        report = megascale("timeline", run, *arguments)
+        assert report.returncode == 2
+        assert output in report.stderr

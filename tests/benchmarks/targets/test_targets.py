@@ -58,7 +58,7 @@ def test_every_shipped_case_is_a_valid_run_of_each_size_that_it_may_have(single)
 
 def test_shipped_targets_are_for_one_host_and_what_they_were_set_for():
     by_name = {item.name: item for item in load(None)}
-    assert max(one.slots for one in by_name.values()) == 8
+    assert max(entry.slots for entry in by_name.values()) == 8
     assert by_name["T1"].must == {"mfu": 0.57}
     assert by_name["F2"].settings(8)[-2:] == ["--parallel.data=8", "--train.global_batch=16"]
     assert by_name["E3p4"].must == {}
@@ -76,7 +76,7 @@ def test_what_gpus_cannot_hold_is_left_out():
     cases = [item for item in load(None) if item.name in ("T1", "F3h", "G124")]
     assert targets._fitting(cases, 4, 139.7) == (cases, {})
     fit, too_large = targets._fitting(cases, 4, 79.2)
-    assert [one.name for one in fit] == ["F3h", "G124"]
+    assert [entry.name for entry in fit] == ["F3h", "G124"]
     assert too_large == {"T1": pytest.approx(103, abs=3)}
     assert targets._fitting(cases, 0, 79.2) == (cases, {})
     fewer = ["--model.layers=20", "--parallel.layer_split=[2,2,2,2,2,2,2,2,3,1]"]

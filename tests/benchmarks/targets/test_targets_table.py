@@ -93,7 +93,7 @@ def test_what_was_predicted_stands_by_what_came(tmp_path, capsys):
     record = Record(tmp_path / "t.json", 2)
     kept(record, cases[0], 0.85, 0.86)
     second = case(arguments=["tiny", "--train.micro_batch=4"])
-    targets_table.show([*cases, second], {one.name: one for one in cases}, record)
+    targets_table.show([*cases, second], {entry.name: entry for entry in cases}, record)
     lines = capsys.readouterr().out.splitlines()
     output = predicted(cases[0], 2)
     assert f"{output:.3f}" in next(line for line in lines if line.startswith("EhD "))
@@ -110,7 +110,7 @@ def test_the_table_of_all_shipped_cases_fits_a_hundred_columns(tmp_path, capsys)
         if item.bench == "train":
             watched = [[0.5, 1755.0, 690.0, 45.0]] if item.watch else None
             kept(record, item, 12.345, 12.321, watched=watched)
-    targets_table.show(cases, {one.name: one for one in cases}, record)
+    targets_table.show(cases, {entry.name: entry for entry in cases}, record)
     lines = capsys.readouterr().out.splitlines()
     table = lines[1 : next(i for i, line in enumerate(lines) if line.startswith("MFU:"))]
     assert len(table) == 3 + 2 * len(cases)  # no cell needed a third line

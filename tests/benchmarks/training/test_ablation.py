@@ -84,7 +84,7 @@ def test_the_table_takes_medians_and_compounds_gains():
     runs += [run("window", 0, [0.5]), run("LAMB, 3x batch", 0, [1.0], 300)]
     result = table(["all off", "parallel block", "window", "LAMB, 3x batch"], runs, "on")
     assert [item["row"] for item in result] == ["all off", "window", "LAMB, 3x batch"]
-    assert [one["rate"] for one in result] == [50.0, 100.0, 150.0]
+    assert [entry["rate"] for entry in result] == [50.0, 100.0, 150.0]
     assert result[0]["spread"] == pytest.approx((62.5 - 40.0) / 50.0)
     assert [one["over_first"] for one in result] == [1.0, 2.0, 3.0]
     assert result[2]["gain"] == pytest.approx(0.5)

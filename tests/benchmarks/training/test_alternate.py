@@ -26,17 +26,24 @@ SMALL = [
 
 
 def test_values_take_turns_and_train_alike(benchmarks, tmp_path):
-    words = ["tiny", "parallel.recompute=none,selective,full", "--turns=2", "--each=2", "--parallel.tensor=2", *SMALL]
-    found = benchmarks("alternate", *words, "--out", tmp_path / "a.json")
-    assert found.returncode == 0, found.stderr
+    arguments = [
+        "tiny",
+        "parallel.recompute=none,selective,full",
+        "--turns=2",
+        "--each=2",
+        "--parallel.tensor=2",
+        *SMALL,
+    ]
+    result = benchmarks("alternate", *arguments, "--out", tmp_path / "a.json")
+    assert result.returncode == 0, result.stderr
     record = json.loads((tmp_path / "a.json").read_text())
     assert (record["processes"], record["setting"]) == (2, "parallel.recompute")
-    assert [one["name"] for one in record["values"]] == ["none", "selective", "full"]
+    assert [item["name"] for item in record["values"]] == ["none", "selective", "full"]
     assert all(len(one["seconds"]) == 4 and min(one["seconds"]) > 0 for one in record["values"])
     # The learning rate is zero: every step of every value sees the same weights.
     losses = [loss for one in record["values"] for loss in one["losses"]]
     assert losses == pytest.approx([losses[0]] * 12, rel=1e-5)
-    assert "selective" in found.stdout
+    assert "selective" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -68,26 +75,26 @@ def engine():
 
 def test_backward_runs_in_the_calling_thread_unless_asked_for_apart(engine):
     rows = torch.arange(9)[:, None]
-    seen = []
-    engine.chunks[0].token_embedding.register_hook(lambda grad: seen.append(torch._C._is_multithreading_enabled()))
+    observed = []
+    engine.chunks[0].token_embedding.register_hook(lambda grad: observed.append(torch._C._is_multithreading_enabled()))
     for value in (None, *SETTINGS["backward"]):
         if value is not None:
             change(engine, "backward")(value)
         engine.step(lambda i: (rows[:-1], rows[1:]), 1, 0.0)
-    assert seen == [False, True, False]
+    assert observed == [False, True, False]
     assert torch._C._is_multithreading_enabled()
 
 
 def test_an_engine_changes_between_steps(engine):
     rows = torch.arange(9)[:, None]
-    seen = {}
-    for what in ("none", "full"):
-        engine.set_recompute(what)
+    observed = {}
+    for subject in ("none", "full"):
+        engine.set_recompute(subject)
         with mock.patch.object(SerialBlock, "forward", autospec=True, side_effect=SerialBlock.forward) as forward:
-            told = engine.step(lambda i: (rows[:-1], rows[1:]), 1, 0.0)
-        seen[what] = (forward.call_count, float(told.grad_norm))
-    assert (seen["none"][0], seen["full"][0]) == (2, 4)
-    assert seen["none"][1] == pytest.approx(seen["full"][1], rel=1e-6)
+            report = engine.step(lambda i: (rows[:-1], rows[1:]), 1, 0.0)
+        observed[subject] = (forward.call_count, float(report.grad_norm))
+    assert (observed["none"][0], observed["full"][0]) == (2, 4)
+    assert observed["none"][1] == pytest.approx(observed["full"][1], rel=1e-6)
     exchange = SimpleNamespace(on_side_stream=False)
     engine.tensor = SimpleNamespace(exchange=exchange)
     with mock.patch.object(engine.runtime, "use_side_stream") as use:

@@ -61,12 +61,12 @@ def shards_of(tensors: dict[str, torch.Tensor]) -> list[TensorShard]:
     return [TensorShard(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in tensors.items()]
 
 
-def check(place: Any, least: int, scale: int = 1) -> int:
+def check(location: Any, least: int, scale: int = 1) -> int:
     """Load the newest state of a folder; its step. ValueError if it is not complete or older than `least`."""
     got = {name: torch.zeros_like(t) for name, t in state_of(0, scale).items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        state = load(place, shards_of(got))
+        state = load(location, shards_of(got))
     step = int(state["step"])
     if step < least:
         raise ValueError(f"step {least} was reported as saved and step {step} was loaded")
@@ -76,7 +76,7 @@ def check(place: Any, least: int, scale: int = 1) -> int:
 
 
 def strike(
-    points: int, folder: Path, seed: int, told: Callable[[Blow], None], kinds: tuple[str, ...] = KINDS
+    points: int, folder: Path, seed: int, report: Callable[[Blow], None], kinds: tuple[str, ...] = KINDS
 ) -> list[Blow]:
     """Deal `points` blows, kinds in turn, and check after each.
 
@@ -86,10 +86,10 @@ def strike(
     """
     rng = random.Random(seed)
     blows = []
-    wanted = [kinds[i % len(kinds)] for i in range(points)]
+    expected = [kinds[i % len(kinds)] for i in range(points)]
     run = ChaosRun(folder / "run", rng)
     try:
-        for i, kind in enumerate(sorted(wanted, key=kinds.index)):
+        for i, kind in enumerate(sorted(expected, key=kinds.index)):
             try:
                 if kind in WITH_PROCESSES:
                     run.blow(kind)
@@ -99,10 +99,10 @@ def strike(
             except (ValueError, DataError, TrainingError, AssertionError, OSError) as error:
                 blow = Blow(kind, False, str(error))
             blows.append(blow)
-            told(blow)
-        if any(kind in WITH_PROCESSES for kind in wanted):
+            report(blow)
+        if any(kind in WITH_PROCESSES for kind in expected):
             blows.append(run.end())
-            told(blows[-1])
+            report(blows[-1])
     finally:
         run.kill()
     return blows
@@ -213,7 +213,7 @@ class ChaosRun:
             sender.close()
             self._receive(("loaded",))
 
-    def _receive(self, wanted: tuple[str, ...], seconds: float = 60.0) -> None:
+    def _receive(self, expected: tuple[str, ...], seconds: float = 60.0) -> None:
         """Take reports in until one is of a wanted kind."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -224,9 +224,9 @@ class ChaosRun:
                 raise ValueError(f"the trainer loaded a wrong state for step {step} from {note}")
             if kind == "committed":
                 self.reported = max(self.reported, step)
-            if kind in wanted:
+            if kind in expected:
                 return
-        raise ValueError(f"the trainer reported none of {wanted} in {seconds:g} s")
+        raise ValueError(f"the trainer reported none of {expected} in {seconds:g} s")
 
     def _drain(self) -> None:
         with suppress(EOFError, OSError):
@@ -295,10 +295,10 @@ class ChaosRun:
         if Path(f"/proc/{pid}").exists():
             return Blow("leaks", False, f"the service {pid} did not end")
         storage = LocalStorage(self.folder / "checkpoints")
-        there, good = folders.list_steps(storage), folders.steps(storage)
+        present, good = folders.list_steps(storage), folders.steps(storage)
         # What the last, unfinished save left may lie there until the next one.
-        if len(good) > _KEEP or len(there) > _KEEP + 1:
-            return Blow("leaks", False, f"steps {there} are there, {good} of them committed, {_KEEP} wanted")
+        if len(good) > _KEEP or len(present) > _KEEP + 1:
+            return Blow("leaks", False, f"steps {present} are there, {good} of them committed, {_KEEP} wanted")
         return Blow("leaks", True)
 
     def kill(self) -> None:

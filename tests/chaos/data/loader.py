@@ -42,7 +42,7 @@ def run_chaos(folder: Path, kills: int, seed: int, console: Any, steps: int = 30
     began = time.monotonic()
     calm = _Run(folder, "calm", steps, rng)
     calm.train(0, console)
-    wanted = calm.story()
+    expected = calm.story()
     dealt = {"loader": 0, "worker": 0}
     rounds, attempts, restarts, training = 0, 0, 0, 0
     faults: list[str] = []
@@ -50,20 +50,20 @@ def run_chaos(folder: Path, kills: int, seed: int, console: Any, steps: int = 30
         run = _Run(folder, f"round-{rounds}", steps, rng)
         run.train(kills - sum(dealt.values()), console)
         story = run.story()
-        for step, (got, due) in enumerate(zip(story, wanted, strict=False), 1):
+        for step, (got, due) in enumerate(zip(story, expected, strict=False), 1):
             if got != due:
                 faults.append(f"round {rounds}, step {step}: {got} where the undisturbed run has {due}")
                 break
-        if len(story) != len(wanted):
-            faults.append(f"round {rounds} has {len(story)} steps where the undisturbed run has {len(wanted)}")
+        if len(story) != len(expected):
+            faults.append(f"round {rounds} has {len(story)} steps where the undisturbed run has {len(expected)}")
         for kind, count in run.dealt.items():
             dealt[kind] += count
         rounds, attempts, restarts = rounds + 1, attempts + run.attempts, restarts + run.restarts()
         training += run.in_training
         console.print(f"round {rounds}: {run.dealt} in {run.attempts} starts; {'equal' if not faults else faults[-1]}")
-    left = [str(path) for path in ring.MOUNT.glob(f"{ring.name_prefix()}*") if str(folder).encode() in _head(path)]
-    if left:
-        faults.append(f"segments are left: {', '.join(left)}")
+    remaining = [str(path) for path in ring.MOUNT.glob(f"{ring.name_prefix()}*") if str(folder).encode() in _head(path)]
+    if remaining:
+        faults.append(f"segments are left: {', '.join(remaining)}")
     console.print(
         f"{sum(dealt.values())} kills ({dealt['loader']} of the loader, {dealt['worker']} of workers; {training} while "
         f"it trained, the others in start-up) in {rounds} runs of {steps} steps and {attempts} starts: ledger and "
@@ -180,7 +180,7 @@ class _Run:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         tree = self.config.model_dump(mode="json", exclude_none=True)
-        made = []
+        built = []
         for rank in range(_RANKS):
             variables = environment | {
                 "RANK": str(rank),
@@ -192,8 +192,8 @@ class _Run:
             }
             process = _context.Process(target=_rank, args=(tree, variables))
             process.start()
-            made.append(process)
-        return made
+            built.append(process)
+        return built
 
     def _disturb(self, folder: Path, ranks: list[Any], kills: int) -> bool:
         """Kill at random moments until a worker was hit (True), the ranks have ended or all kills are dealt."""
@@ -221,12 +221,15 @@ class _Run:
 
     def _let_train(self, ranks: list[Any], steps: int, more: float) -> bool:
         """Wait until so many steps are done and `more` seconds on, or the ranks have ended (False)."""
-        sentinels, seen, done = [process.sentinel for process in ranks], self._steps(), 0
+        sentinels, observed, done = [process.sentinel for process in ranks], self._steps(), 0
         while done < steps:
             if multiprocessing.connection.wait(sentinels, 0.003):
                 return False
-            now = self._steps()
-            done, seen = done + max(0, now - seen), now  # a start drops the lines of steps that it does again
+            current = self._steps()
+            done, observed = (
+                done + max(0, current - observed),
+                current,
+            )  # a start drops the lines of steps that it does again
         return not multiprocessing.connection.wait(sentinels, more)
 
     def _steps(self) -> int:

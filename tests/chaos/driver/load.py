@@ -75,11 +75,11 @@ def driver(
         clients = [context.Process(target=_clients, args=(run, s, window, silent / processes, results)) for s in shares]
         for client in clients:
             client.start()
-        found = [_result(results, seconds + 300, served) for _ in range(processes + 1)]
+        result = [_result(results, seconds + 300, served) for _ in range(processes + 1)]
         for process in (served, *clients):
             process.join()
-    measures = next(r for r in found if "verdicts" in r)
-    silences = [tuple(s) for r in found for s in r.get("silences", ())]
+    measures = next(r for r in result if "verdicts" in r)
+    silences = [tuple(s) for r in result for s in r.get("silences", ())]
     figures = _judge(measures, silences, window)
     figures |= _reading()
     figures |= {"agents": agents, "seconds": seconds, "window": window, "cores": os.cpu_count()}
@@ -173,12 +173,12 @@ async def _drive(run: Path, agents: int, seconds: float, window: float) -> dict[
 
     verdicts: list[tuple[str, float]] = []
 
-    def noted(found: Sequence[Verdict]) -> None:
+    def noted(result: Sequence[Verdict]) -> None:
         """Takes verdicts instead of acting on them."""
-        now = time.monotonic()
-        for verdict in found:
+        current = time.monotonic()
+        for verdict in result:
             if verdict.action not in ("none", "alert"):
-                verdicts.extend((node, now) for node in verdict.nodes or ("",))
+                verdicts.extend((node, current) for node in verdict.nodes or ("",))
 
     journal, _ = Journal.take(run, 0.1)
     job = JobState("bench", Phase.WAITING, 0, (), RANKS, agents * RANKS)
@@ -260,22 +260,22 @@ async def _crowd(run: Path, numbers: list[int], window: float, silent: float) ->
     return silences
 
 
-def _heartbeat(name: str, sequence: int, ranks: Sequence[int], step: int, offset: float, **about: Any) -> Heartbeat:
+def _heartbeat(name: str, sequence: int, ranks: Sequence[int], step: int, offset: float, **details: Any) -> Heartbeat:
     """What the agent of a training node says."""
     workers = tuple(
         Worker(rank, 1000 + rank, "running", 0, "train", step, "forward", 3, 0.1, "", 1 << 33, float(step))
         for rank in ranks
     )
     return Heartbeat(
-        about.pop("job", "bench"),
-        about.pop("attempt", 1),
+        details.pop("job", "bench"),
+        details.pop("attempt", 1),
         name,
         sequence,
         time.time_ns(),
         workers=workers,
         gpus=tuple(GpuReport(i, "NVIDIA H200", 60.0 + i, 690.0) for i in range(RANKS)),
         traffic=tuple(_traffic(i, offset) for i in range(RANKS)),
-        **about,
+        **details,
     )
 
 
@@ -332,14 +332,14 @@ async def _agent(
             step = min(STEPS, int((time.monotonic() - orders["started"]) * 2)) if orders else 0
             ranks = orders.get("ranks", ())
             seconds = {rank: 0.45 + 0.02 * rng.random() for rank in ranks}
-            about = {"job": contact.job, "attempt": orders.get("attempt", 0), "step_seconds": seconds}
-            channel.send(_heartbeat(name, sequence, ranks, step, offset, **about))
+            details = {"job": contact.job, "attempt": orders.get("attempt", 0), "step_seconds": seconds}
+            channel.send(_heartbeat(name, sequence, ranks, step, offset, **details))
             last[number] = time.monotonic()
             due += 1.0
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             if number in quiet:
-                until = quiet[number]
-                await asyncio.sleep(max(0.0, until - time.monotonic()))
+                deadline = quiet[number]
+                await asyncio.sleep(max(0.0, deadline - time.monotonic()))
                 silences.append((name, last[number], time.monotonic()))
                 del quiet[number]
                 due = time.monotonic()

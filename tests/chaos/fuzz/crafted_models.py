@@ -54,12 +54,12 @@ def _config(text: bytes) -> Craft:
     return lambda folder: (folder / "config.json").write_bytes(text)
 
 
-def _index(places: Any) -> Craft:
+def _index(locations: Any) -> Craft:
     """An index in the place of the one file, which would be read first."""
 
     def craft(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors.index.json").write_text(json.dumps(places))
+        (folder / "model.safetensors.index.json").write_text(json.dumps(locations))
 
     return craft
 
@@ -81,8 +81,8 @@ def _header(text: bytes, length: int | None = None) -> Craft:
     """A safetensors file of this header, which may say that it is longer."""
 
     def craft(folder: Path) -> None:
-        said = len(text) if length is None else length
-        (folder / "model.safetensors").write_bytes(said.to_bytes(8, "little") + text)
+        output = len(text) if length is None else length
+        (folder / "model.safetensors").write_bytes(output.to_bytes(8, "little") + text)
 
     return craft
 

@@ -60,23 +60,23 @@ def odd_json(rng: random.Random, value: Any) -> Any:
 
 def odd_bytes(rng: random.Random, data: bytes) -> bytes:
     """A copy of some bytes with a few changed, cut out, doubled or put in."""
-    found = bytearray(data)
+    result = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 5, 40))):
-        at = rng.randrange(len(found) + 1)
-        stop = min(len(found), at + rng.choice((1, 2, 4, 8, 64, 1000)))
+        at = rng.randrange(len(result) + 1)
+        stop = min(len(result), at + rng.choice((1, 2, 4, 8, 64, 1000)))
         kind = rng.randrange(5)
         if kind == 0:
-            found[at:stop] = rng.randbytes(stop - at)
+            result[at:stop] = rng.randbytes(stop - at)
         elif kind == 1:
-            del found[at:stop]
+            del result[at:stop]
         elif kind == 2:
-            found[at:at] = found[at:stop] * rng.choice((1, 3))
+            result[at:at] = result[at:stop] * rng.choice((1, 3))
         elif kind == 3:
             word = rng.choice((0, 1, 0x7F, 0xFF, 1 << 31, (1 << 32) - 1, (1 << 63) - 1, (1 << 64) - 1))
-            found[at:stop] = word.to_bytes(8, rng.choice(("little", "big")))[: stop - at]
+            result[at:stop] = word.to_bytes(8, rng.choice(("little", "big")))[: stop - at]
         else:
-            found[at:] = b""
-    return bytes(found)
+            result[at:] = b""
+    return bytes(result)
 
 
 def _text(rng: random.Random, value: Any) -> bytes:
@@ -138,18 +138,18 @@ def _checkpoint(folder: Path) -> Feed:
     from tests.chaos.fuzz.crafted_checkpoints import edit_commit, edit_index
 
     sound = _sound_run(folder)
-    words = np.array([-1, 0, 1, 2, 3, 4, 12, 64, 1 << 20, (1 << 31) - 1, (1 << 62), (1 << 63) - 1, -(1 << 63)])
+    arguments = np.array([-1, 0, 1, 2, 3, 4, 12, 64, 1 << 20, (1 << 31) - 1, (1 << 62), (1 << 63) - 1, -(1 << 63)])
 
     def change(rng: random.Random, header: dict[str, Any], columns: dict[str, Any]) -> None:
         if rng.random() < 0.4:
-            other = odd_json(rng, dict(header))  # which may lie within it
+            second = odd_json(rng, dict(header))  # which may lie within it
             header.clear()
-            header.update(other if isinstance(other, dict) else {})
+            header.update(second if isinstance(second, dict) else {})
             return
         for _ in range(rng.choice((1, 2))):
             column = columns[rng.choice(list(columns))]
             with contextlib.suppress(OverflowError, ValueError):  # numbers too long for their column
-                column.flat[rng.randrange(column.size)] = int(rng.choice(words))
+                column.flat[rng.randrange(column.size)] = int(rng.choice(arguments))
         if rng.random() < 0.2:
             rows = rng.sample(range(4), rng.randrange(5))
             for name in columns:
@@ -159,18 +159,18 @@ def _checkpoint(folder: Path) -> Feed:
         run = folder / "run"
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(sound, run)
-        place = run / "checkpoints" / "step-1"
+        location = run / "checkpoints" / "step-1"
         with contextlib.suppress(StopIteration):
             if rng.random() < 0.7:
-                edit_index(place, lambda header, columns: change(rng, header, columns))
+                edit_index(location, lambda header, columns: change(rng, header, columns))
             else:
-                edit_commit(place, lambda record: odd_json(rng, record))
+                edit_commit(location, lambda record: odd_json(rng, record))
         inspect(run)
         verify(open_storage(run / "checkpoints"), 1)
         with contextlib.suppress(MegascaleError):
-            whole = open_checkpoint(run)
-            for name in whole.tensors:
-                whole.read_tensor(name)
+            full = open_checkpoint(run)
+            for name in full.tensors:
+                full.read_tensor(name)
         target = torch.zeros(3, 4)
         with contextlib.suppress(MegascaleError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -185,8 +185,8 @@ def _model(folder: Path) -> Feed:
     from tests.chaos.fuzz.crafted_models import SETTINGS, write_model
 
     sound = {family: folder / family for family in SETTINGS}
-    for family, place in sound.items():
-        write_model(place, family)
+    for family, location in sound.items():
+        write_model(location, family)
     more = {
         "rope_scaling": {"rope_type": "default"}, "rope_theta": 1e4, "tie_word_embeddings": False, "head_dim": 6,
         "layer_types": ["full_attention"] * 2, "sliding_window": 4, "use_sliding_window": True, "rotary_pct": 1.0,
@@ -281,10 +281,10 @@ def _journal(folder: Path) -> Feed:
                 reader.events()
                 reader.nodes()
         with contextlib.suppress(TrainingError, DataError):
-            again, _ = Journal.take(run, 0.05)
-            with contextlib.closing(again):
-                restore_lost_events(again, run)
-                again.add("after", attempt=1)
+            repeated, _ = Journal.take(run, 0.05)
+            with contextlib.closing(repeated):
+                restore_lost_events(repeated, run)
+                repeated.add("after", attempt=1)
 
     return feed
 
@@ -302,7 +302,7 @@ def _frames(folder: Path) -> Feed:
 
     modules = (agent_messages, fork_messages, host_plan, service_protocol, host_service)
     schemas = [value for module in modules for value in vars(module).values() if isinstance(value, Schema)]
-    whole = make_greeting(bytes(32))
+    full = make_greeting(bytes(32))
     kinds = [(schema, do, kind) for schema in schemas for do, kind in schema.types.items()]
     values = (*(value for value in _ODD if value not in (2**64, 10**30, 10**400, "\ud800", -(2**63))), b"", b"a" * 64)
 
@@ -310,7 +310,7 @@ def _frames(folder: Path) -> Feed:
         with contextlib.suppress(ProtocolError):
             read_head(odd_bytes(rng, make_head(100, 5, 1))[: HEAD.size].ljust(HEAD.size, b"\0"), 1000, 50)
         with contextlib.suppress(ProtocolError):
-            read_greeting(odd_bytes(rng, whole)[: len(whole)].ljust(len(whole), b"\0"))
+            read_greeting(odd_bytes(rng, full)[: len(full)].ljust(len(full), b"\0"))
         schema, do, kind = rng.choice(kinds)
         record: dict[str, Any] = {"do": do}
         for field in msgspec.structs.fields(kind):
@@ -341,22 +341,22 @@ def _data(folder: Path) -> Feed:
     manifest = {"recipe": "a", "tokenizer": {}, "dtype": "uint16", "parts": {"train": part}, "format": 1}
     status = StatusFile(folder, 0)
     status.update("train", 3)
-    whole = (folder / "rank-0.status").read_bytes()
+    full = (folder / "rank-0.status").read_bytes()
     status.close()
 
     def feed(rng: random.Random) -> None:
         (folder / "train.idx").write_bytes(odd_bytes(rng, index))
         with contextlib.suppress(DataError):
-            found = IndexedDataset(folder / "train")
-            found.verify()
-            for i in range(min(len(found), 10)):
-                found.get(i)
-            for i in range(min(found.documents, 10)):
-                found.document(i)
+            result = IndexedDataset(folder / "train")
+            result.verify()
+            for i in range(min(len(result), 10)):
+                result.get(i)
+            for i in range(min(result.documents, 10)):
+                result.document(i)
         (folder / "dataset.json").write_bytes(_text(rng, manifest))
         with contextlib.suppress(DataError):
             read_manifest(folder)
-        (folder / "rank-0.status").write_bytes(odd_bytes(rng, whole))
+        (folder / "rank-0.status").write_bytes(odd_bytes(rng, full))
         read_status(folder / "rank-0.status")
 
     return feed
@@ -399,18 +399,18 @@ def _http(folder: Path) -> Feed:
         pieces = [rng.randbytes(rng.choice((0, 10, 200_000))) for _ in range(rng.randrange(4))]
         messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
         messages.append(rng.choice([{"type": "http.request", "body": b""}, {"type": "http.disconnect"}]))
-        asked, said = list(messages), []
+        requested, output = list(messages), []
 
         async def receive() -> Any:
-            return asked.pop(0) if asked else {"type": "http.disconnect"}
+            return requested.pop(0) if requested else {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            said.append(message)
+            output.append(message)
 
         scope = {"type": "http", "method": rng.choice(["GET", "POST", "HEAD", "\xff"]), "scheme": "http", "path": "/"}
         served.clear()
         asyncio.run(guard(scope | {"headers": headers}, receive, send))
-        if not shown and (served or len(asked) != len(messages)):
+        if not shown and (served or len(requested) != len(messages)):
             raise AssertionError(f"without a token it was served or read: {headers}")
         if served and served[0] > BODY_BYTES:
             raise AssertionError(f"{served[0]} bytes were handed on")

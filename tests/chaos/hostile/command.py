@@ -54,9 +54,9 @@ class OwnerAnswers:
     @staticmethod
     def of(seconds: Sequence[float], unanswered: int) -> OwnerAnswers:
         """From the seconds of each answer; no number where there was none."""
-        found = sorted(seconds) or [math.nan]
-        p99 = found[int(0.99 * (len(found) - 1))]
-        return OwnerAnswers(len(seconds) + unanswered, unanswered, found[len(found) // 2], p99, found[-1])
+        result = sorted(seconds) or [math.nan]
+        p99 = result[int(0.99 * (len(result) - 1))]
+        return OwnerAnswers(len(seconds) + unanswered, unanswered, result[len(result) // 2], p99, result[-1])
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def hostile(
     heads = ("attack", "port", "MiB", "step late, s", "answer late, s", "answers: median, p99, s", "unanswered")
     table = Table(*heads, title="hostile: what it cost the job and its owner")
     for cost in costs:
-        late, asked = (f"{cost.step:.2f}", f"{cost.answer:.2f}"), cost.asked
-        waited = (f"{asked.median:.3f}, {asked.p99:.3f}", f"{asked.unanswered} of {asked.asked}")
+        late, requested = (f"{cost.step:.2f}", f"{cost.answer:.2f}"), cost.asked
+        waited = (f"{requested.median:.3f}, {requested.p99:.3f}", f"{requested.unanswered} of {requested.asked}")
         table.add_row(cost.attack, cost.port, f"{cost.mib:.1f}", *late, *waited)
     console.print(table)
     wrong += [
@@ -136,10 +136,14 @@ def hostile(
     if read:
         worst = max(read, key=lambda c: c.mib)
         console.print(f"{len(read)} crafted files, the dearest {worst.name}: {worst.mib:.0f} MiB")
-    about: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count()}
-    about |= {"machine": platform.processor() or platform.machine(), "load": list(os.getloadavg()), "seconds": seconds}
-    about |= facts | {"attacks": [asdict(c) for c in costs], "files": [asdict(c) for c in read], "wrong": wrong}
-    out.write_text(strict_json.dumps(about, indent=1))
+    details: dict[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count()}
+    details |= {
+        "machine": platform.processor() or platform.machine(),
+        "load": list(os.getloadavg()),
+        "seconds": seconds,
+    }
+    details |= facts | {"attacks": [asdict(c) for c in costs], "files": [asdict(c) for c in read], "wrong": wrong}
+    out.write_text(strict_json.dumps(details, indent=1))
     console.print(f"figures: {out}")
     if wrong:
         raise TrainingError("; ".join(wrong))
@@ -155,8 +159,8 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
     from tests.chaos.hostile.job_processes import RANK, ports
 
     # A constant rate, so that the length of a run changes nothing before its end.
-    words = ["--checkpoint.interval=20", "--data.loader=host", "--lr.decay=constant"]
-    job = Launched(file, "attacked", [*words, "--train.steps=1000000"], pace=0.05)
+    arguments = ["--checkpoint.interval=20", "--data.loader=host", "--lr.decay=constant"]
+    job = Launched(file, "attacked", [*arguments, "--train.steps=1000000"], pace=0.05)
     costs: list[AttackCost] = []
     wrong: list[str] = []
     calm: Launched | None = None
@@ -167,16 +171,16 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
             time.sleep(seconds)
         open_ports = ports(job.process.pid)
         api = _api_port(job)
-        seen: set[tuple[str, str]] = set()
+        observed: set[tuple[str, str]] = set()
         for port in sorted(open_ports, key=lambda p: (p.role, p.address[1])):
             is_api = port.role == "driver" and port.address[1] == api
             named = "driver's API" if is_api else "driver's agents" if port.role == "driver" else port.role
             for attack in ATTACKS:
                 # What speaks torch's own protocols is not kept by us: docs/security.md says what keeps it.
                 foreign = port.role == RANK and attack.frames
-                if foreign or (attack.http and not is_api) or (attack.name, named) in seen:
+                if foreign or (attack.http and not is_api) or (attack.name, named) in observed:
                     continue
-                seen.add((attack.name, named))
+                observed.add((attack.name, named))
                 costs.append(_one(job, port, named, attack, seconds, quiet))
                 console.print(f"{attack.name} on {named}: {costs[-1].mib:.1f} MiB, {costs[-1].did}")
                 if job.process.poll() is not None:
@@ -187,7 +191,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
         if len(attempts) != 1:
             wrong.append(f"the job was started {len(attempts)} times")
         step = latest(job.run / "checkpoints")
-        calm = Launched(file, "calm", [*words, f"--train.steps={step}"], pace=0.001)
+        calm = Launched(file, "calm", [*arguments, f"--train.steps={step}"], pace=0.001)
         code = calm.end()
         if code or latest(calm.run / "checkpoints") != step:
             wrong.append(f"the quiet run ended with {code} at step {latest(calm.run / 'checkpoints')}, not {step}")
@@ -212,13 +216,13 @@ def _one(job: Launched, port: Any, named: str, attack: Any, seconds: float, quie
 
     forget_most(port.pid)
     before, _ = memory(port.pid)
-    with _watch(job) as seen:
+    with _watch(job) as observed:
         did = attack.run(port.address, seconds)
     _, most = memory(port.pid)
-    step = max(0.0, seen.step - quiet.step)
-    answer = max(0.0, seen.answer - quiet.answer)
-    asked = OwnerAnswers.of(seen.answers, seen.unanswered)
-    return AttackCost(attack.name, named, did, max(0, most - before) / 2**20, step, answer, asked)
+    step = max(0.0, observed.step - quiet.step)
+    answer = max(0.0, observed.answer - quiet.answer)
+    requested = OwnerAnswers.of(observed.answers, observed.unanswered)
+    return AttackCost(attack.name, named, did, max(0, most - before) / 2**20, step, answer, requested)
 
 
 @dataclass
@@ -235,37 +239,37 @@ class Watched:
 @contextmanager
 def _watch(job: Launched) -> Iterator[Watched]:
     """Look at steps and answers all the while."""
-    found, over = Watched(), threading.Event()
+    result, over = Watched(), threading.Event()
 
     def steps() -> None:
-        last, since = job.step(), time.monotonic()
+        last, start = job.step(), time.monotonic()
         while not over.wait(0.01):
-            now, at = time.monotonic(), job.step()
-            found.step = max(found.step, now - since)
+            current, at = time.monotonic(), job.step()
+            result.step = max(result.step, current - start)
             if at != last:
-                last, since = at, now
+                last, start = at, current
 
     def answers() -> None:
         from megascale.errors import MegascaleError
         from megascale.resilience.driver.api.client import send_request
 
-        since = time.monotonic()
+        start = time.monotonic()
         while not over.wait(0.1):
             began = time.monotonic()
             try:
                 send_request(job.run, "GET", "/v1/job")
-                since = began
-                found.answers.append(time.monotonic() - began)
+                start = began
+                result.answers.append(time.monotonic() - began)
             except MegascaleError:
-                found.unanswered += 1
-            found.answer = max(found.answer, time.monotonic() - since)
-            since = time.monotonic() if since == began else since
+                result.unanswered += 1
+            result.answer = max(result.answer, time.monotonic() - start)
+            start = time.monotonic() if start == began else start
 
     threads = [threading.Thread(target=steps), threading.Thread(target=answers)]
     for thread in threads:
         thread.start()
     try:
-        yield found
+        yield result
     finally:
         over.set()
         for thread in threads:
@@ -287,26 +291,26 @@ def _planted() -> Iterator[int]:
     from tests.chaos.hostile.attacks import plant
 
     names = [f"{name_prefix()}{number:016x}" for number in range(20)]
-    made = plant(str(MOUNT), names, _NOBODY) if not os.geteuid() else 0
+    built = plant(str(MOUNT), names, _NOBODY) if not os.geteuid() else 0
     try:
-        yield made
+        yield built
     finally:
-        for name in names if made else ():
+        for name in names if built else ():
             (MOUNT / name).unlink(missing_ok=True)
 
 
 def _files(folder: Path, console: Any) -> list[FileCost]:
     from tests.chaos.hostile.files import FileCost
 
-    place = folder / "crafted"
-    place.mkdir()
+    location = folder / "crafted"
+    location.mkdir()
     sound = folder / "runs" / "calm"
-    words = [sys.executable, "-m", "tests.chaos.hostile.files", str(place), str(sound)]
-    found = []
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    arguments = [sys.executable, "-m", "tests.chaos.hostile.files", str(location), str(sound)]
+    result = []
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            found.append(FileCost(**json.loads(line)))
-            if not found[-1].refused:
-                console.print(f"{found[-1].name}: {found[-1].said}", markup=False)
-    return [cost for cost in found if cost.name != "sound"]
+            result.append(FileCost(**json.loads(line)))
+            if not result[-1].refused:
+                console.print(f"{result[-1].name}: {result[-1].said}", markup=False)
+    return [cost for cost in result if cost.name != "sound"]

@@ -57,19 +57,19 @@ def main(folder: Path, sound: Path) -> None:
 
 def measure(name: str, read: Callable[[], list[str]], base: float) -> FileCost:
     """Run `read` in a fork, which returns what each reader that did not refuse said."""
-    came, goes = os.pipe()
+    received, continues = os.pipe()
     began = time.monotonic()
     child = os.fork()
     if not child:
-        os.close(came)
+        os.close(received)
         try:
             wrong = read()
             text = "; ".join(wrong)
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
-        os.write(goes, text.encode()[:4000])
+        os.write(continues, text.encode()[:4000])
         os._exit(0)
-    os.close(goes)
+    os.close(continues)
     while True:
         pid, status, usage = os.wait4(child, os.WNOHANG)
         if pid:
@@ -77,7 +77,7 @@ def measure(name: str, read: Callable[[], list[str]], base: float) -> FileCost:
         if time.monotonic() - began > LIMIT:
             os.kill(child, 9)
         time.sleep(0.01)
-    with os.fdopen(came, "rb") as pipe:
+    with os.fdopen(received, "rb") as pipe:
         text = pipe.read().decode()
     if status:
         text = f"it ended by {status}; {text}"
@@ -96,19 +96,19 @@ def _checkpoint(folder: Path, sound: Path, craft: Callable[[Path], None] | None)
     run = folder / "run"
     shutil.rmtree(run, ignore_errors=True)
     step = min(steps(sound / "checkpoints"))
-    place = run / "checkpoints" / f"step-{step}"
-    shutil.copytree(sound / "checkpoints" / f"step-{step}", place)
+    location = run / "checkpoints" / f"step-{step}"
+    shutil.copytree(sound / "checkpoints" / f"step-{step}", location)
     if craft is not None:
-        craft(place)
+        craft(location)
     wrong = []
     if inspect(run).committed == (craft is not None):
         wrong.append(f"inspect says committed={craft is not None}")
     if bool(verify(open_storage(run / "checkpoints"), step).problems) == (craft is None):
         wrong.append("verify is wrong about it")
     try:
-        whole = open_checkpoint(run)
-        for name in whole.tensors:
-            whole.read_tensor(name)
+        full = open_checkpoint(run)
+        for name in full.tensors:
+            full.read_tensor(name)
         if craft is not None:
             wrong.append("it was opened")
     except MegascaleError as error:
@@ -122,12 +122,12 @@ def _model(folder: Path, family: str, change: Callable[[Path], object]) -> list[
     from megascale.model.huggingface.import_model import read_folder
     from tests.chaos.fuzz.crafted_models import write_model
 
-    place = folder / "model"
-    shutil.rmtree(place, ignore_errors=True)
-    write_model(place, family)
-    change(place)
+    location = folder / "model"
+    shutil.rmtree(location, ignore_errors=True)
+    write_model(location, family)
+    change(location)
     try:
-        read_folder(place)
+        read_folder(location)
     except MegascaleError:
         return []
     return ["it was imported"]

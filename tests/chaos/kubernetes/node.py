@@ -168,7 +168,7 @@ class KubernetesNode:
         (folder / "proxy.yaml").write_text(proxy)
         (folder / "_etc_cni_net.d" / "10-pods.conflist").write_text(json.dumps(_network(self.pods)))
         lines = ["set -e", "mount --make-rprivate /"]
-        lines += [f"mount --bind {folder / place.replace('/', '_')} {place}" for place in _OWN]
+        lines += [f"mount --bind {folder / position.replace('/', '_')} {position}" for position in _OWN]
         # Names of pods' networks would stay in the host's folder.
         lines += [
             f"mount -t tmpfs tmpfs {_RUN}",

@@ -50,17 +50,17 @@ def kubernetes(
     from rich.table import Table
 
     context = multiprocessing.get_context("spawn")
-    mine, theirs = context.Pipe()
-    served = context.Process(target=_serve, args=(theirs, nodes), daemon=True)
+    local, remote = context.Pipe()
+    served = context.Process(target=_serve, args=(remote, nodes), daemon=True)
     served.start()
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     try:
         with tempfile.TemporaryDirectory(prefix="megascale-bench-") as folder:
-            figures = asyncio.run(_drive(mine, Path(folder), nodes, seconds, outage))
+            figures = asyncio.run(_drive(local, Path(folder), nodes, seconds, outage))
     finally:
         os.sched_setaffinity(0, allowed)
-        mine.close()
+        local.close()
         served.join(10.0)
     figures |= {"nodes": nodes, "seconds": seconds, "cores": os.cpu_count(), "python": platform.python_version()}
     figures |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "load": os.getloadavg()[0]}
@@ -91,7 +91,7 @@ def _serve(pipe: Connection, nodes: int) -> None:
     store.admit = admit
     server = Server(store)
     pipe.send(server.kubeconfig())
-    churning, seen = False, 0
+    churning, observed = False, 0
     while True:
         try:
             if pipe.poll(1 / CHURN):
@@ -112,8 +112,8 @@ def _serve(pipe: Connection, nodes: int) -> None:
                     pipe.send(len(server.requests))
         except (EOFError, OSError):
             return
-        if (version := store.version) != seen:
-            seen = version  # of before: a pod may come while others are started
+        if (version := store.version) != observed:
+            observed = version  # of before: a pod may come while others are started
             _start_pods(store)
         if churning:
             _change(store, random.choice(_pods(store)))
@@ -134,9 +134,9 @@ def _start_pods(store: Store) -> None:
 
 def _change(store: Store, name: str) -> str:
     """Have a pod say when it was changed, on the clock that all processes share; what it says."""
-    now = f"{time.monotonic():.6f}"
-    store.update("pods", name, lambda pod: pod["status"].update(podIP=now))
-    return now
+    current = f"{time.monotonic():.6f}"
+    store.update("pods", name, lambda pod: pod["status"].update(podIP=current))
+    return current
 
 
 # the driver's ---------------------------------------------------------------------------------------------------------
@@ -164,15 +164,15 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
     cluster.view.apply = measured  # type: ignore[method-assign]
     began = time.monotonic()
     cluster.announce(JobDescription("bench", 1, ("127.0.0.1", 1), config.resilience), b"0" * 64)
-    given = await asyncio.gather(*(cluster.request() for _ in range(nodes)))
-    if None in given:
-        raise TrainingError(f"{given.count(None)} of {nodes} pods were refused or did not start")
-    found: dict[str, Any] = {"all pods run after s": time.monotonic() - began}
+    inputs = await asyncio.gather(*(cluster.request() for _ in range(nodes)))
+    if None in inputs:
+        raise TrainingError(f"{inputs.count(None)} of {nodes} pods were refused or did not start")
+    result: dict[str, Any] = {"all pods run after s": time.monotonic() - began}
     await asyncio.sleep(3.0)
 
     pipe.send("churn")
     lags.clear()
-    asked, cpu, start = cluster.api.requests, time.process_time(), time.monotonic()
+    requested, cpu, start = cluster.api.requests, time.process_time(), time.monotonic()
     looks = []
     while time.monotonic() - start < seconds:
         at = time.perf_counter()
@@ -181,8 +181,8 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
         await asyncio.sleep(0.25)
     lasted = time.monotonic() - start
     lags.sort()
-    found |= {
-        "requests a second": (cluster.api.requests - asked) / lasted,
+    result |= {
+        "requests a second": (cluster.api.requests - requested) / lasted,
         "changes seen": len(lags),
         "change seen after s, median": lags[len(lags) // 2] if lags else None,
         "change seen after s, most": lags[-1] if lags else None,
@@ -194,18 +194,18 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
 
     lists = cluster.view.pods.lists
     pipe.send("forget")
-    found["current after expiry s"] = await _until_current(cluster, pipe)
-    found["lists after expiry"] = cluster.view.pods.lists - lists
+    result["current after expiry s"] = await _until_current(cluster, pipe)
+    result["lists after expiry"] = cluster.view.pods.lists - lists
     pipe.send("down")
     await asyncio.sleep(outage)
     pipe.send("change")  # while nobody is told
     change = await asyncio.to_thread(pipe.recv)
     up = time.monotonic()
     pipe.send("up")
-    found[f"current after {outage:g} s without the server s"] = await _until_seen(cluster, change) - up
-    found["withdrawn"] = cluster.withdrawn or "no"
+    result[f"current after {outage:g} s without the server s"] = await _until_seen(cluster, change) - up
+    result["withdrawn"] = cluster.withdrawn or "no"
     await cluster.close()
-    return found
+    return result
 
 
 async def _until_current(cluster: Any, pipe: Connection) -> float:

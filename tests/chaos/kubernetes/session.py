@@ -21,7 +21,7 @@ _SETTINGS = (("hidden = 32", "hidden = 64"), ("interval = 50", "interval = 100")
 _PODS = "kubectl get pods --output=custom-columns=NAME:.metadata.name,PHASE:.status.phase,NODE:.spec.nodeName"
 
 
-def session(site: KubernetesSite, folder: Path, say: Callable[[str], None]) -> bool:
+def session(site: KubernetesSite, folder: Path, log: Callable[[str], None]) -> bool:
     """Type commands on a machine that reaches the cluster, and say them with what they print; whether all went well.
 
     Args:
@@ -47,13 +47,13 @@ def session(site: KubernetesSite, folder: Path, say: Callable[[str], None]) -> b
 
     def typed(line: str) -> None:
         done = subprocess.run(command(line), capture_output=True, text=True, env=environment)
-        say(f"$ {line}")
+        log(f"$ {line}")
         for each in (done.stdout + done.stderr).splitlines():
-            say(each.rstrip().replace(f"{work}/", ""))
+            log(each.rstrip().replace(f"{work}/", ""))
 
-    def until(what: str, times: int = 1) -> None:
+    def until(subject: str, times: int = 1) -> None:
         events = run / "events.jsonl"
-        wait(lambda: events.exists() and events.read_text().count(f'"event": "{what}"') >= times, what, 3 * WAIT)
+        wait(lambda: events.exists() and events.read_text().count(f'"event": "{subject}"') >= times, subject, 3 * WAIT)
 
     def lost() -> str:
         """The pod that holds rank 1."""
@@ -65,7 +65,7 @@ def session(site: KubernetesSite, folder: Path, say: Callable[[str], None]) -> b
     typed("kubectl create namespace team")
     typed("kubectl config set-context --current --namespace=team")
     launch = _LAUNCH + f" --resilience.listen={site.address}"
-    say(f"$ {launch} > demo.out &")
+    log(f"$ {launch} > demo.out &")
     with open(work / "demo.out", "w") as out:
         driver = subprocess.Popen(command(f"exec {_own(launch)}"), stdout=out, stderr=out, env=environment)
     try:
@@ -89,5 +89,5 @@ def session(site: KubernetesSite, folder: Path, say: Callable[[str], None]) -> b
 
 def _own(line: str) -> str:
     """The line with this installation's command."""
-    own = f"{shlex.quote(sys.executable)} -m megascale.cli.main "
-    return own + line.removeprefix("megascale ") if line.startswith("megascale ") else line
+    local = f"{shlex.quote(sys.executable)} -m megascale.cli.main "
+    return local + line.removeprefix("megascale ") if line.startswith("megascale ") else line

@@ -126,9 +126,9 @@ def run_case(
     (run / "faults").mkdir(parents=True)
     config = folder / "hang.toml"
     hidden, length = (256, 128) if device == "cuda" else (32, 16)
-    words = {"data": make_tokens(folder), "folder": folder, "copies": copies, "device": device}
-    words |= {"hidden": hidden, "length": length}
-    config.write_text(CONFIG.format(tensor=tensor, pipeline=pipeline, **words))
+    arguments = {"data": make_tokens(folder), "folder": folder, "copies": copies, "device": device}
+    arguments |= {"hidden": hidden, "length": length}
+    config.write_text(CONFIG.format(tensor=tensor, pipeline=pipeline, **arguments))
     _place_fault(run, case, rank, step, rng, layout)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     more = ["--kernels.graphs=on"] if graphs else []
@@ -157,8 +157,8 @@ def run_case(
         if process.poll() is not None:
             raise RuntimeError(f"training ended instead of hanging: {(folder / 'out').read_text()[-500:]}")
         right = hang.kind == _KINDS[case] and hang.ranks == (rank,) and named
-        found = hang_report.format_headline(hang)
-        return HangOutcome(case, _name(layout, graphs), rank, step, right, found, seconds, hang.evidence)
+        result = hang_report.format_headline(hang)
+        return HangOutcome(case, _name(layout, graphs), rank, step, right, result, seconds, hang.evidence)
     finally:
         _end(run, process)
 
@@ -192,11 +192,11 @@ def _stands(run: Path, world: int) -> bool:
     return before == [record.events for record in _records(run, world)]
 
 
-def _until(ready, what: str, folder: Path) -> None:
+def _until(ready, subject: str, folder: Path) -> None:
     deadline = time.monotonic() + _START
     while not ready():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{what}: {(folder / 'out').read_text()[-500:]}")
+            raise RuntimeError(f"{subject}: {(folder / 'out').read_text()[-500:]}")
         time.sleep(0.02)
 
 
@@ -205,12 +205,12 @@ def _end(run: Path, launcher: subprocess.Popen[bytes]) -> None:
     launcher.kill()
     launcher.wait()
     deadline = time.monotonic() + 20  # a GPU takes its time to end what hangs on it
-    while left := _trainers(run.parent):
+    while remaining := _trainers(run.parent):
         if time.monotonic() > deadline:
-            for pid in left:
+            for pid in remaining:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            raise RuntimeError(f"processes {left} outlived the launcher of {run}")
+            raise RuntimeError(f"processes {remaining} outlived the launcher of {run}")
         time.sleep(0.02)
 
 
@@ -218,13 +218,13 @@ def _trainers(folder: Path) -> list[int]:
     """Processes that have not ended and whose command names a file of `folder`: the ranks and their children."""
     from megascale.observe.hang.evidence import read_process_state
 
-    found = []
+    result = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             command = (entry / "cmdline").read_bytes().split(b"\0")
             if os.fsencode(folder / "hang.toml") in command and read_process_state(int(entry.name)) != "gone":
-                found.append(int(entry.name))
-    return found
+                result.append(int(entry.name))
+    return result
 
 
 def _name(layout: tuple[int, int, int], graphs: bool) -> str:
@@ -278,7 +278,7 @@ def register(app: typer.Typer) -> None:
         from rich.console import Console
         from rich.table import Table
 
-        if unknown := [one for one in case if one not in CASES]:
+        if unknown := [item for item in case if item not in CASES]:
             raise ConfigError(f"--case={unknown[0]!r} is none; give one of: {', '.join(CASES)}")
         cases = case or list(CASES)
         layouts = _layouts(device)
@@ -304,9 +304,9 @@ def register(app: typer.Typer) -> None:
                 _save(out, outcomes, device)
         table = Table("case", "hangs", "named right", "median s", box=None, padding=(0, 2))
         for kind in cases:
-            mine = [o for o in outcomes if o.case == kind]
-            seconds = sorted(o.seconds for o in mine)
-            table.add_row(kind, str(len(mine)), str(sum(o.right for o in mine)), f"{seconds[len(seconds) // 2]:.2f}")
+            local = [o for o in outcomes if o.case == kind]
+            seconds = sorted(o.seconds for o in local)
+            table.add_row(kind, str(len(local)), str(sum(o.right for o in local)), f"{seconds[len(seconds) // 2]:.2f}")
         console.print(table)
         total = sum(o.right for o in outcomes)
         console.print(f"{total} of {len(outcomes)} right")

@@ -102,12 +102,12 @@ def restarts(
     from megascale.train.launcher import count_processes
 
     config = api.resolve(load_command_line(file, context.args))
-    own = config.parallel.model_dump(exclude_none=True)
-    layouts = [own, *({"gpus_per_host": config.parallel.gpus_per_host, **_parse(text)} for text in layout)]
+    local = config.parallel.model_dump(exclude_none=True)
+    layouts = [local, *({"gpus_per_host": config.parallel.gpus_per_host, **_parse(text)} for text in layout)]
     with temporary_folder() as folder, Progress(transient=True) as progress:
         configs = [_prepared(config, keys, steps, memory, folder) for keys in layouts]
-        for one in configs:
-            lay_out(one, count_processes(one, api.visible_gpus()))  # all are checked before the first one trains
+        for item in configs:
+            lay_out(item, count_processes(item, api.visible_gpus()))  # all are checked before the first one trains
         bar = progress.add_task("undisturbed", total=steps)
         calm = RestartedRun(configs[0], "calm")
         calm.start()
@@ -128,16 +128,16 @@ def restarts(
             if last:
                 killed.must_have_finished()
                 break
-        found = compare(calm.folder, killed.folder)
-    found.attempts = attempts
-    record = _record(file, config, found, memory)
-    _show(record, found)
+        result = compare(calm.folder, killed.folder)
+    result.attempts = attempts
+    record = _record(file, config, result, memory)
+    _show(record, result)
     out.write_text(strict_json.dumps(record, indent=2) + "\n")
     limit = within if layout else 0.0
-    if not found.ledger or found.loss > limit or found.steps != steps or (not layout and found.weights):
+    if not result.ledger or result.loss > limit or result.steps != steps or (not layout and result.weights):
         raise TrainingError(
-            f"the killed run is not the undisturbed one: {found.steps} of {steps} steps, losses apart by "
-            f"{found.loss:.1e}, weights by {found.weights:.1e}, ledger {'equal' if found.ledger else 'DIFFERENT'}; "
+            f"the killed run is not the undisturbed one: {result.steps} of {steps} steps, losses apart by "
+            f"{result.loss:.1e}, weights by {result.weights:.1e}, ledger {'equal' if result.ledger else 'DIFFERENT'}; "
             f"see {out}"
         )
 
@@ -182,10 +182,10 @@ class RestartedRun:
                 assert dice is not None
                 time.sleep(dice.uniform(0.0, 5.0))
             while not early and self.process.poll() is None and time.monotonic() < deadline:
-                here = self.steps()
-                if here != begun and result.first_step is None:
+                local = self.steps()
+                if local != begun and result.first_step is None:
                     result.first_step = time.monotonic() - started
-                if result.first_step is not None and here >= goal:
+                if result.first_step is not None and local >= goal:
                     break
                 time.sleep(0.02)
             if dice is not None and self.process.poll() is None:
@@ -206,9 +206,9 @@ class RestartedRun:
     def _kill(self, dice: random.Random) -> str:
         from megascale.core.status import read_status
 
-        found = [read_status(p) for p in sorted((self.folder / "status").glob("rank-*.status"))]
+        result = [read_status(p) for p in sorted((self.folder / "status").glob("rank-*.status"))]
         children = _children(self.process.pid)
-        ranks = [s for s in found if s is not None and s.pid in children]
+        ranks = [s for s in result if s is not None and s.pid in children]
         if ranks and dice.random() < _ONE_RANK:
             victim = dice.choice(ranks)
             os.kill(victim.pid, signal.SIGKILL)
@@ -233,8 +233,8 @@ class RestartedRun:
         from megascale.errors import TrainingError
 
         if self.process.wait() != 0:
-            said = self.log.read_text(errors="replace").strip().splitlines()[-8:]
-            raise TrainingError(f"run {self.name} ended with {self.process.returncode}: " + "\n  ".join(said))
+            output = self.log.read_text(errors="replace").strip().splitlines()[-8:]
+            raise TrainingError(f"run {self.name} ended with {self.process.returncode}: " + "\n  ".join(output))
 
 
 def _children(pid: int) -> list[int]:
@@ -277,7 +277,7 @@ def compare(calm: Path, killed: Path) -> Comparison:
     ours = {r["step"]: r["loss"] for r in lines(calm / "metrics.jsonl")}
     records = lines(killed / "metrics.jsonl")
     theirs = {r["step"]: r["loss"] for r in records}
-    apart = max((relative(theirs[s], ours[s]) for s in ours if s in theirs), default=float("inf"))
+    separate = max((relative(theirs[s], ours[s]) for s in ours if s in theirs), default=float("inf"))
     sets = []
     for run in (calm, killed):
         engine, _ = restore_engine(run, device="cpu")
@@ -285,10 +285,10 @@ def compare(calm: Path, killed: Path) -> Comparison:
     weights = max(float((sets[1][n] - t).norm() / t.norm().clamp(min=1e-12)) for n, t in sets[0].items())
     steps = len(theirs) if len(records) == len(theirs) else -1  # a step on record twice is an error
     ledgers = [lines(run / "samples" / "ledger.jsonl") for run in (calm, killed)]
-    return Comparison(steps, apart, weights, ledgers[0] == ledgers[1])
+    return Comparison(steps, separate, weights, ledgers[0] == ledgers[1])
 
 
-def _record(file: Path, config: Config, found: Comparison, memory: bool) -> dict[str, Any]:
+def _record(file: Path, config: Config, result: Comparison, memory: bool) -> dict[str, Any]:
     import platform
     from dataclasses import asdict
 
@@ -303,33 +303,33 @@ def _record(file: Path, config: Config, found: Comparison, memory: bool) -> dict
         "file": str(file),
         "precision": config.train.precision,
         "memory": memory,
-        **asdict(found),
+        **asdict(result),
     }
 
 
-def _show(record: dict[str, Any], found: Comparison) -> None:
+def _show(record: dict[str, Any], result: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    killed = [a for a in found.attempts if a.victim]
-    table = Table(title=f"{record['file']}: {len(killed)} kills in {found.steps} steps", show_header=False)
+    killed = [a for a in result.attempts if a.victim]
+    table = Table(title=f"{record['file']}: {len(killed)} kills in {result.steps} steps", show_header=False)
     victims = Counter("one rank" if a.victim.startswith("rank") else "all ranks" for a in killed)
     # Started, but killed before it had read any state: it lost nothing, and the next one tells what it cost.
-    began = [a for a in found.attempts if a.resumed or a.first_step is not None]
+    began = [a for a in result.attempts if a.resumed or a.first_step is not None]
     sources = Counter(a.source for a in began)
-    sources["killed before that"] = len(found.attempts) - len(began)
+    sources["killed before that"] = len(result.attempts) - len(began)
     lost = [before.step - after.resumed for before, after in itertools.pairwise(began)]
-    waits = [a.first_step for a in found.attempts if a.first_step is not None]
-    layouts = len({strict_json.dumps(a.layout, sort_keys=True) for a in found.attempts})
+    waits = [a.first_step for a in result.attempts if a.first_step is not None]
+    layouts = len({strict_json.dumps(a.layout, sort_keys=True) for a in result.attempts})
     for name, value in {
-        "killed": ", ".join(f"{what} {count}" for what, count in victims.items()),
+        "killed": ", ".join(f"{subject} {count}" for subject, count in victims.items()),
         "went on from": ", ".join(f"{what} {count}" for what, count in sources.items() if count),
         "layouts": str(layouts),
         "steps trained again": f"{sum(lost)} in all, at most {max(lost, default=0)} a kill",
         "start to first step": f"median {statistics.median(waits):.1f} s" if waits else "-",
-        "losses apart": f"{found.loss:.1e}" if found.loss else "not at all",
-        "weights apart": f"{found.weights:.1e}" if found.weights else "not at all",
-        "ledger": "equal" if found.ledger else "DIFFERENT",
+        "losses apart": f"{result.loss:.1e}" if result.loss else "not at all",
+        "weights apart": f"{result.weights:.1e}" if result.weights else "not at all",
+        "ledger": "equal" if result.ledger else "DIFFERENT",
     }.items():
         table.add_row(name, value)
     Console().print(table)

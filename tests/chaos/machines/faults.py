@@ -33,18 +33,18 @@ class MachinesJob(Launched):
         pace: least seconds of a step.
     """
 
-    def __init__(self, machines: Machines, file: Path, name: str, words: Sequence[str], pace: float) -> None:
+    def __init__(self, machines: Machines, file: Path, name: str, arguments: Sequence[str], pace: float) -> None:
         self.machines, self.head = machines, "head"
         self.shared = file.parent / "shared" / name
         hosts = machines.hosts_file(NODES)
         more = [f"--resilience.ssh={machines.ssh}", "--resilience.cluster=ssh", f"--resilience.hosts={hosts}"]
         more += [f"--checkpoint.location={self.shared}", "--checkpoint.linger=60", "--resilience.test_spares=false"]
-        super().__init__(file, name, [*more, *words], pace)
+        super().__init__(file, name, [*more, *arguments], pace)
 
     def start(self) -> Any:
         """The driver, on the machine that it is on now."""
-        words = self.command[self.command.index(sys.executable) :]
-        self.command = self.machines[self.head].inside(words)
+        arguments = self.command[self.command.index(sys.executable) :]
+        self.command = self.machines[self.head].inside(arguments)
         return super().start()
 
     def move(self) -> None:
@@ -62,8 +62,8 @@ class MachinesJob(Launched):
         """The last step that rank 0 has told of; its status lies on its machine."""
         file = self.run / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
-        found = [json.loads(line).get("step", 0) for line in lines if line.endswith("}")]
-        return max(found, default=0)
+        result = [json.loads(line).get("step", 0) for line in lines if line.endswith("}")]
+        return max(result, default=0)
 
     def holder(self, rank: int) -> Machine:
         """The machine that holds a rank now."""

@@ -32,11 +32,11 @@ def run(cases: range, seed: int, folder: Path, report: Report) -> None:
     torch.set_num_threads(1)
     transformers = quiet_transformers()
     for number in cases:
-        place = folder / f"case-{number}"
-        place.mkdir(parents=True, exist_ok=True)
+        location = folder / f"case-{number}"
+        location.mkdir(parents=True, exist_ok=True)
         choose = random.Random(f"{seed}-{number}").choice
-        report(case(transformers, choose, number % 2 == 0, place))
-        shutil.rmtree(place)
+        report(case(transformers, choose, number % 2 == 0, location))
+        shutil.rmtree(location)
 
 
 def quiet_transformers() -> Any:
@@ -80,20 +80,20 @@ def _import(transformers: Any, drawn: Theirs, folder: Path) -> tuple[bool, str]:
         torch.nn.init.normal_(p, std=0.3)
     model.save_pretrained(folder / "theirs")
     settings = json.loads((folder / "theirs" / "config.json").read_text()) | drawn.edits
-    kept = {key: value for key, value in settings.items() if value is not GONE}
-    (folder / "theirs" / "config.json").write_text(json.dumps(kept))
+    retained = {key: value for key, value in settings.items() if value is not GONE}
+    (folder / "theirs" / "config.json").write_text(json.dumps(retained))
     try:
-        found = read_folder(folder / "theirs")
+        result = read_folder(folder / "theirs")
     except DataError as error:
         return _refusal(drawn.refused, str(error).replace(str(folder), ""))
     if drawn.refused is not None:
         return False, f"imported in spite of {drawn.refused}"
-    tokens = _tokens(found.model, drawn.length)
+    tokens = _tokens(result.model, drawn.length)
     expected = _theirs_logits(_load(transformers, folder / "theirs"), tokens)
-    off = _off(_logits(found, tokens), expected)
+    off = _off(_logits(result, tokens), expected)
     if off > CLOSE:
         return False, f"logits here are off by {off:.2g}"
-    _write(folder / "ours", found.family, found.model, found.tensors)
+    _write(folder / "ours", result.family, result.model, result.tensors)
     off = _off(_theirs_logits(_load(transformers, folder / "ours"), tokens), expected)
     return off <= CLOSE, f"logits here and written again, off by {off:.1g}"
 
@@ -113,18 +113,18 @@ def _export(transformers: Any, drawn: Ours, folder: Path) -> tuple[bool, str]:
     tokens = _tokens(model, drawn.length)
     expected = whole_logits(chunk_of(model, tensors), tokens)
     worst = 0.0
-    for number, one in enumerate(dict.fromkeys([family.name, chosen.name])):
+    for number, item in enumerate(dict.fromkeys([family.name, chosen.name])):
         out = folder / f"out-{number}"
-        _write(out, family_for(model, one), model, tensors)
+        _write(out, family_for(model, item), model, tensors)
         worst = max(worst, _off(_theirs_logits(_load(transformers, out), tokens), expected))
         worst = max(worst, _off(_logits(read_folder(out), tokens), expected))
     return worst <= CLOSE, f"logits there and read again, off by {worst:.1g}"
 
 
-def _refusal(wanted: str | None, said: str) -> tuple[bool, str]:
-    if wanted is None:
-        return False, f"refused, and should not be: {said}"
-    return wanted in said, f"refused: {said}"
+def _refusal(expected: str | None, output: str) -> tuple[bool, str]:
+    if expected is None:
+        return False, f"refused, and should not be: {output}"
+    return expected in output, f"refused: {output}"
 
 
 def _tokens(model: ModelConfig, length: int) -> torch.Tensor:
@@ -138,11 +138,11 @@ def _write(out: Path, family: Family, model: ModelConfig, tensors: Mapping[str, 
 
 def _load(transformers: Any, folder: Path) -> Any:
     """As users load it; every tensor of the model must come from the folder."""
-    model, found = transformers.AutoModelForCausalLM.from_pretrained(
+    model, result = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, dtype=torch.float32
     )
-    if any(found.values()):
-        raise DataError(f"{folder}: transformers finds {found}")
+    if any(result.values()):
+        raise DataError(f"{folder}: transformers finds {result}")
     return model.eval()
 
 
@@ -152,8 +152,8 @@ def _theirs_logits(model: Any, tokens_BS: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _logits(found: ImportedModel, tokens_BS: torch.Tensor) -> torch.Tensor:
-    return whole_logits(chunk_of(found.model, found.tensors), tokens_BS)
+def _logits(result: ImportedModel, tokens_BS: torch.Tensor) -> torch.Tensor:
+    return whole_logits(chunk_of(result.model, result.tensors), tokens_BS)
 
 
 @torch.no_grad()
@@ -172,7 +172,7 @@ def chunk_of(model: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Chunk:
     return chunk.requires_grad_(False)
 
 
-def _off(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _off(result: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference, against the largest logit where that is above 1; infinite for what is no number."""
-    difference = (found - expected).abs().max() / max(1.0, float(expected.abs().max()))
+    difference = (result - expected).abs().max() / max(1.0, float(expected.abs().max()))
     return float(torch.nan_to_num(difference, nan=torch.inf))

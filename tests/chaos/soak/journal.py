@@ -30,8 +30,8 @@ _FILE = "journal.sqlite"
 def run(cases: range, seed: int, folder: Path, report: Report) -> None:
     """As many damages of one job's journal as there are cases, and a last case that compares its weights."""
     file, rng = make(folder), random.Random(seed)
-    words = [f"--train.steps={_STEPS}", "--resilience.test_spares=false", "--lr.decay=constant"]
-    job = Launched(file, "disturbed", words, pace=0.02)
+    arguments = [f"--train.steps={_STEPS}", "--resilience.test_spares=false", "--lr.decay=constant"]
+    job = Launched(file, "disturbed", arguments, pace=0.02)
     old = folder / "old"
     try:
         job.first(lambda e: e.kind == "first_step")
@@ -42,7 +42,7 @@ def run(cases: range, seed: int, folder: Path, report: Report) -> None:
     finally:
         job.end(0.1)
         job.end_agents()
-    report(_weights(job, file, code, words))
+    report(_weights(job, file, code, arguments))
 
 
 def _case(job: Launched, rng: random.Random, old: Path) -> SoakCase:
@@ -55,9 +55,9 @@ def _case(job: Launched, rng: random.Random, old: Path) -> SoakCase:
     if rng.random() < 0.5:
         _empty_log(job.run)  # else the file itself would hardly hold anything
     names = [_FILE, f"{_FILE}-wal", f"{_FILE}-shm"]
-    there = [job.run / name for name in names if (job.run / name).exists()]
-    copies = {path.name: path.read_bytes() for path in there}
-    what = f"{kind}: {DAMAGES[kind](job.run, rng, old)}"
+    present = [job.run / name for name in names if (job.run / name).exists()]
+    copies = {path.name: path.read_bytes() for path in present}
+    subject = f"{kind}: {DAMAGES[kind](job.run, rng, old)}"
     if not old.exists() or rng.random() < 0.2:  # a state to be set back to
         shutil.rmtree(old, ignore_errors=True)
         old.mkdir()
@@ -79,18 +79,18 @@ def _case(job: Launched, rng: random.Random, old: Path) -> SoakCase:
     noted = [e.kind for e in _since(job, last) if e.kind.startswith("journal_") or e.kind == "attempt_adopted"]
     if wrong:
         story = [f"{e.kind} {e.evidence}" for e in _since(job, last)]
-        return SoakCase(what, False, f"{'; '.join(wrong)}; {story[:20]}")
-    return SoakCase(what, True, f"trainers went on; noted: {', '.join(noted) or 'nothing, as nothing was lost'}")
+        return SoakCase(subject, False, f"{'; '.join(wrong)}; {story[:20]}")
+    return SoakCase(subject, True, f"trainers went on; noted: {', '.join(noted) or 'nothing, as nothing was lost'}")
 
 
 def _since(job: Launched, when: float) -> list[Any]:
     return [e for e in job.events() if e.time > when]
 
 
-def _wait(found: Callable[[], bool], grace_period: float = 60.0) -> bool:
+def _wait(result: Callable[[], bool], grace_period: float = 60.0) -> bool:
     deadline = time.monotonic() + grace_period
     while time.monotonic() < deadline:
-        if found():
+        if result():
             return True
         time.sleep(0.05)
     return False
@@ -109,13 +109,13 @@ def _job(job: Launched) -> Any:
 
 
 def _phase(job: Launched) -> str:
-    found = _job(job)
-    return found.phase.value if found is not None else ""
+    result = _job(job)
+    return result.phase.value if result is not None else ""
 
 
 def _attempt(job: Launched) -> int:
-    found = _job(job)
-    return found.attempt if found is not None else -1
+    result = _job(job)
+    return result.attempt if result is not None else -1
 
 
 def _pids(job: Launched) -> list[int]:
@@ -161,11 +161,11 @@ def _flip(wal: bool) -> Callable[[Path, random.Random, Path], str]:
     def damage(run: Path, rng: random.Random, old: Path) -> str:
         file = _victim(run, wal)
         data = bytearray(file.read_bytes())
-        places = sorted(rng.randrange(len(data)) for _ in range(rng.choice([1, 4, 40])))
-        for place in places:
-            data[place] ^= 1 << rng.randrange(8)
+        locations = sorted(rng.randrange(len(data)) for _ in range(rng.choice([1, 4, 40])))
+        for location in locations:
+            data[location] ^= 1 << rng.randrange(8)
         file.write_bytes(data)
-        return f"{len(places)} bits of {file.name} ({len(data)} bytes) flipped, the first at {places[0]}"
+        return f"{len(locations)} bits of {file.name} ({len(data)} bytes) flipped, the first at {locations[0]}"
 
     return damage
 
@@ -200,25 +200,25 @@ DAMAGES: dict[str, Callable[[Path, random.Random, Path], str]] = {
 # the result ---------------------------------------------------------------------------------------------------------
 
 
-def _weights(job: Launched, file: Path, code: int, words: list[str]) -> SoakCase:
+def _weights(job: Launched, file: Path, code: int, arguments: list[str]) -> SoakCase:
     """The interrupted job's last checkpoint against `megascale train` of as many steps, in the same layout."""
     import torch
 
     from megascale import checkpoint
 
     step = checkpoint.latest(job.run / "checkpoints") or 0
-    what = f"weights after step {step} and the journal's damages"
+    subject = f"weights after step {step} and the journal's damages"
     if code != 130:
-        return SoakCase(what, False, f"the job ended with {code}: {job.output.read_text()[-2000:]}")
-    command = [sys.executable, "-m", "megascale.cli.main", "train", str(file), "--train.name=calm", *words]
+        return SoakCase(subject, False, f"the job ended with {code}: {job.output.read_text()[-2000:]}")
+    command = [sys.executable, "-m", "megascale.cli.main", "train", str(file), "--train.name=calm", *arguments]
     done = subprocess.run([*command, f"--train.stop_after={step}"], capture_output=True, text=True)
     if done.returncode:
-        return SoakCase(what, False, f"the undisturbed run ended with {done.returncode}: {done.stderr[-2000:]}")
-    expected, found = _state(file.parent / "runs" / "calm"), _state(job.run)
-    apart = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
-    if apart or expected.keys() != found.keys():
-        return SoakCase(what, False, f"{len(apart)} of {len(expected)} tensors differ from an undisturbed run's")
-    return SoakCase(what, True, "bit for bit those of an undisturbed run")
+        return SoakCase(subject, False, f"the undisturbed run ended with {done.returncode}: {done.stderr[-2000:]}")
+    expected, result = _state(file.parent / "runs" / "calm"), _state(job.run)
+    separate = [name for name, tensor in expected.items() if not torch.equal(tensor, result[name])]
+    if separate or expected.keys() != result.keys():
+        return SoakCase(subject, False, f"{len(separate)} of {len(expected)} tensors differ from an undisturbed run's")
+    return SoakCase(subject, True, "bit for bit those of an undisturbed run")
 
 
 def _state(run: Path) -> dict[str, Any]:

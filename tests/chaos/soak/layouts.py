@@ -42,17 +42,17 @@ def run(cases: range, seed: int, folder: Path, report: Report) -> None:
     context.set_forkserver_preload(["torch.distributed", "megascale.train.engine"])
     for number in cases:
         tree, world = draw(random.Random(f"{seed} {number}"))
-        place = folder / str(number)
-        place.mkdir(parents=True)
-        (place / "case.json").write_text(json.dumps({"world": world, **tree}, indent=1))
+        location = folder / str(number)
+        location.mkdir(parents=True)
+        (location / "case.json").write_text(json.dumps({"world": world, **tree}, indent=1))
         try:
-            [expected] = _train(context, one_process(tree), 1, place / "one")
-            told = _train(context, tree, world, place / "many")
-            name, worst = max(differences(_config(tree), expected, told).items(), key=lambda item: item[1])
-            held, outcome = worst <= TOLERANCE, f"largest relative difference {worst:.1e} ({name})"
+            [expected] = _train(context, one_process(tree), 1, location / "one")
+            messages = _train(context, tree, world, location / "many")
+            name, worst = max(differences(_config(tree), expected, messages).items(), key=lambda item: item[1])
+            stored, outcome = worst <= TOLERANCE, f"largest relative difference {worst:.1e} ({name})"
         except Exception as error:
-            held, outcome = False, f"{type(error).__name__}: {error}"
-        report(SoakCase(f"seed {seed}, case {number}: {describe(tree, world)}", held, outcome))
+            stored, outcome = False, f"{type(error).__name__}: {error}"
+        report(SoakCase(f"seed {seed}, case {number}: {describe(tree, world)}", stored, outcome))
 
 
 def draw(chance: random.Random) -> tuple[Tree, int]:
@@ -134,20 +134,20 @@ def _split(chance: random.Random, layers: int, chunks: int, divides: bool) -> li
 
 def one_process(tree: Tree) -> Tree:
     """The same training on one process, all samples of a step at once."""
-    whole = tree["train"] | {"micro_batch": tree["train"]["global_batch"]}
-    return {**tree, "parallel": {}, "overlap": {}, "train": whole}
+    full = tree["train"] | {"micro_batch": tree["train"]["global_batch"]}
+    return {**tree, "parallel": {}, "overlap": {}, "train": full}
 
 
 def describe(tree: Tree, world: int) -> str:
     """A case in a few words; its folder has all of it."""
     model, parallel, train = tree["model"], tree["parallel"], tree["train"]
-    words = [f"{world} processes TP{parallel['tensor']} PP{parallel['pipeline']}x{parallel['virtual_stages']}"]
-    words += [f"DP{parallel['data']} ZeRO-{parallel['zero']}, recompute {parallel['recompute']}"]
-    words += [f"{model['layers']} layers {model['block']} {model['norm']} {model['positions']}"]
-    words += [f"window {model['window']}"] if "window" in model else []
-    words += ["tied"] if model["tied_embeddings"] else []
-    words += [tree["optimizer"]["name"], f"batch {train['global_batch']} of {train['micro_batch']}"]
-    return ", ".join(words)
+    arguments = [f"{world} processes TP{parallel['tensor']} PP{parallel['pipeline']}x{parallel['virtual_stages']}"]
+    arguments += [f"DP{parallel['data']} ZeRO-{parallel['zero']}, recompute {parallel['recompute']}"]
+    arguments += [f"{model['layers']} layers {model['block']} {model['norm']} {model['positions']}"]
+    arguments += [f"window {model['window']}"] if "window" in model else []
+    arguments += ["tied"] if model["tied_embeddings"] else []
+    arguments += [tree["optimizer"]["name"], f"batch {train['global_batch']} of {train['micro_batch']}"]
+    return ", ".join(arguments)
 
 
 def _config(tree: Tree) -> Config:
@@ -179,9 +179,11 @@ def _train(context: Any, tree: Tree, world: int, folder: Path) -> list[Tale]:
     for rank, process in enumerate(ranks):
         file = folder / f"rank-{rank}.json"
         if process.exitcode or not file.exists():
-            said = folder / f"rank-{rank}.error"
-            words = said.read_text().strip().splitlines()[-1] if said.exists() else f"no answer in {GRACE_PERIOD:g} s"
-            raise RuntimeError(f"rank {rank} of {world}: {words}")
+            output = folder / f"rank-{rank}.error"
+            arguments = (
+                output.read_text().strip().splitlines()[-1] if output.exists() else f"no answer in {GRACE_PERIOD:g} s"
+            )
+            raise RuntimeError(f"rank {rank} of {world}: {arguments}")
         tales.append(_read(file))
     return tales
 
@@ -274,39 +276,39 @@ def _batches(config: Config, engine: Any, step: int) -> Callable[[int], Any]:
 # comparing ----------------------------------------------------------------------------------------------------------
 
 
-def differences(config: Config, expected: Tale, told: list[Tale]) -> dict[str, float]:
+def differences(config: Config, expected: Tale, report: list[Tale]) -> dict[str, float]:
     """Relative differences by name: losses and norms of each step on each rank, 2-norms of weights and moments.
 
     Every copy of a tensor counts. ValueError if an element is on no rank, or a tensor is not the reference's.
     """
     import numpy as np
 
-    found: dict[str, float] = {}
-    for rank, (losses, norms, _) in enumerate(told):
-        for what, mine, should in (("loss", losses, expected[0]), ("gradient norm", norms, expected[1])):
-            for step, (value, right) in enumerate(zip(mine, should, strict=True), start=1):
-                apart = abs(value - right) / abs(right)
-                found[f"{what} of step {step} on rank {rank}"] = apart if apart == apart else float("inf")
-    whole: dict[str, np.ndarray] = {}
+    result: dict[str, float] = {}
+    for rank, (losses, norms, _) in enumerate(report):
+        for subject, local, should in (("loss", losses, expected[0]), ("gradient norm", norms, expected[1])):
+            for step, (value, right) in enumerate(zip(local, should, strict=True), start=1):
+                separate = abs(value - right) / abs(right)
+                result[f"{subject} of step {step} on rank {rank}"] = separate if separate == separate else float("inf")
+    full: dict[str, np.ndarray] = {}
     for name, shape, at, values in expected[2]:
-        whole.setdefault(name, np.full(shape, np.nan))[_where(at, values)] = values
-    seen = {name: np.zeros(tensor.shape, bool) for name, tensor in whole.items()}
-    squares = dict.fromkeys(whole, 0.0)
-    for _, _, state in told:
+        full.setdefault(name, np.full(shape, np.nan))[_where(at, values)] = values
+    observed = {name: np.zeros(tensor.shape, bool) for name, tensor in full.items()}
+    squares = dict.fromkeys(full, 0.0)
+    for _, _, state in report:
         for name, shape, at, values in state:
-            if name not in whole or whole[name].shape != tuple(shape):
+            if name not in full or full[name].shape != tuple(shape):
                 raise ValueError(f"{name} of shape {shape} is not a tensor of the one process")
             where = _where(at, values)
             counted = ~_nothing(config, name, shape)[where]
-            squares[name] += float(np.square((values - whole[name][where])[counted]).sum())
-            seen[name][where] = True
-    for name, tensor in whole.items():
-        if not seen[name].all():
-            raise ValueError(f"{name}: {int((~seen[name]).sum())} elements are on no rank")
+            squares[name] += float(np.square((values - full[name][where])[counted]).sum())
+            observed[name][where] = True
+    for name, tensor in full.items():
+        if not observed[name].all():
+            raise ValueError(f"{name}: {int((~observed[name]).sum())} elements are on no rank")
         scale = float(np.linalg.norm(tensor[~_nothing(config, name, tensor.shape)]))
-        apart = squares[name] ** 0.5 / scale if scale else squares[name] ** 0.5
-        found[name] = apart if apart == apart else float("inf")
-    return found
+        separate = squares[name] ** 0.5 / scale if scale else squares[name] ** 0.5
+        result[name] = separate if separate == separate else float("inf")
+    return result
 
 
 def _where(at: tuple[int, ...], values: np.ndarray) -> tuple[slice, ...]:

@@ -68,11 +68,11 @@ _OF_SEVERAL = ("parallel.tensor", "parallel.pipeline", "parallel.data", "data.lo
 def state_of(run: Path) -> dict[str, str]:
     """What a refused start must leave as it is: every file of a run folder but its events, status and logs, and its
     spans, which the service of the training before may still write; hashed."""
-    told = ("events.jsonl", "status", "logs", "flight", "driver", "journal", "spans")
+    report = ("events.jsonl", "status", "logs", "flight", "driver", "journal", "spans")
     return {
         str(file.relative_to(run)): hashlib.blake2b(file.read_bytes()).hexdigest()
         for file in sorted(run.rglob("*"))
-        if file.is_file() and not file.relative_to(run).parts[0].startswith(told)
+        if file.is_file() and not file.relative_to(run).parts[0].startswith(report)
     }
 
 
@@ -122,7 +122,7 @@ def _case(file: Path, runs: Path, key: str, folder: Path, rng: random.Random) ->
     except MegascaleError as error:
         return SoakCase(name, True, f"no such configuration: {_short(error)}")
     try:
-        said = _train_processes(file, options) if key in _OF_SEVERAL else _train(config)
+        output = _train_processes(file, options) if key in _OF_SEVERAL else _train(config)
     except _Refused as refused:
         changed = sorted(k for k, v in {**hashed, **state_of(base)}.items() if hashed.get(k) != v)
         if changed:
@@ -130,7 +130,7 @@ def _case(file: Path, runs: Path, key: str, folder: Path, rng: random.Random) ->
         return SoakCase(name, True, f"refused: {_short(refused)}")
     except Exception as error:
         return SoakCase(name, False, f"{type(error).__name__}: {_short(error)}")
-    faults = _faults(config, key, base, hashed, said, started=config.run_folder != base)
+    faults = _faults(config, key, base, hashed, output, started=config.run_folder != base)
     return SoakCase(name, not faults, "; ".join(faults) or "went on, each window once")
 
 
@@ -138,7 +138,7 @@ def _short(error: Exception) -> str:
     return " ".join(str(error).split())[:160]
 
 
-def _faults(config: Config, key: str, base: Path, hashed: dict[str, str], said: str, started: bool) -> list[str]:
+def _faults(config: Config, key: str, base: Path, hashed: dict[str, str], output: str, started: bool) -> list[str]:
     """What is wrong with a start that was accepted."""
     from megascale.data.dataset.ledger import check_ledger
     from megascale.data.dataset.samples import SampleSource
@@ -163,7 +163,7 @@ def _faults(config: Config, key: str, base: Path, hashed: dict[str, str], said: 
         return faults
     last = [r for r in read_records(run.events) if r["event"] in ("resumed", "run_started")][-1]
     if last["event"] == "resumed" and key not in ("checkpoint.accept_changes", "train.runs"):
-        saved = f"{key} " in said.partition("settings changed")[2]
+        saved = f"{key} " in output.partition("settings changed")[2]
         faults += [] if saved and key in last.get("changed", {}) else [f"nothing was said of {key}"]
     elif last["event"] == "run_started" and key != "checkpoint.resume":
         faults.append("began at step 0 again")
@@ -178,28 +178,28 @@ def _train(config: Config) -> str:
     """Train in this process; what was printed. _Refused where it says that the start cannot be."""
     from megascale.api import train
 
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), warnings.catch_warnings():
+        with contextlib.redirect_stdout(output), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             train(config)
     except MegascaleError as error:
         if error.exit_code == 1:
             raise
         raise _Refused(str(error)) from None
-    return said.getvalue()
+    return output.getvalue()
 
 
 def _train_processes(file: Path, options: list[str]) -> str:
     """As `_train`, by the command line, which starts as many processes as the layout has ranks."""
     command = [sys.executable, "-m", "megascale.cli.main", "train", str(file), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    if found.returncode in (2, 3, 4):
-        raise _Refused(found.stderr)
-    if found.returncode:
-        raise RuntimeError(f"exit code {found.returncode}: {found.stderr[-2000:]}")
-    return found.stdout
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    if result.returncode in (2, 3, 4):
+        raise _Refused(result.stderr)
+    if result.returncode:
+        raise RuntimeError(f"exit code {result.returncode}: {result.stderr[-2000:]}")
+    return result.stdout
 
 
 def _another(key: str, config: Config, folder: Path, rng: random.Random) -> str:
@@ -246,9 +246,9 @@ def _another(key: str, config: Config, folder: Path, rng: random.Random) -> str:
 
 def _moved(data: Path, rng: random.Random) -> str:
     """The same files elsewhere."""
-    place = data.with_name(f"moved-{rng.randrange(1 << 30)}")
-    shutil.copytree(data, place)
-    return f"{place}/one,{place}/two"
+    location = data.with_name(f"moved-{rng.randrange(1 << 30)}")
+    shutil.copytree(data, location)
+    return f"{location}/one,{location}/two"
 
 
 def _candidates(annotation: Any, old: Any, rng: random.Random) -> list[Any]:

@@ -154,7 +154,7 @@ def test_the_replicas_token_is_never_sent_and_must_be_the_same(run: Path) -> Non
     assert [error for error, _ in messages] == ["", ""]
     assert all(len(sent) > 100 for _, sent in messages)
     for secret in (token.encode(), bytes.fromhex(token), token.encode().hex().encode()):
-        assert all(secret not in said for _, said in messages)
+        assert all(secret not in output for _, output in messages)
     for error, _ in run_group(2, _spoken, run, "x" * 32):
         assert "ranks [1] have another token than rank 0" in error
     file.chmod(0o644)
@@ -202,7 +202,7 @@ def test_partners_are_in_other_domains_where_that_can_be(domains: list[int]) -> 
     assert sorted(partners) == list(range(len(domains)))
     assert all(host != partner for host, partner in enumerate(partners))
     largest = max(domains.count(d) for d in domains)
-    shared_domains = sum(domains[host] == domains[other] for host, other in enumerate(partners))
+    shared_domains = sum(domains[host] == domains[peer] for host, peer in enumerate(partners))
     # Of a domain with more than half of the hosts, some must pair among themselves.
     assert shared_domains <= max(0, 2 * largest - len(domains))
 

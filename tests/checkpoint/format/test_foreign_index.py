@@ -205,13 +205,13 @@ def test_what_is_no_index_is_a_data_error(saved: Path, tmp_path: Path, change: A
 @settings(deadline=None)  # a damaged pickle may ask for a table of gigabytes before it is refused
 @given(data=st.data())
 def test_damage_is_a_data_error_or_the_same_index(data: st.DataObject, saved: Path) -> None:
-    whole = bytearray((saved / ".metadata").read_bytes())
+    full = bytearray((saved / ".metadata").read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
-        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
-    cut = data.draw(st.one_of(st.just(len(whole)), st.integers(0, len(whole))))
+        full[data.draw(st.integers(0, len(full) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.one_of(st.just(len(full)), st.integers(0, len(full))))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / ".metadata"
-        path.write_bytes(whole[:cut])
+        path.write_bytes(full[:cut])
         try:
             assert isinstance(read_torch_index(path), Metadata)
         except DataError as error:

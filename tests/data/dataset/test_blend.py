@@ -25,7 +25,7 @@ WEIGHTS = st.lists(st.floats(0.001, 1000, allow_subnormal=False), min_size=1, ma
 )
 
 
-def worst_error(weights: list[float], places: np.ndarray, first: int = 0) -> Fraction:
+def worst_error(weights: list[float], locations: np.ndarray, first: int = 0) -> Fraction:
     """Largest distance of any file from its share over all prefixes, in exact arithmetic.
 
     A file that is not drawn in `places` has no number to count from when these do not begin at 0; it is left out.
@@ -33,12 +33,12 @@ def worst_error(weights: list[float], places: np.ndarray, first: int = 0) -> Fra
     exact = [Fraction(str(w)) for w in weights]
     worst = Fraction(0)
     for file, w in enumerate(exact):
-        mine = places[:, 0] == file
-        if first and not mine.any():
+        local = locations[:, 0] == file
+        if first and not local.any():
             continue
-        before = int(places[mine, 1][0]) if mine.any() else 0
+        before = int(locations[local, 1][0]) if local.any() else 0
         share = w / sum(exact)
-        counts = mine.cumsum()
+        counts = local.cumsum()
         worst = max(worst, *(abs(before + int(c) - (first + k) * share) for k, c in enumerate(counts, 1)))
     return worst
 
@@ -48,10 +48,10 @@ def worst_error(weights: list[float], places: np.ndarray, first: int = 0) -> Fra
 def test_every_prefix_is_within_one_sample(weights: list[float], data: st.DataObject, monkeypatch) -> None:
     monkeypatch.setattr(blend, "_BLOCK", data.draw(st.sampled_from([1, 64])))  # many boundaries within few samples
     order = Blend(weights)
-    places = order.assign(0, 3 * order._size + 5)
-    assert worst_error(weights, places) < 1
+    locations = order.assign(0, 3 * order._size + 5)
+    assert worst_error(weights, locations) < 1
     for file in range(len(weights)):
-        numbers = places[places[:, 0] == file, 1]
+        numbers = locations[locations[:, 0] == file, 1]
         assert np.array_equal(numbers, np.arange(len(numbers)))
 
 
@@ -64,11 +64,11 @@ def test_far_into_a_run_it_is_as_exact(weights: list[float], start: int) -> None
 @given(weights=WEIGHTS, cuts=st.lists(st.integers(1, 900), min_size=1, max_size=6), first=st.integers(0, 5000))
 @settings(max_examples=20, deadline=None)
 def test_any_cutting_gives_the_same_turns(weights: list[float], cuts: list[int], first: int) -> None:
-    whole = Blend(weights).assign(first, sum(cuts))
-    again = Blend(weights)
+    full = Blend(weights).assign(first, sum(cuts))
+    repeated = Blend(weights)
     at = first
     for count in cuts:
-        assert np.array_equal(again.assign(at, count), whole[at - first : at - first + count])
+        assert np.array_equal(repeated.assign(at, count), full[at - first : at - first + count])
         at += count
 
 
@@ -96,9 +96,9 @@ def test_blended_samples_read_each_file_epoch_by_epoch(tmp_path: Path) -> None:
     assert (batch[:, 0] == ids[:, 2] * 4 + 1000 * ids[:, 1]).all()
     assert np.bincount(ids[:, 1]).tolist() == [300, 100]
     for file, windows in ((0, 20), (1, 7)):
-        mine = ids[ids[:, 1] == file]
+        local = ids[ids[:, 1] == file]
         for epoch in range(100 // windows):
-            assert sorted(mine[mine[:, 0] == epoch][:, 2].tolist()) == list(range(windows))
+            assert sorted(local[local[:, 0] == epoch][:, 2].tolist()) == list(range(windows))
     assert samples.count_passes(400) == [15, 100 / 7]
     assert samples.count_epochs(400) == 15
     assert np.array_equal(samples.ids(123, 50), ids[123:173])
@@ -121,15 +121,15 @@ def test_each_epoch_of_each_file_has_an_order_of_its_own(tmp_path: Path) -> None
     ]
     assert all(sorted(order) == list(range(40)) for order in orders)
     assert len(set(orders)) == 8
-    other = source(tmp_path, [1, 1], [40, 40], seed=4).ids(0, 320)
-    assert not np.array_equal(other[:, 2], ids[:, 2])
+    second = source(tmp_path, [1, 1], [40, 40], seed=4).ids(0, 320)
+    assert not np.array_equal(second[:, 2], ids[:, 2])
 
 
 @pytest.mark.parametrize(
-    ("weights", "says"), [([1, 0], "positive"), ([1, float("nan")], "finite"), ([1], "one weight")]
+    ("weights", "output"), [([1, 0], "positive"), ([1, float("nan")], "finite"), ([1], "one weight")]
 )
-def test_bad_weights(tmp_path: Path, weights: list[float], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_bad_weights(tmp_path: Path, weights: list[float], output: str) -> None:
+    with pytest.raises(ConfigError, match=output):
         source(tmp_path, weights, [5, 5])
     with pytest.raises(ConfigError, match="less than 1e-05"):
         source(tmp_path, [1, 1e-6], [5, 5])
@@ -140,5 +140,5 @@ def test_bad_weights(tmp_path: Path, weights: list[float], says: str) -> None:
 )
 def test_the_turns_of_files_never_change(weights: list[float], digest: str) -> None:
     """A run that goes on under a later version must read the samples that are due, so that this order is fixed."""
-    places = Blend(weights).assign(0, 5000)
-    assert hashlib.blake2b(places.tobytes(), digest_size=8).hexdigest() == digest
+    locations = Blend(weights).assign(0, 5000)
+    assert hashlib.blake2b(locations.tobytes(), digest_size=8).hexdigest() == digest

@@ -27,43 +27,43 @@ def configured(runs: Path, *train: Path, **data: Any) -> Config:
 @pytest.fixture
 def shards(tmp_path: Path) -> list[Path]:
     """Two token files of 1 MB, of which a fingerprint reads a part."""
-    made = [tmp_path / "data" / name for name in ("one", "two")]
-    made[0].parent.mkdir()
-    for number, prefix in enumerate(made):
+    built = [tmp_path / "data" / name for name in ("one", "two")]
+    built[0].parent.mkdir()
+    for number, prefix in enumerate(built):
         with IndexedWriter(prefix, "uint16") as writer:
             writer.add(np.arange(500_000) % (60 + number))
-    return made
+    return built
 
 
 def damage(kind: str, shards: list[Path]) -> None:
-    one, two = (shard.with_suffix(".bin") for shard in shards)
+    first, second = (shard.with_suffix(".bin") for shard in shards)
     if kind == "missing":
-        two.unlink()
+        second.unlink()
     elif kind == "no index":
-        two.with_suffix(".idx").unlink()
+        second.with_suffix(".idx").unlink()
     elif kind == "cut off":
-        os.truncate(two, 750_000)
+        os.truncate(second, 750_000)
     elif kind == "longer":
-        with open(two, "ab") as file:
+        with open(second, "ab") as file:
             file.write(bytes(2))
     elif kind == "another":
-        two.write_bytes(two.read_bytes()[::-1])
+        second.write_bytes(second.read_bytes()[::-1])
     elif kind == "zeroed but for its ends":
-        contents = two.read_bytes()
-        two.write_bytes(contents[:4096] + bytes(len(contents) - 8192) + contents[-4096:])
+        contents = second.read_bytes()
+        second.write_bytes(contents[:4096] + bytes(len(contents) - 8192) + contents[-4096:])
     elif kind == "zeroed between even places":
-        zeroed, contents = bytearray(two.stat().st_size), two.read_bytes()
+        zeroed, contents = bytearray(second.stat().st_size), second.read_bytes()
         for start in ((len(contents) - 4096) * i // 15 for i in range(16)):
             zeroed[start : start + 4096] = contents[start : start + 4096]
-        two.write_bytes(zeroed)
+        second.write_bytes(zeroed)
     else:
-        one.rename(one.with_name("x"))
-        two.rename(one)
-        one.with_name("x").rename(two)
+        first.rename(first.with_name("x"))
+        second.rename(first)
+        first.with_name("x").rename(second)
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "output"),
     [
         ("missing", r"two\.bin cannot be read"),
         ("no index", r"two\.idx cannot be read"),
@@ -75,12 +75,12 @@ def damage(kind: str, shards: list[Path]) -> None:
         ("exchanged", r"one\.bin was changed.*two\.bin was changed"),
     ],
 )
-def test_token_files_between_stop_and_start(tmp_path: Path, shards: list[Path], kind: str, says: str) -> None:
+def test_token_files_between_stop_and_start(tmp_path: Path, shards: list[Path], kind: str, output: str) -> None:
     config = configured(tmp_path / "runs", *shards)
     check_run(config, 0, leader=True)
     check_run(config, 8, leader=False)
     damage(kind, shards)
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=output):
         check_run(config, 8, leader=False)
 
 
@@ -96,11 +96,11 @@ def test_order_counts_and_place_does_not(tmp_path: Path, shards: list[Path]) -> 
 
 
 def test_every_size_has_a_fingerprint(tmp_path: Path) -> None:
-    seen = set()
+    observed = set()
     for size in (0, 1, 4095, 4096, 4097, 70_000, 1 << 18, (1 << 18) + 1, 1 << 20):
         (tmp_path / "a").write_bytes(bytes(size))
-        seen.add(fingerprint_file(tmp_path / "a"))
-    assert len(seen) == 9
+        observed.add(fingerprint_file(tmp_path / "a"))
+    assert len(observed) == 9
 
 
 @pytest.mark.parametrize("size", [5000, 200_000, 3_000_000, 50_000_000])

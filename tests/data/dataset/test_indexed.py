@@ -73,10 +73,10 @@ def test_many_documents_at_once_equal_one_by_one(tmp_path: Path, prefix: Path) -
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30, deadline=None)
 def test_appending_equals_writing_at_once(tmp_path: Path, parts: list[list[list[int]]], modes: bool) -> None:
-    with IndexedWriter(tmp_path / "whole", "uint16") as whole:
+    with IndexedWriter(tmp_path / "whole", "uint16") as full:
         for part in parts:
             for document in part:
-                whole.add(document, 1 if modes else None)
+                full.add(document, 1 if modes else None)
     with IndexedWriter(tmp_path / "joined", "uint16") as joined:
         for part in parts:
             with IndexedWriter(tmp_path / "part", "uint16") as writer:
@@ -143,7 +143,7 @@ def damaged(prefix: Path, suffix: str, change) -> pytest.ExceptionInfo[DataError
 
 
 @pytest.mark.parametrize(
-    ("suffix", "change", "says"),
+    ("suffix", "change", "output"),
     [
         (".idx", lambda b: b[:20], "at least 34"),
         (".idx", lambda b: b[:-1], "cut off"),
@@ -160,8 +160,8 @@ def damaged(prefix: Path, suffix: str, change) -> pytest.ExceptionInfo[DataError
         (".bin", lambda b: b"", "has 0 bytes"),
     ],
 )
-def test_damage_is_named(prefix: Path, suffix: str, change, says: str) -> None:
-    assert says in str(damaged(prefix, suffix, change).value)
+def test_damage_is_named(prefix: Path, suffix: str, change, output: str) -> None:
+    assert output in str(damaged(prefix, suffix, change).value)
 
 
 def test_missing_files_are_named(tmp_path: Path, prefix: Path) -> None:

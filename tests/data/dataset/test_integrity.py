@@ -55,9 +55,9 @@ def damage(path: Path, kind: str) -> None:
     elif kind == "a tenth in the middle":
         contents[size // 2 : size // 2 + size // 10] = bytes(size // 10)
     elif kind == "all between evenly spread places":
-        kept = [(size - 4096) * i // 15 for i in range(16)]
+        retained = [(size - 4096) * i // 15 for i in range(16)]
         zeroed = bytearray(size)
-        for start in kept:
+        for start in retained:
             zeroed[start : start + 4096] = contents[start : start + 4096]
         contents = zeroed
     else:
@@ -99,13 +99,13 @@ def test_training_and_evaluation_refuse_it(data: Path, tmp_path: Path) -> None:
 def test_all_of_a_file_is_compared_on_request(data: Path) -> None:
     """One byte may lie between the places of a sample; it does not escape `--full`."""
     run = CliRunner()
-    whole = run.invoke(app, ["data", "inspect", str(data), "--full"])
-    assert whole.exit_code == 0, whole.output
-    assert whole.output.count("all tokens are as they were built") == 2
+    full = run.invoke(app, ["data", "inspect", str(data), "--full"])
+    assert full.exit_code == 0, full.output
+    assert full.output.count("all tokens are as they were built") == 2
     path = data / "train.bin"
     contents = path.read_bytes()
-    for place in range(len(contents) // 2, len(contents)):
-        path.write_bytes(contents[:place] + bytes([contents[place] ^ 1]) + contents[place + 1 :])
+    for location in range(len(contents) // 2, len(contents)):
+        path.write_bytes(contents[:location] + bytes([contents[location] ^ 1]) + contents[location + 1 :])
         try:
             assert describe_token_file(data / "train").compared == "sample"
             break

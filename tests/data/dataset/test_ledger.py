@@ -62,10 +62,10 @@ def test_each_fault_is_said(source: SampleSource) -> None:
     assert check_ledger([lines[0], lines[1] | {"ids": lines[0]["ids"]}], source).faults == [
         "step 2 trained other samples than the seed and the files give"
     ]
-    again = check_ledger([*lines[:2], lines[1] | {"step": 3}], source)
-    assert again.faults[0] == "step 3 begins at sample 4 where 8 is due: it repeats some"
-    assert [fault.endswith(" was trained 2 times") for fault in again.faults[1:]] == [True] * BATCH
-    assert (again.samples, again.distinct) == (12, 8)
+    repeated = check_ledger([*lines[:2], lines[1] | {"step": 3}], source)
+    assert repeated.faults[0] == "step 3 begins at sample 4 where 8 is due: it repeats some"
+    assert [fault.endswith(" was trained 2 times") for fault in repeated.faults[1:]] == [True] * BATCH
+    assert (repeated.samples, repeated.distinct) == (12, 8)
 
 
 def test_of_many_faults_the_first_are_told() -> None:

@@ -31,9 +31,9 @@ def test_huge_sizes_stay_inside_and_distinct(n: int, seed: int, data: st.DataObj
 
 
 def test_positions_in_parts_equal_the_whole() -> None:
-    whole = permute(np.arange(1000), 1000, 5)
-    assert [int(permute([i], 1000, 5)[0]) for i in range(1000)] == whole.tolist()
-    assert permute(np.arange(1000).reshape(10, 100), 1000, 5).ravel().tolist() == whole.tolist()
+    full = permute(np.arange(1000), 1000, 5)
+    assert [int(permute([i], 1000, 5)[0]) for i in range(1000)] == full.tolist()
+    assert permute(np.arange(1000).reshape(10, 100), 1000, 5).ravel().tolist() == full.tolist()
 
 
 def test_values_are_the_same_on_every_machine() -> None:
@@ -68,7 +68,7 @@ def test_small_orders_come_about_equally_often(n: int) -> None:
 def test_every_place_gets_every_value_and_neighbours_part() -> None:
     n, trials = 50, 2000
     rows = np.stack([permute(np.arange(n), n, derive_key(seed, 3)) for seed in range(trials)])
-    counts = np.stack([np.bincount(rows[:, place], minlength=n) for place in range(n)])
+    counts = np.stack([np.bincount(rows[:, location], minlength=n) for location in range(n)])
     freedom = (n - 1) ** 2
     assert chi_square(counts, trials / n) < freedom + 6 * (2 * freedom) ** 0.5
     steps = np.bincount((rows[:, 1:] - rows[:, :-1]).ravel() % n, minlength=n)[1:]

@@ -64,21 +64,21 @@ def test_files_share_an_epoch_and_ids_name_the_windows(tmp_path: Path) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 def test_any_cutting_into_batches_gives_the_same_samples(tmp_path: Path, cuts: list[int], first: int) -> None:
     source = open_samples(configured([write(tmp_path / "t", list(range(200)))]))
-    whole = source.batch(first, sum(cuts))
-    again = pickle.loads(pickle.dumps(source))
+    full = source.batch(first, sum(cuts))
+    repeated = pickle.loads(pickle.dumps(source))
     at = first
     for count in cuts:
-        assert np.array_equal(again.batch(at, count), whole[at - first : at - first + count])
+        assert np.array_equal(repeated.batch(at, count), full[at - first : at - first + count])
         at += count
 
 
 def test_epochs_and_seeds_differ(tmp_path: Path) -> None:
     path = write(tmp_path / "t", list(range(2000)))
-    one, two = open_samples(configured([path], seed=1)), open_samples(configured([path], seed=2))
-    n = one.windows
-    assert not np.array_equal(one.batch(0, n), one.batch(n, n))
-    assert not np.array_equal(one.batch(0, n), two.batch(0, n))
-    assert np.array_equal(one.batch(0, n), open_samples(configured([path], seed=1)).batch(0, n))
+    first, second = open_samples(configured([path], seed=1)), open_samples(configured([path], seed=2))
+    n = first.windows
+    assert not np.array_equal(first.batch(0, n), first.batch(n, n))
+    assert not np.array_equal(first.batch(0, n), second.batch(0, n))
+    assert np.array_equal(first.batch(0, n), open_samples(configured([path], seed=1)).batch(0, n))
 
 
 def test_bad_data_is_refused(tmp_path: Path) -> None:
@@ -95,16 +95,16 @@ def test_bad_data_is_refused(tmp_path: Path) -> None:
 @given(tokens=st.integers(1, 100), length=st.integers(2, 9), step=st.integers(1, 5))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 def test_held_out_targets_are_every_token_once(tmp_path: Path, tokens: int, length: int, step: int) -> None:
-    held = HeldOut(write(tmp_path / "v", list(range(tokens))), length)
-    parts = [held.batch(i, step) for i in range(0, len(held), step)]
+    stored = HeldOut(write(tmp_path / "v", list(range(tokens))), length)
+    parts = [stored.batch(i, step) for i in range(0, len(stored), step)]
     inputs, targets = (np.concatenate(x) for x in zip(*parts, strict=True))
-    assert inputs.shape == targets.shape == (held.windows, length)
+    assert inputs.shape == targets.shape == (stored.windows, length)
     real = targets != IGNORE
     assert targets[real].tolist() == list(range(tokens))
     assert (inputs[real][1:] == targets[real][1:] - 1).all()
     assert inputs[0, 0] == tokens - 1  # the file's last token, an end of document in files built here
-    some = held.read_windows([len(held) - 1, 0])
-    assert np.array_equal(some[1], targets[[-1, 0]])
+    sample = stored.read_windows([len(stored) - 1, 0])
+    assert np.array_equal(sample[1], targets[[-1, 0]])
 
 
 @given(tokens=st.integers(1, 60), length=st.integers(2, 9), data=st.data())
@@ -117,12 +117,12 @@ def test_a_stride_gives_more_context_and_still_every_token_once(
     real = targets != IGNORE
     assert targets[real].tolist() == list(range(tokens))
     for row_inputs, row_targets, row in zip(inputs, targets, real, strict=True):
-        for place in np.flatnonzero(row):
-            seen = row_inputs[: place + 1].tolist()
-            target = int(row_targets[place])
+        for location in np.flatnonzero(row):
+            observed = row_inputs[: location + 1].tolist()
+            target = int(row_targets[location])
             # All that went before in the file, as far as the window reaches, and never less than length - stride.
-            assert seen == [(target - place - 1 + i) % tokens for i in range(place + 1)]
-            assert len(seen) > min(target, length - stride)
+            assert observed == [(target - location - 1 + i) % tokens for i in range(location + 1)]
+            assert len(observed) > min(target, length - stride)
     with pytest.raises(ConfigError, match=f"stride={length + 1}"):
         HeldOut(str(tmp_path / "v"), length, stride=length + 1)
 
@@ -130,28 +130,28 @@ def test_a_stride_gives_more_context_and_still_every_token_once(
 def test_held_out_without_tokens_or_of_another_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no tokens"):
         HeldOut(write(tmp_path / "e", []), 4)
-    held = HeldOut(write(tmp_path / "v", [*range(9), 0]), 4, vocab_size=8)
-    assert held.batch(0, 2)[1].max() == 7
+    stored = HeldOut(write(tmp_path / "v", [*range(9), 0]), 4, vocab_size=8)
+    assert stored.batch(0, 2)[1].max() == 7
     with pytest.raises(DataError, match=r"token id 8 and model\.vocab_size=8"):
-        held.batch(2, 1)
+        stored.batch(2, 1)
 
 
 def test_a_check_at_the_start_finds_a_bad_id_in_any_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "_SCAN", 3)
     HeldOut(write(tmp_path / "v", [*range(8)]), 4, vocab_size=8).check()
-    for place in range(8):
-        tokens = [8 if i == place else i for i in range(8)]
-        held = HeldOut(write(tmp_path / f"v{place}", tokens), 4, vocab_size=8)
-        with pytest.raises(DataError, match=rf"token id 8 and model\.vocab_size=8 \(token {place} of"):
-            held.check()
+    for location in range(8):
+        tokens = [8 if i == location else i for i in range(8)]
+        stored = HeldOut(write(tmp_path / f"v{location}", tokens), 4, vocab_size=8)
+        with pytest.raises(DataError, match=rf"token id 8 and model\.vocab_size=8 \(token {location} of"):
+            stored.check()
 
 
-@pytest.mark.parametrize(("place", "window"), [(3, 1), (7, 0)])
-def test_a_bad_id_before_a_window_is_named_with_its_place(tmp_path: Path, place: int, window: int) -> None:
+@pytest.mark.parametrize(("location", "window"), [(3, 1), (7, 0)])
+def test_a_bad_id_before_a_window_is_named_with_its_place(tmp_path: Path, location: int, window: int) -> None:
     """The first token is predicted from the last one of the file."""
-    held = HeldOut(write(tmp_path / "v", [8 if i == place else i for i in range(8)]), 4, vocab_size=8)
-    with pytest.raises(DataError, match=rf"token id 8 and model\.vocab_size=8 \(token {place} of"):
-        held.read_windows([window])
+    stored = HeldOut(write(tmp_path / "v", [8 if i == location else i for i in range(8)]), 4, vocab_size=8)
+    with pytest.raises(DataError, match=rf"token id 8 and model\.vocab_size=8 \(token {location} of"):
+        stored.read_windows([window])
 
 
 def test_bits_per_byte() -> None:

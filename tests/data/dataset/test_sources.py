@@ -95,7 +95,7 @@ def test_parquet_row_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "output"),
     [
         (b'{"text": "cut o', "line 2 is not JSON"),
         (b"\xff\xfe", "line 2 is not JSON"),
@@ -107,9 +107,9 @@ def test_parquet_row_groups(tmp_path: Path) -> None:
         (b"[" * 100_000, "line 2 is not JSON"),
     ],
 )
-def test_bad_lines_are_named(tmp_path: Path, line: bytes, says: str) -> None:
+def test_bad_lines_are_named(tmp_path: Path, line: bytes, output: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line)
-    with pytest.raises(DataError, match=says) as caught:
+    with pytest.raises(DataError, match=output) as caught:
         documents(tmp_path / "a.jsonl")
     assert "a.jsonl" in str(caught.value)
 
@@ -178,7 +178,7 @@ def test_json_without_records_is_left_out_and_counted(tmp_path: Path, data: byte
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "output"),
     [
         (b'{"body": "a"}\n{"body": "b"}', "line 1 has no text under 'text' .it has 'body'.*--text-key"),
         (b'[{"body": "a"}]', "record 1 has no text under 'text' .it has 'body'.*--text-key"),
@@ -191,9 +191,9 @@ def test_json_without_records_is_left_out_and_counted(tmp_path: Path, data: byte
         (b'[{"text": "a"}, ' + b"[" * 100_000, "record 2 is not JSON"),
     ],
 )
-def test_damaged_or_other_records_are_named(tmp_path: Path, data: bytes, says: str) -> None:
+def test_damaged_or_other_records_are_named(tmp_path: Path, data: bytes, output: str) -> None:
     (tmp_path / "a.json").write_bytes(data)
-    with pytest.raises(DataError, match=rf"a\.json, {says}"):
+    with pytest.raises(DataError, match=rf"a\.json, {output}"):
         documents(tmp_path / "a.json")
 
 

@@ -54,14 +54,20 @@ def write_all(folder: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[80:]}), folder / "c.parquet", row_group_size=7)
 
 
-def configured(words: Path, *train: Path, length: int = 8, seed: int = 1, **data: Any) -> Config:
-    keys = {"train": list(map(str, train)), "tokenizer": str(words), "shuffle_tokens": 100, "loader_threads": 2, **data}
+def configured(arguments: Path, *train: Path, length: int = 8, seed: int = 1, **data: Any) -> Config:
+    keys = {
+        "train": list(map(str, train)),
+        "tokenizer": str(arguments),
+        "shuffle_tokens": 100,
+        "loader_threads": 2,
+        **data,
+    }
     tree = {"model": {"sequence_length": length, "vocab_size": 300}, "data": keys, "train": {"seed": seed}}
     return configuration.from_tree(tree)
 
 
-def all_tokens(words: Path) -> list[int]:
-    tokens, _ = load_tokenizer(words).encode_documents(TEXTS)
+def all_tokens(arguments: Path) -> list[int]:
+    tokens, _ = load_tokenizer(arguments).encode_documents(TEXTS)
     return tokens.tolist()
 
 
@@ -91,21 +97,21 @@ def test_every_window_once_an_epoch_and_pure(
     if not (tmp_path / "text").exists():
         write_all(tmp_path / "text")
     config = configured(words, tmp_path / "text", length=length, seed=seed, shuffle_tokens=group)
-    whole = open_samples(config, tmp_path / "index")
+    full = open_samples(config, tmp_path / "index")
     count = (len(all_tokens(words)) - 1) // length
-    ids, batch = whole.ids(0, 2 * count + 5), whole.batch(0, 2 * count + 5)
-    whole.close()
+    ids, batch = full.ids(0, 2 * count + 5), full.batch(0, 2 * count + 5)
+    full.close()
     for epoch in (0, 1):
         part = ids[epoch * count : (epoch + 1) * count]
         assert (part[:, 0] == epoch).all()
         assert np.sort(part[:, 2]).tolist() == list(range(count))
     at = min(at, count)
     for index in (None, tmp_path / "index"):
-        again = open_samples(config, index)
-        assert np.array_equal(again.batch(at, 7), batch[at : at + 7])
-        assert np.array_equal(again.ids(at, 7), ids[at : at + 7])
-        assert np.array_equal(again.batch(count + 2, 3), batch[count + 2 : count + 5])
-        again.close()
+        repeated = open_samples(config, index)
+        assert np.array_equal(repeated.batch(at, 7), batch[at : at + 7])
+        assert np.array_equal(repeated.ids(at, 7), ids[at : at + 7])
+        assert np.array_equal(repeated.batch(count + 2, 3), batch[count + 2 : count + 5])
+        repeated.close()
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -116,9 +122,9 @@ def test_an_epoch_holds_the_text_once(words: Path, tmp_path: Path) -> None:
     tokens = all_tokens(words)
     count = (len(tokens) - 1) // 8
     counts = np.bincount(source.batch(0, count)[:, :-1].ravel(), minlength=300)
-    left = np.bincount(tokens, minlength=300) - counts
-    assert (left >= 0).all()
-    assert left.sum() == len(tokens) - 8 * count  # the last few, as in token files
+    remaining = np.bincount(tokens, minlength=300) - counts
+    assert (remaining >= 0).all()
+    assert remaining.sum() == len(tokens) - 8 * count  # the last few, as in token files
     orders = [source.batch(e * count, count) for e in (0, 1)]
     assert not np.array_equal(*orders)
     source.close()
@@ -159,10 +165,10 @@ def test_text_that_changes_under_a_run_is_named(words: Path, tmp_path: Path) -> 
             if fingerprint_file(file) == print_of:
                 break
     source.close()
-    again = open_samples(config, tmp_path / "index")
+    repeated = open_samples(config, tmp_path / "index")
     with pytest.raises(DataError, match=r"a\.jsonl has changed since this run read it"):
-        again.batch(0, epoch)
-    again.close()
+        repeated.batch(0, epoch)
+    repeated.close()
 
 
 def test_files_are_those_of_the_first_start(words: Path, tmp_path: Path) -> None:
@@ -221,9 +227,9 @@ def test_a_damaged_index_costs_nothing_but_counting(words: Path, tmp_path: Path)
     source.close()
     (index,) = (tmp_path / "index").iterdir()
     index.write_bytes(index.read_bytes()[:-5])
-    again = open_samples(config, tmp_path / "index")
-    assert np.array_equal(again.batch(0, 30), batch)
-    again.close()
+    repeated = open_samples(config, tmp_path / "index")
+    assert np.array_equal(repeated.batch(0, 30), batch)
+    repeated.close()
 
 
 @pytest.mark.parametrize("kind", ["decompression", "CPU"])
@@ -242,5 +248,5 @@ def test_counters_tell_what_reading_is_made_of(words: Path, tmp_path: Path, kind
     source.close()
     meter = source.meter
     assert meter.bytes_read >= (file.stat().st_size if packed else 1)
-    told = find_cause(dict.fromkeys(MEASURES, 0.0), {name: getattr(meter, name, 0.0) for name in MEASURES})
-    assert told.endswith(kind)  # "CPU", or "other processes on the CPU"
+    report = find_cause(dict.fromkeys(MEASURES, 0.0), {name: getattr(meter, name, 0.0) for name in MEASURES})
+    assert report.endswith(kind)  # "CPU", or "other processes on the CPU"

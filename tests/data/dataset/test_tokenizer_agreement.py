@@ -41,10 +41,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tree(made: Path, name: str, valid: str | None = None, **data: object) -> dict:
+def tree(built: Path, name: str, valid: str | None = None, **data: object) -> dict:
     model = {"layers": 1, "hidden": 16, "heads": 2, "sequence_length": 8}
-    train = {"runs": str(made / "runs"), "name": name, "steps": 1, "micro_batch": 1, "global_batch": 2, "threads": 1}
-    data = {"train": [str(made / "a" / "train")], "valid": valid or str(made / "a" / "valid"), **data}
+    train = {"runs": str(built / "runs"), "name": name, "steps": 1, "micro_batch": 1, "global_batch": 2, "threads": 1}
+    data = {"train": [str(built / "a" / "train")], "valid": valid or str(built / "a" / "valid"), **data}
     return {"model": model, "data": data, "train": {**train, "device": "cpu"}, "observe": {"tensorboard": False}}
 
 
@@ -100,15 +100,15 @@ def test_a_larger_vocabulary_is_refused_where_the_runs_tokenizer_is_unknown(made
 
 def test_a_run_goes_on_with_its_own_tokenizer_when_another_takes_its_place(made: Path, tmp_path: Path) -> None:
     """The copy in the run folder counts; where that is exchanged too, no text is made of another's ids."""
-    own = tmp_path / "tokenizer.json"
-    load_tokenizer(made / "a" / "tokenizer.json").save(own)
-    settings = tree(made, "three", tokenizer=str(own))
+    local = tmp_path / "tokenizer.json"
+    load_tokenizer(made / "a" / "tokenizer.json").save(local)
+    settings = tree(made, "three", tokenizer=str(local))
     settings["train"]["runs"] = str(tmp_path)
     api.train(from_tree(settings))
     run = tmp_path / "three"
     text = "".join(api.generate(run, "word", tokens=3, device="cpu"))
     assert text
-    shutil.copy(made / "b" / "tokenizer.json", own)
+    shutil.copy(made / "b" / "tokenizer.json", local)
     assert "".join(api.generate(run, "word", tokens=3, device="cpu")) == text
     assert api.evaluate(run, device="cpu").tokens
     assert api.export_model(run, tmp_path / "one", family="gpt2").tokenizer
@@ -121,7 +121,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_when_another_takes_its_place(made:
         api.export_model(run, tmp_path / "two", family="gpt2")
     assert not api.export_model(run, tmp_path / "two", family="gpt2", tokenizer=False).tokenizer
     assert api.evaluate(run, device="cpu").tokens
-    own.unlink()
+    local.unlink()
     with pytest.raises(DataError, match="of another tokenizer"):
         api.evaluate(run, str(made / "b" / "valid"), device="cpu")
 
@@ -129,13 +129,15 @@ def test_a_run_goes_on_with_its_own_tokenizer_when_another_takes_its_place(made:
 def test_a_tokenizer_replaced_next_to_its_data_set_is_refused(made: Path, tmp_path: Path) -> None:
     """Before training, and in whatever uses it: the manifest keeps a hash of the tokenizer that made the tokens."""
     shutil.copytree(made / "a", tmp_path / "a")
-    own = tmp_path / "a" / "tokenizer.json"
+    local = tmp_path / "a" / "tokenizer.json"
     settings = tree(made, "x", train=[str(tmp_path / "a" / "train")])
     settings["train"]["runs"] = str(tmp_path)
     api.train(from_tree(settings))
     run = tmp_path / "x"
-    shutil.copy(made / "b" / "tokenizer.json", own)
-    refused = rf"{own} is not the tokenizer that {tmp_path}/a was built with \(sha256 .*290 entries.*Put the files back"
+    shutil.copy(made / "b" / "tokenizer.json", local)
+    refused = (
+        rf"{local} is not the tokenizer that {tmp_path}/a was built with \(sha256 .*290 entries.*Put the files back"
+    )
     settings["train"]["name"] = "y"
     config = from_tree(settings)
     for use in (
@@ -155,19 +157,19 @@ def test_a_tokenizer_replaced_next_to_its_data_set_is_refused(made: Path, tmp_pa
     check_tokenizers_of(from_tree(settings))  # another one is named, so the file beside the tokens counts for nothing
     # The build makes good what it finds damaged.
     build(tmp_path / "a", inputs=[made / "in"], vocab_size=290, progress=False)
-    assert load_tokenizer(own).sha256 == load_tokenizer(made / "a" / "tokenizer.json").sha256
+    assert load_tokenizer(local).sha256 == load_tokenizer(made / "a" / "tokenizer.json").sha256
 
 
 def test_a_tokenizer_that_was_only_formatted_anew_is_the_same(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "a", tmp_path / "a")
-    own = tmp_path / "a" / "tokenizer.json"
+    local = tmp_path / "a" / "tokenizer.json"
     config = from_tree(tree(made, "x", train=[str(tmp_path / "a" / "train")]))
-    own.write_text(json.dumps(json.loads(own.read_text())))
+    local.write_text(json.dumps(json.loads(local.read_text())))
     check_tokenizers_of(config)
-    own.write_text("{}")
+    local.write_text("{}")
     with pytest.raises(DataError, match=r"is not a tokenizer\.json that can be read"):
         check_tokenizers_of(config)
-    own.unlink()
+    local.unlink()
     check_tokenizers_of(config)  # a missing one is no other one
 
 
@@ -214,9 +216,9 @@ def test_a_foreign_id_is_named_with_its_place(
     tokens[at] = bad
     path = write(tmp_path / "t", tokens)
     named = f"t holds token id {bad} and model.vocab_size=10 \\(token {at} of the file"
-    held = HeldOut(path, length, 10, min(stride, length))
+    stored = HeldOut(path, length, 10, min(stride, length))
     with pytest.raises(DataError, match="data.valid: .*" + named):
-        held.batch(0, held.windows)
+        stored.batch(0, stored.windows)
     source = open_samples(
         from_tree({"model": {"sequence_length": length, "vocab_size": 10}, "data": {"train": [path]}})
     )
@@ -244,11 +246,11 @@ def test_tensor_parallel_ranks_refuse_a_foreign_id(tiny: Path, tmp_path: Path, k
     """Cut over ranks, an id of no rank would be looked up as zeros."""
     file = write(tmp_path / "bad", [-3, *range(1, 60)])
     value = f'["{file}"]' if key == "train" else file
-    words = ["--parallel.tensor=2", "--train.steps=4", f"--data.{key}={value}"]
-    ranks = run_ranks(tiny, words, [Start(0, 2), Start(1, 2)])
+    arguments = ["--parallel.tensor=2", "--train.steps=4", f"--data.{key}={value}"]
+    ranks = run_ranks(tiny, arguments, [Start(0, 2), Start(1, 2)])
     assert all(rank.code for rank in ranks), ranks
-    told = f"data.{key}: {file} holds token id -3 and model.vocab_size=64 (token 0 of"
-    assert any(told in rank.said for rank in ranks), ranks
+    report = f"data.{key}: {file} holds token id -3 and model.vocab_size=64 (token 0 of"
+    assert any(report in rank.said for rank in ranks), ranks
 
 
 def test_a_prompt_with_a_foreign_id_is_refused() -> None:

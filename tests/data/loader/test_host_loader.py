@@ -88,9 +88,9 @@ class Host:
 
 @pytest.fixture
 def hosts() -> Iterator[list[Host]]:
-    made: list[Host] = []
-    yield made
-    for host in made:
+    built: list[Host] = []
+    yield built
+    for host in built:
         host.close()
 
 
@@ -162,10 +162,10 @@ def test_rank_0_is_told_the_ids_of_whole_steps(prefix: str, tmp_path: Path, host
     LoaderReader(host.folder, 1, 8).close()  # its stream is its own: rank 0 does not wait for it
     source = host.plan.open_source()
     for number in range(6):
-        taken = reader.read()
+        used = reader.read()
         step = number // host.plan.microbatches
-        assert taken.ids == hash_ids(source.ids(8 + 8 * step, 8))
-        assert taken.epochs == source.count_epochs(16 + 8 * step)
+        assert used.ids == hash_ids(source.ids(8 + 8 * step, 8))
+        assert used.epochs == source.count_epochs(16 + 8 * step)
         reader.release()
 
 
@@ -251,14 +251,14 @@ def test_worker_killed_while_copying(prefix: str, tmp_path: Path, hosts: list[Ho
 
 
 def test_two_jobs_on_one_host(prefix: str, tmp_path: Path, hosts: list[Host]) -> None:
-    one = Host(configured(prefix, tmp_path / "a"), 1)
+    single = Host(configured(prefix, tmp_path / "a"), 1)
     two = Host(configured(prefix, tmp_path / "b", seed=4), 1)
-    hosts += [one, two]
+    hosts += [single, two]
     for number in range(12):
-        for host in (one, two):
+        for host in (single, two):
             assert np.array_equal(host.read(0), expected(host.plan, 0, 0, number))
-    assert one.pid() != two.pid()
-    assert not np.array_equal(expected(one.plan, 0, 0, 0), expected(two.plan, 0, 0, 0))
+    assert single.pid() != two.pid()
+    assert not np.array_equal(expected(single.plan, 0, 0, 0), expected(two.plan, 0, 0, 0))
 
 
 def test_ends_with_its_readers_and_leaves_nothing(prefix: str, tmp_path: Path) -> None:
@@ -293,9 +293,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_ends_with_a_starter_that_dies_first(prefix: str, tmp_path: Path) -> None:
     """Killed before its loader has come up and before any rank was started: nothing stays."""
     (tmp_path / "plan.toml").write_text(configured(prefix, tmp_path, tensor=2).to_toml())
-    told = subprocess.run([sys.executable, "-c", START, tmp_path / "plan.toml"], stdout=subprocess.PIPE, check=False)
-    assert told.returncode == -signal.SIGKILL
-    folder = Path(told.stdout.decode().strip())
+    report = subprocess.run([sys.executable, "-c", START, tmp_path / "plan.toml"], stdout=subprocess.PIPE, check=False)
+    assert report.returncode == -signal.SIGKILL
+    folder = Path(report.stdout.decode().strip())
     while folder.exists():  # or the test's timeout
         time.sleep(0.05)
 
@@ -313,10 +313,10 @@ def test_errors_of_the_loader_reach_the_ranks(prefix: str, tmp_path: Path, hosts
     hosts.append(foreign)
     with pytest.raises(DataError, match="another tokenizer"):
         [foreign.read(0) for _ in range(99)]
-    gone = Host(configured(str(tmp_path / "nothing"), tmp_path), 1)
-    hosts.append(gone)
+    removed = Host(configured(str(tmp_path / "nothing"), tmp_path), 1)
+    hosts.append(removed)
     with pytest.raises(DataError, match=r"nothing.idx does not exist|nothing"):
-        gone.read(0)
+        removed.read(0)
 
 
 def test_a_file_cut_off_under_the_loader_is_named(tmp_path: Path, hosts: list[Host]) -> None:
@@ -339,8 +339,8 @@ def small_mount(tmp_path: Path) -> Iterator[Path]:
     """A real tmpfs of 128 KiB."""
     mount = tmp_path / "shm"
     mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(mount)], capture_output=True)
-    if made.returncode:
+    built = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(mount)], capture_output=True)
+    if built.returncode:
         pytest.skip("mounting a tmpfs needs root and CAP_SYS_ADMIN")
     yield mount
     subprocess.run(["umount", "--lazy", str(mount)], check=True)
@@ -382,21 +382,21 @@ def test_stale_segments_are_reaped_and_living_ones_kept() -> None:
     shape = RingShape(((0,),), 4, 9, 2)
     names = [ring.MOUNT / f"{ring.name_prefix()}test-{os.getpid()}-{kind}" for kind in ("dead", "alive", "empty")]
     ring.create_segment(names[0], shape, 1, "runs/dead")[0].close()
-    alive, there = ring.create_segment(names[1], shape, 1, "runs/alive")
-    assert not there
+    alive, present = ring.create_segment(names[1], shape, 1, "runs/alive")
+    assert not present
     names[2].touch()
     try:
-        told = [sentence for sentence in ring.remove_dead_segments() if str(os.getpid()) in sentence]
-        assert len(told) == 2
-        assert "runs/dead" in told[0]
+        report = [sentence for sentence in ring.remove_dead_segments() if str(os.getpid()) in sentence]
+        assert len(report) == 2
+        assert "runs/dead" in report[0]
         assert [name.exists() for name in names] == [False, True, False]
-        again, there = ring.create_segment(names[1], shape, 1, "runs/alive")
-        assert there
-        assert int(again.header["generation"]) == 2
-        again.close()
-        other, there = ring.create_segment(names[1], shape, 2, "runs/other")
-        assert not there  # of another plan: nothing in it counts
-        other.close()
+        repeated, present = ring.create_segment(names[1], shape, 1, "runs/alive")
+        assert present
+        assert int(repeated.header["generation"]) == 2
+        repeated.close()
+        second, present = ring.create_segment(names[1], shape, 2, "runs/other")
+        assert not present  # of another plan: nothing in it counts
+        second.close()
     finally:
         alive.close()
         for name in names:
@@ -415,22 +415,22 @@ def test_ring_in_any_order(order: list[str], depth: int, rows: int, columns: int
     shape = RingShape(((0, 1),), depth, rows, columns)
     handle = os.memfd_create("ring")
     os.ftruncate(handle, shape.size)
-    made, done = Ring(handle, shape), {"a": 0, "b": 0}
-    for what in order:
-        put = made.produced(0)
-        if what == "put":
+    built, done = Ring(handle, shape), {"a": 0, "b": 0}
+    for subject in order:
+        put = built.produced(0)
+        if subject == "put":
             if put - min(done.values()) < depth:
-                made.put(0, np.full((columns, rows), put), first=7 * put, ids=put, epochs=put / 2)
-        elif made.ready(0, done[what]):
-            tokens, first, ids, epochs = made.slot(0, done[what])
+                built.put(0, np.full((columns, rows), put), first=7 * put, ids=put, epochs=put / 2)
+        elif built.ready(0, done[subject]):
+            tokens, first, ids, epochs = built.slot(0, done[subject])
             assert tokens.shape == (rows, columns)
-            assert (tokens == done[what]).all()
-            assert (first, ids, epochs) == (7 * done[what], done[what], done[what] / 2)
-            done[what] += 1
-            made.release(0, "ab".index(what), done[what])
+            assert (tokens == done[subject]).all()
+            assert (first, ids, epochs) == (7 * done[subject], done[subject], done[subject] / 2)
+            done[subject] += 1
+            built.release(0, "ab".index(subject), done[subject])
         else:
-            assert done[what] == put
-    made.close()
+            assert done[subject] == put
+    built.close()
 
 
 @given(number=st.integers(1, 9), depth=st.integers(1, 3), ahead=st.booleans())

@@ -29,25 +29,25 @@ from tests.exact.processes import Start, run_ranks
 
 
 def test_kills_leave_ledger_and_losses_as_they_were(tmp_path: Path) -> None:
-    told = run_chaos(tmp_path, kills=3, seed=3, console=Console(quiet=True), steps=24)
-    assert told["faults"] == []
-    assert told["equal"]
-    assert sum(told["kills"].values()) >= 3
+    report = run_chaos(tmp_path, kills=3, seed=3, console=Console(quiet=True), steps=24)
+    assert report["faults"] == []
+    assert report["equal"]
+    assert sum(report["kills"].values()) >= 3
 
 
-def cli(*words: object) -> Result:
+def cli(*arguments: object) -> Result:
     """The command line in this process."""
-    return CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    return CliRunner().invoke(app, [str(word) for word in arguments], catch_exceptions=False)
 
 
 def test_training_through_the_loader(tiny: Path, tmp_path: Path) -> None:
     """Ranks share one copy; gone on as one rank with another batch size, all is as one rank has it."""
-    words = ["--checkpoint.interval=0", "--train.log_interval=100"]
-    train(load_config(tiny, [*words, "--train.name=alone", "--train.steps=3"]))
-    words.append("--train.name=shared")
-    first = run_ranks(tiny, [*words, "--parallel.tensor=2", "--train.stop_after=3"], [Start(0, 2), Start(1, 2)])
+    arguments = ["--checkpoint.interval=0", "--train.log_interval=100"]
+    train(load_config(tiny, [*arguments, "--train.name=alone", "--train.steps=3"]))
+    arguments.append("--train.name=shared")
+    first = run_ranks(tiny, [*arguments, "--parallel.tensor=2", "--train.stop_after=3"], [Start(0, 2), Start(1, 2)])
     assert [rank.code for rank in first] == [0, 0], first
-    train(load_config(tiny, [*words, "--train.global_batch=8", "--data.loader=host"]))
+    train(load_config(tiny, [*arguments, "--train.global_batch=8", "--data.loader=host"]))
     runs = tmp_path / "runs"
     ledgers = [lines(runs / name / "samples" / "ledger.jsonl") for name in ("alone", "shared")]
     assert ledgers[0] == ledgers[1][:3]
@@ -80,31 +80,33 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("lost", "says"),
+    ("lost", "output"),
     [
         ([0, 1], "steps 1 to 2 have no line; samples 0 to 7 were read"),
         ([3], "step 4 has no line; samples 12 to 15 were read"),
         ([1, 2, 4], "steps 2 to 3 have no line; samples 4 to 11 were read"),
     ],
 )
-@pytest.mark.parametrize("words", [[], ["--no-draw"]])
-def test_lines_that_a_crash_took_are_named_as_such(run: Path, lost: list[int], says: str, words: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--no-draw"]])
+def test_lines_that_a_crash_took_are_named_as_such(
+    run: Path, lost: list[int], output: str, arguments: list[str]
+) -> None:
     file = run / "samples" / "ledger.jsonl"
     text = file.read_text().splitlines(keepends=True)
     file.write_text("".join(line for number, line in enumerate(text) if number not in lost))
-    proof = cli("data", "ledger", run, *words)
+    proof = cli("data", "ledger", run, *arguments)
     assert proof.exit_code == 0
-    assert says in proof.output
+    assert output in proof.output
     assert "each sample was trained once" in proof.output
 
 
 @pytest.mark.parametrize("cut", [1, 20, 1000, 10_000])
 def test_a_run_goes_on_from_a_ledger_that_was_cut(run: Path, cut: int) -> None:
     file = run / "samples" / "ledger.jsonl"
-    whole = file.read_bytes()
-    file.write_bytes(whole[: max(0, len(whole) - cut)])
-    words = [f"--train.runs={run.parent}", "--train.name=run", "--train.steps=7", "--train.eval_samples=1"]
-    train(load_config(run / "config.toml", words))
+    full = file.read_bytes()
+    file.write_bytes(full[: max(0, len(full) - cut)])
+    arguments = [f"--train.runs={run.parent}", "--train.name=run", "--train.steps=7", "--train.eval_samples=1"]
+    train(load_config(run / "config.toml", arguments))
     proof = cli("data", "ledger", run)
     assert proof.exit_code == 0
     assert ("no line" in proof.output) == (cut > 1)
@@ -112,16 +114,16 @@ def test_a_run_goes_on_from_a_ledger_that_was_cut(run: Path, cut: int) -> None:
 
 
 def test_after_a_change_of_the_data_that_was_accepted_the_totals_begin_anew(run: Path) -> None:
-    words = [f"--train.runs={run.parent}", "--train.name=run", "--train.steps=8", "--train.eval_samples=1"]
+    arguments = [f"--train.runs={run.parent}", "--train.name=run", "--train.steps=8", "--train.eval_samples=1"]
     accepted = "--checkpoint.accept_changes=train.seed,optimizer.beta2"
-    train(load_config(run / "config.toml", [*words, "--train.seed=5", "--optimizer.beta2=0.9", accepted]))
+    train(load_config(run / "config.toml", [*arguments, "--train.seed=5", "--optimizer.beta2=0.9", accepted]))
     assert [line["read"]["since"] for line in lines(run / "samples" / "ledger.jsonl")] == [0] * 6 + [24] * 2
     proof = cli("data", "ledger", run)
     assert proof.exit_code == 0
     assert "6 steps were trained before a change of the data that was accepted" in proof.output
     assert "tokens of 2 steps read again" in proof.output
     # Another optimizer trains the same samples.
-    train(load_config(run / "config.toml", [*words, "--train.steps=9", "--optimizer.beta2=0.8", accepted]))
+    train(load_config(run / "config.toml", [*arguments, "--train.steps=9", "--optimizer.beta2=0.8", accepted]))
     assert lines(run / "samples" / "ledger.jsonl")[-1]["read"]["since"] == 24
 
 
@@ -133,11 +135,11 @@ def test_what_ranks_have_read_is_compared_and_not_what_was_due(run: Path) -> Non
         # As if a sample of step 3 had come twice, in another one's place.
         changed = [dict(line) for line in ledger]
         for line in changed[2:]:
-            other = (int(line["read"][field], 16) + 1) % 2**64
-            line["read"] = line["read"] | {field: f"{other:016x}"}
-        found = check_ledger(changed, source, full=True)
-        assert [text[: text.index(":")] for text in found.faults] == ["samples 8 to 11 (up to step 3)"]
-        assert fault in found.faults[0]
+            second = (int(line["read"][field], 16) + 1) % 2**64
+            line["read"] = line["read"] | {field: f"{second:016x}"}
+        result = check_ledger(changed, source, full=True)
+        assert [text[: text.index(":")] for text in result.faults] == ["samples 8 to 11 (up to step 3)"]
+        assert fault in result.faults[0]
     older = [{name: value for name, value in line.items() if name != "read"} for line in ledger]
     assert (check_ledger(older, source).recorded, check_ledger(older, source).faults) == (0, [])
     assert check_ledger(older[:2] + older[3:], source).missing == [
@@ -173,10 +175,10 @@ feed.plan_host = lambda *given: replace(right(*given), {host})
 def test_a_loader_that_gives_the_wrong_share_is_seen_in_the_ledger(tiny, tmp_path, loader, fault) -> None:
     """What was due is in the ledger all the same."""
     local, host = WRONG_SHARES[fault]
-    words = ["--train.steps=2", "--train.micro_batch=1", "--parallel.data=2", f"--data.loader={loader}"]
-    words += ["--checkpoint.at_end=false", "--checkpoint.interval=0", "--train.eval_samples=1"]
+    arguments = ["--train.steps=2", "--train.micro_batch=1", "--parallel.data=2", f"--data.loader={loader}"]
+    arguments += ["--checkpoint.at_end=false", "--checkpoint.interval=0", "--train.eval_samples=1"]
     before = FAULTY.format(local=local, host=host)
-    ended = run_ranks(tiny, words, [Start(rank, 2, before=before) for rank in (0, 1)])
+    ended = run_ranks(tiny, arguments, [Start(rank, 2, before=before) for rank in (0, 1)])
     assert [rank.code for rank in ended] == [0, 0], ended
     for more in ([], ["--no-draw"]):
         with pytest.raises(DataError, match=r"samples 0 to 3 .*did not train each sample once"):
@@ -214,12 +216,12 @@ def test_a_changed_file_is_refused_at_the_next_start(tiny: Path, tokens: Path, t
     data.mkdir()
     for name in ("train.bin", "train.idx"):
         (data / name).write_bytes((tokens / name).read_bytes())
-    words = (f"--data.train=['{data}/train']", "--train.name=changed")
-    train(load_config(tiny, [*words, "--train.stop_after=2"]))
+    arguments = (f"--data.train=['{data}/train']", "--train.name=changed")
+    train(load_config(tiny, [*arguments, "--train.stop_after=2"]))
     raw = bytearray((data / "train.bin").read_bytes())
     raw[100] ^= 1
     (data / "train.bin").write_bytes(raw)
-    refused = megascale("train", tiny, *words, "--parallel.tensor=2")
+    refused = megascale("train", tiny, *arguments, "--parallel.tensor=2")
     assert refused.returncode == 4
     assert "train.bin was changed" in refused.stderr
 
@@ -231,8 +233,8 @@ def test_ledger_faults_are_told(tmp_path: Path, tokens: Path) -> None:
         return {"step": step, "first": first, "count": 4, "ids": f"{hash_ids(source.ids(first, 4)):016x}"}
 
     good = [line(step, 4 * step - 4) for step in range(1, 6)]
-    found = check_ledger(good, source)
-    assert (found.steps, found.samples, found.distinct, found.faults) == (5, 20, 20, [])
+    result = check_ledger(good, source)
+    assert (result.steps, result.samples, result.distinct, result.faults) == (5, 20, 20, [])
     assert "repeats" in check_ledger([*good, line(6, 16)], source).faults[0]
     assert "(0, 0," in check_ledger([*good, line(6, 16)], source).faults[1]
     assert "skips" in check_ledger([*good, line(6, 24)], None).faults[0]
@@ -253,22 +255,22 @@ def test_ledger_faults_are_told(tmp_path: Path, tokens: Path) -> None:
 def test_a_slow_loader_is_named_with_its_cause(counter: dict[str, float], why: str) -> None:
     nothing = dict.fromkeys(MEASURES, 0.0)
     assert find_cause(nothing, nothing | counter) == why
-    watch, told = LoaderWatch(), []
+    watch, report = LoaderWatch(), []
     for step in range(1, 40):
         watch.note(0.5 if step == 1 or step > 20 else 0.0001, {k: v * step for k, v in (nothing | counter).items()})
-        told += [(step, *event) for event in watch.loader_events(1.0, 1)]
-    assert [(event, details["cause"]) for _, event, details in told] == [(Event.LOADER_SLOW, why)]
-    assert 20 < told[0][0] < 30  # not for the first step, which waits for the loader to come up
+        report += [(step, *event) for event in watch.loader_events(1.0, 1)]
+    assert [(event, details["cause"]) for _, event, details in report] == [(Event.LOADER_SLOW, why)]
+    assert 20 < report[0][0] < 30  # not for the first step, which waits for the loader to come up
     watch.note(0.0, nothing)
     assert (Event.LOADER_RESTARTED, {"generation": 2}) in watch.loader_events(1.0, 2)
 
 
 def test_bench_compares_equal_work(tmp_path: Path) -> None:
     """Both sides read the same tokens, the loader once where the baseline reads twice."""
-    told = bench.measure(tmp_path, ["jsonl"], ranks=2, batches=20, steps=12)
-    sides = told["bound"]["jsonl"]
+    report = bench.measure(tmp_path, ["jsonl"], ranks=2, batches=20, steps=12)
+    sides = report["bound"]["jsonl"]
     assert sides["baseline"]["crc"] == sides["host"]["crc"]
     assert sides["baseline"]["bytes_read"] > 1.5 * sides["host"]["bytes_read"]
-    host = told["waits"]["jsonl"]["host"]
+    host = report["waits"]["jsonl"]["host"]
     assert set(host) == {"mean", "empty", "median", "p99", "first_step_seconds"}
     assert 0 <= host["empty"] <= host["mean"]

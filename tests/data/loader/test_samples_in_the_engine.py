@@ -49,10 +49,10 @@ Engine.step, Engine._run_chunk = numbered, recorded
 """
 
 
-def start(tiny: Path, file: Path, words: list[str], world: int, dies: int = 0) -> list[int]:
+def start(tiny: Path, file: Path, arguments: list[str], world: int, dies: int = 0) -> list[int]:
     """Run the ranks of one start, which write to files named after `file`; their exit codes."""
     before = RECORD.format(file=file, dies=dies)
-    with ranks(tiny, words, [Start(rank, world, before=before) for rank in range(world)]) as processes:
+    with ranks(tiny, arguments, [Start(rank, world, before=before) for rank in range(world)]) as processes:
         if dies:
             return [processes[1].wait(100)]  # the others are ended with it, as a launcher does
         ended = [end(process) for process in processes]
@@ -60,13 +60,15 @@ def start(tiny: Path, file: Path, words: list[str], world: int, dies: int = 0) -
     return [rank.code for rank in ended]
 
 
-def told(tiny: Path, file: Path, words: list[str], world: int, what: str, step: int) -> dict[int, list[list[int]]]:
+def told(
+    tiny: Path, file: Path, arguments: list[str], world: int, subject: str, step: int
+) -> dict[int, list[list[int]]]:
     """Rows of `what` that the engines of each tensor-parallel rank got in a step, over all data-parallel ranks."""
-    grid = lay_out(load_config(tiny, words), world).grid
+    grid = lay_out(load_config(tiny, arguments), world).grid
     rows: dict[int, list[list[int]]] = {}
     for rank in range(world):
         for kind, number, batch in lines(file.with_name(f"{file.name}-{rank}")):  # type: ignore[misc]
-            if (kind, number) == (what, step):
+            if (kind, number) == (subject, step):
                 rows.setdefault(grid.coordinate(rank).tensor, []).extend(batch)
     return rows
 
@@ -74,27 +76,27 @@ def told(tiny: Path, file: Path, words: list[str], world: int, what: str, step: 
 @pytest.mark.parametrize(("loader", "axis"), [("local", "pipeline"), ("host", "tensor")])
 def test_the_engine_gets_each_sample_once(tiny: Path, tmp_path: Path, loader: str, axis: str) -> None:
     """Two data-parallel ranks are killed in mid-step; four go on in another layout, with another batch."""
-    one, first_world = ["--parallel.data=2"], 2
-    other, second_world = ["--parallel.data=2", f"--parallel.{axis}=2"], 4
+    single, first_world = ["--parallel.data=2"], 2
+    second, second_world = ["--parallel.data=2", f"--parallel.{axis}=2"], 4
     common = [f"--data.loader={loader}", "--train.micro_batch=1", "--train.steps=4"]
-    one = [*common, *one, "--train.global_batch=8"]
-    other = [*common, *other, "--train.global_batch=6"]
-    assert start(tiny, tmp_path / "one", one, first_world, dies=4) == [-signal.SIGKILL]
-    start(tiny, tmp_path / "other", other, second_world)
-    source = open_samples(load_config(tiny, other))
+    single = [*common, *single, "--train.global_batch=8"]
+    second = [*common, *second, "--train.global_batch=6"]
+    assert start(tiny, tmp_path / "one", single, first_world, dies=4) == [-signal.SIGKILL]
+    start(tiny, tmp_path / "other", second, second_world)
+    source = open_samples(load_config(tiny, second))
     resumed = json.loads((tmp_path / "runs" / "tiny" / "samples" / "ledger.jsonl").read_text().splitlines()[2])["count"]
     assert resumed == 6  # from the checkpoint of step 2, and not of 3
-    for file, words, world, steps in (
-        ("one", one, first_world, {1: (0, 8), 2: (8, 8), 3: (16, 8)}),
-        ("other", other, second_world, {3: (16, 6), 4: (22, 6)}),
+    for file, arguments, world, steps in (
+        ("one", single, first_world, {1: (0, 8), 2: (8, 8), 3: (16, 8)}),
+        ("other", second, second_world, {3: (16, 6), 4: (22, 6)}),
     ):
         for step, (first, count) in steps.items():
             samples = source.batch(first, count)
-            for what, due in (("tokens", samples[:, :-1]), ("targets", samples[:, 1:])):
-                by_tensor_rank = told(tiny, tmp_path / file, words, world, what, step)
+            for subject, due in (("tokens", samples[:, :-1]), ("targets", samples[:, 1:])):
+                by_tensor_rank = told(tiny, tmp_path / file, arguments, world, subject, step)
                 assert by_tensor_rank
                 for rows in by_tensor_rank.values():
-                    assert sorted(rows) == sorted(due.tolist()), (file, step, what)
+                    assert sorted(rows) == sorted(due.tolist()), (file, step, subject)
     ledger = lines(tmp_path / "runs" / "tiny" / "samples" / "ledger.jsonl")
     proof = check_ledger(ledger, source, full=True)
     assert (proof.faults, proof.missing, proof.recorded) == ([], [], 4)

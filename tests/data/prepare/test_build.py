@@ -30,26 +30,26 @@ def documents(folder: Path, count: int = 60) -> list[str]:
     return texts
 
 
-def decoded(prefix: Path, words: Tokenizer) -> list[str]:
+def decoded(prefix: Path, arguments: Tokenizer) -> list[str]:
     data = IndexedDataset(prefix)
     out = []
     for d in range(data.documents):
         ids = data.document(d).tolist()
-        assert ids[-1] == words.end_of_document
-        assert words.end_of_document not in ids[:-1]
-        out.append(words.decode(ids[:-1]))
+        assert ids[-1] == arguments.end_of_document
+        assert arguments.end_of_document not in ids[:-1]
+        out.append(arguments.decode(ids[:-1]))
     return out
 
 
 def test_folder_becomes_a_data_set(tmp_path: Path) -> None:
     texts = documents(tmp_path / "in")
-    made = build(tmp_path / "out", inputs=[tmp_path / "in"], vocab_size=300, held_out=0.2, progress=False)
-    words = load_run_tokenizer(DataConfig(train=[str(tmp_path / "out" / "train")]))
-    train, valid = decoded(tmp_path / "out/train", words), decoded(tmp_path / "out/valid", words)
+    built = build(tmp_path / "out", inputs=[tmp_path / "in"], vocab_size=300, held_out=0.2, progress=False)
+    arguments = load_run_tokenizer(DataConfig(train=[str(tmp_path / "out" / "train")]))
+    train, valid = decoded(tmp_path / "out/train", arguments), decoded(tmp_path / "out/valid", arguments)
     assert sorted(train + valid) == sorted(texts)
     assert 3 <= len(valid) <= 25
-    assert made.fresh
-    assert made.manifest == read_manifest(tmp_path / "out")
+    assert built.fresh
+    assert built.manifest == read_manifest(tmp_path / "out")
     part = find_part(tmp_path / "out/valid")
     assert part is not None
     assert part.compressed is not None
@@ -97,8 +97,8 @@ def test_files_of_another_maker_are_not_overwritten(tmp_path: Path) -> None:
 def test_a_data_set_inside_its_input_is_no_input(tmp_path: Path) -> None:
     documents(tmp_path / "in")
     ask = {"inputs": [tmp_path / "in"], "vocab_size": 300, "progress": False}
-    made = build(tmp_path / "in" / "out", **ask)
-    assert sum(part.documents for part in made.manifest.parts.values()) == 60
+    built = build(tmp_path / "in" / "out", **ask)
+    assert sum(part.documents for part in built.manifest.parts.values()) == 60
     assert not build(tmp_path / "in" / "out", **ask).fresh
 
 
@@ -106,8 +106,8 @@ def test_one_file_is_cut_at_its_tail(tmp_path: Path) -> None:
     text = "".join(f"line {i} of the only book\n" for i in range(400))
     (tmp_path / "book.txt").write_text(text)
     build(tmp_path / "out", inputs=[tmp_path / "book.txt"], vocab_size=300, held_out=0.1, progress=False)
-    words = load_tokenizer(tmp_path / "out/tokenizer.json")
-    (train,), (valid,) = decoded(tmp_path / "out/train", words), decoded(tmp_path / "out/valid", words)
+    arguments = load_tokenizer(tmp_path / "out/tokenizer.json")
+    (train,), (valid,) = decoded(tmp_path / "out/train", arguments), decoded(tmp_path / "out/valid", arguments)
     assert train + valid == text
     assert train.endswith("\n")
     assert 0.08 < len(valid) / len(text) < 0.12
@@ -120,12 +120,12 @@ def test_unusable_inputs(tmp_path: Path) -> None:
     (binary / "a.bin").write_bytes(bytes(range(256)) * 10)
     (binary / "b.txt").write_bytes(b"\xff\xfe\xfa not utf-8")
     (binary / "c.txt").write_text(" \n")
-    for where, says in [
+    for where, output in [
         (empty, "no files in"),
         (binary, r"files \(not UTF-8 text\): 2, files \(empty\): 1"),
         (tmp_path / "no", "not exist"),
     ]:
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=output):
             build(tmp_path / "out", inputs=[where], progress=False)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="exactly one"):
@@ -143,13 +143,13 @@ def test_existing_tokenizer_is_kept(tmp_path: Path) -> None:
 
 def test_stdlib_split_keeps_relatives_together() -> None:
     texts = stdlib.read_stdlib()
-    apart = stdlib.choose_held_out(texts)
+    separate = stdlib.choose_held_out(texts)
     size = sum(len(t.encode()) for t in texts.values())
     assert size <= stdlib.LARGEST
-    assert 0.05 <= sum(len(texts[n].encode()) for n in apart) / size <= 0.08
+    assert 0.05 <= sum(len(texts[n].encode()) for n in separate) / size <= 0.08
     assert not any("test" in name.split("/") or "site-packages" in name for name in texts)
     groups = stdlib.group_near_duplicates(texts)
-    assert {groups[n] for n in apart}.isdisjoint(groups[n] for n in texts if n not in apart)
+    assert {groups[n] for n in separate}.isdisjoint(groups[n] for n in texts if n not in separate)
     assert len({groups[n] for n in texts if n.startswith("encodings/")}) == 1
     assert groups["bz2.py"] == groups["lzma.py"] != groups["heapq.py"]
 

@@ -36,16 +36,16 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    words = [f"word{i}" for i in range(500)]
+    arguments = [f"word{i}" for i in range(500)]
     draw = np.random.default_rng(0)
     folder = tmp_path / "in"
     folder.mkdir()
     with open(folder / "a.jsonl", "w") as file:
         for i in range(600):
-            file.write(json.dumps({"text": f"{i}: " + " ".join(draw.choice(words, 40))}) + "\n")
+            file.write(json.dumps({"text": f"{i}: " + " ".join(draw.choice(arguments, 40))}) + "\n")
     for i in range(30):
-        (folder / f"b{i:02}.txt").write_text(f"{i}: " + " ".join(draw.choice(words, 300)))
-    train_tokenizer([" ".join(words)], 600).save(tmp_path / "tokenizer.json")
+        (folder / f"b{i:02}.txt").write_text(f"{i}: " + " ".join(draw.choice(arguments, 300)))
+    train_tokenizer([" ".join(arguments)], 600).save(tmp_path / "tokenizer.json")
     return folder
 
 
@@ -87,8 +87,8 @@ def wait_for(condition, seconds: float = 60) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for child processes in /proc")
 def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, corpus: Path, small: None, monkeypatch) -> None:
-    words = tmp_path / "tokenizer.json"
-    build(tmp_path / "whole", inputs=[corpus], tokenizer=words, workers=2, progress=False)
+    argv = tmp_path / "tokenizer.json"
+    build(tmp_path / "whole", inputs=[corpus], tokenizer=argv, workers=2, progress=False)
     # A pipe that nobody fills stops the build in the middle: workers are busy and some pieces are finished.
     os.mkfifo(tmp_path / "gate")
     gate = (
@@ -107,7 +107,7 @@ def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, corpus: Path, sma
         + "\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "patch"), *filter(None, sys.path)])}
-    arguments = [str(tmp_path / "out"), str(corpus), str(words), str(PIECE)]
+    arguments = [str(tmp_path / "out"), str(corpus), str(argv), str(PIECE)]
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], env=environment)
     parts = tmp_path / "out" / ".parts"
     finished = lambda: sorted(int(p.stem) for p in parts.glob("0*.json"))
@@ -129,7 +129,7 @@ def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, corpus: Path, sma
     monkeypatch.setattr(
         worker_pool, "encode_pieces", lambda pieces, *rest: (ran.extend(p.number for p in pieces), real(pieces, *rest))
     )
-    build(tmp_path / "out", inputs=[corpus], tokenizer=words, workers=2, progress=False)
+    build(tmp_path / "out", inputs=[corpus], tokenizer=argv, workers=2, progress=False)
     assert ran
     assert set(ran).isdisjoint(before)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -156,9 +156,9 @@ def test_a_kill_while_joining(tmp_path: Path, corpus: Path, monkeypatch) -> None
     monkeypatch.setattr(building, "IndexedWriter", Writer)
     with pytest.raises(Killed):
         build(tmp_path / "out", **ask)
-    left = contents_names(tmp_path / "out")
-    assert {"train.bin", "train.idx", ".parts"} < left
-    assert "dataset.json" not in left
+    remaining = contents_names(tmp_path / "out")
+    assert {"train.bin", "train.idx", ".parts"} < remaining
+    assert "dataset.json" not in remaining
     monkeypatch.setattr(building, "IndexedWriter", real)
     monkeypatch.setattr(building, "_clear", lambda out: None)  # and killed again, after the manifest
     build(tmp_path / "out", **ask)

@@ -47,14 +47,14 @@ def test_known_documents_are_split_by_bytes(sizes: list[int], share: float, repe
     assert size["valid"] <= 2 * share * total + len(texts)
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_large_document_among_small_ones(known: bool) -> None:
+@pytest.mark.parametrize("expected", [True, False])
+def test_a_large_document_among_small_ones(expected: bool) -> None:
     """It gives its end; whole, it would be most of the held-out text."""
     for number in range(40):  # whichever way its hash falls
         book = f"{number}\n" + "A line of the book, as long as others are.\n" * 20_000
         texts = [f"note {i}\n" + "word " * 30 for i in range(25)] + [book]
         total = sum(map(len, texts))
-        size = sides(of(texts, 0.05) if known else Split.by_share(0.05, total), texts)
+        size = sides(of(texts, 0.05) if expected else Split.by_share(0.05, total), texts)
         assert 0.04 < size["valid"] / total < 0.06
 
 
@@ -106,11 +106,11 @@ def share(manifest: Manifest) -> float:
     return size["valid"] / sum(size.values())
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("expected", [True, False])
 @pytest.mark.parametrize("books", [1, 3])
-def test_builds_of_few_books_keep_the_share(tmp_path: Path, known: bool, books: int, monkeypatch) -> None:
+def test_builds_of_few_books_keep_the_share(tmp_path: Path, expected: bool, books: int, monkeypatch) -> None:
     """Also where there is too much text to read beforehand."""
-    if not known:
+    if not expected:
         monkeypatch.setattr(builder, "_EXACT_SPLIT", 0)
     (tmp_path / "in").mkdir()
     for i in range(books):

@@ -80,41 +80,43 @@ def visible(text: str) -> int:
 
 @pytest.mark.parametrize("make", [lambda: byte_level([]), characters, word_piece, word_level, unigram])
 def test_what_a_tokenizer_cannot_represent_is_counted(tmp_path: Path, make) -> None:
-    words = loaded(make(), tmp_path)
-    assert words.loses_text
-    assert words.count_lost_bytes([ENGLISH, "", "\n"]) <= 1  # a line's end may be unknown to a byte-level vocabulary
+    arguments = loaded(make(), tmp_path)
+    assert arguments.loses_text
+    assert (
+        arguments.count_lost_bytes([ENGLISH, "", "\n"]) <= 1
+    )  # a line's end may be unknown to a byte-level vocabulary
     for text in (RUSSIAN, CHINESE):
-        assert words.count_lost_bytes([text]) == pytest.approx(visible(text), abs=4)
+        assert arguments.count_lost_bytes([text]) == pytest.approx(visible(text), abs=4)
         mixed = f"{ENGLISH} {text} {ENGLISH}"
-        assert words.count_lost_bytes([ENGLISH, mixed]) == pytest.approx(visible(text), abs=4)
+        assert arguments.count_lost_bytes([ENGLISH, mixed]) == pytest.approx(visible(text), abs=4)
 
 
 def test_text_is_not_lost_by_vocabularies_of_all_bytes(tmp_path: Path) -> None:
     assert not train_tokenizer([ENGLISH], 300).loses_text
-    whole = byte_level(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    assert not loaded(whole, tmp_path).loses_text
-    whole.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "_")])
-    assert not loaded(whole, tmp_path).loses_text
-    whole.normalizer = normalizers.Replace("river", "")
-    words = loaded(whole, tmp_path)
-    assert words.loses_text
-    assert words.count_lost_bytes([ENGLISH]) == len("river")
-    whole.normalizer = None
-    whole.pre_tokenizer = pre_tokenizers.Sequence(
+    full = byte_level(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    assert not loaded(full, tmp_path).loses_text
+    full.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "_")])
+    assert not loaded(full, tmp_path).loses_text
+    full.normalizer = normalizers.Replace("river", "")
+    arguments = loaded(full, tmp_path)
+    assert arguments.loses_text
+    assert arguments.count_lost_bytes([ENGLISH]) == len("river")
+    full.normalizer = None
+    full.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Punctuation("removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    words = loaded(whole, tmp_path)
-    assert words.loses_text
-    assert words.count_lost_bytes(["a, b!"]) == 2
+    arguments = loaded(full, tmp_path)
+    assert arguments.loses_text
+    assert arguments.count_lost_bytes(["a, b!"]) == 2
 
 
 def test_text_that_a_model_refuses_is_a_data_error(tmp_path: Path) -> None:
-    words = loaded(Library(models.WordLevel({"a": 0, "</s>": 1}, unk_token="[UNK]")), tmp_path)
-    assert words.encode("a") == [0]
+    arguments = loaded(Library(models.WordLevel({"a": 0, "</s>": 1}, unk_token="[UNK]")), tmp_path)
+    assert arguments.encode("a") == [0]
     with pytest.raises(
         DataError, match=r"tokenizer\.json cannot encode this text: .*use a tokenizer that has all bytes"
     ):
-        words.encode("river")
+        arguments.encode("river")
 
 
 def records(path: Path, texts: list[str]) -> Path:
@@ -151,9 +153,9 @@ def test_bits_per_byte_count_what_is_lost(tmp_path: Path) -> None:
     data = {"train": [str(tmp_path / "out/train")], "valid": str(tmp_path / "out/valid")}
     tree = {"model": model, "data": data, "train": {**train, "threads": 1, "device": "cpu"}}
     api.train(from_tree({**tree, "observe": {"tensorboard": False}}))
-    found = api.evaluate(tmp_path / "runs" / "a", device="cpu")
-    expected = bits_per_byte(found.loss, part.tokens, part.bytes) + 8 * part.lost_bytes / part.bytes
-    assert found.bits_per_byte == pytest.approx(expected)
+    result = api.evaluate(tmp_path / "runs" / "a", device="cpu")
+    expected = bits_per_byte(result.loss, part.tokens, part.bytes) + 8 * part.lost_bytes / part.bytes
+    assert result.bits_per_byte == pytest.approx(expected)
 
 
 def test_text_tokenised_on_the_fly_is_judged_at_the_start(tmp_path: Path) -> None:

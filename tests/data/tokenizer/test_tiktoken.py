@@ -34,23 +34,23 @@ def described(tmp_path: Path) -> Path:
 
 
 def test_rank_file_with_description(tmp_path: Path) -> None:
-    words = load_tokenizer(described(tmp_path))
-    assert isinstance(words, TiktokenTokenizer)
-    assert words.encode("the thing") == [257, 32, 256, 260]
-    assert (words.vocab_size, words.end_of_document) == (271, 270)
-    assert words.decode([*words.encode("in ✓"), 270]) == f"in ✓{END}"
-    assert 270 not in words.encode(END)
-    tokens, lengths = words.encode_documents(["the", "", END])
-    assert tokens.tolist() == [257, 270, 270, *words.encode(END), 270]
+    arguments = load_tokenizer(described(tmp_path))
+    assert isinstance(arguments, TiktokenTokenizer)
+    assert arguments.encode("the thing") == [257, 32, 256, 260]
+    assert (arguments.vocab_size, arguments.end_of_document) == (271, 270)
+    assert arguments.decode([*arguments.encode("in ✓"), 270]) == f"in ✓{END}"
+    assert 270 not in arguments.encode(END)
+    tokens, lengths = arguments.encode_documents(["the", "", END])
+    assert tokens.tolist() == [257, 270, 270, *arguments.encode(END), 270]
     assert lengths.tolist() == [2, 1, len(tokens) - 3]
 
 
 def test_saved_as_tokenizer_json_it_is_the_same(tmp_path: Path) -> None:
-    words = load_tokenizer(described(tmp_path))
-    words.save(tmp_path / "tokenizer.json")
-    again = load_tokenizer(tmp_path / "tokenizer.json")
-    assert again.to_json() == words.to_json()
-    assert again.encode("nothing in the text") == words.encode("nothing in the text")
+    arguments = load_tokenizer(described(tmp_path))
+    arguments.save(tmp_path / "tokenizer.json")
+    repeated = load_tokenizer(tmp_path / "tokenizer.json")
+    assert repeated.to_json() == arguments.to_json()
+    assert repeated.encode("nothing in the text") == arguments.encode("nothing in the text")
 
 
 def test_data_set_with_it(tmp_path: Path) -> None:
@@ -58,9 +58,9 @@ def test_data_set_with_it(tmp_path: Path) -> None:
     for i in range(40):
         (tmp_path / "in" / f"{i}.txt").write_text(f"the thing number {i}\n")
     build(tmp_path / "out", inputs=[tmp_path / "in"], tokenizer=described(tmp_path), progress=False)
-    words = load_tokenizer(tmp_path / "out" / "tokenizer.json")
+    arguments = load_tokenizer(tmp_path / "out" / "tokenizer.json")
     first = IndexedDataset(tmp_path / "out" / "train").document(0)
-    assert words.decode(first[:-1]) == "the thing number 0\n"
+    assert arguments.decode(first[:-1]) == "the thing number 0\n"
     assert first[-1] == 270
 
 
@@ -78,8 +78,8 @@ def published() -> dict[str, dict]:
 
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_published_encodings_are_known(tmp_path: Path, published: dict[str, dict], name: str) -> None:
-    words = load_tokenizer(rank_file(tmp_path / f"{name}.tiktoken"))
-    assert words.end_of_document == published[name]["special_tokens"][END]
+    arguments = load_tokenizer(rank_file(tmp_path / f"{name}.tiktoken"))
+    assert arguments.end_of_document == published[name]["special_tokens"][END]
 
 
 @given(text=st.text(st.sampled_from("aZé1 23\n\r\t'sS’LlVEve.,!/-ǅ中ा　 \u0301"), max_size=40) | st.text(max_size=40))
@@ -102,16 +102,16 @@ def both(name: str, pattern: str) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "output"),
     [
         ("YQ== 0\nnonsense\n", "line 2: 'nonsense'"),
         ("YQ== 0\n!! 1\n", "line 2"),
         ("YQ== 0\n", "no token for byte 0"),
     ],
 )
-def test_bad_rank_files(tmp_path: Path, content: str, says: str) -> None:
+def test_bad_rank_files(tmp_path: Path, content: str, output: str) -> None:
     (tmp_path / "r50k_base.tiktoken").write_text(content)
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=output):
         load_tokenizer(tmp_path / "r50k_base.tiktoken")
 
 
@@ -119,13 +119,13 @@ def test_bad_descriptions(tmp_path: Path) -> None:
     path = rank_file(tmp_path / "own.tiktoken")
     with pytest.raises(DataError, match=r"is unknown.*own\.json next to it"):
         load_tokenizer(path)
-    for record, says in [
+    for record, output in [
         ("{}", "does not describe"),
         ('{"pattern": "(", "special_tokens": {"<|endoftext|>": 300}}', "understands"),
         ('{"pattern": ".", "special_tokens": {"<pad>": 300}}', "no special token"),
     ]:
         (tmp_path / "own.json").write_text(record)
-        with pytest.raises(DataError, match=says):
+        with pytest.raises(DataError, match=output):
             load_tokenizer(path)
     (tmp_path / "tokenizer.json").write_text('{"kind": "megascale/tiktoken", "ranks": 5}')
     with pytest.raises(DataError, match="damaged"):

@@ -49,13 +49,13 @@ def test_documents_at_once_equal_one_by_one(texts: list[str]) -> None:
 
 def test_training_is_repeatable_and_saved_whole(tmp_path: Path) -> None:
     text = ["".join(f"x{i} = {i * 7919 % 1000}\n" for i in range(500))]
-    one, two = train_tokenizer(text, 600), train_tokenizer(text, 600)
-    assert one.to_json() == two.to_json()
-    one.save(tmp_path / "tokenizer.json")
+    first, second = train_tokenizer(text, 600), train_tokenizer(text, 600)
+    assert first.to_json() == second.to_json()
+    first.save(tmp_path / "tokenizer.json")
     read = load_tokenizer(tmp_path / "tokenizer.json")
-    assert read.encode(text[0]) == one.encode(text[0])
-    assert read.sha256 == one.sha256
-    assert len(one.encode(text[0])) < 0.7 * len(text[0])
+    assert read.encode(text[0]) == first.encode(text[0])
+    assert read.sha256 == first.sha256
+    assert len(first.encode(text[0])) < 0.7 * len(text[0])
 
 
 def test_end_of_document_is_found(tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def test_a_configured_end_survives_a_build(tmp_path: Path) -> None:
     (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<fin>"}))
     (tmp_path / "book.txt").write_text("".join(f"line {i}\n" for i in range(100)))
     build(tmp_path / "out", inputs=[tmp_path / "book.txt"], tokenizer=tmp_path / "tok/tokenizer.json", progress=False)
-    words = load_run_tokenizer(DataConfig(train=[str(tmp_path / "out" / "train")]))
-    assert words.decode([words.end_of_document]) == "<fin>"
+    arguments = load_run_tokenizer(DataConfig(train=[str(tmp_path / "out" / "train")]))
+    assert arguments.decode([arguments.end_of_document]) == "<fin>"
 
 
 def unigram() -> Library:
@@ -118,14 +118,14 @@ def test_other_kinds_of_hugging_face_files(tmp_path: Path, make) -> None:
     inner.no_truncation()
     inner.no_padding()
     expected = inner.encode(text, add_special_tokens=False).ids
-    words = load_tokenizer(tmp_path / "tokenizer.json")
-    assert words.encode(text) == expected
-    assert words.end_of_document == 1
-    assert words.vocab_size == inner.get_vocab_size()
-    tokens, lengths = words.encode_documents([text, "the"])
+    arguments = load_tokenizer(tmp_path / "tokenizer.json")
+    assert arguments.encode(text) == expected
+    assert arguments.end_of_document == 1
+    assert arguments.vocab_size == inner.get_vocab_size()
+    tokens, lengths = arguments.encode_documents([text, "the"])
     assert tokens[: lengths[0]].tolist() == [*expected, 1]
     if make is unigram:
-        assert words.decode(expected) == text
+        assert arguments.decode(expected) == text
 
 
 def word_level() -> Library:
@@ -145,8 +145,8 @@ def word_pieces_of_whole_words() -> Library:
 
 def byte_pairs(**settings: object) -> Library:
     """A vocabulary in which `</s>` is also what merges of characters come to, or a word as a whole."""
-    words = ["</s>", "<s>", "</", "s>", "the", "th", "hat", "ha", *"</>estha"]
-    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(words))}
+    arguments = ["</s>", "<s>", "</", "s>", "the", "th", "hat", "ha", *"</>estha"]
+    vocabulary = {word: number for number, word in enumerate(dict.fromkeys(arguments))}
     merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("<", "s>"), ("t", "h"), ("th", "e"), ("h", "a"), ("ha", "t")]
     inner = Library(models.BPE(vocabulary, [] if settings else merges, **settings))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -156,8 +156,8 @@ def byte_pairs(**settings: object) -> Library:
 
 def byte_pairs_with_a_prefix() -> Library:
     """Tokens inside a word are marked, as in WordPiece; a merge takes the mark away."""
-    words = ["</s>", "<s>", "t", "<", *(f"##{c}" for c in "/s>hea"), "##s>", "##/s>", "th", "the"]
-    vocabulary = {word: number for number, word in enumerate(words)}
+    arguments = ["</s>", "<s>", "t", "<", *(f"##{c}" for c in "/s>hea"), "##s>", "##/s>", "th", "the"]
+    vocabulary = {word: number for number, word in enumerate(arguments)}
     merges = [("##s", "##>"), ("##/", "##s>"), ("<", "##/s>"), ("t", "##h"), ("th", "##e")]
     inner = Library(models.BPE(vocabulary, merges, continuing_subword_prefix="##"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -191,20 +191,20 @@ def test_special_tokens_written_in_a_text_end_no_document(tmp_path: Path, make) 
         number = inner.token_to_id("<s>")
         inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", number)])
     inner.save(str(tmp_path / "tokenizer.json"))
-    words = load_tokenizer(tmp_path / "tokenizer.json")
+    arguments = load_tokenizer(tmp_path / "tokenizer.json")
     plain = "the hat the th"
-    assert words.encode(plain) == inner.encode(plain, add_special_tokens=False).ids
-    special = {words.end_of_document, *words.begin_of_prompt}
+    assert arguments.encode(plain) == inner.encode(plain, add_special_tokens=False).ids
+    special = {arguments.end_of_document, *arguments.begin_of_prompt}
     hostile = "the </s> hat <s> the </s><s> <unk> [UNK] th"
-    ids = words.encode(hostile)
+    ids = arguments.encode(hostile)
     assert not special & set(ids)
-    assert max(ids) < words.vocab_size == inner.get_vocab_size()
-    tokens, lengths = words.encode_documents([hostile, plain, "</s>"])
-    ends = np.flatnonzero(tokens == words.end_of_document)
+    assert max(ids) < arguments.vocab_size == inner.get_vocab_size()
+    tokens, lengths = arguments.encode_documents([hostile, plain, "</s>"])
+    ends = np.flatnonzero(tokens == arguments.end_of_document)
     assert ends.tolist() == (np.cumsum(lengths) - 1).tolist()
-    words.save(tmp_path / "again.json")
+    arguments.save(tmp_path / "again.json")
     assert load_tokenizer(tmp_path / "again.json").encode(hostile) == ids
-    assert words.decode([words.end_of_document]) == "</s>"
+    assert arguments.decode([arguments.end_of_document]) == "</s>"
 
 
 def with_begin(template: str, begin: str) -> Library:
@@ -219,23 +219,23 @@ def with_begin(template: str, begin: str) -> Library:
 def test_documents_begin_as_prompts_do(tmp_path: Path, template: str) -> None:
     """Continued training of Llama or Mistral without `<s>` would see texts begin as the model never met them."""
     with_begin(template, "<|begin|>").save(str(tmp_path / "tokenizer.json"))
-    words = load_tokenizer(tmp_path / "tokenizer.json")
-    begin = [words.vocab_size - 1] * template.split("$A")[0].count("<|begin|>")
-    assert list(words.begin_of_document) == begin
-    assert words.encode_prompt("spam") == [*begin, *words.encode("spam")]
+    arguments = load_tokenizer(tmp_path / "tokenizer.json")
+    begin = [arguments.vocab_size - 1] * template.split("$A")[0].count("<|begin|>")
+    assert list(arguments.begin_of_document) == begin
+    assert arguments.encode_prompt("spam") == [*begin, *arguments.encode("spam")]
     texts = ["def spam", "", "eggs"]
-    tokens, lengths = words.encode_documents(texts)
-    documents = [[*words.encode_prompt(text), words.end_of_document] for text in texts]
+    tokens, lengths = arguments.encode_documents(texts)
+    documents = [[*arguments.encode_prompt(text), arguments.end_of_document] for text in texts]
     assert tokens.tolist() == [i for document in documents for i in document]
     assert lengths.tolist() == [len(document) for document in documents]
 
 
 def test_a_begin_that_is_the_end_is_not_repeated(tmp_path: Path) -> None:
     with_begin(f"{END_OF_DOCUMENT} $A", END_OF_DOCUMENT).save(str(tmp_path / "tokenizer.json"))
-    words = load_tokenizer(tmp_path / "tokenizer.json")
-    assert words.encode_prompt("spam") == [words.end_of_document, *words.encode("spam")]
-    tokens, _ = words.encode_documents(["spam"])
-    assert tokens.tolist() == [*words.encode("spam"), words.end_of_document]
+    arguments = load_tokenizer(tmp_path / "tokenizer.json")
+    assert arguments.encode_prompt("spam") == [arguments.end_of_document, *arguments.encode("spam")]
+    tokens, _ = arguments.encode_documents(["spam"])
+    assert tokens.tolist() == [*arguments.encode("spam"), arguments.end_of_document]
 
 
 def test_a_data_set_begins_its_documents_as_the_template_says(tmp_path: Path) -> None:
@@ -245,10 +245,10 @@ def test_a_data_set_begins_its_documents_as_the_template_says(tmp_path: Path) ->
     built = build(
         tmp_path / "out", inputs=[tmp_path / "a.jsonl"], tokenizer=tmp_path / "tok/tokenizer.json", progress=False
     )
-    words = load_tokenizer(tmp_path / "out/tokenizer.json")
+    arguments = load_tokenizer(tmp_path / "out/tokenizer.json")
     data = IndexedDataset(tmp_path / "out/train")
-    assert all(data.document(d)[0] == words.begin_of_document[0] for d in range(data.documents))
-    assert built.manifest.tokenizer["begin_of_document"] == [words.vocab_size - 1]
+    assert all(data.document(d)[0] == arguments.begin_of_document[0] for d in range(data.documents))
+    assert built.manifest.tokenizer["begin_of_document"] == [arguments.vocab_size - 1]
     assert built.manifest.notes == ["each document begins with <|begin|>, as the tokenizer's template begins a prompt"]
 
 
@@ -269,8 +269,8 @@ def test_long_documents_are_cut_at_lines(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_unusable_files(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "binary.json").write_bytes(b"\xff\x00")
-    for name, says in [("bad.json", "cannot|can be read"), ("binary.json", "can be read"), ("no.json", "not exist")]:
-        with pytest.raises(DataError, match=says):
+    for name, output in [("bad.json", "cannot|can be read"), ("binary.json", "can be read"), ("no.json", "not exist")]:
+        with pytest.raises(DataError, match=output):
             load_tokenizer(tmp_path / name)
     with pytest.raises(DataError, match="is a folder"):
         load_tokenizer(tmp_path)

@@ -50,11 +50,13 @@ class Job:
         rows: list[tuple[Any, ...]] = []
         lengths, computes = [], []
         for step in range(steps):
-            took = self.graph.durations(FORWARD, BACKWARD, MOVE, MOVE)[:, None] * np.ones(replicas)
+            duration = self.graph.durations(FORWARD, BACKWARD, MOVE, MOVE)[:, None] * np.ones(replicas)
             computed = self.graph.kind <= ActionKind.BACKWARD
-            took[computed] *= factors[self.graph.stage[computed]] * (1 + noise * rng.random((computed.sum(), replicas)))
-            computes.append(took)
-            lengths.append(self._record(step, took, rows))
+            duration[computed] *= factors[self.graph.stage[computed]] * (
+                1 + noise * rng.random((computed.sum(), replicas))
+            )
+            computes.append(duration)
+            lengths.append(self._record(step, duration, rows))
         self.seconds = float(np.mean(lengths))
         mean = np.concatenate(computes, axis=1)
         normal = mean[:, 0].copy()
@@ -66,22 +68,22 @@ class Job:
             dict(zip((*names, "start", "duration"), map(np.array, zip(*rows, strict=True)), strict=True))
         )
 
-    def _record(self, step: int, took: np.ndarray[Any, Any], rows: list[tuple[Any, ...]]) -> float:
+    def _record(self, step: int, duration: np.ndarray[Any, Any], rows: list[tuple[Any, ...]]) -> float:
         graph, (stages, replicas) = self.graph, self.shape
-        timeline = replay_schedule(graph, took)
+        timeline = replay_schedule(graph, duration)
         computed = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
         last = np.zeros((stages, replicas))
         np.maximum.at(last, graph.stage[computed], timeline.end[computed])
         reduced = last.max(axis=1) + REDUCE
         for replica in range(replicas):
             order = np.lexsort((graph.kind, timeline.start[:, replica]))
-            seen: dict[tuple[str, int], int] = {}
+            observed: dict[tuple[str, int], int] = {}
 
             def row(kind: str, stage: int, begin: float, end: float, chunk: int = -1, batch: int = -1) -> None:
-                sequence = seen[kind, stage] = seen.get((kind, stage), -1) + 1  # noqa: B023
-                whole = chunk * stages + stage if batch >= 0 else -1
+                sequence = observed[kind, stage] = observed.get((kind, stage), -1) + 1  # noqa: B023
+                full = chunk * stages + stage if batch >= 0 else -1
                 rank = stage * replicas + replica  # noqa: B023
-                rows.append((replica, stage, rank, step, kind, sequence, chunk, batch, whole, begin, end - begin))  # noqa: B023
+                rows.append((replica, stage, rank, step, kind, sequence, chunk, batch, full, begin, end - begin))  # noqa: B023
 
             for n in order.tolist():
                 kind = ActionKind(int(graph.kind[n]))

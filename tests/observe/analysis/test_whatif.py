@@ -24,66 +24,66 @@ PUBLISHED = Path(os.environ.get("MEGASCALE_OTHERS_DATA", "../shared/data")) / "s
 def test_a_slow_worker_is_found_and_its_share_is_known(stages, virtual, microbatches):
     slow = stages // 2
     job = Job(stages, virtual, microbatches, replicas=4, slow={(slow, 1): 1.5})
-    found = analyse_trace(job.trace)
-    assert found.recorded == pytest.approx(job.seconds)
-    assert found.replayed == pytest.approx(job.seconds, rel=1e-9)
-    assert found.original == pytest.approx(job.seconds, rel=0.01)
-    assert found.ideal == pytest.approx(job.ideal, rel=0.01)
-    assert found.slow_down == pytest.approx(job.seconds / job.ideal, rel=0.01)
-    assert found.slowest == (slow * 4 + 1,)
-    assert found.worker_share > 0.9
-    assert np.unravel_index(found.scores.argmax(), found.scores.shape) == (slow, 1)
+    result = analyse_trace(job.trace)
+    assert result.recorded == pytest.approx(job.seconds)
+    assert result.replayed == pytest.approx(job.seconds, rel=1e-9)
+    assert result.original == pytest.approx(job.seconds, rel=0.01)
+    assert result.ideal == pytest.approx(job.ideal, rel=0.01)
+    assert result.slow_down == pytest.approx(job.seconds / job.ideal, rel=0.01)
+    assert result.slowest == (slow * 4 + 1,)
+    assert result.worker_share > 0.9
+    assert np.unravel_index(result.scores.argmax(), result.scores.shape) == (slow, 1)
     # Nothing else explains it.
-    others = {rank: part.explains for rank, part in found.ranks.items() if rank not in found.slowest}
-    assert max(others.values()) < 0.1
-    assert found.kinds["backward-compute"].explains > found.kinds["forward-compute"].explains > 0.1
+    peers = {rank: part.explains for rank, part in result.ranks.items() if rank not in result.slowest}
+    assert max(peers.values()) < 0.1
+    assert result.kinds["backward-compute"].explains > result.kinds["forward-compute"].explains > 0.1
 
 
 def test_a_slow_last_stage_is_the_stages_not_a_ranks():
     job = Job(4, 1, 8, replicas=4, slow={(3, replica): 1.4 for replica in range(4)})
-    found = analyse_trace(job.trace, ranks=(12, 0))
-    assert found.stage_share > 0.9
-    assert found.worker_share < 0.1
-    assert found.ranks[0].explains < 0.1
-    assert found.stages[3].alone > found.stages[0].alone
+    result = analyse_trace(job.trace, ranks=(12, 0))
+    assert result.stage_share > 0.9
+    assert result.worker_share < 0.1
+    assert result.ranks[0].explains < 0.1
+    assert result.stages[3].alone > result.stages[0].alone
 
 
 def test_two_slow_workers_share_the_blame():
     """Each is in another replica: making one normal changes next to nothing, both in one stage all."""
     job = Job(4, 1, 8, replicas=4, slow={(1, 0): 1.5, (1, 2): 1.5})
-    found = analyse_trace(job.trace)
-    assert {rank for rank, part in found.ranks.items() if part.alone > 1.2} == {4, 6}
-    assert found.stages[1].explains > 0.9
-    assert found.ranks[4].explains < 0.2
+    result = analyse_trace(job.trace)
+    assert {rank for rank, part in result.ranks.items() if part.alone > 1.2} == {4, 6}
+    assert result.stages[1].explains > 0.9
+    assert result.ranks[4].explains < 0.2
 
 
 def test_a_slow_tensor_peer_is_told_by_what_it_did_not_wait():
     """Peers of a compute end together: of the slow worker's, the one that has not waited is slow."""
-    one = Job(2, 1, 4, replicas=2, slow={(1, 1): 1.5}).trace
-    computes = np.isin(one.kind, ("forward-compute", "backward-compute")) & (one.rank == 3)
+    single = Job(2, 1, 4, replicas=2, slow={(1, 1): 1.5}).trace
+    computes = np.isin(single.kind, ("forward-compute", "backward-compute")) & (single.rank == 3)
     peers = [
-        replace(one, rank=one.rank * 2, waited=np.where(computes, one.duration / 3, 0.0)),
-        replace(one, rank=one.rank * 2 + 1),
+        replace(single, rank=single.rank * 2, waited=np.where(computes, single.duration / 3, 0.0)),
+        replace(single, rank=single.rank * 2 + 1),
     ]
     trace = OperationTrace(
-        **{name: np.concatenate([getattr(peer, name) for peer in peers]) for name in vars(one)},
+        **{name: np.concatenate([getattr(peer, name) for peer in peers]) for name in vars(single)},
     )
-    found = analyse_trace(trace, ranks=tuple(range(8)))
-    assert found.replayed == pytest.approx(found.recorded)
-    assert found.slowest == (7,)
-    assert found.ranks[7].explains > 0.8
-    assert found.ranks[6].explains == pytest.approx(0.0, abs=1e-9)
+    result = analyse_trace(trace, ranks=tuple(range(8)))
+    assert result.replayed == pytest.approx(result.recorded)
+    assert result.slowest == (7,)
+    assert result.ranks[7].explains > 0.8
+    assert result.ranks[6].explains == pytest.approx(0.0, abs=1e-9)
 
 
 def test_steps_that_differ_are_replayed_apart_and_broken_ones_left_out():
     long, short = Job(2, 1, 6, steps=2).trace, Job(2, 1, 4, steps=2).trace
     short = replace(short, step=short.step + 10)
-    both = OperationTrace(**{name: np.concatenate([getattr(long, name), getattr(short, name)]) for name in vars(long)})
-    graphs, left_out = build_graphs(both)
+    pair = OperationTrace(**{name: np.concatenate([getattr(long, name), getattr(short, name)]) for name in vars(long)})
+    graphs, left_out = build_graphs(pair)
     assert sorted(graph.steps for graph in graphs) == [(0, 1), (10, 11)]
     assert not left_out
-    lost = ~((both.step == 1) & (both.replica == 2) & (both.kind == "forward-send") & (both.sequence == 3))
-    graphs, left_out = build_graphs(both.select_rows(lost))
+    lost = ~((pair.step == 1) & (pair.replica == 2) & (pair.kind == "forward-send") & (pair.sequence == 3))
+    graphs, left_out = build_graphs(pair.select_rows(lost))
     assert sorted(graph.steps for graph in graphs) == [(0,), (10, 11)]
     assert left_out == {1: "its replicas do different numbers of operations"}
 
@@ -111,7 +111,7 @@ def test_a_trace_comes_back_from_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "output"),
     [
         ({"duration": [1.0, -1.0]}, "duration=-1.0"),
         ({"start": [0.0, np.nan]}, "start=nan"),
@@ -119,9 +119,9 @@ def test_a_trace_comes_back_from_its_file(tmp_path):
         ({"sequence": [0, -1]}, "sequence=-1"),
     ],
 )
-def test_rows_that_make_no_sense_are_named(change, says):
+def test_rows_that_make_no_sense_are_named(change, output):
     columns = {name: getattr(Job(1, 1, 1, 1, 1).trace, name)[:2] for name in vars(Job(1, 1, 1, 1, 1).trace)}
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=output):
         make_trace(columns | {name: np.array(value) for name, value in change.items()})
 
 
@@ -143,22 +143,22 @@ def test_many_ranks_take_seconds():
     """256 ranks, 20 steps of 32 micro-batches, every question: a share of the 5 s that a job of 128 ranks may take."""
     trace = Job(8, 1, 16, replicas=16, steps=4, slow={(2, 5): 1.3}, noise=0.05).trace
     begin = time.process_time()
-    found = analyse_trace(trace)
-    assert found.slowest[0] == 2 * 16 + 5
+    result = analyse_trace(trace)
+    assert result.slowest[0] == 2 * 16 + 5
     assert time.process_time() - begin < 20
 
 
 @pytest.mark.skipif(not (PUBLISHED / "trace-ST.parquet").is_file(), reason=f"ByteDance's trace is not in {PUBLISHED}")
 def test_the_published_trace_gives_the_published_result():
-    found = analyse_trace(read_trace(PUBLISHED / "trace-ST.parquet"))
+    output = analyse_trace(read_trace(PUBLISHED / "trace-ST.parquet"))
     result = json.loads((PUBLISHED / "result-ST.json").read_text())
     shares = json.loads((PUBLISHED / "ms-ST.json").read_text()) | json.loads((PUBLISHED / "mw-ST.json").read_text())
     recorded = np.mean(list(result["step_t_base"].values()))
-    assert (found.recorded, found.original, found.ideal) == pytest.approx(
+    assert (output.recorded, output.original, output.ideal) == pytest.approx(
         (recorded, shares["tori"], shares["tideal"]), rel=1e-4
     )
-    assert found.slow_down == pytest.approx(result["blocking_slowdown"], rel=1e-4)
-    assert (found.stage_share, found.worker_share) == pytest.approx((shares["Ms"], shares["Mw"]), rel=1e-3)
-    for name, parts in (("stage", found.stages), ("dp_rank", found.replicas), ("optype", found.kinds)):
+    assert output.slow_down == pytest.approx(result["blocking_slowdown"], rel=1e-4)
+    assert (output.stage_share, output.worker_share) == pytest.approx((shares["Ms"], shares["Mw"]), rel=1e-3)
+    for name, parts in (("stage", output.stages), ("dp_rank", output.replicas), ("optype", output.kinds)):
         theirs = result[f"blocking_decompose_by_{name}"]
         assert {str(key): part.alone for key, part in parts.items()} == pytest.approx(theirs, rel=1e-4)

@@ -41,9 +41,9 @@ def browser() -> Iterator[Any]:
     if program is None:
         pytest.skip("no chromium: apt-get install chromium, or name one in MEGASCALE_CHROMIUM")
     with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield found
-        found.close()
+        result = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield result
+        result.close()
 
 
 @pytest.fixture
@@ -53,12 +53,12 @@ def page(browser: Any) -> Iterator[Any]:
     Nothing moves on it: without a GPU a chip that pulses is a third of what a browser computes.
     """
     context = browser.new_context(viewport={"width": 1280, "height": 720}, reduced_motion="reduce")
-    made = context.new_page()
+    built = context.new_page()
     wrong: list[str] = []
-    made.on("pageerror", lambda error: wrong.append(str(error)))
-    made.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
-    made.set_default_timeout(30_000)
-    yield made
+    built.on("pageerror", lambda error: wrong.append(str(error)))
+    built.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
+    built.set_default_timeout(30_000)
+    yield built
     context.close()
     assert not wrong
 
@@ -89,12 +89,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (evil / "spans" / "host=0").mkdir(parents=True)
     write_metrics(evil, 10)
     with open(evil / "events.jsonl", "a") as out:
-        about = {"time": time.time(), "event": EVIL, "evidence": [EVIL], "nodes": [EVIL], "ranks": [EVIL], EVIL: EVIL}
-        out.write(strict_json.dumps(about) + "\n")
+        details = {"time": time.time(), "event": EVIL, "evidence": [EVIL], "nodes": [EVIL], "ranks": [EVIL], EVIL: EVIL}
+        out.write(strict_json.dumps(details) + "\n")
     with open(evil / "metrics.jsonl", "a") as out:
         out.write(strict_json.dumps({"step": 11, "loss": EVIL, EVIL: 1.0, "time": 1e300, "seconds": -1e300}) + "\n")
-    who = {"attempt": 0, "rank": 0, "hostname": EVIL, "device": EVIL, "tensor": 0, "pipeline": 0, "data": 0}
-    (evil / "spans" / "host=0" / "ranks.jsonl").write_text(strict_json.dumps(who) + "\n")
+    subject = {"attempt": 0, "rank": 0, "hostname": EVIL, "device": EVIL, "tensor": 0, "pipeline": 0, "data": 0}
+    (evil / "spans" / "host=0" / "ranks.jsonl").write_text(strict_json.dumps(subject) + "\n")
     (evil / "checkpoints" / f"step-3{EVIL.replace('/', '')}").mkdir(parents=True)
     damaged = folder / "damaged"
     (damaged / "spans" / "host=0").mkdir(parents=True)
@@ -115,17 +115,19 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
     folder = tmp_path_factory.mktemp("served")
     started: list[Forked] = []
 
-    def begin(place: Path, *words: str) -> str:
+    def begin(location: Path, *arguments: str) -> str:
         output = folder / f"{len(started)}.out"
-        access = [] if "--token-file" in words else ["--no-token"]
-        process = Forked(["dashboard", place, "--port=0", "--no-browser", *access, *words], output=output, cwd=folder)
+        access = [] if "--token-file" in arguments else ["--no-token"]
+        process = Forked(
+            ["dashboard", location, "--port=0", "--no-browser", *access, *arguments], output=output, cwd=folder
+        )
         started.append(process)
         deadline = time.monotonic() + 60
-        while not (found := re.search(r"dashboard of .*: (https?://\S+)\n", output.read_text())):
+        while not (result := re.search(r"dashboard of .*: (https?://\S+)\n", output.read_text())):
             assert process.poll() is None, output.read_text()
             assert time.monotonic() < deadline, output.read_text()
             time.sleep(0.02)
-        return found[1]
+        return result[1]
 
     yield begin
     for process in started:

@@ -107,22 +107,22 @@ def copied(sound: Path) -> Callable[[], Path]:
 
 def look(run: Path, questions: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """Ask; anything but an answer or a sentence fails. Returns the answers."""
-    asked, answers = Questions(Sources(job_view.describe_job, job_view.describe_nodes, run_plan), "320MB"), {}
+    requested, answers = Questions(Sources(job_view.describe_job, job_view.describe_nodes, run_plan), "320MB"), {}
     try:
-        for question, about in questions:
+        for question, details in questions:
             try:
-                answers[question] = json.loads(asked._answer(question, run, about))
+                answers[question] = json.loads(requested._answer(question, run, details))
             except MegascaleError as error:
                 assert str(error)
     finally:
-        for tables, _, _ in asked._tables.values():
+        for tables, _, _ in requested._tables.values():
             tables.close()
     return answers
 
 
-def command(*words: object) -> None:
+def command(*arguments: object) -> None:
     """Run a command; anything but its end or a sentence fails."""
-    done = CliRunner().invoke(app, [str(word) for word in words])
+    done = CliRunner().invoke(app, [str(word) for word in arguments])
     if not isinstance(done.exception, MegascaleError | SystemExit | None):
         raise done.exception
 
@@ -156,9 +156,9 @@ def test_views_of_damaged_metrics_and_events(copied, sound, metrics):
 )
 def test_an_overview_before_the_first_step(tmp_path, text):
     (tmp_path / "events.jsonl").write_text(text + "\n")
-    now = look(tmp_path, OF_FILES)["overview"]["now"]
-    assert 0 <= now["attempt"] <= 1
-    assert now["step"] == 0
+    current = look(tmp_path, OF_FILES)["overview"]["now"]
+    assert 0 <= current["attempt"] <= 1
+    assert current["step"] == 0
 
 
 @settings(max_examples=25)

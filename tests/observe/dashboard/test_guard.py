@@ -41,21 +41,21 @@ async def inside(scope, receive, send):
 
 
 def ask(guard: Guard, method: str = "GET", path: str = "/api/runs", **headers: str) -> tuple[int, dict[bytes, bytes]]:
-    given = {"host": "127.0.0.1:8265"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    inputs = {"host": "127.0.0.1:8265"} | {name.replace("_", "-"): value for name, value in headers.items()}
     scope = {
         "type": "http", "method": method, "path": path,
-        "headers": [(name.encode(), value.encode("latin-1")) for name, value in given.items()],
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in inputs.items()],
     }  # fmt: skip
-    said: list[dict] = []
+    output: list[dict] = []
 
     async def send(message):
-        said.append(message)
+        output.append(message)
 
     async def run():
         await guard(scope, None, send)
 
     asyncio.run(run())
-    return said[0]["status"], dict(said[0]["headers"])
+    return output[0]["status"], dict(output[0]["headers"])
 
 
 @pytest.fixture
@@ -64,9 +64,9 @@ def guard() -> Guard:
 
 
 def test_every_answer_carries_the_policy(guard):
-    for found in (ask(guard), ask(guard, host="evil.example")):
-        assert found[1][b"content-security-policy"] == POLICY.encode()
-        assert found[1][b"x-content-type-options"] == b"nosniff"
+    for match in (ask(guard), ask(guard, host="evil.example")):
+        assert match[1][b"content-security-policy"] == POLICY.encode()
+        assert match[1][b"x-content-type-options"] == b"nosniff"
     assert "unsafe" not in POLICY
     assert "*" not in POLICY
     assert "http" not in POLICY
@@ -141,11 +141,11 @@ def test_the_command_keeps_its_token_and_its_folder(serve, runs, tmp_path):
     assert get(f"{address}api/runs")[0] == 401
     shown = {"Authorization": f"Bearer {token.read_text()}"}
     assert get(f"{address}api/runs", **shown)[1]["runs"] == ["calm"]
-    for asked in ("../other", "other", "%2e%2e%2fother", "calm%00"):
-        status, told = get(f"{address}api/overview?run={asked}", **shown)
-        assert (status, "there is no run" in told["detail"]) == (404, True), asked
-    for asked in ("timeline?run=calm&view=up", "heat?run=calm&figure=x", "series?run=calm&key=loss&x=loss"):
-        assert get(f"{address}api/{asked}", **shown)[0] == 400, asked
+    for requested in ("../other", "other", "%2e%2e%2fother", "calm%00"):
+        status, report = get(f"{address}api/overview?run={requested}", **shown)
+        assert (status, "there is no run" in report["detail"]) == (404, True), requested
+    for requested in ("timeline?run=calm&view=up", "heat?run=calm&figure=x", "series?run=calm&key=loss&x=loss"):
+        assert get(f"{address}api/{requested}", **shown)[0] == 400, requested
     assert get(f"{address}api/heat?run=calm&first=-1", **shown)[0] == 422
 
 
@@ -182,21 +182,21 @@ def test_a_browser_is_started_without_the_token_among_its_words(tmp_path, monkey
 
 
 def test_wrong_words_on_the_command_line(megascale, runs, tmp_path):
-    for words, code, said in (
+    for arguments, code, output in (
         (["dashboard", tmp_path / "none"], 4, "is not a folder"),
         (["dashboard", runs, "--host", "0.0.0.0"], 2, "--token-file"),
         (["dashboard", runs, "--host", "0.0.0.0", "--no-token"], 2, "without a token"),
     ):
-        done = megascale(*words)
+        done = megascale(*arguments)
         assert done.returncode == code
-        assert said in done.stderr
+        assert output in done.stderr
 
 
 def test_a_server_that_is_killed_leaves_nobody_behind(runs, tmp_path):
     """Its query processes end with it; Ctrl-C ends it with exit code 130."""
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
-        words = ["dashboard", runs, "--port=0", "--no-browser"]
-        process = Forked(words, output=tmp_path / "out", cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
+        arguments = ["dashboard", runs, "--port=0", "--no-browser"]
+        process = Forked(arguments, output=tmp_path / "out", cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
         until(lambda: "dashboard of" in (tmp_path / "out").read_text())
         until(lambda process=process: len(children(process.pid)) >= 2)
         workers = children(process.pid)
@@ -231,8 +231,8 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def until(there) -> None:
+def until(present) -> None:
     deadline = time.monotonic() + 60
-    while not there():
+    while not present():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -23,9 +23,9 @@ def test_a_look_that_fails_in_any_way_goes_on(monkeypatch, caplog):
     async def watch() -> list[bytes]:
         stream = LiveUpdates(pulse).stream(["a"])
         async with asyncio.timeout(30.0):
-            told = [await anext(stream) for _ in range(4)]
+            report = [await anext(stream) for _ in range(4)]
         await stream.aclose()
-        return told
+        return report
 
     _, first, failed, then = asyncio.run(watch())
     assert b'"rows": 1' in first

@@ -38,11 +38,11 @@ def row(page, node: str):
     return page.locator("section[aria-label=nodes] tr", has=page.get_by_role("button", name=node, exact=True))
 
 
-def order(page, button: str, token: str, says: str, why: str = "tried from the page") -> None:
+def order(page, button: str, token: str, output: str, why: str = "tried from the page") -> None:
     """Press a button, read what it will do, show the token, and do it."""
     page.get_by_role("button", name=button, exact=True).click()
     dialog = page.get_by_role("dialog")
-    expect(dialog).to_contain_text(says)
+    expect(dialog).to_contain_text(output)
     dialog.get_by_label("why").fill(why)
     dialog.get_by_label("acting token").fill(token)
     dialog.locator("button:not([type=button])").click()
@@ -105,9 +105,9 @@ def test_a_person_finds_and_evicts_a_slow_node_and_sees_who_stands_still(page, l
         for _ in range(20):
             page.get_by_role("button", name="Look for a hang").click()
             page.wait_for_selector("section[aria-label=hang]:not([aria-busy])")
-            if "a process is stopped" in (told := verdict.inner_text()):
+            if "a process is stopped" in (report := verdict.inner_text()):
                 break
-        assert "a process is stopped" in told
+        assert "a process is stopped" in report
         # Who looks again reads on meanwhile.
         page.get_by_role("button", name="Look for a hang").click()
         assert "It began with" in verdict.inner_text()

@@ -24,37 +24,37 @@ from tests.observe.dashboard.conftest import JOB, SLOW, STEPS
 
 @pytest.fixture(scope="module")
 def tables(runs):
-    with SpanTables(runs / "calm", threads=1) as found:
-        yield found
+    with SpanTables(runs / "calm", threads=1) as result:
+        yield result
 
 
 def test_the_slow_rank_is_the_outlier(tables):
-    found = rank_values.make_heat_map(tables, "", None, None)
-    assert found["figure"]["name"] == "own.step"
-    assert found["steps"] == {"first": 1, "last": STEPS, "low": 1, "high": STEPS}
-    assert [one["rank"] for one in found["outliers"]] == [SLOW]
-    assert found["among"] == "stage"
-    assert found["rank"] == list(range(JOB.world))
-    assert len(found["hosts"]) == JOB.world // 8
-    assert found["outliers"][0]["host"] == found["hosts"][0] == "node-0000"
-    places = {(t, p, d) for t, p, d in zip(found["tensor"], found["pipeline"], found["data"], strict=True)}
-    assert len(places) == JOB.world
+    result = rank_values.make_heat_map(tables, "", None, None)
+    assert result["figure"]["name"] == "own.step"
+    assert result["steps"] == {"first": 1, "last": STEPS, "low": 1, "high": STEPS}
+    assert [item["rank"] for item in result["outliers"]] == [SLOW]
+    assert result["among"] == "stage"
+    assert result["rank"] == list(range(JOB.world))
+    assert len(result["hosts"]) == JOB.world // 8
+    assert result["outliers"][0]["host"] == result["hosts"][0] == "node-0000"
+    locations = {(t, p, d) for t, p, d in zip(result["tensor"], result["pipeline"], result["data"], strict=True)}
+    assert len(locations) == JOB.world
 
 
 def test_values_are_means_of_a_step(tables):
-    mine = tables.query(
+    local = tables.query(
         "SELECT rank, (sum(total_ns) - sum(waited_ns)) / 1e9 / count(*) AS own FROM rollups WHERE action = 'step' "
         "GROUP BY rank ORDER BY rank"
     )
     ranks = rank_values.read_ranks(tables)
-    np.testing.assert_allclose(rank_values.read_values(tables, "own.step", 1, STEPS, ranks), mine["own"])
-    told = rank_values.read_rank_figures(tables, SLOW, None, None)["rows"]
-    (step,) = [row for row in told if row[0] == "step"]
-    assert step[2] - step[3] == pytest.approx(mine["own"][SLOW])
+    np.testing.assert_allclose(rank_values.read_values(tables, "own.step", 1, STEPS, ranks), local["own"])
+    report = rank_values.read_rank_figures(tables, SLOW, None, None)["rows"]
+    (step,) = [row for row in report if row[0] == "step"]
+    assert step[2] - step[3] == pytest.approx(local["own"][SLOW])
     past = rank_values.read_rank_history(tables, "own.step", SLOW)
     assert past["step"] == list(range(1, STEPS + 1))
     assert past["own"] == past["high"]
-    assert np.mean(past["own"]) == pytest.approx(mine["own"][SLOW], rel=1e-4)
+    assert np.mean(past["own"]) == pytest.approx(local["own"][SLOW], rel=1e-4)
 
 
 def test_what_is_no_figure_is_refused(tables):
@@ -71,8 +71,8 @@ def test_what_is_no_figure_is_refused(tables):
 def test_a_rank_far_off_is_found_whatever_the_spread(seed, ranks, spread):
     values = 1 + spread * np.random.default_rng(seed).standard_normal(ranks).clip(-3, 3)
     values[ranks // 2] = 1 + 40 * spread
-    found = rank_values.find_outliers(values, np.zeros(ranks, int))
-    assert found.outliers[0] == ranks // 2
+    result = rank_values.find_outliers(values, np.zeros(ranks, int))
+    assert result.outliers[0] == ranks // 2
 
 
 def test_stages_are_compared_each_for_itself():
@@ -82,18 +82,18 @@ def test_stages_are_compared_each_for_itself():
     values[3] = 1.5  # between the stages, and far from its own
     assert rank_values.find_outliers(values, stage).outliers == [3]
     assert rank_values.find_outliers(values, stage, "job").outliers == []
-    few = rank_values.find_outliers(np.array([1.0, 1.0, 9.0]), np.zeros(3, int))
-    assert few.outliers == []
-    assert np.isnan(few.z).all()
-    same = rank_values.find_outliers(np.array([1.0] * 7 + [1.2]), np.zeros(8, int))
-    assert same.outliers == [7]
+    small = rank_values.find_outliers(np.array([1.0, 1.0, 9.0]), np.zeros(3, int))
+    assert small.outliers == []
+    assert np.isnan(small.z).all()
+    equal = rank_values.find_outliers(np.array([1.0] * 7 + [1.2]), np.zeros(8, int))
+    assert equal.outliers == [7]
 
 
 def test_slow_machines_are_judged_in_the_same_window(tables):
-    found = answer_stragglers(tables, None, None)
-    assert [one["rank"] for one in found["ranks"]] == [SLOW]
-    assert found["ranks"][0]["slower"] == pytest.approx(0.1, abs=0.04)
-    assert found["ranks"][0]["evidence"]
+    result = answer_stragglers(tables, None, None)
+    assert [item["rank"] for item in result["ranks"]] == [SLOW]
+    assert result["ranks"][0]["slower"] == pytest.approx(0.1, abs=0.04)
+    assert result["ranks"][0]["evidence"]
     assert answer_stragglers(tables, 2, 9)["steps"] == {"first": 2, "last": 9}
 
 

@@ -37,8 +37,8 @@ def test_each_whole_line_is_read_once_and_damage_is_counted(tmp_path):
     assert tail.read_new_records() == (False, [])
     with open(file, "ab") as out:
         out.write(b": 3}\n\xff\xff\n[1]\n" + b"[" * 5000 + b"\n" + b"x" * (3 << 20) + b'\n{"a": "NaN"}\n')
-    (found,) = [record for record in tail.read_new_records()[1] if record["a"] != 3]
-    assert math.isnan(found["a"])
+    (result,) = [record for record in tail.read_new_records()[1] if record["a"] != 3]
+    assert math.isnan(result["a"])
     assert tail.damaged == 4
     file.write_text('{"a": 9}\n')  # written anew
     assert tail.read_new_records() == (True, [{"a": 9}])
@@ -95,11 +95,11 @@ def test_values_that_are_none_make_gaps_and_are_named(tmp_path):
 @given(st.integers(2, 40), st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300))
 def test_make_buckets_keep_the_extremes(points, values):
     ys = np.array(values)
-    found = _make_buckets(np.arange(len(ys), dtype=float), ys, points)
-    assert len(found["x"]) == min(points, len(ys))
-    assert found["x"] == sorted(found["x"])
-    assert np.isclose(min(found["low"]), ys.min(), rtol=1e-5)
-    assert np.isclose(max(found["high"]), ys.max(), rtol=1e-5)
+    result = _make_buckets(np.arange(len(ys), dtype=float), ys, points)
+    assert len(result["x"]) == min(points, len(ys))
+    assert result["x"] == sorted(result["x"])
+    assert np.isclose(min(result["low"]), ys.min(), rtol=1e-5)
+    assert np.isclose(max(result["high"]), ys.max(), rtol=1e-5)
 
 
 def test_the_time_of_a_run_is_told_by_cause(tmp_path):
@@ -116,36 +116,36 @@ def test_the_time_of_a_run_is_told_by_cause(tmp_path):
         {"event": "process_exit", "time": 130.0}, {"event": "hang", "time": 130.0},
         {"event": "attempt_started", "time": 142.0}, {"event": "resumed", "time": 144.0}, {"event": "x", "time": "NaN"},
     ]  # fmt: skip
-    found = measure_effective_time(metrics.read_columns(), events)
-    assert found.total == pytest.approx(60.0)
-    assert sum(found.seconds.values()) == pytest.approx(60.0)
-    assert found.seconds == pytest.approx(
+    result = measure_effective_time(metrics.read_columns(), events)
+    assert result.total == pytest.approx(60.0)
+    assert sum(result.seconds.values()) == pytest.approx(60.0)
+    assert result.seconds == pytest.approx(
         {
             TRAINING: 12.0, "stopped: hang": 30.0, "starting and loading": 8.0, "waiting for nodes": 5.0,
             "repeated steps": 3.0, "saving checkpoints": 2.0,
         }
     )  # fmt: skip
-    assert found.share == pytest.approx(0.2)
+    assert result.share == pytest.approx(0.2)
     # The same with the job done and launched again 20 s later; an alert is no cause.
     events[5:6] = [
         {"event": "hang", "time": 130.0, "action": "alert"}, {"event": "driver_ended", "time": 115.0},
         {"event": "driver_started", "time": 135.0},
     ]  # fmt: skip
-    again = measure_effective_time(metrics.read_columns(), sorted(events, key=lambda one: float(one["time"])))
-    assert again.total == pytest.approx(60.0)
-    assert again.seconds["not running"] == pytest.approx(20.0)
-    assert again.seconds["stopped: process ended"] == pytest.approx(10.0)
+    repeated = measure_effective_time(metrics.read_columns(), sorted(events, key=lambda one: float(one["time"])))
+    assert repeated.total == pytest.approx(60.0)
+    assert repeated.seconds["not running"] == pytest.approx(20.0)
+    assert repeated.seconds["stopped: process ended"] == pytest.approx(10.0)
     later = measure_effective_time(metrics.read_columns(), events, current_time=170.0)
     assert later.total == pytest.approx(80.0)
     assert math.isnan(measure_effective_time({}, []).share)
 
 
 @pytest.mark.parametrize(
-    ("asked", "cause"),
+    ("requested", "cause"),
     [(("paused",), "stopped: paused by a person"), (("eviction_asked",), "stopped: node evicted by a person"),
      (("updated", "restarted"), "stopped: settings changed by a person"), ((), "stopped: interrupted")],
 )  # fmt: skip
-def test_what_a_person_asked_for_is_the_cause_though_steps_followed(tmp_path, asked, cause):
+def test_what_a_person_asked_for_is_the_cause_though_steps_followed(tmp_path, requested, cause):
     """Asked at 103, the trainers save behind step 5 and end at 106; they are started again at 126 and load for 4 s."""
     file = tmp_path / "metrics.jsonl"
     rows = [(n, 100.0 + n) for n in range(1, 6)] + [(n, 125.0 + n) for n in range(6, 8)]
@@ -156,17 +156,17 @@ def test_what_a_person_asked_for_is_the_cause_though_steps_followed(tmp_path, as
         {"event": "driver_started", "time": 98.0}, {"event": "attempt_started", "time": 99.0},
         {"event": "run_started", "time": 99.5},
         {"event": "eviction_asked", "time": 101.5}, {"event": "node_evicted", "time": 101.6},  # it had no ranks
-        *({"event": each, "time": 103.0} for each in asked),
+        *({"event": each, "time": 103.0} for each in requested),
         {"event": "checkpoint_saved", "time": 105.5}, {"event": "interrupted", "time": 106.0},
         {"event": "attempt_started", "time": 126.0}, {"event": "resumed", "time": 129.0},
     ]  # fmt: skip
-    found = measure_effective_time(metrics.read_columns(), events)
-    assert found.seconds == pytest.approx(
+    result = measure_effective_time(metrics.read_columns(), events)
+    assert result.seconds == pytest.approx(
         {TRAINING: 7.0, cause: 21.0, "starting and loading": 5.0, "waiting for nodes": 1.0}
     )
     # Without a driver nobody is at work meanwhile.
     alone = measure_effective_time(
-        metrics.read_columns(), [one for one in events if one["event"] in ("interrupted", "resumed")]
+        metrics.read_columns(), [item for item in events if item["event"] in ("interrupted", "resumed")]
     )
     assert alone.seconds == pytest.approx(
         {TRAINING: 7.0, "not running": 23.0, "stopped: interrupted": 1.0, "starting and loading": 1.0}
@@ -184,9 +184,9 @@ def test_a_run_without_a_driver_says_whether_it_lives(tmp_path):
     reader = RunReader(tmp_path, lambda run: None)
     add(tmp_path / "metrics.jsonl", {"step": 3, "loss": 1.0, "time": 1e9, "seconds": 1})
     add(tmp_path / "events.jsonl", {"event": "run_started", "time": 1e9 - 5, "attempt": 2})
-    assert (now := reader.overview()["now"])["phase"] == "silent"
-    assert now["attempt"] == 2
-    assert not now["alive"]
+    assert (current := reader.overview()["now"])["phase"] == "silent"
+    assert current["attempt"] == 2
+    assert not current["alive"]
     add(tmp_path / "events.jsonl", {"event": "run_finished", "time": 1e9 + 1})
     assert reader.overview()["now"]["phase"] == "done"
     add(tmp_path / "events.jsonl", {"event": "resumed", "time": 1e9 + 9})
@@ -201,9 +201,9 @@ def test_a_checkpoint_and_the_evaluation_after_it_are_told_apart(tmp_path):
     metrics.refresh()
     saved = [{"event": "run_started", "time": 100.0}, {"event": "checkpoint_saved", "time": 107.0}]
     ended = [*saved, {"event": "evaluated", "time": 113.0}, {"event": "run_finished", "time": 113.5}]
-    found = measure_effective_time(metrics.read_columns(), ended)
+    result = measure_effective_time(metrics.read_columns(), ended)
     parts = {TRAINING: 5.0, "evaluation": 6.0, "saving checkpoints": 2.0}
-    assert found.seconds == pytest.approx(parts | {"between steps": 0.5})
+    assert result.seconds == pytest.approx(parts | {"between steps": 0.5})
     alive = measure_effective_time(metrics.read_columns(), saved, current_time=113.0, activity="evaluation")
     assert alive.seconds == pytest.approx(parts)
     assert measure_effective_time(
@@ -217,21 +217,21 @@ def test_a_checkpoint_and_the_evaluation_after_it_are_told_apart(tmp_path):
 
 def test_what_a_run_does_now_is_its_status(tmp_path):
     """An evaluation that takes longer than any step is no silence, and is not called what the last event ended."""
-    now = time.time()
-    add(tmp_path / "metrics.jsonl", {"step": 5, "loss": 1.0, "time": now - 3600.0, "seconds": 1.0})
-    add(tmp_path / "events.jsonl", {"event": "run_started", "time": now - 3601.0, "attempt": 0})
-    add(tmp_path / "events.jsonl", {"event": "checkpoint_saved", "time": now - 3599.0, "attempt": 0})
+    current = time.time()
+    add(tmp_path / "metrics.jsonl", {"step": 5, "loss": 1.0, "time": current - 3600.0, "seconds": 1.0})
+    add(tmp_path / "events.jsonl", {"event": "run_started", "time": current - 3601.0, "attempt": 0})
+    add(tmp_path / "events.jsonl", {"event": "checkpoint_saved", "time": current - 3599.0, "attempt": 0})
     calls, status = CallLog(tmp_path / "status", 0, 1), StatusFile(tmp_path / "status", 0)
     status.update("evaluate", 5)
-    found = RunReader(tmp_path, lambda run: None).overview()
-    assert (found["now"]["phase"], found["now"]["alive"]) == ("running", True)
-    assert found["effective"]["seconds"]["evaluation"] == pytest.approx(3599.0, abs=60.0)
-    assert found["effective"]["seconds"]["saving checkpoints"] == pytest.approx(1.0)
+    result = RunReader(tmp_path, lambda run: None).overview()
+    assert (result["now"]["phase"], result["now"]["alive"]) == ("running", True)
+    assert result["effective"]["seconds"]["evaluation"] == pytest.approx(3599.0, abs=60.0)
+    assert result["effective"]["seconds"]["saving checkpoints"] == pytest.approx(1.0)
     calls.close()  # a process that has ended maps nothing
     status.close()
-    found = RunReader(tmp_path, lambda run: None).overview()
-    assert found["now"]["phase"] == "silent"
-    assert "evaluation" not in found["effective"]["seconds"]
+    result = RunReader(tmp_path, lambda run: None).overview()
+    assert result["now"]["phase"] == "silent"
+    assert "evaluation" not in result["effective"]["seconds"]
 
 
 def test_only_runs_of_the_folder_can_be_asked_for(tmp_path):

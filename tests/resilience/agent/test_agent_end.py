@@ -54,9 +54,9 @@ class Driver:
     def record_refusal(self, peer: str, node: str, why: str) -> None: ...
 
 
-async def until(seen: Callable[[], Any]) -> None:
+async def until(observed: Callable[[], Any]) -> None:
     async with asyncio.timeout(30.0):
-        while not seen():
+        while not observed():
             await asyncio.sleep(0.005)
 
 
@@ -72,9 +72,9 @@ def play(folder: Path, monkeypatch: pytest.MonkeyPatch, scene: Scene, lease: flo
 
     async def work() -> None:
         server = AgentServer("job", TOKEN, driver, driver)
-        place = await server.open("127.0.0.1", 0)
+        location = await server.open("127.0.0.1", 0)
         limits = ResilienceConfig(interval=10.0, window=30.0, agent_lease=lease)
-        write_job(folder, JobDescription("job", 1, place, limits, str(folder / "run"), shared=True), TOKEN)
+        write_job(folder, JobDescription("job", 1, location, limits, str(folder / "run"), shared=True), TOKEN)
         agent = Agent("n0", folder, "127.0.0.1", "")
         rank = agent.trainers.trainers[0] = TrainerProcess(0, folder / "log", 0)
         life = asyncio.create_task(agent.run())

@@ -66,7 +66,7 @@ class Nvml:
     def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
         return self._ask(handle, 500_000)
 
-    def nvmlDeviceGetTotalEccErrors(self, handle: str, kind: int, since: int) -> int:
+    def nvmlDeviceGetTotalEccErrors(self, handle: str, kind: int, start: int) -> int:
         raise NvmlError(self.NVML_ERROR_NOT_SUPPORTED)
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:
@@ -165,37 +165,37 @@ def test_a_recovery_action_is_read_where_there_is_one(nvml):
         health.close()
 
 
-@pytest.mark.parametrize(("visible", "mine"), [("1", {1}), ("GPU-a", {0}), ("", set()), ("0,1", {0, 1})])
-def test_a_neighbours_device_is_not_this_nodes(nvml, monkeypatch, visible, mine):
+@pytest.mark.parametrize(("visible", "local"), [("1", {1}), ("GPU-a", {0}), ("", set()), ("0,1", {0, 1})])
+def test_a_neighbours_device_is_not_this_nodes(nvml, monkeypatch, visible, local):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     health = GpuHealth(nvml)
-    assert {g.index for g in taken(health)} == mine
+    assert {g.index for g in taken(health)} == local
     health.close()
 
 
 def test_a_driver_that_does_not_answer_holds_no_heartbeat_up_and_is_told(nvml, monkeypatch):
-    now, answers, asked = [100.0], threading.Event(), threading.Event()
+    current, answers, requested = [100.0], threading.Event(), threading.Event()
     real = nvml.nvmlDeviceGetTemperature
 
     def hangs(handle: str, kind: int) -> int:
-        asked.set()
+        requested.set()
         assert answers.wait(10)
         return real(handle, kind)
 
-    health = GpuHealth(nvml, clock=lambda: now[0])
+    health = GpuHealth(nvml, clock=lambda: current[0])
     try:
         taken(health)
         assert health.wait_for_answer(10)
         monkeypatch.setattr(nvml, "nvmlDeviceGetTemperature", hangs)
         health.take()
-        assert asked.wait(10)
-        now[0] += 4.0
+        assert requested.wait(10)
+        current[0] += 4.0
         assert [(g.temperature, g.silent_seconds) for g in health.take()] == [(50, 0.0)] * 2
-        now[0] += 26.0
+        current[0] += 26.0
         nvml.happens(("handle 1", 13))
-        found = health.take()
-        assert [(g.temperature, g.silent_seconds, g.xid) for g in found] == [(50, 30.0, 0), (50, 30.0, 13)]
-        beat = heartbeat(0, 1, [worker(0)], gpus=found[:1])
+        result = health.take()
+        assert [(g.temperature, g.silent_seconds, g.xid) for g in result] == [(50, 30.0, 0), (50, 30.0, 13)]
+        beat = heartbeat(0, 1, [worker(0)], gpus=result[:1])
         verdict = one(rules.judge(view({0: [beat]})), "device_warning")
         assert (verdict.action, "has not answered for 30 s" in verdict.evidence[0]) == ("alert", True)
         answers.set()

@@ -38,22 +38,22 @@ def test_the_secret_comes_from_a_private_file_stdin_or_the_environment(tmp_path,
         read_secret(str(file))
 
 
-@pytest.mark.parametrize("words", [[], ["--secret-file", "/dev/stdin"]])
-def test_an_agent_keeps_no_secret_in_its_environment(words):
+@pytest.mark.parametrize("arguments", [[], ["--secret-file", "/dev/stdin"]])
+def test_an_agent_keeps_no_secret_in_its_environment(arguments):
     """It waits for a driver, where nobody listens, while other processes can read its environment."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        command = [sys.executable, "-m", "megascale", "agent", f"127.0.0.1:{port}", "--job", "job", *words]
+        command = [sys.executable, "-m", "megascale", "agent", f"127.0.0.1:{port}", "--job", "job", *arguments]
         environment = os.environ | {JOB_SECRET_VARIABLE: SECRET}
         process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         with process:
             process.stdin.write(SECRET)
             process.stdin.close()
             silent.accept()[0].close()  # it has the secret, and asks
-            seen = Path(f"/proc/{process.pid}/environ").read_bytes()
+            observed = Path(f"/proc/{process.pid}/environ").read_bytes()
             process.kill()
-    assert b"MEGASCALE_JOB_SECRET=" not in seen
-    assert SECRET.encode() not in seen
+    assert b"MEGASCALE_JOB_SECRET=" not in observed
+    assert SECRET.encode() not in observed
 
 
 @pytest.mark.parametrize("text", ["head", "head:", ":1", "head:0", "head:70000", "::1:80", "head:http"])
@@ -67,13 +67,13 @@ def test_addresses():
     assert parse_driver_address("[2001:db8::1]:1") == ("2001:db8::1", 1)
 
 
-def attempt(place, tmp_path, said, **changes):
-    words = {"node": "n0", "folder": tmp_path, "address": "", "interface": "", "timeout": 0.0}
-    join_job([place], "job", SECRET.encode(), **words | changes, report=said.append)
+def attempt(location, tmp_path, output, **changes):
+    arguments = {"node": "n0", "folder": tmp_path, "address": "", "interface": "", "timeout": 0.0}
+    join_job([location], "job", SECRET.encode(), **arguments | changes, report=output.append)
 
 
 def test_a_name_that_does_not_resolve_and_a_port_where_nobody_listens_are_told(tmp_path, monkeypatch):
-    said: list[str] = []
+    output: list[str] = []
 
     def unknown(*_, **__):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -81,12 +81,12 @@ def test_a_name_that_does_not_resolve_and_a_port_where_nobody_listens_are_told(t
     with monkeypatch.context() as patch:
         patch.setattr(joining, "find_local_address", unknown)
         with pytest.raises(TrainingError, match="the name head01 does not resolve on this machine"):
-            attempt(("head01", 29400), tmp_path, said)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
+            attempt(("head01", 29400), tmp_path, output)
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))  # and does not listen
         with pytest.raises(TrainingError, match=r"no driver of job job answered within 0 s: nothing answers at 127"):
-            attempt(("127.0.0.1", taken.getsockname()[1]), tmp_path, said)
-    assert [line.split(":")[0] for line in said] == ["waiting for a driver"] * 2
+            attempt(("127.0.0.1", used.getsockname()[1]), tmp_path, output)
+    assert [line.split(":")[0] for line in output] == ["waiting for a driver"] * 2
 
 
 def test_an_interface_or_address_that_this_machine_lacks_is_refused(tmp_path):

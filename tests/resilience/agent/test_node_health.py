@@ -26,8 +26,8 @@ class Hangs(NetworkInterface):
 
 def test_an_adapter_that_hangs_holds_nobody_up(monkeypatch):
     stuck = Hangs()
-    gone = NetworkInterface("eth9", [io.StringIO("no number")])
-    monkeypatch.setattr("megascale.resilience.agent.node_health.open_interfaces", lambda: [gone, stuck])
+    removed = NetworkInterface("eth9", [io.StringIO("no number")])
+    monkeypatch.setattr("megascale.resilience.agent.node_health.open_interfaces", lambda: [removed, stuck])
     sampler = TrafficSampler(period=0.001)
     try:
         assert stuck.asked.wait(10)

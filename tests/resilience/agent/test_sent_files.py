@@ -32,22 +32,22 @@ def test_metrics_are_followed_through_cut_lines_and_rewrites(tmp_path: Path):
     file = tmp_path / "metrics.jsonl"
     tail = MetricsTail(tmp_path)
     assert tail.read_new_steps().replaces_earlier  # what a driver knew before counts no more
-    whole = line(3)
-    file.write_text(line(1) + '{"step": 1, "valid_loss": 2.0}\n' + line(2) + whole[:9])
+    full = line(3)
+    file.write_text(line(1) + '{"step": 1, "valid_loss": 2.0}\n' + line(2) + full[:9])
     assert [s.step for s in tail.read_new_steps().steps] == [1, 2]
     with open(file, "a") as out:
-        out.write(whole[9:] + line(4, float("nan")))
-    found = tail.read_new_steps()
-    assert not found.replaces_earlier
-    third, fourth = FROM_AGENT.decode(FROM_AGENT.encode(found)).steps
+        out.write(full[9:] + line(4, float("nan")))
+    result = tail.read_new_steps()
+    assert not result.replaces_earlier
+    third, fourth = FROM_AGENT.decode(FROM_AGENT.encode(result)).steps
     assert (third.step, third.loss, third.grad_norm, third.seconds) == (3, 1.0, 0.5, 0.1)
     assert fourth.loss != fourth.loss
     assert tail.read_new_steps() is None
     # A resumed run puts another file in its place.
     (tmp_path / "new").write_text(line(1) + line(2))
     os.replace(tmp_path / "new", file)
-    found = tail.read_new_steps()
-    assert (found.replaces_earlier, [s.step for s in found.steps]) == (True, [1, 2])
+    result = tail.read_new_steps()
+    assert (result.replaces_earlier, [s.step for s in result.steps]) == (True, [1, 2])
     tail.begin_session()  # another driver knows nothing yet
     assert [s.step for s in tail.read_new_steps().steps] == [1, 2]
 
@@ -55,11 +55,11 @@ def test_metrics_are_followed_through_cut_lines_and_rewrites(tmp_path: Path):
 class Link:
     """Both ends, without the network between them; `lossy` drivers write and die before they confirm."""
 
-    def __init__(self, here: Path, there: Path) -> None:
-        self.here, self.there = here, there
-        here.mkdir(parents=True)
-        there.mkdir(parents=True)
-        self.agent = SentFiles(here)
+    def __init__(self, local: Path, present: Path) -> None:
+        self.here, self.there = local, present
+        local.mkdir(parents=True)
+        present.mkdir(parents=True)
+        self.agent = SentFiles(local)
 
     def carry(self, confirm: bool = True) -> None:
         """Have all that is to be sent written by a driver."""
@@ -72,8 +72,8 @@ class Link:
                 )
         driver.close()
         if confirm:
-            for kept in confirmed:
-                self.agent.confirm(*kept)
+            for retained in confirmed:
+                self.agent.confirm(*retained)
 
 
 def write(file: Path, text: str, mode: str = "a") -> None:
@@ -92,22 +92,22 @@ def test_the_run_folder_tells_the_story_of_a_run_that_goes_back_moves_and_loses_
     folder = tmp_path_factory.mktemp("link")
     link, number, done = Link(folder / "n0", folder / "run"), 0, 0
     link.agent.follow((0,))
-    wanted: dict[str, list[str]] = {name: [] for name in STEPS}
+    expected: dict[str, list[str]] = {name: [] for name in STEPS}
     log, events = "", ""
     for steps, lost, then in story:
         done = max(0, done - lost)
         for name in STEPS:  # as RunFolder.rewind
-            wanted[name] = [text for text in wanted[name] if json.loads(text)["step"] <= done]
-            mine = link.here / name
-            if lost and mine.exists():
-                text = "".join(t for t in mine.read_text().splitlines(True) if json.loads(t)["step"] <= done)
-                write(mine.with_suffix(".tmp"), text, "w")
-                os.replace(mine.with_suffix(".tmp"), mine)
+            expected[name] = [text for text in expected[name] if json.loads(text)["step"] <= done]
+            local = link.here / name
+            if lost and local.exists():
+                text = "".join(t for t in local.read_text().splitlines(True) if json.loads(t)["step"] <= done)
+                write(local.with_suffix(".tmp"), text, "w")
+                os.replace(local.with_suffix(".tmp"), local)
         for _ in range(steps):
             done += 1
             for name in STEPS:
-                wanted[name].append(json.dumps({"step": done, "n": len(events)}) + "\n")
-                write(link.here / name, wanted[name][-1])
+                expected[name].append(json.dumps({"step": done, "n": len(events)}) + "\n")
+                write(link.here / name, expected[name][-1])
             log += f"step {done}\n"
             write(link.here / "logs" / "rank-0.log", f"step {done}\n")
             events += json.dumps({"time": len(events), "event": "x"}) + "\n"
@@ -120,15 +120,15 @@ def test_the_run_folder_tells_the_story_of_a_run_that_goes_back_moves_and_loses_
             link.carry()
         elif then == "move":
             number += 1
-            there = link.there
+            present = link.there
             link.here = folder / f"n{number}"
             link.here.mkdir()
             link.agent = SentFiles(link.here)
             link.agent.follow((0,))
-            assert link.there is there
+            assert link.there is present
     if story:
         for name in STEPS:
-            assert (link.there / name).read_text() == "".join(wanted[name])
+            assert (link.there / name).read_text() == "".join(expected[name])
         assert (link.there / "events.jsonl").read_text() == events
         if all(then != "lost" for _, _, then in story):
             assert (link.there / "logs" / "rank-0.log").read_text() == log
@@ -201,10 +201,10 @@ def test_of_a_log_that_grows_too_fast_the_middle_is_left_out(tmp_path):
     write(link.here / "logs" / "rank-0.log", "x" * (3 * sent_files.LOG_BACKLOG_BYTES) + "end\n")
     for _ in range(8):
         link.carry()
-    found = (link.there / "logs" / "rank-0.log").read_text()
-    assert len(found) < sent_files.LOG_BACKLOG_BYTES
-    assert f"[{3 * sent_files.LOG_BACKLOG_BYTES + 4 - sent_files.LOG_BACKLOG_BYTES // 2} bytes left out]" in found
-    assert found.endswith("end\n")
+    result = (link.there / "logs" / "rank-0.log").read_text()
+    assert len(result) < sent_files.LOG_BACKLOG_BYTES
+    assert f"[{3 * sent_files.LOG_BACKLOG_BYTES + 4 - sent_files.LOG_BACKLOG_BYTES // 2} bytes left out]" in result
+    assert result.endswith("end\n")
 
 
 def test_the_runs_tokenizer_comes_in_pieces_and_is_replaced_by_a_shorter_one(tmp_path):
@@ -263,12 +263,12 @@ def spans_of(run: Path) -> dict[tuple[int, int], tuple[int, int]]:
     """(host, rank): steps with roll-ups, and spans."""
     with SpanTables(run) as tables:
         assert tables.skipped == {}
-        found = tables.query(
+        result = tables.query(
             "SELECT host, rank, (SELECT count(DISTINCT step) FROM rollups r WHERE r.host = s.host AND r.rank = s.rank) "
             "AS steps, count(*) AS n FROM spans s GROUP BY host, rank ORDER BY host, rank"
         )
-        assert tables.query("SELECT count(DISTINCT rank) AS n FROM ranks")["n"][0] == len(set(found["rank"].tolist()))
-    return {(h, r): (steps, n) for h, r, steps, n in zip(*(column.tolist() for column in found.values()), strict=True)}
+        assert tables.query("SELECT count(DISTINCT rank) AS n FROM ranks")["n"][0] == len(set(result["rank"].tolist()))
+    return {(h, r): (steps, n) for h, r, steps, n in zip(*(column.tolist() for column in result.values()), strict=True)}
 
 
 def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
@@ -279,9 +279,9 @@ def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
     ingest = record(link.here, 0, 7, 40)
     link.agent.follow((7,))
     link.carry()
-    there = link.there / "spans" / "host=0@n0"
+    present = link.there / "spans" / "host=0@n0"
     assert spans_of(link.there) == {(0, 7): (40, 20_000)}
-    assert (there / "spool-000000.bin").read_bytes() == (link.here / "spans/host=0/spool-000000.bin").read_bytes()
+    assert (present / "spool-000000.bin").read_bytes() == (link.here / "spans/host=0/spool-000000.bin").read_bytes()
 
     ingest.tick(1e9)  # the segment has become tables: a driver has a piece of them, does not confirm it and is gone
     driver = ReceivedFiles(link.there, lambda: "")
@@ -293,7 +293,7 @@ def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
     assert spans_of(link.there) == {(0, 7): (40, 20_000)}
     link.agent.begin_session()
     link.carry()
-    names = sorted(path.name for path in there.iterdir())
+    names = sorted(path.name for path in present.iterdir())
     assert names == ["ranks.jsonl", "rollups-000000.parquet", "spans-000000.parquet"]
     assert spans_of(link.there) == {(0, 7): (40, 20_000)}
 
@@ -322,7 +322,7 @@ def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
 
 
 def test_a_piece_of_a_table_that_is_missing_is_asked_for_again(tmp_path):
-    driver, told = ReceivedFiles(tmp_path, lambda: ""), []
+    driver, report = ReceivedFiles(tmp_path, lambda: ""), []
     name = "spans/host=0/spans-000001.parquet"
     for piece in (
         FileData(name, 8, b"rest PAR1"),
@@ -331,9 +331,9 @@ def test_a_piece_of_a_table_that_is_missing_is_asked_for_again(tmp_path):
         FileData("spans/host=0/../x", 0, b"x"),
         FileData("spans/host=0@n1/spans-000001.parquet", 0, b"x"),
     ):
-        driver.take(piece, lambda *kept: told.append(kept), "a/b")
+        driver.take(piece, lambda *kept: report.append(kept), "a/b")
     driver.close()
-    assert told == [(name, 8), (name, 17)]
+    assert report == [(name, 8), (name, 17)]
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == [
         "spans/host=0@a_b/spans-000001.parquet"
     ]
@@ -377,11 +377,11 @@ def test_a_line_without_end_and_a_pipe_hold_nothing_up(tmp_path: Path) -> None:
     assert [s.step for s in tail.read_new_steps().steps] == [1]
     with open(file, "a") as out:
         out.write("x" * (3 << 20) + "\n" + line(2))
-    found: list[int] = []
+    result: list[int] = []
     for _ in range(5):
         steps = tail.read_new_steps()
-        found += [s.step for s in steps.steps] if steps is not None else []
-    assert found == [2]
+        result += [s.step for s in steps.steps] if steps is not None else []
+    assert result == [2]
     files.follow([0])
     sent = b""
     while pieces := [piece for piece in files.take() if piece.name == "metrics.jsonl"]:

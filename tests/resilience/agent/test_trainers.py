@@ -45,39 +45,39 @@ def judged(workers: tuple[Worker, ...], disks: dict[str, float]) -> list[Verdict
     return rules.judge(FROM_AGENT.decode(FROM_AGENT.encode(beat)) and view)
 
 
-def ended(tmp_path: Path, file: Path, *words: str, ranks: int = 1, port: int = 1, before=None) -> list[Verdict]:
+def ended(tmp_path: Path, file: Path, *arguments: str, ranks: int = 1, port: int = 1, before=None) -> list[Verdict]:
     """Start ranks with the settings of a file; the verdicts when the first has ended."""
     (tmp_path / "node").mkdir()
     text = file.read_text() if file.exists() else ""
 
     async def run() -> list[Verdict]:
         changed = asyncio.Event()
-        mine = Trainers(tmp_path / "runs" / "tiny", tmp_path / "node", changed.set)
-        mine.start_server()
-        order = Start(1, 1, "tiny", tuple(range(ranks)), ranks, ("127.0.0.1", 0), text, words)
+        local = Trainers(tmp_path / "runs" / "tiny", tmp_path / "node", changed.set)
+        local.start_server()
+        order = Start(1, 1, "tiny", tuple(range(ranks)), ranks, ("127.0.0.1", 0), text, arguments)
         try:
             async with asyncio.timeout(120):
-                while not mine._ready and mine._server is not None:
+                while not local._ready and local._server is not None:
                     changed.clear()
                     await changed.wait()
                 if before is not None:
-                    before(mine)
-                mine.start(replace(order, master=("127.0.0.1", port)), "127.0.0.1", b"t" * 64)
-                while not any(t.status for t in mine.trainers.values()):
+                    before(local)
+                local.start(replace(order, master=("127.0.0.1", port)), "127.0.0.1", b"t" * 64)
+                while not any(t.status for t in local.trainers.values()):
                     changed.clear()
                     await changed.wait()
-            return judged(mine.workers(), mine.disks())
+            return judged(local.workers(), local.disks())
         finally:
-            mine.end_server()
+            local.end_server()
 
     return asyncio.run(run())
 
 
 def test_a_port_that_was_taken_is_nobodys_mistake(tiny, tmp_path):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
+    with socket.socket() as second:
+        second.bind(("127.0.0.1", 0))
+        second.listen()
+        port = second.getsockname()[1]
         # What Slurm sends to all processes of a job is no word to the fork server, with which its ranks would end.
         before = lambda mine: mine._server.send_signal(signal.SIGTERM)
         [verdict] = ended(tmp_path, tiny, "--parallel.data=2", ranks=2, port=port, before=before)
@@ -87,9 +87,9 @@ def test_a_port_that_was_taken_is_nobodys_mistake(tiny, tmp_path):
 def test_a_full_disk_is_known_though_the_log_could_not_be_written(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # what it imports, Python would leave a part of
 
-    def fill(mine: Trainers) -> None:
+    def fill(local: Trainers) -> None:
         # As `faults inject full-disk` does it; ranks inherit it from their fork server.
-        resource.prlimit(mine._server.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        resource.prlimit(local._server.pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         log = tmp_path / "runs" / "tiny" / "logs" / "rank-0.log"
         log.parent.mkdir(parents=True)
         log.write_text("x" * 5000 + "\n")
@@ -111,26 +111,26 @@ def test_an_import_that_fails_is_told_as_such(tmp_path, monkeypatch):
 def given_environments(folder: Path, job: str, token: bytes) -> list[dict[str, str]]:
     """What a node's ranks are given, in place of a fork server that would start them."""
     folder.mkdir()
-    mine = Trainers(folder / "runs" / job, folder, lambda: None)
+    local = Trainers(folder / "runs" / job, folder, lambda: None)
     orders = FrameReader(TO_FORK_SERVER)
-    mine._socket, theirs = socket.socketpair()
+    local._socket, theirs = socket.socketpair()
     with theirs:
-        mine.start(Start(1, 1, job, (0, 1), 2, ("127.0.0.1", 1), ""), "127.0.0.1", token)
-        found = [order.env for order in orders.feed(theirs.recv(1 << 20))]
-        mine._socket.close()
-    return found
+        local.start(Start(1, 1, job, (0, 1), 2, ("127.0.0.1", 1), ""), "127.0.0.1", token)
+        result = [order.env for order in orders.feed(theirs.recv(1 << 20))]
+        local._socket.close()
+    return result
 
 
 def test_agents_of_a_job_give_the_replicas_one_token_that_is_not_the_jobs(tmp_path, monkeypatch):
     monkeypatch.delenv(REPLICA_VARIABLE, raising=False)
     secret = b"ab" * 32
-    one, same, other_job, other_secret = (
+    single, equal, other_job, other_secret = (
         {env[REPLICA_VARIABLE] for env in given_environments(tmp_path / node, job, token)}
         for node, job, token in (("n0", "a", secret), ("n1", "a", secret), ("n2", "b", secret), ("n3", "a", secret[1:]))
     )
-    assert len(one | other_job | other_secret) == 3
-    assert one == same
-    (token,) = one
+    assert len(single | other_job | other_secret) == 3
+    assert single == equal
+    (token,) = single
     assert len(token) == 64
     assert secret.decode() not in token
     monkeypatch.setenv(REPLICA_VARIABLE, "m" * 32)  # a person's own goes first
@@ -145,25 +145,25 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
         "def fail_without_log():\n    os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n    raise OSError('lost')\n"
         f"def work():\n    with open({str(marker)!r}, 'w') as out:\n        out.write(str(os.getpid()))\n"
     )
-    mine, theirs = socket.socketpair()
-    with mine, theirs, open(tmp_path / "out", "wb") as out:
-        names = [str(theirs.fileno()), str(os.getpid()), "early:fail", "early:fail_without_log", "early:work"]
+    local, remote = socket.socketpair()
+    with local, remote, open(tmp_path / "out", "wb") as out:
+        names = [str(remote.fileno()), str(os.getpid()), "early:fail", "early:fail_without_log", "early:work"]
         server = subprocess.Popen(
             [sys.executable, "-m", "megascale.resilience.agent.fork_server", *names],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[remote.fileno()],
             stdout=out,
             stderr=out,
             env=os.environ | {"PYTHONPATH": str(tmp_path)},
         )
-        theirs.close()
+        remote.close()
         try:
-            mine.settimeout(60)
-            frames, said = FrameReader(FROM_FORK_SERVER), []
+            local.settimeout(60)
+            frames, output = FrameReader(FROM_FORK_SERVER), []
 
             def wait_for(kind):
-                while not any(isinstance(message, kind) for message in said):
-                    said.extend(frames.feed(mine.recv(65536)))
-                return next(message for message in said if isinstance(message, kind))
+                while not any(isinstance(message, kind) for message in output):
+                    output.extend(frames.feed(local.recv(65536)))
+                return next(message for message in output if isinstance(message, kind))
 
             assert wait_for(ForkServerReady).pid == server.pid
             deadline = time.monotonic() + 30
@@ -172,7 +172,7 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
                 time.sleep(0.01)
             assert marker.read_text() == str(server.pid)
             assert failed.read_text() == "PASSIVE"
-            mine.sendall(TO_FORK_SERVER.encode_frame(Fork(0, 1, {}, ("--version",), str(tmp_path / "log"))))
+            local.sendall(TO_FORK_SERVER.encode_frame(Fork(0, 1, {}, ("--version",), str(tmp_path / "log"))))
             assert wait_for(Ended).status == 0
             assert wait_for(Forked).pid == wait_for(Ended).pid
         finally:
@@ -182,9 +182,9 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
 
 
 def test_ranks_that_die_with_their_fork_server_are_told_of_it(tiny, tmp_path):
-    def kill_soon(mine: Trainers) -> None:
-        mine._handle = lambda message: (
-            os.kill(mine._server.pid, signal.SIGKILL) if isinstance(message, Forked) else None
+    def kill_soon(local: Trainers) -> None:
+        local._handle = lambda message: (
+            os.kill(local._server.pid, signal.SIGKILL) if isinstance(message, Forked) else None
         )
 
     [verdict] = ended(tmp_path, tiny, before=kill_soon)
@@ -200,9 +200,9 @@ def test_a_long_exception_in_any_script_fits_the_pipe():
     read, write = os.pipe()
     for text in ("x" * 10_000, "\U0001f600" * 10_000, "\udcff\n" * 5000):
         report_exception(write, OSError(errno.ENOSPC, text))
-        (words,) = FrameReader(FROM_CHILD).feed(os.read(read, 65536))
-        assert words.record.kind is ExitKind.DISK_FULL
-        assert words.error.startswith("OSError")
+        (arguments,) = FrameReader(FROM_CHILD).feed(os.read(read, 65536))
+        assert arguments.record.kind is ExitKind.DISK_FULL
+        assert arguments.error.startswith("OSError")
     os.close(read)
     os.close(write)
 
@@ -232,14 +232,14 @@ def test_a_fork_server_whose_answers_cannot_be_read_is_replaced_with_its_ranks(t
 
     async def run() -> TrainerProcess:
         changed = asyncio.Event()
-        mine = Trainers(tmp_path / "runs" / "tiny", tmp_path, changed.set)
-        monkeypatch.setattr(mine, "_handle", lambda message: 1 / 0)
-        server = mine._server = subprocess.Popen(["sleep", "60"])
+        local = Trainers(tmp_path / "runs" / "tiny", tmp_path, changed.set)
+        monkeypatch.setattr(local, "_handle", lambda message: 1 / 0)
+        server = local._server = subprocess.Popen(["sleep", "60"])
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        mine._socket = ours
-        rank = mine.trainers[0] = TrainerProcess(0, tmp_path / "log", 0, pid=1)
-        listening = asyncio.create_task(mine._read_reports(ours))
+        local._socket = ours
+        rank = local.trainers[0] = TrainerProcess(0, tmp_path / "log", 0, pid=1)
+        listening = asyncio.create_task(local._read_reports(ours))
         theirs.sendall(FROM_FORK_SERVER.encode_frame(ForkServerReady(pid=1)))
         async with asyncio.timeout(30):
             await listening

@@ -26,7 +26,7 @@ def test_a_line_is_a_machine_with_what_is_special_about_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "output"),
     [
         ("", "names no machine"),
         ("-oProxyCommand=id\n", "line 1: '-oProxyCommand=id' is not a machine"),
@@ -39,10 +39,10 @@ def test_a_line_is_a_machine_with_what_is_special_about_it(tmp_path):
         ("a name=../x\n", "is not a node's name"),
     ],
 )
-def test_what_is_wrong_is_said_with_its_line(tmp_path, text, said):
+def test_what_is_wrong_is_said_with_its_line(tmp_path, text, output):
     file = tmp_path / "hosts"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=output):
         read_hosts(str(file))
 
 
@@ -76,6 +76,6 @@ def test_names_that_only_sshs_configuration_knows_lead_to_the_drivers_address(tm
     configuration.write_text("")
     with pytest.raises(ConfigError, match=r"no.such.host.invalid, .*--resilience.listen=ADDRESS"):
         CLUSTERS["ssh"].on_other_machines(config)
-    here = socket.gethostbyname(socket.gethostname())
-    configuration.write_text(f"Host no.such.host.invalid\nHostName {here}\n")
-    assert CLUSTERS["ssh"].on_other_machines(config) == (0, "" if here.startswith("127.") else here)
+    local = socket.gethostbyname(socket.gethostname())
+    configuration.write_text(f"Host no.such.host.invalid\nHostName {local}\n")
+    assert CLUSTERS["ssh"].on_other_machines(config) == (0, "" if local.startswith("127.") else local)

@@ -59,12 +59,12 @@ def site(tmp_path: Path) -> Iterator[Site]:
     server.down()
 
 
-async def until(seen: Callable[[], Any], seconds: float = 60.0) -> Any:
+async def until(observed: Callable[[], Any], seconds: float = 60.0) -> Any:
     """What `seen` gives once it gives something."""
     async with asyncio.timeout(seconds):
-        while not (found := seen()):
+        while not (result := observed()):
             await asyncio.sleep(0.02)
-        return found
+        return result
 
 
 def test_pods_are_given_each_on_a_machine_of_its_own(site):
@@ -128,8 +128,8 @@ def test_the_block_list_outlives_the_driver(site):
         blocked.append(name)
 
     async def second(cluster: KubernetesCluster) -> None:
-        found = await asyncio.gather(cluster.request(), cluster.request())
-        assert sorted(found) == sorted({"k0", "k1", "k2"} - set(blocked))
+        result = await asyncio.gather(cluster.request(), cluster.request())
+        assert sorted(result) == sorted({"k0", "k1", "k2"} - set(blocked))
 
     blocked: list[str] = []
     site.run(first)
@@ -147,8 +147,8 @@ def test_a_pod_that_is_stuck_is_removed_by_force_and_proves_nothing(site, monkey
         await until(lambda: not cluster.view.table.list_pods(name))
         assert not site.store.all("pods")
         assert not cluster.has_stopped(name)
-        others = await asyncio.gather(cluster.request(), cluster.request())
-        assert name not in others  # what runs there may run on
+        peers = await asyncio.gather(cluster.request(), cluster.request())
+        assert name not in peers  # what runs there may run on
 
     site.run(work)
 
@@ -159,11 +159,11 @@ def test_a_pod_that_no_machine_takes_is_made_again_when_one_is_free(site):
     async def work(cluster: KubernetesCluster) -> None:
         for name in ("k0", "k1", "k2"):
             cluster.block(name, "all are")
-        asked = asyncio.create_task(cluster.request())
+        requested = asyncio.create_task(cluster.request())
         await until(lambda: any(pod.obstacle.reason for pod in cluster.view.table.pods.values()))
         first = {pod.name for pod in cluster.view.table.pods.values()}
         cluster.unblock("k1")
-        assert await asked == "k1"
+        assert await requested == "k1"
         assert not first & {pod["metadata"]["name"] for pod in site.store.all("pods")}
 
     site.run(work)
@@ -176,13 +176,13 @@ def test_a_pod_that_no_machine_has_taken_goes_with_the_driver(site):
         assert await cluster.request()
         for name in ("k0", "k1", "k2"):
             cluster.block(name, "all are")
-        asked = asyncio.create_task(cluster.request())
+        requested = asyncio.create_task(cluster.request())
         await until(lambda: len(cluster.view.table.pods) == 2)
-        asked.cancel()
+        requested.cancel()
 
     site.run(work)
-    (left,) = site.store.all("pods")
-    assert left["spec"]["nodeName"]
+    (remaining,) = site.store.all("pods")
+    assert remaining["spec"]["nodeName"]
 
 
 def test_pods_that_run_are_told_where_a_new_driver_is(site):

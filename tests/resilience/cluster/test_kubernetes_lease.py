@@ -22,9 +22,9 @@ pytest.importorskip("kubernetes")
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    made = Server(Store())
-    yield made
-    made.down()
+    built = Server(Store())
+    yield built
+    built.down()
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def test_a_second_driver_is_refused_while_the_first_renews(api, named):
     first = lease(api)
     first.acquire(print)
     named("pod=b uid=2")
-    said: list[str] = []
+    output: list[str] = []
     with pytest.raises(ConfigError, match="pod=a uid=1"):
-        lease(api).acquire(said.append, sleep=lambda seconds: first.renew())
-    assert len(said) == 1
+        lease(api).acquire(output.append, sleep=lambda seconds: first.renew())
+    assert len(output) == 1
 
 
 def test_a_driver_that_was_replaced_learns_it(api, named):
@@ -63,10 +63,10 @@ def test_a_driver_that_was_replaced_learns_it(api, named):
     first = lease(api)
     first.acquire(print)
     named("pod=b uid=2")
-    now = [100.0]
-    second = DriverLease(api, "megascale-job", 30.0, {}, lambda: now[0])
-    second.acquire(print, sleep=lambda seconds: now.__setitem__(0, now[0] + 10.0))
-    assert now[0] > 130.0
+    current = [100.0]
+    second = DriverLease(api, "megascale-job", 30.0, {}, lambda: current[0])
+    second.acquire(print, sleep=lambda seconds: current.__setitem__(0, current[0] + 10.0))
+    assert current[0] > 130.0
     assert api.call("GET", api.path("leases", "megascale-job", kubernetes_lease.GROUP))["spec"]["leaseTransitions"] == 1
     first.renew()
     assert first.new_holder == "pod=b uid=2"
@@ -90,31 +90,31 @@ def test_what_is_released_or_of_a_dead_driver_is_taken_at_once(api, named):
 
 
 def test_who_is_known_to_be_dead():
-    mine = own_identity()
-    assert not is_dead(mine)
-    assert is_dead(mine.replace(f"pid={os.getpid()} ", "pid=999999999 "))
-    assert not is_dead(mine.replace("host=", "host=another-").replace(f"pid={os.getpid()} ", "pid=999999999 "))
+    local = own_identity()
+    assert not is_dead(local)
+    assert is_dead(local.replace(f"pid={os.getpid()} ", "pid=999999999 "))
+    assert not is_dead(local.replace("host=", "host=another-").replace(f"pid={os.getpid()} ", "pid=999999999 "))
     assert not is_dead("somebody else's words")
 
 
 def test_a_lease_that_was_removed_is_made_again(api, server, named):
     named("pod=a uid=1")
-    mine = lease(api)
-    mine.acquire(print)
+    local = lease(api)
+    local.acquire(print)
     server.store.delete("leases", "megascale-job", 0)
-    mine.renew()
-    assert not mine.new_holder
+    local.renew()
+    assert not local.new_holder
     assert server.store.get("leases", "megascale-job")["spec"]["holderIdentity"] == "pod=a uid=1"
 
 
 def test_refusals_and_a_server_that_is_away(api, server):
-    with pytest.raises(KubernetesError) as found:
+    with pytest.raises(KubernetesError) as result:
         api.call("GET", api.path("configmaps", "nothing"))
-    assert (found.value.status, found.value.reason) == (404, "NotFound")
+    assert (result.value.status, result.value.reason) == (404, "NotFound")
     server.down()
-    with pytest.raises(KubernetesError) as found:
+    with pytest.raises(KubernetesError) as result:
         api.call("GET", api.path("configmaps", "nothing"))
-    assert found.value.status == 0
+    assert result.value.status == 0
     server.up()
 
 
@@ -138,25 +138,25 @@ class Heard:
 
 
 def test_a_watch_goes_on_after_an_outage_and_begins_anew_after_expiry(api, server):
-    heard, store = Heard(), server.store
+    received, store = Heard(), server.store
     store.create("nodes", machine("k0"))
-    watch = Watch(api, "/api/v1/nodes", heard)
+    watch = Watch(api, "/api/v1/nodes", received)
     watch.start()
-    heard.until({"k0"})
+    received.until({"k0"})
     store.create("nodes", machine("k1"))
-    heard.until({"k0", "k1"})
+    received.until({"k0", "k1"})
     server.down()
     store.create("nodes", machine("k2"))
     server.up()
     watch.retry_now()
-    heard.until({"k0", "k1", "k2"})
+    received.until({"k0", "k1", "k2"})
     assert watch.lists == 1
     server.down()
     store.delete("nodes", "k0", 0)
     store.forget()  # the server does not know what happened since
     server.up()
     watch.retry_now()
-    heard.until({"k1", "k2"})
+    received.until({"k1", "k2"})
     assert watch.lists == 2
     watch.stop()
 
@@ -166,8 +166,8 @@ def test_a_driver_s_pod_that_has_ended_is_not_waited_for(api, server, named):
         raise AssertionError("it waits")
 
     store = server.store
-    made = store.create("pods", {"metadata": {"name": "a"}, "spec": {"nodeName": "k1"}})
-    named(f"pod=a uid={made['metadata']['uid']}")
+    built = store.create("pods", {"metadata": {"name": "a"}, "spec": {"nodeName": "k1"}})
+    named(f"pod=a uid={built['metadata']['uid']}")
     lease(api).acquire(print)
     named("pod=b uid=2")
     with pytest.raises(AssertionError, match="it waits"):
@@ -190,20 +190,20 @@ def test_a_driver_s_pod_that_is_not_there_may_live_on(api, named):
 
 def test_a_watch_goes_on_after_an_object_that_cannot_be_read(api, server, caplog):
     """A thread that ended silently would leave the driver with the machines of that moment."""
-    heard, store = Heard(), server.store
+    received, store = Heard(), server.store
     failures = iter([KeyError("metadata")])
 
     def changed(change: tuple[str, list[dict]]) -> None:
         if change[0] != "all" and (error := next(failures, None)):
             raise error
-        heard(change)
+        received(change)
 
     store.create("nodes", machine("k0"))
     watch = Watch(api, "/api/v1/nodes", changed)
     watch.start()
-    heard.until({"k0"})
+    received.until({"k0"})
     store.create("nodes", machine("k1"))
-    heard.until({"k0", "k1"})
+    received.until({"k0", "k1"})
     assert watch.lists == 2
     assert "following /api/v1/nodes failed (KeyError: 'metadata')" in caplog.text
     watch.stop()

@@ -33,7 +33,7 @@ def container(thing: dict) -> dict:
 
 
 def test_a_pod_asks_for_what_its_node_needs():
-    found = make_pod(
+    result = make_pod(
         config(resources=["cpu=90", "rdma/hca=8"], shm="64Gi", tolerations=["gpu=yes:NoSchedule", "b:NoExecute"]),
         "job-1",
         8,
@@ -41,22 +41,22 @@ def test_a_pod_asks_for_what_its_node_needs():
         epoch=7,
         avoid=["bad"],
     )
-    limits = container(found)["resources"]["limits"]
+    limits = container(result)["resources"]["limits"]
     assert limits == {"cpu": "90", "rdma/hca": "8", "nvidia.com/gpu": "8"}
-    assert container(found)["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
-    volumes = {each["name"]: each for each in found["spec"]["volumes"]}
+    assert container(result)["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+    volumes = {each["name"]: each for each in result["spec"]["volumes"]}
     assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
-    assert found["metadata"]["annotations"]["megascale.dev/driver"] == "10.0.0.1:29400"
-    assert found["metadata"]["annotations"]["prometheus.io/port"] == "9100"
-    assert found["spec"]["tolerations"] == [
+    assert result["metadata"]["annotations"]["megascale.dev/driver"] == "10.0.0.1:29400"
+    assert result["metadata"]["annotations"]["prometheus.io/port"] == "9100"
+    assert result["spec"]["tolerations"] == [
         {"key": "gpu", "operator": "Equal", "value": "yes", "effect": "NoSchedule"},
         {"key": "b", "operator": "Exists", "effect": "NoExecute"},
     ]
-    affinity = found["spec"]["affinity"]
+    affinity = result["spec"]["affinity"]
     term = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"][0]
     assert term["matchFields"] == [{"key": "metadata.name", "operator": "NotIn", "values": ["bad"]}]
     assert "podAntiAffinity" in affinity
-    assert found["spec"]["automountServiceAccountToken"] is False
+    assert result["spec"]["automountServiceAccountToken"] is False
 
 
 @pytest.mark.parametrize("required", [False, True])
@@ -70,19 +70,19 @@ def test_pods_go_under_one_switch_and_a_node_that_is_wanted_again_where_it_was(r
         term = preferred["podAffinityTerm"]
     assert term["topologyKey"] == "topology.example/switch"
     assert term["labelSelector"]["matchLabels"] == {"megascale.dev/job": "job", "megascale.dev/role": "agent"}
-    again = make_pod(settings, "job-1", 0, machine="k3")["spec"]["affinity"]
-    assert "podAffinity" not in again
-    (chosen,) = again["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    repeated = make_pod(settings, "job-1", 0, machine="k3")["spec"]["affinity"]
+    assert "podAffinity" not in repeated
+    (chosen,) = repeated["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert chosen["matchFields"] == [{"key": "metadata.name", "operator": "In", "values": ["k3"]}]
 
 
 def test_only_the_job_s_own_pods_reach_them_but_for_metrics():
     (policy,) = [each for each in make_manifests(config(), "driver", 8, "/data/r") if each["kind"] == "NetworkPolicy"]
-    own = {"matchLabels": {"megascale.dev/job": "job"}}
-    assert policy["spec"]["podSelector"] == own
+    local = {"matchLabels": {"megascale.dev/job": "job"}}
+    assert policy["spec"]["podSelector"] == local
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     inside, metrics = policy["spec"]["ingress"]
-    assert inside == {"from": [{"podSelector": own}]}
+    assert inside == {"from": [{"podSelector": local}]}
     assert metrics == {"ports": [{"port": "metrics", "protocol": "TCP"}]}
     assert {"name": "metrics", "containerPort": 9100} in container(make_pod(config(), "job-1", 8))["ports"]
 
@@ -95,10 +95,10 @@ def test_no_secret_stands_in_a_pod(monkeypatch):
     assert "hunter2" not in text
 
 
-@pytest.mark.parametrize("given", ["gpu yes", "=a:NoSchedule", "a:Never"])
-def test_tolerations_that_are_none_are_refused(given):
+@pytest.mark.parametrize("inputs", ["gpu yes", "=a:NoSchedule", "a:Never"])
+def test_tolerations_that_are_none_are_refused(inputs):
     with pytest.raises(ConfigError, match=r"kubernetes\.tolerations"):
-        make_pod(config(tolerations=[given]), "job-1", 0)
+        make_pod(config(tolerations=[inputs]), "job-1", 0)
 
 
 def test_names_that_kubernetes_does_not_take_are_refused():
@@ -133,16 +133,16 @@ def test_a_patch_that_is_no_pod_is_refused(tmp_path: Path):
 
 def test_the_driver_s_manifests_carry_the_files_that_settings_name(tmp_path: Path):
     (tmp_path / "patch.yaml").write_text("spec: {hostIPC: true}\n")
-    found = {
+    result = {
         each["kind"]: each for each in make_manifests(config(pod=str(tmp_path / "patch.yaml")), "driver", 8, "/data/r")
     }
-    data = found["ConfigMap"]["data"]
+    data = result["ConfigMap"]["data"]
     assert data["pod.yaml"] == "spec: {hostIPC: true}\n"
     assert 'pod = "/etc/megascale/job/pod.yaml"' in data["job.toml"]
-    role = found["Role"]["rules"]
+    role = result["Role"]["rules"]
     assert not any("secrets" in rule["resources"] and {"get", "list", "watch"} & {*rule["verbs"]} for rule in role)
-    assert not any("*" in rule["verbs"] + rule["resources"] for rule in [*role, *found["ClusterRole"]["rules"]])
-    assert found["Job"]["spec"]["template"]["spec"]["serviceAccountName"] == "megascale-driver"
+    assert not any("*" in rule["verbs"] + rule["resources"] for rule in [*role, *result["ClusterRole"]["rules"]])
+    assert result["Job"]["spec"]["template"]["spec"]["serviceAccountName"] == "megascale-driver"
 
 
 def test_the_environment_of_trainers_is_a_secret(tmp_path: Path):
@@ -173,28 +173,28 @@ def test_an_agent_of_a_jobset_reads_the_secret_from_its_mounted_file(tmp_path: P
     agent = container(jobset["spec"]["replicatedJobs"][1]["template"]["spec"]["template"])
     assert "token" not in str(agent["env"])
     assert {"name": "secret", "mountPath": "/etc/megascale/secret", "readOnly": True} in agent["volumeMounts"]
-    words = [word.replace("/etc/megascale/secret", str(tmp_path)) for word in agent["command"]]
-    start = words.index("python3")
-    result = subprocess.run([*words[:start], "cat"], capture_output=True, text=True, check=True)
+    arguments = [word.replace("/etc/megascale/secret", str(tmp_path)) for word in agent["command"]]
+    start = arguments.index("python3")
+    result = subprocess.run([*arguments[:start], "cat"], capture_output=True, text=True, check=True)
     assert result.stdout == "5" * 64
-    assert words[-2:] == ["--secret-file", "-"]
+    assert arguments[-2:] == ["--secret-file", "-"]
 
 
 def test_the_base_says_what_the_command_prints():
     loader = SourceFileLoader("kubernetes_base", str(ROOT / "scripts" / "kubernetes-base"))
     spec = importlib.util.spec_from_loader("kubernetes_base", loader)
     assert spec is not None
-    made = importlib.util.module_from_spec(spec)
-    loader.exec_module(made)
-    for name, text in made.files().items():
-        assert (made.BASE / name).read_text() == text, f"run scripts/kubernetes-base: {name} is old"
+    built = importlib.util.module_from_spec(spec)
+    loader.exec_module(built)
+    for name, text in built.files().items():
+        assert (built.BASE / name).read_text() == text, f"run scripts/kubernetes-base: {name} is old"
 
 
 def test_the_base_is_rendered_by_kubectl():
     if shutil.which("kubectl") is None:
         pytest.skip("no kubectl here (Debian: kubernetes-client)")
-    words = ["kubectl", "kustomize", str(ROOT / "deploy" / "kubernetes" / "base")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    arguments = ["kubectl", "kustomize", str(ROOT / "deploy" / "kubernetes" / "base")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     kinds = sorted(each["kind"] for each in yaml.safe_load_all(done.stdout))
     rights = ["ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "ServiceAccount"]
@@ -277,15 +277,15 @@ JOBSET = {
 
 def test_a_jobset_is_as_its_types_say():
     schema = pytest.importorskip("jsonschema_rs")
-    found = make_manifests(config(queue="team"), "jobset", 8, "/data/runs/job")[-1]
-    schema.validate(JOBSET, found)
-    assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
-    driver, nodes = found["spec"]["replicatedJobs"]
-    assert found["spec"]["successPolicy"]["targetReplicatedJobs"] == [driver["name"]]
+    result = make_manifests(config(queue="team"), "jobset", 8, "/data/runs/job")[-1]
+    schema.validate(JOBSET, result)
+    assert result["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    driver, nodes = result["spec"]["replicatedJobs"]
+    assert result["spec"]["successPolicy"]["targetReplicatedJobs"] == [driver["name"]]
     assert nodes["template"]["spec"]["parallelism"] == 4
     agent = container(nodes["template"]["spec"]["template"])
     assert "megascale-job-driver-0-0.megascale-job:29400" in agent["command"]
-    text = to_yaml([found])
+    text = to_yaml([result])
     assert "&id" not in text
     with pytest.raises(schema.ValidationError):
-        schema.validate(JOBSET, found | {"spec": found["spec"] | {"replicatedJob": []}})
+        schema.validate(JOBSET, result | {"spec": result["spec"] | {"replicatedJob": []}})

@@ -23,130 +23,130 @@ ENDED = {"terminated": {"exitCode": 143, "reason": "Error"}}
 
 def pod(state: dict | None = None, where: str = "k1", phase: str = "Running", **status: object) -> dict:
     states = [{"name": "agent", "state": state}] if state else []
-    said = {"phase": phase, "podIP": "10.0.0.1", "startTime": "now", "containerStatuses": states} | status
+    output = {"phase": phase, "podIP": "10.0.0.1", "startTime": "now", "containerStatuses": states} | status
     spec = {"nodeName": where} if where else {}
-    return {"metadata": {"name": "job-1", "uid": "u1"}, "spec": spec, "status": said}
+    return {"metadata": {"name": "job-1", "uid": "u1"}, "spec": spec, "status": output}
 
 
 def table() -> tuple[Table, Clock]:
     clock = Clock()
-    made = Table("nvidia.com/gpu", clock)
-    made.set_machines([machine("k1", **{"nvidia.com/gpu": "8"})])
-    return made, clock
+    built = Table("nvidia.com/gpu", clock)
+    built.set_machines([machine("k1", **{"nvidia.com/gpu": "8"})])
+    return built, clock
 
 
 def test_a_pod_whose_kubelet_has_ended_it_is_gone():
-    made, _ = table()
-    made.update_pod(pod(RUNNING))
-    assert not made.has_stopped("k1", 30)
-    made.remove_pod(pod(ENDED))
-    assert made.has_stopped("k1", 30)
+    built, _ = table()
+    built.update_pod(pod(RUNNING))
+    assert not built.has_stopped("k1", 30)
+    built.remove_pod(pod(ENDED))
+    assert built.has_stopped("k1", 30)
 
 
 def test_so_is_one_whose_kubelet_found_its_container_gone_before_it_had_told_of_its_end():
     """As kubelets say it (ContainerStatusUnknown): waiting, with a last state. A container that is started again may
     be between two runs."""
-    gone = pod({"waiting": {"reason": "ContainerCreating"}})
-    gone["status"]["containerStatuses"][0]["lastState"] = ENDED
-    made, _ = table()
-    made.update_pod(pod(RUNNING))
-    made.remove_pod(gone)
-    assert not made.has_stopped("k1", 30)
-    made, _ = table()
-    made.update_pod(pod(RUNNING))
-    gone["spec"]["restartPolicy"] = "Never"
-    made.remove_pod(gone)
-    assert made.has_stopped("k1", 30)
+    removed = pod({"waiting": {"reason": "ContainerCreating"}})
+    removed["status"]["containerStatuses"][0]["lastState"] = ENDED
+    built, _ = table()
+    built.update_pod(pod(RUNNING))
+    built.remove_pod(removed)
+    assert not built.has_stopped("k1", 30)
+    built, _ = table()
+    built.update_pod(pod(RUNNING))
+    removed["spec"]["restartPolicy"] = "Never"
+    built.remove_pod(removed)
+    assert built.has_stopped("k1", 30)
 
 
 def test_a_pod_that_was_removed_by_force_is_not():
-    made, clock = table()
-    made.update_pod(pod(RUNNING))
-    made.remove_pod(pod(RUNNING))
-    assert not made.pods
-    assert not made.has_stopped("k1", 30)
+    built, clock = table()
+    built.update_pod(pod(RUNNING))
+    built.remove_pod(pod(RUNNING))
+    assert not built.pods
+    assert not built.has_stopped("k1", 30)
     clock.now += 44  # its machine is there: its kubelet ends what the server does not have
-    assert not made.has_stopped("k1", 30)
+    assert not built.has_stopped("k1", 30)
     clock.now += 2
-    assert made.has_stopped("k1", 30)
+    assert built.has_stopped("k1", 30)
 
 
 def test_the_word_of_its_agent_is_enough():
-    made, _ = table()
-    made.update_pod(pod(RUNNING))
-    made.record_agent_end("k1")  # of an agent before it, perhaps: this one is not ending
-    made.remove_pod(pod(RUNNING))
-    assert not made.has_stopped("k1", 30)
-    made.record_agent_end("k1")  # it came after the object was removed by force
-    assert made.has_stopped("k1", 30)
+    built, _ = table()
+    built.update_pod(pod(RUNNING))
+    built.record_agent_end("k1")  # of an agent before it, perhaps: this one is not ending
+    built.remove_pod(pod(RUNNING))
+    assert not built.has_stopped("k1", 30)
+    built.record_agent_end("k1")  # it came after the object was removed by force
+    assert built.has_stopped("k1", 30)
     ending = pod(RUNNING)
     ending["metadata"]["deletionTimestamp"] = "now"
-    made.update_pod(ending)
-    made.record_agent_end("k1")
-    made.remove_pod(ending)
-    assert made.has_stopped("k1", 30)
+    built.update_pod(ending)
+    built.record_agent_end("k1")
+    built.remove_pod(ending)
+    assert built.has_stopped("k1", 30)
 
 
 def test_a_machine_that_nobody_hears_proves_nothing_until_somebody_says_that_it_is_off():
-    made, clock = table()
-    made.update_pod(pod(RUNNING))
-    made.update_machine(machine("k1", ready=False))
-    made.remove_pod(pod(RUNNING))
+    built, clock = table()
+    built.update_pod(pod(RUNNING))
+    built.update_machine(machine("k1", ready=False))
+    built.remove_pod(pod(RUNNING))
     clock.now += 10_000
-    assert not made.has_stopped("k1", 30)
+    assert not built.has_stopped("k1", 30)
     off = machine("k1", ready=False)
     off["spec"]["taints"] = [{"key": OUT_OF_SERVICE, "value": "nodeshutdown", "effect": "NoExecute"}]
-    made.update_machine(off)
-    assert made.has_stopped("k1", 30)
+    built.update_machine(off)
+    assert built.has_stopped("k1", 30)
 
 
 def test_a_kubelet_that_comes_back_gets_its_time():
-    made, clock = table()
-    made.update_machine(machine("k1", ready=False))
-    made.update_pod(pod(RUNNING))
-    made.remove_pod(pod(RUNNING))
+    built, clock = table()
+    built.update_machine(machine("k1", ready=False))
+    built.update_pod(pod(RUNNING))
+    built.remove_pod(pod(RUNNING))
     clock.now += 1000
-    made.update_machine(machine("k1"))
+    built.update_machine(machine("k1"))
     clock.now += 40
-    assert not made.has_stopped("k1", 30)
+    assert not built.has_stopped("k1", 30)
     clock.now += 6
-    assert made.has_stopped("k1", 30)
+    assert built.has_stopped("k1", 30)
 
 
 def test_a_pod_that_was_marked_from_afar_may_run_on():
-    made, _ = table()
-    made.update_pod(pod(RUNNING, phase="Failed", reason="NodeLost"))
-    assert not made.has_stopped("k1", 30)
-    made.update_pod(pod(None, phase="Failed", reason="OutOfcpu"))
-    assert made.has_stopped("k1", 30)
+    built, _ = table()
+    built.update_pod(pod(RUNNING, phase="Failed", reason="NodeLost"))
+    assert not built.has_stopped("k1", 30)
+    built.update_pod(pod(None, phase="Failed", reason="OutOfcpu"))
+    assert built.has_stopped("k1", 30)
 
 
 def test_a_list_tells_of_what_went_while_nobody_watched():
-    made, _ = table()
-    made.update_pod(pod(RUNNING))
-    made.set_pods([])
-    assert not made.pods
-    assert not made.has_stopped("k1", 30)
+    built, _ = table()
+    built.update_pod(pod(RUNNING))
+    built.set_pods([])
+    assert not built.pods
+    assert not built.has_stopped("k1", 30)
 
 
 def test_verdicts_say_what_is_wrong():
-    made, _ = table()
+    built, _ = table()
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
-    found = verdicts.judge_obstacle(made.update_pod(pod(waiting, phase="Pending")), 0.0)
-    assert found is not None
-    assert (found.kind, found.nodes, found.person) == ("image_pull_failed", ("k1",), True)
+    result = verdicts.judge_obstacle(built.update_pod(pod(waiting, phase="Pending")), 0.0)
+    assert result is not None
+    assert (result.kind, result.nodes, result.person) == ("image_pull_failed", ("k1",), True)
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
-    unplaced = made.update_pod(pod(None, "", "Pending", conditions=[condition]))
+    unplaced = built.update_pod(pod(None, "", "Pending", conditions=[condition]))
     assert verdicts.judge_obstacle(unplaced, 0.5) is None  # the scheduler may not have had its turn
-    found = verdicts.judge_obstacle(unplaced, 5.0)
-    assert found is not None
-    assert found.kind == "unschedulable"
-    assert "0/3 nodes" in found.evidence[0]
+    result = verdicts.judge_obstacle(unplaced, 5.0)
+    assert result is not None
+    assert result.kind == "unschedulable"
+    assert "0/3 nodes" in result.evidence[0]
 
 
 def test_refusals_are_told_apart():
-    def kind(status: int, said: str) -> str:
-        return verdicts.judge_refusal(KubernetesError(status, "x", said), "pod job-1").kind
+    def kind(status: int, output: str) -> str:
+        return verdicts.judge_refusal(KubernetesError(status, "x", output), "pod job-1").kind
 
     assert kind(403, 'pods "job-1" is forbidden: exceeded quota: team, requested: pods=1') == "quota_reached"
     assert kind(400, 'admission webhook "policy" denied the request: no') == "admission_denied"
@@ -157,26 +157,26 @@ def test_refusals_are_told_apart():
 
 
 def test_devices_that_the_plugin_calls_unhealthy_evict_the_node():
-    made, _ = table()
+    built, _ = table()
     sick = machine("k1", **{"nvidia.com/gpu": "8"})
     sick["status"]["capacity"] = copy.deepcopy(sick["status"]["capacity"])
     sick["status"]["allocatable"]["nvidia.com/gpu"] = "7"
-    assert verdicts.judge_devices(made.machines["k1"], ("k1",), "nvidia.com/gpu", 8) is None
-    made.update_machine(sick)
-    found = verdicts.judge_devices(made.machines["k1"], ("k1",), "nvidia.com/gpu", 8)
-    assert found is not None
-    assert (found.kind, found.action, found.nodes) == ("device_fault", "evict", ("k1",))
-    assert "1 of 8" in found.evidence[0]
+    assert verdicts.judge_devices(built.machines["k1"], ("k1",), "nvidia.com/gpu", 8) is None
+    built.update_machine(sick)
+    result = verdicts.judge_devices(built.machines["k1"], ("k1",), "nvidia.com/gpu", 8)
+    assert result is not None
+    assert (result.kind, result.action, result.nodes) == ("device_fault", "evict", ("k1",))
+    assert "1 of 8" in result.evidence[0]
 
 
 def test_a_pod_that_should_have_ended_is_stuck():
-    made, clock = table()
+    built, clock = table()
     deleted = pod(RUNNING)
     deleted["metadata"] |= {"deletionTimestamp": "now", "deletionGracePeriodSeconds": 30}
-    made.update_pod(deleted)
+    built.update_pod(deleted)
     clock.now += 35.0
-    assert not made.list_stuck_pods(5.0)
+    assert not built.list_stuck_pods(5.0)
     clock.now += 0.1
-    assert [each.name for each in made.list_stuck_pods(5.0)] == ["job-1"]
-    made.update_pod(deleted | {"status": pod(ENDED)["status"]})
-    assert not made.list_stuck_pods(5.0)
+    assert [each.name for each in built.list_stuck_pods(5.0)] == ["job-1"]
+    built.update_pod(deleted | {"status": pod(ENDED)["status"]})
+    assert not built.list_stuck_pods(5.0)

@@ -55,13 +55,13 @@ def test_a_node_without_a_free_gpu_gets_none(tmp_path: Path, monkeypatch: pytest
     assert devices(cluster, "n2") == ""
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_an_evicted_node_gives_its_memory_back(tmp_path: Path, apart: bool) -> None:
-    make = ApartCluster if apart else LocalCluster
+@pytest.mark.parametrize("separate", [False, True])
+def test_an_evicted_node_gives_its_memory_back(tmp_path: Path, separate: bool) -> None:
+    make = ApartCluster if separate else LocalCluster
     cluster = make(ClusterRequest(tmp_path / "run", Config()))
     for name in ("n0", "n1"):
         (cluster.folder / name).mkdir()
-    run = tmp_path / "run.apart/n1/runs/run" if apart else tmp_path / "run"
+    run = tmp_path / "run.apart/n1/runs/run" if separate else tmp_path / "run"
     talks = {
         name: connect_checkpoint_service(private_folder(run, name), log_file=tmp_path / "log") for name in ("n0", "n1")
     }

@@ -23,20 +23,20 @@ TOKEN = b"t" * 64
 class Here(RemoteCluster):
     """The far end is this machine; hosts named "gone" are not reached."""
 
-    def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        return ["sh", "-c", "echo no route to it >&2; exit 255"] if host.host == "gone" else list(words)
+    def command(self, host: Host, arguments: Sequence[str]) -> list[str]:
+        return ["sh", "-c", "echo no route to it >&2; exit 255"] if host.host == "gone" else list(arguments)
 
 
 @pytest.fixture
 def play(tmp_path: Path):
     """Runs scene(make) on a loop: make(NAMES, epoch=N) is a driver's cluster, announced. Ends the agents."""
-    said: list[str] = []
-    made: list[Here] = []
+    output: list[str] = []
+    built: list[Here] = []
 
     def make(names: Sequence[str], epoch: int = 1, run: Path = tmp_path / "runs" / "job") -> Here:
         hosts = [Host(name, "gone" if name.startswith("gone") else "here", folder=str(tmp_path)) for name in names]
-        cluster = Here(ClusterRequest(run, Config(), (), lambda who, text: said.append(text)), hosts)
-        made.append(cluster)
+        cluster = Here(ClusterRequest(run, Config(), (), lambda who, text: output.append(text)), hosts)
+        built.append(cluster)
         cluster.announce(JobDescription("job", epoch, ("127.0.0.1", 9), ResilienceConfig()), TOKEN)
         return cluster
 
@@ -44,19 +44,19 @@ def play(tmp_path: Path):
         async def limited() -> None:
             async with asyncio.timeout(60):
                 await scene(make)
-                for cluster in made:
+                for cluster in built:
                     await cluster.close()
 
         asyncio.run(limited())
-        return said
+        return output
 
     yield run
     for folder in tmp_path.glob(f"*/{PROCESS_FILE}"):
         end_agent(folder.parent)
 
 
-async def until(found) -> None:
-    while not found():
+async def until(result) -> None:
+    while not result():
         await asyncio.sleep(0.01)
 
 
@@ -76,8 +76,8 @@ def test_an_agent_is_started_outlives_its_driver_is_found_by_the_next_and_ended(
         job = read_job(tmp_path / "n0")
         assert (job.epoch, job.shared, job.run) == (1, False, str(tmp_path / "n0" / "runs" / "job"))
         assert read_job_token(tmp_path / "n0") == TOKEN
-        words = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
-        assert TOKEN not in words
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+        assert TOKEN not in arguments
 
         second = make(["n0"], epoch=2)
         assert state(second) == {"n0": (True, True)}  # before it has answered: nothing is decided on a guess
@@ -91,8 +91,8 @@ def test_an_agent_is_started_outlives_its_driver_is_found_by_the_next_and_ended(
         assert find_agent(tmp_path / "n0") == 0
         assert state(second) == {"n0": (True, False)}
 
-    said = play(scene)
-    assert said == ["n0: a driver of epoch 2 has this node, this one is of epoch 1: it has been replaced; end it"]
+    output = play(scene)
+    assert output == ["n0: a driver of epoch 2 has this node, this one is of epoch 1: it has been replaced; end it"]
 
 
 def test_an_agent_that_is_killed_is_known_at_once_and_started_again(play, tmp_path):
@@ -148,8 +148,8 @@ def test_machines_that_are_gone_or_barred_are_passed_over(play, tmp_path):
         assert not await cluster.fence("gone1")  # nobody knows what runs there
         assert not await cluster.start_agent("unheard-of")
 
-    said = play(scene)
-    assert said == [
+    output = play(scene)
+    assert output == [
         "gone1: no route to it",
         "unheard-of is no longer in the list of machines: no agent is started there",
     ]
@@ -161,9 +161,9 @@ def test_a_folder_of_checkpoints_that_is_another_one_there_is_refused(play, tmp_
         next((tmp_path / "runs" / "job" / "checkpoints").glob(".shared-*")).unlink()
         assert await cluster.request() is None
 
-    (said,) = play(scene)
-    assert "is not the driver's folder of checkpoints" in said
-    assert "--checkpoint.location" in said
+    (output,) = play(scene)
+    assert "is not the driver's folder of checkpoints" in output
+    assert "--checkpoint.location" in output
 
 
 def test_machines_of_a_placement_are_asked_first(play):

@@ -33,10 +33,10 @@ while :; do sleep 0.05; done
 """
 
 
-def script(**about) -> str:
+def script(**details) -> str:
     limits = ResilienceConfig(cluster="slurm", nodes=2, spares=1, sbatch="--partition=gpu --signal=B:USR1@60")
-    words = {"gpus": 8, "overrides": ["job file.toml", "--nodes=2"], "blocked": ["n7", "n9"], "path": ""} | about
-    return batch_script(Config(resilience=limits), **words)
+    arguments = {"gpus": 8, "overrides": ["job file.toml", "--nodes=2"], "blocked": ["n7", "n9"], "path": ""} | details
+    return batch_script(Config(resilience=limits), **arguments)
 
 
 def test_it_asks_for_one_allocation_with_spares_and_without_evicted_nodes():
@@ -48,16 +48,16 @@ def test_it_asks_for_one_allocation_with_spares_and_without_evicted_nodes():
 
 def sbatch_words(text: str) -> list[str]:
     """Return the words that sbatch reads in a script's options, as `_get_argument` of its sources does."""
-    words: list[str] = []
+    arguments: list[str] = []
     for line in text.split("\n"):
         if not line.startswith("#SBATCH"):
             if line and not line.startswith("#"):
                 break
             continue
-        rest, word, quote, started = iter(line.removeprefix("#SBATCH")), "", "", False
-        for character in rest:
+        remaining, word, quote, started = iter(line.removeprefix("#SBATCH")), "", "", False
+        for character in remaining:
             if character == "\\":
-                word, started = word + next(rest), True
+                word, started = word + next(remaining), True
             elif quote:
                 quote, word = ("", word) if character == quote else (quote, word + character)
             elif character in "'\"":
@@ -65,13 +65,13 @@ def sbatch_words(text: str) -> list[str]:
             elif character == "#":
                 break
             elif character.isspace():
-                words += [word] if started else []
+                arguments += [word] if started else []
                 word, started = "", False
             else:
                 word, started = word + character, True
         assert not quote, line
-        words += [word] if started else []
-    return words
+        arguments += [word] if started else []
+    return arguments
 
 
 WORD = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1)

@@ -52,8 +52,8 @@ class Slurm:
         self.processes: list[subprocess.Popen[str]] = []
 
     def has(self, nodes: str, state: str = "RUNNING", more: str = "") -> None:
-        about = f"JobId=17 JobName=job JobState={state} NodeList={nodes} StdOut={self.folder}/out {more}\n"
-        (self.folder / "about.new").write_text(about)
+        details = f"JobId=17 JobName=job JobState={state} NodeList={nodes} StdOut={self.folder}/out {more}\n"
+        (self.folder / "about.new").write_text(details)
         (self.folder / "about.new").replace(self.folder / "about")
 
     def current(self, number: str) -> None:
@@ -63,8 +63,8 @@ class Slurm:
         (self.folder / "script").write_text(f"#!/bin/bash\ncd {self.folder}\n{text}\n")
 
     def stand_by(self) -> subprocess.Popen[str]:
-        words = [sys.executable, "-m", slurm_standby.__name__, str(self.run), "a", "n1"]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        arguments = [sys.executable, "-m", slurm_standby.__name__, str(self.run), "a", "n1"]
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
         self.processes.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == f"{slurm_standby.READY}\n"
@@ -85,9 +85,9 @@ class Slurm:
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     monkeypatch.setattr(slurm_standby, "_POLL_INTERVAL", 0.05)
-    found = Slurm(tmp_path, monkeypatch)
-    yield found
-    for process in found.processes:
+    result = Slurm(tmp_path, monkeypatch)
+    yield result
+    for process in result.processes:
         process.kill()
         process.communicate()
 
@@ -97,9 +97,9 @@ def test_it_runs_the_jobs_script_once_slurm_has_taken_the_drivers_node_and_ends_
     process = slurm.stand_by()
     slurm.has("n2,n3")
     assert process.wait(30) == 3
-    said = (slurm.folder / "out").read_text()
-    assert "Slurm has removed n1" in said
-    assert "epoch 5" in said
+    output = (slurm.folder / "out").read_text()
+    assert "Slurm has removed n1" in output
+    assert "epoch 5" in output
     # Whoever waits on the lost node may end the job with the code; nobody did, and there is no library here.
     assert slurm_standby.read_exit_code(slurm.run, "17", 0) == 3
     assert slurm_standby.read_exit_code(slurm.run, "18", 0) is None
@@ -174,8 +174,8 @@ def test_what_slurm_says_is_read(slurm, monkeypatch):
 
 
 def slurm_completed(job: int, code: int) -> str:
-    words = [sys.executable, "-m", slurm_completion.__name__, str(job), str(code)]
-    done = subprocess.run(words, capture_output=True, text=True)
+    arguments = [sys.executable, "-m", slurm_completion.__name__, str(job), str(code)]
+    done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.returncode == 1
     return done.stderr
 

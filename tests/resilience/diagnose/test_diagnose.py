@@ -25,8 +25,19 @@ from tests.forked import Forked
 
 def test_a_calm_machine_passes_and_learns(tmp_path):
     file = tmp_path / "expected.json"
-    words = ["diagnose", "--json", "--expected", str(file), "--check", "gemm", "--check", "model", "--check", "memory"]
-    results = [CliRunner().invoke(app, words) for _ in range(2)]
+    arguments = [
+        "diagnose",
+        "--json",
+        "--expected",
+        str(file),
+        "--check",
+        "gemm",
+        "--check",
+        "model",
+        "--check",
+        "memory",
+    ]
+    results = [CliRunner().invoke(app, arguments) for _ in range(2)]
     assert [r.exit_code for r in results] == [0, 0]
     reports = [json.loads(r.stdout) for r in results]
     names = {c["name"]: c for c in reports[1]["checks"]}
@@ -43,28 +54,28 @@ def test_a_calm_machine_passes_and_learns(tmp_path):
 def test_hardware_that_is_not_there_is_absent_and_no_failure():
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA devices")
-    found = [*memory_check.check_host_device(), *memory_check.check_device_pairs()]
-    assert {c.result for c in found} == {"absent"}
-    assert all(c.passed and c.details for c in found)
+    result = [*memory_check.check_host_device(), *memory_check.check_device_pairs()]
+    assert {c.result for c in result} == {"absent"}
+    assert all(c.passed and c.details for c in result)
 
 
 def test_slow_or_different_machines_fail():
-    known = Expected("kind", "2.13")
+    expected = Expected("kind", "2.13")
     for _ in range(LEAST_RATES):
-        known.learn(SelfCheck("gemm rate cuda:0", "passed", 100.0, "TFLOP/s"))
-        known.learn(SelfCheck("gemm bits cuda:0", "passed", digest="aa"))
-    assert known.judge(SelfCheck("gemm rate cuda:3", "passed", 95.0, "TFLOP/s")).passed
-    slow = known.judge(SelfCheck("gemm rate cuda:3", "passed", 70.0, "TFLOP/s"))
+        expected.learn(SelfCheck("gemm rate cuda:0", "passed", 100.0, "TFLOP/s"))
+        expected.learn(SelfCheck("gemm bits cuda:0", "passed", digest="aa"))
+    assert expected.judge(SelfCheck("gemm rate cuda:3", "passed", 95.0, "TFLOP/s")).passed
+    slow = expected.judge(SelfCheck("gemm rate cuda:3", "passed", 70.0, "TFLOP/s"))
     assert (slow.result, slow.expected) == ("failed", 80.0)
     assert "70" in slow.details
     assert "100" in slow.details
-    assert not known.judge(SelfCheck("gemm bits cuda:0", "passed", digest="ab")).passed
+    assert not expected.judge(SelfCheck("gemm bits cuda:0", "passed", digest="ab")).passed
     assert (
-        Expected("kind", "2.14", known.rates, known.digests)
+        Expected("kind", "2.14", expected.rates, expected.digests)
         .judge(SelfCheck("gemm bits cuda:0", "passed", digest="ab"))
         .passed
     )
-    assert Expected("other", "2.13", known.rates).judge(SelfCheck("gemm rate cuda:3", "passed", 1.0)).passed
+    assert Expected("other", "2.13", expected.rates).judge(SelfCheck("gemm rate cuda:3", "passed", 1.0)).passed
 
 
 def test_what_a_check_raises_is_a_failure():
@@ -83,10 +94,10 @@ def test_a_matrix_unit_that_errs_once_is_caught(monkeypatch):
     def flaky(*arguments, **options):
         nonlocal calls
         calls += 1
-        found = honest(*arguments, **options)
+        result = honest(*arguments, **options)
         if calls == 4:
-            found[3, 5] += 1e-3
-        return found
+            result[3, 5] += 1e-3
+        return result
 
     a = torch.randn(32, 32)
     assert compute._compare_gemm_bits(torch.device("cpu"), a, a).passed
@@ -102,9 +113,9 @@ def test_a_damaged_file_of_expectations_is_named(tmp_path):
 
 
 def test_loopback_streams_count_their_bytes():
-    found = [c for c in nics.check_streams() if c.name == "nic loopback lo"]
-    assert [c.result for c in found] == ["passed"]
-    assert found[0].measured > 0
+    result = [c for c in nics.check_streams() if c.name == "nic loopback lo"]
+    assert [c.result for c in result] == ["passed"]
+    assert result[0].measured > 0
 
 
 def test_all_to_all_between_processes_checks_bits():
@@ -163,26 +174,26 @@ def test_two_nodes_that_fail_with_each_other_are_both_suspects():
 def test_nodes_find_the_bad_one_together(how):
     """Five nodes over a real store; node 3 is slow, or never says a word, or is busy with something else once."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
-    found = {}
+    result = {}
 
     def measure(pair, node, number):
         return random.uniform(9, 11) * (0.2 if 3 in pair and (how == "slow" or number == 0) else 1.0)
 
     def node(number: int) -> None:
-        mine = dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=30), wait_for_workers=False)
-        found[number] = join_inquiry(mine, number, 5, measure, seconds=1.0 if how == "silent" else 30.0)
+        local = dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=30), wait_for_workers=False)
+        result[number] = join_inquiry(local, number, 5, measure, seconds=1.0 if how == "silent" else 30.0)
 
     nodes = [threading.Thread(target=node, args=(n,)) for n in range(5) if how != "silent" or n != 3]
     for thread in nodes:
         thread.start()
     for thread in nodes:
         thread.join(60)
-    assert len(found) == len(nodes)
+    assert len(result) == len(nodes)
     bad = () if how == "busy at first" else (3,)
-    assert {f.bad for f in found.values()} == {bad}
-    assert {f.links for f in found.values()} == {()}
-    assert found[0].to_self_check(0).passed
-    assert found[0].to_self_check(3).passed == (not bad)
+    assert {f.bad for f in result.values()} == {bad}
+    assert {f.links for f in result.values()} == {()}
+    assert result[0].to_self_check(0).passed
+    assert result[0].to_self_check(3).passed == (not bad)
 
 
 def test_three_real_nodes_all_reduce(tmp_path):

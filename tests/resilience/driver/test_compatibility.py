@@ -11,17 +11,17 @@ GOOD = {"python": "3.11.2", "torch": "2.13.0+cu130", "numpy": "2.1.0", "nvidia-n
 GPUS = {"cores": "96", "gpus": "8"}
 
 
-def judge(hardware=GPUS, versions=GOOD, others=(), ranks=8, device="auto"):
-    return find_incompatibility("n1", hardware, versions, driver=MINE, members=others, ranks=ranks, device=device)
+def judge(hardware=GPUS, versions=GOOD, peers=(), ranks=8, device="auto"):
+    return find_incompatibility("n1", hardware, versions, driver=MINE, members=peers, ranks=ranks, device=device)
 
 
 def test_the_same_release_in_another_build_than_the_drivers_is_welcome():
-    assert judge(others=[("n0", GPUS, GOOD)]) == ""
+    assert judge(peers=[("n0", GPUS, GOOD)]) == ""
     assert judge(hardware={}, versions={}) == ""
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "output"),
     [
         (
             {"torch": "2.12.0+cu130"},
@@ -32,13 +32,13 @@ def test_the_same_release_in_another_build_than_the_drivers_is_welcome():
         ({"nvidia-nccl-cu13": "2.27.0"}, "node n1 has nvidia-nccl-cu13 2.27.0, node n0 has 2.28.3"),
     ],
 )
-def test_other_software_is_named_with_both_versions(changes, said):
-    assert said in judge(versions=GOOD | changes, others=[("n0", GPUS, GOOD)])
+def test_other_software_is_named_with_both_versions(changes, output):
+    assert output in judge(versions=GOOD | changes, peers=[("n0", GPUS, GOOD)])
 
 
 def test_gpus_are_counted():
     assert "n1 has 4 GPUs for its 8 ranks" in judge(hardware={"cores": "96", "gpus": "4"})
     assert "n1 has 0 GPUs for its 8 ranks" in judge(hardware={"cores": "96"}, device="cuda")
-    assert "node n0 has GPUs and n1 has none" in judge(hardware={"cores": "96"}, others=[("n0", GPUS, GOOD)])
-    assert judge(hardware={"cores": "96"}, others=[("n0", {"cores": "8"}, GOOD)]) == ""
-    assert judge(hardware={"cores": "96"}, device="cpu", others=[("n0", GPUS, GOOD)]) == ""
+    assert "node n0 has GPUs and n1 has none" in judge(hardware={"cores": "96"}, peers=[("n0", GPUS, GOOD)])
+    assert judge(hardware={"cores": "96"}, peers=[("n0", {"cores": "8"}, GOOD)]) == ""
+    assert judge(hardware={"cores": "96"}, device="cpu", peers=[("n0", GPUS, GOOD)]) == ""

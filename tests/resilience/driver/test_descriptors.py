@@ -28,18 +28,18 @@ def run(tmp_path: Path) -> Path:
 def no_descriptors() -> Iterator[Callable[[], None]]:
     """Takes all that are left."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
+    used: list[int] = []
 
     def take() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, hard))
         try:
             while True:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
+                used.append(os.open(os.devnull, os.O_RDONLY))
         except OSError as error:
             assert error.errno == errno.EMFILE
 
     yield take
-    for handle in taken:
+    for handle in used:
         os.close(handle)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -77,12 +77,12 @@ def test_an_event_follows_a_line_that_a_crash_has_cut(run):
 
 def test_an_event_that_cannot_be_written_ends_nothing(run):
     journal, _ = Journal.take(run, 3.0)
-    said: list[str] = []
-    log = AuditLog(run, journal, lambda who, text: said.append(text))
+    output: list[str] = []
+    log = AuditLog(run, journal, lambda who, text: output.append(text))
     (run / "events.jsonl").mkdir()
     log.record("hang", attempt=1)
     log.record("hang", attempt=2)
-    assert len([text for text in said if "cannot be written" in text]) == 1
+    assert len([text for text in output if "cannot be written" in text]) == 1
     (run / "events.jsonl").rmdir()
     log.record("hang", attempt=3)
     lines = (run / "events.jsonl").read_text().splitlines()

@@ -61,8 +61,8 @@ class Played:
             "boot": "b",
             "version": agent_channel.VERSION,
         }
-        about = {"epoch": self.epoch, "attempt": self.attempt, "hardware": {}, "versions": {}}
-        channel.send_message(do="hello", **hello, **about)
+        details = {"epoch": self.epoch, "attempt": self.attempt, "hardware": {}, "versions": {}}
+        channel.send_message(do="hello", **hello, **details)
         while True:
             order = await channel.receive()
             assert order.epoch >= self.epoch
@@ -90,7 +90,7 @@ def driven(
     run: Path,
     agent: Played,
     started: Callable[[Played, agent_channel.AgentChannel], bool],
-    whole: bool = True,
+    full: bool = True,
     files: JobFiles = JobFiles(),
     settings: tuple[str, ...] = (),
 ) -> tuple[int, list[Entry], int]:
@@ -107,7 +107,7 @@ def driven(
         async with asyncio.timeout(60):
             job = asyncio.create_task(driver.run())
             await agent.serve(started)
-            if whole:
+            if full:
                 code = await job
             else:
                 code = -1
@@ -122,11 +122,11 @@ def driven(
 
 def test_a_driver_whose_journal_was_removed_takes_over_what_its_agent_knows(tmp_path):
     agent = Played(tmp_path, epoch=5, attempt=7)
-    _, events, epoch = driven(tmp_path, agent, lambda played, channel: True, whole=False)
+    _, events, epoch = driven(tmp_path, agent, lambda played, channel: True, full=False)
     assert [(order.attempt, order.epoch) for order in agent.starts] == [(8, 6)]
     assert epoch == 6
-    told = next(e for e in events if e.kind == "journal_damaged")
-    assert "n0 knows a driver of epoch 5 and attempt 7" in told.evidence[0]
+    report = next(e for e in events if e.kind == "journal_damaged")
+    assert "n0 knows a driver of epoch 5 and attempt 7" in report.evidence[0]
 
 
 def test_a_placement_on_nodes_that_never_come_ends_the_job_before_it_starts(tmp_path):
@@ -142,14 +142,14 @@ def test_a_placement_on_nodes_that_never_come_ends_the_job_before_it_starts(tmp_
     assert code == 4
     assert any("waiting up to 0.5 s for rack7-host3" in e.evidence[0] for e in events if e.kind == "node_requested")
     assert not agent.starts
-    told = next(e for e in events if e.kind == "job_failed").evidence[0]
-    assert "rack7-host3, which the cluster does not have; it has n0" in told
+    report = next(e for e in events if e.kind == "job_failed").evidence[0]
+    assert "rack7-host3, which the cluster does not have; it has n0" in report
 
 
 def test_the_environment_goes_with_every_start(tmp_path):
     agent = Played(tmp_path, epoch=0, attempt=0)
     files = JobFiles(environment={"NCCL_IB_TIMEOUT": "21"})
-    driven(tmp_path, agent, lambda played, channel: True, whole=False, files=files)
+    driven(tmp_path, agent, lambda played, channel: True, full=False, files=files)
     assert agent.starts[0].env == {"NCCL_IB_TIMEOUT": "21"}
 
 
@@ -178,6 +178,6 @@ def test_trainers_that_cannot_be_started_for_want_of_room_tell_of_a_full_disk(tm
             return False
         return True
 
-    _, events, _ = driven(tmp_path, Played(tmp_path, 0, 0), full, whole=False)
-    found = next(e for e in events if e.kind == "disk_full")
-    assert (found.action, found.nodes) == ("recover", ("n0",))
+    _, events, _ = driven(tmp_path, Played(tmp_path, 0, 0), full, full=False)
+    result = next(e for e in events if e.kind == "disk_full")
+    assert (result.action, result.nodes) == ("recover", ("n0",))

@@ -104,27 +104,27 @@ def beat(sequence: int, state: Literal["running", "exited"], leaving: bool = Tru
     return Heartbeat("a", 1, "n1", sequence, 0, workers=(Worker(1, 4711, state),), leaving=leaving)
 
 
-@pytest.mark.parametrize("known", ["by the cluster", "by its word"])
-def test_when_an_agent_that_ends_says_that_it_has_ended_them(tmp_path, known):
+@pytest.mark.parametrize("expected", ["by the cluster", "by its word"])
+def test_when_an_agent_that_ends_says_that_it_has_ended_them(tmp_path, expected):
     """A pod is deleted: that its ranks have ended is known from its agent, which is heard to its end, and not only when
     its kubelet has said so or its lease is over."""
     channel = Channel()
 
-    def before(driver: Driver, cluster: Seeing, its: Channel) -> None:
+    def before(driver: Driver, cluster: Seeing, matching: Channel) -> None:
         nonlocal channel
-        channel = its
-        if known == "by the cluster":
+        channel = matching
+        if expected == "by the cluster":
             cluster.ending = frozenset({"n1"})
         else:
-            driver.telemetry.handle_heartbeat("n1", its, beat(1, "running"))
+            driver.telemetry.handle_heartbeat("n1", matching, beat(1, "running"))
 
     def free(driver: Driver, cluster: Seeing) -> None:
-        heard = channel.orders.count("heard")
+        received = channel.orders.count("heard")
         driver.telemetry.handle_heartbeat("n1", channel, beat(2, "running"))
         assert "n1" in driver.nodes.leases.holders
-        assert channel.orders.count("heard") == heard  # or its ranks could run on for ever
+        assert channel.orders.count("heard") == received  # or its ranks could run on for ever
         driver.telemetry.handle_heartbeat("n1", channel, beat(3, "exited"))
-        assert channel.orders.count("heard") == heard + 1  # it waits for that
+        assert channel.orders.count("heard") == received + 1  # it waits for that
         assert cluster.noted == ["n1"]
 
     orders, events = play(tmp_path, free, before)
@@ -135,8 +135,8 @@ def test_when_an_agent_that_ends_says_that_it_has_ended_them(tmp_path, known):
 
 
 def test_ranks_that_ended_under_an_agent_that_goes_on_may_be_started_again(tmp_path):
-    def before(driver: Driver, cluster: Seeing, its: Channel) -> None:
-        driver.telemetry.handle_heartbeat("n1", its, beat(1, "exited", leaving=False))
+    def before(driver: Driver, cluster: Seeing, matching: Channel) -> None:
+        driver.telemetry.handle_heartbeat("n1", matching, beat(1, "exited", leaving=False))
         assert "n1" in driver.nodes.leases.holders
 
     play(tmp_path, lambda driver, cluster: setattr(cluster, "certain", True), before)

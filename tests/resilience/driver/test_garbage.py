@@ -15,13 +15,13 @@ def test_old_objects_are_not_looked_through_until_tidied(monkeypatch):
     try:
         assert gc.get_threshold()[:2] == before[:2]
         collected = gc.get_stats()[2]["collections"]
-        kept = [[i] for i in range(20 * before[0] * before[1])]  # enough for several full collections
+        retained = [[i] for i in range(20 * before[0] * before[1])]  # enough for several full collections
         assert old.collect_if_due() == 0.0
         assert gc.get_stats()[2]["collections"] == collected
         monkeypatch.setattr(process, "FULL_COLLECTION_INTERVAL", 0.0)
         assert old.collect_if_due() > 0.0
         assert gc.get_stats()[2]["collections"] == collected + 1
-        assert len(kept) == 20 * before[0] * before[1]
+        assert len(retained) == 20 * before[0] * before[1]
     finally:
         old.close()
     assert gc.get_threshold() == before

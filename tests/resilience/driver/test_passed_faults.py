@@ -36,8 +36,8 @@ def state(attempt: int, *placement: str) -> JobState:
 
 
 def test_a_fault_follows_its_rank_until_it_is_taken(tmp_path):
-    job, nodes, taken = SimpleNamespace(state=state(1, "n0", "n1")), Nodes(), set()
-    faults = FaultForwarding(run=tmp_path, job=job, nodes=nodes, taken_faults=taken)
+    job, nodes, used = SimpleNamespace(state=state(1, "n0", "n1")), Nodes(), set()
+    faults = FaultForwarding(run=tmp_path, job=job, nodes=nodes, taken_faults=used)
     faults.send_new_faults()  # no folder yet
     name = ask(tmp_path, 1, rank=3, node=None, step=9)
     of_node = ask(tmp_path, 2, rank=None, node="n0")
@@ -49,7 +49,7 @@ def test_a_fault_follows_its_rank_until_it_is_taken(tmp_path):
     ]
     assert json.loads(nodes.ordered[0][1]["fault"])["step"] == 9
     nodes.ordered.clear()
-    taken.add(of_node)
+    used.add(of_node)
     job.state = state(2, "n0", "n2")  # rank 3 is elsewhere, and has not come to step 9 yet
     faults.send_new_faults()
     assert [(node, order["name"]) for node, order in nodes.ordered] == [("n2", name)]

@@ -13,12 +13,12 @@ from megascale.resilience.driver.start_driver import _cannot_listen
 
 
 def test_an_address_that_does_not_resolve_and_a_port_that_is_taken_are_told_in_words() -> None:
-    with pytest.raises(OSError) as found:
+    with pytest.raises(OSError) as result:
         socket.getaddrinfo("no such host", 0, flags=socket.AI_NUMERICHOST)
-    said = str(_cannot_listen("port", "no such host", 0, found.value))
-    assert "resilience.listen=no such host" in said
-    assert "Unknown error" not in said
-    assert "known" in said.lower() or "resol" in said.lower()
+    output = str(_cannot_listen("port", "no such host", 0, result.value))
+    assert "resilience.listen=no such host" in output
+    assert "Unknown error" not in output
+    assert "known" in output.lower() or "resol" in output.lower()
     assert "already in use" in str(_cannot_listen("port", "127.0.0.1", 80, OSError(errno.EADDRINUSE, "long words")))
 
 
@@ -26,9 +26,9 @@ def test_an_address_that_other_machines_reach_is_told_with_what_keeps_it_and_how
     agents, api = ("0.0.0.0", 7001), "https://0.0.0.0:7002"
     for host in ("127.0.0.1", "::1", "localhost"):
         assert describe_open_addresses(ResilienceConfig(listen=host), agents, api) == ()
-    told = describe_open_addresses(ResilienceConfig(listen="0.0.0.0"), agents, api)
-    assert all("resilience.listen=0.0.0.0" in text and "set resilience.listen=127.0.0.1" in text for text in told)
-    (of_api, of_agents) = told
+    report = describe_open_addresses(ResilienceConfig(listen="0.0.0.0"), agents, api)
+    assert all("resilience.listen=0.0.0.0" in text and "set resilience.listen=127.0.0.1" in text for text in report)
+    (of_api, of_agents) = report
     assert api in of_api
     assert "TLS with a certificate of the job's own" in of_api
     assert "token.act" in of_api
@@ -38,5 +38,5 @@ def test_an_address_that_other_machines_reach_is_told_with_what_keeps_it_and_how
     assert "resilience.agent_metrics=[::]:9100" in page
     assert "without a token" in page
     assert describe_open_addresses(ResilienceConfig(agent_metrics="127.0.0.1:9100"), agents, api) == ()
-    own = ResilienceConfig(listen="::", tls_certificate="a.crt", tls_key="a.key")
-    assert "resilience.tls_certificate=a.crt" in describe_open_addresses(own, agents, api)[0]
+    local = ResilienceConfig(listen="::", tls_certificate="a.crt", tls_key="a.key")
+    assert "resilience.tls_certificate=a.crt" in describe_open_addresses(local, agents, api)[0]

@@ -60,8 +60,8 @@ def test_every_fault_from_inside_is_one_that_trainers_know():
 
 @pytest.mark.parametrize(("word", "persistent"), [("--persistent", True), (None, False)])
 def test_a_persistent_fault_is_asked_for_by_its_name(run, word, persistent):
-    asked = ["faults", "inject", "spin", "--run", str(run), "--rank", "0", *([word] if word else [])]
-    assert CliRunner().invoke(app, asked).exit_code == 0
+    requested = ["faults", "inject", "spin", "--run", str(run), "--rank", "0", *([word] if word else [])]
+    assert CliRunner().invoke(app, requested).exit_code == 0
     (file,) = (run / "faults").glob("*.json")
     assert json.loads(file.read_text())["persistent"] is persistent
 
@@ -138,21 +138,21 @@ def test_the_network_of_the_machine_is_left_alone(run, rank):
 
 def test_redis_is_ordered_to_end(run):
     """The command as it is sent; a server of our own, as the real one may not be installed."""
-    heard = []
+    received = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
         def serve() -> None:
             link, _ = listener.accept()
             with link:
-                heard.append(link.recv(200))
+                received.append(link.recv(200))
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         (run / "config.toml").write_text(load(None, [f"--rendezvous.url=redis://127.0.0.1:{port}"]).to_toml())
         inject(run, "redis-loss")
         thread.join(10)
-    assert heard == [b"*2\r\n$8\r\nSHUTDOWN\r\n$6\r\nNOSAVE\r\n"]
+    assert received == [b"*2\r\n$8\r\nSHUTDOWN\r\n$6\r\nNOSAVE\r\n"]
 
 
 def test_a_nan_gradient_skips_the_step_and_training_goes_on(tiny, tmp_path):

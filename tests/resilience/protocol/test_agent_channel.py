@@ -79,8 +79,8 @@ def scene(play) -> Heard:
     """Run `play(connect)` against an agent server; `connect` gives (channel, tapped writer) after a greeting."""
 
     async def run() -> Heard:
-        heard = Heard()
-        agent_server = AgentServer("job", TOKEN, heard, heard)
+        received = Heard()
+        agent_server = AgentServer("job", TOKEN, received, received)
         host, port = await agent_server.open("127.0.0.1", 0)
 
         async def connect(token: bytes = TOKEN, **hello: Any):
@@ -92,15 +92,15 @@ def scene(play) -> Heard:
             return channel, tapped, answer
 
         async with asyncio.timeout(30):
-            await play(connect, heard, (host, port))
+            await play(connect, received, (host, port))
             await agent_server.close()
-        return heard
+        return received
 
     return asyncio.run(run())
 
 
-async def until(found) -> None:
-    while not found():
+async def until(result) -> None:
+    while not result():
         await asyncio.sleep(0.005)
 
 
@@ -115,9 +115,9 @@ def test_heartbeats_and_messages_come_in_order():
         channel.close()
         await until(lambda: heard.gone)
 
-    heard = scene(play)
-    assert [b.sequence for b in heard.beats] == list(range(1, 50))
-    assert heard.refusals == []
+    received = scene(play)
+    assert [b.sequence for b in received.beats] == list(range(1, 50))
+    assert received.refusals == []
 
 
 def test_a_wrong_token_learns_nothing():
@@ -126,9 +126,9 @@ def test_a_wrong_token_learns_nothing():
             await connect(token=b"x" * 64)
         await until(lambda: heard.refusals)
 
-    heard = scene(play)
-    assert "token" in heard.refusals[0]
-    assert heard.beats == []
+    received = scene(play)
+    assert "token" in received.refusals[0]
+    assert received.beats == []
 
 
 def test_a_frame_sent_again_is_refused():
@@ -139,23 +139,23 @@ def test_a_frame_sent_again_is_refused():
         tapped.inner.write(tapped.frames[-1])
         await until(lambda: heard.refusals)
 
-    heard = scene(play)
-    assert "repeated" in heard.refusals[0]
-    assert len(heard.beats) == 1
+    received = scene(play)
+    assert "repeated" in received.refusals[0]
+    assert len(received.beats) == 1
 
 
 def test_a_frame_of_another_connection_is_refused():
     async def play(connect, heard, _):
-        one, tapped_one, _ = await connect()
+        single, tapped_one, _ = await connect()
         _, tapped_two, _ = await connect()
-        one.send(beat(1))
+        single.send(beat(1))
         await until(lambda: heard.beats)
         tapped_two.inner.write(tapped_one.frames[-1])
         await until(lambda: heard.refusals)
 
-    heard = scene(play)
-    assert "forged" in heard.refusals[0]
-    assert len(heard.beats) == 1
+    received = scene(play)
+    assert "forged" in received.refusals[0]
+    assert len(received.beats) == 1
 
 
 def test_a_changed_bit_is_refused():
@@ -169,17 +169,17 @@ def test_a_changed_bit_is_refused():
         tapped.inner.write(bytes(frame))
         await until(lambda: heard.refusals)
 
-    heard = scene(play)
-    assert "forged" in heard.refusals[0]
-    assert len(heard.beats) == 1
+    received = scene(play)
+    assert "forged" in received.refusals[0]
+    assert len(received.beats) == 1
 
 
 @pytest.mark.parametrize("size", [0, MAX_BYTES * 2, 2**32 - 1])
 def test_an_enormous_or_empty_frame_is_refused_before_it_is_read(size):
-    async def play(connect, heard, _):
+    async def play(connect, received, _):
         _, tapped, _ = await connect()
         tapped.inner.write(make_head(size))
-        await until(lambda: heard.refusals)
+        await until(lambda: received.refusals)
 
     assert f"{size} bytes" in scene(play).refusals[0]
 
@@ -199,27 +199,27 @@ def test_a_heartbeat_that_is_old_or_in_another_name_ends_the_connection(changes,
         channel.send(beat(**changes))
         await until(lambda: heard.refusals)
 
-    heard = scene(play)
-    assert reason in heard.refusals[0]
-    assert len(heard.beats) == 1
+    received = scene(play)
+    assert reason in received.refusals[0]
+    assert len(received.beats) == 1
 
 
 def test_malformed_messages_end_the_connection_and_only_it():
-    async def play(connect, heard, _):
-        other, _, _ = await connect(node="n1")
+    async def play(connect, received, _):
+        second, _, _ = await connect(node="n1")
         for body in (b"\x80", b"\x91" * 50_000, b"not msgpack", b"\x91\x01", b"\xdd" + b"\xff" * 50_000):
             channel, tapped, _ = await connect()
-            before = len(heard.refusals)
+            before = len(received.refusals)
             tapped.inner.write(make_head(len(body)) + channel._seal.make(body) + body)
-            await until(lambda n=before: len(heard.refusals) > n)
-        other.send(beat(1, node="n1"))
-        await until(lambda: heard.beats)
+            await until(lambda n=before: len(received.refusals) > n)
+        second.send(beat(1, node="n1"))
+        await until(lambda: received.beats)
 
     assert len(scene(play).refusals) == 5
 
 
 def test_another_jobs_agent_and_a_bad_greeting_are_turned_away():
-    async def play(connect, heard, _):
+    async def play(connect, received, _):
         _, _, answer = await connect(job="other")
         assert isinstance(answer, Refuse)
         assert "other" in answer.reason
@@ -237,9 +237,9 @@ def test_an_agent_of_another_version_is_refused_by_name():
         assert "node n7" in answer.reason
         await until(lambda: heard.refusals)
 
-    heard = scene(play)
-    assert "MegaScale 0.0.9 (form 2), this driver is " + agent_channel.VERSION in heard.refusals[0]
-    assert not heard.beats
+    received = scene(play)
+    assert "MegaScale 0.0.9 (form 2), this driver is " + agent_channel.VERSION in received.refusals[0]
+    assert not received.beats
 
 
 @pytest.mark.parametrize(
@@ -256,19 +256,19 @@ def test_an_agent_of_another_version_is_refused_by_name():
     ids=["an older release", "a newer release", "a browser", "a short greeting"],
 )
 def test_another_form_of_the_protocol_is_refused_by_name_before_anything_else(first, reason):
-    async def play(connect, heard, place):
-        reader, writer = await asyncio.open_connection(*place)
+    async def play(connect, received, location):
+        reader, writer = await asyncio.open_connection(*location)
         writer.write(first)
         await reader.read()
         writer.close()
-        await until(lambda: heard.refusals)
+        await until(lambda: received.refusals)
 
     assert reason in scene(play).refusals[0]
 
 
 def test_nothing_but_a_greeting_is_taken_as_one():
-    async def play(connect, heard, place):
-        reader, writer = await asyncio.open_connection(*place)
+    async def play(connect, heard, location):
+        reader, writer = await asyncio.open_connection(*location)
         proof = TokenProof(TOKEN, "agents", "client")
         writer.write(make_greeting(proof.nonce))
         writer.write(proof.answer_nonce((await reader.readexactly(GREETING_BYTES))[HEAD.size :]))
@@ -278,19 +278,19 @@ def test_nothing_but_a_greeting_is_taken_as_one():
         await until(lambda: heard.refusals)
         writer.close()
 
-    heard = scene(play)
-    assert "before a greeting" in heard.refusals[0]
-    assert heard.beats == []
+    received = scene(play)
+    assert "before a greeting" in received.refusals[0]
+    assert received.beats == []
 
 
 def test_strangers_that_say_nothing_do_not_keep_others_out(monkeypatch):
     monkeypatch.setattr("megascale.resilience.driver.telemetry.agent_server.PROOF_SECONDS", 0.3)
 
-    async def play(connect, heard, place):
-        silent = [await asyncio.open_connection(*place) for _ in range(50)]
+    async def play(connect, received, location):
+        silent = [await asyncio.open_connection(*location) for _ in range(50)]
         channel, _, _ = await connect()
         channel.send(beat(1))
-        await until(lambda: heard.beats and len(heard.refusals) == 50)
+        await until(lambda: received.beats and len(received.refusals) == 50)
         for _, writer in silent:
             writer.close()
 
@@ -301,13 +301,13 @@ def test_a_flood_of_silent_strangers_is_bounded_and_keeps_no_agent_out(monkeypat
     """More strangers than there is room for, each with more to say than it may: the oldest go."""
     monkeypatch.setattr("megascale.resilience.driver.telemetry.agent_server.UNPROVED_LIMIT", 8)
 
-    async def play(connect, heard, place):
-        silent = [await asyncio.open_connection(*place) for _ in range(40)]
+    async def play(connect, received, location):
+        silent = [await asyncio.open_connection(*location) for _ in range(40)]
         for _, writer in silent:
             writer.write(make_greeting(bytes(32))[:-1])
         channel, _, _ = await connect()
         channel.send(beat(1))
-        await until(lambda: heard.beats and len(heard.refusals) >= 32)
+        await until(lambda: received.beats and len(received.refusals) >= 32)
         for _, writer in silent:
             writer.close()
 
@@ -319,14 +319,14 @@ def test_what_strangers_send_is_not_heaped_up():
     sent = make_greeting(bytes(32)) + bytes(1 << 18)
     peaks = []
 
-    async def play(connect, heard, place):
-        silent = [socket.create_connection(place) for _ in range(40)]
+    async def play(connect, received, location):
+        silent = [socket.create_connection(location) for _ in range(40)]
         for sock in silent:
             sock.setblocking(False)
             sock.send(sent)
         tracemalloc.start()
         try:
-            await until(lambda: len(heard.refusals) == 40)
+            await until(lambda: len(received.refusals) == 40)
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()

@@ -40,8 +40,8 @@ class Relay:
         return server.sockets[0].getsockname()[1]
 
     async def _meet(self, reader, writer) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._to)
-        self._tasks = [asyncio.create_task(self._pass(*pair)) for pair in ((reader, back, 0), (there, writer, 1))]
+        present, back = await asyncio.open_connection("127.0.0.1", self._to)
+        self._tasks = [asyncio.create_task(self._pass(*pair)) for pair in ((reader, back, 0), (present, writer, 1))]
 
     async def _pass(self, source, target, from_driver) -> None:
         while data := await source.read(65536):
@@ -52,13 +52,13 @@ class Relay:
 
 def scene(play, tls: DriverTls | None) -> Asked:
     async def run() -> Asked:
-        heard = Asked()
-        server = AgentServer("job", TOKEN, heard, heard)
+        received = Asked()
+        server = AgentServer("job", TOKEN, received, received)
         _, port = await server.open("127.0.0.1", 0, tls)
         async with asyncio.timeout(30):
-            await play(heard, port)
+            await play(received, port)
             await server.close()
-        return heard
+        return received
 
     return asyncio.run(run())
 
@@ -82,15 +82,15 @@ def test_messages_of_both_sides_are_encrypted_and_long_ones_come_whole():
         assert b"unmistakable-name" not in relay.seen
         assert b"xxxx" not in relay.seen
 
-    heard = scene(play, create_agents_tls(OPEN, None, None))
-    assert heard.refusals == []
-    assert len(heard.messages[0].lines) == 100
+    received = scene(play, create_agents_tls(OPEN, None, None))
+    assert received.refusals == []
+    assert len(received.messages[0].lines) == 100
 
 
 def test_on_loopback_there_is_no_certificate_and_nothing_is_encrypted():
     assert create_agents_tls("127.0.0.1", None, None) is None
 
-    async def play(heard, port):
+    async def play(received, port):
         channel, _ = await enter(port)
         assert not channel.encrypted
 
@@ -98,13 +98,13 @@ def test_on_loopback_there_is_no_certificate_and_nothing_is_encrypted():
 
 
 def test_another_certificate_than_the_one_named_is_refused():
-    tls, other = create_agents_tls(OPEN, None, None), create_agents_tls(OPEN, None, None)
+    tls, second = create_agents_tls(OPEN, None, None), create_agents_tls(OPEN, None, None)
 
-    async def play(heard, port):
+    async def play(received, port):
         with pytest.raises(ProtocolError, match="another certificate than the driver's"):
             await enter(port)
 
-    scene(play, DriverTls(other.context, tls.fingerprint))
+    scene(play, DriverTls(second.context, tls.fingerprint))
 
 
 def test_nobody_between_them_can_talk_them_out_of_encrypting():
@@ -113,7 +113,7 @@ def test_nobody_between_them_can_talk_them_out_of_encrypting():
 
     tls = create_agents_tls(OPEN, None, None)
 
-    async def play(heard, port):
+    async def play(received, port):
         relay = Relay(port, plain)
         with pytest.raises(ProtocolError, match="forged"):
             await enter(await relay.open())
@@ -129,14 +129,14 @@ def test_a_stranger_who_has_not_proved_the_secret_gets_no_handshake():
             await asyncio.open_connection("127.0.0.1", port, ssl=context)
         await until(lambda: heard.refusals)
 
-    heard = scene(play, create_agents_tls(OPEN, None, None))
-    assert "does not speak MegaScale's protocol" in heard.refusals[0]
+    received = scene(play, create_agents_tls(OPEN, None, None))
+    assert "does not speak MegaScale's protocol" in received.refusals[0]
 
 
 def test_the_fingerprint_is_the_certificates_own(tmp_path):
     tls = create_agents_tls(OPEN, None, None)
 
-    async def play(heard, port):
+    async def play(received, port):
         channel, _ = await enter(port)
         shown = channel._writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
         assert hashlib.sha256(shown).digest() == tls.fingerprint
@@ -156,5 +156,5 @@ def test_a_node_that_asks_in_is_told_the_job_or_why_not():
             assert isinstance(answer, Refuse)
             assert why in answer.reason
 
-    heard = scene(play, create_agents_tls(OPEN, None, None))
-    assert len(heard.refusals) == 3
+    received = scene(play, create_agents_tls(OPEN, None, None))
+    assert len(received.refusals) == 3

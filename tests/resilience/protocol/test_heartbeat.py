@@ -102,11 +102,11 @@ def test_anything_put_in_place_of_a_field_is_read_as_that_type_or_refused(heartb
     name = data.draw(st.sampled_from(sorted(where)))
     where[name] = data.draw(anything)
     try:
-        found = FROM_AGENT.decode(msgspec.msgpack.encode(record))
+        result = FROM_AGENT.decode(msgspec.msgpack.encode(record))
     except ProtocolError as error:
         assert str(error)
     else:
-        assert FROM_AGENT.decode(FROM_AGENT.encode(found)) == found
+        assert FROM_AGENT.decode(FROM_AGENT.encode(result)) == result
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_names_are_kept_once():
         "job", 1, "n0", 1, 0, workers=(Worker(0, 1, "running", phase="train"),), traffic=(NetworkTraffic("mlx5_0"),)
     )
     data = FROM_AGENT.encode(beat)
-    one, two = FROM_AGENT.decode(data), FROM_AGENT.decode(data)
-    assert one.workers[0].phase is two.workers[0].phase
-    assert one.traffic[0].interface is two.traffic[0].interface
-    assert one.node is two.node
+    first, second = FROM_AGENT.decode(data), FROM_AGENT.decode(data)
+    assert first.workers[0].phase is second.workers[0].phase
+    assert first.traffic[0].interface is second.traffic[0].interface
+    assert first.node is second.node
 
 
 def test_text_that_is_none_is_fitted():

@@ -69,8 +69,8 @@ def test_an_exit_has_a_cause_a_culprit_and_its_words(how, kind, action):
 def test_a_rank_that_lost_a_peer_is_not_to_blame():
     message = "rank 0 lost contact with another rank in step 11"
     victim = worker(0, state="exited", code=1, message=message, exit=ExitRecord(ExitKind.LOST_PEER, step=11))
-    found = ended(victim, worker(1, state="signalled", code=signal.SIGSEGV))
-    assert [(v.kind, v.ranks) for v in found] == [("segmentation_fault", (1,))]
+    result = ended(victim, worker(1, state="signalled", code=signal.SIGSEGV))
+    assert [(v.kind, v.ranks) for v in result] == [("segmentation_fault", (1,))]
     alone = one(ended(victim), "process_exit")
     assert alone.nodes == ()
     assert alone.action == "recover"
@@ -78,21 +78,23 @@ def test_a_rank_that_lost_a_peer_is_not_to_blame():
 
 def test_ranks_that_ended_as_they_were_asked_to_are_not_to_blame_however_often():
     """As of a pod that is deleted twice: the driver hears of the ranks elsewhere first."""
-    asked = worker(0, state="exited", code=130, error="Exit: 130")
-    first = one(ended(asked), "process_exit")
+    requested = worker(0, state="exited", code=130, error="Exit: 130")
+    first = one(ended(requested), "process_exit")
     assert (first.nodes, first.ranks, first.action, first.person) == ((), (0,), "recover", False)
     assert "ended by SIGTERM or SIGINT" in first.evidence[0]
-    again = one(
-        ended(asked, worker(1, state="exited", code=130, error="Exit: 130"), past=[(1.0, first)]), "process_exit"
+    repeated = one(
+        ended(requested, worker(1, state="exited", code=130, error="Exit: 130"), past=[(1.0, first)]), "process_exit"
     )
-    assert (again.nodes, again.action) == ((), "recover")
-    found = ended(asked, worker(1, state="signalled", code=signal.SIGSEGV))
-    assert [(v.kind, v.ranks) for v in found] == [("segmentation_fault", (1,))]
+    assert (repeated.nodes, repeated.action) == ((), "recover")
+    result = ended(requested, worker(1, state="signalled", code=signal.SIGSEGV))
+    assert [(v.kind, v.ranks) for v in result] == [("segmentation_fault", (1,))]
 
 
 def test_a_rank_whose_agent_was_told_to_end_says_whose_machine_it_was():
-    asked = worker(0, state="exited", code=130, error="Exit: 130")
-    verdict = one(ended(asked, worker(1, state="exited", code=130, error="Exit: 130", by_agent=True)), "process_exit")
+    requested = worker(0, state="exited", code=130, error="Exit: 130")
+    verdict = one(
+        ended(requested, worker(1, state="exited", code=130, error="Exit: 130", by_agent=True)), "process_exit"
+    )
     assert (verdict.nodes, verdict.ranks, verdict.action) == (("node-1",), (1,), "recover")
 
 
@@ -111,10 +113,10 @@ def test_an_exception_that_comes_again_is_the_users_and_one_that_differs_is_not(
 
     first = fails("ValueError: bad row", [])
     assert (first.action, first.person) == ("recover", False)
-    again = fails("ValueError: bad row", [first])
-    assert (again.action, again.person) == ("stop", True)
-    other = fails("OSError: [Errno 5] Input/output error", [first])
-    assert (other.action, other.person) == ("recover", False)
+    repeated = fails("ValueError: bad row", [first])
+    assert (repeated.action, repeated.person) == ("stop", True)
+    second = fails("OSError: [Errno 5] Input/output error", [first])
+    assert (second.action, second.person) == ("recover", False)
 
 
 def test_a_killed_process_on_a_full_node_ran_out_of_memory():
@@ -132,9 +134,9 @@ def test_a_signal_is_not_explained_by_a_line_before_it():
         assert one(ended(dead), kind).ranks == (1,)
     quiet = old + "step\n" * 20
     assert one(ended(worker(1, state="signalled", code=signal.SIGABRT, stderr_tail=quiet)), "segmentation_fault")
-    says = quiet + "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: unspecified\n"
+    output = quiet + "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: unspecified\n"
     assert one(
-        ended(worker(1, state="signalled", code=signal.SIGABRT, stderr_tail=says + "frame\n" * 30)), "cuda_error"
+        ended(worker(1, state="signalled", code=signal.SIGABRT, stderr_tail=output + "frame\n" * 30)), "cuda_error"
     )
     # An exception that was caught is not what ended it either.
     tail = trace("OSError: Connection reset by peer") + "step 8\n" + trace("KeyError: 'text'")
@@ -166,8 +168,8 @@ def test_last_words_are_the_line_that_names_an_error():
 
 def test_a_calm_line_of_the_log_is_nobodys_last_words():
     calm = "2026-11-24T04:27:29.274Z attempt 1 rank 1 INFO megascale.train: process 12379 on vm, one of 2, begins"
-    told = worker(1, state="signalled", code=signal.SIGKILL, stderr_tail=calm)
-    assert exits.last_message(told) == ""
+    report = worker(1, state="signalled", code=signal.SIGKILL, stderr_tail=calm)
+    assert exits.last_message(report) == ""
     warned = calm.replace("INFO", "WARNING")
     assert exits.last_message(worker(1, state="exited", code=1, stderr_tail=f"{warned}\n{calm}")) == warned
 
@@ -181,8 +183,8 @@ def test_who_failed_first_and_by_itself_names_the_cause():
     assert [v.kind for v in ended(first, aborted)] == ["user_error"]
     assert [v.kind for v in ended(first, replace(killed, by_agent=True, ended_age=0.9))] == ["user_error"]
     # Earlier than any other, a signal is the cause.
-    found = ended(replace(first, error="RuntimeError: Connection closed by peer"), replace(killed, ended_age=0.9))
-    assert [v.kind for v in found] == ["process_killed"]
+    result = ended(replace(first, error="RuntimeError: Connection closed by peer"), replace(killed, ended_age=0.9))
+    assert [v.kind for v in result] == ["process_killed"]
 
 
 def test_a_port_taken_is_tried_again_elsewhere_within_bounds():
@@ -209,13 +211,13 @@ def test_a_full_disk_is_known_by_its_number_or_its_room_and_by_no_line_of_a_log(
     line = worker(1, state="exited", code=9, stderr_tail="copying: No space left on device, left out\n")
     assert one(ended(line), "process_exit")
     for how in ({"state": "exited", "code": 9}, {"state": "signalled", "code": signal.SIGBUS}):
-        for left, kind in ((0.0, "disk_full"), (1e9, None)):
-            beat = heartbeat(1, 1, [worker(1, **how)], disks={"/runs/a": left})
-            found = rules.judge(view({0: [heartbeat(0, 1, [worker(0)])], 1: [beat]}))
+        for remaining, kind in ((0.0, "disk_full"), (1e9, None)):
+            beat = heartbeat(1, 1, [worker(1, **how)], disks={"/runs/a": remaining})
+            result = rules.judge(view({0: [heartbeat(0, 1, [worker(0)])], 1: [beat]}))
             if kind is None:
-                assert "disk_full" not in {v.kind for v in found}
+                assert "disk_full" not in {v.kind for v in result}
             else:
-                assert "the disk of /runs/a has 0 bytes left" in one(found, kind).evidence
+                assert "the disk of /runs/a has 0 bytes left" in one(result, kind).evidence
 
 
 def test_the_same_full_disk_ends_the_job_whatever_the_figures():
@@ -227,40 +229,40 @@ def test_the_same_full_disk_ends_the_job_whatever_the_figures():
     first = fails("/a", "the disk of '/a' is full: a checkpoint needs 417,792 bytes and 212,992 are free", [])
     assert first.action == "recover"
     later = "the checkpoint of the last step, 12, failed: the disk of {} is full: a checkpoint needs 417,792 bytes"
-    again = fails("/a", later.format("'/a'"), [first])
-    assert (again.action, again.person) == ("stop", True)
+    repeated = fails("/a", later.format("'/a'"), [first])
+    assert (repeated.action, repeated.person) == ("stop", True)
     assert fails("/b", later.format("'/b'"), [first]).action == "recover"
 
 
 def test_a_node_that_lacks_memory_where_the_job_has_trained_is_met_by_another():
     """What one rank lacks it tells all, who end with its words."""
-    words = "rank 1 on b7: staging memory for checkpoints could not be had ([Errno 12] 3 of 5 bytes are free)"
-    of_it = worker(1, state="exited", code=3, exit=ExitRecord(ExitKind.HOST_MEMORY, rank=1), message=words)
-    told = worker(0, state="exited", code=3, exit=ExitRecord(ExitKind.REFUSED, rank=1), message=words)
+    arguments = "rank 1 on b7: staging memory for checkpoints could not be had ([Errno 12] 3 of 5 bytes are free)"
+    of_it = worker(1, state="exited", code=3, exit=ExitRecord(ExitKind.HOST_MEMORY, rank=1), message=arguments)
+    report = worker(0, state="exited", code=3, exit=ExitRecord(ExitKind.REFUSED, rank=1), message=arguments)
     trained = {"usual_durations": {silence.FIRST_STEP: 10.0}, "phase": "starting"}
-    for others in ((), (told,)):
-        verdict = one(ended(of_it, *others, **trained), "out_of_memory")
+    for peers in ((), (report,)):
+        verdict = one(ended(of_it, *peers, **trained), "out_of_memory")
         assert (verdict.nodes, verdict.action, verdict.person) == (("node-1",), "recover", False)
         assert any("something else holds its memory" in line for line in verdict.evidence)
-    again = [(900.0, verdict)]
-    assert one(ended(of_it, told, past=again, **trained), "out_of_memory").action == "evict"
+    repeated = [(900.0, verdict)]
+    assert one(ended(of_it, report, past=repeated, **trained), "out_of_memory").action == "evict"
     # Elsewhere it is the first time; alone there is no other node to say whose it is.
-    there = [(900.0, dataclasses.replace(verdict, nodes=("node-7",)))]
-    assert one(ended(of_it, past=there, **trained), "out_of_memory").action == "recover"
-    own = replace(
-        of_it, rank=0, exit=ExitRecord(ExitKind.HOST_MEMORY, rank=0), message=words.replace("rank 1", "rank 0")
+    present = [(900.0, dataclasses.replace(verdict, nodes=("node-7",)))]
+    assert one(ended(of_it, past=present, **trained), "out_of_memory").action == "recover"
+    local = replace(
+        of_it, rank=0, exit=ExitRecord(ExitKind.HOST_MEMORY, rank=0), message=arguments.replace("rank 1", "rank 0")
     )
     past = [(900.0, dataclasses.replace(verdict, nodes=("node-0",)))]
-    alone = view({0: [heartbeat(0, 1, [own])]}, past=past)
+    alone = view({0: [heartbeat(0, 1, [local])]}, past=past)
     alone.usual_durations |= trained["usual_durations"]
     assert one(rules.judge(alone), "out_of_memory").action == "stop"
-    both = one(
+    pair = one(
         ended(of_it, replace(of_it, rank=0, exit=ExitRecord(ExitKind.HOST_MEMORY, rank=0)), **trained), "out_of_memory"
     )
-    assert (both.nodes, both.action) == (("node-0", "node-1"), "recover")
+    assert (pair.nodes, pair.action) == (("node-0", "node-1"), "recover")
     # Who speaks first is not to blame, nor is anybody before the first step of all: then a person is told.
-    assert one(ended(told, **trained), "process_exit").nodes == ()
-    first = ended(of_it, told)
+    assert one(ended(report, **trained), "process_exit").nodes == ()
+    first = ended(of_it, report)
     assert {(v.action, v.person) for v in first} == {("stop", True)}
     assert any("settings or data are wrong" in line for v in first for line in v.evidence)
 

@@ -54,7 +54,7 @@ def silent(steps: list[int], seconds: float, phase: str = "train") -> list[Verdi
     """A node that was last heard so long ago, while another one was in these steps, once a second until now."""
     phases = ["train"] * (len(steps) - 1) + [phase]
     workers = [worker(0, step=step, phase=phase) for step, phase in zip(steps, phases, strict=True)]
-    state = view({0: [heartbeat(0, i, [one]) for i, one in enumerate(workers)], 1: []})
+    state = view({0: [heartbeat(0, i, [item]) for i, item in enumerate(workers)], 1: []})
     state.members[1].last_seen = state.time - seconds
     return rules.judge(state)
 
@@ -79,19 +79,19 @@ def test_a_silent_node_whose_ranks_train_is_not_lost():
 )
 def test_a_node_that_ends_is_missed_within_the_window_however_fast_the_job_was(pace, phase, ahead, before, others):
     """It ends at 40 s; the others come `ahead` steps further, and no step ends any more."""
-    end, now = 40.0, 40.0 + WINDOW + 0.01
+    end, current = 40.0, 40.0 + WINDOW + 0.01
 
     def step(at: float) -> int:
         return 100 + int(at / pace) if at < end else 100 + int(end / pace) + ahead
 
     members = [RankView("node-0", (0,), end - before, heartbeat(0, 1, [worker(0)]))]
     for node in range(1, 1 + others):
-        times = [phase + i for i in range(int(now - phase) + 1)]
+        times = [phase + i for i in range(int(current - phase) + 1)]
         sent = [heartbeat(node, i, [worker(node, step=step(at))]) for i, at in enumerate(times)]
         members.append(
             RankView(f"node-{node}", (node,), times[-1], sent[-1], deque(zip(times, sent, strict=True), HISTORY))
         )
-    state = view({}, Grid(data=1 + others, ranks_per_host=1), now=now)
+    state = view({}, Grid(data=1 + others, ranks_per_host=1), now=current)
     state.members = members
     assert one(rules.judge(state), "missed_heartbeat").nodes == ("node-0",)
 
@@ -132,8 +132,8 @@ def test_nothing_moving_is_a_hang_only_past_what_the_phase_may_take():
 def test_a_stopped_process_is_given_no_time_for_its_phase():
     """Its first checkpoint may take resilience.first_step, unless its process does nothing at all."""
 
-    def saving(seconds: float, other: str = "train", **changes) -> list[Verdict]:
-        workers = worker(0, phase=other, status_age=seconds), worker(1, phase="save", status_age=seconds, **changes)
+    def saving(seconds: float, second: str = "train", **changes) -> list[Verdict]:
+        workers = worker(0, phase=second, status_age=seconds), worker(1, phase="save", status_age=seconds, **changes)
         return rules.judge(
             view({n: [heartbeat(n, 1, [w])] for n, w in enumerate(workers)}, usual_durations={"train": 0.2})
         )
@@ -163,10 +163,10 @@ def test_a_first_step_that_hangs_is_known_once_others_were_seen():
 def test_log_lines_and_devices():
     line = LogMatch(0, "CUDA error", "CUDA error: launch failure")
     broken = LogMatch(1, "Xid", "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.")
-    found = rules.judge(
+    result = rules.judge(
         view({n: [heartbeat(n, 1, [worker(n)], logs=(match,))] for n, match in enumerate((line, broken))})
     )
-    assert [v.action for v in found if v.kind == "log_keyword"] == ["alert", "diagnose"]
+    assert [v.action for v in result if v.kind == "log_keyword"] == ["alert", "diagnose"]
 
     def gpus(**changes) -> list[Verdict]:
         beats = [
@@ -187,9 +187,9 @@ def test_log_lines_and_devices():
     assert one(rules.judge(view({0: [first]})), "device_fault").nodes == ("node-0",)
 
 
-def with_traffic(rates: list[float], phase: str = "train", still: int = 0, interface: str = "eth0") -> list[Verdict]:
+def with_traffic(rates: list[float], phase: str = "train", running: int = 0, interface: str = "eth0") -> list[Verdict]:
     """still: of the last heartbeats, how many are of one step."""
-    last = len(rates) - 1 - still
+    last = len(rates) - 1 - running
     sent = [
         heartbeat(
             0,
@@ -205,20 +205,20 @@ def with_traffic(rates: list[float], phase: str = "train", still: int = 0, inter
 def test_traffic_that_stops_recovers_and_traffic_that_drops_alerts():
     busy = [5e8, 4e8, 6e8] * 10
     assert not with_traffic(busy + [5e8] * 10)
-    for still in (10, 7):  # the last step may be told of after it fell quiet
-        assert one(with_traffic(busy + [0.0] * 10, still=still), "traffic_stopped").action == "recover"
+    for running in (10, 7):  # the last step may be told of after it fell quiet
+        assert one(with_traffic(busy + [0.0] * 10, running=running), "traffic_stopped").action == "recover"
     # Quiet while steps are done: what it carried was not training.
     assert one(with_traffic(busy + [0.0] * 10), "traffic_dropped").action == "alert"
     assert one(with_traffic(busy + [1e8] * 10), "traffic_dropped").action == "alert"
-    assert not with_traffic(busy + [0.0] * 10, phase="save", still=10)
-    assert not with_traffic(busy + [0.0] * 5, still=5)
+    assert not with_traffic(busy + [0.0] * 10, phase="save", running=10)
+    assert not with_traffic(busy + [0.0] * 5, running=5)
     assert not with_traffic([0.0] * 40)
     # Nodes on one machine: loopback falls quiet when others that use it end.
-    assert not with_traffic(busy + [0.0] * 10, still=10, interface="lo")
+    assert not with_traffic(busy + [0.0] * 10, running=10, interface="lo")
     # Quiet stretches of six heartbeats belong to this run: ten are no stop yet.
     waves = ([5e8] * 8 + [0.0] * 6) * 4
     assert not [v for v in with_traffic(waves + [0.0] * 10) if v.kind == "traffic_stopped"]
-    assert not [v for v in with_traffic(waves + [0.0] * 10, still=10) if v.kind == "traffic_stopped"]
+    assert not [v for v in with_traffic(waves + [0.0] * 10, running=10) if v.kind == "traffic_stopped"]
 
 
 def measured(losses: list[float], norms: list[float] | None = None, seconds: list[float] | None = None):
@@ -245,9 +245,9 @@ def test_a_spike_is_compared_with_the_median_of_100_steps_before():
     assert verdict.evidence == ("the loss of step 161 is 9; the median of 100 steps before is 4",)
 
 
-def computing(*nodes: list[float], data: int | None = None, still: int = 0) -> list[Verdict]:
+def computing(*nodes: list[float], data: int | None = None, running: int = 0) -> list[Verdict]:
     """still: of the last heartbeats, how many show ranks that stand."""
-    ages = [0.1] * (len(nodes[0]) - still) + [0.5 + i for i in range(still)]
+    ages = [0.1] * (len(nodes[0]) - running) + [0.5 + i for i in range(running)]
     beats = {
         n: [heartbeat(n, i, [worker(n, step=i, status_age=ages[i])], step_seconds={n: s}) for i, s in enumerate(series)]
         for n, series in enumerate(nodes)
@@ -269,7 +269,7 @@ def test_a_persistently_slow_node_is_evicted():
     # Where peers vary as much themselves, nobody stands out.
     assert not computing([0.1, 0.2] * 15, [0.1, 0.18] * 15, [0.15] * 30, [0.1, 0.19] * 15)
     # A run that stands (rank 0 is stopped) repeats its last step's times: no evidence against the slower of them.
-    assert [v.kind for v in computing(usual, usual[:-18] + [0.15] * 18, still=18)] == ["hang"]
+    assert [v.kind for v in computing(usual, usual[:-18] + [0.15] * 18, running=18)] == ["hang"]
     assert [v.kind for v in computing(usual, usual[:-18] + [0.15] * 18)] == ["slow_node"]
     # A passing slowness is none.
     assert not computing(usual, usual, usual[:-5] + [0.3] * 5, usual)
@@ -282,19 +282,19 @@ def test_thousands_of_ranks_are_judged_as_few_are(slow_ranks, monkeypatch):
     series = [
         [s * 1.4 for s in usual] if rank in slow_ranks else usual for rank in range(metrics_rules.POOLED_RANKS + 6)
     ]
-    many = computing(*series)
+    large = computing(*series)
     monkeypatch.setattr(metrics_rules, "POOLED_RANKS", 10**9)
-    few = computing(*series)
-    assert [(v.kind, v.nodes, v.ranks) for v in many] == [(v.kind, v.nodes, v.ranks) for v in few]
-    assert {rank for v in many for rank in v.ranks} == set(slow_ranks)
+    small = computing(*series)
+    assert [(v.kind, v.nodes, v.ranks) for v in large] == [(v.kind, v.nodes, v.ranks) for v in small]
+    assert {rank for v in large for rank in v.ranks} == set(slow_ranks)
 
 
 def test_a_still_view_keeps_its_history_while_heartbeats_come():
     moving = view({0: [heartbeat(0, i, [worker(0)]) for i in range(1, HISTORY + 1)]})
-    still = moving.snapshot()
+    running = moving.snapshot()
     moving.members[0].history.append((1001.0, heartbeat(0, HISTORY + 1, [worker(0)])))
-    assert [h.sequence for _, h in still.members[0].history] == list(range(1, HISTORY + 1))
-    assert still.members[0].history.maxlen == HISTORY
+    assert [h.sequence for _, h in running.members[0].history] == list(range(1, HISTORY + 1))
+    assert running.members[0].history.maxlen == HISTORY
 
 
 def summed(*by_rank: str, step: int = 8) -> list[Verdict]:
@@ -307,8 +307,8 @@ def test_copies_that_differ_are_found_and_the_minority_is_named():
     assert not summed("aa", "aa", "aa")
     verdict = one(summed("aa", "ab", "aa"), "checksum_mismatch")
     assert (verdict.nodes, verdict.ranks, verdict.action) == (("node-1",), (1,), "evict")
-    both = one(summed("aa", "ab"), "checksum_mismatch")
-    assert (both.nodes, both.action) == (("node-0", "node-1"), "diagnose")
+    pair = one(summed("aa", "ab"), "checksum_mismatch")
+    assert (pair.nodes, pair.action) == (("node-0", "node-1"), "diagnose")
 
 
 # calm traces -------------------------------------------------------------------------------------------------------
@@ -381,5 +381,5 @@ def test_clocks_change_nothing(state, skew):
 
 
 def test_a_killed_rank_is_worse_than_an_alert():
-    found = ended(worker(1, state="signalled", code=signal.SIGSEGV))
-    assert max(SEVERITY[v.action] for v in found) >= SEVERITY["recover"]
+    result = ended(worker(1, state="signalled", code=signal.SIGSEGV))
+    assert max(SEVERITY[v.action] for v in result) >= SEVERITY["recover"]

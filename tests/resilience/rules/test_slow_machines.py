@@ -43,9 +43,9 @@ def test_what_is_not_sure_not_here_or_not_running_is_nothing():
 
 
 def test_ranks_of_a_node_are_one_verdict():
-    found = judged(SLOW, replace(SLOW, cause="link", slower=0.2), replace(SLOW, rank=2))
-    assert [(v.nodes, v.ranks) for v in found] == [(("node-1",), (1,)), (("node-2",), (2,))]
-    assert "link" in found[0].evidence[1]
+    result = judged(SLOW, replace(SLOW, cause="link", slower=0.2), replace(SLOW, rank=2))
+    assert [(v.nodes, v.ranks) for v in result] == [(("node-1",), (1,)), (("node-2",), (2,))]
+    assert "link" in result[0].evidence[1]
 
 
 def test_a_node_is_tested_once():

@@ -23,24 +23,24 @@ def heartbeat(node: int, sequence: int, workers, **changes) -> Heartbeat:
 def view(beats: dict[int, list[Heartbeat]], grid: Grid | None = None, **changes) -> View:
     """A running job whose node n sent `beats[n]`, one a second, the last just now."""
     members = []
-    now = changes.pop("now", 1000.0)
+    current = changes.pop("now", 1000.0)
     for node, sent in beats.items():
-        times = [now - len(sent) + 1 + i for i in range(len(sent))]
+        times = [current - len(sent) + 1 + i for i in range(len(sent))]
         history = deque(zip(times, sent, strict=True), maxlen=HISTORY)
         ranks = tuple(w.rank for w in sent[-1].workers) if sent else (node,)
         last = sent[-1] if sent else None
-        members.append(RankView(f"node-{node}", ranks, times[-1] if sent else now, last, history))
+        members.append(RankView(f"node-{node}", ranks, times[-1] if sent else current, last, history))
     standard = {"usual_durations": {"train": 0.2, "save": 1.0, "evaluate": 1.0}, "phase": "running", "started": 0.0}
     grid = grid or Grid(data=max(1, sum(len(m.ranks) for m in members)), ranks_per_host=1)
     if "incidents" in changes:
         changes["incidents"] = [Incident(*incident) for incident in changes["incidents"]]
     fixed = {"window": WINDOW, "interval": 1.0, "first_step": 60.0}
-    return View("job", 1, time=now, members=members, grid=grid, **(standard | fixed | changes))
+    return View("job", 1, time=current, members=members, grid=grid, **(standard | fixed | changes))
 
 
-def one(found: list[Verdict], kind: str) -> Verdict:
-    matching = [v for v in found if v.kind == kind]
-    assert len(matching) == 1, [(v.kind, v.evidence) for v in found]
+def one(result: list[Verdict], kind: str) -> Verdict:
+    matching = [v for v in result if v.kind == kind]
+    assert len(matching) == 1, [(v.kind, v.evidence) for v in result]
     assert matching[0].evidence
     return matching[0]
 

@@ -21,9 +21,9 @@ SMALL = ["--set", "hosts=32", "--set", "hosts_per_set=8", "--set", "switch_ports
 MODEL = ["examples/gpt-175b.toml", "--gpus", "256", "--train.global_batch=256"]
 
 
-def network(*words: str) -> str:
+def network(*arguments: str) -> str:
     """Output of a command that succeeds."""
-    result = CliRunner().invoke(app, ["network", *words])
+    result = CliRunner().invoke(app, ["network", *arguments])
     if isinstance(result.exception, MegascaleError):
         raise result.exception
     assert result.exit_code == 0, result.output
@@ -31,17 +31,17 @@ def network(*words: str) -> str:
 
 
 def test_topology_prints_and_draws(tmp_path):
-    found = strict_json.loads(network("topology", *SMALL, "--json", "--plot", str(tmp_path / "t.png")))
-    assert found["switches"] == {"leaf": 32, "aggregation": 16, "core": 8}
+    result = strict_json.loads(network("topology", *SMALL, "--json", "--plot", str(tmp_path / "t.png")))
+    assert result["switches"] == {"leaf": 32, "aggregation": 16, "core": 8}
     assert (tmp_path / "t.png").stat().st_size > 1000
     assert "assumed" in network("topology", *SMALL)
 
 
 def test_placement_writes_a_file_that_it_reads(tmp_path):
     out = str(tmp_path / "placement.json")
-    found = strict_json.loads(network("placement", *MODEL, *SMALL, "--placement", "random", "--out", out, "--json"))
-    again = strict_json.loads(network("placement", *MODEL, *SMALL, "--placement", out, "--json"))
-    assert again["bytes"][out] == found["bytes"]["random"]
+    result = strict_json.loads(network("placement", *MODEL, *SMALL, "--placement", "random", "--out", out, "--json"))
+    repeated = strict_json.loads(network("placement", *MODEL, *SMALL, "--placement", out, "--json"))
+    assert repeated["bytes"][out] == result["bytes"]["random"]
 
 
 def test_flows_slow_with_oversubscription():
@@ -65,7 +65,7 @@ def test_tune_writes_the_environment(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("arguments", "error"),
     [
         (["topology", "--fabric", "none"], ConfigError),
         (["topology", "--set", "hosts"], ConfigError),
@@ -96,9 +96,9 @@ def test_tune_writes_the_environment(tmp_path):
     ],
     ids=lambda x: " ".join(x[:3]) if isinstance(x, list) else "",
 )  # fmt: skip
-def test_bad_input_names_key_and_remedy(words, error):
+def test_bad_input_names_key_and_remedy(arguments, error):
     with pytest.raises(error) as caught:
-        network(*words)
+        network(*arguments)
     assert caught.value.exit_code in (2, 3, 4)
     assert len(str(caught.value)) > 30
 

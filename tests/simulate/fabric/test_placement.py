@@ -29,8 +29,8 @@ def test_each_host_is_used_once_and_bytes_are_all_there(strategy):
 def test_groups_are_the_grids():
     laid = p.make_placement(GRID, fabric(), "data")
     for axis in ("data", "pipeline", "tensor"):
-        wanted = [[int(laid.nic(np.array([r]))[0]) for r in group] for group in GRID.groups(axis)]
-        assert sorted(map(list, (g.tolist() for g in laid.groups(axis)))) == sorted(wanted)
+        expected = [[int(laid.nic(np.array([r]))[0]) for r in group] for group in GRID.groups(axis)]
+        assert sorted(map(list, (g.tolist() for g in laid.groups(axis)))) == sorted(expected)
 
 
 def test_near_is_better_than_random_is_better_than_adversarial():
@@ -81,9 +81,9 @@ def test_collectives_send_what_they_must(algorithm):
     """Every member takes at least what it lacks; ring and tree send no more than their formulas."""
     members = np.arange(0, 32, 2)  # a NIC on each of 16 hosts
     sent = collective(algorithm, [members], 16e6, 2)
-    taken = np.bincount(sent.target, weights=sent.size, minlength=32)[members]
+    used = np.bincount(sent.target, weights=sent.size, minlength=32)[members]
     least = {"ring": 15e6, "hierarchical": 15e6, "all-to-all": 15 * 16e6 / 256, "tree": 4e6}[algorithm]
-    assert (taken >= least * (1 - 1e-9)).all()
+    assert (used >= least * (1 - 1e-9)).all()
     total = {"ring": 15, "hierarchical": 15, "all-to-all": 15 / 16, "tree": 15}[algorithm] * 16e6
     assert sent.size.sum() == pytest.approx(total)
 

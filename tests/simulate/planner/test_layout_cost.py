@@ -39,9 +39,9 @@ print(json.dumps({
 """
 
 
-def measured(*words: str) -> dict:
+def measured(*arguments: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *words], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, timeout=120, check=True
     )
     return json.loads(done.stdout)
 
@@ -98,8 +98,8 @@ def test_tables_and_picture(megascale):
         "--train.precision=bfloat16", "--train.micro_batch=1", "--train.global_batch", 8, "--plot", "plan.png",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for words in ("first stage", "last stage", "total", "fits", "ZeRO-1", "data: reduce", "GFLOP per token"):
-        assert words in done.stdout
+    for arguments in ("first stage", "last stage", "total", "fits", "ZeRO-1", "data: reduce", "GFLOP per token"):
+        assert arguments in done.stdout
     # 1F1B of 2 stages and 4 micro-batches at 2 columns a forward.
     rows = [line for line in done.stdout.splitlines() if line.startswith("stage ")]
     assert rows[0].rstrip() == "stage 0  0 1    0<<< 21<<< 32<<<  3<<<"
@@ -118,7 +118,7 @@ def test_plot_is_drawn(tmp_path, suffix):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "needles"),
+    ("arguments", "code", "needles"),
     [
         (["--parallel.tensor=7"], 3, ["model.heads=128", "--parallel.tensor=4 or 8", "model.sequence_length=2048"]),
         (["--parallel.pipeline=9"], 3, ["12288 ranks", "tensor=8 x parallel.pipeline=9"]),
@@ -148,30 +148,30 @@ def test_plot_is_drawn(tmp_path, suffix):
         (["--gpus", "0"], 2, ["--gpus"]),
     ],
 )
-def test_what_does_not_work_is_named(megascale, words, code, needles):
-    gpus = [] if "--gpus" in words else ["--gpus", 12288]
-    done = megascale("plan", EXAMPLE, *gpus, *words)
+def test_what_does_not_work_is_named(megascale, arguments, code, needles):
+    gpus = [] if "--gpus" in arguments else ["--gpus", 12288]
+    done = megascale("plan", EXAMPLE, *gpus, *arguments)
     assert done.returncode == code
     assert "Traceback" not in done.stderr
     for needle in needles:
         assert needle in " ".join(done.stderr.split())
 
 
-@pytest.mark.parametrize("words", [[], ["--parallel.pipeline=1", "--parallel.micro_batch_group_size=4"]])
-def test_long_rounds_in_a_plan(megascale, words):
+@pytest.mark.parametrize("arguments", [[], ["--parallel.pipeline=1", "--parallel.micro_batch_group_size=4"]])
+def test_long_rounds_in_a_plan(megascale, arguments):
     """The example for slow networks fits as it is; on one stage it does not, and what would fit is named."""
     vocabulary = "--model.vocab_size=50304"
-    done = megascale("plan", SLOW, "--gpus", 8, "--device", "H200", vocabulary, *words)
-    assert done.returncode == (3 if words else 0), done.stderr
+    done = megascale("plan", SLOW, "--gpus", 8, "--device", "H200", vocabulary, *arguments)
+    assert done.returncode == (3 if arguments else 0), done.stderr
     assert "Traceback" not in done.stderr
-    assert f"rounds of {4 if words else 8}" in " ".join(done.stdout.replace("│", "").split())
-    if words:
+    assert f"rounds of {4 if arguments else 8}" in " ".join(done.stdout.replace("│", "").split())
+    if arguments:
         assert "--parallel.recompute=full makes it fit" in " ".join(done.stderr.split())
 
 
 def test_short_rounds_are_a_remedy():
-    words = ["parallel.micro_batch_group_size=8", "model.vocab_size=50304", "parallel.recompute=none"]
-    plan = make_plan(load(SLOW, words), 8, 141.0)
+    arguments = ["parallel.micro_batch_group_size=8", "model.vocab_size=50304", "parallel.recompute=none"]
+    plan = make_plan(load(SLOW, arguments), 8, 141.0)
     assert not plan.fits
     assert "--parallel.micro_batch_group_size=2" in plan.remedies()
 
@@ -212,26 +212,26 @@ def test_remedies_do_make_it_fit():
     remedies = plan.remedies()
     assert "--parallel.zero=1" in remedies
     for remedy in remedies:
-        again = load(
+        repeated = load(
             EXAMPLE,
             ["parallel.virtual_stages=1", "train.micro_batch=4", "parallel.zero=0", remedy],
         )
-        assert make_plan(again, 12288, 80.0).fits
+        assert make_plan(repeated, 12288, 80.0).fits
 
 
 def test_graphs_are_left_out_where_they_do_not_fit():
     """Five chunks in one round of eight: each keeps the memory of each of its micro-batches for its graphs."""
-    words = ["parallel.virtual_stages=5", "parallel.micro_batch_group_size=8", "parallel.recompute=selective"]
-    words += ["train.micro_batch=1", "train.global_batch=16", "train.precision=bfloat16", "model.vocab_size=50304"]
-    words += ["model.preset=gpt-13b", "model.layers=20"]
-    plan = make_plan(load(None, [*words, "kernels.graphs=on"]), 2, 120.0)
+    arguments = ["parallel.virtual_stages=5", "parallel.micro_batch_group_size=8", "parallel.recompute=selective"]
+    arguments += ["train.micro_batch=1", "train.global_batch=16", "train.precision=bfloat16", "model.vocab_size=50304"]
+    arguments += ["model.preset=gpt-13b", "model.layers=20"]
+    plan = make_plan(load(None, [*arguments, "kernels.graphs=on"]), 2, 120.0)
     assert not plan.fits
     assert "--kernels.graphs=auto" in plan.remedies()
     assert plan.memory[0].graph_buffers > 0
-    auto = make_plan(load(None, words), 2, 120.0)
+    auto = make_plan(load(None, arguments), 2, 120.0)
     assert auto.fits
     assert auto.memory[0].graph_buffers == 0
-    assert make_plan(load(None, words), 2, 180.0).memory[0].graph_buffers > 0
+    assert make_plan(load(None, arguments), 2, 180.0).memory[0].graph_buffers > 0
 
 
 def test_notes():
@@ -300,29 +300,29 @@ def test_faster_splits_are_splits_and_are_faster(stages, virtual, batch, more):
     plan = make_plan(from_tree(tree | {"parallel": layout}), stages, 80.0)
     if plan.faster_split is not None:
         split, gain = plan.faster_split
-        other = make_plan(from_tree(tree | {"parallel": layout | {"layer_split": split}}), stages, 80.0)
+        second = make_plan(from_tree(tree | {"parallel": layout | {"layer_split": split}}), stages, 80.0)
         assert sum(split) == layers
         assert min(split) >= 0.5
         assert 0.005 < gain < 1
-        assert other.timeline.makespan == pytest.approx((1 - gain) * plan.timeline.makespan)
+        assert second.timeline.makespan == pytest.approx((1 - gain) * plan.timeline.makespan)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["--train.global_batch=100000000", "--train.micro_batch=1"],
         ["--train.global_batch=4000000", "--train.micro_batch=1"],
         ["--model.layers=10000", "--parallel.pipeline=8", "--parallel.virtual_stages=1000", "--train.global_batch=800"],
     ],
 )
-def test_a_step_of_too_many_forward_passes_is_refused_before_its_schedule_is_made(words):
+def test_a_step_of_too_many_forward_passes_is_refused_before_its_schedule_is_made(arguments):
     with pytest.raises(FitError, match=r"train.global_batch=\d+ is .* forward passes .* lower train.global_batch to"):
-        lay_out(load(None, ["--model.vocab_size=1000", *words]), 8)
+        lay_out(load(None, ["--model.vocab_size=1000", *arguments]), 8)
 
 
 def test_the_deepest_model_and_the_longest_pipeline_are_planned_at_once():
-    words = ["--model.vocab_size=1000", "--model.layers=10000", "--train.global_batch=4", "--train.micro_batch=1"]
-    layout = lay_out(load(None, [*words, "--parallel.pipeline=1000", "--parallel.virtual_stages=10"]), 1000)
+    arguments = ["--model.vocab_size=1000", "--model.layers=10000", "--train.global_batch=4", "--train.micro_batch=1"]
+    layout = lay_out(load(None, [*arguments, "--parallel.pipeline=1000", "--parallel.virtual_stages=10"]), 1000)
     assert [chunk.layer_count for chunk in layout.layers] == [1] * 10_000
     # Near sizes of a tensor-parallel width that divides nothing: by roots, not by counting to a billion.
     sizes = ["--model.sequence_length=1000000000", "--model.heads=1000000", "--model.hidden=1000000"]

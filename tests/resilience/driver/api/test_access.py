@@ -29,13 +29,13 @@ class Open(Served):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory):
     run = tmp_path_factory.mktemp("runs") / "job"
-    there = Open(run)
-    write_contact(run, Contact("job", 1, 1, ("0.0.0.0", 1), there.url))
+    present = Open(run)
+    write_contact(run, Contact("job", 1, 1, ("0.0.0.0", 1), present.url))
     (run / "logs").mkdir()
     (run / "logs" / "rank-3.log").write_text("".join(f"line {i}\n" for i in range(20_000)))
-    yield there
-    there.over.set()
-    there.thread.join()
+    yield present
+    present.over.set()
+    present.thread.join()
 
 
 def private(file: Path, text: str) -> Path:
@@ -47,13 +47,13 @@ def private(file: Path, text: str) -> Path:
 @pytest.fixture
 def look(served, tmp_path) -> Path:
     """A file with which one may look, on a machine whose name for the driver is an address."""
-    told = json.loads(create_access(served.run, False, "192.0.2.1").to_text())
-    told["api"] = f"https://127.0.0.1:{told['api'].rpartition(':')[2]}"
-    return private(tmp_path / "look.access", json.dumps(told))
+    report = json.loads(create_access(served.run, False, "192.0.2.1").to_text())
+    report["api"] = f"https://127.0.0.1:{report['api'].rpartition(':')[2]}"
+    return private(tmp_path / "look.access", json.dumps(report))
 
 
-def run(*words: object):
-    return CliRunner().invoke(app, [str(word) for word in words])
+def run(*arguments: object):
+    return CliRunner().invoke(app, [str(word) for word in arguments])
 
 
 def test_nodes_events_and_logs_come_without_the_run_folder(served, look):
@@ -61,8 +61,8 @@ def test_nodes_events_and_logs_come_without_the_run_folder(served, look):
     assert shown.exit_code == 0, shown.output
     assert [line.split()[0] for line in shown.stdout.splitlines()[1:3]] == ["n0", "n1"]
     served.loop.call_soon_threadsafe(lambda: served.driver.record_event("paused", evidence=("for a test",)))
-    told = run("events", look)
-    assert told.exit_code == 0, told.output
+    report = run("events", look)
+    assert report.exit_code == 0, report.output
     logs = run("logs", look, "--rank=3", "--lines=2")
     assert logs.stdout == "line 19998\nline 19999\n"
     assert run("logs", served.run, "--rank=3", "--lines=2").stdout == logs.stdout
@@ -71,10 +71,10 @@ def test_nodes_events_and_logs_come_without_the_run_folder(served, look):
 def test_who_may_look_may_not_steer(served, look, tmp_path):
     with pytest.raises(ConfigError, match="refused"):
         send_request(look, "POST", "/v1/nodes/n1/cordon", {"why": "test"})
-    told = json.loads(look.read_text()) | {
+    report = json.loads(look.read_text()) | {
         "token": json.loads(create_access(served.run, True, "192.0.2.1").to_text())["token"]
     }
-    act = private(tmp_path / "act.access", json.dumps(told))
+    act = private(tmp_path / "act.access", json.dumps(report))
     assert run("cordon", act, "n1").stdout.startswith("done")
     assert served.driver.nodes["n1"].record.cordoned
 
@@ -82,10 +82,10 @@ def test_who_may_look_may_not_steer(served, look, tmp_path):
 def test_another_certificate_is_told_no_token(look, served, tmp_path):
     from megascale.resilience.driver.api.tls import _create_certificate
 
-    told = json.loads(look.read_text())
-    told["certificate"] = _create_certificate("x")[0].decode()
+    report = json.loads(look.read_text())
+    report["certificate"] = _create_certificate("x")[0].decode()
     with pytest.raises(TrainingError, match="certificate verify failed"):
-        send_request(private(tmp_path / "other.access", json.dumps(told)), "GET", "/v1/nodes")
+        send_request(private(tmp_path / "other.access", json.dumps(report)), "GET", "/v1/nodes")
 
 
 def test_a_file_that_others_read_or_that_is_something_else_is_refused(look, tmp_path):

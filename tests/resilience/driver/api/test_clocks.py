@@ -44,7 +44,7 @@ def test_a_certificate_from_a_clock_that_is_ahead_is_known(tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(tls, "datetime", Ahead)
         server = tls.create_server_context(tmp_path, "0.0.0.0", None, None)
-        other = tls.create_server_context(tmp_path / "other", "0.0.0.0", None, None)
+        second = tls.create_server_context(tmp_path / "other", "0.0.0.0", None, None)
     assert shake_hands(tls.create_client_context(tmp_path), server)
     with pytest.raises(ssl.SSLCertVerificationError, match="self-signed certificate"):
-        shake_hands(tls.create_client_context(tmp_path), other)
+        shake_hands(tls.create_client_context(tmp_path), second)

@@ -37,8 +37,8 @@ class Served:
     def __init__(self, run: Path, phase: Phase = Phase.PAUSED) -> None:
         run.mkdir(parents=True)
         contact.make_token(run)
-        made = access.make_tokens(run)
-        self.run, self.token, self.read_token = run, made.act.decode(), made.read.decode()
+        built = access.make_tokens(run)
+        self.run, self.token, self.read_token = run, built.act.decode(), built.read.decode()
         self.phase, self.ready, self.over = phase, threading.Event(), threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self.thread.start()
@@ -74,10 +74,10 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
-    found = Served(tmp_path / "run")
-    yield found
-    found.over.set()
-    found.thread.join(20)
+    result = Served(tmp_path / "run")
+    yield result
+    result.over.set()
+    result.thread.join(20)
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "ä" * 3, "x" * 5000])
@@ -134,17 +134,17 @@ def test_a_spare_that_fails_its_self_checks_is_evicted_and_replaced(served):
 
 @pytest.mark.parametrize("setting", ["lr.paek=1", "lr.peak=fast", "model.hidden=64", "resilience.spares=3", "lr.peak="])
 def test_wrong_settings_change_nothing(tmp_path, setting):
-    found = Served(tmp_path / "run", Phase.RUNNING)
+    result = Served(tmp_path / "run", Phase.RUNNING)
     try:
-        before = (found.run / "driver" / "job.toml").read_text()
-        code, answer = found.ask("/v1/job/restart", {"settings": [setting]})
+        before = (result.run / "driver" / "job.toml").read_text()
+        code, answer = result.ask("/v1/job/restart", {"settings": [setting]})
         assert code == 400
         assert setting.partition("=")[0] in answer["detail"]
-        assert (found.run / "driver" / "job.toml").read_text() == before
-        assert found.driver.job.phase is Phase.RUNNING
+        assert (result.run / "driver" / "job.toml").read_text() == before
+        assert result.driver.job.phase is Phase.RUNNING
     finally:
-        found.over.set()
-        found.thread.join(20)
+        result.over.set()
+        result.thread.join(20)
 
 
 def test_whatever_schemathesis_sends_is_answered_as_described(served):
@@ -154,17 +154,19 @@ def test_whatever_schemathesis_sends_is_answered_as_described(served):
 
     headers = {"Authorization": f"Bearer {served.token}"}
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json", headers=headers)
-    count, any_ = int(os.environ.get("MEGASCALE_FUZZ", "6")), list(HealthCheck)
-    seen = set()
+    count, any_match = int(os.environ.get("MEGASCALE_FUZZ", "6")), list(HealthCheck)
+    observed = set()
     for result in schema.get_all_operations():
         operation = result.ok()
-        seen.add(operation.label)
+        observed.add(operation.label)
 
         @given(case=operation.as_strategy())
-        @settings(max_examples=count, deadline=None, database=None, phases=[Stage.generate], suppress_health_check=any_)
+        @settings(
+            max_examples=count, deadline=None, database=None, phases=[Stage.generate], suppress_health_check=any_match
+        )
         def send(case) -> None:
             case.call_and_validate(headers=headers)
 
         send()
-    assert len(seen) >= 9
+    assert len(observed) >= 9
     assert served.ask("/v1/job")[0] == 200  # and it still lives

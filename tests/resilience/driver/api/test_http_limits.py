@@ -48,13 +48,13 @@ def _send_all(sock: socket.socket, head: bytes, body: int) -> tuple[int, bytes]:
 
 def _read(sock: socket.socket) -> bytes:
     """All that comes until the other side closes."""
-    found = b""
+    result = b""
     try:
         while data := sock.recv(1 << 16):
-            found += data
+            result += data
     except ConnectionResetError:
         pass
-    return found
+    return result
 
 
 def _head(method: str, path: str, *lines: str, host: str = "127.0.0.1") -> bytes:
@@ -95,7 +95,7 @@ def test_no_long_body_is_read_with_a_token(served, chunked):
 @pytest.mark.parametrize("authorised", [False, True])
 def test_what_is_no_http_fills_no_log(served, capfd, caplog, authorised):
     token = [f"Authorization: Bearer {served.token}"] if authorised else []
-    for said in (
+    for output in (
         _head("POST", "/v1/job/resume", "Transfer-Encoding: chunked", *token) + b"no chunk\r\n\r\n",
         _head("POST", "/v1/job/resume", "Transfer-Encoding: chunked", *token) + b"1\r\n{\r\n-1\r\n",
         _head("POST", "/v1/job/resume", "Content-Length: 5", *token) + b"{",
@@ -108,7 +108,7 @@ def test_what_is_no_http_fills_no_log(served, capfd, caplog, authorised):
         _head("CONNECT", "evil.example:443", *token),
     ):
         with _connect(served.url) as sock:
-            sock.sendall(said)
+            sock.sendall(output)
             sock.shutdown(socket.SHUT_WR)
             _read(sock)
     assert served.ask("/v1/job")[0] == 200
@@ -157,32 +157,32 @@ def test_silent_connections_take_few_descriptors_and_shut_nobody_out(many_files,
             sock.close()
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /v1/job HT", b"GET /v1/job HTTP/1.1\r\nHost: a\r\nX: "])
-def test_a_slow_head_is_not_waited_for(tmp_path, monkeypatch, said):
+@pytest.mark.parametrize("output", [b"", b"GET /v1/job HT", b"GET /v1/job HTTP/1.1\r\nHost: a\r\nX: "])
+def test_a_slow_head_is_not_waited_for(tmp_path, monkeypatch, output):
     monkeypatch.setattr(http_limits, "HEAD_SECONDS", 0.3)
-    found = Served(tmp_path / "run")
+    result = Served(tmp_path / "run")
     try:
-        with _connect(found.url) as sock:
+        with _connect(result.url) as sock:
             began = time.monotonic()
-            sock.sendall(said)
+            sock.sendall(output)
             assert _read(sock) == b""
             assert time.monotonic() - began < 10
     finally:
-        found.over.set()
-        found.thread.join(20)
+        result.over.set()
+        result.thread.join(20)
 
 
 def test_a_slow_body_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(http_limits, "REQUEST_SECONDS", 0.3)
-    found = Served(tmp_path / "run")
+    result = Served(tmp_path / "run")
     try:
-        head = _head("POST", "/v1/job/resume", f"Authorization: Bearer {found.token}", "Content-Length: 50")
-        with _connect(found.url) as sock:
+        head = _head("POST", "/v1/job/resume", f"Authorization: Bearer {result.token}", "Content-Length: 50")
+        with _connect(result.url) as sock:
             sock.sendall(head + b"{")
             assert _read(sock) == b""
     finally:
-        found.over.set()
-        found.thread.join(20)
+        result.over.set()
+        result.thread.join(20)
 
 
 def test_a_head_is_bounded(served):
@@ -201,10 +201,10 @@ def test_one_token_looks_and_one_orders(served):
         assert _ask(served, token, method="POST", path="/v1/job/resume") == orders
     for name in ("token", "token.read", "token.act"):
         assert (served.run / "driver" / name).stat().st_mode & 0o077 == 0
-    others = [p for p in served.run.rglob("*") if p.is_file() and not p.name.startswith("token")]
-    assert others
+    peers = [p for p in served.run.rglob("*") if p.is_file() and not p.name.startswith("token")]
+    assert peers
     for token in (served.read_token, served.token, agents):
-        assert not any(token.encode() in p.read_bytes() for p in others)
+        assert not any(token.encode() in p.read_bytes() for p in peers)
 
 
 def test_nothing_is_told_without_a_token(served):
@@ -252,20 +252,20 @@ def test_orders_change_numbers_and_listed_words_only():
 
 
 def test_other_settings_are_taken_from_the_run_folder_only(tmp_path):
-    found = Served(tmp_path / "run", Phase.RUNNING)
+    result = Served(tmp_path / "run", Phase.RUNNING)
     try:
         body = {"settings": ["data.train=/etc/passwd"]}
-        assert "data.train" in found.ask("/v1/job/restart", body)[1]["detail"]
-        code, answer = found.ask("/v1/job/restart", {"from_folder": True})
+        assert "data.train" in result.ask("/v1/job/restart", body)[1]["detail"]
+        code, answer = result.ask("/v1/job/restart", {"from_folder": True})
         assert (code, "no settings for a restart" in answer["detail"]) == (409, True)
-        store_settings(found.run, ["data.paek=/data"])
-        code, answer = found.ask("/v1/job/restart", {"from_folder": True})
+        store_settings(result.run, ["data.paek=/data"])
+        code, answer = result.ask("/v1/job/restart", {"from_folder": True})
         assert (code, "data.paek" in answer["detail"]) == (400, True)
-        assert found.driver.job.phase is Phase.RUNNING
-        assert not list(driver_folder(found.run).glob("restart.json"))
+        assert result.driver.job.phase is Phase.RUNNING
+        assert not list(driver_folder(result.run).glob("restart.json"))
     finally:
-        found.over.set()
-        found.thread.join(20)
+        result.over.set()
+        result.thread.join(20)
 
 
 class _Elsewhere(Served):
@@ -276,21 +276,21 @@ class _Elsewhere(Served):
 
 def test_other_machines_are_spoken_to_over_tls(tmp_path, capsys):
     pytest.importorskip("cryptography")
-    found = _Elsewhere(tmp_path / "run")
+    result = _Elsewhere(tmp_path / "run")
     try:
-        assert found.url.startswith("https://0.0.0.0:")
-        write_contact(found.run, Contact("job", 1, 1, ("", 0), found.url))
-        assert send_request(found.run, "GET", "/v1/job")["phase"] == "paused"
-        with _connect(found.url) as sock:  # whoever speaks without it learns nothing
-            sock.sendall(_head("GET", "/v1/job", f"Authorization: Bearer {found.token}"))
+        assert result.url.startswith("https://0.0.0.0:")
+        write_contact(result.run, Contact("job", 1, 1, ("", 0), result.url))
+        assert send_request(result.run, "GET", "/v1/job")["phase"] == "paused"
+        with _connect(result.url) as sock:  # whoever speaks without it learns nothing
+            sock.sendall(_head("GET", "/v1/job", f"Authorization: Bearer {result.token}"))
             assert b"HTTP" not in _read(sock)
         # Another that has taken the address is not told the token.
-        (driver_folder(found.run) / tls.CERTIFICATE).write_bytes(tls._create_certificate("0.0.0.0")[0])
+        (driver_folder(result.run) / tls.CERTIFICATE).write_bytes(tls._create_certificate("0.0.0.0")[0])
         with pytest.raises(Exception, match="CERTIFICATE_VERIFY_FAILED"):
-            send_request(found.run, "GET", "/v1/job")
+            send_request(result.run, "GET", "/v1/job")
     finally:
-        found.over.set()
-        found.thread.join(20)
+        result.over.set()
+        result.thread.join(20)
 
 
 def test_the_clusters_own_certificate_is_used(tmp_path):

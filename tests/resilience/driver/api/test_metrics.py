@@ -33,10 +33,10 @@ from tests.resilience.driver.api.test_http_api import Served, served  # noqa: F4
 _SAMPLE = re.compile(r'^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{(?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*\})? (\S+)$')
 
 
-def scrape(found: Served, token: str | None = None) -> dict[str, float]:
+def scrape(result: Served, token: str | None = None) -> dict[str, float]:
     """Samples by name and labels."""
-    headers = {"Authorization": f"Bearer {token or found.read_token}"}
-    with urllib.request.urlopen(urllib.request.Request(found.url + "/metrics", headers=headers), timeout=20) as answer:
+    headers = {"Authorization": f"Bearer {token or result.read_token}"}
+    with urllib.request.urlopen(urllib.request.Request(result.url + "/metrics", headers=headers), timeout=20) as answer:
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         text = answer.read().decode()
     samples = {}
@@ -48,12 +48,12 @@ def scrape(found: Served, token: str | None = None) -> dict[str, float]:
     return samples
 
 
-def beat(found: Served, seconds: dict[int, float]) -> None:
+def beat(result: Served, seconds: dict[int, float]) -> None:
     """Node n0 says how long its ranks computed."""
-    node = found.driver.nodes["n0"]
+    node = result.driver.nodes["n0"]
     node.add_heartbeat(
         Heartbeat(
-            job="job", attempt=found.driver.job.state.attempt, node="n0", sequence=1, sent_ns=1, step_seconds=seconds,
+            job="job", attempt=result.driver.job.state.attempt, node="n0", sequence=1, sent_ns=1, step_seconds=seconds,
             gpus=(GpuReport(0, "H", temperature=71.0, power_watts=500.0, throttled=True, xid=79),),
             traffic=(NetworkTraffic("eth0", 10.0, 20.0, errors=3),),
         ),
@@ -116,18 +116,18 @@ def test_a_driver_waits_for_a_prometheus_that_reads_it_to_see_the_end():
 
 @pytest.mark.parametrize("end", ["scrape", "signal", "nothing"])
 def test_its_end_is_read_or_waited_for_in_vain_or_a_person_goes_on(end):
-    scrapes, now = Scrapes(), time.monotonic()
+    scrapes, current = Scrapes(), time.monotonic()
     interval = 0.5 if end == "nothing" else 60.0
-    scrapes.note(now - interval)
-    scrapes.note(now)
+    scrapes.note(current - interval)
+    scrapes.note(current)
     lines: list[str] = []
-    job = SimpleNamespace(entered=now + 0.001, phase=Phase.DONE)
+    job = SimpleNamespace(entered=current + 0.001, phase=Phase.DONE)
     driver = SimpleNamespace(job=job, log_line=lambda who, text: lines.append(text))
 
     async def wait() -> None:
         loop = asyncio.get_running_loop()
         if end == "scrape":
-            loop.call_later(0.01, scrapes.note, now + 1)
+            loop.call_later(0.01, scrapes.note, current + 1)
         elif end == "signal":
             loop.call_later(0.01, os.kill, os.getpid(), signal.SIGINT)
         async with asyncio.timeout(20):
@@ -165,18 +165,18 @@ def test_rules_ask_for_what_is_exposed(served):  # noqa: F811
     driver = served.driver
     driver.observations.record_steps(Steps(replaces_earlier=False, steps=(StepFigures(7, 2.5, 1.0, 0.5),)))
     beat(served, {0: 1.0})
-    there = {name.partition("{")[0] for name in scrape(served)}
+    present = {name.partition("{")[0] for name in scrape(served)}
     driver.nodes["n0"].channel = None
     text = packaged_file("rules.yml").read_text()
-    asked = set(re.findall(r"\bmegascale_[a-z_]+", "\n".join(re.findall(r"expr: (.*)", text))))
-    assert asked
-    assert asked <= there
+    requested = set(re.findall(r"\bmegascale_[a-z_]+", "\n".join(re.findall(r"expr: (.*)", text))))
+    assert requested
+    assert requested <= present
     recorded = set(re.findall(r"record: (\S+)", text))
     assert set(re.findall(r"\bmegascale:[a-z0-9_:]+", text)) == recorded
     # And so does the dashboard, which nothing here can draw. An incident is told of once there was one.
     panels = json.loads(packaged_file("dashboard.json").read_text())["panels"]
     drawn = " ".join(target["expr"] for panel in panels for target in panel["targets"])
-    assert set(re.findall(r"\bmegascale_[a-z_]+", drawn)) - {"megascale_incidents_total"} <= there
+    assert set(re.findall(r"\bmegascale_[a-z_]+", drawn)) - {"megascale_incidents_total"} <= present
     assert set(re.findall(r"\bmegascale:[a-z0-9_:]+", drawn)) <= recorded
 
 
@@ -288,8 +288,8 @@ def test_promtool_accepts_the_rules_and_they_alert_when_they_should(tmp_path):
     result = subprocess.run(["promtool", "check", "rules", rules], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     tests = [
-        {"name": name, "interval": "1m", "input_series": given, "alert_rule_test": [alert]}
-        for name, (given, alert) in ALERTS.items()
+        {"name": name, "interval": "1m", "input_series": inputs, "alert_rule_test": [alert]}
+        for name, (inputs, alert) in ALERTS.items()
     ]
     case = {"rule_files": [rules], "evaluation_interval": "1m", "tests": tests}
     (tmp_path / "case.yml").write_text(json.dumps(case))
@@ -307,7 +307,7 @@ class Webhook(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
-    def log_message(self, *words: object) -> None: ...
+    def log_message(self, *arguments: object) -> None: ...
 
 
 def free_port() -> int:
@@ -321,9 +321,9 @@ def daemon(tmp_path):
     """Starts daemons that log to tmp_path/log and end with the test."""
     started = []
 
-    def start(*words: object) -> subprocess.Popen:
+    def start(*arguments: object) -> subprocess.Popen:
         with open(tmp_path / "log", "ab") as log:
-            started.append(subprocess.Popen(list(map(str, words)), stdout=log, stderr=log, cwd=tmp_path))
+            started.append(subprocess.Popen(list(map(str, arguments)), stdout=log, stderr=log, cwd=tmp_path))
         return started[-1]
 
     yield start

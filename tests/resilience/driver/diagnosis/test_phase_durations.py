@@ -42,9 +42,9 @@ def test_first_steps_are_learnt_apart_from_others():
 
     job = SimpleNamespace(phase=Phase.STARTING, is_at_work=True)
     parts = dict.fromkeys(("nodes", "attempts", "response", "settings", "record_event"))
-    seen = Observations(job=job, **parts)
-    seen.learn_durations(beat(1, 40.0, "load"), beat(1, 0.0))
-    seen.learn_durations(beat(1, 7.0), beat(2, 0.0))
+    observed = Observations(job=job, **parts)
+    observed.learn_durations(beat(1, 40.0, "load"), beat(1, 0.0))
+    observed.learn_durations(beat(1, 7.0), beat(2, 0.0))
     job.phase = Phase.RUNNING
-    seen.learn_durations(beat(2, 0.5), beat(3, 0.0))
-    assert seen._durations.usual() == {FIRST_STEP: 7.0, "train": 0.5}
+    observed.learn_durations(beat(2, 0.5), beat(3, 0.0))
+    assert observed._durations.usual() == {FIRST_STEP: 7.0, "train": 0.5}

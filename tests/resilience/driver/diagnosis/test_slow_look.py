@@ -32,11 +32,11 @@ def test_a_running_job_is_looked_at_and_only_its_own_attempt_counts(tmp_path):
         slow.start_if_due(1000.0 + SEARCH_INTERVAL)
         (task,) = tasks._tasks
         await task
-        (one,) = slow.findings()
-        assert (one.rank, one.cause) == (2, "GPU")
-        assert one.slower == pytest.approx(0.15, abs=0.02)
-        assert one.confidence > 0.99
-        assert one.evidence
+        (single,) = slow.findings()
+        assert (single.rank, single.cause) == (2, "GPU")
+        assert single.slower == pytest.approx(0.15, abs=0.02)
+        assert single.confidence > 0.99
+        assert single.evidence
         job.state.attempt = 2
         assert slow.findings() == ()
         assert await slow._run_command(2) == ()
@@ -47,12 +47,12 @@ def test_a_running_job_is_looked_at_and_only_its_own_attempt_counts(tmp_path):
 def test_what_is_not_for_good_or_not_one_rank_s_is_left_out():
     rank = {"rank": 3, "slower": 0.1, "cause": "GPU", "confidence": 0.999, "evidence": ["why"], "state": "persistent"}
     link = {"ranks": [5], "share": 0.02, "confidence": 0.999, "evidence": ["why"]}
-    told = {
+    report = {
         "attempt": 4,
         "slow_ranks": [rank, rank | {"rank": 7, "state": "passing"}],
         "slow_links": [link, link | {"ranks": [6, 7]}],
     }
-    assert [(one.rank, one.cause) for one in parse_findings(told, 4)] == [(3, "GPU"), (5, "link")]
-    assert parse_findings(told, 3) == ()
+    assert [(item.rank, item.cause) for item in parse_findings(report, 4)] == [(3, "GPU"), (5, "link")]
+    assert parse_findings(report, 3) == ()
     with pytest.raises(KeyError):
         parse_findings({"attempt": 4}, 4)

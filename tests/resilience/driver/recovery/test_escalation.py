@@ -45,10 +45,10 @@ def test_the_mildest_possible_action_within_its_budget(at, used):
     choice = choose(CONFIG, at, used)
     assert choice.reasons
     recent = [u for u in used if at.time - u.time < 100]
-    mine = {r: sum(u.action == r and u.node == at.node for u in recent) for r in RECOVERY_ACTIONS}
+    local = {r: sum(u.action == r and u.node == at.node for u in recent) for r in RECOVERY_ACTIONS}
     replaced = sum(u.action in ("spare", "replenish") for u in recent)
-    may_retry = at.reachable and not at.evict and mine["retry"] < 2
-    may_respawn = at.alive and not at.evict and mine["respawn"] < 1
+    may_retry = at.reachable and not at.evict and local["retry"] < 2
+    may_respawn = at.alive and not at.evict and local["respawn"] < 1
     if at.node and at.slow_start and not at.reachable and at.spares:
         may_respawn = False  # an agent that comes anew on another machine takes longer than a spare
     if may_retry:
@@ -77,13 +77,13 @@ def test_a_node_that_fails_repeatedly_escalates_and_time_gives_budget_back():
 
 @given(uses)
 def test_a_start_that_a_node_explains_later_gives_back_its_own_budget_and_no_shrink(used):
-    left = list(used)
-    refund_last_blameless_use(left)
+    remaining = list(used)
+    refund_last_blameless_use(remaining)
     blameless = [u for u in used if not u.node and u.action in ("retry", "respawn")]
-    assert [u for u in left if u.node or u.action not in ("retry", "respawn")] == [
+    assert [u for u in remaining if u.node or u.action not in ("retry", "respawn")] == [
         u for u in used if u.node or u.action not in ("retry", "respawn")
     ]
-    assert [u for u in left if not u.node and u.action in ("retry", "respawn")] == blameless[:-1]
+    assert [u for u in remaining if not u.node and u.action in ("retry", "respawn")] == blameless[:-1]
 
 
 def test_the_journal_gives_back_a_retry_and_not_the_shrink_after_it(tmp_path):
@@ -119,9 +119,9 @@ def _config(tensor: int, pipeline: int, micro: int, batch: int, least: int = 1):
 def test_sizes_to_shrink_to_divide_everything(tensor, pipeline, micro, batch, nodes):
     config = _config(tensor, pipeline, micro, batch)
     for per_node in (1, 2, 4, 8):
-        found = data_sizes(config, per_node, nodes)
-        assert [d for d, _ in found] == sorted((d for d, _ in found), reverse=True)
-        for data, count in found:
+        result = data_sizes(config, per_node, nodes)
+        assert [d for d, _ in result] == sorted((d for d, _ in result), reverse=True)
+        for data, count in result:
             assert data * tensor * pipeline == count * per_node
             assert count <= nodes
             assert batch % (micro * data) == 0

@@ -37,8 +37,8 @@ def inject_fault(run: Path, **fault: object) -> None:
 
 def test_a_step_that_kills_every_start_ends_the_job_and_is_named_with_its_samples(launch, megascale, tmp_path):
     inject_fault(tmp_path / "runs" / "doomed", kind="segfault", step=7)
-    words = ["--nodes=1", "--train.steps=50", "--checkpoint.interval=2", "--resilience.faults=true"]
-    job = launch("doomed", *words, "--resilience.no_progress_limit=3")
+    arguments = ["--nodes=1", "--train.steps=50", "--checkpoint.interval=2", "--resilience.faults=true"]
+    job = launch("doomed", *arguments, "--resilience.no_progress_limit=3")
     assert job.finish() == 1, job.story()
     events = job.events()
     assert 2 <= sum(e.kind == "attempt_started" for e in events) <= 5, job.story()
@@ -64,11 +64,11 @@ def trainer(rank: int, phase: str, step: int) -> Worker:
 
 def test_a_start_ends_in_the_step_of_those_to_blame_and_not_while_it_saves_or_loads():
     blamed = [Verdict("x", ("n0",), (1,), "recover", ("why",))]
-    nobody = [Verdict("x", (), (), "recover", ("why",))]
-    both = [trainer(0, FAILED_IN_STEP, 7), trainer(1, "train", 7)]
-    assert progress.find_end_step(blamed, both) == 7
+    absent = [Verdict("x", (), (), "recover", ("why",))]
+    pair = [trainer(0, FAILED_IN_STEP, 7), trainer(1, "train", 7)]
+    assert progress.find_end_step(blamed, pair) == 7
     # However soon they end after the step has begun: the driver may not have seen them in it.
-    assert progress.find_end_step(nobody, [trainer(0, FAILED_IN_STEP, 7), trainer(1, FAILED_IN_STEP, 7)]) == 7
+    assert progress.find_end_step(absent, [trainer(0, FAILED_IN_STEP, 7), trainer(1, FAILED_IN_STEP, 7)]) == 7
     for phase in ("", "start", "load", "save", "evaluate", "done", "failed"):
         assert progress.find_end_step(blamed, [trainer(1, phase, 7)]) == 0
     assert progress.find_end_step(blamed, [trainer(1, "failed", 0)]) == 0  # an error before the first step
@@ -78,11 +78,11 @@ def test_a_start_ends_in_the_step_of_those_to_blame_and_not_while_it_saves_or_lo
 def test_starts_without_a_new_step_are_counted_whatever_they_ended_for(ends, limit):
     """(furthest step that a start was seen in, step that it ended in) of each: the job ends within the limit."""
     job, without, furthest = JobState("a"), 0, 0
-    for seen, at in ends:
-        job = replace(job, step=max(job.step, seen))
+    for observed, at in ends:
+        job = replace(job, step=max(job.step, observed))
         job = replace(job, **progress.count_start(job, at))
-        without = 0 if seen > furthest else without + 1
-        furthest = max(furthest, seen)
+        without = 0 if observed > furthest else without + 1
+        furthest = max(furthest, observed)
         assert job.starts_without_progress == without
         assert len(job.ends) == min(without + (furthest > 0), progress.REMEMBERED_ENDS)
         step, times = progress.count_equal_ends(job)

@@ -19,7 +19,7 @@ def test_a_node_that_was_away_has_its_time_to_stop_from_its_return_on(joined, la
     taken_out: list[str] = []
 
     class Nodes(dict[str, Node]):
-        def lose(self, gone: Node, why: str) -> None:
+        def lose(self, removed: Node, why: str) -> None:
             taken_out.append(why)
 
     state = SimpleNamespace(goal=Phase.STARTING, placement=("n0",), save=False)

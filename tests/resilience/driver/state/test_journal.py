@@ -46,12 +46,12 @@ def test_what_is_written_is_there_for_the_next_driver(tmp_path):
     entry = journal.add("x", attempt=2, nodes=("n0",), ranks=(1,), evidence=("because",), seconds=2.5)
     journal.close()
     assert (tmp_path / FILE).stat().st_mode & 0o077 == 0
-    again, _ = Journal.take(tmp_path, 0.1)
-    assert again.epoch == journal.epoch + 1
-    assert again.job() == job.with_node("n0", node)
-    assert again.nodes() == {"n0": node}
-    assert again.events() == [entry]
-    again.close()
+    repeated, _ = Journal.take(tmp_path, 0.1)
+    assert repeated.epoch == journal.epoch + 1
+    assert repeated.job() == job.with_node("n0", node)
+    assert repeated.nodes() == {"n0": node}
+    assert repeated.events() == [entry]
+    repeated.close()
 
 
 def test_a_living_driver_keeps_its_job_and_one_that_is_silent_loses_it(tmp_path):
@@ -61,9 +61,9 @@ def test_a_living_driver_keeps_its_job_and_one_that_is_silent_loses_it(tmp_path)
     stop = threading.Event()
 
     def live() -> None:
-        mine = Journal(first.path, sqlite3.connect(first.path, isolation_level=None), first.epoch)
+        local = Journal(first.path, sqlite3.connect(first.path, isolation_level=None), first.epoch)
         while not stop.wait(0.02):
-            mine.renew()
+            local.renew()
 
     thread = threading.Thread(target=live)
     thread.start()
@@ -126,15 +126,15 @@ def test_a_journal_cut_or_garbled_anywhere_opens_or_is_set_aside(tmp_path):
                 data[rng.randrange(len(data))] = rng.randrange(256)
         victim.write_bytes(data)
         file.with_name(FILE + "-shm").unlink(missing_ok=True)
-        again, damaged = Journal.take(run, 0.05, least_epoch=7)
-        again.add("after", attempt=1)
-        kinds = [e.kind for e in again.events()]
+        repeated, damaged = Journal.take(run, 0.05, least_epoch=7)
+        repeated.add("after", attempt=1)
+        kinds = [e.kind for e in repeated.events()]
         assert kinds[-1] == "after"
         assert kinds[:-1] == [f"e{i}" for i in range(len(kinds) - 1)]
         if damaged:
-            assert again.epoch == 8
+            assert repeated.epoch == 8
             assert list(run.glob(f"{FILE}.damaged-*"))
-        again.close()
+        repeated.close()
 
 
 def test_reading_needs_a_journal_and_a_whole_one(tmp_path):
@@ -227,9 +227,9 @@ def test_rows_without_checksums_are_damaged(tmp_path):
         db.execute(f"UPDATE {table} SET {column} = json_remove({column}, '$.sum')")
     db.commit()
     db.close()
-    again, damaged = Journal.take(tmp_path, 0.05)
+    repeated, damaged = Journal.take(tmp_path, 0.05)
     assert damaged
-    again.close()
+    repeated.close()
 
 
 # events that the journal has lost ------------------------------------------------------------------------------------
@@ -246,12 +246,12 @@ def driver(run, journal: Journal) -> Driver:
 def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, kept, evicted, garbled):
     run = tmp_path_factory.mktemp("run")
     journal, _ = Journal.take(run, 0.05)
-    held = driver(run, journal)
+    stored = driver(run, journal)
     for i in range(12):
         if i == evicted:
-            held.record_event("node_evicted", nodes=("n7",), evidence=("it was slow",))
+            stored.record_event("node_evicted", nodes=("n7",), evidence=("it was slow",))
         else:
-            held.record_event(
+            stored.record_event(
                 "recovery_action", action="retry", nodes=(f"n{i}",), ranks=(i,), evidence=("why",), seconds=i / 3
             )
     noted = journal.events()
@@ -263,18 +263,18 @@ def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, kept, evicte
     text = (run / "events.jsonl").read_bytes().splitlines()
     text[garbled] = text[garbled][: len(text[garbled]) // 2]
     (run / "events.jsonl").write_bytes(b"\n".join([b'{"time": 1.0, "event": "evaluated", "step": 5}', *text]))
-    again, damaged = Journal.take(run, 0.05)
+    repeated, damaged = Journal.take(run, 0.05)
     assert not damaged
-    recalled = restore_lost_events(again, run)
+    recalled = restore_lost_events(repeated, run)
     expected = [e for i, e in enumerate(noted) if i < kept or i != garbled]
-    assert [e.__dict__ | {"id": 0} for e in again.events()] == [e.__dict__ | {"id": 0} for e in expected]
+    assert [e.__dict__ | {"id": 0} for e in repeated.events()] == [e.__dict__ | {"id": 0} for e in expected]
     assert recalled.count == len(expected) - kept
     assert recalled.attempt == 3
     back = kept <= evicted != garbled
     assert recalled.evicted == (("n7",) if back else ())
-    assert [record.state for record in again.nodes().values()] == (["evicted"] if back else [])
-    assert restore_lost_events(again, run).count == 0
-    again.close()
+    assert [record.state for record in repeated.nodes().values()] == (["evicted"] if back else [])
+    assert restore_lost_events(repeated, run).count == 0
+    repeated.close()
 
 
 @settings(max_examples=25)
@@ -345,10 +345,10 @@ def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp
     assert not damaged
     assert journal.network == "nfs4"
     assert (journal.job().phase, journal.job().attempt) == (Phase.RUNNING, 5)
-    held = driver(run, journal)
-    start_driver._report_journal(held, journal, LostEvents())
+    stored = driver(run, journal)
+    start_driver._report_journal(stored, journal, LostEvents())
     reader = JournalReader(run)  # while the driver has it open
-    held.record_event("x", evidence=("more",))
+    stored.record_event("x", evidence=("more",))
     assert [e.kind for e in reader.events()] == ["recovery_action", "journal_without_wal", "x"]
     assert "nfs4" in reader.events()[1].evidence[0]
     reader.close()

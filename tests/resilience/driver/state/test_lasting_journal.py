@@ -69,29 +69,29 @@ print(json.dumps([behind, journal.behind, said, *found]))
 """
 
 
-def on_a_small_disk(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def on_a_small_disk(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a Python program (text, arguments) where `folder` is a disk of 16 MiB of its own."""
     new = ["unshare", "--map-root-user", "--mount"]
     if subprocess.run([*new, "mount", "-t", "tmpfs", "none", str(folder)], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespaces here")
     shell = f'mount -t tmpfs -o size=16m none "$1" && exec {sys.executable} -c "$0" "$@"'
-    command = [*new, "sh", "-c", shell, words[0], str(folder), *words[1:]]
+    command = [*new, "sh", "-c", shell, arguments[0], str(folder), *arguments[1:]]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("what", ["limit", "disk"])
-def test_a_full_disk_delays_what_is_written_and_ends_nobody(tmp_path, what):
-    if what == "disk":
-        done = on_a_small_disk(tmp_path, FULL, what)
+@pytest.mark.parametrize("subject", ["limit", "disk"])
+def test_a_full_disk_delays_what_is_written_and_ends_nobody(tmp_path, subject):
+    if subject == "disk":
+        done = on_a_small_disk(tmp_path, FULL, subject)
     else:
-        words = [sys.executable, "-B", "-c", FULL, str(tmp_path), what]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        arguments = [sys.executable, "-B", "-c", FULL, str(tmp_path), subject]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    behind, behind_at_the_end, said, kinds, shown, attempt, nodes = json.loads(done.stdout)
+    behind, behind_at_the_end, output, kinds, shown, attempt, nodes = json.loads(done.stdout)
     assert behind
-    assert not behind_at_the_end, (said, len(kinds), len(shown))
-    assert len(said) == 2  # once a minute, and when there is room again
-    assert "has no room for the driver's journal" in said[0]
+    assert not behind_at_the_end, (output, len(kinds), len(shown))
+    assert len(output) == 2  # once a minute, and when there is room again
+    assert "has no room for the driver's journal" in output[0]
     assert kinds == shown == ["before", *(f"e{n}" for n in range(200)), "after"]
     assert (attempt, nodes) == (2, ["n0"])
 
@@ -104,8 +104,8 @@ def test_a_start_on_a_full_disk_is_one_paragraph(limit, tiny, tmp_path, megascal
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)\n"
         "sys.argv = ['megascale', *sys.argv[2:]]; runpy.run_module('megascale.cli.main', run_name='__main__')"
     )
-    words = [sys.executable, "-B", "-c", program, str(limit), "launch", str(tiny)]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+    arguments = [sys.executable, "-B", "-c", program, str(limit), "launch", str(tiny)]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("error: the disk of ")
     assert "Traceback" not in done.stderr
@@ -129,8 +129,8 @@ def test_a_journal_that_is_whole_is_not_set_aside_for_another_fault(tmp_path, mo
 
 def test_removed_files_are_made_again_with_all_that_they_held(tmp_path):
     journal, _ = Journal.take(tmp_path, 0.1)
-    said: list[str] = []
-    journal.report = said.append
+    output: list[str] = []
+    journal.report = output.append
     journal.save_job(JobState("a", Phase.RUNNING, 3, ("n0",), 1, 1))
     journal.save_node("n0", NodeRecord(NodeState.UP, "127.0.0.1", reason="why", changed_at=1.5))
     journal.add("x", attempt=3)
@@ -138,17 +138,17 @@ def test_removed_files_are_made_again_with_all_that_they_held(tmp_path):
         file.unlink()
     journal.renew()
     journal.add("y", attempt=3)
-    assert "was removed" in said[0]
+    assert "was removed" in output[0]
     reader = JournalReader(tmp_path)
     assert [e.kind for e in reader.events()] == ["x", "y"]
     assert reader.job is not None
     assert reader.job.attempt == 3
     reader.close()
     journal.close()
-    again, damaged = Journal.take(tmp_path, 0.1)
+    repeated, damaged = Journal.take(tmp_path, 0.1)
     assert not damaged
-    assert again.epoch == journal.epoch + 1
-    again.close()
+    assert repeated.epoch == journal.epoch + 1
+    repeated.close()
 
 
 def test_a_driver_whose_journal_was_replaced_is_over(tmp_path):
@@ -176,13 +176,13 @@ def test_budgets_expire_though_the_clock_was_set_back(back, retries, tmp_path_fa
     for _ in range(retries):
         audit_log.record("recovery_action", attempt=1, action="retry", nodes=("n0",))
     journal._db.execute("UPDATE events SET time = time + ?", (back,))  # the clock has gone back since
-    now = time.monotonic()
-    uses = list_past_uses(journal.events(), time.time(), now)
+    current = time.monotonic()
+    uses = list_past_uses(journal.events(), time.time(), current)
     journal.close()
     config = ResilienceConfig(retries=retries, budget_seconds=3600.0)
 
     def action(later: float) -> str:
-        at = Situation("n0", False, True, True, 0, now + later)
+        at = Situation("n0", False, True, True, 0, current + later)
         return escalation.choose(config, at, uses).action
 
     assert action(1.0) == "respawn"
@@ -191,14 +191,14 @@ def test_budgets_expire_though_the_clock_was_set_back(back, retries, tmp_path_fa
 
 def test_a_second_driver_is_still_refused(tmp_path):
     first, _ = Journal.take(tmp_path, 0.1)
-    other = (
+    second = (
         "import sys, time; from pathlib import Path\n"
         "from megascale.resilience.driver.state.journal import Journal\n"
         "journal, _ = Journal.take(Path(sys.argv[1]), 0.1); print('mine', flush=True)\n"
         "while True: journal.renew(); time.sleep(0.02)"
     )
     first.close()
-    with subprocess.Popen([sys.executable, "-c", other, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen([sys.executable, "-c", second, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "mine\n"
         with pytest.raises(ConfigError, match="already runs"):
             Journal.take(tmp_path, 1.0)
@@ -207,11 +207,11 @@ def test_a_second_driver_is_still_refused(tmp_path):
 
 def test_a_port_of_the_driver_that_is_taken_is_named(tiny, tmp_path, megascale):
     pytest.importorskip("fastapi")
-    with socket.create_server(("127.0.0.1", 0)) as other:
+    with socket.create_server(("127.0.0.1", 0)) as second:
         for key in ("port", "api_port"):
-            done = megascale("launch", tiny, f"--resilience.{key}={other.getsockname()[1]}")
+            done = megascale("launch", tiny, f"--resilience.{key}={second.getsockname()[1]}")
             assert done.returncode == 2, done.stderr
-            assert f"resilience.{key}={other.getsockname()[1]}: Address already in use" in done.stderr
+            assert f"resilience.{key}={second.getsockname()[1]}: Address already in use" in done.stderr
             assert "Traceback" not in done.stderr
 
 

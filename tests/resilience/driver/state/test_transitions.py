@@ -68,12 +68,12 @@ def job_events(draw: st.DrawFn) -> tuple[JobEvent, dict[str, Any]]:
 
 @st.composite
 def node_events(draw: st.DrawFn) -> tuple[NodeEvent, str, dict[str, Any]]:
-    about = {
+    details = {
         "address": st.text(max_size=9),
         "reason": st.text(max_size=9),
         "facts": st.just({"hardware": {"cpu": "x"}}),
     }
-    chosen = {name: draw(values) for name, values in about.items() if draw(st.booleans())}
+    chosen = {name: draw(values) for name, values in details.items() if draw(st.booleans())}
     return draw(st.sampled_from(NodeEvent)), draw(NAMES), chosen
 
 
@@ -98,8 +98,8 @@ def test_the_journal_replays_to_exactly_the_state_of_the_driver(tmp_path_factory
                 if job.phase in (Phase.STARTING, Phase.RUNNING):
                     job.advance(happened[1])
             else:
-                name, *rest, changes = happened
-                done = job.apply_node(name, *rest, **changes) if rest else job.apply(name, **changes)
+                name, *remaining, changes = happened
+                done = job.apply_node(name, *remaining, **changes) if remaining else job.apply(name, **changes)
                 assert done == (len(refused) == count)
                 assert done or job.state == before
             if number in reopen:
@@ -108,9 +108,9 @@ def test_the_journal_replays_to_exactly_the_state_of_the_driver(tmp_path_factory
                 journal, damaged = Journal.take(run, 0.05)
                 assert not damaged
                 journal.tail = tail
-                found = journal.job()
-                assert found == job.state
-                job = Job(found, journal, refused.append)
+                result = journal.job()
+                assert result == job.state
+                job = Job(result, journal, refused.append)
     job.flush()
     reader = JournalReader(run)
     assert reader.job == job.state
@@ -130,15 +130,15 @@ def test_every_event_in_every_state_follows_the_table_or_is_an_error():
             state = some_state(phase, goal)
             for event in JobEvent:
                 changes = {"attempt": 4} if event is JobEvent.BEGUN else {}
-                wanted = JOB[event].get(phase)
+                expected = JOB[event].get(phase)
                 starts = event in (JobEvent.BEGUN, JobEvent.GAP)
                 fits = not (starts or event is JobEvent.STOPPED) or (goal is Phase.STARTING) == starts
-                if wanted is None or not fits:
+                if expected is None or not fits:
                     with pytest.raises(ImpossibleTransition, match=f"{event} cannot happen while it is {phase}"):
                         follow(state, event, changes)
                     continue
                 after = follow(state, event, changes)
-                assert after.phase == (phase if wanted == UNCHANGED else goal if wanted == GOAL else wanted)
+                assert after.phase == (phase if expected == UNCHANGED else goal if expected == GOAL else expected)
 
 
 def test_two_attempts_never_overlap():
@@ -156,13 +156,13 @@ def test_two_attempts_never_overlap():
 
 def test_every_phase_that_has_not_ended_can_end_and_ended_ones_stay():
     for phase in Phase:
-        seen, frontier = {phase}, [phase]
+        observed, frontier = {phase}, [phase]
         while frontier:
-            found = [rows[p] for p in frontier for rows in JOB.values() if p in rows]
-            goals = [*ENDED] if GOAL in found else []
-            frontier = [Phase(n) for n in [*found, *goals] if n not in (UNCHANGED, GOAL) and n not in seen]
-            seen |= set(frontier)
-        assert (seen & ENDED) if phase not in ENDED else seen == {phase}
+            result = [rows[p] for p in frontier for rows in JOB.values() if p in rows]
+            goals = [*ENDED] if GOAL in result else []
+            frontier = [Phase(n) for n in [*result, *goals] if n not in (UNCHANGED, GOAL) and n not in observed]
+            observed |= set(frontier)
+        assert (observed & ENDED) if phase not in ENDED else observed == {phase}
 
 
 def test_an_evicted_node_is_not_used_until_a_person_allows_it():

@@ -24,8 +24,8 @@ from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers
 
 
 def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
-    words = ["--nodes=2", "--spares=1", "--train.steps=100000", "--checkpoint.interval=0", "--lr.decay=constant"]
-    job = launch("behind", *words)
+    arguments = ["--nodes=2", "--spares=1", "--train.steps=100000", "--checkpoint.interval=0", "--lr.decay=constant"]
+    job = launch("behind", *arguments)
     job.until("first_step", attempt=1)
     older = job.cwd / "older.sqlite"
     with sqlite3.connect(older) as copy, sqlite3.connect(job.run / FILE) as db:
@@ -84,8 +84,8 @@ def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
 
 
 def hello(**changes) -> Hello:
-    held = RunningTrainers(JobState("a", Phase.STARTING, 5, ("n0", "n1")).to_json(), stepped=True)
-    words = {
+    stored = RunningTrainers(JobState("a", Phase.STARTING, 5, ("n0", "n1")).to_json(), stepped=True)
+    arguments = {
         "job": "a",
         "node": "n0",
         "version": "",
@@ -93,14 +93,14 @@ def hello(**changes) -> Hello:
         "boot": "",
         "epoch": 1,
         "attempt": 5,
-        "trainers": held,
+        "trainers": stored,
     }
-    return Hello(**words | changes)
+    return Hello(**arguments | changes)
 
 
 def test_what_an_agent_holds_is_believed_only_if_it_fits():
-    held = _parse_held(hello(), "a")
-    assert (held.state.attempt, held.state.placement, held.has_stepped) == (5, ("n0", "n1"), True)
+    stored = _parse_held(hello(), "a")
+    assert (stored.state.attempt, stored.state.placement, stored.has_stepped) == (5, ("n0", "n1"), True)
     assert _parse_held(hello(), "b") is None
     assert _parse_held(hello(node="n2"), "a") is None
     assert _parse_held(hello(attempt=6), "a") is None
@@ -125,7 +125,7 @@ class Channel:
     def __init__(self) -> None:
         self.orders: list[str] = []
 
-    def send_message(self, do: str, **about: object) -> None:
+    def send_message(self, do: str, **details: object) -> None:
         self.orders.append(do)
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agen
     run = tmp_path_factory.mktemp("run")
     journal, _ = Journal.take(run, 0.05)
     newest = max(attempt for attempt, _, _ in agents)
-    held = {a: [f"n{i}" for i, (b, runs, _) in enumerate(agents) if runs and a == b] for a in range(7)}
+    stored = {a: [f"n{i}" for i, (b, runs, _) in enumerate(agents) if runs and a == b] for a in range(7)}
 
     async def work() -> tuple[Driver, list[Channel]]:
         driver = Driver(
@@ -158,9 +158,9 @@ def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agen
         driver.adoption.wait_for_agents(time.monotonic())
         channels = [Channel() for _ in agents]
         for i, (attempt, runs, stepped) in enumerate(agents):
-            state = JobState("a", Phase.STARTING, attempt, tuple(held[attempt])).to_json()
-            holds = RunningTrainers(state, stepped) if runs else None
-            greeting = hello(node=f"n{i}", attempt=attempt, boot=str(i), trainers=holds)
+            state = JobState("a", Phase.STARTING, attempt, tuple(stored[attempt])).to_json()
+            contains = RunningTrainers(state, stepped) if runs else None
+            greeting = hello(node=f"n{i}", attempt=attempt, boot=str(i), trainers=contains)
             assert driver.admission.handle_hello(channels[i], greeting) == ""
         assert all("stop" not in channel.orders for channel in channels)  # not before it is decided
         assert driver.adoption.decide(time.monotonic())
@@ -168,13 +168,13 @@ def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agen
 
     driver, channels = asyncio.run(work())
     job = driver.job.state
-    adopted = newest >= known and held[newest]
+    adopted = newest >= known and stored[newest]
     assert job.attempt == max(newest, known)
-    assert job.placement == (tuple(held[newest]) if adopted else ())
-    stepped = bool(adopted) and agents[int(held[newest][0][1:])][2]
+    assert job.placement == (tuple(stored[newest]) if adopted else ())
+    stepped = bool(adopted) and agents[int(stored[newest][0][1:])][2]
     assert job.phase == ((Phase.RUNNING if stepped else Phase.STARTING) if adopted else phase)
     for i, channel in enumerate(channels):
-        assert ("stop" in channel.orders) == (not adopted or f"n{i}" not in held[newest])
+        assert ("stop" in channel.orders) == (not adopted or f"n{i}" not in stored[newest])
     assert ("attempt_adopted" in [e.kind for e in journal.events()]) == bool(adopted)
     assert journal.job() == job or not (adopted or newest > known)
     journal.close()

@@ -38,9 +38,9 @@ def test_a_drained_node_trains_on_and_is_left_for_a_spare_at_the_next_start(tmp_
         assert driver.nodes["n1"].is_usable
 
     events = play(tmp_path, scene)
-    told, back = [e for e in events if e.kind in ("node_cordoned", "node_uncordoned")]
-    assert told.nodes == back.nodes == ("n1",)
-    assert "fan is loud" in told.evidence[0]
+    report, back = [e for e in events if e.kind in ("node_cordoned", "node_uncordoned")]
+    assert report.nodes == back.nodes == ("n1",)
+    assert "fan is loud" in report.evidence[0]
 
 
 def test_drained_nodes_keep_their_ranks_where_no_other_can_take_them_and_get_no_new_ones(tmp_path):
@@ -95,10 +95,10 @@ def test_what_the_cluster_has_end_is_told_so_by_the_driver_too(tmp_path):
         assert driver.job.phase is Phase.RUNNING  # it saves first
         assert not driver.nodes["n1"].is_usable
 
-        again = Channel()  # a connection that broke may have held the order
-        driver.admission.handle_hello(again, hello("n1", ("n0", "n1")))
+        repeated = Channel()  # a connection that broke may have held the order
+        driver.admission.handle_hello(repeated, hello("n1", ("n0", "n1")))
         driver.step(time.monotonic())
-        assert again.orders.count("leave") == 1
+        assert repeated.orders.count("leave") == 1
 
     play(tmp_path, scene)
 

@@ -52,8 +52,8 @@ class Elsewhere(Cluster):
 
 def hello(node: str, placement: tuple[str, ...], **changes: Any) -> Hello:
     state = JobState("a", Phase.RUNNING, 1, placement).to_json()
-    held = RunningTrainers(state, True) if node in placement else None
-    words = {
+    stored = RunningTrainers(state, True) if node in placement else None
+    arguments = {
         "job": "a",
         "node": node,
         "version": "",
@@ -61,9 +61,9 @@ def hello(node: str, placement: tuple[str, ...], **changes: Any) -> Hello:
         "boot": node,
         "epoch": 1,
         "attempt": 1,
-        "trainers": held,
+        "trainers": stored,
     }
-    return Hello(**words | changes)
+    return Hello(**arguments | changes)
 
 
 Scene = Callable[[Driver, Elsewhere, dict[str, Channel]], Awaitable[None]]
@@ -100,9 +100,9 @@ def test_what_still_runs_on_a_node_that_was_taken_away_is_ended_and_replaced(tmp
         assert driver.job.phase is Phase.STOPPING
 
         # Its agent lives and comes again: it is told the same, and is no node.
-        again = Channel()
-        assert driver.admission.handle_hello(again, hello("n1", ("n0", "n1"))) == ""
-        assert again.orders == ["welcome", "stop", "leave"]
+        repeated = Channel()
+        assert driver.admission.handle_hello(repeated, hello("n1", ("n0", "n1"))) == ""
+        assert repeated.orders == ["welcome", "stop", "leave"]
         assert driver.nodes["n1"].channel is None
         assert driver.nodes["n1"].state is NodeState.LOST
 
@@ -155,10 +155,10 @@ def test_a_cluster_is_asked_for_no_machine_whose_agent_is_there_nor_for_an_evict
 
 def test_thirty_of_thirty_two_nodes_that_are_lost_at_once_and_given_back_train_again(tmp_path):
     async def scene(driver, cluster, channels):
-        now, gone = time.monotonic(), cluster.names[2:]
-        for name in gone:
-            driver.nodes[name].last_seen = now - 6.0  # the window is 5 s
-        driver.step(now)
+        current, removed = time.monotonic(), cluster.names[2:]
+        for name in removed:
+            driver.nodes[name].last_seen = current - 6.0  # the window is 5 s
+        driver.step(current)
         async with asyncio.timeout(10.0):
             while driver.job.phase is Phase.RUNNING:
                 driver.step(time.monotonic())
@@ -169,10 +169,10 @@ def test_thirty_of_thirty_two_nodes_that_are_lost_at_once_and_given_back_train_a
             driver.telemetry.handle_message(name, channels[name], stopped)
         driver.step(time.monotonic())
         assert driver.job.phase is Phase.WAITING  # two are too few for now, and the others are asked for
-        assert not [name for name in gone if driver.nodes[name].is_usable]
+        assert not [name for name in removed if driver.nodes[name].is_usable]
 
         began = time.monotonic()
-        for name in gone:
+        for name in removed:
             channels[name] = Channel()
             assert driver.admission.handle_hello(channels[name], hello(name, (), boot=f"{name} again", attempt=0)) == ""
         driver.step(time.monotonic())
@@ -192,34 +192,34 @@ def test_thirty_of_thirty_two_nodes_that_are_lost_at_once_and_given_back_train_a
 
 def test_a_driver_that_took_over_waits_for_agents_to_be_told_of_it(tmp_path):
     async def scene(driver, cluster, channels):
-        now = time.monotonic()
-        driver.nodes.begin(now)
+        current = time.monotonic()
+        driver.nodes.begin(current)
         window = driver.limits.window
-        assert driver.nodes["n1"].last_seen == now
+        assert driver.nodes["n1"].last_seen == current
         cluster.notice_seconds = 20.0
-        driver.nodes.begin(now)
-        assert driver.nodes["n1"].last_seen > now + window
+        driver.nodes.begin(current)
+        assert driver.nodes["n1"].last_seen > current + window
         driver.admission.handle_hello(channels["n1"], hello("n1", ("n0", "n1")))
-        assert driver.nodes["n1"].last_seen < now + window
+        assert driver.nodes["n1"].last_seen < current + window
 
     play(tmp_path, scene)
 
 
 def test_a_node_that_gets_ranks_for_the_first_time_is_told_whose_checkpoints_they_go_on_from(tmp_path):
     class Told(Channel):
-        def send_message(self, do: str, **about: object) -> None:
-            super().send_message(do, **about)
+        def send_message(self, do: str, **details: object) -> None:
+            super().send_message(do, **details)
             if do == "start":
-                self.identity = about["identity"]
+                self.identity = details["identity"]
 
     async def scene(driver, cluster, channels):
         node = driver.nodes["n2"]
-        node.channel = told = Told()
+        node.channel = report = Told()
         driver.attempts.send_start(node)
-        assert told.identity == ""
+        assert report.identity == ""
         (tmp_path / "identity").write_text("0123456789abcdef\n")
         driver.attempts.send_start(node)
-        assert told.identity == "0123456789abcdef"
+        assert report.identity == "0123456789abcdef"
 
     play(tmp_path, scene)
 
