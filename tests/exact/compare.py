@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from megascale.config import ModelConfig
+from megascale.core.inventory import resolve_layers
 from tests.exact.training import Boxed, Told, boxes_of
 
 TOLERANCE = 1e-10
@@ -69,8 +70,9 @@ def zero_by_mathematics(model: ModelConfig, name: str, shape: tuple[int, ...]) -
     """
     if not name.endswith("attention.key.bias"):
         return np.zeros(shape, bool)
-    turned = int(model.head_size * model.rotary_fraction) if model.positions == "rotary" else 0
-    return np.tile(np.arange(model.head_size) >= turned, model.num_kv_heads)
+    mixer = resolve_layers(model)[int(name.split(".")[1])].mixer
+    turned = 0 if mixer.rope is None else mixer.rope.width
+    return np.tile(np.arange(mixer.head_size) >= turned, mixer.kv_heads)
 
 
 def _where(box: Boxed) -> tuple[slice, ...]:

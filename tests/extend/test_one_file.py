@@ -30,8 +30,8 @@ from megascale.model import mlp
 
 
 class DoubledMlp(mlp.DenseMlp):
-    def forward(self, inner, projection, recompute):
-        return super().forward(inner * 2, projection, recompute)
+    def forward(self, inner, projection):
+        return super().forward(inner * 2, projection)
 
 
 mlp.register("doubled", DoubledMlp, MLP_PARTS["dense"], "twice what goes in")

@@ -170,8 +170,8 @@ OURS = {
     "mistral of a wide window": [*LLAMA, "window=40"],
     "gpt2 of a window beyond its positions": ["window=32"],
     "mistral": [*LLAMA, "kv_heads=2", "window=5", "head_dim=10"],
-    "qwen2": [*LLAMA, "kv_heads=1", "window=5", "window_pattern=SL"],
-    "qwen2 with heads of its own size": [*LLAMA, "window=5", "window_pattern=LS", "head_dim=10"],
+    "qwen2": [*LLAMA, "kv_heads=1", "window=5", "layer_pattern=SL"],
+    "qwen2 with heads of its own size": [*LLAMA, "window=5", "layer_pattern=LS", "head_dim=10"],
     "qwen2 with its biases": [*LLAMA, "attention_bias=true", "attention_out_bias=false"],
 }
 
@@ -221,7 +221,7 @@ def test_the_list_of_logical_tensors_is_the_models(name):
         ([*LLAMA, "window=4"], "llama", ["model.window=4", "mistral"]),
         ([*LLAMA, "window=64"], "llama", ["model.window=64", "mistral"]),
         (["positions=rotary", "window=64"], "gpt_neox", ["model.window=64"]),
-        ([*LLAMA, "window=4", "window_pattern=SL"], "mistral", ["window_pattern='SL'", "qwen2"]),
+        ([*LLAMA, "window=4", "layer_pattern=SL"], "mistral", ["layer_pattern='SL'", "qwen2"]),
         ([*LLAMA, "attention_bias=true"], "mistral", ["attention_bias=True", "llama"]),
         (["positions=none"], None, ["model.positions='none'"]),
         ([], "bert", ["bert", "gpt2"]),

@@ -10,6 +10,8 @@ import numpy as np
 from megascale.config import Config
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops
+from megascale.core.inventory import resolve_layers
+from megascale.core.layers import LayerSums
 from megascale.core.layout import Layout, lay_out
 from megascale.core.rank_memory import estimate_rank_memory, explain_no_graphs
 from megascale.core.traffic import gathers_float8
@@ -95,9 +97,15 @@ class Scenario:
     def chunk_layers(self) -> np.ndarray:
         """Layers of each chunk, [stages, chunks]; of a divided one its attention's or its MLP's share of the FLOPs."""
         parallel = self.config.parallel
-        count = flops.layer_flops(self.config.model, 0)
-        attention = (count.projections + count.attention) / count.forward
-        counts = np.array([c.mlp_count + (c.attention_count - c.mlp_count) * attention for c in self.layout.layers])
+        model = self.config.model
+        halves = []
+        for layer in resolve_layers(model):
+            count = flops.layer_flops(layer, model.sequence_length)
+            attention = count.projections + count.attention
+            halves.append((count.forward, attention, count.mlp))
+        sums = LayerSums.collect(halves)
+        mean = sums.running[-1] / model.layers
+        counts = np.array([sums.of_chunk(chunk) / mean for chunk in self.layout.layers])
         return counts.reshape(parallel.virtual_stages, parallel.pipeline).T
 
     def memory_gib(self) -> float:

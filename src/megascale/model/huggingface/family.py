@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megascale.config import ModelConfig
 from megascale.config.base import MAX_LAYERS
+from megascale.core.inventory import resolve_layers
 from megascale.errors import DataError
 
 _MAX_VALUE_CHARACTERS = 200  # in a message
@@ -262,7 +263,7 @@ def list_windowed_layers(model: ModelConfig) -> list[bool]:
     A window as long as the training sequence counts, except with learned positions, which end there.
     """
     has_effect = model.positions != "learned" or (model.window or 0) < model.sequence_length
-    return [has_effect and model.layer_window(i) is not None for i in range(model.layers)]
+    return [has_effect and layer.window is not None for layer in resolve_layers(model)]
 
 
 def find_window_faults(model: ModelConfig, family: str) -> list[str]:

@@ -83,7 +83,7 @@ def _read_windows(keys: ConfigKeys, family: str, layers: int) -> dict[str, Any]:
     if window is None:
         raise keys.make_error("layer_types", kinds, "use_sliding_window or sliding_window says that there is no window")
     pattern = "".join("S" if kind == _SLIDING else "L" for kind in kinds)
-    return {"window": window, "window_pattern": pattern}
+    return {"window": window, "layer_pattern": pattern}
 
 
 def write(model: ModelConfig, family: str) -> dict[str, Any]:
@@ -142,9 +142,7 @@ def faults(model: ModelConfig, family: str) -> list[str]:
     if family == "llama":
         family_faults += find_window_faults(model, title)
     elif family == "mistral" and len(set(list_windowed_layers(model))) > 1:
-        family_faults.append(
-            f"model.window_pattern={model.window_pattern!r}, and {title} has one window for all layers"
-        )
+        family_faults.append(f"model.layer_pattern={model.layer_pattern!r}, and {title} has one window for all layers")
     if family != "mistral" and model.hidden % model.heads:
         family_faults.append(
             f"model.hidden={model.hidden} is not a multiple of model.heads={model.heads}, which {title} requires"

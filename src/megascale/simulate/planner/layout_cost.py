@@ -72,15 +72,15 @@ class LayoutCost:
 
     def _work(self, split: Sequence[int | float]) -> tuple[np.ndarray, np.ndarray]:
         model, p = self.config.model, self.layout.grid.pipeline
-        period = [flops.layer_flops(model, i) for i in range(len(model.window_pattern))]
+        layers = [flops.layer_flops(layer, model.sequence_length) for layer in inventory.resolve_layers(model)]
         if LINEAR_PRECISIONS[self.config.train.linear_precision].float8_gemms == "none":
             linear = 1.0
         else:
             linear = FLOAT8_TIME
-        halves = [
-            half for layer in period for half in (linear * layer.projections + layer.attention, linear * layer.mlp)
-        ]
-        work = np.resize(halves, 2 * model.layers)
+        halves = []
+        for layer in layers:
+            halves += [linear * layer.projections + layer.attention, linear * layer.mlp]
+        work = np.array(halves)
         unit = work.sum() / model.layers
         stops = np.cumsum([round(2 * count) for count in split])
         body = np.diff(np.concatenate([[0.0], work.cumsum()])[[0, *stops]]) / unit
