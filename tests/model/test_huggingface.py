@@ -89,6 +89,12 @@ SETTINGS = {
         {"layer_types": None, "max_window_layers": 1},
         {"head_dim": 10},
     ],
+    "smollm3": [
+        {"no_rope_layers": None, "layer_types": None, "use_sliding_window": False},
+        {"no_rope_layers": None, "no_rope_layer_interval": 2, "layer_types": None},
+        {"no_rope_layers": [0, 0, 0, 0], "layer_types": None},
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 10},
+    ],
 }
 
 
@@ -172,6 +178,17 @@ OURS = {
     "mistral": [*LLAMA, "kv_heads=2", "window=5", "head_dim=10"],
     "qwen2": [*LLAMA, "kv_heads=1", "window=5", "layer_pattern=SL"],
     "qwen2 with heads of its own size": [*LLAMA, "window=5", "layer_pattern=LS", "head_dim=10"],
+    "smollm3": [*LLAMA, "layers=3", "layer_pattern=SNN", "layer_kinds.N.positions=none", "kv_heads=2"],
+    "smollm3 with windows": [
+        *LLAMA,
+        "layers=4",
+        "window=5",
+        "layer_pattern=SNGL",
+        "layer_kinds.N.positions=none",
+        "layer_kinds.G.positions=none",
+        "layer_kinds.G.window=0",
+        "head_dim=10",
+    ],
     "qwen2 with its biases": [*LLAMA, "attention_bias=true", "attention_out_bias=false"],
 }
 
@@ -224,6 +241,13 @@ def test_the_list_of_logical_tensors_is_the_models(name):
         ([*LLAMA, "window=4", "layer_pattern=SL"], "mistral", ["layer_pattern='SL'", "qwen2"]),
         ([*LLAMA, "attention_bias=true"], "mistral", ["attention_bias=True", "llama"]),
         (["positions=none"], None, ["model.positions='none'"]),
+        (
+            [*LLAMA, "layer_pattern=SA", "layer_kinds.A.rotary_base=500"],
+            None,
+            ["model.layer_kinds.A={'rotary_base': 500.0}"],
+        ),
+        ([*LLAMA, "layer_pattern=A", "layer_kinds.A.window=3"], "mistral", ["model.layer_kinds.A={'window': 3}"]),
+        ([*LLAMA, "layer_pattern=SN", "layer_kinds.N.positions=none"], "llama", ["model.layer_kinds.N", "smollm3"]),
         ([], "bert", ["bert", "gpt2"]),
     ],
 )

@@ -1,5 +1,8 @@
-"""Llama and its relatives of the same tensor names: Mistral (a sliding window in all layers) and Qwen2 (biases on
-query, key and value; a window in some layers). Serial block, RMSNorm, SwiGLU, rotary halves, grouped queries."""
+"""Llama and its relatives of the same tensor names. Serial block, RMSNorm, SwiGLU, rotary halves, grouped queries.
+
+Mistral has a sliding window in all layers. Qwen2 has biases on query, key and value, and a window in some layers.
+SmolLM3 has layers without rotary positions, and a window in some layers.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from megascale.config import ModelConfig
+from megascale.core.inventory import resolve_layers
 from megascale.model.huggingface.family import (
     ConfigKeys,
     Family,
@@ -18,15 +22,20 @@ from megascale.model.huggingface.family import (
 )
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_KV_HEADS = {"mistral": 8, "qwen2": 32}
-_TITLES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "smollm3": 4}
+_ROPE_BASES = {"smollm3": 2e6}
+_TITLES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "smollm3": "SmolLM3"}
+_OPTIONAL_BIASES = ("llama", "smollm3")  # families whose classes read attention_bias and mlp_bias
+# Kinds of layers by whether they have a window and whether they have rotary positions.
+_LETTERS = {(True, True): "S", (False, True): "L", (True, False): "N", (False, False): "G"}
+_UNROTATED_KINDS = {"N": {"positions": "none"}, "G": {"positions": "none", "window": 0}}
 
 
 def read(keys: ConfigKeys, family: str) -> dict[str, Any]:
     """See Family.read_config."""
     hidden, heads = keys.require_count("hidden_size"), keys.require_count("num_attention_heads")
-    # Only Llama's classes read attention_bias and mlp_bias; the others ignore them.
-    attention_bias = family == "qwen2" or (family == "llama" and keys.get("attention_bias", default=False))
+    has_optional_biases = family in _OPTIONAL_BIASES
+    attention_bias = family == "qwen2" or (has_optional_biases and keys.get("attention_bias", default=False))
     model = {
         "layers": keys.require_layers("num_hidden_layers"),
         "hidden": hidden,
@@ -39,11 +48,11 @@ def read(keys: ConfigKeys, family: str) -> dict[str, Any]:
         "norm": "rmsnorm",
         "norm_eps": keys.get("rms_norm_eps", default=1e-6),
         "activation": keys.translate("hidden_act", {"silu": "swiglu", "swish": "swiglu"}, "silu"),
-        **keys.read_rotary(1.0, "rope_theta"),
+        **keys.read_rotary(1.0, "rope_theta", default_base=_ROPE_BASES.get(family, 10000.0)),
         "attention_bias": attention_bias,
-        "attention_out_bias": attention_bias and family == "llama",
-        "mlp_bias": family == "llama" and keys.get("mlp_bias", default=False),
-        "tied_embeddings": keys.get("tie_word_embeddings", default=False),
+        "attention_out_bias": attention_bias and has_optional_biases,
+        "mlp_bias": has_optional_biases and keys.get("mlp_bias", default=False),
+        "tied_embeddings": keys.get("tie_word_embeddings", default=family == "smollm3"),
         "dropout": keys.read_dropout(attention="attention_dropout"),
         "init_std": keys.get("initializer_range", default=0.02),
     }
@@ -54,6 +63,8 @@ def read(keys: ConfigKeys, family: str) -> dict[str, Any]:
     head_dim = keys.get("head_dim", default=hidden // heads)
     if head_dim * heads != hidden:
         model["head_dim"] = head_dim
+    if family == "smollm3":
+        return model | _read_smollm3_layers(keys, model["layers"])
     return model | _read_windows(keys, family, model["layers"])
 
 
@@ -70,20 +81,51 @@ def _read_windows(keys: ConfigKeys, family: str, layers: int) -> dict[str, Any]:
     else:
         window = None
     first_windowed = keys.get("max_window_layers", default=28)
-    kinds = keys.get("layer_types") or [
-        _FULL if window is None or i < first_windowed else _SLIDING for i in range(layers)
-    ]
+    defaults = [_FULL if window is None or i < first_windowed else _SLIDING for i in range(layers)]
+    kinds = _read_layer_types(keys, defaults)
+    if _SLIDING not in kinds:
+        return {}
+    _require_window(keys, window, kinds)
+    pattern = "".join("S" if kind == _SLIDING else "L" for kind in kinds)
+    return {"window": window, "layer_pattern": pattern}
+
+
+def _read_layer_types(keys: ConfigKeys, defaults: list[str]) -> list[str]:
+    """Return the kind of attention of each layer."""
+    kinds: list[str] = keys.get("layer_types") or defaults
     unknown = [kind for kind in kinds if kind not in (_SLIDING, _FULL)]
     if unknown:
         raise keys.make_error("layer_types", unknown[0], f"only {_SLIDING} and {_FULL} are supported")
-    if len(kinds) != layers:
-        raise keys.make_error("layer_types", kinds, f"num_hidden_layers is {layers}")
-    if _SLIDING not in kinds:
-        return {}
+    if len(kinds) != len(defaults):
+        raise keys.make_error("layer_types", kinds, f"num_hidden_layers is {len(defaults)}")
+    return kinds
+
+
+def _require_window(keys: ConfigKeys, window: int | None, kinds: list[str]) -> None:
     if window is None:
         raise keys.make_error("layer_types", kinds, "use_sliding_window or sliding_window says that there is no window")
-    pattern = "".join("S" if kind == _SLIDING else "L" for kind in kinds)
-    return {"window": window, "layer_pattern": pattern}
+
+
+def _read_smollm3_layers(keys: ConfigKeys, layers: int) -> dict[str, Any]:
+    """Return windows and the layers without rotary positions."""
+    window = keys.get("sliding_window") if keys.get("use_sliding_window", default=False) else None
+    interval = keys.get("no_rope_layer_interval", default=4)
+    if type(interval) is not int or interval < 1:
+        raise keys.make_error("no_rope_layer_interval", interval, "it must be an integer of at least 1")
+    rotated = keys.get("no_rope_layers", default=[int((i + 1) % interval != 0) for i in range(layers)])
+    if not isinstance(rotated, list) or len(rotated) < layers:
+        raise keys.make_error("no_rope_layers", rotated, f"it must list the {layers} layers of num_hidden_layers")
+    rotated = [bool(value) for value in rotated[:layers]]
+    defaults = [_FULL if window is None or is_rotated else _SLIDING for is_rotated in rotated]
+    windowed = [kind == _SLIDING for kind in _read_layer_types(keys, defaults)]
+    if any(windowed):
+        _require_window(keys, window, keys.get("layer_types"))
+    else:
+        window = None
+        windowed = [True] * layers  # without a window, the kinds with one are the simplest
+    pattern = "".join(_LETTERS[kind] for kind in zip(windowed, rotated, strict=True))
+    kinds = {letter: kind for letter, kind in _UNROTATED_KINDS.items() if letter in pattern}
+    return {"layer_pattern": pattern, "layer_kinds": kinds} | ({} if window is None else {"window": window})
 
 
 def write(model: ModelConfig, family: str) -> dict[str, Any]:
@@ -104,14 +146,22 @@ def write(model: ModelConfig, family: str) -> dict[str, Any]:
     }
     if family != "qwen2" or model.head_size * model.heads != model.hidden:
         config["head_dim"] = model.head_size  # Qwen2's class accepts the key although it does not declare it
-    if family == "llama":
+    if family in _OPTIONAL_BIASES:
         config |= {"attention_bias": model.attention_bias or model.out_bias, "mlp_bias": model.mlp_bias}
+    if family == "smollm3":
+        windowed = list_windowed_layers(model)
+        config |= {
+            "no_rope_layers": [int(layer.rope is not None) for layer in resolve_layers(model)],
+            "use_sliding_window": any(windowed),
+            "sliding_window": model.window if any(windowed) else None,
+            "layer_types": [_SLIDING if is_windowed else _FULL for is_windowed in windowed],
+        }
     elif family == "mistral":
         if any(list_windowed_layers(model)):
             config["sliding_window"] = model.window
         else:
             config["sliding_window"] = None
-    else:
+    elif family == "qwen2":
         windowed = list_windowed_layers(model)
         config |= {
             "use_sliding_window": any(windowed),
@@ -134,11 +184,11 @@ def faults(model: ModelConfig, family: str) -> list[str]:
         "rotary_fraction": [1.0],
         "head_bias": [False],
     }
-    if family != "llama":
+    if family not in _OPTIONAL_BIASES:
         supported |= {"out_bias": [False], "mlp_bias": [False]}
     if family == "mistral":
         supported["attention_bias"] = [False]
-    family_faults = find_unsupported_values(model, title, supported)
+    family_faults = find_unsupported_values(model, title, supported, allows_unrotated=family == "smollm3")
     if family == "llama":
         family_faults += find_window_faults(model, title)
     elif family == "mistral" and len(set(list_windowed_layers(model))) > 1:
@@ -152,7 +202,7 @@ def faults(model: ModelConfig, family: str) -> list[str]:
 
 def weights(model: ModelConfig, family: str) -> list[StoredWeight]:
     """See Family.list_weights."""
-    bias = family == "llama" and (model.attention_bias or model.out_bias)
+    bias = family in _OPTIONAL_BIASES and (model.attention_bias or model.out_bias)
     table = [StoredWeight("model.embed_tokens.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
         hf_layer, layer = f"model.layers.{i}", f"layers.{i}"
@@ -187,3 +237,4 @@ def _family(name: str, architecture: str) -> Family:
 LLAMA = _family("llama", "LlamaForCausalLM")
 MISTRAL = _family("mistral", "MistralForCausalLM")
 QWEN2 = _family("qwen2", "Qwen2ForCausalLM")
+SMOLLM3 = _family("smollm3", "SmolLM3ForCausalLM")
