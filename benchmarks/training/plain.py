@@ -37,6 +37,8 @@ KNOWN: dict[str, tuple[Any, ...]] = {
     "model.head_bias": (False,),
     "model.parallel_norms": (1,),
     "model.layer_pattern": ("S",),
+    "model.layer_kinds": ({},),
+    "model.qk_norm": ("none",),
     "optimizer.name": ("adamw",),
     "train.precision": ("float32", "bfloat16"),
 }

@@ -116,6 +116,7 @@ def test_parameters_match_the_model():
         {"kv_heads": 2},
         {"ffn_hidden": 192, "attention_bias": False, "mlp_bias": False},
         {"block": "parallel", "dropout": 0.1},
+        {"qk_norm": "head"},
         {"half": "attention"},
         {"half": "mlp"},
     ],

@@ -85,7 +85,7 @@ KINDS: dict[str, Any] = {
     "layer_pattern": "SGN",
     "layer_kinds": {
         "G": {"positions": "rotary", "rotary_base": 50.0, "rotary_fraction": 0.5, "head_dim": 8, "ffn_hidden": 32},
-        "N": {"positions": "none", "window": 3, "kv_heads": 4},
+        "N": {"positions": "none", "window": 3, "kv_heads": 4, "qk_norm": "head"},
     },
 }
 
@@ -268,6 +268,7 @@ def cases(draw: st.DrawFn) -> Case:
         "rotary_fraction": pick(1.0, 0.5) if positions == "rotary" else 1.0,
         "rotary_interleaved": pick(False, True),
         "attention_bias": pick(True, False),
+        "qk_norm": pick("none", "head"),
         "mlp_bias": pick(True, False),
         "head_bias": pick(False, True),
         "tied_embeddings": pick(True, False),

@@ -89,6 +89,10 @@ SETTINGS = {
         {"layer_types": None, "max_window_layers": 1},
         {"head_dim": 10},
     ],
+    "qwen3": [
+        {"use_sliding_window": False, "layer_types": ["full_attention"] * 2},
+        {"attention_bias": True, "layer_types": None, "max_window_layers": 1},
+    ],
     "smollm3": [
         {"no_rope_layers": None, "layer_types": None, "use_sliding_window": False},
         {"no_rope_layers": None, "no_rope_layer_interval": 2, "layer_types": None},
@@ -178,6 +182,7 @@ OURS = {
     "mistral": [*LLAMA, "kv_heads=2", "window=5", "head_dim=10"],
     "qwen2": [*LLAMA, "kv_heads=1", "window=5", "layer_pattern=SL"],
     "qwen2 with heads of its own size": [*LLAMA, "window=5", "layer_pattern=LS", "head_dim=10"],
+    "qwen3": [*LLAMA, "qk_norm=head", "kv_heads=2", "head_dim=10", "window=5", "layer_pattern=SL"],
     "smollm3": [*LLAMA, "layers=3", "layer_pattern=SNN", "layer_kinds.N.positions=none", "kv_heads=2"],
     "smollm3 with windows": [
         *LLAMA,

@@ -52,6 +52,13 @@ SHAPES = {
         "--model.layer_kinds.N.positions=none",
         "--model.layer_kinds.N.ffn_hidden=24",
     ],
+    "qwen3": ["--model.norm=rmsnorm", "--model.positions=rotary", "--model.qk_norm=head", "--model.kv_heads=2"],
+    "parallel with norms of queries and keys": [
+        "--model.block=parallel",
+        "--model.positions=rotary",
+        "--model.layer_pattern=SN",
+        "--model.layer_kinds.N.qk_norm=head",
+    ],
     "llama": [
         "--model.norm=rmsnorm",
         "--model.activation=swiglu",

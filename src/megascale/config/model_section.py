@@ -29,6 +29,7 @@ class LayerKind(Section):
     rotary_base: float | None = Field(None, gt=0, description="base of the rotary angles")
     kv_heads: int | None = Field(None, ge=1, le=1_000_000, description="key/value heads")
     head_dim: int | None = Field(None, ge=1, le=1_000_000, description="width of a head")
+    qk_norm: Literal["none", "head"] | None = Field(None, description="norms of queries and keys")
     ffn_hidden: int | None = Field(None, ge=1, le=100_000_000, description="width inside the MLP")
 
 
@@ -94,6 +95,9 @@ class ModelConfig(Section):
     attention_bias: bool = Field(True, description="biases on query, key and value")
     attention_out_bias: bool | None = Field(None, description="bias on the attention output; default: attention_bias")
     mlp_bias: bool = Field(True, description="biases in the MLP")
+    qk_norm: Literal["none", "head"] = Field(
+        "none", description="norms of queries and keys before their rotation; head: over each head (Qwen3)"
+    )
     head_bias: bool = Field(False, description="bias on the logits (GPT-J)")
     tied_embeddings: bool = Field(True, description="logits use the token embedding")
     window: int | None = Field(

@@ -163,6 +163,9 @@ def _attention_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
     for part, heads in (("query", mixer.heads), ("key", mixer.kv_heads), ("value", mixer.kv_heads)):
         part_name = f"{name}.attention.{part}"
         tensors += linear_tensors(part_name, heads * d, layer.hidden, 0, mixer.input_bias, layer.init_std)
+    if mixer.qk_norm:
+        for part in ("query", "key"):
+            tensors += norm_tensors(layer.norms.name, d, f"{name}.attention.{part}_norm")
     return tensors + linear_tensors(
         f"{name}.attention.output",
         rows=layer.hidden,
@@ -177,8 +180,12 @@ def _attention_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
     mixer = layer.mixer
     d = mixer.head_size
     saved = [SavedActivation("query_key_value", (mixer.heads + 2 * mixer.kv_heads) * d, "columns", has_gradient=True)]
-    if mixer.rope is not None:
-        saved.append(SavedActivation("rotated_query_key", (mixer.heads + mixer.kv_heads) * d, "columns"))
+    normed_heads = mixer.heads + mixer.kv_heads
+    if mixer.rope is not None or mixer.qk_norm:
+        saved.append(SavedActivation("rotated_query_key", normed_heads * d, "columns"))
+    if mixer.qk_norm:
+        statistics = normed_heads * layer.norms.moments
+        saved.append(SavedActivation("query_key_norm_statistics", statistics, "columns", is_statistic=True))
     output_width = mixer.heads * d
     saved.append(SavedActivation("attention_output", output_width, "columns", has_gradient=True, gemm_input="also"))
     saved.append(SavedActivation("attention_logsumexp", mixer.heads, "columns", is_statistic=True))

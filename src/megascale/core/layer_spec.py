@@ -37,6 +37,7 @@ class AttentionSpec:
         window: tokens that a query sees, itself included; None: all before it.
         rope: rotary positions; None: the attention has no positions.
         input_bias, output_bias: whether the projections have biases.
+        qk_norm: whether each head of queries and keys has a norm before its rotation, of the kind of the layer's norms.
     """
 
     name: str
@@ -47,6 +48,7 @@ class AttentionSpec:
     rope: RopeSpec | None
     input_bias: bool
     output_bias: bool
+    qk_norm: bool
 
     @classmethod
     def from_model(cls, model: ModelConfig) -> AttentionSpec:
@@ -64,6 +66,7 @@ class AttentionSpec:
             rope=rope,
             input_bias=model.attention_bias,
             output_bias=model.out_bias,
+            qk_norm=model.qk_norm == "head",
         )
 
 

@@ -11,7 +11,8 @@ training precision, statistics in float32.
 | norm statistics | s/t, b (twice for LayerNorm) | the same |
 | norm output | s/t, b, h | weight gradient of [QKV] or [QKV, MLP in]; gathered again in backward |
 | query, key, value | s, b, (q + 2k)/t | attention |
-| rotated query, key | s, b, (q + k)/t | rotary positions only: the GEMM result above stays for its value part |
+| rotated query, key | s, b, (q + k)/t | rotary positions or norms of query and key only; the GEMM result above stays |
+| query, key norm statistics | s, b, heads/t | norms of query and key only (twice for LayerNorm) |
 | attention output | s, b, q/t | attention; weight gradient of the output GEMM |
 | attention logsumexp | b, heads/t, s | attention (flash: no s x s matrix) |
 | middle | s/t, b, h | serial block: residual stream between attention and MLP, for the second norm |

@@ -142,7 +142,7 @@ class FusedParallelBlock(Block):
             # Only the attention's half has a bias, so the halves are separated first.
             qkv = columns[..., : attention.width] + attention.bias
             return [attention(qkv, rotary, context), mlp(columns[..., attention.width :], None)]
-        cos, sin = rotary or (None, None)
+        cos, sin = attention.select_split_tables(rotary)
         q, k, v, inner, activation = split_fused_projection(
             columns,
             attention.heads,
@@ -156,7 +156,7 @@ class FusedParallelBlock(Block):
             self.into.bias if self.fuses_bias_gradient(columns) else None,
             mlp.is_recomputed and torch.is_grad_enabled(),
         )
-        return [attention.attend(q, k, v, context), Branch(inner, mlp.out.weight, mlp.out.bias, activation)]
+        return [attention.attend(q, k, v, rotary, context), Branch(inner, mlp.out.weight, mlp.out.bias, activation)]
 
 
 def make_parallel_block(setup: LayerSetup) -> Block:

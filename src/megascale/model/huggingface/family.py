@@ -246,7 +246,7 @@ def find_unsupported_values(
         allows_unrotated: whether layers of the family may be without rotary positions.
     """
     faults = []
-    for key, values in supported.items():
+    for key, values in {"qk_norm": ["none"], **supported}.items():
         value = getattr(model, key)
         if value not in values:
             allowed = " or ".join(repr(v) for v in values)

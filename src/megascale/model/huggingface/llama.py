@@ -1,6 +1,7 @@
 """Llama and its relatives of the same tensor names. Serial block, RMSNorm, SwiGLU, rotary halves, grouped queries.
 
 Mistral has a sliding window in all layers. Qwen2 has biases on query, key and value, and a window in some layers.
+Qwen3 has norms of queries and keys instead of the biases.
 SmolLM3 has layers without rotary positions, and a window in some layers.
 """
 
@@ -22,10 +23,12 @@ from megascale.model.huggingface.family import (
 )
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_KV_HEADS = {"mistral": 8, "qwen2": 32, "smollm3": 4}
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "smollm3": 4}
 _ROPE_BASES = {"smollm3": 2e6}
-_TITLES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "smollm3": "SmolLM3"}
-_OPTIONAL_BIASES = ("llama", "smollm3")  # families whose classes read attention_bias and mlp_bias
+_TITLES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
+# Families whose classes read attention_bias, and mlp_bias.
+_ATTENTION_BIASES = ("llama", "qwen3", "smollm3")
+_MLP_BIASES = ("llama", "smollm3")
 # Kinds of layers by whether they have a window and whether they have rotary positions.
 _LETTERS = {(True, True): "S", (False, True): "L", (True, False): "N", (False, False): "G"}
 _UNROTATED_KINDS = {"N": {"positions": "none"}, "G": {"positions": "none", "window": 0}}
@@ -34,8 +37,7 @@ _UNROTATED_KINDS = {"N": {"positions": "none"}, "G": {"positions": "none", "wind
 def read(keys: ConfigKeys, family: str) -> dict[str, Any]:
     """See Family.read_config."""
     hidden, heads = keys.require_count("hidden_size"), keys.require_count("num_attention_heads")
-    has_optional_biases = family in _OPTIONAL_BIASES
-    attention_bias = family == "qwen2" or (has_optional_biases and keys.get("attention_bias", default=False))
+    has_output_bias = family in _ATTENTION_BIASES and keys.get("attention_bias", default=False)
     model = {
         "layers": keys.require_layers("num_hidden_layers"),
         "hidden": hidden,
@@ -49,9 +51,10 @@ def read(keys: ConfigKeys, family: str) -> dict[str, Any]:
         "norm_eps": keys.get("rms_norm_eps", default=1e-6),
         "activation": keys.translate("hidden_act", {"silu": "swiglu", "swish": "swiglu"}, "silu"),
         **keys.read_rotary(1.0, "rope_theta", default_base=_ROPE_BASES.get(family, 10000.0)),
-        "attention_bias": attention_bias,
-        "attention_out_bias": attention_bias and has_optional_biases,
-        "mlp_bias": has_optional_biases and keys.get("mlp_bias", default=False),
+        "attention_bias": has_output_bias or family == "qwen2",
+        "attention_out_bias": has_output_bias,
+        "mlp_bias": family in _MLP_BIASES and keys.get("mlp_bias", default=False),
+        "qk_norm": "head" if family == "qwen3" else "none",
         "tied_embeddings": keys.get("tie_word_embeddings", default=family == "smollm3"),
         "dropout": keys.read_dropout(attention="attention_dropout"),
         "init_std": keys.get("initializer_range", default=0.02),
@@ -60,7 +63,7 @@ def read(keys: ConfigKeys, family: str) -> dict[str, Any]:
         raise keys.make_error(
             "partial_rotary_factor", model["rotary_fraction"], "transformers ignores it here, so its meaning is unclear"
         )
-    head_dim = keys.get("head_dim", default=hidden // heads)
+    head_dim = keys.get("head_dim", default=128 if family == "qwen3" else hidden // heads)
     if head_dim * heads != hidden:
         model["head_dim"] = head_dim
     if family == "smollm3":
@@ -73,7 +76,7 @@ def _read_windows(keys: ConfigKeys, family: str, layers: int) -> dict[str, Any]:
         # A missing key means the class's default, null means no window.
         window = keys.values.get("sliding_window", 4096)
         return {} if window is None else {"window": window}
-    if family != "qwen2":
+    if family not in ("qwen2", "qwen3"):
         return {}
     # As with Mistral, a missing key means the class's default, null means no window.
     if keys.get("use_sliding_window", default=False):
@@ -146,8 +149,10 @@ def write(model: ModelConfig, family: str) -> dict[str, Any]:
     }
     if family != "qwen2" or model.head_size * model.heads != model.hidden:
         config["head_dim"] = model.head_size  # Qwen2's class accepts the key although it does not declare it
-    if family in _OPTIONAL_BIASES:
-        config |= {"attention_bias": model.attention_bias or model.out_bias, "mlp_bias": model.mlp_bias}
+    if family in _ATTENTION_BIASES:
+        config["attention_bias"] = model.attention_bias or model.out_bias
+    if family in _MLP_BIASES:
+        config["mlp_bias"] = model.mlp_bias
     if family == "smollm3":
         windowed = list_windowed_layers(model)
         config |= {
@@ -161,7 +166,7 @@ def write(model: ModelConfig, family: str) -> dict[str, Any]:
             config["sliding_window"] = model.window
         else:
             config["sliding_window"] = None
-    elif family == "qwen2":
+    elif family in ("qwen2", "qwen3"):
         windowed = list_windowed_layers(model)
         config |= {
             "use_sliding_window": any(windowed),
@@ -183,9 +188,12 @@ def faults(model: ModelConfig, family: str) -> list[str]:
         "rotary_interleaved": [False],
         "rotary_fraction": [1.0],
         "head_bias": [False],
+        "qk_norm": ["head" if family == "qwen3" else "none"],
     }
-    if family not in _OPTIONAL_BIASES:
-        supported |= {"out_bias": [False], "mlp_bias": [False]}
+    if family not in _MLP_BIASES:
+        supported["mlp_bias"] = [False]
+    if family not in _ATTENTION_BIASES:
+        supported["out_bias"] = [False]
     if family == "mistral":
         supported["attention_bias"] = [False]
     family_faults = find_unsupported_values(model, title, supported, allows_unrotated=family == "smollm3")
@@ -202,7 +210,7 @@ def faults(model: ModelConfig, family: str) -> list[str]:
 
 def weights(model: ModelConfig, family: str) -> list[StoredWeight]:
     """See Family.list_weights."""
-    bias = family in _OPTIONAL_BIASES and (model.attention_bias or model.out_bias)
+    bias = family in _ATTENTION_BIASES and (model.attention_bias or model.out_bias)
     table = [StoredWeight("model.embed_tokens.weight", ("embedding.token.weight",))]
     for i in range(model.layers):
         hf_layer, layer = f"model.layers.{i}", f"layers.{i}"
@@ -210,6 +218,9 @@ def weights(model: ModelConfig, family: str) -> list[StoredWeight]:
         for name, part in (("q", "query"), ("k", "key"), ("v", "value")):
             part = f"{layer}.attention.{part}"
             table += linear_weights(f"{hf_layer}.self_attn.{name}_proj", part, bias=bias or family == "qwen2")
+        if family == "qwen3":
+            for name, part in (("q_norm", "query_norm"), ("k_norm", "key_norm")):
+                table += linear_weights(f"{hf_layer}.self_attn.{name}", f"{layer}.attention.{part}", bias=False)
         table += linear_weights(f"{hf_layer}.self_attn.o_proj", f"{layer}.attention.output", bias=bias)
         table += linear_weights(f"{hf_layer}.post_attention_layernorm", f"{layer}.norm2", bias=False)
         for name, part in (("gate_proj", "gate"), ("up_proj", "in"), ("down_proj", "out")):
@@ -237,4 +248,5 @@ def _family(name: str, architecture: str) -> Family:
 LLAMA = _family("llama", "LlamaForCausalLM")
 MISTRAL = _family("mistral", "MistralForCausalLM")
 QWEN2 = _family("qwen2", "Qwen2ForCausalLM")
+QWEN3 = _family("qwen3", "Qwen3ForCausalLM")
 SMOLLM3 = _family("smollm3", "SmolLM3ForCausalLM")
