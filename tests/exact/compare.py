@@ -70,7 +70,9 @@ def zero_by_mathematics(model: ModelConfig, name: str, shape: tuple[int, ...]) -
     """
     if not name.endswith("attention.key.bias"):
         return np.zeros(shape, bool)
-    mixer = resolve_layers(model)[int(name.split(".")[1])].mixer
+    mixer = resolve_layers(model)[int(name.partition("layers.")[2].split(".")[0])].mixer
+    if mixer.qk_norm:
+        return np.zeros(shape, bool)
     turned = 0 if mixer.rope is None else mixer.rope.width
     return np.tile(np.arange(mixer.head_size) >= turned, mixer.kv_heads)
 

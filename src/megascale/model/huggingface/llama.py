@@ -156,6 +156,7 @@ def write(model: ModelConfig, family: str) -> dict[str, Any]:
     if family == "smollm3":
         windowed = list_windowed_layers(model)
         config |= {
+            "pad_token_id": None,  # the class's default may lie outside the vocabulary
             "no_rope_layers": [int(layer.rope is not None) for layer in resolve_layers(model)],
             "use_sliding_window": any(windowed),
             "sliding_window": model.window if any(windowed) else None,
@@ -201,6 +202,10 @@ def faults(model: ModelConfig, family: str) -> list[str]:
         family_faults += find_window_faults(model, title)
     elif family == "mistral" and len(set(list_windowed_layers(model))) > 1:
         family_faults.append(f"model.layer_pattern={model.layer_pattern!r}, and {title} has one window for all layers")
+    if family == "smollm3" and all(layer.rope is not None for layer in resolve_layers(model)):
+        family_faults.append(
+            f"model.layer_pattern={model.layer_pattern!r} has no layer without positions, unlike {title}"
+        )
     if family != "mistral" and model.hidden % model.heads:
         family_faults.append(
             f"model.hidden={model.hidden} is not a multiple of model.heads={model.heads}, which {title} requires"
