@@ -68,13 +68,15 @@ def zero_by_mathematics(model: ModelConfig, name: str, shape: tuple[int, ...]) -
     The bias of keys, where positions do not rotate it: it adds the same to all scores of a query, and softmax does
     not see that. With rotary positions on a part of each head, the rest of the head.
     """
-    if not name.endswith("attention.key.bias"):
+    if not name.endswith(("attention.key.bias", "attention.key_norm.bias")):
         return np.zeros(shape, bool)
     mixer = resolve_layers(model)[int(name.partition("layers.")[2].split(".")[0])].mixer
-    if mixer.qk_norm:
-        return np.zeros(shape, bool)
     turned = 0 if mixer.rope is None else mixer.rope.width
-    return np.tile(np.arange(mixer.head_size) >= turned, mixer.kv_heads)
+    is_zero = np.arange(mixer.head_size) >= turned
+    if not mixer.qk_norm:
+        return np.tile(is_zero, mixer.kv_heads)
+    # A norm of keys changes what their projection adds; the norm's own bias is what adds the same to all scores.
+    return is_zero if "key_norm" in name else np.zeros(shape, bool)
 
 
 def _where(box: Boxed) -> tuple[slice, ...]:
