@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from megascale.core.inventory import MLP_PARTS, LogicalTensor, PartInventory, SavedActivation
+from megascale.config import ModelConfig
+from megascale.core.inventory import ATTENTION_PARTS, MLP_PARTS, LogicalTensor, PartInventory, SavedActivation
 from megascale.core.inventory import linear_tensors as linear_tensors
 from megascale.core.layer_spec import LayerSpec
-from megascale.model import block, mlp, norm
+from megascale.model import attention, block, mlp, norm
 from megascale.model.block import SerialBlock
 from megascale.model.context import ForwardContext, LayerSetup, Rotary
 from megascale.model.fusion import Branch, ResidualStream, add_branches, norm_and_project
@@ -85,6 +86,46 @@ class GatherMlp(nn.Module):
         """[s/t, b, h] -> its share of the output."""
         assert projection is None
         return Branch(torch.tanh(self.into(normed_SBH)), self.out.weight)
+
+
+@dataclass(frozen=True)
+class AverageSpec:
+    """Specification of a mixer that is no attention: its width."""
+
+    name: str
+    width: int
+
+    @classmethod
+    def from_model(cls, model: ModelConfig) -> AverageSpec:
+        """Return the mixer of a model whose layers are all alike."""
+        return cls(model.attention, model.heads * model.head_size)
+
+
+class Average(nn.Module):
+    """A mixer that gives each token the mean of the values of all tokens up to it."""
+
+    def __init__(self, setup: LayerSetup) -> None:
+        super().__init__()
+        value, output = setup.tensors.attention
+        self.columns = [value]
+        self.out = RowLinear([output], setup.linears, setup.dtype)
+
+    def forward(self, values_SBC: Tensor, rotary: Rotary, context: ForwardContext) -> Branch:
+        """[s, b, columns/t] -> its share of the output."""
+        counts = torch.arange(1, values_SBC.shape[0] + 1, dtype=values_SBC.dtype, device=values_SBC.device)
+        return Branch(values_SBC.cumsum(0) / counts[:, None, None], self.out.weight)
+
+
+def average_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
+    """Two matrices without biases."""
+    width = layer.mixer.width
+    value = linear_tensors(f"{name}.attention.value", width, layer.hidden, 0, False, layer.init_std)
+    return value + linear_tensors(f"{name}.attention.output", layer.hidden, width, 1, False, layer.output_init_std)
+
+
+def average_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
+    """The means, which the GEMM behind them needs."""
+    return [SavedActivation("means", layer.mixer.width, "columns", has_gradient=True, gemm_input="only")]
 
 
 DENSE = MLP_PARTS["dense"]
@@ -204,6 +245,10 @@ def register() -> None:
             "scaled", ScaledMlp, PartInventory(scaled_tensors, scaled_keeps), "a dense MLP with a learnt scale"
         )
         mlp.register("gather", GatherMlp, PartInventory(gather_tensors, gather_keeps), "makes its own GEMMs")
+        average = PartInventory(
+            average_tensors, average_saved_activations, lambda layer, sequence: 1.0, make_spec=AverageSpec.from_model
+        )
+        attention.register("average", Average, average, "the mean of all values up to a token")
         norm.register("l1", norm.NormOperators(l1_norm), bias=False)
         block.register("mlp_first", MlpFirst, replace(block.BLOCK_PARTS["serial"], can_split=False), "the MLP first")
         linear.register("eight_bit", EightBit, "eight bits a number")
@@ -214,6 +259,9 @@ def unregister() -> None:
     """Forget them."""
     activation.ACTIVATIONS.remove("squared_relu")
     activation.KINDS.remove("squared_relu")
+    attention.ATTENTIONS.remove("average")
+    attention.ATTENTION_MODULES.remove("average")
+    ATTENTION_PARTS.remove("average")
     norm.NORMS.remove("l1")
     norm.NORM_OPERATORS.remove("l1")
     block.BLOCKS.remove("mlp_first")

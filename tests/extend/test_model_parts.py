@@ -64,7 +64,7 @@ def run(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, dict[str, in
         {"block": "mlp_first"},
         {"mlp": "gather", "block": "parallel", "parallel_norms": 2},
         {"layer_pattern": "SG", "layer_kinds": {"G": {"mlp": "gather"}}},
-        {"layer_pattern": "AG", "layer_kinds": {"A": {"mlp": "averaged"}, "G": {"mlp": "gather"}}},
+        {"layer_pattern": "AG", "layer_kinds": {"A": {"attention": "average"}, "G": {"mlp": "gather"}}},
     ],
 )
 def test_a_part_from_outside_trains_the_same_on_two_ranks(model, recompute, pool):
@@ -150,3 +150,16 @@ def test_weight_gradients_can_be_made_later(pool):
 def test_a_name_is_taken_once():
     with pytest.raises(ConfigError, match=r"model\.mlp='scaled' is registered already"):
         parts.mlp.register("scaled", parts.ScaledMlp, parts.DENSE)
+
+
+def test_layers_of_other_parts_are_counted_as_what_they_are():
+    kinds = {"A": {"attention": "average"}, "G": {"mlp": "gather"}}
+    model = from_tree({"model": {"layers": 3, "vocab_size": 50, "layer_pattern": "SAG", "layer_kinds": kinds}}).model
+    layers = resolve_layers(model)
+    assert [layer.mixer.name for layer in layers] == ["causal", "average", "causal"]
+    assert [layer.feed_forward.name for layer in layers] == ["dense", "dense", "gather"]
+    assert [layer.window for layer in layers] == [None] * 3
+    counts = [layer_flops(layer, model.sequence_length) for layer in layers]
+    assert counts[1].attention == 1.0
+    assert counts[1].projections == counts[0].projections / 2
+    assert count_parameters(model) == sum(prod(shape) for shape in logical_shapes(model).values())
