@@ -111,7 +111,7 @@ class ModelConfig(Section):
         "another letter = as [model.layer_kinds.LETTER] says",
     )
     layer_kinds: Annotated[dict[str, LayerKind], AfterValidator(LayerKinds)] = Field(
-        LayerKinds(),
+        default_factory=LayerKinds,
         description="settings of a kind of layer that differ from [model]: [model.layer_kinds.L] with some of "
         + ", ".join(LayerKind.model_fields),
     )
