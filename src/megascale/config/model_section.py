@@ -179,11 +179,11 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check_shapes(self) -> ModelConfig:
         self._check_layer()
-        known = {*BUILTIN_KINDS, *self.layer_kinds}
-        for letter in sorted(set(self.layer_pattern) - known):
+        defined_kinds = {*BUILTIN_KINDS, *self.layer_kinds}
+        for letter in sorted(set(self.layer_pattern) - defined_kinds):
             raise ValueError(
                 f"model.layer_pattern={self.layer_pattern!r} has the kind {letter}, which is not defined; define "
-                f"[model.layer_kinds.{letter}], or use the kinds {', '.join(sorted(known))}"
+                f"[model.layer_kinds.{letter}], or use the kinds {', '.join(sorted(defined_kinds))}"
             )
         for letter, kind in self.layer_kinds.items():
             self._check_kind(letter, kind)

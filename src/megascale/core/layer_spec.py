@@ -100,7 +100,7 @@ class DenseSpec:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the activation multiplies two projections."""
+        """True if the activation multiplies two projections."""
         return ACTIVATIONS[self.activation].gated
 
 
@@ -123,7 +123,9 @@ class NormsSpec:
     @property
     def moments(self) -> int:
         """Statistics per token that a norm saves."""
-        return 2 if NORMS[self.name].bias else 1
+        if NORMS[self.name].bias:
+            return 2
+        return 1
 
 
 @dataclass(frozen=True)

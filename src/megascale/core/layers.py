@@ -87,8 +87,8 @@ class LayerSums:
     @classmethod
     def collect(cls, parts: Sequence[tuple[float, float, float]]) -> LayerSums:
         """Make the sums from a quantity of each layer: of the whole layer, of its attention and of its MLP."""
-        whole, attention, mlp = zip(*parts, strict=True)
-        return cls(tuple(accumulate(whole, initial=0)), attention, mlp)
+        layers, attention, mlp = zip(*parts, strict=True)
+        return cls(tuple(accumulate(layers, initial=0)), attention, mlp)
 
     def of_chunk(self, layers: ChunkLayers) -> float:
         """Return the sum over the layers of a chunk."""

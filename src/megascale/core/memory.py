@@ -404,8 +404,9 @@ def estimate_stage_memory(
     workspace = 0
     for spec, index in {specs[i]: i for i in stage_layers}.items():
         gradients = s * micro_batch * _workspace_width(spec, t, side_stream) * itemsize
-        whole = ChunkLayers.from_range(range(index, index + 1))
-        workspace = max(workspace, gradients + int(all_saved.of_chunk(whole) - saved.of_chunk(whole)))
+        recomputed = all_saved.running[index + 1] - all_saved.running[index]
+        recomputed -= saved.running[index + 1] - saved.running[index]
+        workspace = max(workspace, gradients + int(recomputed))
     graph_buffers = 0
     if graphs:
         in_flight = _count_in_flight(schedule, stage)

@@ -43,8 +43,11 @@ class CausalAttention(nn.Module):
         self.width = (self.heads + 2 * self.kv_heads) * spec.head_size  # columns of this rank
         self.columns = [t for t in setup.tensors.attention if t.partition_dim == 0]
         self.bias: nn.Parameter | None = None
-        self.query_norm = self._make_norm(setup, "query_norm") if spec.qk_norm else None
-        self.key_norm = self._make_norm(setup, "key_norm") if spec.qk_norm else None
+        self.query_norm: Norm | None = None
+        self.key_norm: Norm | None = None
+        if spec.qk_norm:
+            self.query_norm = self._make_norm(setup, "query_norm")
+            self.key_norm = self._make_norm(setup, "key_norm")
         self.out = RowLinear(_select(setup, "output"), setup.linears, setup.dtype)
         self._chooser = setup.axis.runtime.attention
 

@@ -92,7 +92,9 @@ class ParallelBlock(Block):
     def __init__(self, setup: LayerSetup) -> None:
         super().__init__(setup)
         self.norm1 = self.make_norm(setup.tensors.norm1)
-        self.norm2 = self.make_norm(setup.tensors.norm2) if setup.tensors.norm2 else self.norm1
+        self.norm2 = self.norm1
+        if setup.tensors.norm2:
+            self.norm2 = self.make_norm(setup.tensors.norm2)
         self.attention_in = self.make_projection(self.attention)
         self.mlp_in = self.make_projection(self.mlp)
 

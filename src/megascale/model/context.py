@@ -71,7 +71,9 @@ class KVCache:
             old_k, old_v = self.layers[index]
             k = torch.cat([old_k, k])
             v = torch.cat([old_v, v])
-        first = 0 if window is None else max(0, k.shape[0] - window + 1)
+        first = 0
+        if window is not None:
+            first = max(0, k.shape[0] - window + 1)
         self.layers[index] = k[first:], v[first:]
         return k, v
 
@@ -94,6 +96,13 @@ class ForwardContext:
     token_grad: torch.Tensor | None = None
     cache: KVCache | None = None
     token_loss: TokenLoss | None = None
+
+    @property
+    def past_length(self) -> int:
+        """Number of tokens before those of the input: none without a cache."""
+        if self.cache is None:
+            return 0
+        return self.cache.length
 
 
 EVALUATION = ForwardContext()

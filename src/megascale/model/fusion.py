@@ -132,7 +132,10 @@ def add_branches(
     bias: Tensor | None = None
     for branch in branches:
         if isinstance(branch, Branch) and branch.bias is not None:
-            bias = branch.bias if bias is None else bias + branch.bias
+            if bias is None:
+                bias = branch.bias
+            else:
+                bias = bias + branch.bias
     if context.dropout_key is None or not setup.dropout:
         deferred = DeferredResidualAdd(y_SBH, residual_SBH, bias)
         return deferred if defer_add else deferred.add()

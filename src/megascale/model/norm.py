@@ -73,7 +73,7 @@ class Norm(nn.Module):
 
     @property
     def adds(self) -> bool:
-        """Whether it can compute a sum and its norm in one pass."""
+        """True if it computes a sum and its norm in one pass."""
         return self._operators.add_norm is not None
 
     def forward(self, x_SBH: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class RotaryTables:
     def __init__(self, ropes: Sequence[RopeSpec | None], length: int, dtype: torch.dtype) -> None:
         self._ropes = ropes
         self._length = length
-        self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._dtype = torch.promote_types(dtype, torch.float32)
         self._tables: dict[tuple[RopeSpec, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def select(self, start: int, stop: int, device: torch.device) -> list[Rotary]:

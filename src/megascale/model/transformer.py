@@ -120,7 +120,7 @@ class Chunk(nn.Module):
         self.pre_forward_gather(0)
         if self.first:
             x = self._embed(x, context)
-        past = 0 if context.cache is None else context.cache.length
+        past = context.past_length
         rotary = self._rotary.select(past, past + x.shape[0] * self.axis.size, x.device)
         recompute_layers = self.recompute == "full" and torch.is_grad_enabled()
         stream: ResidualStream = x
@@ -169,8 +169,7 @@ class Chunk(nn.Module):
         assert self.token_embedding is not None
         x = vocabulary_embedding(tokens_SB, self.token_embedding, self.axis)
         if self.position_embedding is not None:
-            past = 0 if context.cache is None else context.cache.length
-            start = past + self.axis.rank * x.shape[0]
+            start = context.past_length + self.axis.rank * x.shape[0]
             x = x + self.position_embedding[start : start + x.shape[0], None, :]
         if self.model.dropout and context.dropout_key is not None:
             key = dropout_key(context.dropout_key, self.model.layers, 0)

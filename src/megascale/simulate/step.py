@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
-from megascale.config import Config
+from megascale.config import Config, ModelConfig
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops
 from megascale.core.inventory import resolve_layers
@@ -95,15 +96,10 @@ class Scenario:
         )
 
     def chunk_layers(self) -> np.ndarray:
-        """Layers of each chunk, [stages, chunks]; of a divided one its attention's or its MLP's share of the FLOPs."""
+        """Layers of each chunk by their share of the FLOPs, in mean layers: [stages, chunks]."""
         parallel = self.config.parallel
         model = self.config.model
-        halves = []
-        for layer in resolve_layers(model):
-            count = flops.layer_flops(layer, model.sequence_length)
-            attention = count.projections + count.attention
-            halves.append((count.forward, attention, count.mlp))
-        sums = LayerSums.collect(halves)
+        sums = _sum_flops(model)
         mean = sums.running[-1] / model.layers
         counts = np.array([sums.of_chunk(chunk) / mean for chunk in self.layout.layers])
         return counts.reshape(parallel.virtual_stages, parallel.pipeline).T
@@ -119,6 +115,17 @@ class Scenario:
         config = config.model_copy(update={"model": model})
         largest = max(estimate_rank_memory(config, layout.grid, schedule, s, spare, graphs)[0].total for s in stages)
         return largest / GIB + RESERVE_GIB
+
+
+# Cached because a search asks for it with every layout.
+@lru_cache(maxsize=64)
+def _sum_flops(model: ModelConfig) -> LayerSums:
+    """Return the sums of FLOPs over layers."""
+    parts = []
+    for layer in resolve_layers(model):
+        count = flops.layer_flops(layer, model.sequence_length)
+        parts.append((count.forward, count.projections + count.attention, count.mlp))
+    return LayerSums.collect(parts)
 
 
 @dataclass(frozen=True)
