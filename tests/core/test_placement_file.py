@@ -10,7 +10,7 @@ from megascale.core.grid import Grid
 from megascale.core.launch_files import PlacementFile, read_placement
 from megascale.errors import ConfigError, DataError
 
-GRID = Grid(1, 3, 1, ranks_per_host=1)
+GRID = Grid(data=3, ranks_per_host=1)
 
 
 @pytest.fixture

@@ -76,16 +76,16 @@ def test_groups_of_real_processes_are_the_grids(ranks, store, tensor, pipeline, 
         overrides.append(f"rendezvous.url={server.url}")
     ranks.start(use_groups, range(world), world, overrides)
     result = ranks.results(world)
-    from megascale.core.grid import Coordinate, Grid
+    from megascale.core.grid import Grid
 
-    grid = Grid.from_world_size(world, tensor, pipeline)
+    grid = Grid.from_world_size(world, tensor=tensor, pipeline=pipeline)
     for rank, observed in result.items():
         assert isinstance(observed, dict), observed
         at = grid.coordinate(rank)
         for kind, axes in AXIS_KINDS.items():
             members = grid.group(axes, rank)
             assert observed.get(kind) == (members if len(members) > 1 else None), kind
-        ends = [grid.rank(Coordinate(stage, at.data, at.tensor)) for stage in (0, pipeline - 1)]
+        ends = [grid.rank(at.move(pipeline=stage)) for stage in (0, pipeline - 1)]
         tied = pipeline > 1 and at.pipeline in (0, pipeline - 1)
         assert observed.get("embedding") == (ends if tied else None)
         for direction, step in (("forward", 1), ("backward", -1)):
@@ -94,7 +94,7 @@ def test_groups_of_real_processes_are_the_grids(ranks, store, tensor, pipeline, 
 
             def peer(stage: int) -> int | None:
                 inside = 0 <= stage < pipeline
-                return grid.rank(Coordinate(stage % pipeline, at.data, at.tensor)) if inside or ring else None  # noqa: B023
+                return grid.rank(at.move(pipeline=stage % pipeline)) if inside or ring else None  # noqa: B023
 
             assert observed[direction] == (peer(to), peer(received)), direction
     if server is not None:

@@ -115,9 +115,7 @@ def _name_channel(direction: str, rank: int, stage: int, action: Action, layout:
     grid = layout.grid
     coordinate = grid.coordinate(rank)
     channel = layout.schedule().channel(stage, action)
-    source, target = (
-        grid.rank(type(coordinate)(end, coordinate.data, coordinate.tensor)) for end in (channel.source, channel.target)
-    )
+    source, target = (grid.rank(coordinate.move(pipeline=end)) for end in (channel.source, channel.target))
     return f"{direction}/{source}-{target}"
 
 
