@@ -127,7 +127,7 @@ def _grid_sizes(grid: Grid) -> dict[str, int]:
 
 
 def _describe_sizes(sizes: Mapping[str, object]) -> str:
-    return ", ".join(f"{str(name)[:20]} {str(size)[:20]}" for name, size in list(sizes.items())[:5])
+    return ", ".join(f"{str(name)[:20]} {str(size)[:20]}" for name, size in list(sizes.items())[:10])
 
 
 def _parse_hosts(values: object) -> tuple[int, ...]:
