@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megascale.config.registry import Registry
+from megascale.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class AxisFacts:
             "nothing": all of them see the same tokens. Gradients are summed over an axis that cuts the batch.
         cuts_parameters: whether the ranks hold different parts of some parameters. Along other axes every parameter
             is replicated.
+        has_group: whether parts of the model communicate along the axis in a group of its own.
         fills_world: whether the axis takes all ranks that the other axes leave, unless its size is set.
         key: setting of the size; "" for an axis in `parallel.axes`.
         unavailable: why a size above 1 is refused; "" if the axis works.
@@ -27,16 +29,30 @@ class AxisFacts:
 
     cuts_batch: Literal["samples", "tokens", "nothing"] = "nothing"
     cuts_parameters: bool = False
+    has_group: bool = True
     fills_world: bool = False
     key: str = ""
     unavailable: str = ""
+
+    @property
+    def repeats_loss(self) -> bool:
+        """Whether ranks along the axis compute the same loss, and not parts of a sum.
+
+        Ranks that cut both tokens and parameters gather the tokens before the loss.
+        """
+        return self.cuts_batch == "nothing" or (self.cuts_batch == "tokens" and self.cuts_parameters)
 
 
 class AxisRegistry(Registry[AxisFacts]):
     """Facts of all axes by name, from the fastest axis, whose ranks are neighbours, to the slowest."""
 
     def register(self, name: str, entry: AxisFacts, after: str = "tensor") -> None:
-        """Add an axis that is one step slower than the axis `after`. Raises ConfigError if the name is known."""
+        """Add an axis that is one step slower than the axis `after`. Raises ConfigError if the name is known.
+
+        The pipeline stays the slowest axis, so that the ranks of a stage are consecutive.
+        """
+        if after == "pipeline":
+            raise ConfigError(f"the axis {name!r} cannot be slower than the pipeline; register it after another axis")
         slower = {}
         names = self.names()
         for other in names[names.index(after) + 1 :]:
@@ -71,6 +87,11 @@ class AxisRegistry(Registry[AxisFacts]):
         )
 
     @property
+    def replica(self) -> tuple[str, ...]:
+        """Axes whose ranks hold one copy of a pipeline stage together."""
+        return tuple(name for name in self.stage if name not in self.shards)
+
+    @property
     def model(self) -> tuple[str, ...]:
         """Axes whose ranks together hold one copy of the model."""
         return tuple(name for name, facts in self.items() if facts.cuts_parameters)
@@ -90,7 +111,7 @@ AXES = AxisRegistry(
             key="parallel.context",
             unavailable="no attention exchanges keys and values between the ranks of a sequence yet",
         ),
-        "data": AxisFacts("samples", fills_world=True, key="parallel.data"),
-        "pipeline": AxisFacts(cuts_parameters=True, key="parallel.pipeline"),
+        "data": AxisFacts("samples", has_group=False, fills_world=True, key="parallel.data"),
+        "pipeline": AxisFacts(cuts_parameters=True, has_group=False, key="parallel.pipeline"),
     },
 )

@@ -223,6 +223,11 @@ class Grid:
         """Return the position of `rank` in its group along `axes`."""
         return self.group(axes, rank).index(rank)
 
+    def is_first(self, axes: Collection[str], rank: int) -> bool:
+        """Return whether `rank` is the first of its group along `axes`."""
+        coordinate = self.coordinate(rank)
+        return not any(coordinate[axis] for axis in axes)
+
     def replica(self, rank: int) -> int:
         """Return which part of the global batch's samples `rank` reads, 0 to `replicas` - 1."""
         return self.index(AXES.samples, rank)

@@ -1,7 +1,7 @@
 """The groups that the grid needs, in the one order in which every rank makes its own: pure data, no torch.
 
 Two ranks that both belong to groups A and B meet in A first or in B first, and must agree, or each waits for the
-other. Here every rank follows the same total order (kinds in the order of `AXIS_KINDS`, then by first rank), which
+other. Here every rank follows the same total order (kinds in the order of `group_axes`, then by first rank), which
 makes a cycle of waits impossible without any barrier (MegaScale section 3.5, the carefully designed order).
 
 Pipeline edges are made in colours: first every even edge at once, then every odd edge, so that a chain of stages
@@ -13,16 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megascale.config.axes import AXES
 from megascale.core.grid import Coordinate, Grid
 
-# Groups along axes: kind -> axes that vary inside the group.
-AXIS_KINDS: dict[str, tuple[str, ...]] = {
-    "tensor": ("tensor",),
-    "data_gather": ("data",),
-    "data_reduce": ("data",),
-    "model": ("tensor", "pipeline"),
-    "stage": ("tensor", "data"),
-}
 DIRECTIONS = ("forward", "backward")
 
 
@@ -31,7 +24,7 @@ class GroupSpec:
     """Members and purpose of one communicator.
 
     Attributes:
-        kind: tensor, data_gather, data_reduce, model, stage, embedding, forward or backward.
+        kind: a key of `group_axes`, embedding, forward or backward.
         ranks: members, ascending, except in a P2P channel, which has the sender first.
     """
 
@@ -44,6 +37,22 @@ class GroupSpec:
         if self.kind in DIRECTIONS:
             return f"{self.kind}/{self.ranks[0]}-{self.ranks[1]}"
         return f"{self.kind}/{self.ranks[0]}"
+
+
+def group_axes() -> dict[str, tuple[str, ...]]:
+    """Return the axes that vary inside each kind of group, in the order in which groups are made."""
+    own_groups = {name: (name,) for name, facts in AXES.items() if facts.has_group}
+    shared_groups = {
+        # Two communicators over the same ranks, so that gathering parameters and reducing gradients do not queue
+        # behind each other.
+        "data_gather": AXES.shards,
+        "data_reduce": AXES.shards,
+        "model": AXES.model,
+        "stage": AXES.stage,
+    }
+    if len(AXES.replica) > 1:
+        shared_groups["replica"] = AXES.replica
+    return own_groups | shared_groups
 
 
 def edge_rounds(stages: int, ring: bool) -> list[list[tuple[int, int]]]:
@@ -87,7 +96,7 @@ def rank_groups(grid: Grid, rank: int, virtual_stages: int = 1, tied: bool = Fal
 
 def _axis_kinds(grid: Grid) -> list[tuple[str, tuple[str, ...]]]:
     """Return the kinds of groups along axes that have more than one member."""
-    return [(kind, axes) for kind, axes in AXIS_KINDS.items() if grid.count(axes) > 1]
+    return [(kind, axes) for kind, axes in group_axes().items() if grid.count(axes) > 1]
 
 
 def _has_embedding_group(grid: Grid, tied: bool) -> bool:
