@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from megascale.core.layout import lay_out
 from megascale.errors import ConfigError, FitError
 from megascale.model import mlp
 from megascale.model.context import Branch, LayerSetup
-from megascale.parallel.collectives import Axis, all_reduce
+from megascale.parallel.collectives import Axis, all_reduce, gather_sequence, scatter_sequence
 from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear, RowLinear
 from megascale.rendezvous.group_plan import plan_groups, rank_groups
@@ -70,13 +71,14 @@ class Sum(torch.autograd.Function):
 class MixedMlp(nn.Module):
     """An MLP whose input x becomes x + A'A x; the ranks of the axis `slab` divide the rows of A."""
 
+    axis = "slab"
     columns: tuple[()] = ()
     residual_bias = None
 
     def __init__(self, setup: LayerSetup) -> None:
         super().__init__()
         into, mix, out = setup.tensors.mlp
-        self.slab = setup.axes.get("slab", Axis())
+        self.rows_axis = setup.axes.get(self.axis, Axis())
         self.into = ColumnLinear([into], setup.linears, setup.dtype)
         self.mix = local_parameter([mix], setup.axis.rank, setup.axis.size, setup.dtype, setup.axes)
         self.out = RowLinear([out], setup.linears, setup.dtype)
@@ -87,16 +89,30 @@ class MixedMlp(nn.Module):
 
     def forward(self, normed_SBH: Tensor, projection: ColumnLinear | None, recompute: str) -> Branch:
         """[s/t, b, h] -> its share of the output."""
-        x = SumGradient.apply(normed_SBH, self.slab)
-        mixed = Sum.apply((x @ self.mix.T) @ self.mix, self.slab)
-        return Branch(torch.tanh(self.into(normed_SBH + mixed)), self.out.weight)
+        return Branch(torch.tanh(self.into(normed_SBH + self.mix_tokens(normed_SBH))), self.out.weight)
+
+    def mix_tokens(self, x: Tensor) -> Tensor:
+        """Return A'A x; all ranks of the axis have the same x."""
+        x = SumGradient.apply(x, self.rows_axis)
+        return Sum.apply((x @ self.mix.T) @ self.mix, self.rows_axis)
 
 
-def list_mixed_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
-    """The matrices into and out of the MLP, and A between them."""
+class ExchangedMlp(MixedMlp):
+    """The same, where the ranks of the axis `experts` divide A and the samples, as experts do."""
+
+    axis = "experts"
+
+    def mix_tokens(self, x: Tensor) -> Tensor:
+        """Return A'A x of this rank's own samples."""
+        every = gather_sequence(x, self.rows_axis)
+        return scatter_sequence((every @ self.mix.T) @ self.mix, self.rows_axis)
+
+
+def list_mixed_tensors(axis: str, model: ModelConfig, name: str) -> list[LogicalTensor]:
+    """The matrices into and out of the MLP, and A, which the axis cuts, between them."""
     into = linear_tensors(f"{name}.mlp.in", model.ffn, model.hidden, 0, False, model.init_std)
     mix = LogicalTensor(
-        f"{name}.mlp.mix.weight", (MIXED_ROWS, model.hidden), None, model.init_std, other_cuts=(("slab", 0),)
+        f"{name}.mlp.mix.weight", (MIXED_ROWS, model.hidden), None, model.init_std, other_cuts=((axis, 0),)
     )
     out = linear_tensors(f"{name}.mlp.out", model.hidden, model.ffn, 1, False, output_init_std(model))
     return [*into, mix, *out]
@@ -112,15 +128,18 @@ def register() -> None:
     AXES.register("slab", AxisFacts(cuts_parameters=True), after="tensor")
     AXES.register("rows", AxisFacts("samples", has_group=False), after="data")
     AXES.register("copies", AxisFacts(has_group=False), after="data")
-    mlp.register("mixed", MixedMlp, PartInventory(list_mixed_tensors, list_mixed_activations))
+    AXES.register("experts", AxisFacts("samples", cuts_parameters=True), after="data")
+    for name, part in (("mixed", MixedMlp), ("exchanged", ExchangedMlp)):
+        mlp.register(name, part, PartInventory(partial(list_mixed_tensors, part.axis), list_mixed_activations))
 
 
 def unregister() -> None:
     """Remove them."""
-    for name in ("slab", "rows", "copies"):
+    for name in ("slab", "rows", "copies", "experts"):
         AXES.remove(name)
     for registry in (mlp.MLPS, mlp.MLP_MODULES, MLP_PARTS):
         registry.remove("mixed")
+        registry.remove("exchanged")
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +163,8 @@ def axis_case(axes: dict[str, int], *sizes: int, **options: Any) -> Case:
     model = {**TWO_LAYERS, "mlp": "mixed", "positions": "learned", **options.pop("model", {})}
     entries = [f"{name}={size}" for name, size in axes.items()]
     parallel = {"axes": entries, "bucket_elements": 700}
-    plain = case(*sizes, microbatches=2 * axes.get("rows", 1), model=model, parallel=parallel, **options)
+    readers = axes.get("rows", 1) * axes.get("experts", 1)
+    plain = case(*sizes, microbatches=2 * readers, model=model, parallel=parallel, **options)
     world = plain.world
     for size in axes.values():
         world *= size
@@ -162,6 +182,13 @@ CASES = {
     "an axis that cuts a matrix, LAMB": axis_case({"slab": 2}, 2, 1, 2, zero=2, optimizer={"name": "lamb"}),
     "an axis that cuts a matrix, LAMB without ZeRO": axis_case({"slab": 3}, 2, zero=0, optimizer={"name": "lamb"}),
     "an axis that cuts a matrix, Muon": axis_case({"slab": 2}, 2, 1, 2, zero=1, optimizer={"name": "muon"}),
+    "an axis that cuts samples and a matrix": axis_case({"experts": 2}, 2, 1, 2, zero=1, model={"mlp": "exchanged"}),
+    "an axis that cuts samples and a matrix, over stages": axis_case(
+        {"experts": 2}, 1, 2, 2, zero=2, model={"mlp": "exchanged"}, optimizer={"name": "lamb"}
+    ),
+    "an axis that cuts samples and a matrix, without ZeRO": axis_case(
+        {"experts": 3}, 2, zero=0, model={"mlp": "exchanged"}, optimizer={"name": "muon"}
+    ),
     "all three": axis_case({"slab": 2, "rows": 2, "copies": 2}, zero=1, optimizer={"name": "muon"}),
 }
 
@@ -176,7 +203,9 @@ def test_an_axis_from_outside_trains_exactly(name, pool):
 
 def test_order_and_groups_follow_the_registration():
     grid = Grid(tensor=2, slab=2, data=2, rows=3, pipeline=2)
-    assert [axis for axis, _ in grid.axes] == ["tensor", "slab", "context", "data", "copies", "rows", "pipeline"]
+    assert [axis for axis, _ in grid.axes] == [
+        "tensor", "slab", "context", "data", "experts", "copies", "rows", "pipeline",
+    ]  # fmt: skip
     assert grid.group("slab", 0) == [0, 2]
     assert (grid.replicas, grid.shards) == (6, 6)
     plan = plan_groups(grid, 2, True)

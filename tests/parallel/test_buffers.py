@@ -102,10 +102,9 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
         if limit is None:  # of one kind all are in one bucket
             assert kinds not in [{members[i].region for i in peer.members} for peer in layout.buckets[:number]]
     assert layout.size == edges[-1]
-    replicated = {span.start for span in layout.buckets if members[span.members[0]].summed}
-    start, stop = layout.summed.get(("tensor",), (0, 0))
-    assert replicated == {span.start for span in layout.buckets if start <= span.start < stop}
-    assert {start, stop} <= set(edges)
+    summed = {span.start for span in layout.buckets if members[span.members[0]].summed}
+    inside = {s.start for s in layout.buckets for part in layout.summed if part.start <= s.start < part.stop}
+    assert summed == inside
     assert layout.tied_bucket == (len(layout.buckets) - 1 if tied else None)
 
 

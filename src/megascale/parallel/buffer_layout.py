@@ -49,19 +49,27 @@ class BucketSpan:
 
 
 @dataclass(frozen=True)
+class SummedRange:
+    """Elements [start, stop) of the buffer whose gradients are summed over `axes` before they are reduced."""
+
+    axes: tuple[str, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class FlatLayout:
     """Start of each member, the buckets, and the size of the buffer in elements.
 
     Attributes:
-        summed: for each set of axes over which gradients are summed first, the elements [start, stop) that hold exactly
-            those members, in separate buckets.
+        summed: ranges that hold exactly the members whose gradients are summed over axes first, in separate buckets.
         tied_bucket: index of the bucket of the tied embedding, or None without one.
     """
 
     starts: tuple[int, ...]
     buckets: tuple[BucketSpan, ...]
     size: int
-    summed: dict[tuple[str, ...], tuple[int, int]]
+    summed: tuple[SummedRange, ...]
     tied_bucket: int | None
 
     def shard(self, bucket: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -89,18 +97,19 @@ def lay_out(members: Sequence[BufferMember], ranks: int, bucket_elements: int | 
             offset += _round_up(members[i].count, ALIGN)
         offset = bucket_start + _round_up(offset - bucket_start, ALIGN * ranks)
         buckets.append(BucketSpan(bucket_start, offset, tuple(indices)))
-    summed: dict[tuple[str, ...], tuple[int, int]] = {}
+    summed: list[SummedRange] = []
     for span in buckets:
         axes = members[span.members[0]].summed
-        if axes:
-            start, _ = summed.get(axes, (span.start, span.stop))
-            summed[axes] = (start, span.stop)
+        if summed and summed[-1].axes == axes and summed[-1].stop == span.start:
+            summed[-1] = SummedRange(axes, summed[-1].start, span.stop)
+        elif axes:
+            summed.append(SummedRange(axes, span.start, span.stop))
     last = len(buckets) - 1
     if members[buckets[last].members[0]].tied:
         tied_bucket = last
     else:
         tied_bucket = None
-    return FlatLayout(tuple(starts), tuple(buckets), offset, summed, tied_bucket)
+    return FlatLayout(tuple(starts), tuple(buckets), offset, tuple(summed), tied_bucket)
 
 
 def _group_by_bucket(members: Sequence[BufferMember], bucket_elements: int | None) -> list[list[int]]:

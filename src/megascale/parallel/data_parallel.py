@@ -172,9 +172,9 @@ class DataParallel:
         self._runtime.stream.synchronize()
         buffer.zero_unwritten_grads()
         # Along an axis that cuts the batch, each rank has seen only its part of the tokens.
-        for axes, (start, stop) in buffer.layout.summed.items():
-            for name in axes:
-                all_reduce(buffer.grads[start:stop], buffer.axes.along(name)).wait()
+        for part in buffer.layout.summed:
+            for name in part.axes:
+                all_reduce(buffer.grads[part.start : part.stop], buffer.axes.along(name)).wait()
         for bucket in range(len(buffer.layout.buckets)):
             if bucket not in buckets.reducing:
                 self._reduce(buckets, bucket)
@@ -355,7 +355,7 @@ class DataParallel:
 def _needs_sums(buffer: ParamAndGradBuffer, bucket: int) -> bool:
     """Return whether the bucket's gradients must first be summed over other axes, after the whole backward."""
     bucket_start = buffer.layout.buckets[bucket].start
-    for axes, (start, stop) in buffer.layout.summed.items():
-        if start <= bucket_start < stop:
-            return any(buffer.axes.along(name).size > 1 for name in axes)
+    for part in buffer.layout.summed:
+        if part.start <= bucket_start < part.stop:
+            return any(buffer.axes.along(name).size > 1 for name in part.axes)
     return False
