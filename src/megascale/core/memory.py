@@ -385,7 +385,7 @@ def estimate_stage_memory(
     itemsize = DTYPE_BYTES[precision]
     master_itemsize = max(4, itemsize)
     parameters = count_stage_parameters(model, parallel, stage)
-    shard = -(-parameters // grid.data)
+    shard = -(-parameters // grid.shards)
     state = _count_stage_state(model, parallel, stage, optimizer)
     if itemsize < master_itemsize:
         state += parameters
@@ -413,7 +413,7 @@ def estimate_stage_memory(
         graph_buffers = (in_flight - 1) * (workspace + logits)
         if schedule.chunks > 1:
             graph_buffers += 3 * in_flight * message  # input, gradient of the output, gradient of the input
-        if grid.data > 1:
+        if grid.shards > 1:
             layer_count = sum(layers.layer_count for layers in stage_chunks)
             layer_bytes = max((saved.running[i + 1] - saved.running[i] for i in stage_layers), default=0)
             graph_buffers += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
@@ -436,9 +436,9 @@ def _gradient_bytes(model: ModelConfig, parallel: ParallelConfig, grid: Grid, st
     """Return the bytes of gradient buffers of a stage."""
     by_chunk = _count_parameters_by_chunk(model, parallel, stage)
     parameters = sum(by_chunk)
-    if grid.data == 1:
+    if grid.shards == 1:
         return master_itemsize * parameters
-    shard = -(-parameters // grid.data)
+    shard = -(-parameters // grid.shards)
     two_chunks = 2 * max(by_chunk)
     buffers = shard + two_chunks if parallel.zero == 2 else parameters
     total = master_itemsize * buffers

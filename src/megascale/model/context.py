@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,7 @@ class LayerSetup:
         dropout: probability of dropout on what a layer adds to the residual stream.
         recompute: value of parallel.recompute; the chunk recomputes whole layers.
         half: "attention" or "mlp" if the other half of the layer is in another chunk.
+        axes: axes of the grid that parts may communicate along, by name; absent names have a single rank.
     """
 
     layer: LayerSpec
@@ -35,6 +37,7 @@ class LayerSetup:
     dropout: float = 0.0
     recompute: str = "none"
     half: Half = "both"
+    axes: Mapping[str, Axis] = field(default_factory=dict)
 
     @property
     def axis(self) -> Axis:

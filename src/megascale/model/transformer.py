@@ -6,7 +6,7 @@ which may have size one. Activations are x_SBH = [sequence / tensor ranks, batch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ class Chunk(nn.Module):
         layers: blocks of this chunk; a range means whole blocks.
         first, last: whether the chunk has the embedding, and the loss.
         axis: the tensor-parallel axis.
+        axes: axes of the grid that parts may communicate along, by name.
         dtype: type of weights and activations.
         recompute: value of parallel.recompute.
         linear_precision: value of train.linear_precision.
@@ -49,6 +50,7 @@ class Chunk(nn.Module):
         first: bool,
         last: bool,
         axis: Axis = SINGLE_RANK,
+        axes: Mapping[str, Axis] | None = None,
         dtype: torch.dtype = torch.float32,
         recompute: str = "none",
         linear_precision: str = "default",
@@ -71,7 +73,7 @@ class Chunk(nn.Module):
             layers = ChunkLayers.from_range(layers)
         specs = resolve_layers(model)
         setups = [
-            LayerSetup(specs[index], index, self.linears, dtype, model.dropout, recompute, half)
+            LayerSetup(specs[index], index, self.linears, dtype, model.dropout, recompute, half, axes or {})
             for index, half in layers
         ]
         self.blocks = nn.ModuleList(make_block(setup) for setup in setups)
