@@ -346,7 +346,7 @@ def run(
             f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)",
         )
     if _asks_float8(scenario.config) and not scenario.software.float8:
-        notes = (*notes, f"{scenario.label} has no float8: it is priced in bfloat16")
+        notes = notes + (f"{scenario.label} has no float8: it is priced in bfloat16",)
     if scenario.beyond_training:
         notes = (
             *notes,

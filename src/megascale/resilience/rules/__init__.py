@@ -17,5 +17,5 @@ __all__ = ["QUICK", "SLOW", "Rule", "Verdict", "View", "judge", "register_rule"]
 
 # Of equally severe verdicts the first is acted upon: the end of a process tells more than silence.
 _FIRST = ("exits", "silence", "node_signals")
-for _name in dict.fromkeys([*_FIRST, *(module.name for module in pkgutil.iter_modules(__path__))]):
+for _name in dict.fromkeys(list(_FIRST) + [module.name for module in pkgutil.iter_modules(__path__)]):
     import_module(f"{__name__}.{_name}")
