@@ -183,7 +183,7 @@ class Forked:
         self.send_signal(signal.SIGTERM)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it said on stdout and stderr, once it has ended."""
+        """Return the output on stdout and stderr, after the process has ended."""
         self.wait(timeout)
         output = []
         for file in self._said:
@@ -193,14 +193,14 @@ class Forked:
 
 
 def popen(command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: Any) -> Forked:
-    """In place of subprocess.Popen where code under test starts a command with its output in a file."""
+    """Replace subprocess.Popen where code under test starts a command with its output in a file."""
     module, arguments = _module_and_words(command)
     assert module == COMMAND
     return Forked(arguments, env=env, output=Path(stdout.name))
 
 
 def _command(module: str, arguments: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:
-    """In the forked process: become the command."""
+    """Become the command, in the forked process."""
     for number, path in ((1, files[0]), (2, files[-1])):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(handle, number)
@@ -223,7 +223,7 @@ def _command(module: str, arguments: list[str], env: dict[str, str], cwd: str, b
 
 
 def _undrawn(self: Any, file: Path, **_: Any) -> None:
-    """In place of Figure.savefig: the figure is made, its pixels, which take as long as a tiny training, are not."""
+    """Replace Figure.savefig: the figure is made without its pixels, which take as long as a tiny training."""
     Path(file).write_bytes(b"")
 
 
@@ -263,7 +263,7 @@ def _run(module: str, arguments: list[str]) -> None:
 
 
 def _start_child(command: Any, *inputs: Any, **options: Any) -> subprocess.Popen[Any]:
-    """In place of subprocess.Popen in a forked command: what loads torch is forked."""
+    """Replace subprocess.Popen in a forked command: commands that load torch are forked."""
     if not isinstance(command, str):
         module, arguments = _module_and_words([str(word) for word in command])
         if module in MODULES + SCRIPTS and options.get("stdin") in (None, subprocess.DEVNULL):

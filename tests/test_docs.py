@@ -1,4 +1,4 @@
-"""What the documents name is there: files, modules, functions and tests of the tree that they stand in."""
+"""Names in the documents: the files, modules, functions and tests of the tree exist."""
 
 import re
 import subprocess
@@ -19,13 +19,13 @@ LINK = re.compile(r"\]\(([\w./-]+\.(?:md|py|toml))(?:#[\w-]*)?\)")
 
 
 def files(path: str) -> list[Path]:
-    """What a page may mean: a path from the root, the package or docs/, or the end of one in package or tests."""
+    """Return the files that a page may mean: a path from the root, the package or docs/, or the end of a path."""
     result = [file for base in BASES for file in base.glob(path.rstrip("/"))]
     return result or [file for base in (BASES[1], ROOT / "tests") for file in base.rglob(path)]
 
 
 def defines(file: Path, name: str) -> bool:
-    """Whether a file has the function, class or method, whose classes count as well."""
+    """Return whether a file defines the function, class or method, and the classes around it."""
     text = file.read_text()
     return all(re.search(rf"^\s*(?:async )?(?:def|class) {part}\b", text, re.M) for part in name.split("."))
 

@@ -1,4 +1,4 @@
-"""What `pip install` gives: a wheel with all that the commands read, which works outside the checkout."""
+"""Wheel of `pip install`: it has all files that the commands read, and works outside the checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks checkpoint` measures, each as a function that returns plain figures."""
+"""Measurements of `python -m benchmarks checkpoint`: each function returns plain figures."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class _Step:
             torch.cuda.synchronize(self.device)
 
     def calibrate(self, seconds: float) -> None:
-        """As many GEMMs as last about `seconds`, the same number on all processes."""
+        """Return the number of GEMMs that last about `seconds`, the same on all processes."""
         for _ in range(2):
             self.sync()
             begun = time.perf_counter()

@@ -76,7 +76,7 @@ def main(
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what."""
+    """Return the machine and the versions of a measurement."""
     from benchmarks.data.tokenize import processor
 
     return {

@@ -143,7 +143,7 @@ class Launched:
         return read_journal_events(self.run, after)
 
     def over(self) -> bool:
-        """Whether the job has ended, so that no more events come."""
+        """Return whether the job has ended, so that no more events come."""
         return self.process.poll() is not None
 
     def first(self, expected: Callable[[Any], bool], grace_period: float = WAIT) -> Any:
@@ -223,7 +223,7 @@ class Steps:
 
 
 def recovery(job: Launched, verdicts: Sequence[str], began: float, before: int) -> tuple[Any, Any]:
-    """Of a fault after `began` and event `before`: the verdict, and the first step after it."""
+    """Return a fault's verdict after `began` and before `event`, and the first step after it."""
     verdict = job.first(lambda e: e.kind in verdicts and e.time > began and e.id > before)
     return verdict, job.first(lambda e: e.kind == "first_step" and e.id > before)
 

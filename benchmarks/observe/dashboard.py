@@ -122,7 +122,7 @@ def _page(record: dict[str, Any], run: Path, data: int, rollups: int, metrics: i
 
 
 def _driver(record: dict[str, Any], folder: Path, seconds: float, program: str) -> None:
-    """How late a resting driver's loop answers, without pages and with them."""
+    """Measure the latency of an idle driver's loop, without pages and with them."""
     from benchmarks.harness.launched import Launched, make
     from benchmarks.observe import page_measures
     from megascale.resilience.driver.api.client import send_request

@@ -29,12 +29,12 @@ CAUSES = ("garbage collection", "allocator retries", "throttling", "samples", "l
 
 
 def _grown(steps: int) -> Array:
-    """From 0 in the first half to 1 at the end, [steps, 1]."""
+    """Return factors that grow from 0 in the first half to 1 at the end, [steps, 1]."""
     return np.clip(2 * np.arange(steps) / (steps - 1) - 1, 0, 1)[:, None]
 
 
 def extra_of(cause: str, world: int, steps: int, random: Any) -> tuple[Extra, list[int]]:
-    """What a cause adds, and the ranks whose GPUs its counters say are throttled."""
+    """Return the time that a cause adds, and the ranks whose GPU counters show throttling."""
     grown, shape = _grown(steps), (steps, world)
     sample = random.random(shape) < 3 / world  # about three ranks a step, others each time
     if cause == "garbage collection":
@@ -73,7 +73,7 @@ def gpu_counters(world: int, throttled: list[int], steps: int) -> Callable[[int,
 
 
 def look(folder: Path) -> Decline:
-    """What is found in a run."""
+    """Return the causes that the analysis names for a run."""
     with SpanTables(folder, threads=2) as tables:
         first, second, series = choose_windows(tables, 1)
         return explain_decline(lambda low, high: read_rank_parts(tables, 1, low, high), first, second, tables, series)
@@ -102,7 +102,7 @@ def measure(folder: Path, runs: int, seed: int) -> dict[str, Any]:
 
 
 def scores(record: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Of each cause in how many runs it was named first; of none, in how many no decline was told."""
+    """Return for each cause the runs in which it ranked first, and the healthy runs without a decline."""
     result = {}
     for cause in CAUSES:
         local = [item for item in record["runs"] if item["cause"] == cause]

@@ -103,7 +103,7 @@ def measure(steps: int = 40) -> dict[str, Any]:
 
 
 def missed(result: dict[str, Any]) -> list[str]:
-    """What is not as it should be."""
+    """Return the failed checks."""
     report = []
     if result["told"] != result["steps"] or result["dropped"]:
         report.append(f"{result['told']} of {result['steps']} steps were told")

@@ -1,4 +1,4 @@
-"""What the span store takes in and gives out: 12,288 ranks through the normal ingest, and questions about them."""
+"""Throughput of the span store: 12,288 ranks through the normal ingest, and questions about them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _MOST_SECONDS = 0.4  # that a service lives
 
 
 def _serve(ring: str, out: str, report: Any) -> None:
-    """What the service's thread does, faster: segments of 50 ms, so that most kills come while something is written."""
+    """Run the service's thread with segments of 50 ms, so that most kills come during a write."""
     end = SpanRing(os.open(ring, os.O_RDWR))
     ingest = Ingest(
         Path(out), job="kills", host=0, hostname="here", sink=ParquetWriter, clock_ns=0, segment_seconds=0.05

@@ -1,4 +1,4 @@
-"""What a browser makes of the dashboard: time to a view, frames while zooming and moving, memory, how late it is."""
+"""Measurements of the dashboard in a browser: time to a view, frames while zooming and moving, memory, delay."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def view_seconds(browser: Any, address: str, times: int) -> list[float]:
 
 
 def frame_seconds(page: Any, selector: str, kind: str) -> list[float]:
-    """From frame to frame while a drawing is zoomed or moved."""
+    """Return the seconds between frames while a drawing is zoomed or moved."""
     return [each / 1e3 for each in page.evaluate(_MOVE, [selector, kind, FRAMES])]
 
 
@@ -88,7 +88,7 @@ def server_bytes(pid: int) -> int:
 
 
 def live_seconds(page: Any, run: Path, times: int, step: int) -> list[float]:
-    """From a record's last byte to its step in the page, the clocks being one."""
+    """Return the seconds from a record's last byte to its step in the page. Both use the same clock."""
     result = []
     for number in range(step + 1, step + times + 1):
         record = {"step": number, "time": time.time(), "loss": 2.0, "seconds": 6.34, "tokens_per_second": 2e6}

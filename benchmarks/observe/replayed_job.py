@@ -41,7 +41,7 @@ _EMBEDDING, _LOGITS = 1.03, 1.08
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """What is wrong with the job, each by rank: its computes take this factor, its link's transfers this factor."""
+    """Faults of the job, each by rank: its computes take this factor, its link's transfers this factor."""
 
     slow_gpu: dict[int, float] = dataclasses.field(default_factory=dict)
     slow_link: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -254,7 +254,7 @@ def _times(job: Job, steps: int, random: Any, faults: Faults, extra: Extra) -> d
 
 
 def _moved(nanoseconds: float, link: Array, random: Any) -> Array:
-    """What a collective of each data-parallel group takes, by its slowest link; the same for all its members."""
+    """Return the time of each data-parallel group's collective by its slowest link, equal for all members."""
     steps, stages, _, tensor = link.shape
     noise = np.exp(_LINK_JITTER * random.standard_normal((steps, stages, 1, tensor)).astype(np.float32))
     return np.asarray(nanoseconds * noise * link.max(2, keepdims=True) + np.zeros(link.shape, np.float32))

@@ -34,7 +34,7 @@ _SLOWER = (0.0, 0.05, 0.10)
 
 
 def look(folder: Path) -> Stragglers:
-    """What is found in a run's last STEPS steps."""
+    """Return the slow machines that the analysis names in a run's last STEPS steps."""
     with SpanTables(folder, threads=2) as tables:
         return find_stragglers(read(tables), tables)
 
@@ -107,7 +107,7 @@ def _told(result: Stragglers) -> dict[str, Any]:
 
 
 def scores(record: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """What was found, of how many."""
+    """Return the number of detected cases, and of all cases."""
     clean, pair, two = record["clean"], record["gpu and link"], record["two"]
     return {
         "clean runs without a false alarm": (
@@ -124,7 +124,7 @@ def scores(record: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def missed(record: dict[str, Any]) -> list[str]:
-    """What was not found in every run."""
+    """Return the cases that were not detected in every run."""
     return [f"stragglers: {name}: {good} of {of}" for name, (good, of) in scores(record).items() if good < of]
 
 
@@ -331,7 +331,7 @@ def local_lines(record: dict[str, Any]) -> list[str]:
 
 
 def local_missed(record: dict[str, Any]) -> list[str]:
-    """Whether the slow rank was found, and no other."""
+    """Return whether the analysis names the slow rank and no other."""
     report = []
     if record["clean"]["gpus"] or record["clean"]["others"]:
         report.append(f"stragglers: a healthy rank of {record['ranks']} on {record['device']} was named")

@@ -38,7 +38,7 @@ class Job:
         return rank // (self.tensor * self.data)
 
     def schedule(self) -> Schedule:
-        """What its stages do."""
+        """Return the actions of the job's stages."""
         return pipeline_schedule(self.stages, self.virtual, self.microbatches)
 
 

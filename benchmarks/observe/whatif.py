@@ -1,4 +1,4 @@
-"""What-if on traces whose result is published: how close, and how fast (`benchmarks observe --parts whatif`)."""
+"""What-if on traces with published results: accuracy and duration (`benchmarks observe --parts whatif`)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def measure(folder: Path) -> list[dict[str, Any]]:
 
 
 def missed(result: list[dict[str, Any]]) -> list[str]:
-    """Which bounds are missed: total, ideal and slow-down to 1%, 5 s."""
+    """Return the bounds that are missed: total, ideal and slow-down to 1%, 5 s."""
     out = []
     for item in result:
         for name in ("total", "ideal", "slow-down"):

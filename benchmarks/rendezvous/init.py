@@ -79,7 +79,7 @@ class InitResult:
 
     @property
     def extrapolated(self) -> bool:
-        """Whether barriers that were not run are in `seconds`."""
+        """Return whether `seconds` includes barriers that were not run."""
         return self.calls_run < self.calls
 
 
@@ -178,7 +178,7 @@ def _barriers(grid: Grid, names: list[str]) -> Callable[[Store, int], list[float
 
 
 def _machine(redis_server: str) -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Return the machine and the versions of the figures."""
     import torch
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []

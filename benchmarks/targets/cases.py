@@ -47,7 +47,7 @@ class Figure:
         return f"{'≥' if self.least else '≤'}{self.form.format(value)}"
 
     def meets(self, value: float, bound: float) -> bool:
-        """Whether `value` reaches `bound`."""
+        """Return whether `value` reaches `bound`."""
         return value >= bound if self.least else value <= bound
 
 
@@ -113,7 +113,7 @@ class TargetCase(BaseModel):
 
     @property
     def goals(self) -> str:
-        """What it must reach, and the aim, in words."""
+        """Return the bound and the aim as text."""
         output = []
         for name, value in self.must.items():
             aim = f" (aim {FIGURES[name].form.format(self.aim[name])})" if name in self.aim else ""
@@ -131,7 +131,7 @@ class TargetCase(BaseModel):
         return fit if fit >= self.least else None
 
     def settings(self, replicas: int) -> list[str]:
-        """What the bench is told of shape and layout."""
+        """Return the bench's settings of shape and layout."""
         return [*self.arguments, f"--parallel.data={replicas}", f"--train.global_batch={replicas * self.batch}"]
 
     def words(self, replicas: int) -> list[str]:
@@ -141,7 +141,7 @@ class TargetCase(BaseModel):
         return [self.bench, *self.settings(replicas), *steps, f"--warmup={self.warmup}", *watch]
 
     def line(self, replicas: int) -> str:
-        """What to type for the same."""
+        """Return the command line of the same run."""
         return " ".join(
             [
                 *(f"{k}={shlex.quote(v)}" for k, v in self.environment.items()),
@@ -156,7 +156,7 @@ class TargetCase(BaseModel):
         return hashlib.blake2b(subject.encode(), digest_size=8).hexdigest()
 
     def config(self, replicas: int) -> Config:
-        """What the bench will run, laid out. MegascaleError if its words are wrong or do not divide."""
+        """Return the bench's configuration. Raise MegascaleError for wrong or indivisible arguments."""
         from megascale.bench.train import load_shape
         from megascale.core.layout import lay_out
 

@@ -1,4 +1,4 @@
-"""What `benchmarks targets --list` names beside its cases: other commands whose figures are held to something."""
+"""Commands outside the cases whose figures have targets, as `benchmarks targets --list` prints them."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Record:
         return {repeat: run for repeat, run in sorted(self._cases.get(case.name, {}).items()) if run.key == key}
 
     def has_other(self, case: TargetCase, replicas: int) -> bool:
-        """Whether it holds runs of this name that had other words."""
+        """Return whether the folder holds runs of this name with other arguments."""
         return any(run.key != case.key(replicas) for run in self._cases.get(case.name, {}).values())
 
     def keep(self, job: TargetJob, run: TargetRun) -> None:
@@ -104,7 +104,7 @@ class Record:
 
 
 def missing(cases: Iterable[TargetCase], record: Record, repeats: int) -> list[TargetJob]:
-    """What is to be run: repeat by repeat, every second one in reverse order. A failed run is made again."""
+    """Return the runs that remain, repeat by repeat, every second repeat in reverse order. Failed runs are repeated."""
     jobs = []
     for repeat in range(repeats):
         ordered = list(cases) if repeat % 2 == 0 else list(cases)[::-1]
@@ -222,7 +222,7 @@ def _start(job: TargetJob, gpus: list[str], folder: Path, program: Sequence[str]
 
 
 def _read(single: _Running) -> TargetRun:
-    """What became of a run that has ended."""
+    """Return the result of a run that has ended."""
     job = single.job
     run = TargetRun(
         job.case.key(job.replicas), job.replicas, job.case.line(job.replicas), round(time.monotonic() - single.began, 1)

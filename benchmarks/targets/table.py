@@ -1,4 +1,4 @@
-"""What runs of `benchmarks targets` came to: figures out of a bench's JSON, verdicts, and the table of them."""
+"""Results of `benchmarks targets`: figures from a bench's JSON, verdicts, and their table."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def series(case: TargetCase, runs: Mapping[int, TargetRun], base: Mapping[int, T
 
 
 def verdict(case: TargetCase, name: str, value: float | None, replicas: int) -> str:
-    """What a value says of the target: nothing for certain where fewer replicas ran than it is stated for."""
+    """Return the verdict of a value. It is open if fewer replicas ran than the target states."""
     if value is None:
         return "not known"
     if replicas < case.data:
@@ -122,12 +122,12 @@ class TargetRow:
 
     @property
     def apart(self) -> float:
-        """How far repeats are apart, relative."""
+        """Return the relative spread of repeats."""
         return (max(self.steps) - min(self.steps)) / statistics.median(self.steps)
 
 
 def row(case: TargetCase, record: Record, by_name: Mapping[str, TargetCase]) -> TargetRow:
-    """What the record knows of a case."""
+    """Return the recorded figures of a case."""
     replicas = case.replicas(record.gpus)
     if replicas is None:
         return TargetRow(case, f"needs {case.gpus * case.least} GPUs", [], {}, [])
@@ -202,7 +202,7 @@ def _cells(single: TargetRow) -> dict[str, str]:
 
 
 def _about(cases: Sequence[TargetCase], record: Record) -> str:
-    """What ran where, and when."""
+    """Return the machine, the software and the date of each run."""
     report = [run.told for case in cases for run in record.runs(case, case.replicas(record.gpus)).values() if run.told]
     devices = sorted({item["device"].split(" x ")[-1] for item in report})
     versions = sorted({f"torch {one['versions']['torch']}" for one in report})
@@ -212,7 +212,7 @@ def _about(cases: Sequence[TargetCase], record: Record) -> str:
 
 
 def notes(cases: Sequence[TargetCase], rows: Sequence[TargetRow], record: Record) -> list[str]:
-    """What the table's words mean, and what of a run has no column."""
+    """Return the explanation of the table, and facts of a run that have no column."""
     from benchmarks.training.exposed import bounding, table
     from megascale.bench.gpu_watch import summarize_samples
 

@@ -222,7 +222,7 @@ def measure(
 
 
 def change(engine: Engine, key: str) -> Callable[[str], object]:
-    """What sets the setting to a value, between steps."""
+    """Set the setting to a value, between steps."""
     if key == "overlap.gemms":
         return lambda value: engine.run_gemms_on_side_stream(value == "on")
     if key == BACKWARD:

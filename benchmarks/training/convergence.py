@@ -252,7 +252,7 @@ def _command(
 
 
 def _fingerprint(data: Path) -> str:
-    """Of a data set's sequences: which tokens lie where."""
+    """Return a hash of a data set's sequences: of the tokens and their positions."""
     digest = hashlib.blake2b(digest_size=8)
     for name in ("train.idx", "valid.idx"):
         digest.update((data / name).read_bytes())
@@ -398,7 +398,7 @@ def _share(run: Path, command: list[str]) -> float:
 
 
 def read(variant: str, seed: int, run: Path, key: str = "") -> ConvergenceOutcome:
-    """What a finished run came to."""
+    """Return the outcome of a finished run."""
     records = [strict_json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if "loss" in r]
     at = {r["step"]: r["tokens"] for r in steps}

@@ -1,4 +1,4 @@
-"""What `benchmarks convergence` came to: the table of losses and of their differences seed by seed, and the plot."""
+"""Report of `benchmarks convergence`: the losses, their differences seed by seed, and the plot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class ConvergenceOutcome:
-    """What a run came to: held-out losses by tokens trained, in nats a token.
+    """Outcome of a run: held-out losses by tokens trained, in nats per token.
 
     The last is of all held-out samples, those before of `train.eval_samples` of them. `unquantised`: that of the same
     weights multiplied without float8, None where none is used.
@@ -98,7 +98,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def seeds_in_words(seeds: list[int]) -> str:
-    """Which style of line is which seed."""
+    """Return the legend of line styles by seed."""
     shapes = ("solid", "dashed", "dotted", "dash-dotted")
     return ", ".join(f"seed {seed} {shapes[i % len(shapes)]}" for i, seed in enumerate(seeds))
 

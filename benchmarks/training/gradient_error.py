@@ -31,7 +31,7 @@ APART = 10**6
 
 @dataclass(frozen=True)
 class GradientError:
-    """Of one precision at one step.
+    """Gradient error of a precision at one step.
 
     Attributes:
         step: steps trained before.

@@ -44,7 +44,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class PeerJob:
-    """What a contestant trains.
+    """Training job of a compared system.
 
     Attributes:
         model: layers, hidden, heads, kv_heads, ffn, vocab (rows in memory), sequence, norm, activation, positions,
@@ -261,7 +261,7 @@ def make_job(
     micro_batch: int | None = None,
     recompute: str = "none",
 ) -> PeerJob:
-    """What a peer is told to train."""
+    """Return the job description for a peer."""
     model, parallel, train = config.model, config.parallel, config.train
     shape = {
         "layers": model.layers,

@@ -184,7 +184,7 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> None:
-    """As `megascale train FILE --section.key=value ...`, for one process; a finished run is left as it is."""
+    """Train as `megascale train FILE --section.key=value ...` in one process. Leave a finished run as it is."""
     from megascale import api
 
     config = api.resolve(load(Path(arguments[0]), arguments[1:]))

@@ -1,4 +1,4 @@
-"""What processes of a group tell each other: plain data of a type that both know; nothing received is ever run."""
+"""Objects that processes of a group exchange: plain data of a known type, so that nothing received is run."""
 
 from __future__ import annotations
 

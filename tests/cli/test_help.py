@@ -40,7 +40,7 @@ def test_help_lists_every_command_and_loads_nothing_heavy():
 
 
 def test_a_command_is_made_by_the_module_that_the_table_names():
-    """For a command that the table lacks, all others are made too."""
+    """A command that the table lacks makes all others, too."""
     built = {
         command: module for module in set(COMMANDS.values()) for command in get_command(command_line([module])).commands
     }

@@ -1,4 +1,4 @@
-"""What schedules and their checker are held against: every interleaving of small ones, and a closed form."""
+"""Oracles for schedules and their checker: every interleaving of small schedules, and a closed form."""
 
 from __future__ import annotations
 

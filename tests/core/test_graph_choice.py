@@ -1,4 +1,4 @@
-"""Whether chunks are captured, from the configuration alone."""
+"""Choice of captured chunks, from the configuration alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not fit this machine is refused before anything starts, with figure, key and remedy; what fits is not."""
+"""Layouts that do not fit this machine: refused before the start, with figure, key and remedy."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ trees = st.recursive(
 
 
 def read_strictly(text: str):
-    """As a reader that is not Python's: a bare NaN is an error."""
+    """Read JSON as a reader other than Python's: a bare NaN is an error."""
 
     def refuse(name: str):
         raise AssertionError(f"{name} is no JSON")

@@ -29,7 +29,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended; `said` is all it printed, as one line."""
+    """End of a process. `said` is its output as one line."""
 
     code: int
     said: str

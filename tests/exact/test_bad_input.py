@@ -1,4 +1,4 @@
-"""What cannot run ends on every rank, before the first step, with one paragraph that names rank, value and remedy."""
+"""Impossible input: every rank ends before the first step, with one paragraph that names rank, value and remedy."""
 
 from __future__ import annotations
 

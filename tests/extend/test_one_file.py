@@ -1,4 +1,4 @@
-"""How many files of `src` a part takes: one, laid into the package of its kind under the part's own name."""
+"""Files of `src` that a part needs: one, in the package of its kind, under the part's own name."""
 
 from __future__ import annotations
 

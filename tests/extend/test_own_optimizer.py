@@ -50,7 +50,7 @@ register("lion", OptimizerFacts(lambda name, shape: ("average",), default_peak=1
 
 
 def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
-    """As `train`; that a worker looks for this function here makes it register the optimizer."""
+    """Train as `train`. The worker's lookup of this function here registers the optimizer."""
     return train(rank, world, tree, steps)
 
 

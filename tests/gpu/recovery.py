@@ -190,7 +190,7 @@ def run(
 
 
 def unasked(job: Launched, injected: list[float]) -> list[str]:
-    """What the driver found and did but between a kill and the next first step."""
+    """Return the driver's unexpected verdicts and actions between a kill and the next first step."""
     events = job.events()
     steps = [e.time for e in events if e.kind == "first_step"]
     spans = [(begin, next((end for end in steps if end > begin), float("inf"))) for begin in injected]
@@ -251,7 +251,7 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
 
 
 def has_snapshot(job: Launched) -> bool:
-    """Whether the attempt that runs has a snapshot in memory. A new one begins with none of its own."""
+    """Return whether the running attempt has a snapshot in memory. A new attempt starts without its own."""
     kinds = [e["event"] for e in job.trainer_events() if e["event"] in ("run_started", "resumed", "first_snapshot")]
     return kinds[-1:] == ["first_snapshot"]
 
@@ -273,7 +273,7 @@ class Stacks:
         self._thread.join()
 
     def since(self, begun: float) -> list[str]:
-        """What was seen from then on, with seconds since."""
+        """Return the events from then on, with seconds since."""
         return [f"{at - begun:.1f} s {frames}" for at, frames in self.seen if at >= begun]
 
     def _watch(self) -> None:

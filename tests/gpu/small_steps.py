@@ -18,7 +18,7 @@ from megascale.train.rank_info import RankInfo
 
 @dataclass
 class Steps:
-    """What came of them.
+    """Result of the steps.
 
     Attributes:
         bits: loss and gradient norm of each step, in turn, then the weights of each chunk.

@@ -43,7 +43,7 @@ WATCHED = ("set", "get", "add", "wait", "check", "compare_set", "deleteKey", "ap
 
 
 def settings(url: str, world: int) -> Any:
-    """What `initialise` reads of a configuration."""
+    """Return the settings that `initialise` reads."""
     tensor, pipeline = {1: (1, 1), 2: (1, 2), 4: (2, 2), 8: (2, 2)}.get(world, (1, 1))
     return SimpleNamespace(
         rendezvous=SimpleNamespace(
@@ -93,7 +93,7 @@ class Calls:
         return call
 
     def take(self) -> dict[str, Any]:
-        """What came since the last time."""
+        """Return the records since the last call."""
         result = {"calls": self.count, "seconds": round(self.seconds, 4), "keys": self.keys[:60]}
         self.count, self.seconds, self.keys = {}, 0.0, []
         return result

@@ -20,7 +20,7 @@ WORDS = ["--preset=tiny", "--train.device=cpu", "--model.vocab_size=256", "--kil
 
 
 def rested(command: list[str], *, stdout: IO[bytes], env: dict[str, str], **_: object) -> Forked:
-    """In place of subprocess.Popen: the job forked, and not at full speed while it is started anew."""
+    """Replace subprocess.Popen: the job is forked, and runs slowly during the restart."""
     more = {"MEGASCALE_TEST_REST": "0.05", NEW_SERVICES: "1"}
     return Forked(command[3:], env=env | more, before=PACED, output=Path(stdout.name))
 

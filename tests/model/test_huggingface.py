@@ -458,7 +458,7 @@ def test_integers_are_no_weights(copy):
 
 
 def test_files_without_the_prefix_and_with_buffers_are_read(copy):
-    """As the published GPT-2 has them."""
+    """The published GPT-2 has such files."""
     folder = copy("gpt2")
     expected = read_folder(folder).tensors
     tensors = load_file(folder / "model.safetensors")

@@ -128,7 +128,7 @@ def test_a_window_of_the_whole_sequence_is_full_attention(shape):
 
 
 def test_each_layer_sees_its_own_window():
-    """Of a token far back only the layers of full attention know, and through them those behind."""
+    """Only layers of full attention, and layers behind them, depend on a distant token."""
     far = []
     for pattern in ("S", "SSL", "LSS"):
         chunk = make("--model.window=2", f"--model.window_pattern={pattern}", "--model.layers=3")

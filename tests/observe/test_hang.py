@@ -447,7 +447,7 @@ while True:
 
 
 def wait_for(tmp_path: Path, events: int) -> None:
-    """Until the child's record of calls says so many."""
+    """Wait until the child's record of calls has the given number."""
     deadline = time.monotonic() + 30
     while not ((result := read_calls(tmp_path / "rank-0.calls", history=False)) and result.events >= events):
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""From rings to tables: nothing acknowledged is lost or kept twice, nothing torn is read, all of it bounded."""
+"""Span store from rings to tables: nothing acknowledged is lost or doubled, nothing torn is read, all is bounded."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def step_of(ring: SpanRing, step: int, spans: int = 3) -> None:
 
 
 def counted(out: Path) -> dict[str, Any]:
-    """What the tables hold."""
+    """Return the rows of the tables."""
     with SpanTables(out.parent.parent) as tables:
         assert not tables.skipped
         steps = tables.query("SELECT step, count(*) AS n FROM spans GROUP BY step ORDER BY step")

@@ -62,7 +62,7 @@ def same(got: torch.Tensor | None, want: torch.Tensor | None) -> None:
 
 
 def both(function, *collected: torch.Tensor):
-    """What the kernels make and what the references make, each with its own copies of the tensors collected into."""
+    """Return the results of kernels and references, each with its own copies of the accumulation tensors."""
     built = []
     for mode in ("fused", "reference"):
         kernels, copies = dispatch.Kernels(mode), [c.clone() for c in collected]

@@ -43,7 +43,7 @@ def declared(x_ptr, size: tl.int32):
 
 
 class Compiled:
-    """What Triton's `run` returns, as far as launches ask."""
+    """Return value of Triton's `run`, with the members that launches use."""
 
     function, packed_metadata = "function", "metadata"
 
@@ -55,7 +55,7 @@ class Compiled:
 
 
 class Triton:
-    """In the place of JITFunction.run: keeps what it was asked, and gives one `Compiled` for all."""
+    """Replacement of JITFunction.run: it records its arguments and returns the same `Compiled` for all."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -85,7 +85,7 @@ def by_key(*functions: Any) -> Iterator[Triton]:
 
 
 def binder(function: Any) -> Any:
-    """What binds and specialises arguments in Triton's own launch, for an H200."""
+    """Return the function that binds and specialises arguments in Triton's own launch, for an H200."""
     return create_function_from_signature(function.signature, function.params, make_backend(GPUTarget("cuda", 90, 32)))
 
 
@@ -128,7 +128,7 @@ META = [
 
 
 def launches() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Those that differ from a plain one in any one argument, in any two tensors, or in what is given by name."""
+    """Yield launches that differ from a plain launch in one argument, in two tensors, or in a keyword."""
     for location in range(len(PLAIN)):
         for value in ANY:
             yield (*PLAIN[:location], value, *PLAIN[location + 1 :]), {"WIDE": 1}
@@ -143,7 +143,7 @@ def launches() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
 
 
 def key_of(arguments: tuple[Any, ...], meta: dict[str, Any], device: int = DEVICE) -> Any:
-    """What such a launch is remembered by: types of the positional arguments, and the key of their form."""
+    """Return the key of such a launch: types of the positional arguments, and the key of their form."""
     keys, types = [], tuple(map(type, arguments))
     with mock.patch.dict(vars(torch_private), current_device=lambda: device, current_raw_stream=None):
         form = launch.make_launcher(kernel.params, types, {}, lambda key, *_: keys.append(key))

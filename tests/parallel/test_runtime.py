@@ -1,4 +1,4 @@
-"""What a rank runs with is its engine's: two engines of one process never meet."""
+"""Runtimes of engines: two engines of one process never share state."""
 
 from __future__ import annotations
 

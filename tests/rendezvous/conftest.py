@@ -157,7 +157,7 @@ class Ranks:
             self._answers.put((rank, error if isinstance(error, Exception) else RuntimeError(repr(error))))
 
     def results(self, count: int, seconds: float = 60) -> dict[int, Any]:
-        """What `count` ranks returned or raised; AssertionError if they take longer: nothing may hang."""
+        """Return the results or exceptions of `count` ranks. Raise AssertionError if they hang."""
         result: dict[int, Any] = {}
         deadline = time.monotonic() + seconds
         while len(result) < count:

@@ -1,4 +1,4 @@
-"""What goes wrong with a Redis server: each ends in recovery or in an error that names it, and never hangs."""
+"""Faults of a Redis server: each ends in recovery or in an error that names it, and never hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user types: a training run over Redis through a server restart, and the bench of starts."""
+"""Commands of users: a training run over Redis through a server restart, and the bench of starts."""
 
 from __future__ import annotations
 

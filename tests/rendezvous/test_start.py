@@ -371,7 +371,7 @@ def test_a_store_that_other_machines_reach_is_told(monkeypatch, caplog):
 
 
 def test_torchs_own_words_for_a_taken_port_are_known():
-    """Where it is not loopback torch opens the listener itself."""
+    """Outside loopback torch opens the listener itself."""
     with socket.create_server(("0.0.0.0", 0)) as stored:
         used = dist.DistNetworkError
         with pytest.raises(used) as error:

@@ -87,7 +87,7 @@ class Launched(JobEvents):
         self.wait(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), f"step {step}")
 
     def pid(self, rank: int) -> int:
-        """Of a rank's newest process, whichever folder its node has."""
+        """Return the process id of a rank's newest process in any node's folder."""
 
         def find() -> int:
             folders = [self.run, *self.run.parent.glob(f"{self.run.name}.apart/*/runs/{self.run.name}")]

@@ -57,7 +57,7 @@ def test_ranks_go_where_the_file_says_with_the_environment_of_tune(launch, megas
 
 
 def parent(pid: int) -> int:
-    """Of a living process."""
+    """Return the parent of a living process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 

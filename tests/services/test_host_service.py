@@ -147,7 +147,7 @@ def test_a_process_of_another_user_is_not_talked_to(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
-    """Where a reception over TCP listens that takes those who know the token."""
+    """Return the address of a server over TCP that accepts clients with the token."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def meet(sock: socket.socket) -> Conversation:

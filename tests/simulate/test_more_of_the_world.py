@@ -30,7 +30,7 @@ H200 = load_cluster("h200-host")
 
 
 def step_json(*arguments: str) -> list[dict]:
-    """What `simulate step --json` prints of both stacks."""
+    """Return the JSON of `simulate step --json` for both stacks."""
     done = CliRunner().invoke(app, ["simulate", "step", *arguments, "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
@@ -252,7 +252,7 @@ def scenario(*settings: str, **more) -> Scenario:
 
 
 def test_parameters_travel_as_the_configuration_gathers_them():
-    """In float8 almost half as long; gradients as before."""
+    """Float8 parameters take almost half as long. Gradients take the same time."""
     float8 = "train.linear_precision=float8"
     halved, plain = (scenario(float8, *more).case() for more in (("parallel.gather_precision=float8",), ()))
     assert (halved.gather_bytes, plain.gather_bytes) == (1, 2)

@@ -1,4 +1,4 @@
-"""How a run ends before its time: what it says is true, an event and a status tell why, and nothing stays open."""
+"""Early ends of a run: message, event and status are true, and no file or process stays open."""
 
 from __future__ import annotations
 

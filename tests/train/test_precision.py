@@ -30,7 +30,7 @@ def test_what_is_set_is_kept():
 
 
 def test_who_passes_settings_on_does_not_decide_for_devices_elsewhere():
-    """As a driver does for its trainers: float32 once came out of this for every launched job."""
+    """A driver passes settings to its trainers. This once made every launched job train in float32."""
     passed_on = from_tree(tomllib.loads(load(overrides=["--train.steps=3"]).to_toml()))
     assert resolve_precision(passed_on, True).train.precision == "bfloat16"
     for output in ("float32", "bfloat16"):
@@ -43,7 +43,7 @@ def test_who_passes_settings_on_does_not_decide_for_devices_elsewhere():
 
 @pytest.mark.parametrize("command", ["plan", "simulate step", "network placement"])
 def test_what_is_said_of_gpus_is_said_of_bfloat16(command, tmp_path):
-    """Of a machine without any: memory and traffic in float32 would be twice theirs."""
+    """A machine without GPUs plans for bfloat16: memory and traffic of float32 would be twice as large."""
     model = ["--model.preset=gpt-13b", "--model.vocab_size=50304", "--train.global_batch=64", "--parallel.tensor=8"]
     file = tmp_path / "job.toml"
     file.write_text("")

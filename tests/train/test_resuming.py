@@ -1,4 +1,4 @@
-"""What a start may go on from: its own run, model, tokenizer and data. A refused start changes nothing."""
+"""Resumption: a start needs its own run, model, tokenizer and data. A refused start changes nothing."""
 
 from __future__ import annotations
 

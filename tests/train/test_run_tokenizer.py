@@ -118,7 +118,7 @@ def test_a_tiktoken_encoding_is_kept(work):
 
 
 def test_a_tokenizer_that_is_lost_is_not_left_out_in_silence(work):
-    """As of a run that an older version trained, which kept none."""
+    """An older version trained the run and stored no tokenizer."""
     train()
     for file in ("runs/a/tokenizer.json", "ds/tokenizer.json"):
         Path(file).unlink()

@@ -48,7 +48,7 @@ class Blow:
 
 
 def state_of(step: int, scale: int = 1) -> dict[str, torch.Tensor]:
-    """What a run holds after `step`: any byte of another step shows."""
+    """Return the run's state after `step`: any byte of another step shows."""
     return {
         "model.w": torch.arange(scale * 4096, dtype=torch.float32).reshape(-1, 64) + step,
         "model.b": torch.full((37,), float(step), dtype=torch.float64),
@@ -302,7 +302,7 @@ class ChaosRun:
         return Blow("leaks", True)
 
     def kill(self) -> None:
-        """Whatever happened: leave no process behind."""
+        """Leave no process behind, whatever the outcome."""
         if self.child is not None and self.child.is_alive():
             self.child.kill()
             self.child.join()

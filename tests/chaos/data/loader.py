@@ -238,7 +238,7 @@ class _Run:
         return 0
 
     def story(self) -> list[tuple[Any, ...]]:
-        """Of each step: its samples as the ledger has them, what ranks have read, loss and gradient norm."""
+        """Return for each step its samples in the ledger, the samples that ranks have read, loss and gradient norm."""
         run = self.config.run_folder
         ledger = [json.loads(line) for line in (run / "samples" / "ledger.jsonl").read_text().splitlines()]
         losses = [strict_json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

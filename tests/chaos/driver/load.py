@@ -261,7 +261,7 @@ async def _crowd(run: Path, numbers: list[int], window: float, silent: float) ->
 
 
 def _heartbeat(name: str, sequence: int, ranks: Sequence[int], step: int, offset: float, **details: Any) -> Heartbeat:
-    """What the agent of a training node says."""
+    """Return a heartbeat of a training node's agent."""
     workers = tuple(
         Worker(rank, 1000 + rank, "running", 0, "train", step, "forward", 3, 0.1, "", 1 << 33, float(step))
         for rank in ranks
@@ -280,7 +280,7 @@ def _heartbeat(name: str, sequence: int, ranks: Sequence[int], step: int, offset
 
 
 def _reading(count: int = 2000) -> dict[str, float]:
-    """What reading one heartbeat costs a driver: CPU microseconds, the least of five rounds, and bytes."""
+    """Return a driver's cost of reading a heartbeat: CPU microseconds, the least of five rounds, and bytes."""
     seconds = dict.fromkeys(range(RANKS), 0.45)
     data = FROM_AGENT.encode(_heartbeat("n17", 44, range(RANKS), 7, 0.5, step_seconds=seconds))
     rounds = []
@@ -293,7 +293,7 @@ def _reading(count: int = 2000) -> dict[str, float]:
 
 
 def _traffic(number: int, offset: float) -> NetworkTraffic:
-    """What a NIC of a training node shows: steady but for some swing."""
+    """Return the traffic of a training node's NIC: steady with a small variation."""
     rate = 8e9 * (1 + 0.1 * offset)
     return NetworkTraffic(f"mlx5_{number}", rate, rate, 0.0, 4 * rate, 0.0, 4 * rate, 0, 100)
 

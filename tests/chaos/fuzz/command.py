@@ -23,7 +23,7 @@ STUCK = 300.0  # seconds of any time
 
 @dataclass(frozen=True)
 class FuzzResult:
-    """What a target came to.
+    """Result of a fuzz target.
 
     Attributes:
         target: its name.

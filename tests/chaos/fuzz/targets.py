@@ -290,7 +290,7 @@ def _journal(folder: Path) -> Feed:
 
 
 def _frames(folder: Path) -> Feed:
-    """What comes over the ports of driver and services: heads, greetings, and the messages of every protocol."""
+    """Yield messages of the ports of driver and services: heads, greetings, and the messages of every protocol."""
     import msgspec
 
     from megascale.checkpoint.background import service_protocol

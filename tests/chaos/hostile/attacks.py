@@ -1,4 +1,4 @@
-"""What a stranger does to a port, for some seconds: floods, slow senders, malformed frames, long bodies. No token."""
+"""Attacks on a port without a token, for some seconds: floods, slow senders, malformed frames, long bodies."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def long_body(address: tuple[str, int], seconds: float) -> str:
 
 
 def long_chunk(address: tuple[str, int], seconds: float) -> str:
-    """As much, of no length that is said before."""
+    """Send as much without a length in the head."""
     size = 1 << 30
     return f"{_post(address, ['Transfer-Encoding: chunked'], size, seconds) / 2**20:.0f} MiB taken of 1,024"
 

@@ -53,7 +53,7 @@ class OwnerAnswers:
 
     @staticmethod
     def of(seconds: Sequence[float], unanswered: int) -> OwnerAnswers:
-        """From the seconds of each answer; no number where there was none."""
+        """Return the cost from the seconds of each answer, without a number if there was none."""
         result = sorted(seconds) or [math.nan]
         p99 = result[int(0.99 * (len(result) - 1))]
         return OwnerAnswers(len(seconds) + unanswered, unanswered, result[len(result) // 2], p99, result[-1])
@@ -61,7 +61,7 @@ class OwnerAnswers:
 
 @dataclass(frozen=True)
 class AttackCost:
-    """What one attack on one port came to.
+    """Cost of an attack on a port.
 
     Attributes:
         attack, port: which; the port by who listens there.

@@ -25,7 +25,7 @@ _NEVER = "docker.io/local/no-such-image:1"
 
 @dataclass
 class Injected:
-    """What was done.
+    """Injected fault.
 
     Attributes:
         at: when, seconds since 1970.
@@ -48,7 +48,7 @@ def _of_rank_1(job: KubernetesJob) -> Injected:
 
 
 def delete_pod(job: KubernetesJob) -> Injected:
-    """As a person does, with the pod's grace period."""
+    """Delete a pod as a person does, with the pod's grace period."""
     injected = _of_rank_1(job)
     job.kubectl("delete", "pod", injected.pod, "--wait=false")
     return injected
@@ -211,7 +211,7 @@ def make_unhealthy(job: KubernetesJob) -> Injected:
 
 
 def nothing(job: KubernetesJob) -> Injected:
-    """What is wrong was so from the start."""
+    """Inject nothing, because the fault was there from the start."""
     return Injected(time.time())
 
 
@@ -257,7 +257,7 @@ def replenished(job: KubernetesJob, injected: Injected) -> list[str]:
 
 
 def in_place(job: KubernetesJob, injected: Injected) -> list[str]:
-    """Whatever node."""
+    """Accept any node."""
     return []
 
 

@@ -83,13 +83,13 @@ class KubernetesJob(Launched):
         self.site.kubectl("delete", "namespace", self.name, *removed)
 
     def kubectl(self, *arguments: str) -> str:
-        """What kubectl prints, in the job's namespace."""
+        """Return kubectl's output in the job's namespace."""
         return self.site.kubectl("--namespace", self.name, *arguments)
 
     # what the cluster knows -------------------------------------------------------------------------------------------
 
     def pods(self) -> list[dict[str, Any]]:
-        """Of its nodes, as the API has them."""
+        """Return the pods of the job's nodes, as the API has them."""
         return self.site.get("pods", "-n", self.name, "-l", f"{LABEL}={self.name},{ROLE}=agent")
 
     def holder(self, rank: int) -> str:
@@ -131,7 +131,7 @@ class KubernetesJob(Launched):
         return self.output.read_text(errors="replace")
 
     def attempts(self) -> int:
-        """How often trainers were started."""
+        """Return the number of starts of the trainers."""
         return sum(e.kind == "attempt_started" for e in self.events())
 
 
@@ -152,7 +152,7 @@ class DriverPodJob(KubernetesJob):
         return self.process
 
     def over(self) -> bool:
-        """As Launched.over: the driver's Job has ended; the server is asked now and then."""
+        """Return whether the driver's Job has ended, as Launched.over. The server is asked now and then."""
         if time.monotonic() - self._asked <= 2.0:
             return False
         self._asked = time.monotonic()

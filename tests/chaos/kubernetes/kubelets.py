@@ -157,7 +157,7 @@ class Kubelets:
             )
 
     def _annotate(self, folder: Path, pod: Json) -> None:
-        """What the downward API gives, as it is now."""
+        """Write the current values of the downward API."""
         for key in ("driver", "epoch"):
             file, value = folder / "about" / key, pod["metadata"]["annotations"].get(f"megascale.dev/{key}", "")
             if not file.exists() or file.read_text() != value:

@@ -142,7 +142,7 @@ def _strike(job: KubernetesJob, fault: KubernetesFault) -> Row:
 
 
 def _bad(row: Row, fault: KubernetesFault) -> list[str]:
-    """What is wrong whatever the fault was."""
+    """Return the errors that count for every fault."""
     wrong = [f"none of {', '.join(fault.verdicts)} came"] if fault.verdicts and row["verdict"] is None else []
     wrong += ["trainers started again"] if fault.ends == "ride" and row["attempts"] > 1 else []
     wrong += ["trainers did not start again"] if fault.ends == "recover" and row["attempts"] < 2 else []
@@ -164,7 +164,7 @@ def _stopped(job: KubernetesJob, fault: KubernetesFault) -> Row:
 
 
 def _tell(row: Row, job: KubernetesJob, folder: Path) -> None:
-    """What a person needs to see why: events, what the driver said, the run folder's logs, the cluster's events."""
+    """Return evidence for a person: events, the driver's output, logs of the run folder, events of the cluster."""
     report = [f"{e.time:.2f} {e.kind} {e.action} {' '.join(e.nodes)}: {e.evidence}"[:400] for e in job.events()]
     row["events"], row["said"] = report, job.said()[-1500:]
     folder.mkdir(parents=True, exist_ok=True)

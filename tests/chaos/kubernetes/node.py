@@ -84,7 +84,7 @@ conntrack: {{maxPerCore: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}}
 
 @dataclass(frozen=True)
 class Given:
-    """What all nodes of a site share.
+    """Settings that all nodes of a site share.
 
     Attributes:
         programs: folder of kubelet and kube-proxy.
@@ -204,7 +204,7 @@ class KubernetesNode:
             )
 
     def run(self, *arguments: str) -> str:
-        """What a command prints on it; TrainingError if it fails."""
+        """Return a command's output on the node. Raise TrainingError if it fails."""
         from megascale.errors import TrainingError
 
         done = subprocess.run(self.machine.inside(arguments), capture_output=True, text=True)
@@ -221,12 +221,12 @@ class KubernetesNode:
 
     @property
     def on(self) -> bool:
-        """Whether the machine has power."""
+        """Return whether the machine has power."""
         return self.machine.init > 0 and Path(f"/proc/{self.machine.init}").exists()
 
     @property
     def has_kubelet(self) -> bool:
-        """Whether one was started and not killed."""
+        """Return whether a kubelet was started and not killed."""
         return "kubelet" in self._daemons
 
     def power_off(self) -> None:

@@ -216,7 +216,7 @@ async def _until_current(cluster: Any, pipe: Connection) -> float:
 
 
 async def _until_seen(cluster: Any, change: str) -> float:
-    """When a change was seen, on the monotonic clock. TrainingError if it never is."""
+    """Return when a change was seen, on the monotonic clock. Raise TrainingError if it never is."""
     deadline = time.monotonic() + MOST
     while time.monotonic() < deadline:
         if any(pod.address == change for pod in cluster.view.table.pods.values()):

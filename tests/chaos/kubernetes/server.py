@@ -130,7 +130,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """Return the server's URL."""
         return f"http://127.0.0.1:{self.port}"
 
     def up(self) -> None:

@@ -49,7 +49,7 @@ _FILES = ("etc/passwd", "etc/group", "etc/nsswitch.conf", "etc/ld.so.cache")
 
 
 def programs() -> Path:
-    """Where `scripts/kubernetes-build` puts what it builds."""
+    """Return the folder of the programs that `scripts/kubernetes-build` builds."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("MEGASCALE_KUBERNETES") or cache / "megascale" / "kubernetes")
 
@@ -91,7 +91,7 @@ class KubernetesSite(Site):
 
     @property
     def address(self) -> str:
-        """Of the machine with the control plane."""
+        """Return the address of the machine with the control plane."""
         return self.machines["head"].address
 
     def _start(self) -> None:
@@ -198,7 +198,7 @@ class KubernetesSite(Site):
         return self.machines["head"].inside(arguments)
 
     def kubectl(self, *arguments: str, output: str | None = None, seconds: float = 60.0) -> str:
-        """What kubectl prints; TrainingError with what it says if it fails. said: on its stdin."""
+        """Return kubectl's output for `said` on stdin. Raise TrainingError with its message if it fails."""
         command = self.inside([f"{self.programs}/kubectl", f"--kubeconfig={self.kubeconfig}", *arguments])
         done = subprocess.run(
             command, input=output, capture_output=True, text=True, env=self.environment, timeout=seconds
@@ -266,7 +266,7 @@ class KubernetesSite(Site):
 
 
 def source() -> Path:
-    """Where this package is imported from."""
+    """Return the folder from which this package is imported."""
     import megascale
 
     return Path(megascale.__file__).resolve().parent.parent

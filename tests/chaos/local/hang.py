@@ -232,7 +232,7 @@ def _name(layout: tuple[int, int, int], graphs: bool) -> str:
 
 
 def _layouts(device: str) -> tuple[tuple[int, int, int], ...]:
-    """Those that a device's ranks are laid out in. Raises ConfigError where there are none."""
+    """Return the layouts of a device's ranks. Raise ConfigError if there are none."""
     if device == "cpu":
         return LAYOUTS
     if device != "cuda":

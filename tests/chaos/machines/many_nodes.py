@@ -145,7 +145,7 @@ def _strike(machines: Machines, job: _Job, nodes: int, seconds: float) -> dict[s
 
 
 def _ranks(job: _Job, event: int) -> int:
-    """Of the attempt whose first step an event tells of."""
+    """Return the ranks of the attempt that has done a first step."""
     return len(next(e for e in reversed(job.events()) if e.kind == "attempt_started" and e.id < event).nodes)
 
 

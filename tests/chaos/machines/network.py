@@ -100,7 +100,7 @@ class Machine:
             return 0
 
     def power_off(self) -> None:
-        """At once, as when a plug is pulled: nobody says good-bye."""
+        """Cut the power at once, as when a plug is pulled. No process can say good-bye."""
         if self._shell is None:
             return
         # First the network: the kernel closes a killed process's connections, which a machine without power does not.
@@ -112,7 +112,7 @@ class Machine:
 
     @property
     def on(self) -> bool:
-        """Whether it has power."""
+        """Return whether the machine has power."""
         return self._shell is not None
 
     def inside(self, arguments: Sequence[str]) -> list[str]:
@@ -219,7 +219,7 @@ class Machines:
 
 
 def wait(find: Callable[[], T], subject: str, seconds: float = 20.0) -> T:
-    """What `find` finds in the end; TrainingError if it is nothing for that long."""
+    """Return the first result of `find`. Raise TrainingError if there is none in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := find():

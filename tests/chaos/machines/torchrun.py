@@ -22,7 +22,7 @@ _WORDS = ("--checkpoint.background=false", "--checkpoint.memory_interval=0", "--
 
 
 def torchrun(network: Path, file: Path, name: str) -> tuple[dict[str, Any], Path]:
-    """What came of it, and the run folder.
+    """Return the outcome and the run folder.
 
     Args:
         network: folder for the machines.

@@ -20,7 +20,7 @@ _TRAINED = 20  # steps that training goes on where it is to go on
 
 @dataclass
 class Injected:
-    """What was done.
+    """Injected fault.
 
     Attributes:
         at: when Slurm or the node did it, seconds since 1970: detection counts from there.
@@ -42,7 +42,7 @@ def other(job: SlurmJob) -> str:
 
 
 def set_down(job: SlurmJob) -> Injected:
-    """As an administrator does with a broken node: Slurm kills what runs there, and the job goes on without."""
+    """Set a node down as an administrator does: Slurm kills its processes, and the job continues without it."""
     node, at = other(job), time.time()
     job.site.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     return Injected(at, node)
@@ -205,7 +205,7 @@ def next_job(job: SlurmJob, injected: Injected) -> list[str]:
 
 
 def any_job(job: SlurmJob, injected: Injected) -> list[str]:
-    """Whatever."""
+    """Accept any job."""
     return []
 
 

@@ -72,7 +72,7 @@ class SlurmJob(Launched):
         return {job: result[job] for job in sorted(result, key=int)}
 
     def batch_node(self) -> str:
-        """Where the driver runs now."""
+        """Return the node on which the driver runs."""
         return self.site.slurm("squeue", "--noheader", "--states=running", f"--name={self.name}", "--format=%B")
 
     def holder(self, rank: int) -> str:
@@ -81,7 +81,7 @@ class SlurmJob(Launched):
         return node
 
     def processes(self, node: str) -> list[str]:
-        """What of this job runs on a node: command lines."""
+        """Return the command lines of the job's processes on a node."""
         arguments = self.site.machines[node].inside(["ps", "-eo", "args"])
         output = subprocess.run(arguments, capture_output=True, text=True).stdout
         return [line for line in output.splitlines() if any(part in line for part in _PARTS)]
@@ -89,7 +89,7 @@ class SlurmJob(Launched):
     # what it does -----------------------------------------------------------------------------------------------------
 
     def over(self) -> bool:
-        """As Launched.over: no job of this run is left; the controller is asked now and then."""
+        """Return whether no job of this run is left, as Launched.over. The controller is asked now and then."""
         if time.monotonic() - self._asked <= _ASK:
             return False
         states, self._asked = self.jobs().values(), time.monotonic()

@@ -157,7 +157,7 @@ class SlurmSite(Site):
         self.until_state(self.names, "idle")
 
     def slurm(self, *arguments: str, inside: str = "head", **more: str) -> str:
-        """What a command of Slurm's says; CalledProcessError if it fails."""
+        """Return the output of a Slurm command. Raise CalledProcessError if it fails."""
         command = self.machines[inside].inside(arguments)
         done = subprocess.run(command, capture_output=True, text=True, env=self.environment | more, check=True)
         return done.stdout.strip()

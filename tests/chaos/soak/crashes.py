@@ -22,7 +22,7 @@ GRACE_PERIOD = 900.0  # seconds; only a job that never ends takes them
 
 @dataclass(frozen=True)
 class CrashCause:
-    """What ends the ranks. named: whether the verdict must name the step and its samples."""
+    """Cause that ends the ranks. named: whether the verdict must name the step and its samples."""
 
     name: str
     fault: dict[str, Any]

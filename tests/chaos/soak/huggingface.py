@@ -137,7 +137,7 @@ def _write(out: Path, family: Family, model: ModelConfig, tensors: Mapping[str, 
 
 
 def _load(transformers: Any, folder: Path) -> Any:
-    """As users load it; every tensor of the model must come from the folder."""
+    """Load as users do. Every tensor of the model must come from the folder."""
     model, result = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, dtype=torch.float32
     )

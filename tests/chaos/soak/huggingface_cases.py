@@ -176,7 +176,7 @@ def _gpt_neox(choose: Choose, settings: dict[str, Any], heads: int, size: int) -
 
 
 def _llama_like(choose: Choose, settings: dict[str, Any], heads: int) -> list[Edited]:
-    """What Llama, Mistral and Qwen2 have in common."""
+    """Return the settings that Llama, Mistral and Qwen2 share."""
     settings |= {
         "num_key_value_heads": choose([n for n in (1, 2, 3, 4) if not heads % n]),
         "rms_norm_eps": choose([1e-6, 1e-2]),

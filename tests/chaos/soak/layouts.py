@@ -160,7 +160,7 @@ def _config(tree: Tree) -> Config:
 
 
 def _train(context: Any, tree: Tree, world: int, folder: Path) -> list[Tale]:
-    """What each rank tells. RuntimeError with the ranks' own words if one fails or takes too long."""
+    """Return each rank's result. Raise RuntimeError with the ranks' messages if one fails or takes too long."""
     folder.mkdir()
     ranks = [context.Process(target=_rank, args=(rank, world, tree, folder), daemon=True) for rank in range(world)]
     for process in ranks:

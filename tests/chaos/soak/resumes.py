@@ -139,7 +139,7 @@ def _short(error: Exception) -> str:
 
 
 def _faults(config: Config, key: str, base: Path, hashed: dict[str, str], output: str, started: bool) -> list[str]:
-    """What is wrong with a start that was accepted."""
+    """Return the errors of a start that was accepted."""
     from megascale.data.dataset.ledger import check_ledger
     from megascale.data.dataset.samples import SampleSource
     from megascale.train.run_folder import RunFolder, read_records
@@ -191,7 +191,7 @@ def _train(config: Config) -> str:
 
 
 def _train_processes(file: Path, options: list[str]) -> str:
-    """As `_train`, by the command line, which starts as many processes as the layout has ranks."""
+    """Train as `_train` by the command line, which starts a process for each rank of the layout."""
     command = [sys.executable, "-m", "megascale.cli.main", "train", str(file), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)

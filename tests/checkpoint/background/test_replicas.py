@@ -72,7 +72,7 @@ def test_a_lost_host_is_replaced_by_its_peers_copies(run: Path) -> None:
 
 
 def _kept_at_each_update(rank: int, size: int, run: Path) -> list[bool]:
-    """Of each update whether the peer's service held the copy of the step before it, complete."""
+    """Return for each update whether the peer's service held the complete copy of the step before it."""
     tensors = logical_state(1)
     config = background(replicas=True, memory_interval=1, location=str(run / "checkpoints"))
     checkpointer = Checkpointer(config, run / f"host-{rank}", cut(tensors, "flat", rank, size))
@@ -287,7 +287,7 @@ def test_a_copy_that_cannot_be_sent_is_a_problem_whatever_the_reason(snapshot: A
 
 
 def test_a_peer_that_takes_nothing_does_not_hold_up_a_snapshot_that_is_given_up(snapshot: Any) -> None:
-    """Whoever starts in the place of a trainer that died waits for its memory."""
+    """The replacement of a dead trainer waits for its memory."""
     slot, staged, copies = snapshot
     begun, ended, real = threading.Event(), threading.Event(), copies._reserve_slot
 

@@ -99,7 +99,7 @@ class Hosts:
         room.busy.release()
 
     def images(self) -> tuple[list[set[str]], list[set[str]]]:
-        """Of each rank what is whole, of its own and of its copies."""
+        """Return each rank's complete own images and complete copies."""
         local = [{g for g in of_rank if g} for of_rank in self.local]
         images = self.copies.list_complete()
         return local, [{s.generation for r, s in images if r == rank} for rank in range(len(local))]
@@ -162,7 +162,7 @@ MOVES = st.lists(st.integers(0, 1 << 30), min_size=5, max_size=90)
 @settings(max_examples=300, deadline=None)
 @given(st.integers(2, 3), st.integers(2, 3), MOVES)
 def test_some_image_is_whole_everywhere_whenever_all_are_killed(ranks: int, slots: int, moves: list[int]) -> None:
-    """Of own images and of copies, each for itself: either may be lost."""
+    """Own images and copies are checked separately: either may be lost."""
     hosts, had = Hosts(ranks, slots), [False, False]
 
     def check() -> None:

@@ -198,7 +198,7 @@ def test_damaged_or_other_records_are_named(tmp_path: Path, data: bytes, output:
 
 
 def test_null_and_empty_texts_are_left_out_and_counted(tmp_path: Path) -> None:
-    """In JSON and parquet alike; lines without characters are no records."""
+    """JSON and parquet behave alike. Lines without characters are not records."""
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 

@@ -80,7 +80,7 @@ def test_a_configured_end_survives_a_build(tmp_path: Path) -> None:
 
 
 def unigram() -> Library:
-    """As sentencepiece models are converted: whole-word marks, bytes for what the vocabulary lacks."""
+    """Return a model as sentencepiece models are converted: whole-word marks, bytes for unknown characters."""
     pieces = [
         ("<unk>", 0.0),
         ("</s>", 0.0),
@@ -185,7 +185,7 @@ def an_end_that_is_not_marked_as_special() -> Library:
     ],
 )
 def test_special_tokens_written_in_a_text_end_no_document(tmp_path: Path, make) -> None:
-    """Whatever the kind of model: a piece, a word or a merge that is a special token's name is not made of text."""
+    """No model kind makes a piece, word or merge with a special token's name from text."""
     inner = make()
     if inner.token_to_id("<s>") is not None:
         number = inner.token_to_id("<s>")

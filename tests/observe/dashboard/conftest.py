@@ -138,5 +138,5 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
 
 @pytest.fixture(scope="session")
 def address(serve: Callable[..., str], runs: Path) -> str:
-    """Where the folder of runs is served."""
+    """Return the address of the server for the folder of runs."""
     return serve(runs)

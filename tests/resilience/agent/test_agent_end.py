@@ -120,7 +120,7 @@ def test_a_driver_that_hung_up_is_told_when_it_is_back(tmp_path, monkeypatch):
 
 
 def test_an_agent_that_ends_starts_no_ranks(tmp_path, monkeypatch):
-    """What it says of the end of its ranks holds for good."""
+    """Its report of the end of its ranks stays true."""
 
     async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
         driver.answers = False

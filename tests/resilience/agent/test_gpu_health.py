@@ -111,7 +111,7 @@ def nvml(monkeypatch):
 
 
 def taken(health: GpuHealth) -> tuple[GpuReport, ...]:
-    """What is answered to questions of now on."""
+    """Return the answers to questions from now on."""
     assert health.wait_for_answer(10)
     health.take()
     assert health.wait_for_answer(10)

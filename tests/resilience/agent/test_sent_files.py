@@ -1,4 +1,4 @@
-"""What trainers write on one machine comes to the run folder on another: whole, once, in order, whoever dies."""
+"""Files of trainers reach the run folder on another machine: complete, once and in order, despite kills."""
 
 from __future__ import annotations
 
@@ -358,7 +358,7 @@ def test_a_piece_that_cannot_be_taken_in_keeps_no_later_one_out(tmp_path: Path, 
 @settings(max_examples=60)
 @given(data=st.data())
 def test_figures_of_damaged_records_can_be_sent(tmp_path_factory, data) -> None:
-    """What cannot would end the look at files, and with it all that the driver hears of steps."""
+    """A figure that cannot be sent would end the file reader, and the driver's reports of steps."""
     run = tmp_path_factory.getbasetemp() / "damaged"
     run.mkdir(exist_ok=True)
     sound = [json.loads(line(step)) for step in range(4)]

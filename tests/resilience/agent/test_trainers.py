@@ -109,7 +109,7 @@ def test_an_import_that_fails_is_told_as_such(tmp_path, monkeypatch):
 
 
 def given_environments(folder: Path, job: str, token: bytes) -> list[dict[str, str]]:
-    """What a node's ranks are given, in place of a fork server that would start them."""
+    """Record the environments of a node's ranks instead of starting them by a fork server."""
     folder.mkdir()
     local = Trainers(folder / "runs" / job, folder, lambda: None)
     orders = FrameReader(TO_FORK_SERVER)
@@ -208,7 +208,7 @@ def test_a_long_exception_in_any_script_fits_the_pipe():
 
 
 def test_a_process_that_a_signal_holds_is_told():
-    """Whatever phase it was in: rules/silence.py gives it no time for that."""
+    """The phase does not matter: rules/silence.py gives a stopped process no extra time."""
     child = os.fork()
     if child == 0:
         signal.pause()
@@ -228,7 +228,7 @@ def test_a_process_that_a_signal_holds_is_told():
 
 
 def test_a_fork_server_whose_answers_cannot_be_read_is_replaced_with_its_ranks(tmp_path, monkeypatch):
-    """How its ranks end would never be known otherwise."""
+    """The end of its ranks would never be known otherwise."""
 
     async def run() -> TrainerProcess:
         changed = asyncio.Event()

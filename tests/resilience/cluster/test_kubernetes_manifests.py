@@ -1,4 +1,4 @@
-"""What is given to Kubernetes: pods, rights, a kustomize base, a JobSet."""
+"""Manifests for Kubernetes: pods, rights, a kustomize base, a JobSet."""
 
 from __future__ import annotations
 

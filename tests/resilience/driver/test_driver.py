@@ -130,7 +130,7 @@ def test_a_driver_whose_journal_was_removed_takes_over_what_its_agent_knows(tmp_
 
 
 def test_a_placement_on_nodes_that_never_come_ends_the_job_before_it_starts(tmp_path):
-    """Of a cluster that does not know its nodes beforehand."""
+    """The cluster does not know its nodes beforehand."""
     agent = Played(tmp_path, epoch=0, attempt=0)
     code, events, _ = driven(
         tmp_path,

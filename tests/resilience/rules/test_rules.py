@@ -147,7 +147,7 @@ def test_a_stopped_process_is_given_no_time_for_its_phase():
 
 
 def test_a_first_step_that_hangs_is_known_once_others_were_seen():
-    """Of every start of a job that hangs at one step, not after resilience.first_step each time."""
+    """Every later start that hangs at one step is detected earlier than after resilience.first_step."""
     start = {"job": "starting", "started": 940.0, "first_step": 600.0}
     limit, learned = silence.LONG_FLOOR, {silence.FIRST_STEP: 2.0}
     assert not standing(limit - 0.1, usual_durations=learned, **start)
@@ -277,7 +277,7 @@ def test_a_persistently_slow_node_is_evicted():
 
 @pytest.mark.parametrize("slow_ranks", [(), (17,), (3, 64)])
 def test_thousands_of_ranks_are_judged_as_few_are(slow_ranks, monkeypatch):
-    """What is usual is then worked out once for all; the verdicts are the same."""
+    """The usual durations are computed once for all ranks, and the verdicts are equal."""
     usual = [0.1, 0.11, 0.1, 0.09, 0.1] * 6
     series = [
         [s * 1.4 for s in usual] if rank in slow_ranks else usual for rank in range(metrics_rules.POOLED_RANKS + 6)
@@ -362,7 +362,7 @@ def test_a_calm_run_raises_no_alarm(state):
 @settings(max_examples=60, deadline=None)
 @given(calm_runs(), st.integers(-(10**12), 10**12))
 def test_clocks_change_nothing(state, skew):
-    """Whatever the senders' clocks and wherever the driver's clock begins, the verdicts are the same."""
+    """The verdicts do not depend on the senders' clocks or on the start of the driver's clock."""
     bad = state.members[-1]
     bad.last_seen = state.time - WINDOW - 1.5
     before = rules.judge(state)

@@ -49,7 +49,7 @@ def test_ranks_of_a_node_are_one_verdict():
 
 
 def test_a_node_is_tested_once():
-    """What passed its self-checks is not stopped for the same again and again."""
+    """A node that passed its self-checks is not stopped for the same reason again."""
     earlier = [(-50.0, "node-1", "slow_node")]
     (verdict,) = judged(SLOW, slow_action="diagnose", incidents=earlier)
     assert (verdict.action, "passed" in verdict.evidence[-1]) == ("alert", True)
