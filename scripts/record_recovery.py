@@ -29,7 +29,9 @@ COMMAND = (
     "megascale launch examples/stdlib.toml --nodes 2 --spares 1 --train.micro_batch=2 --train.log_interval=1 "
     "--checkpoint.background=true --checkpoint.memory_interval=1"
 )
-KILL_AT, STEPS_AFTER, WIDTH = 8, 4, 118
+KILL_AT = 8
+STEPS_AFTER = 4
+WIDTH = 118
 
 
 def main() -> int:

@@ -303,9 +303,13 @@ class _Child(subprocess.Popen[Any]):
     ) -> None:
         assert stdin in (None, subprocess.DEVNULL)
         assert not shell
-        self.args, self.returncode, self.stdin = command, None, None
+        self.args = command
+        self.returncode = None
+        self.stdin = None
         self._child_created, self._waitpid_lock = True, threading.Lock()
-        self._communication_started, self._input, self._sigint_wait_secs = False, None, 0.25
+        self._communication_started = False
+        self._input = None
+        self._sigint_wait_secs = 0.25
         self.text_mode = text or universal_newlines
         self.encoding = self.errors = self.pipesize = None
         # For each of the two: what the parent reads from, and where the child writes.

@@ -221,7 +221,10 @@ def wait_in_steps(config: Any, ranks: int, steps: int, side: str) -> dict[str, f
     # The first steps wait for the reading to begin.
     waits = [wait for t in report for wait in t["waits"][_FIRST:]]
     ordered = sorted(waits)
-    empty = {"empty": sum(t["empty"] for t in report) / len(waits) / STEP} if side == "host" else {}
+    if side == "host":
+        empty = {"empty": sum(t["empty"] for t in report) / len(waits) / STEP}
+    else:
+        empty = {}
     return empty | {
         "mean": statistics.fmean(waits) / STEP,
         "median": statistics.median(waits) / STEP,
@@ -309,15 +312,23 @@ def _rank(
     torch.set_num_threads(1)
     config = configuration.from_tree(tree)
     plan = plan_host(lay_out(config, ranks), 0, ranks)
-    feed = HostFeed(plan, Path(location), rank, 1, torch.device("cpu")) if location else None
+    if location:
+        feed = HostFeed(plan, Path(location), rank, 1, torch.device("cpu"))
+    else:
+        feed = None
     end.send("here")
     end.recv()
-    crc, waits, came_up = 0, [], 0.0
+    crc = 0
+    waits = []
+    came_up = 0.0
     try:
         began = time.perf_counter()
         if feed is not None:
             feed.start(0)
-        read = iter(_dataloader(config)) if feed is None else None
+        if feed is None:
+            read = iter(_dataloader(config))
+        else:
+            read = None
         bytes_read = 0
         for number in range(batches):
             started = time.perf_counter()
@@ -383,7 +394,10 @@ def _show(console: Any, result: dict[str, Any]) -> None:
             cells = []
             for key, unit in columns:
                 value, base = measured[key], sides["baseline"][key]
-                more = f"{value / base:.1f}x" if key == "tokens_per_second" else f"1/{base / max(value, 1e-9):.1f}"
+                if key == "tokens_per_second":
+                    more = f"{value / base:.1f}x"
+                else:
+                    more = f"1/{base / max(value, 1e-9):.1f}"
                 number = f"{value / unit:,.{0 if value / unit > 99 else 1}f}"
                 cells.append(number if side == "baseline" else f"{number} ({more})")
             table.add_row(name, _SIDES[side], *cells)

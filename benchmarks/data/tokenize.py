@@ -114,7 +114,10 @@ def measure(folder: Path, size: int, cores: int, vocab_size: int) -> dict[str, A
 
 def processor() -> str:
     """Name of this machine's processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    else:
+        lines = []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 

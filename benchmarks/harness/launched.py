@@ -180,7 +180,9 @@ class Launched:
         status = read_status(self.run / "status" / "rank-0.status")
         if status is None:
             return 0
-        return status.step - 1 if status.phase in ("train", FAILED_IN_STEP) else status.step
+        if status.phase in ("train", FAILED_IN_STEP):
+            return status.step - 1
+        return status.step
 
     def weights(self) -> dict[str, Any]:
         """The model as the newest checkpoint has it."""
@@ -200,7 +202,9 @@ class Steps:
     """Watches the newest step that a job has told of; a context manager, since the strike may outlast the recovery."""
 
     def __init__(self, job: Launched) -> None:
-        self._job, self._seen, self._end = job, [(time.time(), job.step())], threading.Event()
+        self._job = job
+        self._seen = [(time.time(), job.step())]
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Steps:
@@ -245,11 +249,26 @@ def phases(
         (e for e in job.trainer_events() if e["event"] in ("resumed", "run_started") and e["time"] > after), None
     )
     result: dict[str, float | int | None] = {"detect": verdict.time - injected if verdict else None}
-    result["stop"] = max(0.0, started.time - verdict.time) if started and verdict else None
-    result["load"] = back["time"] - started.time if back and started else None
-    result["step"] = repeated.time - back["time"] if repeated and back else None
-    result["total"] = repeated.time - injected if repeated else None
+    if started and verdict:
+        result["stop"] = max(0.0, started.time - verdict.time)
+    else:
+        result["stop"] = None
+    if back and started:
+        result["load"] = back["time"] - started.time
+    else:
+        result["load"] = None
+    if repeated and back:
+        result["step"] = repeated.time - back["time"]
+    else:
+        result["step"] = None
+    if repeated:
+        result["total"] = repeated.time - injected
+    else:
+        result["total"] = None
     result["resumed_from"] = back.get("step", 0) if back else None
     if steps is not None:
-        result["lost"] = max(0, steps.until(back["time"]) - back.get("step", 0)) if back and repeated else None
+        if back and repeated:
+            result["lost"] = max(0, steps.until(back["time"]) - back.get("step", 0))
+        else:
+            result["lost"] = None
     return result

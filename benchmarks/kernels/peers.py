@@ -143,7 +143,10 @@ def _both(forward: Callable[..., Any], order: tuple[int, ...] | None = None) -> 
 
     def passes(*inputs: Tensor) -> tuple[Tensor, ...]:
         out = forward(*inputs)
-        outs = tuple(out) if isinstance(out, tuple) else (out,)
+        if isinstance(out, tuple):
+            outs = tuple(out)
+        else:
+            outs = (out,)
         if order is not None:
             outs = tuple(outs[i] for i in order)
         if not upstream:
@@ -157,7 +160,10 @@ def _both(forward: Callable[..., Any], order: tuple[int, ...] | None = None) -> 
 def _cases(
     sizes: Sizes, device: torch.device
 ) -> list[tuple[str, str, Callable[[], list[Tensor]], Passes, dict[str, Callable[[], Passes]]]]:
-    T, L, H, FF = sizes.tokens, sizes.llama_hidden, sizes.hidden, sizes.llama_ffn
+    T = sizes.tokens
+    L = sizes.llama_hidden
+    H = sizes.hidden
+    FF = sizes.llama_ffn
 
     def tensors(*widths: int) -> list[Tensor]:
         """Return [tokens, width] for positive widths, [width] for negative ones."""
@@ -277,7 +283,9 @@ def _loss(sizes: Sizes, device: torch.device) -> Any:
 
 def _head(sizes: Sizes, device: torch.device) -> Any:
     """Return the case of the head GEMM and the loss, with the gradients of activations and matrix."""
-    T, V, H = sizes.head_tokens, sizes.vocab, sizes.hidden
+    T = sizes.head_tokens
+    V = sizes.vocab
+    H = sizes.hidden
     targets = head_inputs(sizes, device, T)[2]
     token_grad = torch.tensor(1 / T, device=device)
 

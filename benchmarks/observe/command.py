@@ -216,7 +216,10 @@ def _machine() -> dict[str, Any]:
     import megascale
 
     devices = torch.cuda.device_count()
-    device = f"{devices} x {torch.cuda.get_device_name()}" if devices else f"CPU, {os.cpu_count()} cores"
+    if devices:
+        device = f"{devices} x {torch.cuda.get_device_name()}"
+    else:
+        device = f"CPU, {os.cpu_count()} cores"
     versions = {"megascale": megascale.__version__, "torch": torch.__version__, "duckdb": duckdb.__version__}
     return {"device": f"{device}, {platform.machine()}", "versions": versions}
 
@@ -249,7 +252,10 @@ def _cost(name: str, arguments: list[str], bound: float, turns: int, folder: Pat
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={"OMP_NUM_THREADS": "1"} | dict(os.environ))
     result = strict_json.loads(file.read_text())
     # One process of a busy machine: its time is others' too, its processor time its own.
-    by = "cpu_seconds" if "--train.device=cpu" in arguments else "seconds"
+    if "--train.device=cpu" in arguments:
+        by = "cpu_seconds"
+    else:
+        by = "seconds"
     middle, low, high = result["differences"]["true"][by]
     pairs = len(result["values"][0]["seconds"])
     step = sorted(result["values"][0]["seconds"])[pairs // 2]
@@ -278,7 +284,10 @@ def _show_ingest(record: dict[str, Any]) -> list[str]:
     )
     table = Table("question", "first, s", "median, s", "rows", box=box.SIMPLE_HEAD)
     for name, item in record["questions"].items():
-        median = "" if item["median"] is None else f"{item['median']:.3f}"
+        if item["median"] is None:
+            median = ""
+        else:
+            median = f"{item['median']:.3f}"
         table.add_row(name, f"{item['first']:.3f}", median, "" if item["rows"] is None else str(item["rows"]))
         if item["median"] is not None and item["median"] > 0.5:
             missed.append(f"{name}: {item['median']:.2f} s, 0.5 wanted")

@@ -22,7 +22,9 @@ STEPS = 300
 JOB = Job(tensor=2, stages=4, virtual=2, data=16, microbatches=16)
 # Of about 1 s, at the end of the run; it grows from nothing over the second half. Stages with slack hide some of it.
 _ADDED_NS = 150e6
-_CLOCK, _SLOW_CLOCK, _POWER_CAP = 1980.0, 1720.0, 4.0
+_CLOCK = 1980.0
+_SLOW_CLOCK = 1720.0
+_POWER_CAP = 4.0
 _THROTTLED, _PACE = 8, 1.15
 
 CAUSES = ("garbage collection", "allocator retries", "throttling", "samples", "late launch", "")

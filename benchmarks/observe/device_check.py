@@ -10,7 +10,9 @@ import numpy as np
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.observe.store.frames import SPANS
 
-_SIZE, _GEMMS, _SLEEP_CYCLES = 8192, 8, 20_000_000
+_SIZE = 8192
+_GEMMS = 8
+_SLEEP_CYCLES = 20_000_000
 
 
 class _Kept:

@@ -56,7 +56,10 @@ def measure(folder: Path, runs: int, data: int, seed: int, minutes: float = math
     job, deadline = Job(data=data), time.monotonic() + 60 * minutes
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"cases-{runs}-{data}-{seed}.jsonl"
-    done = [strict_json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if file.exists():
+        done = [strict_json.loads(line) for line in file.read_text().splitlines()]
+    else:
+        done = []
     cases = _cases(job.world, runs, seed)
     for kind, number, name in cases[len(done) :]:
         if time.monotonic() > deadline:
@@ -108,7 +111,9 @@ def _told(result: Stragglers) -> dict[str, Any]:
 
 def scores(record: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """Return the number of detected cases, and of all cases."""
-    clean, pair, two = record["clean"], record["gpu and link"], record["two"]
+    clean = record["clean"]
+    pair = record["gpu and link"]
+    two = record["two"]
     return {
         "clean runs without a false alarm": (
             sum(not (o["gpus"] or o["others"] or o["links"]) for o in clean),

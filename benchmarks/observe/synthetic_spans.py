@@ -14,7 +14,10 @@ from megascale.observe.rank.timers import make_spans, roll_up
 
 Array = np.ndarray[Any, Any]
 
-FORWARD_NS, BACKWARD_NS, TRANSFER_NS, UPDATE_NS = 8_000_000, 16_000_000, 300_000, 60_000_000
+FORWARD_NS = 8_000_000
+BACKWARD_NS = 16_000_000
+TRANSFER_NS = 300_000
+UPDATE_NS = 60_000_000
 _SPREAD = 0.01  # by which ranks differ
 
 
@@ -86,9 +89,10 @@ def made(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int,
     pace[7] += 0.1
     rows = [rows_of_stage(schedule, stage) for stage in range(job.stages)]
     base = [make_spans(_with_step(item)) if full else rollups_of_stage(item) for item in rows]
-    times = (
-        ("start_ns", "end_ns") if full else ("total_ns", "waited_ns", "longest_ns", "host_ns", "first_ns", "last_ns")
-    )
+    if full:
+        times = ("start_ns", "end_ns")
+    else:
+        times = ("total_ns", "waited_ns", "longest_ns", "host_ns", "first_ns", "last_ns")
     begin = 10**15
     for step in range(1, steps + 1):
         for rank in range(job.world):

@@ -134,7 +134,10 @@ def _serve_tcp(port: int, libuv: bool, ready: Any, done: Any) -> None:
     from megascale.rendezvous.stores import listen
 
     # As in training: a listener of our own, whose queue of newcomers is longer than torch's.
-    listener = listen("127.0.0.1", port).detach() if libuv else None
+    if libuv:
+        listener = listen("127.0.0.1", port).detach()
+    else:
+        listener = None
     server = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, use_libuv=libuv, master_listen_fd=listener)
     ready.set()
     done.wait()
@@ -240,7 +243,10 @@ def _worker(
     before = time.process_time()
     results = work(share, play, begin)
     failed = [error for error, _ in results if error]
-    phases = [] if failed else [max(phase) for phase in zip(*(times for _, times in results), strict=True)]
+    if failed:
+        phases = []
+    else:
+        phases = [max(phase) for phase in zip(*(times for _, times in results), strict=True)]
     answers.put((failed[0] if failed else "", phases, time.process_time() - before))
     threading.Event().wait()  # connections stay open until everybody is done
 

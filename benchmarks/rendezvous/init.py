@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from megascale.rendezvous.group_plan import GroupSpec
 
 PROTOCOLS = ("ordered", "per-group-barrier")
-TENSOR, PIPELINE, VIRTUAL = 8, 8, 6
+TENSOR = 8
+PIPELINE = 8
+VIRTUAL = 6
 # Ranks a process plays: threads of one process slow each other down, greenlets do not.
 _THREADS = 96
 # MegaScale section 3.5: seconds at 2,048 GPUs and, with both changes, above 10,000.
@@ -117,13 +119,18 @@ def measure(ranks: int, store: str, protocol: str, calls: int, redis_server: str
     from megascale.core.grid import Grid
 
     grid = Grid.from_world_size(ranks, TENSOR, PIPELINE)
-    part, total, run = _ordered(grid), 0, 0
+    part = _ordered(grid)
+    total = 0
+    run = 0
     if protocol == "per-group-barrier":
         names = megatron_groups(grid)
         total, run = len(names), min(calls or len(names), len(names))
         part = _barriers(grid, names[:run])
     cooperative = store == "redis"
-    processes = (os.cpu_count() or 1) if cooperative else max(1, round(ranks / _THREADS))
+    if cooperative:
+        processes = os.cpu_count() or 1
+    else:
+        processes = max(1, round(ranks / _THREADS))
     load = os.getloadavg()[0]
     with crowd.serve(store, ranks, redis_server) as (connect, server):
         cpu = crowd.cpu_seconds(server)
@@ -181,7 +188,10 @@ def _machine(redis_server: str) -> dict[str, Any]:
     """Return the machine and the versions of the figures."""
     import torch
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    else:
+        lines = []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     try:
         server = subprocess.run([redis_server, "--version"], capture_output=True, text=True).stdout.split()[2]
@@ -311,7 +321,9 @@ def _print(results: list[InitResult], machine: dict[str, Any]) -> None:
 
 
 def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.2f}"
 
 
 def plot(results: list[InitResult], path: Path) -> None:
@@ -333,8 +345,14 @@ def plot(results: list[InitResult], path: Path) -> None:
                 bars.append((f"paper: {name}", seconds, "0.75", f"{below}{seconds:,g} s"))
         for r in sorted((r for r in results if r.ranks == size), key=lambda r: (not r.calls, r.store != "tcp")):
             mark = " (extrapolated)" if r.extrapolated else ""
-            arguments = "a barrier a group" if r.calls else "ordered"
-            color = "tab:red" if r.store == "redis" else "tab:blue"
+            if r.calls:
+                arguments = "a barrier a group"
+            else:
+                arguments = "ordered"
+            if r.store == "redis":
+                color = "tab:red"
+            else:
+                color = "tab:blue"
             bars.append((f"{r.store}, {arguments}", r.seconds, color, f"{_figure(r.seconds)} s{mark}"))
         names = [name.replace(" (below)", "") for name, *_ in bars]
         axis.barh(range(len(bars)), [bar[1] for bar in bars], color=[bar[2] for bar in bars], height=0.65)

@@ -48,7 +48,9 @@ class Figure:
 
     def meets(self, value: float, bound: float) -> bool:
         """Return whether `value` reaches `bound`."""
-        return value >= bound if self.least else value <= bound
+        if self.least:
+            return value >= bound
+        return value <= bound
 
 
 _TRAIN, _EXPOSED = ("train",), ("exposed",)
@@ -116,7 +118,10 @@ class TargetCase(BaseModel):
         """Return the bound and the aim as text."""
         output = []
         for name, value in self.must.items():
-            aim = f" (aim {FIGURES[name].form.format(self.aim[name])})" if name in self.aim else ""
+            if name in self.aim:
+                aim = f" (aim {FIGURES[name].form.format(self.aim[name])})"
+            else:
+                aim = ""
             output.append(f"{FIGURES[name].label} {FIGURES[name].bound(value)}{aim}")
         return ", ".join(output)
 
@@ -127,7 +132,10 @@ class TargetCase(BaseModel):
 
     def replicas(self, gpus: int) -> int | None:
         """The most replicas, up to `data`, that so many GPUs hold; None if they hold too few."""
-        fit = min(self.data, gpus // self.gpus) if self.gpus else self.data
+        if self.gpus:
+            fit = min(self.data, gpus // self.gpus)
+        else:
+            fit = self.data
         return fit if fit >= self.least else None
 
     def settings(self, replicas: int) -> list[str]:
@@ -136,7 +144,10 @@ class TargetCase(BaseModel):
 
     def words(self, replicas: int) -> list[str]:
         """The bench's words, its name first."""
-        steps = [f"--steps={self.steps}"] if self.bench == "train" else []
+        if self.bench == "train":
+            steps = [f"--steps={self.steps}"]
+        else:
+            steps = []
         watch = ["--watch"] if self.watch else []
         return [self.bench, *self.settings(replicas), *steps, f"--warmup={self.warmup}", *watch]
 
@@ -186,7 +197,10 @@ def load(file: Path | None) -> list[TargetCase]:
     """The cases of a TOML file, of the shipped ones for None; ConfigError naming case, key and value if it is wrong."""
     name = str(file or "targets.toml")
     try:
-        text = "\n".join(map(shipped, SHIPPED)) if file is None else file.read_text()
+        if file is None:
+            text = "\n".join(map(shipped, SHIPPED))
+        else:
+            text = file.read_text()
         tree = tomllib.loads(text)
         cases = _File.model_validate(tree).case
     except OSError as error:

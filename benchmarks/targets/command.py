@@ -175,11 +175,17 @@ def _tell(case: TargetCase) -> None:
 
     needs = "the CPU"
     if case.gpus:
-        fewer = f", at least {case.gpus * case.least}" if case.least < case.data else ""
+        if case.least < case.data:
+            fewer = f", at least {case.gpus * case.least}"
+        else:
+            fewer = ""
         needs = f"{case.slots} GPU{'s' if case.slots > 1 else ''}{fewer}"
     compared = f" over {case.over}" if case.over else ""
     output = predicted(case, case.data)
-    report = "" if output is None else f"; predicted {output:.3f} s"
+    if output is None:
+        report = ""
+    else:
+        report = f"; predicted {output:.3f} s"
     goals = f"{case.goals or 'no target'}{compared}{report}"
     typer.echo(f"{case.name}: {case.title}; {needs}, about {case.seconds:.0f} s; {goals}")
     typer.echo(f"  {case.line(case.data)}")

@@ -83,7 +83,10 @@ class Record:
 
     def runs(self, case: TargetCase, replicas: int | None) -> dict[int, TargetRun]:
         """Runs of a case as it is now, by repeat."""
-        key = None if replicas is None else case.key(replicas)
+        if replicas is None:
+            key = None
+        else:
+            key = case.key(replicas)
         return {repeat: run for repeat, run in sorted(self._cases.get(case.name, {}).items()) if run.key == key}
 
     def has_other(self, case: TargetCase, replicas: int) -> bool:
@@ -107,7 +110,10 @@ def missing(cases: Iterable[TargetCase], record: Record, repeats: int) -> list[T
     """Return the runs that remain, repeat by repeat, every second repeat in reverse order. Failed runs are repeated."""
     jobs = []
     for repeat in range(repeats):
-        ordered = list(cases) if repeat % 2 == 0 else list(cases)[::-1]
+        if repeat % 2 == 0:
+            ordered = list(cases)
+        else:
+            ordered = list(cases)[::-1]
         for case in ordered:
             replicas = case.replicas(record.gpus)
             if replicas is None:

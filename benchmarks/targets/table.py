@@ -92,15 +92,23 @@ def verdict(case: TargetCase, name: str, value: float | None, replicas: int) -> 
     figure = FIGURES[name]
     if not figure.meets(value, case.must[name]):
         return "missed"
-    return "aim reached" if name in case.aim and figure.meets(value, case.aim[name]) else "reached"
+    if name in case.aim and figure.meets(value, case.aim[name]):
+        return "aim reached"
+    return "reached"
 
 
 def layout(case: TargetCase, replicas: int) -> str:
     """Such as "TP2 PP2x5 DP1 of 2"."""
     parallel = case.config(replicas).parallel
-    parts = [f"TP{parallel.tensor}"] if parallel.tensor > 1 else []
+    if parallel.tensor > 1:
+        parts = [f"TP{parallel.tensor}"]
+    else:
+        parts = []
     if parallel.pipeline > 1:
-        chunks = f"x{parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
+        if parallel.virtual_stages > 1:
+            chunks = f"x{parallel.virtual_stages}"
+        else:
+            chunks = ""
         parts.append(f"PP{parallel.pipeline}{chunks}")
     if case.data > 1:
         parts.append(f"DP{replicas}" + (f" of {case.data}" if replicas < case.data else ""))
@@ -132,14 +140,23 @@ def row(case: TargetCase, record: Record, by_name: Mapping[str, TargetCase]) -> 
     if replicas is None:
         return TargetRow(case, f"needs {case.gpus * case.least} GPUs", [], {}, [])
     runs = record.runs(case, replicas)
-    base = record.runs(by_name[case.over], replicas) if case.over else {}
+    if case.over:
+        base = record.runs(by_name[case.over], replicas)
+    else:
+        base = {}
     result = series(case, runs, base)
     values = {name: statistics.median(them) for name, them in result.items()}
     goals = []
     for name, bound in case.must.items():
         figure, value = FIGURES[name], values.get(name)
-        received = "" if value is None else figure.form.format(value)
-        output = verdict(case, name, value, replicas) if result else ""
+        if value is None:
+            received = ""
+        else:
+            received = figure.form.format(value)
+        if result:
+            output = verdict(case, name, value, replicas)
+        else:
+            output = ""
         goals.append((figure.label, received, figure.bound(bound), output))
     if not result and any(run.failed for run in runs.values()):
         goals = [(label, came, must, "failed") for label, came, must, _ in goals] or [("", "", "", "failed")]
@@ -179,8 +196,14 @@ def show(cases: Sequence[TargetCase], by_name: Mapping[str, TargetCase], record:
 def _cells(single: TargetRow) -> dict[str, str]:
     """A row of the table by heading, empty where nothing is known."""
     value = {name: figure.form.format(single.values[name]) for name, figure in FIGURES.items() if name in single.values}
-    each = " ".join(f"{s:.3f}" for s in single.steps) if len(single.steps) > 1 else ""
-    share = f"{single.values['of_gemm']:.3f}" if "of_gemm" in single.values else ""
+    if len(single.steps) > 1:
+        each = " ".join(f"{s:.3f}" for s in single.steps)
+    else:
+        each = ""
+    if "of_gemm" in single.values:
+        share = f"{single.values['of_gemm']:.3f}"
+    else:
+        share = ""
     figure, received, must, output = ("\n".join(goal[n] for goal in single.goals) for n in range(4))
     return {
         "case": single.case.name,
@@ -207,7 +230,10 @@ def _about(cases: Sequence[TargetCase], record: Record) -> str:
     devices = sorted({item["device"].split(" x ")[-1] for item in report})
     versions = sorted({f"torch {one['versions']['torch']}" for one in report})
     dates = sorted({one["date"] for one in report})
-    days = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
+    if dates:
+        days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    else:
+        days = ""
     return ", ".join([f"{record.gpus} GPU{'s' * (record.gpus != 1)}", *devices, *versions, *([days] if days else [])])
 
 

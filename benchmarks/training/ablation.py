@@ -153,8 +153,14 @@ def rows_of(config: Config, data: int, window: int, cuda: bool) -> tuple[list[Ab
 
     data: data-parallel ranks. Before "operators" attention is FlashAttention-2, as Megatron-LM had it.
     """
-    flash = {"kernels.attention": "flash"} if cuda else {}
-    windowed = {"kernels.attention": "flash_window"} if cuda else {}
+    if cuda:
+        flash = {"kernels.attention": "flash"}
+    else:
+        flash = {}
+    if cuda:
+        windowed = {"kernels.attention": "flash_window"}
+    else:
+        windowed = {}
     parallel = config.parallel
     steps: list[tuple[str, dict[str, Any], bool]] = [
         (
@@ -370,7 +376,10 @@ def show(record: dict[str, Any], runs: list[AblationRun]) -> None:
 def _cells(single: dict[str, Any], peak: float | None) -> dict[str, str]:
     """A row of the table by heading; empty where nothing is known."""
     attribute = single["mfu"]
-    share = attribute * peak / single["sustained"] if attribute and peak and single["sustained"] else None
+    if attribute and peak and single["sustained"]:
+        share = attribute * peak / single["sustained"]
+    else:
+        share = None
     return {
         "with": single["row"],
         "s/step": f"{single['seconds']:.3f}",

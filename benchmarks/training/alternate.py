@@ -167,7 +167,10 @@ def measure(
         set_to(value)
         step()
         step()
-    before = sustained_gemm_rate(location.device, 2.0) if cuda else None
+    if cuda:
+        before = sustained_gemm_rate(location.device, 2.0)
+    else:
+        before = None
     with Progress(transient=True, disable=location.rank > 0) as progress:
         for value in progress.track(order(values, turns), description=key):
             item = output[value]
@@ -184,7 +187,10 @@ def measure(
                 item.norms.append(norm)
             if cuda:
                 item.memory_gib = max(item.memory_gib or 0.0, torch.cuda.max_memory_allocated(location.device) / 2**30)
-    after = sustained_gemm_rate(location.device, 2.0) if cuda else None
+    if cuda:
+        after = sustained_gemm_rate(location.device, 2.0)
+    else:
+        after = None
     garbage.close()
     engine.synchronize()
     if groups is not None:
@@ -196,7 +202,9 @@ def measure(
     tokens = train.global_batch * model.sequence_length
 
     def share(single: Value) -> float | None:
-        return mfu(model, tokens / statistics.median(single.seconds), location.world, peak) if peak else None
+        if peak:
+            return mfu(model, tokens / statistics.median(single.seconds), location.world, peak)
+        return None
 
     return {
         "date": date.today().isoformat(),
@@ -253,7 +261,10 @@ def _timers(engine: Engine, key: str) -> Callable[[str], object]:
         if value not in built:
             off = key == "observe.timers" and value == "false"
             every = int(value) if key == "observe.spans" else 0
-            built[value] = Recorder() if off else make_timers(engine.device, ring, every)
+            if off:
+                built[value] = Recorder()
+            else:
+                built[value] = make_timers(engine.device, ring, every)
         engine.runtime.recorder = built[value]
 
     return set_to

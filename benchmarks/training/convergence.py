@@ -216,7 +216,9 @@ def _variants(
 
 def _length(arguments: list[str], model: dict[str, Any]) -> int:
     local = [w.split("=", 1)[1] for w in arguments if w.startswith("--model.sequence_length=")]
-    return int(local[-1]) if local else int(model["sequence_length"])
+    if local:
+        return int(local[-1])
+    return int(model["sequence_length"])
 
 
 def _command(
@@ -405,7 +407,10 @@ def read(variant: str, seed: int, run: Path, key: str = "") -> ConvergenceOutcom
     measured = [r for r in records if "valid_loss" in r and r["step"] in at]
     stored = [(at[r["step"]], r.get("valid_whole_loss", r["valid_loss"])) for r in measured]
     rate = statistics.median(r["tokens_per_second"] for r in steps)
-    plain = strict_json.loads((run / PLAIN).read_text())["loss"] if (run / PLAIN).exists() else None
+    if (run / PLAIN).exists():
+        plain = strict_json.loads((run / PLAIN).read_text())["loss"]
+    else:
+        plain = None
     losses = [loss for _, loss in stored]
     return ConvergenceOutcome(variant, seed, str(run), [t for t, _ in stored], losses, rate, key, plain, _device())
 

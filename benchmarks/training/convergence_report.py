@@ -56,7 +56,10 @@ def paired(
     result = [loss - second[seed] for seed, loss in of.items() if loss is not None and seed in second]
     if not result:
         return None
-    error = statistics.stdev(result) / len(result) ** 0.5 if len(result) > 1 else None
+    if len(result) > 1:
+        error = statistics.stdev(result) / len(result) ** 0.5
+    else:
+        error = None
     return statistics.mean(result), error, len(result)
 
 
@@ -132,7 +135,9 @@ def draw(outcomes: list[ConvergenceOutcome], out: Path, title: str) -> None:
     axes = panels[0, 0]
 
     def line(where: Any, o: ConvergenceOutcome, at: dict[int, float], label: str | None = None) -> None:
-        places, values, colour = [t / 1e6 for t in at], list(at.values()), f"C{names.index(o.variant)}"
+        places = [t / 1e6 for t in at]
+        values = list(at.values())
+        colour = f"C{names.index(o.variant)}"
         style = STYLES[seeds.index(o.seed) % len(STYLES)]
         where.plot(places[:-1], values[:-1], style, color=colour, linewidth=1.2, label=label)
         where.plot(places[-1:], values[-1:], "o", color=colour, markersize=3.5)

@@ -402,7 +402,10 @@ def _again(axis: Any, op: str, size: int, times: int, device: Any) -> None:
     from megascale.parallel.collectives import all_gather_into, all_reduce, reduce_scatter_in_place
 
     wide = axis.name.startswith("data_reduce")
-    dtype = torch.float32 if wide and op != "all_to_all" else torch.bfloat16
+    if wide and op != "all_to_all":
+        dtype = torch.float32
+    else:
+        dtype = torch.bfloat16
     count = max(axis.size, size // dtype.itemsize)
     full = torch.zeros(count - count % axis.size, dtype=dtype, device=device)
     part = full.view(axis.size, -1)[axis.rank]
@@ -589,7 +592,10 @@ def draw(record: dict[str, Any], out: Path) -> None:
         "milliseconds: the whole step, height is the part of the time in which it runs, pale: waits for other ranks"
     )
     axes[-1, 0].set_xlabel("milliseconds: the piece in which communication runs most")
-    cut = f" with {record['layers']} layers" if "layers" in record else ""
+    if "layers" in record:
+        cut = f" with {record['layers']} layers"
+    else:
+        cut = ""
     axes[0, 0].set_title(f"{record['preset']}{cut} on {record['processes']} x {record['device']}, {record['date']}")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)

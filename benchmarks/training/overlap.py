@@ -140,7 +140,10 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
     rows = model.sequence_length * config.train.micro_batch
     part = rows // axis.size * model.hidden * torch.empty(0, dtype=dtype).element_size()
     found_exchange = symmetric.make_exchange(axis, part, location.device)
-    why_not = found_exchange if isinstance(found_exchange, str) else None
+    if isinstance(found_exchange, str):
+        why_not = found_exchange
+    else:
+        why_not = None
     ways = {"alone": SINGLE_RANK} | {way: replace(axis, overlap=way) for way in WAYS if way != "fused"}
     if not isinstance(found_exchange, str):
         ways["fused"] = replace(axis, overlap="fused", exchange=found_exchange)
@@ -151,7 +154,10 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
             turns: dict[str, list[float]] = {name: [] for name in (*ways, "collectives")}
             for turn in range(repeats + 1):
                 for name in turns:
-                    call = case.collectives if name == "collectives" else case.gemm(ways[name])
+                    if name == "collectives":
+                        call = case.collectives
+                    else:
+                        call = case.gemm(ways[name])
                     seconds = _seconds(call, axis, location.device)
                     if turn:  # the first warms up
                         turns[name].append(seconds)
@@ -187,7 +193,10 @@ def _agree(name: str, results: dict[str, Any]) -> None:
     import torch
 
     def flat(result: Any) -> torch.Tensor:
-        parts = result if isinstance(result, tuple) else (result,)
+        if isinstance(result, tuple):
+            parts = result
+        else:
+            parts = (result,)
         return torch.cat([part.detach().double().flatten() for part in parts])
 
     reference = flat(results["off"])
@@ -215,13 +224,17 @@ class _Case:
 
         from megascale.ops.gradient_sink import GradientSink, attach
 
-        s, b, t = config.model.sequence_length, config.train.micro_batch, axis.size
+        s = config.model.sequence_length
+        b = config.train.micro_batch
+        t = axis.size
         generator = torch.Generator(device).manual_seed(axis.rank)
 
         def make(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device=device, generator=generator).to(dtype)
 
-        self.what, self.axis, self.backward = gemm, axis, backward
+        self.what = gemm
+        self.axis = axis
+        self.backward = backward
         self.part = make(s // t, b, gemm.inner[0] if gemm.gathers else gemm.outer)
         self.sent = make(s, b, self.part.shape[-1])
         self.whole = [make(s, b, width) for width in gemm.inner]
@@ -238,9 +251,15 @@ class _Case:
         from megascale.parallel.tensor import gather_linear, linear_scatter
 
         present = axis.size == 1
-        inputs = self.whole if present or not self.what.gathers else [self.part]
+        if present or not self.what.gathers:
+            inputs = self.whole
+        else:
+            inputs = [self.part]
         inputs = [x.detach().requires_grad_() for x in inputs]
-        grad = self.upstream if present or self.what.gathers else self.part
+        if present or self.what.gathers:
+            grad = self.upstream
+        else:
+            grad = self.part
 
         def call() -> Any:
             with torch.set_grad_enabled(self.backward):

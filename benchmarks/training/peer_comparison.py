@@ -194,7 +194,9 @@ def recipe(name: str, config: Config, requested: str) -> str:
     from megascale.config.parts import LINEAR_PRECISIONS
 
     if requested == "auto":
-        return FLOAT8[name][0] if LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms != "none" else ""
+        if LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms != "none":
+            return FLOAT8[name][0]
+        return ""
     return "" if requested == "none" else requested
 
 
@@ -262,7 +264,9 @@ def make_job(
     recompute: str = "none",
 ) -> PeerJob:
     """Return the job description for a peer."""
-    model, parallel, train = config.model, config.parallel, config.train
+    model = config.model
+    parallel = config.parallel
+    train = config.train
     shape = {
         "layers": model.layers,
         "hidden": model.hidden,
@@ -309,7 +313,10 @@ def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> N
     job = PeerJob(**json.loads(Path(file).read_text()))
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", local)
+    else:
+        device = torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
 
@@ -329,7 +336,10 @@ def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> N
         if losses and not math.isfinite(losses[-1]):
             raise SystemExit(f"the loss of step {number + 1} is {losses[-1]}: not a run to compare with")
     if rank == job.world - 1:
-        memory = torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None
+        if cuda:
+            memory = torch.cuda.max_memory_allocated(device) / 2**30
+        else:
+            memory = None
         versions = {"torch": torch.__version__, **timed.versions}
         report = {"seconds": seconds, "memory_gib": memory, "versions": versions, "settings": timed.settings}
         Path(job.out).write_text(strict_json.dumps(report | {"losses": losses}))

@@ -115,7 +115,9 @@ class _Meanwhile(Disk):
     """Before its n-th change, something else happens."""
 
     def __init__(self, when: int, action: Callable[[], object]) -> None:
-        self.when, self.action, self.count = when, action, 0
+        self.when = when
+        self.action = action
+        self.count = 0
 
     def __getattribute__(self, name: str) -> object:
         if name in vars(Disk) and not name.startswith("_"):

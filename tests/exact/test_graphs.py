@@ -55,7 +55,9 @@ LAYOUTS = {
 
 def train(rank: int, world: int, tree: dict[str, Any], graphs: str) -> tuple[Told, int]:
     """What a rank tells of STEPS steps, and how many forwards of the last step were replayed."""
-    engine, report, replayed = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}), Told(), 0
+    engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}})
+    report = Told()
+    replayed = 0
     observe(engine, report)
     backward = GraphedRunner.backward
 
@@ -166,7 +168,9 @@ def test_where_they_cannot_be_had(settings, why):
 
 
 def test_turns():
-    forward, backward, reduce = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADS
+    forward = ActionKind.FORWARD
+    backward = ActionKind.BACKWARD
+    reduce = ActionKind.REDUCE_GRADS
     actions = [(forward, 0, 0), (forward, 0, 1), (backward, 0, 1), (reduce, 0, 0), (backward, 0, 0)]
     boundaries = find_boundaries(actions)[0]  # type: ignore[arg-type]
     assert (boundaries.first_forward, boundaries.first_backward, set(boundaries.reduced)) == (0, 1, {0})

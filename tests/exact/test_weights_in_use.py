@@ -56,7 +56,9 @@ def shards(engine: Engine) -> list[checkpoint.TensorShard]:
 
 def train_and_save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[list[Boxed], list[Boxed], Told]:
     """Train all steps, saved before the last: the weights in use and the state then, and what the last step gave."""
-    engine, before, last = make_engine(rank, world, tree), Told(), Told()
+    engine = make_engine(rank, world, tree)
+    before = Told()
+    last = Told()
     for step in range(1, STEPS):
         run_step(engine, step, before)
     checkpoint.save(folder, STEPS - 1, shards(engine), {}, keep=1)

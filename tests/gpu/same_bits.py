@@ -26,8 +26,13 @@ from megascale.ops.dispatch import Kernels
 from megascale.rendezvous.groups import shutdown
 from tests.gpu.small_steps import train
 
-AGAIN, STEPS, TIMED = 20, 4, 10
-S, B, N, D = 2048, 2, 16, 128
+AGAIN = 20
+STEPS = 4
+TIMED = 10
+S = 2048
+B = 2
+N = 16
+D = 128
 Case = dict[str, dict[str, Any]]
 CASES: dict[str, Case] = {
     "serial": {},
@@ -114,7 +119,9 @@ def main() -> int:
         wrong += kernels() if groups is None else 0
         print(f"{'steps':34} {'same bits':20} {'deterministic':20} {'ms':15} attention")
     for name, case in CASES.items():
-        output, times, names = [], [], []
+        output = []
+        times = []
+        names = []
         for deterministic in (False, True):
             try:
                 tree = tree_of(case, deterministic, axis)

@@ -44,7 +44,9 @@ def train(
     """
     layout = lay_out(configuration.from_tree(tree), location.world)
     engine = Engine(layout, groups, location.device, attention)
-    model, train, data = engine.config.model, engine.config.train, layout.grid.data
+    model = engine.config.model
+    train = engine.config.train
+    data = layout.grid.data
     count = train.global_batch // train.micro_batch // data
     shape = (steps, data, count, model.sequence_length + 1, train.micro_batch)
     rows = torch.randint(0, model.vocab, shape, generator=torch.Generator().manual_seed(0)).to(location.device)

@@ -95,7 +95,9 @@ class Calls:
     def take(self) -> dict[str, Any]:
         """Return the records since the last call."""
         result = {"calls": self.count, "seconds": round(self.seconds, 4), "keys": self.keys[:60]}
-        self.count, self.seconds, self.keys = {}, 0.0, []
+        self.count = {}
+        self.seconds = 0.0
+        self.keys = []
         return result
 
 

@@ -21,7 +21,9 @@ class Device:
     """A stream that does its work in order, and a host that queues it. Times in nanoseconds."""
 
     def __init__(self, drift: float) -> None:
-        self.host, self.busy, self.drift = BEFORE, BEFORE, drift
+        self.host = BEFORE
+        self.busy = BEFORE
+        self.drift = drift
         self.waits = self.made = 0
         self.capturing = False
 

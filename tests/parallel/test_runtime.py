@@ -143,7 +143,9 @@ def test_torch_is_deterministic_while_an_engine_that_wants_it_works(monkeypatch:
 
 
 def test_torch_is_deterministic_until_the_last_thread_that_wants_it_has_left() -> None:
-    kernels, inside, leave = dispatch.Kernels(deterministic=True), Event(), Event()
+    kernels = dispatch.Kernels(deterministic=True)
+    inside = Event()
+    leave = Event()
 
     def hold() -> bool:
         with kernels.as_current():

@@ -36,7 +36,9 @@ class Server:
     """A redis-server on loopback that can be killed, stopped and started again on its port."""
 
     def __init__(self, folder, *options: str, tls: bool = False) -> None:
-        self.folder, self.options, self.tls = folder, options, tls
+        self.folder = folder
+        self.options = options
+        self.tls = tls
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.start()

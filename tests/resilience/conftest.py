@@ -39,7 +39,9 @@ class Launched(JobEvents):
 
     def __init__(self, file: Path, name: str, *arguments: str, cwd: Path, new: bool, before: str) -> None:
         self.run = cwd / "runs" / name
-        self.cwd, self.new, self.before = cwd, new, f"{PACED}\n{before}"
+        self.cwd = cwd
+        self.new = new
+        self.before = f"{PACED}\n{before}"
         self.words = ["launch", str(file), f"--train.name={name}", *QUICK, *arguments]
         self.seen = 0
         self.output = cwd / f"{name}.out"

@@ -147,7 +147,9 @@ def test_search_finds_layouts_that_fit(scenario):
 def test_search_chooses_what_to_recompute():
     """Half of gpt-13b on eight H100s: a larger micro-batch that fits by recomputing is faster than a smaller one."""
     arguments = ["model.preset=gpt-13b", "train.precision=bfloat16", "train.global_batch=64"]
-    config, cluster, base = configuration.load(None, arguments), load_cluster("h100-dgx"), stack("megascale-h200")
+    config = configuration.load(None, arguments)
+    cluster = load_cluster("h100-dgx")
+    base = stack("megascale-h200")
     calibration = load_calibration("h100-engine", "h100-host")
     scenario = Scenario(config, 8, cluster, calibration, engine_software(config, base), base=base)
     fastest = {}

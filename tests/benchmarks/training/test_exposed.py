@@ -130,7 +130,10 @@ ms = st.integers(0, 200)
 @given(st.lists(st.tuples(ms, ms, st.integers(1, 50)), min_size=1, max_size=8), st.integers(-5000, 5000))
 def test_a_transfer_waits_until_its_last_member_comes_whatever_the_clocks_say(transfers, skew):
     """Transfers one after another: when each of two members comes, and how long its bytes move."""
-    ours, theirs, meetings, at = [], [], [], 0.0
+    ours = []
+    theirs = []
+    meetings = []
+    at = 0.0
     for a, b, length in transfers:
         met = at + max(a, b)
         ours.append(BusyTime(at + a, met + length, "pipeline", "forward/0-1"))

@@ -90,7 +90,9 @@ def test_megatron_adds_weight_gradients_inside_gemms_where_it_can(monkeypatch):
     monkeypatch.delitem(sys.modules, peer_megatron._FUSED, raising=False)
     peer_megatron.fuse_gradients()
     built = sys.modules.pop(peer_megatron._FUSED)
-    total, into, gradient = torch.ones(3, 2), torch.randn(5, 2), torch.randn(5, 3)
+    total = torch.ones(3, 2)
+    into = torch.randn(5, 2)
+    gradient = torch.randn(5, 3)
     built.wgrad_gemm_accum_fp32(into, gradient, total)
     torch.testing.assert_close(total, 1 + gradient.T @ into)
 

@@ -197,7 +197,9 @@ class ChaosRun:
     """A trainer that saves all the time, its service, and what it has reported."""
 
     def __init__(self, folder: Path, rng: random.Random, scale: int = 64) -> None:
-        self.folder, self.rng, self.scale = folder, rng, scale
+        self.folder = folder
+        self.rng = rng
+        self.scale = scale
         self.reported = 0
         self.child: Any = None
         self.reports: Any = None

@@ -44,7 +44,10 @@ def run_chaos(folder: Path, kills: int, seed: int, console: Any, steps: int = 30
     calm.train(0, console)
     expected = calm.story()
     dealt = {"loader": 0, "worker": 0}
-    rounds, attempts, restarts, training = 0, 0, 0, 0
+    rounds = 0
+    attempts = 0
+    restarts = 0
+    training = 0
     faults: list[str] = []
     while sum(dealt.values()) < kills:
         run = _Run(folder, f"round-{rounds}", steps, rng)
@@ -58,7 +61,9 @@ def run_chaos(folder: Path, kills: int, seed: int, console: Any, steps: int = 30
             faults.append(f"round {rounds} has {len(story)} steps where the undisturbed run has {len(expected)}")
         for kind, count in run.dealt.items():
             dealt[kind] += count
-        rounds, attempts, restarts = rounds + 1, attempts + run.attempts, restarts + run.restarts()
+        rounds = rounds + 1
+        attempts = attempts + run.attempts
+        restarts = restarts + run.restarts()
         training += run.in_training
         console.print(f"round {rounds}: {run.dealt} in {run.attempts} starts; {'equal' if not faults else faults[-1]}")
     remaining = [str(path) for path in ring.MOUNT.glob(f"{ring.name_prefix()}*") if str(folder).encode() in _head(path)]
@@ -221,7 +226,9 @@ class _Run:
 
     def _let_train(self, ranks: list[Any], steps: int, more: float) -> bool:
         """Wait until so many steps are done and `more` seconds on, or the ranks have ended (False)."""
-        sentinels, observed, done = [process.sentinel for process in ranks], self._steps(), 0
+        sentinels = [process.sentinel for process in ranks]
+        observed = self._steps()
+        done = 0
         while done < steps:
             if multiprocessing.connection.wait(sentinels, 0.003):
                 return False

@@ -105,7 +105,9 @@ def _result(results: Queue[Any], seconds: float, served: Any) -> Any:
 
 def _judge(measures: dict[str, Any], silences: list[tuple[str, float, float]], window: float) -> dict[str, Any]:
     """Match verdicts with silences; times are of this machine's monotonic clock, one for all processes."""
-    late, matched, false = [], set(), 0
+    late = []
+    matched = set()
+    false = 0
     for node, at in measures["verdicts"]:
         cause = next((s for s in silences if s[0] == node and s[1] + window * 0.5 < at < s[2] + 1.0), None)
         if cause is None:
@@ -196,7 +198,10 @@ async def _drive(run: Path, agents: int, seconds: float, window: float) -> dict[
         await asyncio.sleep(0.05)
     joined = time.monotonic()
     await asyncio.sleep(3.0)
-    start, cpu, before, measured.slowest = time.monotonic(), time.process_time(), beats(), 0.0
+    start = time.monotonic()
+    cpu = time.process_time()
+    before = beats()
+    measured.slowest = 0.0
     memory = [_memory()]
     verdicts.clear()
     while time.monotonic() - start < seconds and not work.done():

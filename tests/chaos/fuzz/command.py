@@ -109,7 +109,9 @@ def feed(name: str, seconds: float, seed: int, folder: Path) -> FuzzResult:
     give = next(target for target in TARGETS if target.name == name).make(location)
     give(random.Random(seed))  # what is imported at the first input is no cost of it
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    find, at, deadline = "", seed, time.monotonic() + seconds
+    find = ""
+    at = seed
+    deadline = time.monotonic() + seconds
     with open(folder / "seed", "w") as file:
         while True:
             file.seek(0)

@@ -80,7 +80,9 @@ def drip(address: tuple[str, int], seconds: float) -> str:
 
 def garbage(address: tuple[str, int], seconds: float) -> str:
     """Frames of random bytes, of lengths that lie, and of protocols that are not spoken there."""
-    deadline, count, rng = time.monotonic() + seconds, 0, random.Random(0)
+    deadline = time.monotonic() + seconds
+    count = 0
+    rng = random.Random(0)
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=2) as sock:
             sock.sendall(_frame(rng))

@@ -17,7 +17,9 @@ from tests.chaos.kubernetes.site import KubernetesSite, mounts, source
 from tests.chaos.kubernetes.witness import Witness
 from tests.chaos.machines.network import wait
 
-LABEL, SLOT, ROLE = "megascale.dev/job", "megascale.dev/slot", "megascale.dev/role"  # of a job's pods
+LABEL = "megascale.dev/job"
+SLOT = "megascale.dev/slot"
+ROLE = "megascale.dev/role"  # of a job's pods
 
 
 class KubernetesJob(Launched):
@@ -39,7 +41,9 @@ class KubernetesJob(Launched):
     outside = True
 
     def __init__(self, site: KubernetesSite, file: Path, name: str, arguments: Sequence[str], pace: float) -> None:
-        self.site, self.name, self.folder = site, name, file.parent
+        self.site = site
+        self.name = name
+        self.folder = file.parent
         self.shared = file.parent / "shared" / name
         self.witness, self.step_before = Witness(name), 0
         site.kubectl("create", "namespace", name)

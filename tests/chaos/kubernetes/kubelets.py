@@ -40,7 +40,9 @@ class Kubelets:
     """
 
     def __init__(self, store: Store, folder: Path | None = None, environment: dict[str, str] | None = None) -> None:
-        self._store, self._folder, self._environment = store, folder, environment or {}
+        self._store = store
+        self._folder = folder
+        self._environment = environment or {}
         self.cut: set[str] = set()
         self.broken_images: set[str] = set()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}

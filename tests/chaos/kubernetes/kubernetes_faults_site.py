@@ -123,7 +123,9 @@ def _strike(job: KubernetesJob, fault: KubernetesFault) -> Row:
         return row
     job.until_joined(fault.pods)
     job.until_step(_BEFORE)
-    before, began, job.step_before = job.events()[-1].id, time.time(), job.step()
+    before = job.events()[-1].id
+    began = time.time()
+    job.step_before = job.step()
     verdict = repeated = None
     with Steps(job) as steps:
         injected = fault.strike(job)

@@ -112,7 +112,9 @@ class KubernetesNode:
     """
 
     def __init__(self, machine: Machine, number: int, inputs: Given, labels: str = "") -> None:
-        self.machine, self.name, self._given = machine, machine.name, inputs
+        self.machine = machine
+        self.name = machine.name
+        self._given = inputs
         self.number, self._labels = number, labels
         self.folder = machine.folder / "node"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -317,5 +319,8 @@ def _add(
     tar: tarfile.TarFile, path: str, data: bytes, kind: bytes = tarfile.REGTYPE, mode: int = 0o755, to: str = ""
 ) -> None:
     member = tarfile.TarInfo(path)
-    member.size, member.type, member.mode, member.linkname = len(data), kind, mode, to
+    member.size = len(data)
+    member.type = kind
+    member.mode = mode
+    member.linkname = to
     tar.addfile(member, io.BytesIO(data))

@@ -172,7 +172,9 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
 
     pipe.send("churn")
     lags.clear()
-    requested, cpu, start = cluster.api.requests, time.process_time(), time.monotonic()
+    requested = cluster.api.requests
+    cpu = time.process_time()
+    start = time.monotonic()
     looks = []
     while time.monotonic() - start < seconds:
         at = time.perf_counter()

@@ -80,7 +80,9 @@ class KubernetesSite(Site):
     """
 
     def __init__(self, folder: Path, nodes: int, gpus: int = 0) -> None:
-        self.folder, self.programs, self._gpus = folder, programs(), gpus
+        self.folder = folder
+        self.programs = programs()
+        self._gpus = gpus
         self._group = f"ms-{os.urandom(4).hex()}"
         self.names = [f"k{i + 1}" for i in range(nodes)]
         self.machines = Machines(folder / "m", ["head", *self.names])

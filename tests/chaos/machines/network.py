@@ -52,7 +52,9 @@ class Machine:
     """
 
     def __init__(self, name: str, number: int, network: str, folder: Path) -> None:
-        self.name, self.address, self.folder = name, f"{_NET}.{number}", folder
+        self.name = name
+        self.address = f"{_NET}.{number}"
+        self.folder = folder
         self._namespace = f"{network}-{name}"
         self._switch, self._port = f"{network}-sw", f"p{number}"
         self._shell: subprocess.Popen[bytes] | None = None

@@ -39,7 +39,9 @@ class SlurmJob(Launched):
     def __init__(
         self, site: SlurmSite, file: Path, name: str, arguments: Sequence[str], pace: float, sbatch: str = ""
     ) -> None:
-        self.site, self.name, self.id = site, name, ""
+        self.site = site
+        self.name = name
+        self.id = ""
         local = ["--resilience.cluster=slurm", "--resilience.test_spares=false", f"--resilience.sbatch={sbatch}"]
         local.append("--checkpoint.linger=60")  # a driver that comes up on another node takes some seconds
         super().__init__(file, name, [*local, *arguments], pace)

@@ -59,7 +59,9 @@ class Ours:
 def theirs(choose: Choose) -> Theirs:
     """A model of transformers."""
     family = choose(["gpt2", "gptj", "gpt_neox", "llama", "mistral", "qwen2"])
-    heads, size, positions = choose([1, 2, 3, 4]), choose([4, 6, 10]), choose([16, 32])
+    heads = choose([1, 2, 3, 4])
+    size = choose([4, 6, 10])
+    positions = choose([16, 32])
     layers, ffn = choose([1, 2, 3]), choose([7, 37, 64])
     settings: dict[str, Any] = {
         "vocab_size": choose([17, 101]),
@@ -298,7 +300,9 @@ def ours(choose: Choose) -> Ours:
     """A model of ours that a family can say, or that differs from one in a key."""
     family = choose(list(_FAMILIES))
     base, obstacles = _FAMILIES[family]
-    heads, size, sequence = choose([1, 2, 3, 4]), choose([4, 8, 10]), choose([16, 32])
+    heads = choose([1, 2, 3, 4])
+    size = choose([4, 8, 10])
+    sequence = choose([16, 32])
     keys = {
         **base,
         "layers": choose([1, 2, 3]),

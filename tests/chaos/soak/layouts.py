@@ -140,7 +140,9 @@ def one_process(tree: Tree) -> Tree:
 
 def describe(tree: Tree, world: int) -> str:
     """A case in a few words; its folder has all of it."""
-    model, parallel, train = tree["model"], tree["parallel"], tree["train"]
+    model = tree["model"]
+    parallel = tree["parallel"]
+    train = tree["train"]
     arguments = [f"{world} processes TP{parallel['tensor']} PP{parallel['pipeline']}x{parallel['virtual_stages']}"]
     arguments += [f"DP{parallel['data']} ZeRO-{parallel['zero']}, recompute {parallel['recompute']}"]
     arguments += [f"{model['layers']} layers {model['block']} {model['norm']} {model['positions']}"]

@@ -415,7 +415,9 @@ def test_what_killed_services_left_is_swept_and_what_runs_is_not(
 
 def test_services_that_come_and_go_are_one_at_a_time(tmp_path: Path) -> None:
     """Many start while others end and remove the folder: never two at once."""
-    location, inside, most = ServiceLocation(tmp_path / "place", "checkpoint"), 0, 0
+    location = ServiceLocation(tmp_path / "place", "checkpoint")
+    inside = 0
+    most = 0
     guard = threading.Lock()
 
     def come_and_go() -> None:

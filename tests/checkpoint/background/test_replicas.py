@@ -289,7 +289,9 @@ def test_a_copy_that_cannot_be_sent_is_a_problem_whatever_the_reason(snapshot: A
 def test_a_peer_that_takes_nothing_does_not_hold_up_a_snapshot_that_is_given_up(snapshot: Any) -> None:
     """The replacement of a dead trainer waits for its memory."""
     slot, staged, copies = snapshot
-    begun, ended, real = threading.Event(), threading.Event(), copies._reserve_slot
+    begun = threading.Event()
+    ended = threading.Event()
+    real = copies._reserve_slot
 
     def room(*arguments: Any) -> Any:
         begun.set()

@@ -80,7 +80,9 @@ class Hosts:
     slots and of memory for copies are the real ones."""
 
     def __init__(self, ranks: int, slots: int, above: int = 0) -> None:
-        self.above, self.number, self.nothing = above, above, CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
+        self.above = above
+        self.number = above
+        self.nothing = CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
         self.local = [[""] * slots for _ in range(ranks)]  # what each service has whole
         self.filled = [[""] * slots for _ in range(ranks)]
         self.copies = Replicas()

@@ -90,7 +90,9 @@ STEPS = ("metrics.jsonl", "samples/ledger.jsonl")
 def test_the_run_folder_tells_the_story_of_a_run_that_goes_back_moves_and_loses_its_driver(tmp_path_factory, story):
     """(steps done, steps lost, what happens then): nothing; another driver; one that did not confirm; another node."""
     folder = tmp_path_factory.mktemp("link")
-    link, number, done = Link(folder / "n0", folder / "run"), 0, 0
+    link = Link(folder / "n0", folder / "run")
+    number = 0
+    done = 0
     link.agent.follow((0,))
     expected: dict[str, list[str]] = {name: [] for name in STEPS}
     log, events = "", ""

@@ -54,7 +54,10 @@ def sbatch_words(text: str) -> list[str]:
             if line and not line.startswith("#"):
                 break
             continue
-        remaining, word, quote, started = iter(line.removeprefix("#SBATCH")), "", "", False
+        remaining = iter(line.removeprefix("#SBATCH"))
+        word = ""
+        quote = ""
+        started = False
         for character in remaining:
             if character == "\\":
                 word, started = word + next(remaining), True

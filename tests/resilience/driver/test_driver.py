@@ -45,7 +45,10 @@ class Played:
     `started` says so by True."""
 
     def __init__(self, run: Path, epoch: int, attempt: int) -> None:
-        self.run, self.epoch, self.attempt, self.port = run, epoch, attempt, 1000
+        self.run = run
+        self.epoch = epoch
+        self.attempt = attempt
+        self.port = 1000
         self.starts: list[Any] = []
         self.sequence = 0
 

@@ -32,7 +32,9 @@ class Relay:
     """Somebody between agent and driver, who keeps what passes and may change it."""
 
     def __init__(self, port: int, change=lambda data, sent: data) -> None:
-        self._to, self._change, self.seen = port, change, bytearray()
+        self._to = port
+        self._change = change
+        self.seen = bytearray()
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def open(self) -> int:

@@ -77,7 +77,9 @@ def test_a_start_ends_in_the_step_of_those_to_blame_and_not_while_it_saves_or_lo
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 10)), max_size=60), st.integers(1, 8))
 def test_starts_without_a_new_step_are_counted_whatever_they_ended_for(ends, limit):
     """(furthest step that a start was seen in, step that it ended in) of each: the job ends within the limit."""
-    job, without, furthest = JobState("a"), 0, 0
+    job = JobState("a")
+    without = 0
+    furthest = 0
     for observed, at in ends:
         job = replace(job, step=max(job.step, observed))
         job = replace(job, **progress.count_start(job, at))
