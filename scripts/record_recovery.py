@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def watch(job: subprocess.Popen[str], run: Path) -> tuple[list[tuple[float | None, str]], bool]:
-    """What the job prints from shortly before the kill on: (seconds since the kill, line); and whether it recovered."""
+    """Return the job's output from shortly before the kill on: (seconds since the kill, line), and its recovery."""
     begin, _, options = COMMAND.partition(" --checkpoint")
     shown: list[tuple[float | None, str]] = [
         (None, f"$ {begin} \\"),

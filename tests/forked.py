@@ -318,7 +318,7 @@ class _Child(subprocess.Popen[Any]):
             err = out
         for file in (sys.stdout, sys.stderr):
             file.flush()  # or the child would say it again
-        # What the launcher does about a signal is not the rank's to do.
+        # Only the launcher handles a signal, not the rank.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         self.pid = os.fork()
         if self.pid:

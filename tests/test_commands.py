@@ -62,7 +62,7 @@ THERE = (
     (r"--step 300", "--step 10"),
     (r" --node-rank$", ""),
 )
-# What is parsed only, and why.
+# Commands that are only parsed, with reasons.
 PARSED = {
     r"data build --stdlib": "half a minute; `make train` does it",
     r"launch examples/stdlib\.toml --nodes 4": "as the two nodes of quickstart.md",

@@ -65,7 +65,7 @@ def main(
     console = Console()
     unknown = set(source) - set(SOURCES)
     if unknown:
-        raise typer.BadParameter(f"{unknown.pop()!r} is none of {', '.join(SOURCES)}")
+        raise typer.BadParameter(f"{unknown.pop()!r} is not one of {', '.join(SOURCES)}")
     check_processes("--ranks", ranks, TRAINER_BYTES)
     with tempfile.TemporaryDirectory(dir=folder) as location:
         result = measure(Path(location), source, ranks, batches, steps, repeat)
@@ -211,7 +211,7 @@ def read_all(config: Any, ranks: int, batches: int, side: str) -> LoaderFigures:
 
 
 def wait_in_steps(config: Any, ranks: int, steps: int, side: str) -> dict[str, float]:
-    """What a step of STEP seconds waits for its micro-batch, parts of the step: over all ranks and steps.
+    """Return the waits for micro-batches as parts of a step of STEP seconds, over all ranks and steps.
 
     `empty` is the part of the mean in which the host's loader had nothing ready; the rest is copying, and being kept
     from it by other processes.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks tokenize`: how fast jsonl becomes token files, beside what the tokenizer library alone does.
+"""`python -m benchmarks tokenize`: the speed from jsonl to token files, compared with the tokenizer library alone.
 
 The text is the standard library's source cut into documents at random, with some words of each renamed, so that a
 tokenizer's cache of words sees new ones as it would in real text. The library is timed inside `encode_batch` only,

@@ -1,6 +1,6 @@
 """`python -m benchmarks observe`: what timers cost, what the span store takes in, and what a kill leaves of it.
 
-And what-if beside published results; how often slow machines and causes of a decline are found.
+And what-if next to published results; how often slow machines and causes of a decline are detected.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def observe(
 
     ingest: 12,288 ranks made from the schedule, through rings, spool and Parquet, on two threads; then questions.
     kills: a span service killed at random moments; what it acknowledged must be there once.
-    device: on a GPU, timers beside CUDA's own events, and the device's clock beside the host's.
+    device: on a GPU, timers next to CUDA's own events, and the device's clock next to the host's.
     cost: timers off and on in turn within one engine (benchmarks alternate); on GPUs half of gpt-13b (on two with
     tensor parallelism of 2; on four and more all of it in TP2 PP2x5, if their memory holds it), else a small model on
     the CPU.
-    whatif: traces in --traces replayed; total, ideal and slow-down within 1% of the results beside them, in 5 s.
+    whatif: traces in --traces replayed; total, ideal and slow-down within 1% of the results next to them, in 5 s.
     stragglers: 12,288 ranks (--data) replayed from their schedule with the noise of real machines, 50 steps: healthy,
     with a GPU 5% slow and a slow link, with two slow GPUs; error rates of small jobs; and two real ranks, one 10% slow
     (more with --layout).

@@ -29,7 +29,7 @@ BOUNDS = {
     "frames of the timeline": (0.05, "s"), "frames of the grid": (0.05, "s"), "server": (1024.0, "MiB"),
     "page": (500.0, "MiB"), "live": (2.0, "s"), "driver": (0.1, "s"),
 }  # fmt: skip
-_SETTLED = 3.0  # seconds for which the driver is asked before the pages come
+_SETTLED = 3.0  # seconds of requests to the driver before the pages load
 
 
 def register(app: typer.Typer) -> None:

@@ -2,7 +2,7 @@
 
 Every wait follows from the dependencies: tensor peers leave each compute together, a compute begins when its message is
 there, a data-parallel group's reduction ends after its last member came, and all ranks meet at the gradients' norm.
-What the ranks would tell of it are the roll-ups that a trainer writes.
+The ranks' records are the roll-ups that a trainer writes.
 
 The noise, of which nothing is known to what is measured with it:
 

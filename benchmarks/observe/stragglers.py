@@ -155,7 +155,7 @@ def error_rates(seed: int, looks: dict[int, int] | None = None) -> list[dict[str
     """False alarms a look, and how often a rank 5% or 10% slower is found, by the number of comparable ranks.
 
     The ranks' noise is that of the replayed jobs, without their passing slow spells; "differ by 4%": two ranks that
-    differ by -4% to 4% for good, the slower of which is no fault.
+    differ by -4% to 4% for good, the slower of which is not a fault.
     """
     random = np.random.default_rng(seed)
     steps, result = np.arange(1, STEPS + 1), []
@@ -238,7 +238,9 @@ def axes(layout: str) -> dict[str, int]:
     for part in layout.split(","):
         key, _, value = part.partition("=")
         if key not in _AXES or not value.isdigit() or int(value) < 1:
-            raise ConfigError(f"--layout={layout}: {part!r} is none of {', '.join(_AXES)} with a number, as in data=2")
+            raise ConfigError(
+                f"--layout={layout}: {part!r} is not one of {', '.join(_AXES)} with a number, as in data=2"
+            )
         result[key] = int(value)
     if ranks(result) < 2:
         raise ConfigError(f"--layout={layout} has one rank; a slow one is told from others, as in data=2")
@@ -275,7 +277,7 @@ def local(
 
 
 def _train(folder: Path, device: str, seconds: float, added: float, axes: dict[str, int]) -> Stragglers:
-    """Train those ranks for so long; rank 1 computes `added` seconds a step longer. What is found in the end."""
+    """Train those ranks for so long; rank 1 computes `added` seconds per step longer. Return the analysis."""
     folder.mkdir(parents=True)
     _write_tokens(folder / "tokens")
     file = folder / "job.toml"

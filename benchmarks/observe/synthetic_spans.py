@@ -89,9 +89,8 @@ def made(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int,
     pace[7] += 0.1
     rows = [rows_of_stage(schedule, stage) for stage in range(job.stages)]
     base = [make_spans(_with_step(item)) if full else rollups_of_stage(item) for item in rows]
-    if full:
-        times = ("start_ns", "end_ns")
-    else:
+    times: tuple[str, ...] = ("start_ns", "end_ns")
+    if not full:
         times = ("total_ns", "waited_ns", "longest_ns", "host_ns", "first_ns", "last_ns")
     begin = 10**15
     for step in range(1, steps + 1):

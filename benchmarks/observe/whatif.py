@@ -37,7 +37,7 @@ def measure(folder: Path) -> list[dict[str, Any]]:
             times = [_mean(result[name]) for name in ("step_t_base", "step_t_nodelay", "step_t_noblk")]
             slow_down = float(result["blocking_slowdown"])
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{_result(file)} is no result of StragglerAnalysis: {error!r}") from None
+            raise DataError(f"{_result(file)} is not a result of StragglerAnalysis: {error!r}") from None
         pairs = {
             "recorded": (ours.recorded, times[0]), "total": (ours.original, times[1]), "ideal": (ours.ideal, times[2]),
             "slow-down": (ours.slow_down, slow_down),

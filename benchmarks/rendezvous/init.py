@@ -165,7 +165,7 @@ def _ordered(grid: Grid) -> Callable[[Store, int], list[float]]:
 
 
 def _barriers(grid: Grid, names: list[str]) -> Callable[[Store, int], list[float]]:
-    """A rank's part in the paper's time: a barrier of the world after each group, whoever is in it."""
+    """A rank's part in the paper's time: a barrier of the world after each group, for all its members."""
     import time
 
     from torch.distributed.distributed_c10d import GroupName
@@ -226,7 +226,7 @@ def register(app: typer.Typer) -> None:
         calls: int = typer.Option(4, min=0, help="World barriers to run of the old protocol's; 0: all of them."),
         repeat: int = typer.Option(2, min=1, help="Runs of each; the best is shown, the file has all."),
         redis_server: str = typer.Option("redis-server", help="The server's program."),
-        out: Path = typer.Option(Path("bench-init.json"), help="Figures; the plot lies beside it as .png."),
+        out: Path = typer.Option(Path("bench-init.json"), help="Figures; the plot lies next to it as .png."),
         as_json: bool = typer.Option(False, "--json", help="Print the figures instead of a table."),
     ) -> None:
         from benchmarks.rendezvous.crowd import STORES
@@ -257,7 +257,7 @@ def register(app: typer.Typer) -> None:
 
 HELP = """How long thousands of ranks take to meet and make their groups, on this machine.
 
-Compares stores and protocols beside the MegaScale paper's figures. Example:
+Compares stores and protocols with the MegaScale paper's figures. Example:
 
 python -m benchmarks init --ranks 2048,12288 --store tcp,redis --protocol per-group-barrier,ordered
 """
@@ -312,7 +312,7 @@ def _print(results: list[InitResult], machine: dict[str, Any]) -> None:
     least, most = min(r.load for r in results), max(r.load for r in results)
     console.print(
         "server, cpu: CPU seconds of the server, and of it and all ranks together. The ranks share this machine's "
-        f"{machine['cores']} cores with the server and whatever else runs (load average {least:.1f} "
+        f"{machine['cores']} cores with the server and other processes (load average {least:.1f} "
         f"to {most:.1f}); in a job each rank has its own."
     )
     console.print("Paper, 2,048 GPUs: TCPStore 1,047; Redis 361; Redis and ordered < 5. Above 10,000: < 30.")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks targets`: the figures that this project holds itself to, measured, beside what they must reach.
+"""`python -m benchmarks targets`: measured figures next to this project's targets, which they must reach.
 
 Cases are data (targets.toml). Each run is a bench in a process of its own; small cases run side by side on GPUs of
 their own. Every run is kept as soon as it is done, so that a call goes on where the last one was stopped.
@@ -35,7 +35,7 @@ def targets(
     alone: bool = typer.Option(False, "--alone", help="One run at a time: power and host are shared between runs."),
     out: Path = typer.Option(Path("bench-targets.json"), help="JSON file; runs that it holds are not made again."),
 ) -> None:
-    """Measure what this project holds itself to, on the GPUs that are here, beside what each must reach.
+    """Measure the figures with targets on this machine's GPUs, and print them next to the targets.
 
     A case is a model in a layout. It runs with as many replicas as there is room for, up to those of its target
     ("DP1 of 2": half of them). One that needs more memory by its plan than a GPU has is left out and named.
@@ -43,7 +43,7 @@ def targets(
     Small cases run side by side. A failed one leaves the others alone; called again, only what is missing is run.
     Any setting can be given as --section.key=value; it holds for all cases.
 
-    Exit codes: 0 done or out of time, whatever was reached; 1 if a run failed; 130 interrupted.
+    Exit codes: 0 done or out of time, with any result; 1 if a run failed; 130 interrupted.
 
     Examples:
 

@@ -30,7 +30,7 @@ def load_others() -> list[OtherCommands]:
 
 def others() -> Iterator[str]:
     """Lines that say them."""
-    yield "Beside these cases:"
+    yield "In addition to these cases:"
     for item in load_others():
         yield f"{item.title}: {item.needs}; {item.goal}"
         yield from (f"  {line}" for line in item.lines)

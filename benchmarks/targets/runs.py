@@ -20,7 +20,7 @@ from megascale.core import strict_json
 from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError
 
-GRACE_PERIOD = 10.0  # seconds that a run which is told to end has for it
+GRACE_PERIOD = 10.0  # seconds that a run has to end after the signal
 BENCHMARKS = (sys.executable, "-m", "benchmarks")
 
 

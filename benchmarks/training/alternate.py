@@ -1,6 +1,6 @@
 """`python -m benchmarks alternate`: one engine, a setting changed back and forth between steps.
 
-Cards, clocks and hosts differ by more than many a setting is worth; here all its values see the same ones, and 0.2% can
+GPUs, clocks and hosts differ by more than many a setting is worth; here all its values see the same ones, and 0.2% can
 be told. Weights stay as they are (the learning rate is zero), so that losses and gradient norms can be compared too.
 """
 
@@ -274,7 +274,7 @@ def difference(first: list[float], second: list[float]) -> tuple[float, float, f
     """How much longer the steps of `other` are, in share of `first`'s: (median, lower and upper bound) over pairs.
 
     The i-th timed steps of both make a pair. Bounds are order statistics of the pairs' ratios, which hold the median
-    with 95% confidence whatever its distribution: the k-th smallest and largest, k by the binomial law.
+    with 95% confidence for any distribution: the k-th smallest and largest, k by the binomial law.
     """
     ratios = sorted(b / a - 1 for a, b in zip(first, second, strict=True))
     below, k = 0.5 ** len(ratios), 0
@@ -288,7 +288,7 @@ def difference(first: list[float], second: list[float]) -> tuple[float, float, f
 
 
 def show(record: dict[str, Any]) -> None:
-    """The table: a value a row, beside the first."""
+    """Return the table: a row per value, compared with the first."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

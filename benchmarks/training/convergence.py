@@ -1,7 +1,7 @@
 """`python -m benchmarks convergence`: loss against tokens of what makes a step faster, beside what it replaces.
 
 Serial, parallel and parallel windowed blocks under AdamW, and LAMB at a larger batch, as the paper's Figure 10 (section
-6.2): the same tokens in the same order, several seeds. A faster step that learns worse is no gain.
+6.2): the same tokens in the same order, several seeds. A faster step that learns worse is not a gain.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def convergence(
     earlier: list[Path] = typer.Option(
         [],
         help="Metrics of an earlier call, which may have been on another machine: its runs count, and those of "
-        "them that are asked for again are not repeated.",
+        "them that are requested again are not repeated.",
     ),
     at_once: int = typer.Option(1, min=1, help="Runs on one GPU at a time: small models leave most of it idle."),
     folder: Path = typer.Option(Path("runs/convergence"), help="Run folders; finished ones are not run again."),

@@ -5,7 +5,7 @@ change and the first of them are gathered, to the next one's. Exposed is the tim
 run and no GEMM, norm or other computation does; where several kinds run at once they share it. A kernel that has
 begun before its other members have moves nothing yet: until the last of them has come it waits, for their compute and
 not for a network (a pipeline's bubble, uneven stages, uneven GPUs). Then the collectives that the step made are made
-again with nothing beside them: the share that shows is what overlap leaves (MegaScale section 3.2).
+again with nothing next to them: the share that shows is what overlap leaves (MegaScale section 3.2).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 KINDS = ("tensor", "pipeline", "data gather", "data reduce", "other")
 COMPUTE, IDLE = "compute", "idle"
 WAITS = " waits"  # behind a kind: its kernels before all their members have begun
-# What a communicator is for, by the first part of its name (rendezvous/group_plan.py).
+# Purpose of a communicator by the first part of its name (rendezvous/group_plan.py).
 _KIND_OF = {
     "tensor": "tensor",
     "forward": "pipeline",
@@ -246,14 +246,14 @@ def busy(events: Iterable[dict[str, Any]], serves: dict[int, str] | None = None)
 
 
 def after_meeting(stretches: list[BusyTime]) -> list[BusyTime]:
-    """Without the meeting of all ranks at the start, which is no part of the step."""
+    """Return the step without the barrier at the start, which does not belong to it."""
     begun = next((i for i, b in enumerate(stretches) if b.kind != "other"), 0)
     zero = stretches[begun].start if stretches else 0.0
     return [replace(b, start=b.start - zero, stop=b.stop - zero) for b in stretches[begun:]]
 
 
 def _kind(event: dict[str, Any], serves: dict[int, str]) -> tuple[str, str]:
-    """An event's kind and its group's name, "" where it is no collective."""
+    """Return an event's kind and its group's name, or an empty string if it is not a collective."""
     name = event["name"]
     if "nccl" in name.lower():
         group = _group(event) or serves.get(event.get("args", {}).get("stream", -1), "")
@@ -276,7 +276,7 @@ def between_norms(stretches: list[BusyTime], peers: Sequence[str]) -> list[BusyT
     ends = [stretch.stop for stretch in stretches if stretch.kind == "other"]
     if len(ends) != 2 * len(peers) or peers.count("world") != 1:
         raise TrainingError(
-            f"the trace has {len(ends)} collectives beside those of the known kinds; two steps make {2 * len(peers)} "
+            f"the trace has {len(ends)} collectives in addition to the known kinds; two steps make {2 * len(peers)} "
             f"({', '.join(peers)}), one a step over the world"
         )
     norm = peers.index("world")

@@ -2,7 +2,7 @@
 
 Runs of the same seed drift apart and say little about a precision unless they are many and long; one gradient on the
 same weights and samples has no such noise. Weights are those of a short training without float8, at one or more of its
-steps. What a format rounds away shows here, and so does a kernel that is wrong.
+steps. Rounding of a format shows here, and so does a wrong kernel.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def layouts(
     out: Path = typer.Option(Path("bench-layouts.json"), help="JSON file for the metrics."),
     plot: Path | None = typer.Option(None, help="Draw losses and differences into this PNG."),
 ) -> None:
-    """Train a configuration in its own layout and in others, and print the losses beside each other.
+    """Train a configuration in its own layout and in others, and print the losses next to each other.
 
     Any setting can be given as --section.key=value; it holds for all runs. Runs leave nothing behind.
 
@@ -169,7 +169,7 @@ def _record(file: Path, config: Config, runs: list[LayoutRun]) -> dict[str, Any]
 
 
 def relative(value: float, reference: float) -> float:
-    """|value - reference| / |reference|; infinite where either is no number."""
+    """Return |value - reference| / |reference|, infinite if either is NaN or infinite."""
     if not (math.isfinite(value) and math.isfinite(reference)):
         return math.inf
     if reference:

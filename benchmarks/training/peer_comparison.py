@@ -182,7 +182,7 @@ def peers(
                     result = _theirs(name, job, peer_seconds)
                 result.turn = turn
                 results.append(result)
-                # After each turn: whoever stops the bench keeps what it has measured.
+                # Write after each turn, so that an interrupted bench keeps its results.
                 out.write_text(strict_json.dumps(record | {"runs": [asdict(r) for r in results]}, indent=1) + "\n")
                 progress.advance(bar)
     show(record, config, results)
@@ -201,7 +201,7 @@ def recipe(name: str, config: Config, requested: str) -> str:
 
 
 def choose(expected: list[str], config: Config, float8: str = "auto") -> tuple[list[str], dict[str, str]]:
-    """The peers to run, and why others are left out. ConfigError for one that was asked for and cannot run."""
+    """Return the peers to run, and why others are skipped. Raise ConfigError for a requested peer that cannot run."""
     from megascale.errors import ConfigError
 
     if unknown := set(expected) - set(PEERS):

@@ -85,7 +85,7 @@ def layers(job: PeerJob) -> tuple[Any, str]:
 
 
 def shape_of(job: PeerJob) -> Any:
-    """Its configuration of the model and of what runs beside what."""
+    """Return Megatron's configuration of the model and of overlaps."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     shape, virtual = job.model, job.virtual

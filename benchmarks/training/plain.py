@@ -1,7 +1,7 @@
 """A GPT in plain PyTorch, trained as `megascale train` would be: the same first weights, samples and schedule.
 
 What training must come to if nothing in it is wrong, written as a textbook would: torch's modules, attention and AdamW,
-float32 weights, autocast for bfloat16. `benchmarks convergence --variant plain` draws it beside ours. For shapes
+float32 weights, autocast for bfloat16. `benchmarks convergence --variant plain` draws it next to ours. For shapes
 such as GPT-2's.
 """
 
@@ -26,7 +26,7 @@ from megascale.ops.attention_backends import causal_mask
 from megascale.optim.learning_rate import learning_rate
 from megascale.parallel.parameters import draw_initial_values
 
-# What is written out below; other values have no plain model here.
+# Settings of the model below. Other values have no plain model here.
 KNOWN: dict[str, tuple[Any, ...]] = {
     "model.norm": ("layernorm",),
     "model.positions": ("learned",),

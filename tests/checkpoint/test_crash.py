@@ -61,7 +61,7 @@ def test_a_disk_that_fails_at_any_change(tmp_path: Path, kind: str) -> None:
 
 
 def test_the_power_cut_would_find_a_writer_that_does_not_sync(tmp_path: Path) -> None:
-    """The adversary is no paper tiger: without its syncs the same writer loses committed steps."""
+    """The adversary is effective: without its syncs the same writer loses committed steps."""
 
     def losses(forget: tuple[str, ...]) -> int:
         lost = 0

@@ -36,7 +36,7 @@ REPEATS, ROUNDS = 200, 5  # CUDA takes about a thousand launches before it makes
 
 
 def fill(tensors: list[Tensor]) -> None:
-    """Random numbers for whatever is a plain float; integers are places and keys and stay."""
+    """Replace plain floats by random numbers. Integers are positions and keys and stay."""
     for tensor in tensors:
         if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             tensor.data.normal_()  # which autograd does not take for a change of what it saved

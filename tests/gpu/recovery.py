@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="default: half of the preset's, or as many as fit")
     parser.add_argument("--kind", action="append", choices=KINDS, help="default: rank and node")
     parser.add_argument("--kills", type=int, default=3, help="of each kind")
-    parser.add_argument("--seconds", type=float, default=540.0, help="end after that, whatever is missing")
+    parser.add_argument("--seconds", type=float, default=540.0, help="end after that, even if results are missing")
     parser.add_argument("--out", type=Path, default=Path("recovery.json"))
     inputs, settings = parser.parse_known_args(arguments)
     deadline = time.monotonic() + inputs.seconds

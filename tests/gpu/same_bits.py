@@ -5,7 +5,7 @@
 
 With several processes: in data, tensor or pipeline parallelism of all of them, as the argument says.
 
-First, of one process, every attention kernel that can be had, forward and backward 20 times from the same numbers. Then
+First, of one process, every available attention kernel, forward and backward 20 times from the same numbers. Then
 a few steps of a small model twice from the same start: losses, gradient norms and weights. It ends with 1 if anything
 differs with kernels.deterministic=true.
 """

@@ -258,7 +258,7 @@ def test_steps_that_capture_accuse_nobody(departs):
     wrong = [*usual[:-1], usual[-1].replace("w", "a")]
     hang = judge(replayed(0, *usual), replayed(1, *wrong))
     assert (hang.kind, hang.ranks, hang.group) == ("mismatched collective", (1,), "world")
-    # Both stand in the same call: the network, whatever the step before was like.
+    # Both are in the same call: the network, regardless of the step before.
     assert judge(*(replayed(rank, *usual) for rank in range(2))).kind == "network"
 
 

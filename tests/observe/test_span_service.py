@@ -194,7 +194,7 @@ def test_two_hosts_share_one_clock(tmp_path, monkeypatch):
 
 
 def test_a_service_that_cannot_keep_spans_ends(tmp_path: Path) -> None:
-    """One that stayed would take in rings that nobody empties."""
+    """A service that stayed would accept rings that no process empties."""
 
     def serve() -> None:
         service = SpanService(tmp_path, lambda: 1 / 0)  # type: ignore[arg-type, return-value]

@@ -265,7 +265,7 @@ def test_a_second_attempt_after_a_crash(ranks, redis_server, monkeypatch):
 
 @needs_redis
 def test_the_same_attempt_started_again_after_a_crash(ranks, redis_server):
-    """Nobody counted the attempt up; the second start still does not take the first one's keys for its own."""
+    """The attempt was not increased; the second start still does not take the first one's keys for its own."""
     server = redis_server()
     overrides = [f"rendezvous.url={server.url}"]
     ranks.start(die, range(3), 3, overrides)

@@ -206,7 +206,7 @@ def test_through_prefix_stores_as_torch_uses_it(pair):
 
 
 def test_a_store_lives_as_long_as_torch_uses_it(opened, redis_server):
-    """torch keeps the C++ half only; nobody here holds the Python half."""
+    """torch keeps only the C++ half, and no reference here holds the Python half."""
     server = redis_server()
     prefix = dist.PrefixStore("p", opened(server).clone())
     clone = prefix.clone()

@@ -126,7 +126,7 @@ class Launched(JobEvents):
 
 @pytest.fixture
 def launch(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Starts jobs; whatever still runs at the end is killed."""
+    """Start jobs. Kill all remaining processes at the end."""
     pytest.importorskip("fastapi")
     started: list[Launched] = []
 

@@ -122,7 +122,7 @@ def test_faults_hangs_copies_and_plots_need_no_shared_folder(launch, megascale):
     job.until("first_step", attempt=3)
     job.process.send_signal(signal.SIGINT)
     assert job.finish() == 130, job.story()
-    after = megascale("hang", job.run)  # nobody is left to ask
+    after = megascale("hang", job.run)  # No process is left to ask.
     assert after.returncode == 1
     assert "as their agents saw the ranks at" in after.stdout
     assert "rank 1" in after.stdout.splitlines()[0]

@@ -1,4 +1,4 @@
-"""The life of a service: found or started by whoever comes, one a folder, deaf to strangers, gone at the end."""
+"""Life of a service: any client finds or starts it, one per folder. It ignores strangers and ends with its clients."""
 
 from __future__ import annotations
 

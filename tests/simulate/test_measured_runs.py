@@ -139,7 +139,7 @@ def test_search_finds_layouts_that_fit(scenario):
     seconds = [r.seconds for r in results]
     assert seconds == sorted(seconds)
     assert all(r.memory_gib <= 80 and r.scenario.gpus == 3072 for r in results)
-    # The paper's own layout is among what was searched and is no faster than the best.
+    # The search includes the paper's own layout, which is not faster than the best.
     paper = run(Scenario(**{**vars(scenario), "gpus": 3072}))
     assert seconds[0] <= paper.seconds * 1.0001
 

@@ -176,7 +176,7 @@ def test_each_stack_has_its_own_constants_and_a_band_by_what_is_known_of_it():
     moon = machine.model_copy(update={"name": "moon"})
     far = width(moon, Calibration("none", "moon"), "megascale")
     assert "no step of machine moon" in far.reasons[0]
-    # Constants of another stack, and of another stack on a machine that nobody measured.
+    # Constants of another stack, and of another stack on an unmeasured machine.
     engine = load_calibration("h100-engine", machine.name)
     local, second, worst = (
         width(cluster, engine, family)

@@ -66,7 +66,7 @@ class Scenario:
 
     @property
     def beyond_training(self) -> bool:
-        """Return whether sequences are cut or experts are asked for, which training lacks and memory leaves out."""
+        """Return whether sequences are cut or experts are requested, which training lacks and memory leaves out."""
         return max(self.context, self.experts, self.top_k, self.expert_parallel) > 1
 
     def case(self) -> Case:

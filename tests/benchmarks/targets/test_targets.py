@@ -72,7 +72,7 @@ def test_shipped_targets_are_for_one_host_and_what_they_were_set_for():
 
 
 def test_what_gpus_cannot_hold_is_left_out():
-    """On four GPUs a case of two replicas runs with one, which shares its optimizer's state with nobody."""
+    """On four GPUs a case of two replicas runs with one, whose optimizer state is not sharded."""
     cases = [item for item in load(None) if item.name in ("T1", "F3h", "G124")]
     assert targets._fitting(cases, 4, 139.7) == (cases, {})
     fit, too_large = targets._fitting(cases, 4, 79.2)
@@ -409,7 +409,7 @@ def test_real_benches_are_run_kept_and_not_made_again(tmp_path, benchmarks):
     assert "failed" in lines["bad"]
     assert "reached" in lines["other"]
     assert not (tmp_path / "runs").exists()
-    # What is there is not made again.
+    # Existing results are not measured again.
     before = out.read_bytes()
     repeated = bench("--repeats", 1, "--only", "other")
     assert repeated.returncode == 0, repeated.stderr

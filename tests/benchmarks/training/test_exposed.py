@@ -99,7 +99,7 @@ def test_the_meeting_before_the_step_does_not_count():
 
 
 def test_a_step_is_what_lies_between_two_norms():
-    """LAMB's step on the last stage: the tied embedding, the norm, then the trust ratios, whose end is no end."""
+    """LAMB's step on the last stage: the tied embedding, the norm, then the trust ratios, whose end does not count."""
     peers = ["embedding/0", "world", "stage/1"]
     single = [
         BusyTime(0.0, 4.0, COMPUTE), BusyTime(4.0, 5.0, "other", "embedding/0"),

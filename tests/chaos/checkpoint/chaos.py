@@ -130,7 +130,7 @@ def _power_cut(root: Path, target: Path, rng: random.Random) -> None:
     after_power_cut(disk.journal[:cut], root, target, rng)
     least = max(step for changes, step in returned if changes <= cut)
     step = check(target, least)
-    # Saving goes on over whatever was left.
+    # Saving continues over all remaining files.
     save_to_storage(LocalStorage(target), step + 1, shards_of(state_of(step + 1)), {"step": step + 1}, _KEEP, Peers())
     if check(target, step + 1) != step + 1:
         raise ValueError("a save after the power cut is not the newest")
@@ -298,7 +298,7 @@ class ChaosRun:
             return Blow("leaks", False, f"the service {pid} did not end")
         storage = LocalStorage(self.folder / "checkpoints")
         present, good = folders.list_steps(storage), folders.steps(storage)
-        # What the last, unfinished save left may lie there until the next one.
+        # Files of the last, unfinished save may stay until the next save.
         if len(good) > _KEEP or len(present) > _KEEP + 1:
             return Blow("leaks", False, f"steps {present} are there, {good} of them committed, {_KEEP} wanted")
         return Blow("leaks", True)

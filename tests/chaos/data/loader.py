@@ -4,7 +4,7 @@ Two ranks of a tensor-parallel group train on text that is tokenised on the fly.
 the ranks; after a killed worker the whole run is started again and goes on from its newest checkpoint, half of the time
 with the loader killed too, whose segment the next start must reap. Most kills fall some steps after the one before,
 at any place within a step; some fall at any time, while processes are coming up. The ledger and every loss must be
-those of the run that nobody disturbed, bit for bit; a run that ends before all kills are dealt is followed by another,
+those of the undisturbed run, bit for bit; a run that ends before all kills are dealt is followed by another,
 which counts its text anew.
 """
 
@@ -177,7 +177,7 @@ class _Run:
             bad = [process.exitcode for process in ranks if process.exitcode]
             if bad:
                 tail = (self.config.run_folder / "logs" / "chaos.log").read_text().splitlines()[-20:]
-                raise RuntimeError("\n".join([f"ranks ended with {bad} though nobody killed them", *tail]))
+                raise RuntimeError("\n".join([f"ranks ended with {bad} although they were not killed", *tail]))
             return
 
     def _start(self, environment: dict[str, str]) -> list[Any]:

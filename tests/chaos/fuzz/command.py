@@ -1,4 +1,4 @@
-"""`python -m tests.chaos fuzz`: readers of what may be anybody's, fed with sound input that was changed at random."""
+"""`python -m tests.chaos fuzz`: readers of untrusted files and messages, fed with randomly changed input."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def feed(name: str, seconds: float, seed: int, folder: Path) -> FuzzResult:
     location = folder / "target"
     location.mkdir()
     give = next(target for target in TARGETS if target.name == name).make(location)
-    give(random.Random(seed))  # what is imported at the first input is no cost of it
+    give(random.Random(seed))  # Imports at the first input are not part of its cost.
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     find = ""
     at = seed

@@ -1,4 +1,4 @@
-"""Readers of what may be anybody's, each fed with something sound that was changed at random.
+"""Readers of untrusted files and messages, each fed with sound input that was changed at random.
 
 A target makes sound input once, then `feed` changes it by a random generator and gives it to the reader, which reads it
 or raises one of its own errors. Anything else, and anything slow, is a find; its seed makes it again.

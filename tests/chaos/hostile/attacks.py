@@ -34,7 +34,7 @@ class Attack:
 
 @contextlib.contextmanager
 def _silent(address: tuple[str, int], count: int) -> Iterator[list[socket.socket]]:
-    """Connections that say nothing, as many as can be had."""
+    """Open as many silent connections as possible."""
     stored: list[socket.socket] = []
     try:
         for _ in range(count):

@@ -1,7 +1,7 @@
 """What strangers cost a job that trains: floods, slow senders, malformed frames, long bodies, files that lie.
 
 Every port of the job's services is attacked in turn while it trains; the steps go on, and its weights in the end are
-those of a run that nobody disturbed.
+those of an undisturbed run.
 """
 
 from __future__ import annotations

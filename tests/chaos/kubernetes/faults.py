@@ -135,7 +135,7 @@ def _taken_over(job: KubernetesJob, injected: Injected) -> Injected:
 
 
 def stick(job: KubernetesJob) -> Injected:
-    """The node's kubelet is gone, its pod is deleted and its processes end, which nobody says: it is Terminating."""
+    """Kill the kubelet, delete the pod and end its processes. No object reports the end: the pod is Terminating."""
     injected = _of_rank_1(job)
     node = job.site.nodes[injected.node]
     node.kill_kubelet()
@@ -243,7 +243,7 @@ def replaced(job: KubernetesJob, injected: Injected) -> list[str]:
 
 
 def removed(job: KubernetesJob, injected: Injected) -> list[str]:
-    """So it is, and the pod that stayed Terminating is no object any more."""
+    """Check the same, and that the object of the Terminating pod has been deleted."""
     remaining = [pod["metadata"]["name"] for pod in job.pods()]
     return replaced(job, injected) + ([f"{injected.pod} is still Terminating"] if injected.pod in remaining else [])
 

@@ -35,7 +35,7 @@ class KubernetesJob(Launched):
     Attributes:
         witness: sees each trainer until `close`.
         step_before: the last step before the fault.
-        outside: whether the driver is no pod.
+        outside: whether the driver runs outside a pod.
     """
 
     outside = True

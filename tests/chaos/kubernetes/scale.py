@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 def kubernetes(
     nodes: int = typer.Option(1000, min=2, help="Nodes, a pod each."),
     seconds: float = typer.Option(60.0, min=5, help="How long the steady state is watched."),
-    outage: float = typer.Option(5.0, min=0.5, help="Seconds for which the API server answers nobody."),
+    outage: float = typer.Option(5.0, min=0.5, help="Seconds for which the API server answers no request."),
     out: Path = typer.Option(Path("bench-kubernetes.json"), help="JSON file for the figures."),
 ) -> None:
     """Follow many pods on one core: requests a second, how old the driver's table is, watches that expire, an outage.

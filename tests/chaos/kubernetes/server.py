@@ -1,7 +1,7 @@
 """A small Kubernetes API server for benches and tests: objects in memory, lists, watches, leases, and no more.
 
 It knows what the driver uses of the API, with versions, conflicts, bookmarks, expired watches (410) and deletion with
-grace, so that a thousand pods can be simulated and outages timed on two cores. It is no substitute for a real one:
+grace, so that a thousand pods can be simulated and outages timed on two cores. It does not replace a real one:
 `python -m tests.chaos faults --site kubernetes` has that.
 """
 
@@ -24,7 +24,7 @@ BOOKMARK = 15.0  # seconds between bookmarks
 
 
 class Refused(Exception):
-    """An answer that is no success: status, reason, message."""
+    """Answer of a failed request: status, reason, message."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -141,7 +141,7 @@ class Server:
         threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
 
     def down(self) -> None:
-        """Answer nobody: connections break, new ones are refused."""
+        """Answer no request: connections break, new ones are refused."""
         assert self._http is not None
         self._http.shutdown()
         self._http.server_close()

@@ -55,7 +55,7 @@ def programs() -> Path:
 
 
 def impossible() -> str:
-    """Why there can be no Kubernetes here, "" if there can."""
+    """Return why Kubernetes cannot run here, or an empty string."""
     folder = programs()
     if missing := [name for name in (*PROGRAMS, "pause", "VERSION") if not (folder / name).exists()]:
         return f"no {missing[0]} in {folder}: scripts/kubernetes-build"
@@ -141,7 +141,7 @@ class KubernetesSite(Site):
         self.kubeconfig.chmod(0o600)
         clients, peers = "http://127.0.0.1:12379", "http://127.0.0.1:12380"
         arguments = [f"--data-dir={self.folder}/etcd", f"--listen-client-urls={clients}", f"--listen-peer-urls={peers}"]
-        # What it keeps dies with this folder: no need to wait for the disk, which others use.
+        # Its data is deleted with this folder, so it need not wait for the shared disk.
         self._daemon("etcd", [*arguments, f"--advertise-client-urls={clients}", "--unsafe-no-fsync", "--logger=zap"])
         self.start_api()
         key = f"--service-account-private-key-file={certificates}/sa.key"

@@ -1,4 +1,4 @@
-"""Sees every trainer of a run on this kernel, in whatever container, and what each wrote of itself.
+"""Witness of every trainer of a run on this kernel, in any container, and of its own records.
 
 A trainer keeps its status file mapped (core/status.py): who has it mapped is a trainer of that rank, and what stands in
 it is the trainer's own record. Neither agents nor the cluster are asked.
@@ -51,7 +51,7 @@ class Witness:
     def __init__(self, run: str) -> None:
         self._mark = f"/{run}/status/rank-"
         self._seen: dict[tuple[int, int], Seen] = {}
-        self._others: dict[int, int] = {}  # processes that are no trainers, and when they were forked
+        self._others: dict[int, int] = {}  # processes other than trainers, and when they were forked
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 

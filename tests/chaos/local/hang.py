@@ -236,7 +236,7 @@ def _layouts(device: str) -> tuple[tuple[int, int, int], ...]:
     if device == "cpu":
         return LAYOUTS
     if device != "cuda":
-        raise ConfigError(f"--device={device} is none that hangs are made on; give cpu or cuda")
+        raise ConfigError(f"--device={device} is unsupported for hangs; give cpu or cuda")
     import torch
 
     gpus = torch.cuda.device_count()

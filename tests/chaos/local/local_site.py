@@ -136,7 +136,7 @@ def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: We
         "verdicts": result,
         "evidence": list(verdict.evidence)[:2] if verdict else [],
         "failed": [str(error) for error in failed],
-        # What was said instead of what should have been.
+        # Messages in place of the expected ones.
         "events": []
         if right
         else [f"{e.time - injected:.2f} s {e.kind}: {'; '.join(e.evidence)[:300]}" for e in events],

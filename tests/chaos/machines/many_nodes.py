@@ -1,7 +1,7 @@
 """Most nodes of a job lost at once, as when their switch fails, and given back: how soon all train again.
 
 Two machines of network namespaces hold the agents (one a few, the other those that are lost) and a third the driver;
-nobody but the agents themselves can bring them back (`--cluster manual`).
+only the agents themselves can bring them back (`--cluster manual`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Machines of one kernel: network namespaces with processes, memory file system, name, address and sshd of their own.
 
 A switch in a namespace of its own joins them, so that nothing is added to the host's network and several such
-networks do not meet. What a machine keeps on disk lies in a folder that all see, as on shared storage. Needs root.
+networks do not meet. The disks of all machines are a shared folder. Needs root.
 
 Killing a machine's first process is a power cut: the kernel ends all others, and what lay in memory is gone.
 """
@@ -25,7 +25,7 @@ from megascale.errors import TrainingError
 SSHD = "/usr/sbin/sshd"
 _NET = "10.77.0"
 _NEEDS = ("ip", "nsenter", "unshare", "setpriv", "iptables", "tc", "ssh", "ssh-keygen")
-WITH_US = ("setpriv", "--pdeathsig", "KILL")  # a machine ends with the process that plays it, whatever ends that
+WITH_US = ("setpriv", "--pdeathsig", "KILL")  # A machine ends with the process that simulates it.
 T = TypeVar("T")
 
 

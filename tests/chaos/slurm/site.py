@@ -55,7 +55,7 @@ PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP
 
 
 def impossible() -> str:
-    """Why there can be no Slurm here, "" if there can."""
+    """Return why Slurm cannot run here, or an empty string."""
     missing = [name for name in _NEEDS if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} not installed (Debian: slurm-wlm and munge)"

@@ -1,7 +1,7 @@
 """`python -m tests.chaos soak --parts crashes`: jobs whose ranks end at one step in every start, by one cause each.
 
 Each must end by itself within ten starts, with exit code 1 and a verdict that names the step and the samples that it
-trains. A cause that comes while a checkpoint is saved is no step's fault: that job must end, and name no samples.
+trains. A cause during a save does not belong to a step: that job must end, and name no samples.
 """
 
 from __future__ import annotations

@@ -173,6 +173,6 @@ def chunk_of(model: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Chunk:
 
 
 def _off(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, against the largest logit where that is above 1; infinite for what is no number."""
+    """Largest difference, against the largest logit where that is above 1; infinite for NaN and infinite values."""
     difference = (result - expected).abs().max() / max(1.0, float(expected.abs().max()))
     return float(torch.nan_to_num(difference, nan=torch.inf))

@@ -207,7 +207,7 @@ def _llama_like(choose: Choose, settings: dict[str, Any], heads: int) -> list[Ed
 def _llama(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> Edited:
     settings |= {"head_dim": choose([None, 6, 10]), "pretraining_tp": choose([1, 2])}
     settings |= {"attention_bias": choose([False, True]), "mlp_bias": choose([False, True])}
-    # A window is no setting of its class.
+    # Its class has no window.
     return choose([*_llama_like(choose, settings, heads), ({"sliding_window": 3, "use_sliding_window": True}, None)])
 
 

@@ -66,8 +66,8 @@ _OF_SEVERAL = ("parallel.tensor", "parallel.pipeline", "parallel.data", "data.lo
 
 
 def state_of(run: Path) -> dict[str, str]:
-    """What a refused start must leave as it is: every file of a run folder but its events, status and logs, and its
-    spans, which the service of the training before may still write; hashed."""
+    """Return the state that a refused start must not change: every file of a run folder but its events,
+    status and logs, and its spans, which the service of the training before may still write; hashed."""
     report = ("events.jsonl", "status", "logs", "flight", "driver", "journal", "spans")
     return {
         str(file.relative_to(run)): hashlib.blake2b(file.read_bytes()).hexdigest()

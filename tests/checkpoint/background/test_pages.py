@@ -92,7 +92,7 @@ def test_pages_that_cannot_be_had_are_told_of(handle):
 
 
 def test_filling_goes_on_meanwhile_and_ends_when_told(handle, monkeypatch):
-    """What was not touched yet is cleared when somebody touches it."""
+    """Untouched pages are cleared at the first access."""
     monkeypatch.setattr(snapshot_memory, "_PIECE_BYTES", mmap.PAGESIZE)
     monkeypatch.setattr(snapshot_memory, "_CLEARING_THREADS", 1)
     begun = threading.Semaphore(0)

@@ -78,7 +78,7 @@ def _kept_at_each_update(rank: int, size: int, run: Path) -> list[bool]:
     checkpointer = Checkpointer(config, run / f"host-{rank}", cut(tensors, "flat", rank, size))
     checkpointer.prepare()
     assert checkpointer.snapshots is not None
-    checkpointer.snapshots._replica_barrier = ReplicaBarrier(60.0)  # a busy machine is no reason to go on without
+    checkpointer.snapshots._replica_barrier = ReplicaBarrier(60.0)  # A busy machine must not skip the replica.
     peer = service.connect_checkpoint_service(service_protocol.private_folder(run / f"host-{1 - rank}"))
     is_replicated = []
     for step in range(1, 13):
@@ -276,7 +276,7 @@ def test_a_copy_that_is_not_as_its_checksums_say_does_not_count(snapshot: Any) -
 
 @pytest.mark.parametrize("token", ["", "74" * 16, "no hexadecimal"])
 def test_a_copy_that_cannot_be_sent_is_a_problem_whatever_the_reason(snapshot: Any, token: str) -> None:
-    """Never taken for one that is there: a peer that hangs up at once, or what nobody foresaw."""
+    """A peer that hangs up at once, or fails unexpectedly, does not count as present."""
     slot, staged, _ = snapshot
     crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -127,7 +127,7 @@ def as_list(indent: int | None) -> bytes:
 @pytest.mark.parametrize("name", ["a.json", "a.JSONL", "a.json.gz", "a.Json.GZ", "a.jsonlines.zst", "a.JSON.ZST"])
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_records_by_any_name(tmp_path: Path, name: str, mark: bytes) -> None:
-    """One record per line is read as such whatever the case of the suffix, also with a byte order mark."""
+    """Files of one record per line are read with any case of the suffix, also with a byte order mark."""
     data = mark + jsonl(TEXTS)
     if name.lower().endswith(".gz"):
         data = gzip.compress(data)

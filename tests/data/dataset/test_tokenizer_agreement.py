@@ -127,7 +127,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_when_another_takes_its_place(made:
 
 
 def test_a_tokenizer_replaced_next_to_its_data_set_is_refused(made: Path, tmp_path: Path) -> None:
-    """Before training, and in whatever uses it: the manifest keeps a hash of the tokenizer that made the tokens."""
+    """The check runs before training and in every reader: the manifest has a hash of the tokens' tokenizer."""
     shutil.copytree(made / "a", tmp_path / "a")
     local = tmp_path / "a" / "tokenizer.json"
     settings = tree(made, "x", train=[str(tmp_path / "a" / "train")])

@@ -1,4 +1,4 @@
-"""Builds by worker processes: the same bytes whatever the workers, and nothing lost to a kill."""
+"""Builds by worker processes: the bytes do not depend on the workers, and a kill loses nothing."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def wait_for(condition, seconds: float = 60) -> None:
 def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, corpus: Path, small: None, monkeypatch) -> None:
     argv = tmp_path / "tokenizer.json"
     build(tmp_path / "whole", inputs=[corpus], tokenizer=argv, workers=2, progress=False)
-    # A pipe that nobody fills stops the build in the middle: workers are busy and some pieces are finished.
+    # A pipe without a writer stops the build in the middle: workers are busy and some pieces are finished.
     os.mkfifo(tmp_path / "gate")
     gate = (
         "import megascale.data.dataset.sources as s, os\n"

@@ -1,4 +1,4 @@
-"""The held-out share is met as nearly as documents allow, whatever their sizes, and equal documents stay together."""
+"""The held-out share is as exact as the documents allow, and equal documents stay together."""
 
 from __future__ import annotations
 

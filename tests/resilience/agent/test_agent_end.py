@@ -150,7 +150,7 @@ def test_without_a_lease_it_waits_for_no_answer(tmp_path, monkeypatch):
 
 
 def garble(folder: Path, pid: int) -> None:
-    """Write a status record whose time is no number, beside a sound record of calls of the same process."""
+    """Write a status record with an invalid time, next to a sound record of calls of the same process."""
     CallLog(folder, 0, 1).close()
     body = json.dumps({"rank": 0, "pid": pid, "phase": "train", "step": 1, "time_ns": "now"}).encode()
     (folder / "rank-0.status").write_bytes(struct.pack("<QI", 2, len(body)) + body)

@@ -274,7 +274,7 @@ def spans_of(run: Path) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
-    """As they grow, then as tables, whoever drives; and of another node that has the same host's place later."""
+    """Spans arrive as they grow, then as tables, under any driver, also from a later node of the same host."""
     monkeypatch.setattr(sent_files, "SPANS_INTERVAL", 0.0)
     monkeypatch.setattr(sent_files, "PIECE_BYTES", 5000)
     link = Link(tmp_path / "n0", tmp_path / "run")

@@ -1,4 +1,4 @@
-"""A node's trainers, real ones: what ended them is reported by number and text, whatever their logs say."""
+"""Real trainers of a node: the cause of their end is reported by number and text, regardless of their logs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_port_that_was_taken_is_nobodys_mistake(tiny, tmp_path):
         second.bind(("127.0.0.1", 0))
         second.listen()
         port = second.getsockname()[1]
-        # What Slurm sends to all processes of a job is no word to the fork server, with which its ranks would end.
+        # A signal that Slurm sends to all processes does not end the fork server, which would end its ranks.
         before = lambda mine: mine._server.send_signal(signal.SIGTERM)
         [verdict] = ended(tmp_path, tiny, "--parallel.data=2", ranks=2, port=port, before=before)
     assert (verdict.kind, verdict.action, verdict.ranks) == ("port_taken", "recover", (0,)), verdict.evidence

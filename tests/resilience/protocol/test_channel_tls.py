@@ -18,7 +18,7 @@ from megascale.resilience.protocol.agent_messages import JobOffer, Refuse
 from megascale.services.framing import ProtocolError
 from tests.resilience.protocol.test_agent_channel import HELLO, TOKEN, Heard, beat, until
 
-OPEN = "192.0.2.1"  # an address that is not loopback; nobody listens there
+OPEN = "192.0.2.1"  # an address other than loopback, without a listener
 
 
 class Asked(Heard):

@@ -1,4 +1,4 @@
-"""The rules: each fault gets its verdict with evidence, and calm traces get none, whatever the clocks say."""
+"""The rules: each fault gets its verdict with evidence, and calm traces get none, with any clocks."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_traffic_that_stops_recovers_and_traffic_that_drops_alerts():
     assert not with_traffic([0.0] * 40)
     # Nodes on one machine: loopback falls quiet when others that use it end.
     assert not with_traffic(busy + [0.0] * 10, running=10, interface="lo")
-    # Quiet stretches of six heartbeats belong to this run: ten are no stop yet.
+    # Quiet stretches of six heartbeats belong to this run: ten are not yet a stop.
     waves = ([5e8] * 8 + [0.0] * 6) * 4
     assert not [v for v in with_traffic(waves + [0.0] * 10) if v.kind == "traffic_stopped"]
     assert not [v for v in with_traffic(waves + [0.0] * 10, running=10) if v.kind == "traffic_stopped"]
@@ -266,12 +266,12 @@ def test_a_persistently_slow_node_is_evicted():
     assert not computing(usual, usual, [s * 1.05 for s in usual], usual)
     # A stage with the logits takes longer: only ranks of one stage are compared.
     assert not computing(usual, usual, slow, slow, data=2)
-    # Where peers vary as much themselves, nobody stands out.
+    # If peers vary as much themselves, no rank stands out.
     assert not computing([0.1, 0.2] * 15, [0.1, 0.18] * 15, [0.15] * 30, [0.1, 0.19] * 15)
     # A run that stands (rank 0 is stopped) repeats its last step's times: no evidence against the slower of them.
     assert [v.kind for v in computing(usual, usual[:-18] + [0.15] * 18, running=18)] == ["hang"]
     assert [v.kind for v in computing(usual, usual[:-18] + [0.15] * 18)] == ["slow_node"]
-    # A passing slowness is none.
+    # A passing slowness does not count.
     assert not computing(usual, usual, usual[:-5] + [0.3] * 5, usual)
 
 

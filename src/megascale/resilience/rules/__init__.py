@@ -2,7 +2,7 @@
 
 No rule looks at a node's clock: ages are measured on the agent's and on the driver's monotonic clocks, so that clocks
 that are minutes apart change nothing. No rule acts on what a calm run shows: the first step, an evaluation and a
-checkpoint are no hangs, and a value must leave what was seen before by a margin.
+checkpoint are not hangs, and a value must leave what was seen before by a margin.
 """
 
 from __future__ import annotations

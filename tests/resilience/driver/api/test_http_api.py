@@ -1,4 +1,4 @@
-"""The driver's HTTP API against whatever may be sent to it: schemathesis makes requests from its own description."""
+"""The driver's HTTP API against arbitrary requests, which schemathesis generates from the API's description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that brings nothing new ends with a verdict, whatever the cause, and the step that ends it is named."""
+"""A job without progress ends with a verdict that names the step, for any cause."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_step_that_kills_every_start_ends_the_job_and_is_named_with_its_sample
     failed = next(e for e in events if e.kind == "job_failed")
     for part in ("no step beyond 7", "ended in step 7", "samples 24 to 27", "SIGSEGV"):
         assert part in failed.evidence[0]
-    # What the verdict names is what an undisturbed run trains in that step.
+    # The verdict names the samples that an undisturbed run trains in that step.
     calm = megascale("train", tmp_path / "tiny.toml", "--train.steps=7", "--train.name=calm", "--parallel.data=2")
     assert calm.returncode == 0, calm.stderr
     ledger = lines(tmp_path / "runs" / "calm" / "samples" / "ledger.jsonl")[6]

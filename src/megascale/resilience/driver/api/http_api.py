@@ -124,7 +124,7 @@ class LogAnswer(BaseModel):
 
 
 class LookAnswer(BaseModel):
-    """The number of ranks whose agents were asked, and the ranks that they reported about."""
+    """The number of ranks whose agents received the request, and the ranks that they reported about."""
 
     asked: int
     known: list[int]
