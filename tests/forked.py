@@ -249,7 +249,7 @@ def _run(module: str, arguments: list[str]) -> None:
     Path("/proc/self/comm").write_text(f"{program} {' '.join(arguments)}"[:15])  # for ps
     if arguments and arguments[0] in ("train", "launch", "agent") and DRAW not in os.environ:
         importlib.import_module("matplotlib.figure").Figure.savefig = _undrawn
-    sys.argv = ["megascale", *arguments]
+    sys.argv = ["megascale"] + arguments
     try:
         if module in SCRIPTS:
             runpy.run_module(module, run_name="__main__")
@@ -267,7 +267,7 @@ def _start_child(command: Any, *inputs: Any, **options: Any) -> subprocess.Popen
     if not isinstance(command, str):
         module, arguments = _module_and_words([str(word) for word in command])
         if module in MODULES + SCRIPTS and options.get("stdin") in (None, subprocess.DEVNULL):
-            return _Child([module, *arguments], *inputs, **options)
+            return _Child([module] + arguments, *inputs, **options)
     return _Popen(command, *inputs, **options)
 
 
@@ -275,7 +275,7 @@ def _module_and_words(command: Sequence[str]) -> tuple[str, list[str]]:
     """The module that a command of this interpreter runs, and its words; the module is empty for other commands."""
     start, arguments = list(command[:2]), list(command[2:])
     if start == [sys.executable, "-P"]:
-        start, arguments = [sys.executable, *arguments[:1]], arguments[1:]
+        start, arguments = [sys.executable] + arguments[:1], arguments[1:]
     if start != [sys.executable, "-m"] or not arguments:
         return "", []
     module = {"megascale": COMMAND, "benchmarks": BENCHMARKS}.get(arguments[0], arguments[0])

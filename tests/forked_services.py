@@ -128,7 +128,7 @@ def _serve(module: str, arguments: list[str | int], env: Mapping[str, str], cwd:
     os.environ.update(env)
     os.chdir(cwd)
     Path("/proc/self/comm").write_text(module.rpartition(".")[2][:15])
-    sys.argv = [module, *map(str, arguments)]
+    sys.argv = [module] + [str(argument) for argument in arguments]
     if "--parent" in sys.argv:
         sys.argv[sys.argv.index("--parent") + 1] = str(os.getppid())
     importlib.import_module(module).main()

@@ -18,7 +18,7 @@ def wheel(tmp_path_factory):
     pytest.importorskip("hatchling")
     out = tmp_path_factory.mktemp("wheel")
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, "-w", out, ROOT], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "wheel"] + options + ["-w", out, ROOT], check=True)
     (built,) = out.glob("*.whl")
     return built
 
@@ -50,7 +50,7 @@ def test_its_metadata(wheel):
 def test_it_works_outside_the_checkout(wheel, tmp_path):
     folder = tmp_path / "site"
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--target", folder]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, wheel], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install"] + options + [wheel], check=True)
 
     program = """
 import sys, megascale

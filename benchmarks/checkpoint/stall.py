@@ -38,7 +38,7 @@ def stalls(folder: Path, gigabytes: float, step_seconds: float, saves: int, pers
         world = 2
     results = _context.Queue()
     arguments = (world, folder, gigabytes, step_seconds, saves, persist, results)
-    children = [_context.Process(target=_child, args=(rank, *arguments)) for rank in range(world)]
+    children = [_context.Process(target=_child, args=(rank,) + arguments) for rank in range(world)]
     for child in children:
         child.start()
     got = [results.get(timeout=1800) for _ in children]

@@ -94,8 +94,8 @@ class Launched:
     ) -> None:
         self.run, self.output = file.parent / "runs" / name, file.parent / f"{name}.out"
         self.command = _OWN_NETWORK if own_network else []
-        self.command = [*self.command, sys.executable, "-m", "megascale.cli.main", "launch", str(file)]
-        self.command += [f"--train.name={name}", *arguments]
+        self.command = self.command + [sys.executable, "-m", "megascale.cli.main", "launch", str(file)]
+        self.command += [f"--train.name={name}"] + list(arguments)
         folder = self.run / "faults"
         folder.mkdir(parents=True)
         # Named so that a driver passes them on to nodes that do not see this folder.

@@ -79,7 +79,7 @@ def show(bench: Bench) -> None:
     for name in ("op", "shape", "MegaScale us", *(f"{name} us" for name in names)):
         table.add_column(name, no_wrap=True)
     for row in peer_rows:
-        seconds = [row.fused, *(row.peers.get(name) for name in names)]
+        seconds = [row.fused] + [row.peers.get(name) for name in names]
         table.add_row(row.op, row.shape, *("" if s is None else f"{s * 1e6:.1f}" for s in seconds))
     console.print(table)
     for row in peer_rows:

@@ -26,8 +26,8 @@ HALF_13B = [
     "gpt-13b", "observe.timers=false,true", "--model.layers=20", "--each=1", "--untimed=0", "--parallel.tensor=2",
 ]  # fmt: skip
 ON_GPUS = (
-    ("half of gpt-13b, TP2, micro-batch 4", [*HALF_13B, "--train.micro_batch=4", "--train.global_batch=4"], 0.004),
-    ("half of gpt-13b, TP2, micro-batch 1", [*HALF_13B, "--train.micro_batch=1", "--train.global_batch=1"], 0.01),
+    ("half of gpt-13b, TP2, micro-batch 4", HALF_13B + ["--train.micro_batch=4", "--train.global_batch=4"], 0.004),
+    ("half of gpt-13b, TP2, micro-batch 1", HALF_13B + ["--train.micro_batch=1", "--train.global_batch=1"], 0.01),
 )
 ON_GPU = tuple(
     (name.replace("TP2, ", ""), [word for word in words if word != "--parallel.tensor=2"], bound)
@@ -240,14 +240,14 @@ def _fast(devices: int) -> tuple[str, list[str], float]:
     replicas = devices // 4
     small = torch.cuda.get_device_properties(0).total_memory < ALL_GIB * 2**30
     layers, subject = (HALF_LAYERS, "half of gpt-13b") if small else (ALL_LAYERS, "gpt-13b")
-    arguments = [*FAST_LAYOUT, *layers, f"--parallel.data={replicas}", f"--train.global_batch={16 * replicas}"]
+    arguments = FAST_LAYOUT + list(layers) + [f"--parallel.data={replicas}", f"--train.global_batch={16 * replicas}"]
     return f"{subject}, TP2 PP2x5 DP{replicas}, micro-batch 4", arguments, 0.004
 
 
 def _cost(name: str, arguments: list[str], bound: float, turns: int, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "alternate.json"
-    command = [sys.executable, "-m", "benchmarks", "alternate", *arguments, f"--turns={turns}", "--out", str(file)]
+    command = [sys.executable, "-m", "benchmarks", "alternate"] + arguments + [f"--turns={turns}", "--out", str(file)]
     # On a CPU one thread: threads that wait for each other on busy cores are what would be timed.
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={"OMP_NUM_THREADS": "1"} | dict(os.environ))
     result = strict_json.loads(file.read_text())

@@ -81,7 +81,7 @@ def server_bytes(pid: int) -> int:
     """The most memory that the server and the processes that answer have had, each for itself; what they share counts
     in each."""
     result = 0
-    for item in [pid, *usage.children(pid)]:
+    for item in [pid] + usage.children(pid):
         for line in Path(f"/proc/{item}/status").read_text().splitlines():
             result += 1024 * int(line.split()[1]) if line.startswith("VmHWM:") else 0
     return result

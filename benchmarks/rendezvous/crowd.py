@@ -107,8 +107,8 @@ def serve_redis(clients: int, program: str = "redis-server", *options: str) -> I
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", folder]
-        arguments += ["--maxclients", str(clients + 1000), "--tcp-backlog", "4096", *options]
-        process = subprocess.Popen([result, *arguments], stdout=subprocess.DEVNULL)
+        arguments += ["--maxclients", str(clients + 1000), "--tcp-backlog", "4096"] + list(options)
+        process = subprocess.Popen([result] + arguments, stdout=subprocess.DEVNULL)
         try:
             _until_listening(port, process)
             yield port, process.pid
@@ -231,7 +231,7 @@ def _worker(
         try:
             store = connect(rank)
             retained.append(store)
-            return "", [time.monotonic(), *part(store, rank)]
+            return "", [time.monotonic()] + part(store, rank)
         except Exception as error:
             return f"rank {rank}: {type(error).__name__}: {error}", []
 

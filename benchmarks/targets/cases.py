@@ -140,7 +140,7 @@ class TargetCase(BaseModel):
 
     def settings(self, replicas: int) -> list[str]:
         """Return the bench's settings of shape and layout."""
-        return [*self.arguments, f"--parallel.data={replicas}", f"--train.global_batch={replicas * self.batch}"]
+        return self.arguments + [f"--parallel.data={replicas}", f"--train.global_batch={replicas * self.batch}"]
 
     def words(self, replicas: int) -> list[str]:
         """The bench's words, its name first."""
@@ -149,16 +149,14 @@ class TargetCase(BaseModel):
         else:
             steps = []
         watch = ["--watch"] if self.watch else []
-        return [self.bench, *self.settings(replicas), *steps, f"--warmup={self.warmup}", *watch]
+        return [self.bench] + self.settings(replicas) + steps + [f"--warmup={self.warmup}"] + watch
 
     def line(self, replicas: int) -> str:
         """Return the command line of the same run."""
         return " ".join(
-            [
-                *(f"{k}={shlex.quote(v)}" for k, v in self.environment.items()),
-                *PROGRAM,
-                shlex.join(self.words(replicas)),
-            ]
+            [f"{k}={shlex.quote(v)}" for k, v in self.environment.items()]
+            + list(PROGRAM)
+            + [shlex.join(self.words(replicas))]
         )
 
     def key(self, replicas: int) -> str:
@@ -173,7 +171,7 @@ class TargetCase(BaseModel):
 
         shape, *settings = self.settings(replicas)
         try:
-            config = load_shape([f"--model.preset={shape}", "--train.precision=bfloat16", *settings])
+            config = load_shape([f"--model.preset={shape}", "--train.precision=bfloat16"] + settings)
             model = config.parallel.tensor * config.parallel.pipeline
             if self.gpus not in (0, model):
                 raise ConfigError(f"gpus={self.gpus}, but its tensor x pipeline is {model}; set gpus={model}")

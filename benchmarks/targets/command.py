@@ -64,7 +64,7 @@ def targets(
     from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 
     began = time.monotonic()
-    every = [case.model_copy(update={"arguments": [*case.arguments, *context.args]}) for case in load(file)]
+    every = [case.model_copy(update={"arguments": case.arguments + context.args}) for case in load(file)]
     by_name = {case.name: case for case in every}
     cases = _chosen(every, only)
     for case in cases:

@@ -212,7 +212,7 @@ def _start(job: TargetJob, gpus: list[str], folder: Path, program: Sequence[str]
 
     local = folder / f"{job.case.name}-{job.repeat}"
     local.mkdir()
-    command = [*program, *job.case.words(job.replicas), f"--train.runs={local}", f"--out={local / 'told.json'}"]
+    command = list(program) + job.case.words(job.replicas) + [f"--train.runs={local}", f"--out={local / 'told.json'}"]
     variables = os.environ | {"COLUMNS": "120"} | job.case.environment | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     with open(local / "output.log", "wb") as log:
         # A Ctrl-C at the terminal is for this process alone, which tells its runs.
@@ -241,7 +241,7 @@ def _read(single: _Running) -> TargetRun:
     except (OSError, ValueError) as error:
         why = f"it left no figures: {error}"
     output = (single.folder / "output.log").read_text(errors="replace").strip().splitlines()
-    run.failed = [why, *output[-LAST_LINES:]]
+    run.failed = [why] + output[-LAST_LINES:]
     return run
 
 

@@ -113,7 +113,7 @@ def layout(case: TargetCase, replicas: int) -> str:
     if case.data > 1:
         parts.append(f"DP{replicas}" + (f" of {case.data}" if replicas < case.data else ""))
     if not case.gpus:
-        return " ".join(["CPU", *parts])
+        return " ".join(["CPU"] + parts)
     return " ".join(parts) or "1 GPU"
 
 
@@ -234,7 +234,7 @@ def _about(cases: Sequence[TargetCase], record: Record) -> str:
         days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     else:
         days = ""
-    return ", ".join([f"{record.gpus} GPU{'s' * (record.gpus != 1)}", *devices, *versions, *([days] if days else [])])
+    return ", ".join([f"{record.gpus} GPU{'s' * (record.gpus != 1)}"] + devices + versions + ([days] if days else []))
 
 
 def notes(cases: Sequence[TargetCase], rows: Sequence[TargetRow], record: Record) -> list[str]:

@@ -421,7 +421,7 @@ def draw(record: dict[str, Any], runs: list[AblationRun], out: Path) -> None:
     values = [one["paper_over_first"] for one in last]
     locations = [names.index(one["row"]) for one in last]
     axes.plot(locations, values, "s--", color="0.6", label=f"paper, 175B on 256 GPUs: {values[-1]:.2f}x (of MFU)")
-    axes.set_xticks(range(len(names)), [names[0], *(f"+ {name}" for name in names[1:])], rotation=25, ha="right")
+    axes.set_xticks(range(len(names)), [names[0]] + [f"+ {name}" for name in names[1:]], rotation=25, ha="right")
     axes.set_ylabel("Relative throughput")
     axes.set_title(f"{record['file']} on {record['processes']} x {record['device']}, {record['date']}", fontsize=10)
     axes.grid(alpha=0.3, axis="y")

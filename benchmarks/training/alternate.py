@@ -87,9 +87,9 @@ def alternate(
     from megascale.train import launcher
 
     key, values = parse(setting)
-    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
+    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"] + context.args
     config = load_shape(
-        ["--train.name=bench-alternate", *settings, *([] if key in (BACKWARD, GRAPHS) else [f"--{key}={values[0]}"])]
+        ["--train.name=bench-alternate"] + settings + ([] if key in (BACKWARD, GRAPHS) else [f"--{key}={values[0]}"])
     )
     if not launcher.is_launched_rank():
         world = launcher.count_processes(config, api.visible_gpus())
@@ -211,7 +211,7 @@ def measure(
         **details,
         "preset": model.preset,
         "setting": key,
-        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks"] + sys.argv[1:]),
         "processes": location.world,
         "global_batch": train.global_batch,
         "sequence_length": model.sequence_length,

@@ -80,8 +80,8 @@ def exposed(
     from megascale.errors import ConfigError
     from megascale.train import launcher
 
-    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
-    config = load_shape(["--train.name=bench-exposed", *settings])
+    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"] + context.args
+    config = load_shape(["--train.name=bench-exposed"] + settings)
     if not launcher.is_launched_rank():
         gpus = api.visible_gpus()
         if gpus < 2:
@@ -240,7 +240,7 @@ def busy(events: Iterable[dict[str, Any]], serves: dict[int, str] | None = None)
     for event in events:
         if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
-        result.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, *_kind(event, serves or {})))
+        result.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) + _kind(event, serves or {}))
     first = min((start for start, *_ in result), default=0.0)
     return sorted((BusyTime(a - first, b - first, *subject) for a, b, *subject in result), key=lambda b: b.start)
 
@@ -565,7 +565,7 @@ def draw(record: dict[str, Any], out: Path) -> None:
     for rank in record["ranks"]:
         firsts.setdefault(rank["stage"], rank)
     present = {kind.removesuffix(WAITS) for rank in firsts.values() for _, _, kind in rank["stretches"]}
-    streams = [kind for kind in (COMPUTE, *KINDS) if kind in present]
+    streams = [kind for kind in (COMPUTE,) + KINDS if kind in present]
     end = max(stop for rank in firsts.values() for _, stop, _ in rank["stretches"])
     piece = _busiest(firsts.values(), end, min(end, 0.03))
     height = 1.4 + 0.34 * len(streams) * 2 * len(firsts)
@@ -573,7 +573,7 @@ def draw(record: dict[str, Any], out: Path) -> None:
     for number, (stage, rank) in enumerate(sorted(firsts.items())):
         full, near = axes[number, 0], axes[len(firsts) + number, 0]
         for row, kind in enumerate(streams):
-            colour = f"C{(COMPUTE, *KINDS).index(kind)}"
+            colour = f"C{((COMPUTE,) + KINDS).index(kind)}"
             for name, alpha in ((kind + WAITS, 0.3), (kind, 1.0)):
                 runs = [(a, b) for a, b, k in rank["stretches"] if k == name]
                 shares_ = 0.8 * np.array(share_of_time(runs, 0.0, end, _BINS))

@@ -87,7 +87,7 @@ def gradients(
             "(FOLDER/train)"
         )
     defaults = ["--train.precision=bfloat16", "--train.global_batch=64", f"--data.train={data}"]
-    config = load_shape([f"--model.preset={preset}", *defaults, *context.args])
+    config = load_shape([f"--model.preset={preset}"] + defaults + context.args)
     console, result = Console(), []
     for error in measure(config, data, precisions, sorted(set(steps)), console.print):
         result.append(error)

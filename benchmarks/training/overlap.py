@@ -74,7 +74,7 @@ def overlap(
     from megascale.train import launcher
 
     settings = [f"--model.preset={preset}", "--parallel.tensor=2", "--parallel.data=1", "--train.name=bench-overlap"]
-    settings += ["--train.micro_batch=2", "--train.global_batch=2", *context.args]
+    settings += ["--train.micro_batch=2", "--train.global_batch=2"] + context.args
     if api.visible_gpus():
         settings.insert(0, "--train.precision=bfloat16")
     config = load_shape(settings)
@@ -108,7 +108,7 @@ def gemms_of(config: Config) -> list[Gemm]:
         ]
     into = [Gemm("QKV", True, (model.hidden,), qkv), Gemm("MLP in", True, (model.hidden,), inside)]
     if model.block == "parallel":
-        return [*into, Gemm("attention and MLP out", False, (attended, ffn), model.hidden)]
+        return into + [Gemm("attention and MLP out", False, (attended, ffn), model.hidden)]
     return [
         into[0],
         Gemm("attention out", False, (attended,), model.hidden),

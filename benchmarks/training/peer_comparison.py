@@ -148,7 +148,7 @@ def peers(
     from megascale.errors import ConfigError
     from megascale.train.launcher import count_processes
 
-    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
+    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"] + context.args
     config = load_shape(settings)
     gpus = api.visible_gpus()
     if not gpus:
@@ -168,7 +168,7 @@ def peers(
     }
     results: list[PeerResult] = []
     with temporary_folder() as folder, Progress(transient=True) as progress:
-        names = [OURS, *chosen]
+        names = [OURS] + chosen
         bar = progress.add_task("", total=turns * len(names))
         for turn in range(turns):
             for name in names if turn % 2 == 0 else names[::-1]:
@@ -347,8 +347,8 @@ def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> N
 
 
 def _ours(preset: str, settings: list[str], steps: int, warmup: int, out: Path) -> PeerResult:
-    arguments = ["bench", "train", preset, f"--steps={steps}", f"--warmup={warmup}", f"--out={out}", *settings]
-    _run([sys.executable, "-m", "megascale.cli.main", *arguments], OURS)
+    arguments = ["bench", "train", preset, f"--steps={steps}", f"--warmup={warmup}", f"--out={out}"] + settings
+    _run([sys.executable, "-m", "megascale.cli.main"] + arguments, OURS)
     report = json.loads(out.read_text())
     active = "; ".join(f"{subject}: {choice}" for subject, choice in report["active"].items())
     rate = statistics.mean(report["gemm_flop_per_s"])
@@ -370,7 +370,7 @@ def _theirs(name: str, job: PeerJob, limit: float) -> PeerResult:
     ]
     # Megatron's training script insists on CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism. With CUDA's default
     # a step took 13% less at micro-batch 1 and no more at 4 (docs/performance.md), so the variable is left as it is.
-    _run([sys.executable, "-m", "torch.distributed.run", *arguments], name, limit)
+    _run([sys.executable, "-m", "torch.distributed.run"] + arguments, name, limit)
     return PeerResult(name, 0, **json.loads(Path(job.out).read_text()))
 
 

@@ -77,7 +77,7 @@ def train(rank: int, world: int, tree: dict[str, Any], graphs: str) -> tuple[Tol
 def assert_same_bits(single: Told, second: Told) -> None:
     """All that both tell is equal."""
     assert (single.losses, single.norms) == (second.losses, second.norms)
-    for a, b in zip([*single.gradients, single.state], [*second.gradients, second.state], strict=True):
+    for a, b in zip(single.gradients + [single.state], second.gradients + [second.state], strict=True):
         for remaining, right in zip(a, b, strict=True):
             assert remaining.name == right.name
             assert np.array_equal(remaining.values, right.values), remaining.name

@@ -114,7 +114,7 @@ def assert_copies(in_use: list[list[Boxed]], state: list[list[Boxed]]) -> None:
 
 def assert_same_bits(a: Told, b: Told) -> None:
     assert (a.losses, a.norms) == (b.losses, b.norms)
-    for ours, peers in zip([*a.gradients[0], *a.state], [*b.gradients[0], *b.state], strict=True):
+    for ours, peers in zip(a.gradients[0] + a.state, b.gradients[0] + b.state, strict=True):
         assert (ours.name, ours.offsets) == (peers.name, peers.offsets)
         assert np.array_equal(ours.values, peers.values), ours.name
 

@@ -101,12 +101,12 @@ DENSE = MLP_PARTS["dense"]
 
 def scaled_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
     """Return the tensors of a dense MLP, and the scale."""
-    return [*DENSE.tensors(model, name), LogicalTensor(f"{name}.mlp.scale", (model.ffn,), 0, init_value=0.5)]
+    return DENSE.tensors(model, name) + [LogicalTensor(f"{name}.mlp.scale", (model.ffn,), 0, init_value=0.5)]
 
 
 def scaled_keeps(model: ModelConfig) -> list[SavedActivation]:
     """Return the saved activations of a dense MLP, and the scaled tensor."""
-    return [SavedActivation("mlp_projection", model.ffn, "columns", has_gradient=True), *DENSE.saved_activations(model)]
+    return [SavedActivation("mlp_projection", model.ffn, "columns", has_gradient=True)] + DENSE.saved_activations(model)
 
 
 def gather_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:

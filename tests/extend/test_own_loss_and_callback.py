@@ -147,7 +147,7 @@ def test_a_run_is_read_without_the_callback_that_it_was_trained_with(tiny, tmp_p
     """The reading process lacks the part: generation, evaluation, export, and the tools that read settings."""
     train_tokenizer(["some text"], 260).save(tmp_path / "words.json")
     arguments = ["--train.steps=1", "--model.vocab_size=264", f"--data.tokenizer={tmp_path}/words.json"]
-    train(load_config(tiny, [*arguments, "--train.callbacks=seen", "--model.positions=rotary"]))
+    train(load_config(tiny, arguments + ["--train.callbacks=seen", "--model.positions=rotary"]))
     callbacks.KINDS.remove("seen")
     CALLBACKS.remove("seen")
     run = tmp_path / "runs" / "tiny"

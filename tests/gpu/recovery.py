@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("recovery.json"))
     inputs, settings = parser.parse_known_args(arguments)
     deadline = time.monotonic() + inputs.seconds
-    settings = [f"--model.preset={inputs.preset}", *settings]
+    settings = [f"--model.preset={inputs.preset}"] + settings
     record: dict[str, Any] = {"settings": settings, "starts": [], "kills": []}
     if inputs.out.exists():
         record = json.loads(inputs.out.read_text())
@@ -138,7 +138,7 @@ def run(
         inputs.out.write_text(json.dumps(record, indent=1) + "\n")
 
     begun, injected = time.time(), []
-    job = Launched(file, "recovery", [*settings, f"--model.layers={layers}"], pace=0)
+    job = Launched(file, "recovery", settings + [f"--model.layers={layers}"], pace=0)
     sums = Sums(job.run)
     try:
         with Stacks(job.run) as stacks:
@@ -166,7 +166,7 @@ def run(
             if row is None:
                 return
             rows = [item for item in record["kills"] if (item["kind"], item["number"]) != (kind, number)]
-            record["kills"] = [*rows, {"kind": kind, "number": number, "layers": layers, **row}]
+            record["kills"] = rows + [{"kind": kind, "number": number, "layers": layers, **row}]
             keep()
             report = ", ".join(f"{name} {row[name]:.1f}" for name in SHOWN if row[name] is not None)
             print(f"{kind} {number + 1}: {report or row['failed']}", flush=True)
@@ -358,7 +358,7 @@ def fitting(file: Path, settings: list[str]) -> int:
     full = load_command_line(str(file), settings).model.layers
     for layers in range(max(1, full // 2), 0, -1):
         try:
-            config, size = prepare(load_command_line(str(file), [*settings, f"--model.layers={layers}"]))
+            config, size = prepare(load_command_line(str(file), settings + [f"--model.layers={layers}"]))
             nodes = config.resilience.nodes + config.resilience.spares
             share = HostShare(size.world, 0, size.world, nodes, uses_gpus=bool(size.devices))
             check_host(lay_out(config, size.world), share, less)

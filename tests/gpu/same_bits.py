@@ -86,7 +86,7 @@ def attend(name: str, window: int | None, deterministic: bool) -> tuple[str, flo
                     torch.cuda.synchronize()
                     began = time.perf_counter()
                 out = attention(*qkv.unbind(2), window=window, backend=name)
-                built = [out.detach(), *torch.autograd.grad(out, qkv, upstream)]
+                built = [out.detach()] + list(torch.autograd.grad(out, qkv, upstream))
                 first = first or built
                 differ += not all(map(torch.equal, built, first))
     except Exception as error:  # the others are still of interest

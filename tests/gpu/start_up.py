@@ -258,7 +258,7 @@ class Redis:
 
     def start(self) -> None:
         arguments = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"]
-        self.process = subprocess.Popen([self.program, *arguments], stdout=subprocess.DEVNULL)
+        self.process = subprocess.Popen([self.program] + arguments, stdout=subprocess.DEVNULL)
         for _ in range(500):
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1).close()

@@ -251,7 +251,7 @@ class FakeLibrary(cublaslt._Library):
 
         def back(name, types):
             def call(*arguments):
-                self.log.append((name, *arguments))
+                self.log.append((name,) + arguments)
                 if name.endswith("Create") and len(types) in (3, 5):  # a descriptor or layout: numbered as made
                     ctypes.c_void_p.from_address(arguments[0]).value = 1000 + len(self.log)
                 if name == "cublasLtMatmulAlgoGetHeuristic":

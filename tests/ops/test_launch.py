@@ -117,7 +117,7 @@ NUMBERS = [
     1.0,
     0.5,
 ]
-ANY = [*TENSORS, torch.nn.Parameter(TENSORS[0]), None, *NUMBERS]
+ANY = TENSORS + [torch.nn.Parameter(TENSORS[0]), None] + NUMBERS
 PLAIN = (TENSORS[0], TENSORS[4], 3, 5, 0.5, True)
 META = [
     {"WIDE": wide, **block, **warps}
@@ -131,15 +131,15 @@ def launches() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Yield launches that differ from a plain launch in one argument, in two tensors, or in a keyword."""
     for location in range(len(PLAIN)):
         for value in ANY:
-            yield (*PLAIN[:location], value, *PLAIN[location + 1 :]), {"WIDE": 1}
+            yield PLAIN[:location] + (value,) + PLAIN[location + 1 :], {"WIDE": 1}
     for x in ANY:
         for y in ANY:
-            yield (x, y, *PLAIN[2:]), {"WIDE": 1}
+            yield (x, y) + PLAIN[2:], {"WIDE": 1}
     for meta in META:
         yield PLAIN, meta
     for wide in NUMBERS:
-        yield (*PLAIN, wide), {}
-        yield (*PLAIN, 1, wide), {}
+        yield PLAIN + (wide,), {}
+        yield PLAIN + (1, wide), {}
 
 
 def key_of(arguments: tuple[Any, ...], meta: dict[str, Any], device: int = DEVICE) -> Any:
@@ -172,7 +172,7 @@ def test_what_is_not_specialised_on_shares_a_key():
 @settings(max_examples=50, deadline=None)
 def test_the_compiled_kernel_gets_what_triton_would_pass(data):
     """The second launch is not Triton's, and has the same grid and arguments in the same order."""
-    x, y = data.draw(st.sampled_from(TENSORS)), data.draw(st.sampled_from([None, *TENSORS]))
+    x, y = data.draw(st.sampled_from(TENSORS)), data.draw(st.sampled_from([None] + TENSORS))
     positional = data.draw(st.integers(6, 8))
     arguments = (x, y, data.draw(st.sampled_from([1, 16, 2**40])), 5, 0.5, True, 3, 16)[:positional]
     meta = {"WIDE": 3, "BLOCK": 16}

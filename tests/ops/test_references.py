@@ -186,7 +186,7 @@ def test_head_gives_the_plain_loss_whatever_the_chunks(tokens, chunk, has_bias, 
     sink = attach(w, GradientSink(torch.zeros_like(w), lambda: called.append(1)))
     loss = linear_cross_entropy(x, w, targets, bias=b, vocab=9, chunk=chunk, token_grad=upstream if promised else None)
     inputs = [t for t in (x, b) if t is not None]
-    grads = torch.autograd.grad(loss, [*inputs, w], upstream, allow_unused=True)
+    grads = torch.autograd.grad(loss, inputs + [w], upstream, allow_unused=True)
     assert grads[-1] is None
     assert called == [1]
     want = cross_entropy(torch.nn.functional.linear(x, w, b), targets, 9)
@@ -238,7 +238,7 @@ def test_vocabulary_shards_give_the_whole_heads_loss_and_gradients(promised):
         loss = linear_cross_entropy(
             my_x, local, targets, vocab=vocab, chunk=2, shard=shard, token_grad=upstream if promised else None
         )
-        results[rank] = (loss.detach(), *torch.autograd.grad(loss, (my_x, local), upstream))
+        results[rank] = (loss.detach(),) + torch.autograd.grad(loss, (my_x, local), upstream)
 
     threads = [threading.Thread(target=work, args=(r,)) for r in range(ranks)]
     for t in threads:

@@ -49,7 +49,9 @@ class Server:
 
     def start(self) -> None:
         port = ["--port", "0", "--tls-port", str(self.port)] if self.tls else ["--port", str(self.port)]
-        arguments = [str(REDIS), "--bind", "127.0.0.1", *port, "--save", "", "--dir", str(self.folder), *self.options]
+        arguments = (
+            [str(REDIS), "--bind", "127.0.0.1"] + port + ["--save", "", "--dir", str(self.folder)] + list(self.options)
+        )
         self.process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:

@@ -429,7 +429,7 @@ def certificates(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")
 
     def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+        subprocess.run(["openssl"] + list(arguments), cwd=folder, check=True, capture_output=True)
 
     for name in ("ca", "stranger"):
         openssl(

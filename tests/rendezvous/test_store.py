@@ -216,7 +216,7 @@ def test_a_store_lives_as_long_as_torch_uses_it(opened, redis_server):
 
 def test_torchs_own_barrier_over_many_threads(pair):
     a, b = pair
-    stores = [a, b, *(a.clone() for _ in range(6))]
+    stores = [a, b] + [a.clone() for _ in range(6)]
     passed: list[int] = []
 
     def come(index: int) -> None:

@@ -42,7 +42,7 @@ class Launched(JobEvents):
         self.cwd = cwd
         self.new = new
         self.before = f"{PACED}\n{before}"
-        self.words = ["launch", str(file), f"--train.name={name}", *QUICK, *arguments]
+        self.words = ["launch", str(file), f"--train.name={name}"] + QUICK + list(arguments)
         self.seen = 0
         self.output = cwd / f"{name}.out"
         self.process = self.start()
@@ -53,7 +53,7 @@ class Launched(JobEvents):
         more = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "XDG_CACHE_HOME": str(self.cwd / "cache")}
         more["MEGASCALE_TEST_REST"] = "0.1"  # what a test does to a job takes time and not steps
         paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        return os.environ | more | {"PYTHONPATH": os.pathsep.join([*paths, str(Path(__file__).parents[1] / "paced")])}
+        return os.environ | more | {"PYTHONPATH": os.pathsep.join(paths + [str(Path(__file__).parents[1] / "paced")])}
 
     def start(self) -> subprocess.Popen[bytes] | Forked:
         """The driver, for the first time or again."""
@@ -61,7 +61,7 @@ class Launched(JobEvents):
             more: dict[str, Any] = {"env": self.environment, "before": self.before, "output": self.output}
             self.process = Forked(self.words, cwd=self.cwd, **more)
             return self.process
-        command = [sys.executable, "-m", COMMAND, *self.words]
+        command = [sys.executable, "-m", COMMAND] + self.words
         with open(self.output, "ab") as out:
             self.process = subprocess.Popen(
                 command, cwd=self.cwd, env=self.environment, stdout=out, stderr=out, start_new_session=True
@@ -82,7 +82,7 @@ class Launched(JobEvents):
 
     def story(self) -> str:
         lines = [f"{e.id} {e.kind} {e.action} {e.nodes} {e.evidence}" for e in self.events()]
-        return "\n".join([*lines, self.output.read_text()[-6000:]])
+        return "\n".join(lines + [self.output.read_text()[-6000:]])
 
     def until_step(self, step: int) -> None:
         metrics = self.run / "metrics.jsonl"

@@ -86,7 +86,7 @@ def test_kill_hang_new_driver_and_hot_update_leave_the_weights_of_an_undisturbed
     assert {"host=0@n0", "host=1@n1"} <= folders <= {"host=0@n0", "host=1@n1", "host=0@n2"}
     assert sorted(f.name for f in (job.run / "status").iterdir()) == ["rank-0.evidence", "rank-1.evidence"]  # the hang
 
-    calm = ["train", tiny, "--train.name=calm", "--parallel.data=2", *WORDS]
+    calm = ["train", tiny, "--train.name=calm", "--parallel.data=2"] + WORDS
     for more in ([f"--train.steps={resumed[0]['step']}"], [f"--train.steps={last}", "--lr.peak=0.005"]):
         done = megascale(*calm, *more)
         assert done.returncode == 0, done.stderr

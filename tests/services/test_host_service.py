@@ -182,7 +182,7 @@ def test_a_flood_of_silent_strangers_keeps_nobody_out(echo) -> None:
     silent[0].settimeout(20)
     greeted = silent[0].recv(1000)
     assert not greeted or not silent[0].recv(1000)  # the first to come is the first to go
-    for sock in [*silent, before]:
+    for sock in silent + [before]:
         sock.close()
 
 

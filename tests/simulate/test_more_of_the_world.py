@@ -31,7 +31,7 @@ H200 = load_cluster("h200-host")
 
 def step_json(*arguments: str) -> list[dict]:
     """Return the JSON of `simulate step --json` for both stacks."""
-    done = CliRunner().invoke(app, ["simulate", "step", *arguments, "--json"], catch_exceptions=False)
+    done = CliRunner().invoke(app, ["simulate", "step"] + list(arguments) + ["--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -94,7 +94,7 @@ def test_a_varied_setting_changes_the_stack_that_it_decides():
 @pytest.mark.parametrize("name", ["float8", "default"])
 def test_a_step_hangs_on_the_gpu_s_peak_in_either_precision(name):
     arguments = [word.removeprefix("--") for word in FLOAT8 if "=" in word]
-    config = configuration.load(None, [*arguments, f"train.linear_precision={name}"])
+    config = configuration.load(None, arguments + [f"train.linear_precision={name}"])
     base = stack("megascale-h200")
     calibration = load_calibration("h200-engine", H200.name)
     changes = sensitivities(Scenario(config, 2, H200, calibration, engine_software(config, base), base=base))
@@ -139,7 +139,7 @@ def test_full_sharding_on_the_command_line():
     with pytest.raises(ConfigError, match="closed form only"):
         CliRunner().invoke(
             app,
-            ["simulate", "step", *SHARDED, "--software", "megatron-fsdp", "--no-memory", "--level", "event"],
+            ["simulate", "step"] + SHARDED + ["--software", "megatron-fsdp", "--no-memory", "--level", "event"],
             catch_exceptions=False,
         )
 
@@ -151,7 +151,7 @@ def test_memory_of_another_stack_is_not_claimed():
     (result,) = step_json(*SHARDED, *arguments)
     assert result["memory_gib"] > 80
     assert any("memory is this engine's" in text for text in result["cautions"])
-    shown = CliRunner().invoke(app, ["simulate", "step", *SHARDED, *arguments], catch_exceptions=False).stdout
+    shown = CliRunner().invoke(app, ["simulate", "step"] + SHARDED + arguments, catch_exceptions=False).stdout
     assert "memory of the fullest rank, this engine's" in shown
     (local,) = step_json(*SHARDED, "--no-memory")
     assert not any("memory" in text for text in local["cautions"])
@@ -245,7 +245,7 @@ def test_experts_add_weights_and_exchanges_but_no_work():
 
 
 def scenario(*settings: str, **more) -> Scenario:
-    config = configuration.load(None, ["model.preset=gpt-13b", "train.global_batch=64", *settings])
+    config = configuration.load(None, ["model.preset=gpt-13b", "train.global_batch=64"] + list(settings))
     return Scenario(
         config, 8, H200, Calibration("none", "h200-host"), engine_software(config, stack("megascale-h200")), **more
     )

@@ -43,7 +43,7 @@ def train(**sections: dict[str, object]) -> None:
         "train": {"name": "a", "steps": 1, "micro_batch": 1, "global_batch": 2, "threads": 1, "device": "cpu"},
         "observe": {"tensorboard": False, "spans": 0},
     }
-    api.train(from_tree({name: tree.get(name, {}) | sections.get(name, {}) for name in {*tree, *sections}}))
+    api.train(from_tree({name: tree.get(name, {}) | sections.get(name, {}) for name in tree.keys() | sections.keys()}))
 
 
 def text_of(run: str | Path) -> str:

@@ -401,7 +401,7 @@ def test_own_runs_are_compared(tmp_path):
     assert check.passed is False
     assert len(check.rows) == 2
     assert any("not measured" in note for note in check.notes)
-    write_run(tmp_path / output[2].name, [*output[2].settings, "parallel.tensor=2"], 1.0, 2)
+    write_run(tmp_path / output[2].name, list(output[2].settings) + ["parallel.tensor=2"], 1.0, 2)
     with pytest.raises(DataError, match="parallel"):
         matching(output, tmp_path)
 

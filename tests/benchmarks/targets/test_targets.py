@@ -30,18 +30,18 @@ from tests.forked import BENCHMARKS, Forked
 from tests.test_commands import parse
 
 SMALL = ["--model.layers=1", "--model.hidden=32", "--model.vocab_size=64", "--model.sequence_length=16"]
-ARGUMENTS = json.dumps(["tiny", *SMALL, "--train.micro_batch=1", "--train.threads=1"])
+ARGUMENTS = json.dumps(["tiny"] + SMALL + ["--train.micro_batch=1", "--train.threads=1"])
 
 
 def in_toml(name: str, **keys: str) -> str:
     """A case on the CPU that takes a moment; keys are TOML."""
     report = {"name": f'"{name}"', "title": f'"{name}"', "arguments": ARGUMENTS, "gpus": "0", "batch": "1"}
     report |= {"steps": "2", "warmup": "2", "seconds": "1"} | keys
-    return "\n".join(["[[case]]", *(f"{key} = {value}" for key, value in report.items())]) + "\n"
+    return "\n".join(["[[case]]"] + [f"{key} = {value}" for key, value in report.items()]) + "\n"
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, ["targets", *map(str, arguments)], env={"COLUMNS": "100"})
+    return CliRunner().invoke(app, ["targets"] + [str(argument) for argument in arguments], env={"COLUMNS": "100"})
 
 
 # Cases
@@ -80,7 +80,7 @@ def test_what_gpus_cannot_hold_is_left_out():
     assert too_large == {"T1": pytest.approx(103, abs=3)}
     assert targets._fitting(cases, 0, 79.2) == (cases, {})
     fewer = ["--model.layers=20", "--parallel.layer_split=[2,2,2,2,2,2,2,2,3,1]"]
-    halved = cases[0].model_copy(update={"arguments": [*cases[0].arguments, *fewer]})
+    halved = cases[0].model_copy(update={"arguments": cases[0].arguments + fewer})
     assert targets._fitting([halved], 4, 79.2) == ([halved], {})
 
 
@@ -377,7 +377,7 @@ def test_other_words_and_other_machines(tmp_path):
     assert not record.has_other(case("A", seconds=9, title="other", must={"mfu": 0.5}), 1)
     assert record.runs(new, 1) == {}
     record.keep(TargetJob(new, 1, 1, 1), TargetRun(new.key(1), 1, "", 1.0, {"n": 2}))
-    assert [*Record(tmp_path / "t.json", 2).runs(new, 1)] == [1]
+    assert list(Record(tmp_path / "t.json", 2).runs(new, 1)) == [1]
     assert not Record(tmp_path / "t.json", 2).runs(old, 1)
     with pytest.raises(ConfigError, match="2 GPUs"):
         Record(tmp_path / "t.json", 4)
@@ -444,7 +444,7 @@ def test_an_interrupted_call_keeps_what_it_has_and_ends_what_runs(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130, output
-    assert [*json.loads(out.read_text())["cases"]] == ["done"]
+    assert list(json.loads(out.read_text())["cases"]) == ["done"]
     assert "endless" in output.partition("missing")[2]
     assert len(ranks) == 3
     assert not psutil.wait_procs(ranks, timeout=60)[1]  # a killed one takes a moment to be gone

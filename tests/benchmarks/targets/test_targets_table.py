@@ -93,7 +93,7 @@ def test_what_was_predicted_stands_by_what_came(tmp_path, capsys):
     record = Record(tmp_path / "t.json", 2)
     kept(record, cases[0], 0.85, 0.86)
     second = case(arguments=["tiny", "--train.micro_batch=4"])
-    targets_table.show([*cases, second], {entry.name: entry for entry in cases}, record)
+    targets_table.show(cases + [second], {entry.name: entry for entry in cases}, record)
     lines = capsys.readouterr().out.splitlines()
     output = predicted(cases[0], 2)
     assert f"{output:.3f}" in next(line for line in lines if line.startswith("EhD "))

@@ -17,7 +17,7 @@ from megascale.errors import ConfigError, TrainingError
 
 def config(preset: str, *arguments: str):
     return load_command_line(
-        None, [f"--model.preset={preset}", "--train.precision=bfloat16", "--model.vocab_size=64000", *arguments]
+        None, [f"--model.preset={preset}", "--train.precision=bfloat16", "--model.vocab_size=64000"] + list(arguments)
     )
 
 

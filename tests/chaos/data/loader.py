@@ -177,7 +177,7 @@ class _Run:
             bad = [process.exitcode for process in ranks if process.exitcode]
             if bad:
                 tail = (self.config.run_folder / "logs" / "chaos.log").read_text().splitlines()[-20:]
-                raise RuntimeError("\n".join([f"ranks ended with {bad} although they were not killed", *tail]))
+                raise RuntimeError("\n".join([f"ranks ended with {bad} although they were not killed"] + tail))
             return
 
     def _start(self, environment: dict[str, str]) -> list[Any]:

@@ -28,9 +28,40 @@ class Target:
 
 
 _ODD: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, 10**400),
-    *(0.5, -0.0, 1e308, math.inf, math.nan, "", "\0", "a" * 5000, "../../etc/passwd", "/", "\ud800", "é", "[/red]"),
-    *([], {}, [[]], {"": {}}, [0] * 100, {"a": None}),
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2**31,
+    2**32 - 1,
+    2**53,
+    2**63 - 1,
+    2**63,
+    -(2**63),
+    2**64,
+    10**30,
+    10**400,
+    0.5,
+    -0.0,
+    1e308,
+    math.inf,
+    math.nan,
+    "",
+    "\0",
+    "a" * 5000,
+    "../../etc/passwd",
+    "/",
+    "\ud800",
+    "é",
+    "[/red]",
+    [],
+    {},
+    [[]],
+    {"": {}},
+    [0] * 100,
+    {"a": None},
 )
 
 
@@ -47,7 +78,7 @@ def odd_json(rng: random.Random, value: Any) -> Any:
         at = rng.randrange(len(value))
         if rng.random() < 0.2:
             return value[:at] + value[at:] * rng.choice((0, 2))
-        return [*value[:at], odd_json(rng, value[at]), *value[at + 1 :]]
+        return value[:at] + [odd_json(rng, value[at])] + value[at + 1 :]
     if rng.random() < 0.1:
         for _ in range(rng.choice((1, 50, 300))):
             value = [value] if rng.random() < 0.5 else {"a": value}

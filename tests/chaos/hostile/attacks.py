@@ -112,7 +112,7 @@ def _frame(rng: random.Random) -> bytes:
 def _post(address: tuple[str, int], lines: list[str], size: int, seconds: float) -> int:
     """POST `size` bytes as often as there is time; how many were taken at most of one."""
     deadline, most = time.monotonic() + seconds, 0
-    head = "\r\n".join(["POST /v1/job/restart HTTP/1.1", f"Host: {address[0]}", *lines, "", ""]).encode()
+    head = "\r\n".join(["POST /v1/job/restart HTTP/1.1", f"Host: {address[0]}"] + lines + ["", ""]).encode()
     piece = b"[" * _PIECE
     while time.monotonic() < deadline:
         sent = 0

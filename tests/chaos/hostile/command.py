@@ -160,7 +160,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
 
     # A constant rate, so that the length of a run changes nothing before its end.
     arguments = ["--checkpoint.interval=20", "--data.loader=host", "--lr.decay=constant"]
-    job = Launched(file, "attacked", [*arguments, "--train.steps=1000000"], pace=0.05)
+    job = Launched(file, "attacked", arguments + ["--train.steps=1000000"], pace=0.05)
     costs: list[AttackCost] = []
     wrong: list[str] = []
     calm: Launched | None = None
@@ -191,7 +191,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
         if len(attempts) != 1:
             wrong.append(f"the job was started {len(attempts)} times")
         step = latest(job.run / "checkpoints")
-        calm = Launched(file, "calm", [*arguments, f"--train.steps={step}"], pace=0.001)
+        calm = Launched(file, "calm", arguments + [f"--train.steps={step}"], pace=0.001)
         code = calm.end()
         if code or latest(calm.run / "checkpoints") != step:
             wrong.append(f"the quiet run ended with {code} at step {latest(calm.run / 'checkpoints')}, not {step}")

@@ -193,10 +193,10 @@ def evict(job: KubernetesJob) -> Injected:
     injected = _of_rank_1(job)
     head = [sys.executable, "-m", "megascale.cli.main"]
     access = job.folder / f"{job.name}.access"
-    arguments = job.site.inside([*head, "access", str(job.run), "--act"])
+    arguments = job.site.inside(head + ["access", str(job.run), "--act"])
     access.touch(0o600)
     access.write_text(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
-    arguments = job.site.inside([*head, "evict", str(access), injected.node, "--why", "fan is loud"])
+    arguments = job.site.inside(head + ["evict", str(access), injected.node, "--why", "fan is loud"])
     done = subprocess.run(arguments, capture_output=True, text=True)
     if done.returncode:
         injected.wrong.append(f"megascale evict: {done.stderr.strip()}")
@@ -303,7 +303,7 @@ FAULTS: dict[str, KubernetesFault] = {
     "pod-deleted": KubernetesFault(delete_pod, in_place, _LOST),
     "node-off": KubernetesFault(power_off, replaced, _LOST),
     "node-partitioned": KubernetesFault(partition, replaced, _LOST),
-    "node-drained": KubernetesFault(drain, replaced, (*_LOST, "node_cordoned")),
+    "node-drained": KubernetesFault(drain, replaced, _LOST + ("node_cordoned",)),
     "image-missing": KubernetesFault(
         nothing, in_place, ("image_pull_failed",), "stop", words=(f"--kubernetes.image={_NEVER}", _NO_WAIT)
     ),

@@ -55,7 +55,7 @@ class KubernetesJob(Launched):
         local += [f"--checkpoint.location={self.shared}", "--checkpoint.linger=60"]
         local += [f"--resilience.listen={site.address}"] if self.outside else []
         local.append("--resilience.test_spares=false")
-        super().__init__(file, name, [*local, *arguments], pace)
+        super().__init__(file, name, local + list(arguments), pace)
         self.witness.__enter__()
 
     def start(self) -> Any:
@@ -69,7 +69,7 @@ class KubernetesJob(Launched):
         arguments = [word for word in self.command if not word.startswith("--train.runs=")]
         with open(self.output.with_suffix(".second"), "ab") as out:
             return subprocess.Popen(
-                [*arguments, f"--train.runs={runs}"],
+                arguments + [f"--train.runs={runs}"],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -149,7 +149,7 @@ class DriverPodJob(KubernetesJob):
     def start(self) -> Any:
         """Print the manifests and have the cluster make them; nothing of the job is a child of this process."""
         arguments = self.command[self.command.index(sys.executable) :]
-        done = subprocess.run([*arguments, "--dry-run", "--form", "driver"], capture_output=True, text=True, check=True)
+        done = subprocess.run(arguments + ["--dry-run", "--form", "driver"], capture_output=True, text=True, check=True)
         self.output.with_suffix(".yaml").write_text(done.stdout)
         self.site.kubectl("apply", "--namespace", self.name, "-f", "-", output=done.stdout)
         self.process = subprocess.Popen(["sleep", "0"])  # there is none here
@@ -196,6 +196,6 @@ def here(folder: Path) -> dict[str, str | list[str]]:
     Args:
         folder: the job's, which pods see as if on shared storage.
     """
-    mounted = [*(f"host:{each}:{each}:ro" for each in mounts()), f"host:{folder}:{folder}"]
+    mounted = [f"host:{each}:{each}:ro" for each in mounts()] + [f"host:{folder}:{folder}"]
     environment = [f"PYTHONPATH={source()}", "OMP_NUM_THREADS=1"]
     return {"image": IMAGE, "python": sys.executable, "mounts": mounted, "environment": environment}

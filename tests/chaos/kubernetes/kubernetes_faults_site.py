@@ -69,7 +69,7 @@ class KubernetesFaultSite(FaultSite):
         row: Row = {"verdict": None, "lost": None, "wrong": ["it did not start"]}
         expected = {} if fault.ends == "stop" else self.reference.after(fault.steps)
         kind_of_job = DriverPodJob if fault.driver_pod else KubernetesJob
-        job = kind_of_job(self._site, self._file, name, [f"--train.steps={fault.steps}", *fault.words], PACE)
+        job = kind_of_job(self._site, self._file, name, [f"--train.steps={fault.steps}"] + list(fault.words), PACE)
         try:
             try:
                 row |= _stopped(job, fault) if fault.ends == "stop" else _strike(job, fault)

@@ -137,7 +137,7 @@ class KubernetesNode:
     def join(self) -> None:
         """Load the images, and start kubelet and kube-proxy."""
         ctr = ["ctr", "-a", SOCKET]
-        present = self.machine.inside([*ctr, "version"])
+        present = self.machine.inside(ctr + ["version"])
         wait(lambda: subprocess.run(present, capture_output=True).returncode == 0, f"containerd of {self.name}", 60.0)
         self.run(*ctr, "-n", "k8s.io", "images", "import", str(self._given.images))
         self.start_kubelet()
@@ -145,7 +145,7 @@ class KubernetesNode:
         self._daemon("kube-proxy", [str(proxy), f"--config={self.folder}/proxy.yaml", "--v=0"])
         if self._given.gpus:
             arguments = ["-m", "tests.chaos.kubernetes.gpus", str(self._bad), str(self._given.gpus)]
-            self._daemon("gpus", [sys.executable, *arguments])
+            self._daemon("gpus", [sys.executable] + arguments)
 
     @property
     def _bad(self) -> Path:
@@ -197,7 +197,7 @@ class KubernetesNode:
     def _daemon(self, name: str, arguments: Sequence[str]) -> None:
         with open(self.folder / f"{name}.log", "ab") as out:
             self._daemons[name] = subprocess.Popen(
-                [*machines.WITH_US, *self.machine.inside(["nice", "-n", "5", *arguments])],
+                list(machines.WITH_US) + self.machine.inside(["nice", "-n", "5", *arguments]),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

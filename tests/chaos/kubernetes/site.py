@@ -57,7 +57,7 @@ def programs() -> Path:
 def impossible() -> str:
     """Return why Kubernetes cannot run here, or an empty string."""
     folder = programs()
-    if missing := [name for name in (*PROGRAMS, "pause", "VERSION") if not (folder / name).exists()]:
+    if missing := [name for name in PROGRAMS + ("pause", "VERSION") if not (folder / name).exists()]:
         return f"no {missing[0]} in {folder}: scripts/kubernetes-build"
     missing = [name for name in _NEEDS if shutil.which(name) is None]
     if not Path("/usr/lib/cni/bridge").exists():
@@ -85,7 +85,7 @@ class KubernetesSite(Site):
         self._gpus = gpus
         self._group = f"ms-{os.urandom(4).hex()}"
         self.names = [f"k{i + 1}" for i in range(nodes)]
-        self.machines = Machines(folder / "m", ["head", *self.names])
+        self.machines = Machines(folder / "m", ["head"] + self.names)
         self.kubeconfig = folder / "kubeconfig"
         self.environment = {k: v for k, v in os.environ.items() if "PROXY" not in k.upper()} | {"GOMAXPROCS": "2"}
         self.nodes: dict[str, KubernetesNode] = {}
@@ -123,7 +123,7 @@ class KubernetesSite(Site):
         pause = Image(PAUSE, {"pause": (self.programs / "pause").read_bytes()}, entry=["/pause"])
         files = {name: Path("/", name).read_bytes() for name in _FILES if Path("/", name).exists()}
         locations = sorted({str(p).strip("/") for m in mounts() for p in (Path(m), *Path(m).parents) if p != Path("/")})
-        local = Image(IMAGE, files, list(dict.fromkeys([*_FOLDERS, *locations])), _LINKS)
+        local = Image(IMAGE, files, list(dict.fromkeys(list(_FOLDERS) + locations)), _LINKS)
         write_images(self.folder / "images.tar", [pause, local])
         return self.folder / "images.tar"
 
@@ -142,7 +142,7 @@ class KubernetesSite(Site):
         clients, peers = "http://127.0.0.1:12379", "http://127.0.0.1:12380"
         arguments = [f"--data-dir={self.folder}/etcd", f"--listen-client-urls={clients}", f"--listen-peer-urls={peers}"]
         # Its data is deleted with this folder, so it need not wait for the shared disk.
-        self._daemon("etcd", [*arguments, f"--advertise-client-urls={clients}", "--unsafe-no-fsync", "--logger=zap"])
+        self._daemon("etcd", arguments + [f"--advertise-client-urls={clients}", "--unsafe-no-fsync", "--logger=zap"])
         self.start_api()
         key = f"--service-account-private-key-file={certificates}/sa.key"
         arguments = [f"--kubeconfig={self.kubeconfig}", "--leader-elect=false", "--bind-address=127.0.0.1", "--port=0"]
@@ -153,7 +153,7 @@ class KubernetesSite(Site):
             "--large-cluster-size-threshold=0",
             "--unhealthy-zone-threshold=1",
         ]
-        self._daemon("kube-controller-manager", [*arguments, *local])
+        self._daemon("kube-controller-manager", arguments + local)
         self._daemon("kube-scheduler", arguments)
 
     def start_api(self) -> None:
@@ -183,9 +183,9 @@ class KubernetesSite(Site):
 
     def _daemon(self, name: str, arguments: Sequence[str]) -> None:
         with open(self.folder / f"{name}.log", "ab") as out:
-            command = ["nice", "-n", "5", f"{self.programs}/{name}", *arguments]
+            command = ["nice", "-n", "5", f"{self.programs}/{name}"] + list(arguments)
             self._daemons[name] = subprocess.Popen(
-                [*machines.WITH_US, *self.machines["head"].inside(command)],
+                list(machines.WITH_US) + self.machines["head"].inside(command),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -201,7 +201,7 @@ class KubernetesSite(Site):
 
     def kubectl(self, *arguments: str, output: str | None = None, seconds: float = 60.0) -> str:
         """Return kubectl's output for `said` on stdin. Raise TrainingError with its message if it fails."""
-        command = self.inside([f"{self.programs}/kubectl", f"--kubeconfig={self.kubeconfig}", *arguments])
+        command = self.inside([f"{self.programs}/kubectl", f"--kubeconfig={self.kubeconfig}"] + list(arguments))
         done = subprocess.run(
             command, input=output, capture_output=True, text=True, env=self.environment, timeout=seconds
         )

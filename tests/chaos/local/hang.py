@@ -132,7 +132,7 @@ def run_case(
     _place_fault(run, case, rank, step, rng, layout)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     more = ["--kernels.graphs=on"] if graphs else []
-    command = [sys.executable, "-m", "megascale.cli.main", "train", str(config), *more]
+    command = [sys.executable, "-m", "megascale.cli.main", "train", str(config)] + more
     with open(folder / "out", "wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
     try:

@@ -42,9 +42,9 @@ class LocalSite(FaultSite):
         case, number = CASES[kind], int(name.rpartition("-")[2])
         expected = self.reference.after(case.steps) if case.same else {}
         tested = str(case.spare).lower()
-        arguments = [f"--train.steps={case.steps}", f"--resilience.test_spares={tested}", *case.words]
+        arguments = [f"--train.steps={case.steps}", f"--resilience.test_spares={tested}"] + list(case.words)
         with _redis(case.redis) as more:
-            job = Launched(self._file, name, [*arguments, *more], own_network=case.own_network)
+            job = Launched(self._file, name, arguments + more, own_network=case.own_network)
             try:
                 return _strike(job, kind, case, number, expected)
             finally:

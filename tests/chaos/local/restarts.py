@@ -103,7 +103,7 @@ def restarts(
 
     config = api.resolve(load_command_line(file, context.args))
     local = config.parallel.model_dump(exclude_none=True)
-    layouts = [local, *({"gpus_per_host": config.parallel.gpus_per_host, **_parse(text)} for text in layout)]
+    layouts = [local] + [{"gpus_per_host": config.parallel.gpus_per_host, **_parse(text)} for text in layout]
     with temporary_folder() as folder, Progress(transient=True) as progress:
         configs = [_prepared(config, keys, steps, memory, folder) for keys in layouts]
         for item in configs:

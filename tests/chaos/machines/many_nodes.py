@@ -77,7 +77,7 @@ class _Job(Launched):
         arguments += [f"--parallel.data={nodes}", f"--train.global_batch={nodes}", "--train.micro_batch=1"]
         arguments += [f"--checkpoint.location={file.parent / 'shared'}", "--checkpoint.replicas=false"]
         arguments += ["--checkpoint.memory_interval=0", "--checkpoint.background=false", "--checkpoint.interval=5"]
-        super().__init__(file, "many", [*arguments, f"--train.steps={_STEPS}"], _PACE)
+        super().__init__(file, "many", arguments + [f"--train.steps={_STEPS}"], _PACE)
 
     def start(self) -> Any:
         """The driver, on its machine."""

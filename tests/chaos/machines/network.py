@@ -86,7 +86,10 @@ class Machine:
         local = ["--mount", "--uts", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
         with open(self.folder / "console", "ab") as out:
             self._shell = subprocess.Popen(
-                [*WITH_US, "nsenter", f"--net=/run/netns/{self._namespace}", "unshare", *local, "bash", "-c", script],
+                list(WITH_US)
+                + ["nsenter", f"--net=/run/netns/{self._namespace}", "unshare"]
+                + local
+                + ["bash", "-c", script],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -119,7 +122,9 @@ class Machine:
 
     def inside(self, arguments: Sequence[str]) -> list[str]:
         """The command that runs `words` on it."""
-        return ["nsenter", f"--target={self.init}", "--mount", "--uts", "--net", "--pid", "--ipc", "--", *arguments]
+        return ["nsenter", f"--target={self.init}", "--mount", "--uts", "--net", "--pid", "--ipc", "--"] + list(
+            arguments
+        )
 
     # its network ------------------------------------------------------------------------------------------------------
 
@@ -133,7 +138,7 @@ class Machine:
         """No loss, no limit; other rules stay."""
         for chain, device in (("INPUT", "-i"), ("FORWARD", "-i"), ("OUTPUT", "-o"), ("FORWARD", "-o")):
             drop = ["-D", chain, device, "eth0", "-j", "DROP"]
-            while subprocess.run([*self._enter(), "iptables", "-w", *drop], capture_output=True).returncode == 0:
+            while subprocess.run(self._enter() + ["iptables", "-w"] + drop, capture_output=True).returncode == 0:
                 pass
         for space, device in ((self._namespace, "eth0"), (self._switch, self._port)):
             subprocess.run(["tc", "-n", space, "qdisc", "del", "dev", device, "root"], capture_output=True)

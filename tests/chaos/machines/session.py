@@ -67,7 +67,7 @@ def torchrun_session(folder: Path, log: Callable[[str], None]) -> bool:
     Args:
         folder: to work in; new.
     """
-    terminals = _prepare(folder, log, (*_SETTINGS, *_PLAIN))
+    terminals = _prepare(folder, log, _SETTINGS + _PLAIN)
     with Machines(folder / "machines", ["n0", "n1"]) as machines:
         n0, n1 = machines["n0"], machines["n1"]
 
@@ -98,7 +98,7 @@ def hosts_session(folder: Path, log: Callable[[str], None]) -> bool:
     """
     terminals = _prepare(folder, log, _SETTINGS)
     nodes = ("n0", "n1", "n2")
-    with Machines(folder / "machines", ["head", *nodes]) as machines:
+    with Machines(folder / "machines", ["head"] + list(nodes)) as machines:
         head = machines["head"]
         (folder / "hosts").write_text("".join(f"{n} folder={machines[n].folder}\n" for n in nodes))
         keys = f"IdentityFile {machines.folder}/user_key\nUserKnownHostsFile {machines.folder}/known_hosts\n"

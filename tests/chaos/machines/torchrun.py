@@ -62,13 +62,15 @@ def _start(machines: Machines, file: Path, name: str) -> list[subprocess.Popen[b
         arguments = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
         arguments += ["--node-rank", str(rank), "--master-addr", first, "--master-port", "29500"]
         result.append(
-            _run(machine.inside([*arguments, "-m", "megascale", "train", str(file), *_settings(name)]), file, rank)
+            _run(
+                machine.inside(arguments + ["-m", "megascale", "train", str(file)] + list(_settings(name))), file, rank
+            )
         )
     return result
 
 
 def _settings(name: str) -> Sequence[str]:
-    return (f"--train.name={name}", f"--train.steps={STEPS}", *_WORDS)
+    return (f"--train.name={name}", f"--train.steps={STEPS}") + _WORDS
 
 
 def _run(arguments: Sequence[str], file: Path, rank: int) -> subprocess.Popen[bytes]:

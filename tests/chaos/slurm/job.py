@@ -44,13 +44,13 @@ class SlurmJob(Launched):
         self.id = ""
         local = ["--resilience.cluster=slurm", "--resilience.test_spares=false", f"--resilience.sbatch={sbatch}"]
         local.append("--checkpoint.linger=60")  # a driver that comes up on another node takes some seconds
-        super().__init__(file, name, [*local, *arguments], pace)
+        super().__init__(file, name, local + list(arguments), pace)
 
     def start(self) -> Any:
         """Print the batch script and hand it to sbatch; nothing of the job is a child of this process."""
         self.script = self.output.with_suffix(".sbatch")
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        arguments = [*self.command, "--dry-run"]
+        arguments = self.command + ["--dry-run"]
         self.script.write_text(
             subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment).stdout
         )

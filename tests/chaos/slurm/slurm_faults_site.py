@@ -70,7 +70,7 @@ class SlurmFaultSite(FaultSite):
         row: Row = {"verdict": None, "lost": None}
         arguments = [f"--train.steps={fault.steps}"]
         if kind == ONE_MACHINE:
-            job: Launched = Launched(self._file, name, [*arguments, "--resilience.test_spares=false"], PACE)
+            job: Launched = Launched(self._file, name, arguments + ["--resilience.test_spares=false"], PACE)
             try:
                 row |= _one_machine(job)
             finally:

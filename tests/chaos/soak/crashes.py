@@ -69,7 +69,7 @@ def run(cases: range, seed: int, folder: Path, report: Report) -> None:
 
 def _case(file: Path, name: str, cause: CrashCause, step: int) -> SoakCase:
     faults = [json.dumps(cause.fault | {"rank": rank, "step": step, "persistent": True}) for rank in cause.ranks]
-    arguments = ["--train.steps=100", "--resilience.test_spares=false", *cause.words]
+    arguments = ["--train.steps=100", "--resilience.test_spares=false"] + list(cause.words)
     job = Launched(file, name, arguments, pace=0.01, faults=faults)
     try:
         code = job.end(GRACE_PERIOD)

@@ -208,7 +208,7 @@ def _llama(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> E
     settings |= {"head_dim": choose([None, 6, 10]), "pretraining_tp": choose([1, 2])}
     settings |= {"attention_bias": choose([False, True]), "mlp_bias": choose([False, True])}
     # Its class has no window.
-    return choose([*_llama_like(choose, settings, heads), ({"sliding_window": 3, "use_sliding_window": True}, None)])
+    return choose(_llama_like(choose, settings, heads) + [({"sliding_window": 3, "use_sliding_window": True}, None)])
 
 
 def _mistral(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> Edited:
@@ -219,7 +219,7 @@ def _mistral(choose: Choose, settings: dict[str, Any], heads: int, size: int) ->
         ({"sliding_window": GONE}, None),
         ({"use_sliding_window": False}, None),
     ]
-    return choose([*_llama_like(choose, settings, heads), *local])
+    return choose(_llama_like(choose, settings, heads) + local)
 
 
 def _qwen2(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> Edited:
@@ -245,7 +245,7 @@ def _qwen2(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> E
         ({"layer_types": [_FULL] * (layers + 1)}, "layer_types"),
         ({"layer_types": ["chunked_attention"] * layers}, "layer_types"),
     ]
-    return choose([*_llama_like(choose, settings, heads), *local])
+    return choose(_llama_like(choose, settings, heads) + local)
 
 
 _OF_THEIRS: dict[str, Callable[[Choose, dict[str, Any], int, int], Edited]] = {

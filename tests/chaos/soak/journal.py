@@ -210,8 +210,8 @@ def _weights(job: Launched, file: Path, code: int, arguments: list[str]) -> Soak
     subject = f"weights after step {step} and the journal's damages"
     if code != 130:
         return SoakCase(subject, False, f"the job ended with {code}: {job.output.read_text()[-2000:]}")
-    command = [sys.executable, "-m", "megascale.cli.main", "train", str(file), "--train.name=calm", *arguments]
-    done = subprocess.run([*command, f"--train.stop_after={step}"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "megascale.cli.main", "train", str(file), "--train.name=calm"] + arguments
+    done = subprocess.run(command + [f"--train.stop_after={step}"], capture_output=True, text=True)
     if done.returncode:
         return SoakCase(subject, False, f"the undisturbed run ended with {done.returncode}: {done.stderr[-2000:]}")
     expected, result = _state(file.parent / "runs" / "calm"), _state(job.run)

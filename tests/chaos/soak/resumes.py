@@ -192,7 +192,7 @@ def _train(config: Config) -> str:
 
 def _train_processes(file: Path, options: list[str]) -> str:
     """Train as `_train` by the command line, which starts a process for each rank of the layout."""
-    command = [sys.executable, "-m", "megascale.cli.main", "train", str(file), *options]
+    command = [sys.executable, "-m", "megascale.cli.main", "train", str(file)] + options
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     if result.returncode in (2, 3, 4):

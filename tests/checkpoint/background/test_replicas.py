@@ -225,7 +225,7 @@ def snapshot() -> Any:
         _staged(3), size=part.size, generation="00000003-a", state="{}", peer=peer, token=token.hex()
     )
     yield slot, staged, copies
-    for item in [slot, *(copy for slots in copies._slots.values() for copy in slots)]:
+    for item in [slot] + [copy for slots in copies._slots.values() for copy in slots]:
         item.memory.close()
 
 

@@ -71,7 +71,7 @@ def test_memory_is_promised_once(monkeypatch):
         make_slots(3, 1 << 12, NOTHING)
     more = make_slots(2, 1 << 12, NOTHING)
     slots[0].memory.close()
-    for slot in [slots[1], *more, *make_slots(1, 4 << 12, NOTHING)]:
+    for slot in [slots[1]] + more + make_slots(1, 4 << 12, NOTHING):
         slot.memory.close()
 
 

@@ -81,7 +81,7 @@ def test_parquet_row_groups(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"n": range(202), "body": [*TEXTS, None, " "]}), path, row_group_size=30)
+    pq.write_table(pa.table({"n": range(202), "body": TEXTS + [None, " "]}), path, row_group_size=30)
     for size in (1, 500, 1 << 20):
         assert documents(path, size, "body") == TEXTS
     assert len(cut_pieces(find_files([path]), 1)) == 7
@@ -222,7 +222,7 @@ def test_parquet_text_as_bytes(tmp_path: Path, kind: str) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
-    values = [*(text.encode() for text in TEXTS), None, b"\xff\xfe"]
+    values = [text.encode() for text in TEXTS] + [None, b"\xff\xfe"]
     column = pa.array(values, pa.binary() if kind == "dictionary" else getattr(pa, kind)())
     pq.write_table(
         pa.table({"text": column.dictionary_encode() if kind == "dictionary" else column}), tmp_path / "a.PARQUET"

@@ -60,7 +60,12 @@ def test_workers_do_not_change_the_result(tmp_path: Path, corpus: Path, monkeypa
     build(tmp_path / "workers", inputs=[corpus], vocab_size=600, workers=3, progress=False)
     assert contents(tmp_path / "plain") == contents(tmp_path / "workers")
     assert set(contents(tmp_path / "plain")) == {
-        *("dataset.json", "tokenizer.json", "train.bin", "train.idx", "valid.bin", "valid.idx")
+        "dataset.json",
+        "tokenizer.json",
+        "train.bin",
+        "train.idx",
+        "valid.bin",
+        "valid.idx",
     }
     data = [IndexedDataset(tmp_path / "workers" / side) for side in ("train", "valid")]
     assert sum(d.documents for d in data) == 630
@@ -106,9 +111,12 @@ def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, corpus: Path, sma
         + gate.replace("\n", "\n    ").rstrip()
         + "\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "patch"), *filter(None, sys.path)])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "patch")] + [path for path in sys.path if path]),
+    }
     arguments = [str(tmp_path / "out"), str(corpus), str(argv), str(PIECE)]
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], env=environment)
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT] + arguments, env=environment)
     parts = tmp_path / "out" / ".parts"
     finished = lambda: sorted(int(p.stem) for p in parts.glob("0*.json"))
     try:

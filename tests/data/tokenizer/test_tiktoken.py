@@ -38,10 +38,10 @@ def test_rank_file_with_description(tmp_path: Path) -> None:
     assert isinstance(arguments, TiktokenTokenizer)
     assert arguments.encode("the thing") == [257, 32, 256, 260]
     assert (arguments.vocab_size, arguments.end_of_document) == (271, 270)
-    assert arguments.decode([*arguments.encode("in ✓"), 270]) == f"in ✓{END}"
+    assert arguments.decode(arguments.encode("in ✓") + [270]) == f"in ✓{END}"
     assert 270 not in arguments.encode(END)
     tokens, lengths = arguments.encode_documents(["the", "", END])
-    assert tokens.tolist() == [257, 270, 270, *arguments.encode(END), 270]
+    assert tokens.tolist() == ([257, 270, 270] + arguments.encode(END) + [270])
     assert lengths.tolist() == [2, 1, len(tokens) - 3]
 
 

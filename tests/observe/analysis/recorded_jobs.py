@@ -70,7 +70,7 @@ class Job:
         self.ideal = float(replay_schedule(self.graph, normal).makespan) + REDUCE + CLIP + UPDATE
         names = ("replica", "stage", "rank", "step", "kind", "sequence", "chunk", "microbatch", "global_chunk")
         self.trace: OperationTrace = make_trace(
-            dict(zip((*names, "start", "duration"), map(np.array, zip(*rows, strict=True)), strict=True))
+            dict(zip(names + ("start", "duration"), map(np.array, zip(*rows, strict=True)), strict=True))
         )
 
     def _record(self, step: int, duration: np.ndarray[Any, Any], rows: list[tuple[Any, ...]]) -> float:

@@ -119,7 +119,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
         output = folder / f"{len(started)}.out"
         access = [] if "--token-file" in arguments else ["--no-token"]
         process = Forked(
-            ["dashboard", location, "--port=0", "--no-browser", *access, *arguments], output=output, cwd=folder
+            ["dashboard", location, "--port=0", "--no-browser"] + access + list(arguments), output=output, cwd=folder
         )
         started.append(process)
         deadline = time.monotonic() + 60

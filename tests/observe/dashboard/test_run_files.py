@@ -172,7 +172,7 @@ def test_what_a_person_asked_for_is_the_cause_though_steps_followed(tmp_path, re
         {TRAINING: 7.0, "not running": 23.0, "stopped: interrupted": 1.0, "starting and loading": 1.0}
     )
     # Launched again, and its ranks not started yet.
-    ended = [*events[:-2], {"event": "driver_ended", "time": 107.0}, {"event": "driver_started", "time": 120.0}]
+    ended = events[:-2] + [{"event": "driver_ended", "time": 107.0}, {"event": "driver_started", "time": 120.0}]
     waiting = measure_effective_time(
         {key: column[:5] for key, column in metrics.read_columns().items()}, ended, current_time=124.0
     )
@@ -200,7 +200,7 @@ def test_a_checkpoint_and_the_evaluation_after_it_are_told_apart(tmp_path):
     metrics = MetricColumns(file)
     metrics.refresh()
     saved = [{"event": "run_started", "time": 100.0}, {"event": "checkpoint_saved", "time": 107.0}]
-    ended = [*saved, {"event": "evaluated", "time": 113.0}, {"event": "run_finished", "time": 113.5}]
+    ended = saved + [{"event": "evaluated", "time": 113.0}, {"event": "run_finished", "time": 113.5}]
     result = measure_effective_time(metrics.read_columns(), ended)
     parts = {TRAINING: 5.0, "evaluation": 6.0, "saving checkpoints": 2.0}
     assert result.seconds == pytest.approx(parts | {"between steps": 0.5})

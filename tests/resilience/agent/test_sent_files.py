@@ -163,7 +163,7 @@ def test_a_node_that_dies_while_it_sends_its_rewritten_steps_again_takes_none_aw
 def test_lines_that_a_crash_has_cut_in_the_run_folder_come_whole(tmp_path):
     link = Link(tmp_path / "n0", tmp_path / "run")
     link.agent.follow((0,))
-    names = (*STEPS, "events.jsonl")
+    names = STEPS + ("events.jsonl",)
     for name in names:
         write(link.here / name, "".join(line(n) for n in (1, 2)))
     link.carry()
@@ -243,7 +243,7 @@ MORE = ("tensorboard/events.out.tfevents.1/../../x", "tensorboard/x", "faults/1.
 
 def test_no_other_file_of_the_run_folder_is_written(tmp_path):
     driver = ReceivedFiles(tmp_path, lambda: "")
-    for name in ("journal.sqlite", "../x", "/etc/x", "driver/token", "logs/rank-0.log/../../x", "checkpoints/x", *MORE):
+    for name in ("journal.sqlite", "../x", "/etc/x", "driver/token", "logs/rank-0.log/../../x", "checkpoints/x") + MORE:
         assert not driver.take(FileData(name, 0, b"x"), lambda *kept: None)
     assert not list(tmp_path.iterdir())
 

@@ -149,7 +149,7 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
     with local, remote, open(tmp_path / "out", "wb") as out:
         names = [str(remote.fileno()), str(os.getpid()), "early:fail", "early:fail_without_log", "early:work"]
         server = subprocess.Popen(
-            [sys.executable, "-m", "megascale.resilience.agent.fork_server", *names],
+            [sys.executable, "-m", "megascale.resilience.agent.fork_server"] + names,
             pass_fds=[remote.fileno()],
             stdout=out,
             stderr=out,

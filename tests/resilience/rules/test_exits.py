@@ -199,7 +199,7 @@ def test_a_port_taken_is_tried_again_elsewhere_within_bounds():
     last = one(ended(failed, past=past), "port_taken")
     assert (last.action, last.person) == ("stop", True)
     assert "ports in a row" in last.evidence[-1]
-    between = [*past, (2.0, Verdict("segmentation_fault"))]
+    between = past + [(2.0, Verdict("segmentation_fault"))]
     assert one(ended(failed, past=between), "port_taken").action == "recover"
 
 
@@ -267,7 +267,7 @@ def test_a_node_that_lacks_memory_where_the_job_has_trained_is_met_by_another():
     assert any("settings or data are wrong" in line for v in first for line in v.evidence)
 
 
-MESSAGES = [*foreign_messages.ENDS, *foreign_messages.BROKEN_HARDWARE]
+MESSAGES = list(foreign_messages.ENDS) + list(foreign_messages.BROKEN_HARDWARE)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.pattern)

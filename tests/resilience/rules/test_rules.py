@@ -230,7 +230,7 @@ def measured(losses: list[float], norms: list[float] | None = None, seconds: lis
 def test_losses_norms_and_seconds():
     calm = [4.0 - 0.01 * i for i in range(80)]
     assert not measured(calm)
-    assert one(measured([*calm, 9.0]), "loss_spike").action == "alert"
+    assert one(measured(calm + [9.0]), "loss_spike").action == "alert"
     assert one(measured(calm, [1.0] * 79 + [50.0]), "loss_spike").action == "alert"
     assert one(measured(calm, [1.0] * 79 + [math.nan]), "nonfinite_gradient").action == "alert"
     assert one(measured(calm, [1.0] * 77 + [math.nan] * 3), "nonfinite_gradient").action == "diagnose"

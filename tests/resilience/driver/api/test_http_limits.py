@@ -58,7 +58,7 @@ def _read(sock: socket.socket) -> bytes:
 
 
 def _head(method: str, path: str, *lines: str, host: str = "127.0.0.1") -> bytes:
-    return "\r\n".join([f"{method} {path} HTTP/1.1", f"Host: {host}", *lines, "", ""]).encode()
+    return "\r\n".join([f"{method} {path} HTTP/1.1", f"Host: {host}"] + list(lines) + ["", ""]).encode()
 
 
 def _ask(served: Served, *lines: str, path: str = "/v1/job", method: str = "GET", host: str = "127.0.0.1") -> int:
@@ -227,7 +227,7 @@ def test_pages_of_other_sites_are_turned_away(served):
         ("localhost:80", "https://localhost:80", 403),
         ("localhost:80", "null", 403),
     ):
-        lines = [f"Authorization: Bearer {served.token}", *([f"Origin: {origin}"] if origin else [])]
+        lines = [f"Authorization: Bearer {served.token}"] + ([f"Origin: {origin}"] if origin else [])
         assert _ask(served, *lines, host=host) == code, (host, origin)
 
 

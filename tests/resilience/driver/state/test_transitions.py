@@ -159,8 +159,8 @@ def test_every_phase_that_has_not_ended_can_end_and_ended_ones_stay():
         observed, frontier = {phase}, [phase]
         while frontier:
             result = [rows[p] for p in frontier for rows in JOB.values() if p in rows]
-            goals = [*ENDED] if GOAL in result else []
-            frontier = [Phase(n) for n in [*result, *goals] if n not in (UNCHANGED, GOAL) and n not in observed]
+            goals = list(ENDED) if GOAL in result else []
+            frontier = [Phase(n) for n in result + goals if n not in (UNCHANGED, GOAL) and n not in observed]
             observed |= set(frontier)
         assert (observed & ENDED) if phase not in ENDED else observed == {phase}
 
