@@ -76,7 +76,7 @@ class _Service:
     """Replacement of subprocess.Popen with the members that are used."""
 
     def __init__(self, launch: Launch, arguments: Sequence[str], files: Sequence[int]) -> None:
-        output = [*map(str, launch.arguments), *arguments]
+        output = [str(argument) for argument in launch.arguments] + list(arguments)
         # A file has another number there.
         inputs: list[Any] = [_Handle(int(word)) if word in map(str, files) else word for word in output]
         variables = os.environ | dict(launch.environment)

@@ -197,7 +197,7 @@ class KubernetesNode:
     def _daemon(self, name: str, arguments: Sequence[str]) -> None:
         with open(self.folder / f"{name}.log", "ab") as out:
             self._daemons[name] = subprocess.Popen(
-                list(machines.WITH_US) + self.machine.inside(["nice", "-n", "5", *arguments]),
+                list(machines.WITH_US) + self.machine.inside(["nice", "-n", "5"] + list(arguments)),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

@@ -129,7 +129,7 @@ def command(*arguments: object) -> None:
 
 def test_a_sound_run_answers_all(sound):
     answers = look(sound, OF_FILES + OF_SPANS)
-    assert set(answers) == {question for question, _ in (*OF_FILES, *OF_SPANS)}
+    assert set(answers) == {question for question, _ in OF_FILES + OF_SPANS}
     assert answers["overview"]["now"]["phase"] == "done"
     assert answers["spans_heat"]["outliers"]
 

@@ -317,7 +317,7 @@ def test_faster_splits_are_splits_and_are_faster(stages, virtual, batch, more):
 )
 def test_a_step_of_too_many_forward_passes_is_refused_before_its_schedule_is_made(arguments):
     with pytest.raises(FitError, match=r"train.global_batch=\d+ is .* forward passes .* lower train.global_batch to"):
-        lay_out(load(None, ["--model.vocab_size=1000", *arguments]), 8)
+        lay_out(load(None, ["--model.vocab_size=1000"] + list(arguments)), 8)
 
 
 def test_the_deepest_model_and_the_longest_pipeline_are_planned_at_once():
