@@ -50,11 +50,11 @@ def checkpoint(
         figures = _measure(console, Path(name), parts.split(","), gigabytes, repeats, replicas, preset, layout)
         if "stall" in parts.split(","):
             figures["stall"] = _stall(console, Path(name), gigabytes, step_seconds, repeats, persist)
-    out.write_text(strict_json.dumps({**_about(), **figures}, indent=2) + "\n")
+    out.write_text(strict_json.dumps({**describe_machine(), **figures}, indent=2) + "\n")
     console.print(f"metrics: {out}")
 
 
-def _about() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     import os
 
     import torch

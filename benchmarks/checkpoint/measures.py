@@ -117,7 +117,7 @@ def saving(folder: Path, gigabytes: float, repeats: int) -> Figures:
                 stalls.append(outcome.stall)
     checkpointer.save(repeats + 2, {}, wait=True)
     checkpointer.finish()
-    middle = {what: statistics.median(match) for what, match in rates.items()}
+    middle = {method: statistics.median(match) for method, match in rates.items()}
     return {
         "bytes": size,
         "disk_mb_s": [rate / 1e6 for rate in rates["disk"]],

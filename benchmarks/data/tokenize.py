@@ -89,7 +89,7 @@ def measure(folder: Path, size: int, cores: int, vocab_size: int) -> dict[str, A
     report: dict[str, dict[str, Any]] = {}
     for method, half in order:
         name, call = (method, f"library({method!r}, {half})") if method else ("data build", f"ours({cores})")
-        for key, value in _apart(call, folder, cores).items():
+        for key, value in _run_in_process(call, folder, cores).items():
             retained = report.setdefault(name, {})
             retained[key] = retained.get(key, 0) + value
     names = ("encode_batch", "encode_batch_fast", "data build")
@@ -140,7 +140,7 @@ def write_jsonl(path: Path, texts: list[str], size: int) -> tuple[int, int]:
     return count, text_bytes
 
 
-def _apart(call: str, folder: Path, cores: int) -> dict[str, Any]:
+def _run_in_process(call: str, folder: Path, cores: int) -> dict[str, Any]:
     """Run a function of this module in a process of its own, on `cores` cores; what it returns."""
     allowed = sorted(os.sched_getaffinity(0))[:cores]
     code = f"import benchmarks.data.tokenize as t; print(t.json.dumps(t.{call}))"

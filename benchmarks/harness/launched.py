@@ -203,7 +203,7 @@ class Steps:
 
     def __init__(self, job: Launched) -> None:
         self._job = job
-        self._seen = [(time.time(), job.step())]
+        self._samples = [(time.time(), job.step())]
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -218,12 +218,12 @@ class Steps:
     def _watch(self) -> None:
         while not self._end.wait(0.05):
             step = self._job.step()
-            if step != self._seen[-1][1]:
-                self._seen.append((time.time(), step))
+            if step != self._samples[-1][1]:
+                self._samples.append((time.time(), step))
 
-    def until(self, when: float) -> int:
+    def count_until(self, when: float) -> int:
         """The newest that had been told of by then, seconds since 1970."""
-        return max((step for at, step in self._seen if at <= when), default=0)
+        return max((step for at, step in self._samples if at <= when), default=0)
 
 
 def recovery(job: Launched, verdicts: Sequence[str], began: float, before: int) -> tuple[Any, Any]:
@@ -268,7 +268,7 @@ def phases(
     result["resumed_from"] = back.get("step", 0) if back else None
     if steps is not None:
         if back and repeated:
-            result["lost"] = max(0, steps.until(back["time"]) - back.get("step", 0))
+            result["lost"] = max(0, steps.count_until(back["time"]) - back.get("step", 0))
         else:
             result["lost"] = None
     return result

@@ -108,7 +108,7 @@ def scores(record: dict[str, Any]) -> dict[str, tuple[int, int]]:
     result = {}
     for cause in CAUSES:
         local = [item for item in record["runs"] if item["cause"] == cause]
-        good = sum(one["named"][:1] == [cause] if cause else not one["named"] for one in local)
+        good = sum(run["named"][:1] == [cause] if cause else not run["named"] for run in local)
         result[cause or "no decline"] = (good, len(local))
     return result
 
@@ -123,7 +123,7 @@ def lines(record: dict[str, Any]) -> list[str]:
     result = [f"decline: {record['world']:,} ranks, {record['steps']} steps, seed {record['seed']}"]
     for name, (good, of) in scores(record).items():
         local = [item for item in record["runs"] if (item["cause"] or "no decline") == name]
-        growth = float(np.median([one["growth"] for one in local]))
+        growth = float(np.median([run["growth"] for run in local]))
         text = f"  {name}: {good} of {of}; steps {growth:+.1%}"
         if name != "no decline":
             share = float(np.median([one["shares"].get(name, 0.0) for one in local]))

@@ -15,7 +15,7 @@ _GEMMS = 8
 _SLEEP_CYCLES = 20_000_000
 
 
-class _Kept:
+class _RecordedSteps:
     """Keeps the spans of every step."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ def measure(steps: int = 40) -> dict[str, Any]:
     for _ in range(3):
         torch.mm(a, b, out=out)
     torch.cuda.synchronize()
-    retained = _Kept()
+    retained = _RecordedSteps()
     timers = DeviceTimers(device, retained)
     custom: list[list[Any]] = []
     queued = []

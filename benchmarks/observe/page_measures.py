@@ -101,7 +101,7 @@ def live_seconds(page: Any, run: Path, times: int, step: int) -> list[float]:
     return result
 
 
-def told(values: list[float]) -> dict[str, float]:
+def summarise(values: list[float]) -> dict[str, float]:
     """Median, 95th percentile and most."""
     ordered = sorted(values)
     return {

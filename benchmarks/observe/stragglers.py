@@ -72,7 +72,7 @@ def measure(folder: Path, runs: int, data: int, seed: int, minutes: float = math
         began = time.perf_counter()
         run = keep(folder / "replayed", job, replayed(job, STEPS, seed + 1000 * number + len(kind), faults))
         retained = time.perf_counter()
-        item = _told(look(run)) | {"kind": kind, "injected": name if kind != "clean" else []}
+        item = _summarise(look(run)) | {"kind": kind, "injected": name if kind != "clean" else []}
         done.append(item | {"replay_seconds": retained - began, "look_seconds": time.perf_counter() - retained})
         with open(file, "a") as out:
             out.write(strict_json.dumps(done[-1]) + "\n")
@@ -92,7 +92,7 @@ def _cases(world: int, runs: int, seed: int) -> list[tuple[str, int, list[int]]]
     ]
 
 
-def _told(result: Stragglers) -> dict[str, Any]:
+def _summarise(result: Stragglers) -> dict[str, Any]:
     return {
         "gpus": [
             item.slow_rank.rank for item in result.ranks if item.slow_rank.state != "passing" and item.cause == "GPU"
@@ -138,7 +138,7 @@ def lines(record: dict[str, Any]) -> list[str]:
     result = [f"stragglers: {record['world']:,} ranks, {record['steps']} steps, seed {record['seed']}"]
     result += [f"  {name}: {good} of {of}" for name, (good, of) in scores(record).items()]
     every = [item for kind in KINDS for item in record[kind]]
-    median = {key: float(np.median([one[key] for one in every])) for key in ("spread", "limit", "look_seconds")}
+    median = {key: float(np.median([run[key] for run in every])) for key in ("spread", "limit", "look_seconds")}
     result.append(
         f"  healthy ranks seen to differ by {median['spread']:.2%}, limit {median['limit']:.1%}; a look takes "
         f"{median['look_seconds']:.1f} s"
@@ -263,7 +263,7 @@ def local(
     slow = _train(folder / "slow", device, seconds, slower * typical, axes)
     by = {}
     for name, match in (("clean", clean), ("slow", slow)):
-        by[name] = _told(match) | {
+        by[name] = _summarise(match) | {
             "steps": len(match.parts.steps),
             "states": [
                 (item.slow_rank.rank, item.slow_rank.state, item.cause, item.slow_rank.excess) for item in match.ranks
@@ -292,7 +292,7 @@ def _train(folder: Path, device: str, seconds: float, added: float, axes: dict[s
             env={"OMP_NUM_THREADS": "1", **os.environ}, start_new_session=True,
         )  # fmt: skip
         try:
-            _until(lambda: (run / "metrics.jsonl").exists(), process, folder)
+            _wait_until(lambda: (run / "metrics.jsonl").exists(), process, folder)
             if added:
                 inject(run, "slow-compute", Options(rank=1, seconds=added))
             time.sleep(seconds)
@@ -313,7 +313,7 @@ def _write_tokens(path: Path) -> None:
             writer.add_document([random.integers(0, 64, 2000)])
 
 
-def _until(condition: Any, process: Any, folder: Path) -> None:
+def _wait_until(condition: Any, process: Any, folder: Path) -> None:
     deadline = time.monotonic() + 300
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:

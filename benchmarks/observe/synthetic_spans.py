@@ -81,7 +81,7 @@ def _with_step(rows: Array) -> list[Any]:
     return [*map(tuple, rows.tolist()), (SpanKind.STEP, 0, -1, -1, -1, 0, -1, 0, end, end)]
 
 
-def made(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int, int, Array]]:
+def make_records(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int, int, Array]]:
     """(rank, step, records) of `steps` steps of all ranks: SPANS where `full`, else ROLLUPS. Ranks differ a little, and
     rank 7 is a tenth slower."""
     schedule, random = job.schedule(), np.random.default_rng(seed)

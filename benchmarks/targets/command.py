@@ -57,7 +57,7 @@ def targets(
 
       python -m benchmarks targets --only EhD --predict
     """
-    from benchmarks.targets.others import others
+    from benchmarks.targets.others import list_other_commands
     from benchmarks.targets.predicted import lines
     from benchmarks.targets.runs import Record, missing, run_all
     from benchmarks.targets.table import show
@@ -71,9 +71,9 @@ def targets(
         case.config(case.data)  # before anything starts
     if listed:
         for case in cases:
-            _tell(case)
+            _print_case(case)
         if file is None and not only:
-            typer.echo("\n".join(["", *others()]))
+            typer.echo("\n".join(["", *list_other_commands()]))
         return
     if predict:
         for line in lines(cases):
@@ -169,7 +169,7 @@ def _fitting(cases: Sequence[TargetCase], gpus: int, gib: float) -> tuple[list[T
     return fit, too_large
 
 
-def _tell(case: TargetCase) -> None:
+def _print_case(case: TargetCase) -> None:
     """One case of --list."""
     from benchmarks.targets.predicted import predicted
 

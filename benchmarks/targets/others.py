@@ -28,7 +28,7 @@ def load_others() -> list[OtherCommands]:
     return [OtherCommands.model_validate(item) for item in tomllib.loads(shipped(FILE))["other"]]
 
 
-def others() -> Iterator[str]:
+def list_other_commands() -> Iterator[str]:
     """Lines that say them."""
     yield "In addition to these cases:"
     for item in load_others():

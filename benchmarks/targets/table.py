@@ -129,7 +129,7 @@ class TargetRow:
     predicted: float | None = None
 
     @property
-    def apart(self) -> float:
+    def relative_spread(self) -> float:
         """Return the relative spread of repeats."""
         return (max(self.steps) - min(self.steps)) / statistics.median(self.steps)
 
@@ -187,7 +187,7 @@ def show(cases: Sequence[TargetCase], by_name: Mapping[str, TargetCase], record:
             )
     for cell in cells:
         table.add_row(*(cell[str(column.header)] for column in table.columns))
-    console.print(_about(cases, record))
+    console.print(_describe_machines(cases, record))
     console.print(table)
     for note in notes(cases, rows, record):
         console.print(note, markup=False, soft_wrap=True)
@@ -212,7 +212,7 @@ def _cells(single: TargetRow) -> dict[str, str]:
         "said\napart": "\n".join(
             [
                 "" if single.predicted is None else f"{single.predicted:.3f}",
-                f"[dim]{single.apart:.1%}[/dim]" if each else "",
+                f"[dim]{single.relative_spread:.1%}[/dim]" if each else "",
             ]
         ).rstrip(),
         "MFU\nGEMM": f"{value.get('mfu', '')}\n[dim]{share}[/dim]" if "mfu" in value or share else "",
@@ -224,7 +224,7 @@ def _cells(single: TargetRow) -> dict[str, str]:
     }
 
 
-def _about(cases: Sequence[TargetCase], record: Record) -> str:
+def _describe_machines(cases: Sequence[TargetCase], record: Record) -> str:
     """Return the machine, the software and the date of each run."""
     report = [run.told for case in cases for run in record.runs(case, case.replicas(record.gpus)).values() if run.told]
     devices = sorted({item["device"].split(" x ")[-1] for item in report})
@@ -254,7 +254,7 @@ def notes(cases: Sequence[TargetCase], rows: Sequence[TargetRow], record: Record
         output.append(
             "GEMM: share of what plain GEMMs sustained on the first GPU right before and after; medians of repeats"
         )
-    if any(one.predicted is not None for one in rows):
+    if any(target_row.predicted is not None for target_row in rows):
         output.append(
             "said: step that the simulator said before, s (targets_predicted.toml); below, how far repeats lie apart"
         )

@@ -414,7 +414,7 @@ def draw(record: dict[str, Any], runs: list[AblationRun], out: Path) -> None:
     for number, links in enumerate(dict.fromkeys(run.links for run in runs)):
         last = table(names, runs, links)
         locations = [names.index(item["row"]) for item in last]
-        values = [one["over_first"] for one in last]
+        values = [step["over_first"] for step in last]
         error = [one["over_first"] * one["spread"] / 2 for one in last]
         label = f"here, links {links}: {values[-1]:.2f}x"
         axes.errorbar(locations, values, error, fmt="o-", color=f"C{number}", capsize=3, label=label)

@@ -219,11 +219,11 @@ def measure(
         "gemm_flop_per_s": None if before is None or after is None else [before, after],
         "active": engine.active,
         "differences": {
-            one.name: {
-                "seconds": difference(output[values[0]].seconds, one.seconds),
-                "cpu_seconds": difference(output[values[0]].cpu_seconds, one.cpu_seconds),
+            result.name: {
+                "seconds": difference(output[values[0]].seconds, result.seconds),
+                "cpu_seconds": difference(output[values[0]].cpu_seconds, result.cpu_seconds),
             }
-            for one in list(output.values())[1:]
+            for result in list(output.values())[1:]
         },
         "values": [vars(one) | {"mfu": share(one)} for one in output.values()],
     }

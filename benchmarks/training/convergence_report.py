@@ -135,12 +135,12 @@ def draw(outcomes: list[ConvergenceOutcome], out: Path, title: str) -> None:
     axes = panels[0, 0]
 
     def line(where: Any, o: ConvergenceOutcome, at: dict[int, float], label: str | None = None) -> None:
-        places = [t / 1e6 for t in at]
+        positions = [t / 1e6 for t in at]
         values = list(at.values())
         colour = f"C{names.index(o.variant)}"
         style = STYLES[seeds.index(o.seed) % len(STYLES)]
-        where.plot(places[:-1], values[:-1], style, color=colour, linewidth=1.2, label=label)
-        where.plot(places[-1:], values[-1:], "o", color=colour, markersize=3.5)
+        where.plot(positions[:-1], values[:-1], style, color=colour, linewidth=1.2, label=label)
+        where.plot(positions[-1:], values[-1:], "o", color=colour, markersize=3.5)
 
     for o in outcomes:
         first = o is next(p for p in outcomes if p.variant == o.variant)

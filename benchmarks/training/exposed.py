@@ -108,13 +108,13 @@ class Counting(NullCallLog):
     """
 
     def __init__(self) -> None:
-        self.made: Counter[tuple[str, str, int]] = Counter()
-        self.others: list[str] = []
+        self.calls: Counter[tuple[str, str, int]] = Counter()
+        self.other_calls: list[str] = []
 
     def begin_call(self, group: str, op: str, size: int) -> int:
-        self.made[group, op, size] += 1
+        self.calls[group, op, size] += 1
         if _kind_of(group) == "other":
-            self.others.append(group)
+            self.other_calls.append(group)
         return -1
 
 
@@ -166,7 +166,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     serves = groups_of(_traced(lambda: step(warmup + 1), [device, host]))
     stretches = after_meeting(busy(_traced(lambda: steps(warmup + 2), [device]), serves))
     engine.synchronize()
-    local = (engine.pipeline.stage, alone(engine, counting), stretches, counting.others)
+    local = (engine.pipeline.stage, alone(engine, counting), stretches, counting.other_calls)
     report: list[Any] = [None] * location.world
     dist.all_gather_object(report, local)
     shutdown(groups)
@@ -307,9 +307,9 @@ def with_waits(traces: Sequence[list[BusyTime]]) -> list[list[BusyTime]]:
         first = min(members)
         ahead = {
             rank: statistics.median(
-                traces[rank][a].stop - traces[first][b].stop for a, b in zip(places, members[first], strict=True)
+                traces[rank][a].stop - traces[first][b].stop for a, b in zip(positions, members[first], strict=True)
             )
-            for rank, places in members.items()
+            for rank, positions in members.items()
         }
         for places_at_once in zip(*members.values(), strict=True):
             last = max(traces[r][p].start - ahead[r] for r, p in zip(members, places_at_once, strict=True))
@@ -360,16 +360,16 @@ def alone(engine: Engine, counting: Counting) -> dict[str, float]:
     device = engine.device
     axes = {axis.name: axis for axis in (engine.tensor, *_axes(engine)) if axis.size > 1}
     expected: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(expected, sorted({name.split("/")[0] for name, _, _ in counting.made}))
+    dist.all_gather_object(expected, sorted({name.split("/")[0] for name, _, _ in counting.calls}))
     duration: dict[str, float] = defaultdict(float)
     for purpose in sorted({p for purposes in expected for p in purposes} - {"forward", "backward"}):
-        local = [(key, times) for key, times in sorted(counting.made.items()) if key[0].split("/")[0] == purpose]
+        local = [(key, times) for key, times in sorted(counting.calls.items()) if key[0].split("/")[0] == purpose]
         for warm in (True, False):
             torch.cuda.synchronize(device)
             dist.barrier()
             began = time.perf_counter()
             for (name, op, size), times in local:
-                _again(axes[name], op, size, 1 if warm else times, device)
+                _repeat(axes[name], op, size, 1 if warm else times, device)
             torch.cuda.synchronize(device)
             if not warm:
                 duration[_KIND_OF.get(purpose, "other")] += time.perf_counter() - began
@@ -381,7 +381,7 @@ def alone(engine: Engine, counting: Counting) -> dict[str, float]:
         for track in (streams.send_forward, streams.recv_forward, streams.send_backward, streams.recv_backward):
             if track is None:
                 continue
-            for (name, op, size), times in sorted(counting.made.items()):
+            for (name, op, size), times in sorted(counting.calls.items()):
                 if name == track.name:
                     _move(track, op, size, 1 if warm else times, device)
         torch.cuda.synchronize(device)
@@ -395,7 +395,7 @@ def _axes(engine: Engine) -> list[Any]:
     return [flat.data, flat.reduce, flat.tied, engine.world, engine.optimizer.rule.shards.stage]
 
 
-def _again(axis: Any, op: str, size: int, times: int, device: Any) -> None:
+def _repeat(axis: Any, op: str, size: int, times: int, device: Any) -> None:
     """Make a collective of `size` bytes some times; sums of gradients are of float32, the rest of bfloat16."""
     import torch
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WARMUP = 40  # steps to the peak learning rate
 # Samples of the gradient come from a step that is never trained.
-APART = 10**6
+SEED_DISTANCE = 10**6
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def measure(
             with engine.loading_weights():
                 for state, master in zip(engine.optimizer.states, masters, strict=True):
                     state.master.copy_(master)
-            return _gradient(engine, read(engine, APART))
+            return _gradient(engine, read(engine, SEED_DISTANCE))
 
         right_loss, right = at("float32", "default")
         for linear in precisions:
@@ -216,5 +216,5 @@ def _gradient(engine: Engine, batches: Any) -> tuple[float, dict[str, torch.Tens
                     pieces.setdefault(piece.name, []).append(view.float().flatten().clone())
 
     engine.before_update_hooks.append(look)
-    result = engine.step(batches, APART, 0.0)
+    result = engine.step(batches, SEED_DISTANCE, 0.0)
     return float(result.loss), {name: torch.cat(parts) for name, parts in pieces.items()}

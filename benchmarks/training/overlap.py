@@ -232,12 +232,12 @@ class _Case:
         def make(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device=device, generator=generator).to(dtype)
 
-        self.what = gemm
+        self.gemm = gemm
         self.axis = axis
         self.backward = backward
         self.part = make(s // t, b, gemm.inner[0] if gemm.gathers else gemm.outer)
         self.sent = make(s, b, self.part.shape[-1])
-        self.whole = [make(s, b, width) for width in gemm.inner]
+        self.inputs = [make(s, b, width) for width in gemm.inner]
         self.weights = [make(gemm.outer, width).mul_(0.01).requires_grad_() for width in gemm.inner]
         for weight in self.weights:
             attach(weight, GradientSink(torch.zeros_like(weight, dtype=torch.float32)))
@@ -251,19 +251,19 @@ class _Case:
         from megascale.parallel.tensor import gather_linear, linear_scatter
 
         present = axis.size == 1
-        if present or not self.what.gathers:
-            inputs = self.whole
+        if present or not self.gemm.gathers:
+            inputs = self.inputs
         else:
             inputs = [self.part]
         inputs = [x.detach().requires_grad_() for x in inputs]
-        if present or self.what.gathers:
+        if present or self.gemm.gathers:
             grad = self.upstream
         else:
             grad = self.part
 
         def call() -> Any:
             with torch.set_grad_enabled(self.backward):
-                if self.what.gathers:
+                if self.gemm.gathers:
                     y = gather_linear(inputs[0], self.weights[0], None, LinearPrecision(axis))
                 else:
                     pairs = [tensor for pair in zip(inputs, self.weights, strict=True) for tensor in pair]
@@ -278,11 +278,11 @@ class _Case:
         """The collectives that it makes, one after another, and nothing else."""
         from megascale.parallel.collectives import all_gather, reduce_scatter
 
-        if self.what.gathers or self.backward:
+        if self.gemm.gathers or self.backward:
             all_gather(self.part, self.axis).wait()
-        if not self.what.gathers or self.backward:
+        if not self.gemm.gathers or self.backward:
             reduce_scatter(self.sent, self.axis).wait()
-        if self.what.gathers and self.backward:
+        if self.gemm.gathers and self.backward:
             all_gather(self.part, self.axis).wait()  # the input, gathered again
 
 

@@ -451,15 +451,15 @@ def show(record: dict[str, Any], config: Config, results: list[PeerResult]) -> N
     for number, column in enumerate(("", "s/step", "spread", "tokens/s each", "MFU", "GiB", "ours over it")):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     ours = next(item for item in output if item["name"] == OURS)
-    for one in output:
+    for outcome in output:
         table.add_row(
-            one["name"],
-            f"{one['seconds']:.4f}",
-            f"{100 * one['spread']:.1f}%",
-            f"{one['rate']:,.0f}",
-            f"{100 * one['mfu']:.1f}%" if one["mfu"] else "",
-            f"{one['memory_gib']:.1f}" if one["memory_gib"] else "",
-            "" if one is ours else f"{one['seconds'] / ours['seconds']:.3f}x",
+            outcome["name"],
+            f"{outcome['seconds']:.4f}",
+            f"{100 * outcome['spread']:.1f}%",
+            f"{outcome['rate']:,.0f}",
+            f"{100 * outcome['mfu']:.1f}%" if outcome["mfu"] else "",
+            f"{outcome['memory_gib']:.1f}" if outcome["memory_gib"] else "",
+            "" if outcome is ours else f"{outcome['seconds'] / ours['seconds']:.3f}x",
         )
     rates = [result.sustained for result in results if result.sustained]
     console.print(
@@ -470,8 +470,8 @@ def show(record: dict[str, Any], config: Config, results: list[PeerResult]) -> N
     console.print(f"MFU: {CONVENTION}; peak {peak} TFLOP/s")
     if rates:
         console.print(f"sustained GEMM in the same run: {statistics.mean(rates) / 1e12:.0f} TFLOP/s")
-    for one in output:
-        versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
-        console.print(f"{one['name']}: {versions}; {one['settings']}")
+    for outcome in output:
+        versions = ", ".join(f"{name} {version}" for name, version in outcome["versions"].items())
+        console.print(f"{outcome['name']}: {versions}; {outcome['settings']}")
     for name, why in record["left_out"].items():
         console.print(f"{name}: left out, {why}")

@@ -27,7 +27,7 @@ from megascale.optim.learning_rate import learning_rate
 from megascale.parallel.parameters import draw_initial_values
 
 # Settings of the model below. Other values have no plain model here.
-KNOWN: dict[str, tuple[Any, ...]] = {
+SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model.norm": ("layernorm",),
     "model.positions": ("learned",),
     "model.activation": ("gelu", "gelu_tanh"),
@@ -135,7 +135,7 @@ def initialise(plain: PlainGPT, seed: int) -> None:
 def check(config: Config) -> None:
     """ConfigError for what the plain model does not have."""
     tree = config.model_dump()
-    for key, expected in KNOWN.items():
+    for key, expected in SUPPORTED.items():
         section, name = key.split(".")
         if tree[section][name] not in expected:
             raise ConfigError(f"the plain model knows {key}={expected[0]!r} only, not {tree[section][name]!r}")

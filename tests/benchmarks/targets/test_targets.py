@@ -25,7 +25,7 @@ from benchmarks.targets.others import load_others
 from benchmarks.targets.runs import Record, TargetJob, TargetRun, choose, missing, run_all
 from megascale.errors import ConfigError, MegascaleError
 from megascale.simulate.planner.layout_cost import DEVICES, make_plan
-from tests.benchmarks.targets.target_cases import case, kept
+from tests.benchmarks.targets.target_cases import add_runs, case
 from tests.forked import BENCHMARKS, Forked
 from tests.test_commands import parse
 
@@ -432,7 +432,7 @@ def test_real_benches_are_run_kept_and_not_made_again(tmp_path, benchmarks):
 def test_an_interrupted_call_keeps_what_it_has_and_ends_what_runs(tmp_path):
     file, out = tmp_path / "cases.toml", tmp_path / "out.json"
     file.write_text(in_toml("done") + in_toml("endless", steps="1000000", data="2"))
-    kept(Record(out, 0), load(file)[0], 1.0)
+    add_runs(Record(out, 0), load(file)[0], 1.0)
     process = Forked(["targets", "--file", file, "--out", out, "--repeats", "1"], cwd=tmp_path, module=BENCHMARKS)
     try:
         ranks = []

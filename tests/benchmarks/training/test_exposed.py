@@ -204,10 +204,10 @@ def test_calls_are_counted_by_communicator_operation_and_size():
     counting = exposed.Counting()
     for size in (8, 8, 16):
         assert counting.begin_call("data_reduce/0", "reduce_scatter", size) == -1
-    assert json.loads(json.dumps([list(key) + [n] for key, n in sorted(counting.made.items())])) == [
+    assert json.loads(json.dumps([list(key) + [n] for key, n in sorted(counting.calls.items())])) == [
         ["data_reduce/0", "reduce_scatter", 8, 2],
         ["data_reduce/0", "reduce_scatter", 16, 1],
     ]
     counting.begin_call("world", "all_reduce", 24)
     counting.begin_call("tensor/1", "all_gather", 24)
-    assert counting.others == ["world"]
+    assert counting.other_calls == ["world"]

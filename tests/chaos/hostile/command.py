@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MIB = 64.0  # most that an attack may cost a process
 HEARTBEAT = 1.0  # seconds (resilience.interval): most that it may cost the training or the driver
-_NOBODY = 65534
+_NOBODY_UID = 65534
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
                 if foreign or (attack.http and not is_api) or (attack.name, named) in observed:
                     continue
                 observed.add((attack.name, named))
-                costs.append(_one(job, port, named, attack, seconds, quiet))
+                costs.append(_measure_attack(job, port, named, attack, seconds, quiet))
                 console.print(f"{attack.name} on {named}: {costs[-1].mib:.1f} MiB, {costs[-1].did}")
                 if job.process.poll() is not None:
                     return costs, [f"{attack.name} on {named} ended the job"], {}
@@ -211,7 +211,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
                 each.process.wait()
 
 
-def _one(job: Launched, port: Any, named: str, attack: Any, seconds: float, quiet: Watched) -> AttackCost:
+def _measure_attack(job: Launched, port: Any, named: str, attack: Any, seconds: float, quiet: Watched) -> AttackCost:
     from tests.chaos.hostile.job_processes import forget_most, memory
 
     forget_most(port.pid)
@@ -291,7 +291,7 @@ def _planted() -> Iterator[int]:
     from tests.chaos.hostile.attacks import plant
 
     names = [f"{name_prefix()}{number:016x}" for number in range(20)]
-    built = plant(str(MOUNT), names, _NOBODY) if not os.geteuid() else 0
+    built = plant(str(MOUNT), names, _NOBODY_UID) if not os.geteuid() else 0
     try:
         yield built
     finally:

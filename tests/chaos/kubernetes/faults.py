@@ -19,7 +19,7 @@ _TRAINED = 20  # steps that training goes on where it is to go on
 _DOWN = 60.0  # seconds without an API server
 _SOON = 90.0  # seconds in which something must follow
 _AGENT = "megascale.resilience.agent.pod"
-_MANY = 32  # pods of the job of which all but two are lost
+_POD_COUNT = 32  # pods of the job of which all but two are lost
 _NEVER = "docker.io/local/no-such-image:1"
 
 
@@ -68,8 +68,8 @@ def lose_many(job: KubernetesJob) -> Injected:
     stored = {job.holder(0), job.holder(1)}
     retained.add(job.pod(next(node for node in job.joined() if node not in stored)))
     lost = [pod["metadata"]["name"] for pod in job.pods() if pod["metadata"]["name"] not in retained]
-    if len(lost) != _MANY - 2:
-        injected.wrong.append(f"{len(lost)} pods were there to be lost, not {_MANY - 2}")
+    if len(lost) != _POD_COUNT - 2:
+        injected.wrong.append(f"{len(lost)} pods were there to be lost, not {_POD_COUNT - 2}")
     injected.at = time.time()
     job.kubectl("delete", "pod", *lost, "--force", "--grace-period=0", "--wait=false")
     return injected
@@ -292,7 +292,7 @@ class KubernetesFault:
 _LOST = ("missed_heartbeat", "process_exit", "node_lost")
 # So many processes on few cores answer late: what is silent counts as lost later.
 _CROWD: tuple[str, ...] = (
-    f"--resilience.spares={_MANY - 2}",
+    f"--resilience.spares={_POD_COUNT - 2}",
     "--kubernetes.one_a_node=false",
     "--resilience.window=30",
 )
@@ -317,5 +317,5 @@ FAULTS: dict[str, KubernetesFault] = {
     "stuck-running": KubernetesFault(stick_running, removed, _LOST, steps=200),
     "spare-used": KubernetesFault(force_delete_pod, replenished, _LOST, steps=200),
     "evicted": KubernetesFault(evict, replaced, ("node_evicted",)),
-    "many-lost": KubernetesFault(lose_many, replenished, _LOST, steps=600, words=_CROWD, pods=_MANY),
+    "many-lost": KubernetesFault(lose_many, replenished, _LOST, steps=600, words=_CROWD, pods=_POD_COUNT),
 }

@@ -50,7 +50,8 @@ class KubernetesJob(Launched):
         local = ["--resilience.cluster=kubernetes", f"--kubernetes.namespace={name}"]
         local += [f"--kubernetes.kubeconfig={site.kubeconfig}"] if self.outside else []
         local += [
-            f"--kubernetes.{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in here(file.parent).items()
+            f"--kubernetes.{key}={v if isinstance(v, str) else json.dumps(v)}"
+            for key, v in local_settings(file.parent).items()
         ]
         local += [f"--checkpoint.location={self.shared}", "--checkpoint.linger=60"]
         local += [f"--resilience.listen={site.address}"] if self.outside else []
@@ -130,7 +131,7 @@ class KubernetesJob(Launched):
         """Nodes whose agents have come since then, seconds since 1970."""
         return sorted({n for e in self.events() if e.kind == "node_joined" and e.time > start for n in e.nodes})
 
-    def said(self) -> str:
+    def driver_output(self) -> str:
         """What the driver said."""
         return self.output.read_text(errors="replace")
 
@@ -144,7 +145,7 @@ class DriverPodJob(KubernetesJob):
 
     outside = False
 
-    _asked = 0.0  # when the server was asked last, monotonic
+    _requested_at = 0.0  # when the server was asked last, monotonic
 
     def start(self) -> Any:
         """Print the manifests and have the cluster make them; nothing of the job is a child of this process."""
@@ -157,9 +158,9 @@ class DriverPodJob(KubernetesJob):
 
     def over(self) -> bool:
         """Return whether the driver's Job has ended, as Launched.over. The server is asked now and then."""
-        if time.monotonic() - self._asked <= 2.0:
+        if time.monotonic() - self._requested_at <= 2.0:
             return False
-        self._asked = time.monotonic()
+        self._requested_at = time.monotonic()
         return self.state() != ""
 
     def state(self) -> str:
@@ -175,7 +176,7 @@ class DriverPodJob(KubernetesJob):
             time.sleep(0.5)
         return {"Complete": 0, "Failed": 1}.get(state, -1)
 
-    def said(self) -> str:
+    def driver_output(self) -> str:
         """What the newest driver said."""
         try:
             return self.kubectl("logs", self.driver()["metadata"]["name"])
@@ -190,7 +191,7 @@ class DriverPodJob(KubernetesJob):
         return max(result, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
 
 
-def here(folder: Path) -> dict[str, str | list[str]]:
+def local_settings(folder: Path) -> dict[str, str | list[str]]:
     """Settings of [kubernetes] by which pods run what is installed here.
 
     Args:

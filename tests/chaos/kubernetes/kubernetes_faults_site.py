@@ -84,7 +84,7 @@ class KubernetesFaultSite(FaultSite):
                 few_lost = row["lost"] is None or row["lost"] <= fault.lost
                 row["right"] = bool(row["same"] and few_lost and not row["wrong"] and not row["doubles"])
             if not row["right"]:
-                _tell(row, job, self.folder / name)
+                _write_evidence(row, job, self.folder / name)
         finally:
             job.close()
             self._site.repair()
@@ -165,12 +165,12 @@ def _stopped(job: KubernetesJob, fault: KubernetesFault) -> Row:
     return row
 
 
-def _tell(row: Row, job: KubernetesJob, folder: Path) -> None:
+def _write_evidence(row: Row, job: KubernetesJob, folder: Path) -> None:
     """Return evidence for a person: events, the driver's output, logs of the run folder, events of the cluster."""
     report = [f"{e.time:.2f} {e.kind} {e.action} {' '.join(e.nodes)}: {e.evidence}"[:400] for e in job.events()]
-    row["events"], row["said"] = report, job.said()[-1500:]
+    row["events"], row["said"] = report, job.driver_output()[-1500:]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "driver.out").write_text(job.said())
+    (folder / "driver.out").write_text(job.driver_output())
     (folder / "events").write_text("\n".join(report))
     observed = (
         f"{s.born} rank {s.rank} pid {s.pid}: {s.first:.2f} to {s.last:.2f}, step {s.step}"

@@ -26,14 +26,14 @@ PODS = "10.244"  # the network of pods: node I has PODS.I.0/24
 SERVICES = "10.96.0.0/16"
 PAUSE, IMAGE = "local/pause:1", "docker.io/local/megascale:1"
 # Of programs that know no other place for them; what each node has there lies in its own folder.
-_OWN: tuple[str, ...] = (
+_OWN_ARGUMENTS: tuple[str, ...] = (
     "/var/lib/kubelet",
     "/var/lib/containerd",
     "/var/lib/cni",
     "/var/log/pods",
     "/var/log/containers",
 )
-_OWN += ("/etc/cni/net.d",)
+_OWN_ARGUMENTS += ("/etc/cni/net.d",)
 _RUN = "/run/containerd"
 SOCKET = f"{_RUN}/containerd.sock"
 _CONTAINERD = f"""version = 2
@@ -83,7 +83,7 @@ conntrack: {{maxPerCore: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}}
 
 
 @dataclass(frozen=True)
-class Given:
+class SiteSettings:
     """Settings that all nodes of a site share.
 
     Attributes:
@@ -111,7 +111,7 @@ class KubernetesNode:
     labels: of the node, besides its own.
     """
 
-    def __init__(self, machine: Machine, number: int, inputs: Given, labels: str = "") -> None:
+    def __init__(self, machine: Machine, number: int, inputs: SiteSettings, labels: str = "") -> None:
         self.machine = machine
         self.name = machine.name
         self._given = inputs
@@ -160,7 +160,7 @@ class KubernetesNode:
     def _prepare(self) -> None:
         """Files, folders of its own in the machine's view of the file system, and rules of its network."""
         address, folder = self.machine.address, self.folder
-        for location in _OWN:
+        for location in _OWN_ARGUMENTS:
             (folder / location.replace("/", "_")).mkdir(parents=True, exist_ok=True)
             Path(location).mkdir(parents=True, exist_ok=True)
         Path(_RUN).mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ class KubernetesNode:
         (folder / "proxy.yaml").write_text(proxy)
         (folder / "_etc_cni_net.d" / "10-pods.conflist").write_text(json.dumps(_network(self.pods)))
         lines = ["set -e", "mount --make-rprivate /"]
-        lines += [f"mount --bind {folder / position.replace('/', '_')} {position}" for position in _OWN]
+        lines += [f"mount --bind {folder / position.replace('/', '_')} {position}" for position in _OWN_ARGUMENTS]
         # Names of pods' networks would stay in the host's folder.
         lines += [
             f"mount -t tmpfs tmpfs {_RUN}",

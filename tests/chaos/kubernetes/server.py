@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 Json = dict[str, Any]
-KEPT = 20_000  # changes that a watch may begin with
+MAX_CHANGES = 20_000  # changes that a watch may begin with
 BOOKMARK = 15.0  # seconds between bookmarks
 
 
@@ -43,7 +43,7 @@ class Store:
         self.lock = threading.Condition()
         self.objects: dict[tuple[str, str], Json] = {}
         self.version = 1
-        self.changes: deque[tuple[int, str, str, Json]] = deque(maxlen=KEPT)  # version, kind, event, object
+        self.changes: deque[tuple[int, str, str, Json]] = deque(maxlen=MAX_CHANGES)  # version, kind, event, object
         self.oldest = 0  # changes up to this version are forgotten
         self.admit: Callable[[str, Json], None] = lambda kind, thing: None
 
@@ -58,7 +58,7 @@ class Store:
                 self.objects.pop(key, None)
             else:
                 self.objects[key] = stored
-            if len(self.changes) == KEPT:
+            if len(self.changes) == MAX_CHANGES:
                 self.oldest = self.changes[0][0]
             self.changes.append((self.version, kind, event, stored))
             self.lock.notify_all()
@@ -72,7 +72,7 @@ class Store:
                 raise Refused(409, "AlreadyExists", f'{kind} "{details["name"]}" already exists')
             self.admit(kind, thing)
             details.setdefault("uid", str(uuid.uuid4()))
-            details["creationTimestamp"] = _now()
+            details["creationTimestamp"] = _format_now()
             if kind == "pods":
                 thing["status"] = {"phase": "Pending"}
             return self.put(kind, thing, "ADDED")
@@ -102,7 +102,7 @@ class Store:
             thing = self.get(kind, name)
             bound = kind == "pods" and (thing.get("spec") or {}).get("nodeName")
             if bound and grace != 0:
-                thing["metadata"].setdefault("deletionTimestamp", _now())
+                thing["metadata"].setdefault("deletionTimestamp", _format_now())
                 thing["metadata"]["deletionGracePeriodSeconds"] = grace
                 return self.put(kind, thing)
             return self.put(kind, thing, "DELETED")
@@ -312,5 +312,5 @@ def _merge(thing: Json, patch: Json) -> None:
             thing[key] = value
 
 
-def _now() -> str:
+def _format_now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

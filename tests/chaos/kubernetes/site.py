@@ -24,9 +24,9 @@ from tests.chaos.kubernetes.node import (
     IMAGE,
     PAUSE,
     SERVICES,
-    Given,
     Image,
     KubernetesNode,
+    SiteSettings,
     write_images,
 )
 from tests.chaos.machines import network as machines
@@ -99,7 +99,7 @@ class KubernetesSite(Site):
     def _start(self) -> None:
         images = self._images()
         self._control_plane()
-        inputs = Given(self.programs, self.kubeconfig, images, self.environment, self._group, self._gpus)
+        inputs = SiteSettings(self.programs, self.kubeconfig, images, self.environment, self._group, self._gpus)
         for number, name in enumerate(self.names, 1):
             self.nodes[name] = KubernetesNode(
                 self.machines[name], number, inputs, f"topology.megascale/switch=s{number % 2}"
@@ -232,14 +232,14 @@ class KubernetesSite(Site):
     def until_ready(self, names: Sequence[str], expected: Sequence[str] = ("True",), seconds: float = 120.0) -> None:
         """Wait until Ready of all these is one of `wanted`."""
 
-        def there() -> bool:
+        def is_ready() -> bool:
             current = self.states()
             if all(current.get(name) in expected for name in names):
                 return True
             time.sleep(0.3)
             return False
 
-        wait(there, f"{', '.join(names)} to be Ready {' or '.join(expected)}", seconds)
+        wait(is_ready, f"{', '.join(names)} to be Ready {' or '.join(expected)}", seconds)
 
     def repair(self) -> None:
         """The API answers, every node has power, network, a kubelet and healthy GPUs, and takes pods."""

@@ -18,7 +18,7 @@ STEPS = 120
 _BEFORE = 60  # steps before the fault: one checkpoint, every 50
 _END = 200.0  # seconds
 # The state of a torchrun's job is its checkpoints: no services that outlive it.
-_WORDS = ("--checkpoint.background=false", "--checkpoint.memory_interval=0", "--checkpoint.replicas=false")
+_SETTINGS = ("--checkpoint.background=false", "--checkpoint.memory_interval=0", "--checkpoint.replicas=false")
 
 
 def torchrun(network: Path, file: Path, name: str) -> tuple[dict[str, Any], Path]:
@@ -70,7 +70,7 @@ def _start(machines: Machines, file: Path, name: str) -> list[subprocess.Popen[b
 
 
 def _settings(name: str) -> Sequence[str]:
-    return (f"--train.name={name}", f"--train.steps={STEPS}") + _WORDS
+    return (f"--train.name={name}", f"--train.steps={STEPS}") + _SETTINGS
 
 
 def _run(arguments: Sequence[str], file: Path, rank: int) -> subprocess.Popen[bytes]:

@@ -34,7 +34,7 @@ class SlurmJob(Launched):
         id: of the first job in Slurm.
     """
 
-    _asked = 0.0  # when the controller was asked last, monotonic
+    _requested_at = 0.0  # when the controller was asked last, monotonic
 
     def __init__(
         self, site: SlurmSite, file: Path, name: str, arguments: Sequence[str], pace: float, sbatch: str = ""
@@ -92,9 +92,9 @@ class SlurmJob(Launched):
 
     def over(self) -> bool:
         """Return whether no job of this run is left, as Launched.over. The controller is asked now and then."""
-        if time.monotonic() - self._asked <= _ASK:
+        if time.monotonic() - self._requested_at <= _ASK:
             return False
-        states, self._asked = self.jobs().values(), time.monotonic()
+        states, self._requested_at = self.jobs().values(), time.monotonic()
         return bool(states) and all(state in ENDED for state in states)
 
     def step(self) -> int:
@@ -117,7 +117,7 @@ class SlurmJob(Launched):
             time.sleep(_ASK)
         return -1
 
-    def said(self) -> str:
+    def driver_output(self) -> str:
         """The end of what its jobs wrote."""
         files = sorted(self.run.parent.glob(f"{self.name}.slurm-*.out"))
         return "\n".join(f"{file.name}: {file.read_text()[-2000:]}" for file in files)

@@ -173,11 +173,11 @@ class SlurmSite(Site):
     def until_state(self, names: Sequence[str], *expected: str, seconds: float = 60.0) -> None:
         """Wait until all these nodes are in one of the states."""
 
-        def there() -> bool:
+        def has_state() -> bool:
             current = self.states()
             return all(current.get(name) in expected for name in names)
 
-        wait(there, f"{', '.join(names)} to be {' or '.join(expected)}", seconds)
+        wait(has_state, f"{', '.join(names)} to be {' or '.join(expected)}", seconds)
 
     def close(self) -> None:
         """End all."""

@@ -88,7 +88,7 @@ class SlurmFaultSite(FaultSite):
             row["events"] = [
                 f"{e.time:.2f} {e.kind} {e.action} {' '.join(e.nodes)}: {e.evidence}"[:400] for e in job.events()
             ]
-            row["said"] = job.said() if isinstance(job, SlurmJob) else job.output.read_text()[-1500:]
+            row["said"] = job.driver_output() if isinstance(job, SlurmJob) else job.output.read_text()[-1500:]
         return row
 
 

@@ -22,7 +22,7 @@ from megascale.model.huggingface.import_model import ImportedModel, read_folder
 from megascale.model.transformer import Chunk
 from megascale.parallel.parameters import materialise, piece_views, spec_of
 from tests.chaos.soak.command import Report, SoakCase
-from tests.chaos.soak.huggingface_cases import GONE, Choose, Ours, Theirs, ours, theirs
+from tests.chaos.soak.huggingface_cases import REMOVED, Choose, Ours, Theirs, ours, theirs
 
 CLOSE = 2e-4  # of the largest logit, or absolute below 1: float32, summed in other orders
 
@@ -67,7 +67,7 @@ def _name(drawn: Theirs | Ours) -> str:
     if isinstance(drawn, Ours):
         return f"ours, as {drawn.family}: " + ", ".join(f"{key}={value}" for key, value in drawn.keys.items())
     parts = [f"{key}={value}" for key, value in drawn.settings.items() if not key.endswith("_token_id")]
-    parts += [f"config.json: {key} {'taken out' if v is GONE else f'= {v}'}" for key, v in drawn.edits.items()]
+    parts += [f"config.json: {key} {'taken out' if v is REMOVED else f'= {v}'}" for key, v in drawn.edits.items()]
     return f"theirs, {drawn.family}: " + ", ".join(parts)
 
 
@@ -80,7 +80,7 @@ def _import(transformers: Any, drawn: Theirs, folder: Path) -> tuple[bool, str]:
         torch.nn.init.normal_(p, std=0.3)
     model.save_pretrained(folder / "theirs")
     settings = json.loads((folder / "theirs" / "config.json").read_text()) | drawn.edits
-    retained = {key: value for key, value in settings.items() if value is not GONE}
+    retained = {key: value for key, value in settings.items() if value is not REMOVED}
     (folder / "theirs" / "config.json").write_text(json.dumps(retained))
     try:
         result = read_folder(folder / "theirs")

@@ -126,7 +126,7 @@ def draw(chance: random.Random) -> tuple[Tree, int]:
 def _split(chance: random.Random, layers: int, chunks: int, divides: bool) -> list[float]:
     """Layers of each chunk, perhaps with halves of one; only the first and the last may be without any."""
     size: float = 0.5 if divides and chance.random() < 0.5 else 1
-    split: list[float] = [0] + ([1] * (chunks - 2)) + [0]
+    split: list[float] = [0, *([1] * (chunks - 2)), 0]
     for _ in range(int((layers - sum(split)) / size)):
         split[chance.randrange(chunks)] += size
     return split
@@ -192,7 +192,7 @@ def _train(context: Any, tree: Tree, world: int, folder: Path) -> list[Tale]:
 
 def _rank(rank: int, world: int, tree: Tree, folder: Path) -> None:
     try:
-        _write(folder / f"rank-{rank}.json", _tell(rank, world, tree, folder))
+        _write(folder / f"rank-{rank}.json", _train_rank(rank, world, tree, folder))
     except BaseException:
         (folder / f"rank-{rank}.error").write_text(traceback.format_exc())
         os._exit(1)
@@ -220,7 +220,7 @@ def _read(file: Path) -> Tale:
         )
 
 
-def _tell(rank: int, world: int, tree: Tree, folder: Path) -> Tale:
+def _train_rank(rank: int, world: int, tree: Tree, folder: Path) -> Tale:
     """Train as one rank."""
     import torch
     import torch.distributed as dist

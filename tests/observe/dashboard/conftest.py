@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.observe.dashboard_set import write_metrics, write_ranks
-from benchmarks.observe.synthetic_spans import Job, made
+from benchmarks.observe.synthetic_spans import Job, make_records
 from megascale.core import strict_json
 from megascale.observe.store.frames import ROLLUPS, SPANS
 from megascale.observe.store.ingest import Ingest
@@ -68,7 +68,7 @@ def write_spans(run: Path, job: Job = JOB) -> None:
     ring = SpanRing(body=8 << 20)
     ingest = Ingest(run / "spans" / "host=0", job="made", host=0, hostname="here", sink=ParquetWriter, clock_ns=10**18)
     for kind, full, steps in ((ROLLUPS, False, STEPS), (SPANS, True, 3)):
-        for rank, step, records in made(job, steps, full):
+        for rank, step, records in make_records(job, steps, full):
             ring.rank = rank
             ring.write(kind, step, records, 1000)
             ingest.take_frames(ring)

@@ -32,7 +32,7 @@ from megascale.resilience.driver.state.journal import Journal
 from megascale.simulate.run_plan import run_plan
 from tests.conftest import lines
 from tests.damaged_records import damaged_lines, json_values, limited_memory
-from tests.observe.dashboard.conftest import JOB, made, write_metrics, write_spans
+from tests.observe.dashboard.conftest import JOB, make_records, write_metrics, write_spans
 
 CURVES: dict[str, Any] = {"keys": ["loss", "valid_loss"], "points": 10, "low": None, "high": None}
 OF_FILES: list[tuple[str, dict[str, Any]]] = [
@@ -213,7 +213,7 @@ def test_views_of_spans_with_extreme_values(copied, seed):
         file.unlink()
     frames = []
     for kind, full, steps in ((ROLLUPS, False, 24), (SPANS, True, 3)):
-        for rank, step, records in made(SMALL, steps, full):
+        for rank, step, records in make_records(SMALL, steps, full):
             records = wrecked(records, draw) if draw.random() < 0.05 else records
             if draw.random() > 0.01:
                 frames.append(pack_frame(FrameHead(kind, 1, len(frames) + 1, rank, 0, step), records))
