@@ -232,7 +232,7 @@ class _Case:
         def make(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device=device, generator=generator).to(dtype)
 
-        self.gemm = gemm
+        self.operation = gemm
         self.axis = axis
         self.backward = backward
         self.part = make(s // t, b, gemm.inner[0] if gemm.gathers else gemm.outer)
@@ -244,26 +244,26 @@ class _Case:
         self.upstream = make(s, b, gemm.outer)
 
     def gemm(self, axis: Axis) -> Callable[[], Any]:
-        """The GEMM over `axis`; over an axis of one, the same GEMM on tensors that are there already."""
+        """Return a call of the GEMM over `axis`. An axis of one rank runs the same GEMM on complete tensors."""
         import torch
 
         from megascale.parallel.linear import LinearPrecision
         from megascale.parallel.tensor import gather_linear, linear_scatter
 
         present = axis.size == 1
-        if present or not self.gemm.gathers:
+        if present or not self.operation.gathers:
             inputs = self.inputs
         else:
             inputs = [self.part]
         inputs = [x.detach().requires_grad_() for x in inputs]
-        if present or self.gemm.gathers:
+        if present or self.operation.gathers:
             grad = self.upstream
         else:
             grad = self.part
 
         def call() -> Any:
             with torch.set_grad_enabled(self.backward):
-                if self.gemm.gathers:
+                if self.operation.gathers:
                     y = gather_linear(inputs[0], self.weights[0], None, LinearPrecision(axis))
                 else:
                     pairs = [tensor for pair in zip(inputs, self.weights, strict=True) for tensor in pair]
@@ -278,11 +278,11 @@ class _Case:
         """The collectives that it makes, one after another, and nothing else."""
         from megascale.parallel.collectives import all_gather, reduce_scatter
 
-        if self.gemm.gathers or self.backward:
+        if self.operation.gathers or self.backward:
             all_gather(self.part, self.axis).wait()
-        if not self.gemm.gathers or self.backward:
+        if not self.operation.gathers or self.backward:
             reduce_scatter(self.sent, self.axis).wait()
-        if self.gemm.gathers and self.backward:
+        if self.operation.gathers and self.backward:
             all_gather(self.part, self.axis).wait()  # the input, gathered again
 
 
