@@ -29,7 +29,7 @@ def load_others() -> list[OtherCommands]:
 
 
 def list_other_commands() -> Iterator[str]:
-    """Lines that say them."""
+    """Yield the lines of the list."""
     yield "In addition to these cases:"
     for item in load_others():
         yield f"{item.title}: {item.needs}; {item.goal}"

@@ -166,7 +166,7 @@ def test_the_list_says_what_to_type(tmp_path):
 def test_the_list_ends_with_the_other_commands():
     """Each is one that there is, with settings that there are."""
     result = invoke("--list")
-    report = result.stdout.partition("Beside these cases:")[2]
+    report = result.stdout.partition("In addition to these cases:")[2]
     assert report.count("python -m benchmarks observe") == 4
     for item in load_others():
         assert f"{item.title}: {item.needs}; {item.goal}" in report
