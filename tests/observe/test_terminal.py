@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import pytest
 
 from megascale.config import load
@@ -43,6 +46,54 @@ def test_the_time_left_is_that_of_warm_steps(capsys, monkeypatch):
     result = lines(capsys, [{"step": i, **RECORD} for i in range(1, 8)], steps=67)
     assert all("left" not in line for line in result[:3])
     assert [line.split("  ")[-1] for line in result[3:]] == ["1m03s left", "1m02s left", "1m01s left", "1m00s left"]
+
+
+class Screen(io.StringIO):
+    """A terminal that keeps what is written to it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_is_taken_away_and_the_cursor_comes_back(monkeypatch):
+    """A terminal whose cursor stays hidden after the run is of no use."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    terminal = Terminal(100, 50, live=True)
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"
+    assert hidden in screen.getvalue()
+    terminal.write({"step": 1, **RECORD})
+    terminal.print_line("a line [above] the bar")
+    assert shown not in screen.getvalue()
+    terminal.close()
+    output = screen.getvalue()
+    assert output.endswith(shown)
+    assert "a line [above] the bar" in output
+    assert "step 1/100" in output
+
+
+def test_plain_lines_come_every_interval_and_at_both_ends(capsys):
+    result = lines(capsys, [{"step": i, **RECORD} for i in range(5, 12)], steps=11, interval=4)
+    assert [line.split()[1] for line in result] == ["5/11", "8/11", "11/11"]
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"valid_loss": 1.23456}, "step 3: held-out loss 1.2346"),
+        ({"valid_loss": 1.0, "valid_tokens": 5, "valid_whole_tokens": 5}, "step 3: held-out loss 1.0000"),
+        (
+            {"valid_loss": 1.0, "valid_tokens": 5, "valid_whole_tokens": 9, "valid_whole_loss": 2.0},
+            "step 3: held-out loss 1.0000, of the whole file 2.0000",
+        ),
+        ({"valid_loss": 1.0, "valid_bits_per_byte": 0.98765}, "step 3: held-out loss 1.0000  bits per byte 0.988"),
+    ],
+)
+def test_an_evaluation_is_a_line(capsys, record, expected):
+    assert lines(capsys, [{"step": 3, **record}], interval=100) == [expected]
 
 
 def test_without_its_package_tensorboard_is_left_out(monkeypatch, tmp_path):
