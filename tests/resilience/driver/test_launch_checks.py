@@ -26,8 +26,8 @@ class Machines:
         self.preferred = tuple(names)
 
 
-def check(nodes: tuple[str, ...], cluster: Any, **limits: int) -> None:
-    check_nodes(from_tree({"resilience": {"placement": "file.json", **limits}}), JobFiles(nodes), cluster)
+def check(names: tuple[str, ...], cluster: Any, **limits: int) -> None:
+    check_nodes(from_tree({"resilience": {"placement": "file.json", **limits}}), JobFiles(names), cluster)
 
 
 def test_known_nodes_are_preferred_spares_included():
