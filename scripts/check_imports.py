@@ -42,14 +42,14 @@ class Checkout:
         return None
 
     def _list_names(self, module: str) -> frozenset[str]:
-        """Return the names that a module defines, at its top level or by `global`; "*" if any name may exist."""
+        """Return the names that a module defines at its top level."""
         file = self.find_file(module)
         if file is None or file.is_dir():
             return frozenset()
         names: set[str] = set()
         for node in _walk_module(ast.parse(file.read_bytes())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                names.add("*" if node.name == "__getattr__" else node.name)
+                names.add(node.name)
             elif isinstance(node, (ast.Import, ast.ImportFrom)):
                 names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -59,7 +59,7 @@ class Checkout:
     def has(self, module: str, name: str) -> bool:
         """Return whether a module has a name or a submodule."""
         names = self.list_names(module)
-        return name in names or "*" in names or self.find_file(f"{module}.{name}") is not None
+        return name in names or "__getattr__" in names or self.find_file(f"{module}.{name}") is not None
 
     def find_missing(self, name: str) -> str:
         """Return what a dotted name lacks, as `name in module`, or an empty string; attributes of classes count."""
@@ -89,13 +89,13 @@ def _list_references(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")
-            base = ".".join(parents[: len(parents) + 1 - node.level]) if node.level else ""
-            module = ".".join(part for part in (base, node.module) if part)
+            base = parents[: len(parents) + 1 - node.level] if node.level else []
+            module = [*base, *filter(None, [node.module])]
             for alias in node.names:
-                yield node.lineno, module if alias.name == "*" else f"{module}.{alias.name}"
+                yield node.lineno, ".".join([*module, alias.name]).removesuffix(".*")
         elif isinstance(node, ast.Call) and node.args:
             function = node.func
-            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            name = getattr(function, "attr", None) or getattr(function, "id", None)
             target = node.args[0]
             if name in PATCHES and isinstance(target, ast.Constant) and isinstance(target.value, str):
                 yield node.lineno, target.value
@@ -130,7 +130,8 @@ def main() -> int:
     for folder in folders:
         root = folder if folder in roots else folder.parent
         findings += check_folder(folder, root, checkout)
-    print("\n".join(findings), end="\n" if findings else "")
+    for finding in findings:
+        print(finding)
     return int(bool(findings))
 
 
