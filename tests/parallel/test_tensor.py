@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from megascale.core.calls import NullCallLog
 from megascale.parallel.collectives import Axis
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.linear_precision import LinearPrecision
+from megascale.parallel.runtime import Runtime
 from megascale.parallel.tensor import gather_linear, linear_scatter
 
 ROWS, BATCH, HIDDEN, COLUMNS = 2, 3, 4, 5  # rows of each rank's part of the sequence, columns of each rank
@@ -58,7 +60,7 @@ def run_ranks(size: int, run: Callable[[Axis], Any]) -> list[Any]:
 
     def run_rank(rank: int) -> Any:
         exchange = Exchange(rank, size, memory, SHARD_BYTES, EagerStreams(rank, flags, changed))
-        return run(Axis(None, size, rank, overlap="fused", exchange=exchange))
+        return run(Axis(None, size, rank, overlap="fused", name="tensor", exchange=exchange, runtime=Runtime()))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run_rank, range(size)))
@@ -125,3 +127,44 @@ def test_a_scattered_sum_of_products(size, count):
         torch.testing.assert_close(results[0], y.chunk(size)[rank])
         for result, gradient in zip(results[1:], gradients, strict=True):
             torch.testing.assert_close(result, gradient.chunk(size, -1)[rank])
+
+
+class SizeLog(NullCallLog):
+    """Keeps the operation and bytes of each call, and how many calls are in flight."""
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[str, int]] = []
+        self.in_flight = 0
+
+    def begin_call(self, group: str, op: str, size: int) -> int:
+        assert group == "tensor"
+        self.sizes.append((op, size))
+        self.in_flight += 1
+        return len(self.sizes)
+
+    def end_call(self, call: int) -> None:
+        self.in_flight -= 1
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_calls_of_an_exchange_are_recorded_with_the_bytes_of_all_ranks(size):
+    x, weight = draw(size * ROWS, BATCH, HIDDEN, seed=1), draw(size * COLUMNS, HIDDEN, seed=2)
+    out_weight = draw(HIDDEN, size * COLUMNS, seed=3)
+
+    def run(axis: Axis) -> SizeLog:
+        rank = axis.rank
+        log = SizeLog()
+        axis.runtime.calls = log
+        linears = LinearPrecision(axis)
+        x_part, weight_part = make_leaf(x.chunk(size)[rank]), make_leaf(weight.chunk(size)[rank])
+        y = gather_linear(x_part, weight_part, None, linears)
+        z = linear_scatter(linears, y, make_leaf(out_weight.chunk(size, -1)[rank]))
+        z.backward(torch.ones_like(z))
+        return log
+
+    whole = x.nbytes  # of the hidden states of all ranks, whose parts are gathered and scattered
+    for log in run_ranks(size, run):
+        # Forward, then backward: the gradient is gathered, then the input again under the scatter of its gradient.
+        operations = ["fused_gather", "fused_scatter", "fused_gather", "fused_gather", "fused_scatter"]
+        assert log.sizes == [(operation, whole) for operation in operations]
+        assert log.in_flight == 0
