@@ -32,12 +32,16 @@ def make_model(**keys: object) -> ModelConfig:
 
 
 def make_buffer(
-    model: ModelConfig, layers: range, axes: Axes | None = None, dtype: torch.dtype = torch.float64
+    model: ModelConfig,
+    layers: range,
+    axes: Axes | None = None,
+    dtype: torch.dtype = torch.float64,
+    bucket_elements: int | None = 500,
 ) -> ParamAndGradBuffer:
-    """Return the buffers of a chunk with initial weights, in several buckets."""
+    """Return the buffers of a chunk with initial weights, by default in several buckets."""
     is_first, is_last = layers.start == 0, layers.stop == model.layers
     chunk = Chunk(model, layers, first=is_first, last=is_last, dtype=dtype)
-    buffer = ParamAndGradBuffer(chunk, torch.device("cpu"), axes, bucket_elements=500)
+    buffer = ParamAndGradBuffer(chunk, torch.device("cpu"), axes, bucket_elements=bucket_elements)
     initialise(chunk, 1)
     return buffer
 
@@ -75,6 +79,18 @@ def test_replicated_tensors_count_on_the_first_tensor_rank_only():
         norm, _ = optimizer.step(1e-2, 1)
         counted = {name: grad for name, grad in grads.items() if is_counted or name not in replicated}
         torch.testing.assert_close(norm, norm_of(counted), rtol=1e-12, atol=0)
+
+
+def test_duplicates_count_nowhere_on_this_stage():
+    """Wherever they lie in a bucket: between counted tensors here."""
+    buffer = make_buffer(make_model(), range(2), bucket_elements=None)
+    duplicates = frozenset({"layers.0.mlp.out.weight", "layers.1.attention.key.weight"})
+    optimizer = ShardedOptimizer(OptimizerConfig(), [buffer], duplicates=duplicates)
+    grads = fill_grads(buffer, 1)
+    norm, _ = optimizer.step(1e-2, 1)
+    counted = {name: grad for name, grad in grads.items() if name not in duplicates}
+    assert len(counted) == len(grads) - 2
+    torch.testing.assert_close(norm, norm_of(counted), rtol=1e-12, atol=0)
 
 
 def test_the_norm_is_weighted_and_carries_scalars():
@@ -205,11 +221,12 @@ def test_weights_in_use_are_the_rounded_master_weights(name):
         assert torch.equal(state.shard.params, state.master.bfloat16())
 
 
+@pytest.mark.parametrize("bucket_elements", [500, None])
 @pytest.mark.parametrize("name", OPTIMIZERS.names())
-def test_a_checkpoint_gets_each_tensor_with_its_state(name):
+def test_a_checkpoint_gets_each_tensor_with_its_state(name, bucket_elements):
     """After one step without clipping: weights, and moments or momentum, under the name of their tensor."""
     config = OptimizerConfig(name=name, clip=0.0, beta1=0.9, beta2=0.99)
-    buffer = make_buffer(make_model(), range(2))
+    buffer = make_buffer(make_model(), range(2), bucket_elements=bucket_elements)
     optimizer = ShardedOptimizer(config, [buffer])
     grads = fill_grads(buffer, 1)
     optimizer.step(1e-2, 1)
@@ -241,9 +258,11 @@ def test_tensors_are_numbered_alike_on_all_ranks():
 
 def test_a_shard_has_as_few_parts_as_its_states_allow():
     """A part is one launch: AdamW's shards have one each, Muon's one per run of tensors with the same state."""
-    buffer = make_buffer(make_model(), range(2))
+    buffer = make_buffer(make_model(), range(2), bucket_elements=None)
     assert all(len(state.parts) == 1 for state in ShardedOptimizer(OptimizerConfig(), [buffer]).states)
-    for state in ShardedOptimizer(OptimizerConfig(name="muon"), [buffer]).states:
+    muon_states = ShardedOptimizer(OptimizerConfig(name="muon"), [buffer]).states
+    assert max(len(state.parts) for state in muon_states) > 1
+    for state in muon_states:
         names = [tuple(part.state) for part in state.parts]
         assert all(first != second for first, second in pairwise(names))
         edges = [edge for part in state.parts for edge in (part.start, part.stop)]
