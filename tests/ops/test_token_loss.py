@@ -50,11 +50,13 @@ def test_values_and_gradients_of_cut_rows(cuts):
     def run(rank: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         start = sum(cuts[:rank])
         values = whole[:, start : start + cuts[rank]].clone().requires_grad_()
-        reductions = {}
-        if len(cuts) > 1:
-            reductions["all_reduce_max"] = lambda tensor: ranks.all_reduce(rank, tensor, True)
-            reductions["all_reduce_sum"] = lambda tensor: ranks.all_reduce(rank, tensor, False)
-        results = compute(TokenLogits(values, targets, start, **reductions))
+        if len(cuts) == 1:
+            logits = TokenLogits(values, targets)
+        else:
+            reduce_max = lambda tensor: ranks.all_reduce(rank, tensor, True)
+            reduce_sum = lambda tensor: ranks.all_reduce(rank, tensor, False)
+            logits = TokenLogits(values, targets, start, reduce_max, reduce_sum)
+        results = compute(logits)
         (gradient,) = torch.autograd.grad(results, values, list(upstream))
         return results, gradient
 
