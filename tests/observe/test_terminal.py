@@ -96,6 +96,17 @@ def test_an_evaluation_is_a_line(capsys, record, expected):
     assert lines(capsys, [{"step": 3, **record}], interval=100) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("remaining", "expected"), [(59, "0m59s"), (3599, "59m59s"), (3600, "1h00m"), (36061, "10h01m")]
+)
+def test_a_long_time_left_is_in_hours(capsys, monkeypatch, remaining, expected):
+    monkeypatch.setenv("COLUMNS", "120")
+    times = iter([100.0, 101.0])
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(times))
+    result = lines(capsys, [{"step": i, **RECORD} for i in range(1, 5)], steps=4 + remaining)
+    assert result[-1].endswith(f"  {expected} left")
+
+
 def test_without_its_package_tensorboard_is_left_out(monkeypatch, tmp_path):
     request = metrics.SinkRequest(tmp_path, load(), 0)
     (board,) = metrics.open_sinks(request)
