@@ -39,6 +39,17 @@ def test_nothing_is_left_out_where_there_is_room(capsys, monkeypatch):
     assert result[-1].startswith("step 5/1150  loss 2.817  lr 1.2e-3  norm 1.13  123.5k tok/s  MFU 41%  136 GiB  ")
 
 
+def test_the_least_important_value_goes_first_and_only_if_it_must(capsys, monkeypatch):
+    record = {"step": 1, **RECORD, "mfu": 0.4123}
+    monkeypatch.setenv("COLUMNS", "120")
+    (full,) = lines(capsys, [record])
+    assert full.endswith("  136 GiB")
+    monkeypatch.setenv("COLUMNS", str(len(full)))
+    assert lines(capsys, [record]) == [full]
+    monkeypatch.setenv("COLUMNS", str(len(full) - 1))
+    assert lines(capsys, [record]) == [full.removesuffix("  136 GiB")]
+
+
 def test_the_time_left_is_that_of_warm_steps(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     times = iter([100.0, 101.0, 102.0, 103.0, 104.0])  # of steps 3 to 7; the first two are not asked
