@@ -324,7 +324,7 @@ def all_to_all_parts(x: torch.Tensor, axis: Axis) -> Pending:
     if can_exchange(axis, x.nbytes // axis.size):
         assert axis.exchange is not None
         shape = (x.shape[0] // axis.size, *x.shape[1:])
-        parts = x.view(axis.size, *shape)
+        parts = x.detach().view(axis.size, *shape)
         transfer = axis.transfer("fused_all_to_all", x.nbytes)
         wait = axis.exchange.all_to_all(lambda out, rank: out.copy_(parts[rank]), shape, x)
         return Pending(x, transfer=transfer, finish=wait)
