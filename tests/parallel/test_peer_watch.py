@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -46,8 +47,8 @@ class Waits:
     """A rank's waits, which `release` ends, and its progress."""
 
     def __init__(self) -> None:
-        self.calls: int | None = None
-        self.count: Callable[[], int | None] = lambda: self.calls
+        self.count: Callable[[], int] = lambda: 7
+        self.is_idle: Callable[[], bool] = lambda: True
         self.released = threading.Event()
 
     def release(self) -> None:
@@ -64,7 +65,7 @@ def page() -> Iterator[str]:
 def watch_peer(peer: Peer, page: str, waits: Waits, timeout: float = 600.0) -> PeerWatch:
     own = describe_process(4)
     members = [own, Member(5, peer.process.pid, own.namespace)]
-    return PeerWatch(0, members, page, waits.release, waits.count, timeout)
+    return PeerWatch(0, members, page, waits.release, waits.count, waits.is_idle, timeout)
 
 
 def without_descriptors(pid: int) -> int:
@@ -108,7 +109,7 @@ def test_a_peer_that_closes_is_not_missed(peer, page):
 
 def test_calls_without_progress_end_after_the_timeout(peer, page):
     waits = Waits()
-    waits.calls = 7
+    waits.is_idle = lambda: False
     watch = watch_peer(peer, page, waits, timeout=0.1)
     assert waits.released.wait(SECONDS)
     with pytest.raises(TrainingError, match=r"rank 4: the exchange has made no progress for 0.1 seconds") as caught:
@@ -117,14 +118,18 @@ def test_calls_without_progress_end_after_the_timeout(peer, page):
     watch.close()
 
 
-def test_an_idle_exchange_has_no_timeout(peer, page):
+@pytest.mark.parametrize("case", ["idle", "in progress"])
+def test_an_exchange_that_is_idle_or_makes_progress_has_no_timeout(peer, page, case):
     waits = Waits()
     looks = threading.Semaphore(0)
+    calls = itertools.count()
 
-    def count_calls() -> None:
+    def count_calls() -> int:
         looks.release()
+        return next(calls) if case == "in progress" else 7
 
     waits.count = count_calls
+    waits.is_idle = lambda: case == "idle"
     watch = watch_peer(peer, page, waits, timeout=0.02)
     for _ in range(12):  # several times the time-out
         assert looks.acquire(timeout=SECONDS)
@@ -134,13 +139,14 @@ def test_an_idle_exchange_has_no_timeout(peer, page):
 
 
 def test_a_peer_out_of_reach_is_refused(peer, page):
+    waits = Waits()
     own = describe_process(0)
     with pytest.raises(OSError, match="rank 3 is in another PID namespace"):
-        PeerWatch(0, [own, Member(3, own.pid, "pid:[1]")], page, lambda: None, lambda: None, 1.0)
+        PeerWatch(0, [own, Member(3, own.pid, "pid:[1]")], page, waits.release, waits.count, waits.is_idle, 1.0)
     peer.kill()
     peer.process.wait()
-    with pytest.raises(OSError, match="rank 3 has ended"):
-        PeerWatch(0, [own, Member(3, peer.process.pid, own.namespace)], page, lambda: None, lambda: None, 1.0)
+    with pytest.raises(OSError, match="rank 5 has ended"):
+        watch_peer(peer, page, waits)
 
 
 STUCK = """
@@ -149,7 +155,7 @@ from megascale.parallel import peer_watch
 peer_watch._RAISE_SECONDS = 0.1
 own = peer_watch.describe_process(0)
 members = [own, peer_watch.Member(1, int(sys.argv[1]), own.namespace)]
-watch = peer_watch.PeerWatch(0, members, sys.argv[2], lambda: None, lambda: None, 600.0)
+watch = peer_watch.PeerWatch(0, members, sys.argv[2], lambda: None, lambda: 0, lambda: True, 600.0)
 print("watching", flush=True)
 time.sleep(600)  # as in a collective that the dead peer would have to join
 """

@@ -126,7 +126,6 @@ class Exchange:
     Attributes:
         peer_max: the maximum of a number over ranks, where the device supports it.
         watch: ends waits for a peer that has died; None without processes to watch.
-        calls_begun: number of calls and replays so far.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class Exchange:
         self._streams = streams
         self.peer_max: PeerMax | None = None
         self.watch: PeerWatch | None = None
-        self.calls_begun = 0
+        self._calls_begun = 0
         self._state = _CallState()
         self._is_computing = False  # within the work that a call computes
         self._is_capturing = False
@@ -194,7 +193,7 @@ class Exchange:
             # Its signals would precede those of the enclosing call, which has a lower number.
             raise RuntimeError("a call of the exchange within the work that another call computes")
         self.check()
-        self.calls_begun += 1
+        self._calls_begun += 1
         self._state.number += 1
         self._state.nbytes += nbytes * self.size
         return self._state.number
@@ -231,6 +230,10 @@ class Exchange:
 
     def _copy_waits_for_main(self) -> None:
         self._streams.stream_wait("copy", self._streams.record_event("main"))
+
+    def count_calls(self) -> int:
+        """Return how many calls and replays have begun."""
+        return self._calls_begun
 
     def check(self) -> None:
         """Raise TrainingError if a peer has died or hangs; results of earlier calls are then undefined."""
@@ -273,7 +276,7 @@ class Exchange:
     def before_replay(self) -> None:
         """Wait until all ranks have finished earlier calls, because a replay uses any of the memory at once."""
         self.check()
-        self.calls_begun += 1
+        self._calls_begun += 1
         if self._state.number != self._met_number:
             self._meet()
             self._await(self._streams.record_event("copy"))

@@ -63,7 +63,8 @@ class PeerWatch:
         members: the processes of the group, by rank.
         page: file of `make_page`.
         release: ends all waits of this rank; the thread calls it repeatedly after a failure, until `close`.
-        count_calls: returns how many calls have begun, or None if none is in flight.
+        count_calls: returns how many calls have begun.
+        is_idle: returns whether none is in flight; asked only after a second without a new call.
         timeout: seconds after which calls without progress are a failure.
 
     Attributes:
@@ -76,7 +77,8 @@ class PeerWatch:
         members: Sequence[Member],
         page: str,
         release: Callable[[], None],
-        count_calls: Callable[[], int | None],
+        count_calls: Callable[[], int],
+        is_idle: Callable[[], bool],
         timeout: float,
     ) -> None:
         self.failure = ""
@@ -85,6 +87,7 @@ class PeerWatch:
         self._members = list(members)
         self._release = release
         self._count_calls = count_calls
+        self._is_idle = is_idle
         self._timeout = timeout
         self._has_raised = False
         self._is_closing = threading.Event()
@@ -143,7 +146,7 @@ class PeerWatch:
         for descriptor in self._descriptors:
             poller.register(descriptor, select.POLLIN)
         polled_ranks = set(range(len(self._members))) - set(self._descriptors.values()) - {self._rank}
-        calls: int | None = None
+        calls = self._count_calls()
         since = time.monotonic()
         interval = min(_POLL_SECONDS, self._timeout / 4)
         while not self.failure and not self._is_closing.is_set():
@@ -155,9 +158,9 @@ class PeerWatch:
                 if _has_ended(self._members[rank].pid):
                     polled_ranks.discard(rank)
                     self._judge_end(rank)
-            present = self._count_calls()
-            if present is None or present != calls:
-                calls, since = present, time.monotonic()
+            previous_calls, calls = calls, self._count_calls()
+            if calls != previous_calls or self._is_idle():
+                since = time.monotonic()
             elif time.monotonic() - since > self._timeout:
                 self._fail(f"the exchange has made no progress for {self._timeout:g} seconds: a peer hangs")
         self._release_waits()

@@ -10,7 +10,6 @@ import ctypes
 import json
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +58,14 @@ def make_exchange(
     exchange: Exchange | None = None
     try:
         exchange, streams = _allocate(axis, shard_bytes, device, on_side_stream)
-        count_calls = partial(_count_calls, exchange, streams)
         exchange.watch = PeerWatch(
-            axis.rank, members, facts[0]["page"], streams.release_waits, count_calls, timeout=timeout
+            axis.rank,
+            members,
+            page=facts[0]["page"],
+            release=streams.release_waits,
+            count_calls=exchange.count_calls,
+            is_idle=streams.is_idle,
+            timeout=timeout,
         )
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -84,13 +88,6 @@ def _gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
     rows = [torch.empty_like(own_row) for _ in range(axis.size)]
     dist.all_gather(rows, own_row, group=axis.group)
     return [bytes(row.cpu().tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
-
-
-def _count_calls(exchange: Exchange, streams: CudaStreams) -> int | None:
-    """Return how many calls have begun, or None if none is in flight."""
-    if streams.is_idle():
-        return None
-    return exchange.calls_begun
 
 
 def _allocate(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool) -> tuple[Exchange, CudaStreams]:
