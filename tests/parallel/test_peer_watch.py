@@ -89,6 +89,9 @@ def test_a_killed_peer_ends_the_waits_with_an_error(peer, page, monkeypatch, has
         watch.check()
     record = record_of(caught.value)
     assert (record.kind, record.rank) == (ExitKind.LOST_PEER, 5)
+    watch.close(failed=True)
+    waits.released.clear()
+    assert waits.released.wait(SECONDS)  # until the process has ended
     watch.close()
     assert Path(page).read_bytes()[0] == 0  # its own peers do not take a failure for a planned end
 

@@ -108,7 +108,13 @@ class PeerWatch:
         raise attach_record(lost, ExitKind.LOST_PEER, rank=self._lost_rank)
 
     def close(self, failed: bool = False) -> None:
-        """Stop. Peers take this rank's end as planned, unless it has `failed`."""
+        """Stop. Peers take this rank's end as planned, unless it has `failed`.
+
+        If it has failed because of a peer, waits are released until the process ends, which waits for its queues.
+        """
+        if failed and self.failure:
+            self._has_raised = True
+            return
         if not failed and not self.failure:
             self._page[self._rank] = _CLOSED
         if self._is_closing.is_set():
