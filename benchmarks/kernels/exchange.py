@@ -93,7 +93,7 @@ def main(
 
 @dataclass
 class End:
-    """How the survivors of a scenario ended.
+    """End of the survivors of a scenario.
 
     Attributes:
         seconds: from the victim's end to the last survivor's error; None if a survivor got none.
@@ -117,7 +117,9 @@ def run_ranks(scenario: str, world: int, seconds: float) -> list[dict[str, Any]]
             str(world),
         ]
         processes = [subprocess.Popen([*command, str(rank)]) for rank in range(world)]
-        survivors = processes if scenario == "rates" else processes[:-1]
+        survivors = processes
+        if scenario in SCENARIOS:
+            survivors = processes[:-1]
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and any(process.poll() is None for process in survivors):
             time.sleep(0.1)
@@ -166,7 +168,9 @@ def run_rank(scenario: str, folder: Path, port: int, world: int, rank: int) -> N
         device_id=device,
     )
     axis = Axis(dist.group.WORLD, world, rank)
-    timeout = STOP_TIMEOUT if scenario == "stopped" else 600.0
+    timeout = 600.0
+    if scenario == "stopped":
+        timeout = STOP_TIMEOUT
     exchange = make_exchange(axis, max(MEGABYTES) * 1_000_000 // world, device, timeout=timeout)
     file = folder / f"rank-{rank}.json"
     if isinstance(exchange, str):
@@ -278,13 +282,13 @@ class AllToAll(Operation):
         return self.exchange.all_to_all(self._write, self.parts.shape[1:], self.x)()
 
     def in_place(self) -> torch.Tensor:
-        return self.exchange.all_to_all(self._write_own, self.parts.shape[1:], self.x)()
+        return self.exchange.all_to_all(self._write_local, self.parts.shape[1:], self.x)()
 
     def _write(self, out: torch.Tensor, rank: int | None) -> None:
         assert rank is not None
         out.copy_(self.parts[rank])
 
-    def _write_own(self, out: torch.Tensor, rank: int | None) -> None:
+    def _write_local(self, out: torch.Tensor, rank: int | None) -> None:
         if rank == self.axis.rank:
             self._write(out, rank)
 
@@ -387,7 +391,9 @@ def outlive_peer(scenario: str, exchange: Exchange, axis: Axis, file: Path) -> N
     if axis.rank == axis.size - 1:
         time.sleep(KILL_SECONDS)
         write_record(file, {"ended": time.time()})
-        os.kill(os.getpid(), signal.SIGSTOP if scenario == "stopped" else signal.SIGKILL)
+        if scenario == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
     try:
         if scenario == "killed in a graph":
             for _ in range(REPLAYS):
@@ -396,7 +402,10 @@ def outlive_peer(scenario: str, exchange: Exchange, axis: Axis, file: Path) -> N
             assert exchange.peer_max is not None
             exchange.peer_max(maximum)
         else:
-            for _ in range(5000 if scenario == "killed, full queue" else 1):
+            calls = 1
+            if scenario == "killed, full queue":
+                calls = 5000
+            for _ in range(calls):
                 operations[0].exchanged()
         torch.cuda.synchronize()
         exchange.check()

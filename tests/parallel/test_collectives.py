@@ -20,7 +20,7 @@ def make_input(rank: int, size: int) -> torch.Tensor:
 
 
 def exchange_parts(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a rank receives, its gradient if the loss weights it by its square, and what goes there and back again."""
+    """Return the received parts, the gradient of their squared norm, and the parts after a second all-to-all."""
     axis = Axis(dist.group.WORLD, world, rank)
     x = make_input(rank, world).requires_grad_()
     received = transpose_sequence(x, axis)

@@ -63,8 +63,8 @@ def page() -> Iterator[str]:
 
 
 def watch_peer(peer: Peer, page: str, waits: Waits, timeout: float = 600.0) -> PeerWatch:
-    own = describe_process(4)
-    members = [own, Member(5, peer.process.pid, own.namespace)]
+    local = describe_process(4)
+    members = [local, Member(5, peer.process.pid, local.namespace)]
     return PeerWatch(0, members, page, waits.release, waits.count, waits.is_idle, timeout)
 
 
@@ -143,9 +143,9 @@ def test_an_exchange_that_is_idle_or_makes_progress_has_no_timeout(peer, page, c
 
 def test_a_peer_out_of_reach_is_refused(peer, page):
     waits = Waits()
-    own = describe_process(0)
+    local = describe_process(0)
     with pytest.raises(OSError, match="rank 3 is in another PID namespace"):
-        PeerWatch(0, [own, Member(3, own.pid, "pid:[1]")], page, waits.release, waits.count, waits.is_idle, 1.0)
+        PeerWatch(0, [local, Member(3, local.pid, "pid:[1]")], page, waits.release, waits.count, waits.is_idle, 1.0)
     peer.kill()
     peer.process.wait()
     with pytest.raises(OSError, match="rank 5 has ended"):
@@ -156,8 +156,8 @@ STUCK = """
 import sys, time
 from megascale.parallel import peer_watch
 peer_watch._RAISE_SECONDS = 0.1
-own = peer_watch.describe_process(0)
-members = [own, peer_watch.Member(1, int(sys.argv[1]), own.namespace)]
+local = peer_watch.describe_process(0)
+members = [local, peer_watch.Member(1, int(sys.argv[1]), local.namespace)]
 watch = peer_watch.PeerWatch(0, members, sys.argv[2], lambda: None, lambda: 0, lambda: True, 600.0)
 print("watching", flush=True)
 time.sleep(600)  # as in a collective that the dead peer would have to join

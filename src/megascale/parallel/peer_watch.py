@@ -126,9 +126,9 @@ class PeerWatch:
             os.close(descriptor)
 
     def _check_namespaces(self) -> None:
-        own_namespace = self._members[self._rank].namespace
+        namespace = self._members[self._rank].namespace
         for member in self._members:
-            if member.namespace != own_namespace:
+            if member.namespace != namespace:
                 raise OSError(f"rank {member.rank} is in another PID namespace, where its end would not be noticed")
 
     def _open_processes(self) -> dict[int, int]:
@@ -153,7 +153,7 @@ class PeerWatch:
             poller.register(descriptor, select.POLLIN)
         polled_ranks = set(range(len(self._members))) - set(self._descriptors.values()) - {self._rank}
         calls = self._count_calls()
-        since = time.monotonic()
+        progress_time = time.monotonic()
         interval = min(_POLL_SECONDS, self._timeout / 4)
         while not self.failure and not self._is_closing.is_set():
             for descriptor, _ in poller.poll(1000 * interval):
@@ -166,8 +166,8 @@ class PeerWatch:
                     self._judge_end(rank)
             previous_calls, calls = calls, self._count_calls()
             if calls != previous_calls or self._is_idle():
-                since = time.monotonic()
-            elif time.monotonic() - since > self._timeout:
+                progress_time = time.monotonic()
+            elif time.monotonic() - progress_time > self._timeout:
                 self._fail(f"the exchange has made no progress for {self._timeout:g} seconds: a peer hangs")
         self._release_waits()
 

@@ -25,7 +25,8 @@ from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, m
 
 FLAG = 128  # bytes from one flag to the next
 _AT_LEAST, _EQUAL = 0, 1  # CU_STREAM_WAIT_VALUE_GEQ, modulo 2**32, and _EQ
-_WAIT_VALUE, _WRITE_VALUE, _WRITE_WORD = 1, 2, 5  # CU_STREAM_MEM_OP_*_VALUE_32, and _WRITE_VALUE_64
+_WAIT_VALUE, _WRITE_VALUE = 1, 2  # CU_STREAM_MEM_OP_*_VALUE_32
+_WRITE_WORD = 5  # CU_STREAM_MEM_OP_WRITE_VALUE_64
 _FLAG_VALUES = 1 << 32
 _TEXT_BYTES = 500  # of what a rank tells the others about itself
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
@@ -49,10 +50,10 @@ def make_exchange(
     if device.type != "cuda":
         return f"{device.type} tensors have no symmetric memory"
     world_rank = dist.get_global_rank(axis.group, axis.rank)
-    own_facts: dict[str, Any] = {"member": describe_process(world_rank), "page": ""}
+    local_facts: dict[str, Any] = {"member": describe_process(world_rank), "page": ""}
     if axis.rank == 0:
-        own_facts["page"] = make_page(axis.size)
-    facts = [json.loads(text) for text in _gather_text(json.dumps(own_facts), axis, device)]
+        local_facts["page"] = make_page(axis.size)
+    facts = [json.loads(text) for text in _gather_text(json.dumps(local_facts), axis, device)]
     members = [Member(*fact["member"]) for fact in facts]
     reason = ""
     exchange: Exchange | None = None
@@ -72,7 +73,7 @@ def make_exchange(
     # All ranks or none: a rank that exchanged alone would wait forever.
     reasons = _gather_text(reason, axis, device)
     if axis.rank == 0:
-        Path(own_facts["page"]).unlink(missing_ok=True)
+        Path(local_facts["page"]).unlink(missing_ok=True)
     for rank, text in enumerate(reasons):
         if text:
             if exchange is not None:
@@ -84,9 +85,9 @@ def make_exchange(
 def _gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
     """Return every rank's text, cut to a fixed number of bytes."""
     encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    own_row = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
-    rows = [torch.empty_like(own_row) for _ in range(axis.size)]
-    dist.all_gather(rows, own_row, group=axis.group)
+    local_row = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
+    rows = [torch.empty_like(local_row) for _ in range(axis.size)]
+    dist.all_gather(rows, local_row, group=axis.group)
     return [bytes(row.cpu().tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
