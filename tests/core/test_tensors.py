@@ -36,6 +36,12 @@ def test_flat_boxes_cover_the_range_exactly_and_in_order(case):
     assert len(pieces) <= max(1, 2 * len(box.sizes) - 1)
 
 
+@given(ranges(), st.integers(0, 3))
+def test_an_empty_range_has_no_boxes(case, excess):
+    box, start, _ = case
+    assert list(flat_boxes(box, start + excess, start)) == []
+
+
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(0, 1))
 def test_cuts_tile_the_tensor(rows, columns, parts, dim):
     shape = (rows * parts, columns * parts)

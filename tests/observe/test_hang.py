@@ -433,7 +433,7 @@ while True:
 """
     child = subprocess.Popen([sys.executable, "-c", code])
     try:
-        wait_for(tmp_path, 4)
+        wait_for_events(tmp_path, child, 4)
         scene, hang = examine_run(tmp_path, watch_seconds=30.0)
         assert hang.kind == "none"
         assert scene.ranks[0].answered
@@ -446,12 +446,26 @@ while True:
     assert json.loads(after.stdout)["by_rank"][0]["process"] == "gone"
 
 
-def wait_for(tmp_path: Path, events: int) -> None:
-    """Wait until the child's record of calls has the given number."""
+def wait_for_events(tmp_path: Path, child: subprocess.Popen[bytes], events: int) -> None:
+    """Wait until the child's record of calls has so many; fail at once if the child ends before, after 30 s else."""
     deadline = time.monotonic() + 30
-    while not ((result := read_calls(tmp_path / "rank-0.calls", history=False)) and result.events >= events):
-        assert time.monotonic() < deadline
+    while True:
+        code = child.poll()
+        calls = read_calls(tmp_path / "rank-0.calls", history=False)
+        if calls is not None and calls.events >= events:
+            return
+        assert code is None, f"the child ended with code {code}; its error output is above"
+        state = "none" if calls is None else calls.events
+        assert time.monotonic() < deadline, f"after 30 s the child has recorded {state} of {events} events"
         time.sleep(0.02)
+
+
+def test_a_child_that_ends_is_not_waited_for(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match="ended with code 3"):
+        wait_for_events(tmp_path, child, 1)
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["main thread", "nobody"])
@@ -477,7 +491,7 @@ stands_here()
     monkeypatch.setattr("megascale.observe.hang.evidence._ANSWER_SECONDS", 0.3 if deaf else 30.0)
     child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
     try:
-        wait_for(tmp_path, 1)
+        wait_for_events(tmp_path, child, 1)
         scene, _ = examine_run(tmp_path, watch_seconds=0.0)
         assert scene.ranks[0].answered is not deaf
         output = scene.ranks[0].stack[0]
@@ -514,7 +528,7 @@ work()
 """
     child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
     try:
-        wait_for(tmp_path, 1)
+        wait_for_events(tmp_path, child, 1)
         for _ in range(3000):
             os.kill(child.pid, signal.SIGUSR2)
             time.sleep(0.0005)  # so that each is taken: one that waits swallows the next
