@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from megascale import config
-from megascale.config import LrConfig, OptimizerConfig
+from megascale.config import OptimizerConfig
 from megascale.config.parts import OPTIMIZERS
 from megascale.model.transformer import Chunk
 from megascale.ops.gradient_sink import main_grad_of
-from megascale.optim.learning_rate import learning_rate
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.parameters import initialise, piece_views, spec_of
@@ -148,11 +147,3 @@ def test_a_step_with_nonfinite_gradients_changes_nothing(name, bad):
     assert any(t.any() for t in retained)
     for current, then in zip((t for s in optimizer.states for t in s.state_tensors()), retained, strict=True):
         assert torch.equal(current, then)
-
-
-def test_learning_rate_shape():
-    lr = LrConfig(peak=1.0, min=0.1, warmup_steps=10)
-    assert [round(learning_rate(lr, s, 110), 6) for s in (1, 10, 60, 110, 200)] == [0.1, 1.0, 0.55, 0.1, 0.1]
-    linear = LrConfig(peak=1.0, decay="linear", decay_steps=50)
-    assert learning_rate(linear, 25, 110) == pytest.approx(0.5)
-    assert learning_rate(LrConfig(peak=1.0, decay="constant"), 99, 100) == 1.0

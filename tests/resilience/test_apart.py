@@ -23,7 +23,7 @@ def foreign(inputs: str, run: Path) -> list[str]:
 
 
 # A rank that is stopped trains, and does not save.
-WORDS = ["--checkpoint.interval=0", "--lr.decay=constant"]
+WORDS = ["--checkpoint.interval=0", "--lr.schedule=constant"]
 
 
 def apart(launch, *arguments: str) -> tuple[Launched, list[Path]]:

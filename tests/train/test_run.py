@@ -124,7 +124,8 @@ def test_an_interruption_saves_and_the_same_command_goes_on(tiny, tmp_path):
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(tiny, megascale, tmp_path):
-    result = megascale("train", tiny, "--train.steps=60", "--lr.peak=1e30", "--optimizer.clip=0", "--lr.decay=constant")
+    settings = ["--train.steps=60", "--lr.peak=1e30", "--optimizer.clip=0", "--lr.schedule=constant"]
+    result = megascale("train", tiny, *settings)
     assert result.returncode == 1
     assert "lr.peak" in result.stderr
     assert "Traceback" not in result.stderr

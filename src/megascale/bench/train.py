@@ -204,6 +204,7 @@ def measure(
     if profile is not None:
         _profile(engine, rows, next_step, profile, rank_info.rank, is_cuda)
     engine.synchronize()
+    engine.close()
     if groups is not None:
         shutdown(groups)
     if rank_info.rank:

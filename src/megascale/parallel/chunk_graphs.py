@@ -269,6 +269,7 @@ class ChunkGraphs:
         transfer = self._tensor.transfer(op, nbytes)
         exchange.before_replay()
         capture.replay()
+        exchange.after_replay()
         transfer.done()
 
     def pin_weights(self, chunk: int) -> None:

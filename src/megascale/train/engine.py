@@ -514,6 +514,19 @@ class Engine:
         """Finish gathers under way; call it before the groups are shut down."""
         self.data_parallel.finish_gathers()
 
+    def check_peers(self) -> None:
+        """Raise TrainingError if a peer of an exchange has died or hangs; the results of this step are then undefined.
+
+        Call it after results have been read from the device and before they are used.
+        """
+        if self.tensor.exchange is not None:
+            self.tensor.exchange.check()
+
+    def close(self, failed: bool = False) -> None:
+        """Stop watching the peers, which take this rank's end as planned unless it has `failed`."""
+        if self.tensor.exchange is not None:
+            self.tensor.exchange.close(failed)
+
     # weights and evaluation -------------------------------------------------------------------------------------
 
     @torch.no_grad()

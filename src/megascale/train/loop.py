@@ -301,7 +301,10 @@ class Trainer:
     def _leave_groups(self) -> None:
         assert self.groups is not None
         self._synchronize()
-        shutdown(self.groups, failed=self.ending.has_lost_peers)
+        failed = self.ending.has_lost_peers
+        if hasattr(self, "engine"):
+            self.engine.close(failed)
+        shutdown(self.groups, failed=failed)
 
     # the start: state, data, first lines ------------------------------------------------------------------------
 
@@ -515,10 +518,12 @@ class Trainer:
         self._pending_step = None
         record, result = pending.record, pending.result
         step, global_batch = record["step"], self.config.train.global_batch
-        self._read_totals.sums += sum_step(result.read_checksum.tolist(), global_batch)
+        read_checksum = result.read_checksum.tolist()
+        loss, grad_norm = float(result.loss), float(result.grad_norm)
+        self.engine.check_peers()
+        self._read_totals.sums += sum_step(read_checksum, global_batch)
         read_record = self._read_totals.to_record()
         self.reporter.write_samples(step, pending.first_sample, global_batch, pending.sample_ids, read_record)
-        loss, grad_norm = float(result.loss), float(result.grad_norm)
         self._stopping = self._stopping or bool(result.stop > 0)
         if self.weight_watch is not None:
             self.status.checksum = self.weight_watch.read_checksum() or self.status.checksum
@@ -636,6 +641,7 @@ class Trainer:
                 evaluation = evaluate_file(self.engine, self.config, prefix)
             record |= {"valid_whole_loss": evaluation.loss, "valid_whole_tokens": evaluation.tokens}
         recorder.end_action()
+        self.engine.check_peers()
         if evaluation.bits_per_byte is not None:
             record["valid_bits_per_byte"] = evaluation.bits_per_byte
         self.reporter.write_metrics(record)

@@ -159,7 +159,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
     from tests.chaos.hostile.job_processes import RANK, ports
 
     # A constant rate, so that the length of a run changes nothing before its end.
-    arguments = ["--checkpoint.interval=20", "--data.loader=host", "--lr.decay=constant"]
+    arguments = ["--checkpoint.interval=20", "--data.loader=host", "--lr.schedule=constant"]
     job = Launched(file, "attacked", [*arguments, "--train.steps=1000000"], pace=0.05)
     costs: list[AttackCost] = []
     wrong: list[str] = []

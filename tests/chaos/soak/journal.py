@@ -30,7 +30,7 @@ _FILE = "journal.sqlite"
 def run(cases: range, seed: int, folder: Path, report: Report) -> None:
     """As many damages of one job's journal as there are cases, and a last case that compares its weights."""
     file, rng = make(folder), random.Random(seed)
-    arguments = [f"--train.steps={_STEPS}", "--resilience.test_spares=false", "--lr.decay=constant"]
+    arguments = [f"--train.steps={_STEPS}", "--resilience.test_spares=false", "--lr.schedule=constant"]
     job = Launched(file, "disturbed", arguments, pace=0.02)
     old = folder / "old"
     try:
