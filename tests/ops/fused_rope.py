@@ -166,7 +166,7 @@ def test_an_activation_made_again_gives_the_bits_of_one_that_was_kept(
         if collected and b is not None:
             attach(b, GradientSink(torch.ones(b.shape)))
         locations = (None, b) if has_bias == "wide" else (b, None)
-        parts = (x * 1.0, N, G, D, activation, locations[0], *tables, True, locations[1])
+        parts = (x * 1.0, N, G, D, activation, locations[0]) + tables + (True, locations[1])
         *qkv, inner, produce = split_fused_projection(*parts, repeated)
         assert (produce is not None) == repeated
         y = linear_scatter(DEFAULT_PRECISION, inner, w, recompute_fns=(produce,))
