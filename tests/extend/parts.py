@@ -34,7 +34,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def l1_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """By the mean magnitude."""
+    """Normalise by the mean magnitude."""
     return x / (x.abs().mean(-1, keepdim=True) + eps) * weight
 
 
@@ -132,15 +132,15 @@ DENSE = MLP_PARTS["dense"]
 
 
 def scaled_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
-    """Those of a dense MLP, and the scale."""
+    """Return the tensors of a dense MLP, and the scale."""
     width = layer.feed_forward.width
-    return [*DENSE.tensors(layer, name), LogicalTensor(f"{name}.mlp.scale", (width,), 0, init_value=0.5)]
+    return DENSE.tensors(layer, name) + [LogicalTensor(f"{name}.mlp.scale", (width,), 0, init_value=0.5)]
 
 
 def scaled_keeps(layer: LayerSpec) -> list[SavedActivation]:
-    """What a dense MLP keeps, and what is scaled."""
+    """Return the saved activations of a dense MLP, and the scaled tensor."""
     scaled = SavedActivation("mlp_projection", layer.feed_forward.width, "columns", has_gradient=True)
-    return [scaled, *DENSE.saved_activations(layer)]
+    return [scaled] + DENSE.saved_activations(layer)
 
 
 def gather_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:

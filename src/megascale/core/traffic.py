@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import prod
 
 from megascale.config import ModelConfig, ParallelConfig
+from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.grid import Grid
 from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
@@ -18,6 +19,7 @@ from megascale.core.layer_spec import LayerSpec
 from megascale.core.layers import LayerSums, assign_layers
 from megascale.core.memory import DTYPE_BYTES, count_stage_matrix_elements, count_stage_parameters
 from megascale.core.schedule import ActionKind, Schedule
+from megascale.errors import FitError
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,17 @@ def gathered_bytes(
     matrices = count_stage_matrix_elements(model, parallel, stage)
     matrix_itemsize = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or itemsize
     return itemsize * (count - matrices) + matrix_itemsize * matrices
+
+
+def check_priced_axes(grid: Grid) -> None:
+    """Raise FitError if the grid has an axis whose traffic planner and simulator do not know."""
+    for axis in AXES.replica:
+        size = grid.size(axis)
+        if axis != "tensor" and size > 1:
+            raise FitError(
+                f"{AXES.setting(axis)}={size} has no price: planner and simulator know tensor, data and pipeline "
+                "parallelism; leave the axis out"
+            )
 
 
 def layer_collectives(layer: LayerSpec) -> tuple[int, int]:

@@ -26,12 +26,22 @@ class RotaryTables:
         self._dtype = torch.promote_types(dtype, torch.float32)
         self._tables: dict[tuple[RopeSpec, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def select(self, start: int, stop: int, device: torch.device) -> list[Rotary]:
-        """Return the rows of positions `start:stop` for each layer."""
-        rows = {rope: self._select_rows(rope, start, stop, device) for rope in dict.fromkeys(self._ropes)}
+    def select(
+        self, start: int, stop: int, device: torch.device, positions: torch.Tensor | None = None
+    ) -> list[Rotary]:
+        """Return the rows of positions `start:stop` for each layer.
+
+        Args:
+            positions: positions [s, b] of samples that have their own, counted from `start`; rows are then [s, b, ...].
+        """
+        rows: dict[RopeSpec | None, Rotary] = {}
+        for rope in dict.fromkeys(self._ropes):
+            rows[rope] = self._select_rows(rope, start, stop, device, positions)
         return [rows[rope] for rope in self._ropes]
 
-    def _select_rows(self, rope: RopeSpec | None, start: int, stop: int, device: torch.device) -> Rotary:
+    def _select_rows(
+        self, rope: RopeSpec | None, start: int, stop: int, device: torch.device, positions: torch.Tensor | None
+    ) -> Rotary:
         if rope is None:
             return None
         key = (rope, device)
@@ -39,4 +49,7 @@ class RotaryTables:
             length = max(self._length, stop)
             self._tables[key] = rotary_tables(length, rope.width, rope.base, device, self._dtype)
         cos, sin = self._tables[key]
-        return cos[start:stop], sin[start:stop]
+        cos, sin = cos[start:stop], sin[start:stop]
+        if positions is None:
+            return cos, sin
+        return cos[positions], sin[positions]
