@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale import config
+from megascale.core.batch import Batch
 from megascale.core.flops import count_parameters
 from megascale.core.inventory import resolve_layers
 from megascale.model.context import ForwardContext, KVCache
@@ -117,8 +118,8 @@ def test_gradients_of_a_block_pass_gradcheck(shape):
 def test_buffers_hold_autograds_gradients(shape):
     inputs, targets = batch()
     plain, flat = make(*SHAPES[shape], buffers=False), make(*SHAPES[shape])
-    plain(inputs, targets).sum().backward()
-    flat(inputs, targets).sum().backward()
+    plain(inputs, Batch(targets=targets)).sum().backward()
+    flat(inputs, Batch(targets=targets)).sum().backward()
     for p, q in zip(plain.parameters(), flat.parameters(), strict=True):
         assert q.grad is None
         torch.testing.assert_close(main_grad_of(q), p.grad, rtol=1e-12, atol=1e-12)
@@ -138,9 +139,9 @@ def test_no_token_sees_its_future(shape):
 @pytest.mark.parametrize("shape", ["serial", "parallel", "llama"])
 def test_a_window_of_the_whole_sequence_is_full_attention(shape):
     inputs, targets = batch()
-    full = make(*SHAPES[shape])(inputs, targets)
-    wide = make(*SHAPES[shape], "--model.window=12")(inputs, targets)
-    narrow = make(*SHAPES[shape], "--model.window=3")(inputs, targets)
+    full = make(*SHAPES[shape])(inputs, Batch(targets=targets))
+    wide = make(*SHAPES[shape], "--model.window=12")(inputs, Batch(targets=targets))
+    narrow = make(*SHAPES[shape], "--model.window=3")(inputs, Batch(targets=targets))
     torch.testing.assert_close(wide, full, rtol=0, atol=0)
     assert (narrow[:3] - full[:3]).abs().max() < 1e-12
     assert (narrow[3:] - full[3:]).abs().max() > 1e-6
@@ -211,12 +212,12 @@ def test_dropout_depends_on_the_global_sample_only(start, count):
     """A micro-batch cut out of a batch draws the batch's masks."""
     chunk = make("--model.dropout=0.3")
     inputs, targets = batch(6)
-    full = chunk(inputs, targets, ForwardContext(dropout_key=5))
+    full = chunk(inputs, Batch(targets=targets), ForwardContext(dropout_key=5))
     part = chunk(
         inputs[:, start : start + count],
-        targets[:, start : start + count],
+        Batch(targets=targets[:, start : start + count]),
         ForwardContext(dropout_key=5, sample_start=start),
     )
     torch.testing.assert_close(part, full[:, start : start + count], rtol=1e-10, atol=1e-10)
-    second = chunk(inputs, targets, ForwardContext(dropout_key=6))
+    second = chunk(inputs, Batch(targets=targets), ForwardContext(dropout_key=6))
     assert not torch.allclose(second, full)
