@@ -213,7 +213,7 @@ class _Case:
     ) -> None:
         import torch
 
-        from megascale.ops.gradient_sink import GradientSink, attach
+        from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 
         s, b, t = config.model.sequence_length, config.train.micro_batch, axis.size
         generator = torch.Generator(device).manual_seed(axis.rank)
@@ -225,7 +225,7 @@ class _Case:
         self.part = make(s // t, b, gemm.inner[0] if gemm.gathers else gemm.outer)
         self.sent = make(s, b, self.part.shape[-1])
         self.whole = [make(s, b, width) for width in gemm.inner]
-        self.weights = [make(gemm.outer, width).mul_(0.01).requires_grad_() for width in gemm.inner]
+        self.weights = [SinkParameter(make(gemm.outer, width).mul_(0.01)) for width in gemm.inner]
         for weight in self.weights:
             attach(weight, GradientSink(torch.zeros_like(weight, dtype=torch.float32)))
         self.upstream = make(s, b, gemm.outer)

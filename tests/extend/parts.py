@@ -138,11 +138,12 @@ class EightBit(LinearPrecision):
 
     def _cast(self, x: Tensor) -> Operand:
         scale = all_reduce(x.detach().abs().amax(), self.axis, torch.distributed.ReduceOp.MAX).wait() / 127
-        return (x.detach() / scale).round().to(torch.int8), scale
+        return Operand((x.detach() / scale).round().to(torch.int8), scale)
 
     def _wide(self, x: Operand) -> Tensor:
-        self.sent.add(x[0].dtype)
-        return x[0] * x[1]
+        assert x.scale is not None
+        self.sent.add(x.data.dtype)
+        return x.data * x.scale
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: Any = None, for_gather: bool = False) -> Operand:
         """See Gemms."""
@@ -159,17 +160,17 @@ class EightBit(LinearPrecision):
     ) -> Tensor:
         """See Gemms."""
         self.calls["forward"] += 1
-        return super().forward((self._wide(x),), weight, bias, out, add)
+        return super().forward(Operand(self._wide(x)), weight, bias, out, add)
 
     def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
         """See Gemms."""
         self.calls["dgrad"] += 1
-        return super().dgrad((self._wide(dy),), weight, out, add)
+        return super().dgrad(Operand(self._wide(dy)), weight, out, add)
 
     def accumulate_wgrad(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """See Gemms."""
         self.calls["wgrad"] += 1
-        super().accumulate_wgrad(main, (self._wide(dy),), (self._wide(x),), overwrite)
+        super().accumulate_wgrad(main, Operand(self._wide(dy)), Operand(self._wide(x)), overwrite)
 
 
 class Deferred(LinearPrecision):

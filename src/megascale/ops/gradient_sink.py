@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def _ignore() -> None: ...
@@ -39,20 +39,28 @@ class GradientSink:
         return overwrite
 
 
+class SinkParameter(nn.Parameter):
+    """A parameter whose gradient operators may add to a sink; None: autograd accumulates it."""
+
+    gradient_sink: GradientSink | None = None
+
+
 def attach(parameter: Tensor, sink: GradientSink) -> GradientSink:
-    """Let operators add the parameter's gradient to `sink`."""
-    parameter.gradient_sink = sink  # type: ignore[attr-defined]
+    """Let operators add the parameter's gradient to `sink`; the parameter must be a `SinkParameter`."""
+    assert isinstance(parameter, SinkParameter), type(parameter)
+    parameter.gradient_sink = sink
     return sink
 
 
 def detach(parameter: Tensor) -> None:
     """Remove the parameter's sink, so that autograd accumulates its gradient."""
-    del parameter.gradient_sink  # type: ignore[attr-defined]
+    assert isinstance(parameter, SinkParameter), type(parameter)
+    parameter.gradient_sink = None
 
 
 def sink_of(parameter: Tensor) -> GradientSink | None:
     """Return the parameter's sink, or None without one."""
-    return getattr(parameter, "gradient_sink", None)
+    return parameter.gradient_sink if isinstance(parameter, SinkParameter) else None
 
 
 def tracked(x: Tensor, parameter: Tensor | None) -> Tensor | None:

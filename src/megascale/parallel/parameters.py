@@ -15,6 +15,7 @@ from torch import nn
 
 from megascale.core.inventory import LogicalTensor
 from megascale.core.tensors import Piece
+from megascale.ops.gradient_sink import SinkParameter
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,21 @@ class ParameterSpec:
     init_value: float = 0.0
     replicated: bool = False
 
+    @property
+    def cut_dimension(self) -> int | None:
+        """The dimension along which this rank holds a part of each logical tensor; None if it holds all of them."""
+        for piece in self.pieces:
+            for dimension, (size, whole) in enumerate(zip(piece.box.sizes, piece.shape, strict=True)):
+                if size < whole:
+                    return dimension
+        return None
+
+
+class ModelParameter(SinkParameter):
+    """A parameter of a chunk, with its spec and, in training, a gradient sink."""
+
+    spec: ParameterSpec
+
 
 def local_parameter(tensors: Sequence[LogicalTensor], rank: int, ranks: int, dtype: torch.dtype) -> nn.Parameter:
     """Return the stacked pieces that tensor-parallel rank `rank` holds of logical tensors with equal cut and init."""
@@ -49,8 +65,8 @@ def local_parameter(tensors: Sequence[LogicalTensor], rank: int, ranks: int, dty
 
 def parameter(shape: tuple[int, ...], spec: ParameterSpec, dtype: torch.dtype) -> nn.Parameter:
     """Return a parameter without storage (meta device) that carries its spec."""
-    param = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-    param.spec = spec  # type: ignore[attr-defined]
+    param = ModelParameter(torch.empty(shape, dtype=dtype, device="meta"))
+    param.spec = spec
     return param
 
 
@@ -63,8 +79,8 @@ def materialise(module: nn.Module, storage: dict[nn.Parameter, torch.Tensor]) ->
     """Replace every meta parameter by one that lives in the given tensor of the same shape."""
     materialised = {}
     for param, tensor in storage.items():
-        materialised[param] = nn.Parameter(tensor, requires_grad=param.requires_grad)
-        materialised[param].spec = spec_of(param)  # type: ignore[attr-defined]
+        materialised[param] = ModelParameter(tensor, requires_grad=param.requires_grad)
+        materialised[param].spec = spec_of(param)
     for submodule in module.modules():
         for name, param in submodule.named_parameters(recurse=False):
             setattr(submodule, name, materialised[param])
