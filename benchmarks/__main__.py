@@ -18,6 +18,7 @@ BENCHMARKS: dict[str, str] = {
     "overlap": "benchmarks.training.overlap",
     "peers": "benchmarks.training.peer_comparison",
     "schedules": "benchmarks.training.schedules",
+    "tensor-precision": "benchmarks.training.tensor_precision",
     "targets": "benchmarks.targets.command",
     "checkpoint": "benchmarks.checkpoint.command",
     "loader": "benchmarks.data.loader",

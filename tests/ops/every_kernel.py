@@ -112,6 +112,7 @@ def float8_casts(kind: Format) -> None:
     cast.cast_by_scale(x, kind, scale, columns=False)
     cast.cast_by_amax(x, kind, previous_scale=scale, counts=counts)
     cast.cast_rows(x, kind, columns=True, counts=counts)
+    cast.cast_rows(x, kind, row_amax=cast.compute_row_amaxes(x), counts=counts)
 
 
 def largest_over_peers() -> None:

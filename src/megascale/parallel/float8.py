@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.errors import ConfigError, FitError, TrainingError
+from megascale.errors import ConfigError, TrainingError
 from megascale.ops import dispatch
 from megascale.ops.amax import attached_amax
 from megascale.ops.float8 import gemm
@@ -40,8 +40,6 @@ from megascale.ops.linear import Gemms, Operand
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce_amax, all_reduce_small
 from megascale.parallel.linear_precision import LinearPrecision
 from megascale.parallel.parameters import spec_of
-
-SCALES_ALIGNED = ALIGNED // 4  # float32 scales between two addresses at which cuBLASLt can begin to read them
 
 
 class _Float8Linears(LinearPrecision, ABC):
@@ -272,17 +270,6 @@ class RowWiseFloat8(_Float8Linears):
 
     recipe = "a scale a row, weight gradients in train.precision"
 
-    def check(self, matrices: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:
-        super().check(matrices, tokens, device)
-        shard_tokens = tokens // self.axis.size
-        if device.type == "cuda" and shard_tokens % SCALES_ALIGNED:
-            raise FitError(
-                f"train.linear_precision='float8_rowwise': a rank's part of a micro-batch has {shard_tokens} tokens "
-                f"(parallel.tensor is {self.axis.size}), and cuBLASLt reads the scales of a multiple of "
-                f"{SCALES_ALIGNED} rows; change train.micro_batch or parallel.tensor, or set "
-                "--train.linear_precision=float8"
-            )
-
     def _make_weight(self, weight: Tensor) -> Float8:
         """Cast a weight; ranks that hold parts of a row, or of a column, agree on its amax."""
         if self.axis.size == 1:
@@ -331,4 +318,7 @@ class RowWiseFloat8(_Float8Linears):
 
     def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
         assert x.scale is not None
-        return x.data.flatten(0, -2).view(kind.dtype), x.scale.view(-1, 1)
+        scales = x.scale.view(-1, 1)
+        if scales.data_ptr() % ALIGNED:
+            scales = scales.clone()  # of a part of the rows, at an address that cuBLASLt rejects
+        return x.data.flatten(0, -2).view(kind.dtype), scales
