@@ -19,6 +19,8 @@ BENCHMARKS: dict[str, str] = {
     "peers": "benchmarks.training.peer_comparison",
     "schedules": "benchmarks.training.schedules",
     "tensor-precision": "benchmarks.training.tensor_precision",
+    "simulator": "benchmarks.simulate.command",
+    "calibration": "benchmarks.simulate.command",
     "targets": "benchmarks.targets.command",
     "checkpoint": "benchmarks.checkpoint.command",
     "loader": "benchmarks.data.loader",
