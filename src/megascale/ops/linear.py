@@ -29,16 +29,10 @@ class Operand(NamedTuple):
     scale: Tensor | None = None
     wgrad: Operand | None = None
 
-    @property
-    def has_row_scales(self) -> bool:
-        """Whether each row has its own scales, which are cut, gathered and scattered with it."""
-        return self.scale is not None and self.scale.dim() > 0
-
     def select_rows(self, start: int, stop: int) -> Operand:
         """Return the rows from `start` to `stop` of dimension 0, with their scales."""
         scale = self.scale
-        if self.has_row_scales:
-            assert scale is not None
+        if scale is not None and scale.dim():
             scale = scale[start:stop]
         return Operand(self.data[start:stop], scale)
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megascale.ops.gradient_sink import GradientSink, sink_of
+from megascale.ops.gradient_sink import GradientSink
 from megascale.ops.linear import Gemms, Operand
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 
@@ -91,7 +91,7 @@ class LinearPrecision(Gemms):
         """
         if dy.wgrad is not None:
             dy = dy.wgrad
-        sink = sink_of(weight)
+        sink: GradientSink | None = getattr(weight, "gradient_sink", None)
         if sink is not None:
             self.accumulate_gradient(sink, dy, x, after)
             return None
@@ -109,7 +109,9 @@ class LinearPrecision(Gemms):
             runtime.weight_gradients.add(partial(self.accumulate_gradient, sink, dy, operand), dy, operand)
             return
         main_grad = sink.main_grad
-        overwrite = sink.take_overwrite()
+        overwrite = sink.overwrite
+        sink.overwrite = False  # the next GEMM adds
+        sink.by_gemm = True
         work: Callable[[], None]
         if isinstance(x, tuple):
             work = partial(self.accumulate_wgrad, main_grad, dy, x, overwrite)

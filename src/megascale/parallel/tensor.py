@@ -97,13 +97,14 @@ def _gathered_gemm(
     def multiply(rows: Operand, rank: int) -> None:
         linears.forward(rows, weight, bias, y[rank * n : (rank + 1) * n])
 
-    if can_exchange(axis, x.data.nbytes):
+    if axis.exchange is not None and can_exchange(axis, x.data.nbytes):
         _exchange_and_consume(x, axis, multiply, keep_own=False)
         return y
     wait = _start_gather(x, axis, all_gather)
-    multiply(x, axis.rank)  # this rank's shard needs no communication
+    local = slice(axis.rank * n, (axis.rank + 1) * n)
+    linears.forward(x, weight, bias, y[local])  # this rank's shard needs no communication
     gathered = wait()
-    for start, stop in ((0, axis.rank * n), ((axis.rank + 1) * n, axis.size * n)):
+    for start, stop in ((0, local.start), (local.stop, axis.size * n)):
         if start < stop:
             linears.forward(gathered.select_rows(start, stop), weight, bias, y[start:stop])
     return y
@@ -117,7 +118,7 @@ def _reduce_scattered_gemm(
     has_next_gemm: whether another GEMM follows that can hide the collective.
     """
     shard_shape = (shape[0] // axis.size, *shape[1:])
-    if can_exchange(axis, math.prod(shard_shape) * like.element_size()):
+    if axis.exchange is not None and can_exchange(axis, math.prod(shard_shape) * like.element_size()):
         if has_next_gemm:
             return exchange_scatter(write, shard_shape, like, axis)
         return Pending(scatter_now(write, shard_shape, like, axis))
@@ -127,10 +128,8 @@ def _reduce_scattered_gemm(
     return Pending(pending.wait()) if axis.overlap == "off" else pending
 
 
-def _select_part(x: Operand, axis: Axis, rank: int | None) -> Operand:
-    """Return a GEMM's operand with the rows of one rank, or of all ranks for None."""
-    if rank is None:
-        return x
+def _select_part(x: Operand, axis: Axis, rank: int) -> Operand:
+    """Return a GEMM's operand with the rows of one rank."""
     n = x.data.shape[0] // axis.size
     return x.select_rows(rank * n, (rank + 1) * n)
 
@@ -192,13 +191,15 @@ def _scattered_gradients(
     linears.prepare_weights((weight,))
     # Before the gather, behind which an all-reduce of the scale would wait.
     gradient = linears.prepare_gradient(dy, weight)
-    wait = _start_gather(saved, axis, exchange_gather if can_exchange(axis, saved.data.nbytes) else all_gather)
+    has_exchange = axis.exchange is not None and can_exchange(axis, saved.data.nbytes)
+    wait = _start_gather(saved, axis, exchange_gather if has_exchange else all_gather)
     if axis.overlap == "off":
         wait()
     ready = axis.runtime.stream.record_event()
 
     def write_dgrad(out: torch.Tensor, rank: int | None) -> None:
-        linears.dgrad(_select_part(gradient, axis, rank), weight, out)
+        part = gradient if rank is None else _select_part(gradient, axis, rank)
+        linears.dgrad(part, weight, out)
 
     # The scatter is in flight while the weight's gradient is computed.
     scattering = _reduce_scattered_gemm(write_dgrad, (*dy.shape[:-1], weight.shape[1]), dy, axis, has_next_gemm=True)
@@ -236,7 +237,8 @@ class _LinearScatter(torch.autograd.Function):
         def write_sum(out: torch.Tensor, rank: int | None) -> None:
             for i, (operand, weight) in enumerate(zip(operands, weights, strict=True)):
                 # Adding in the GEMM avoids a concatenation.
-                linears.forward(_select_part(operand, linears.axis, rank), weight, None, out, i > 0)
+                part = operand if rank is None else _select_part(operand, linears.axis, rank)
+                linears.forward(part, weight, None, out, i > 0)
 
         shape = (*xs[0].shape[:-1], weights[0].shape[0])
         return _reduce_scattered_gemm(write_sum, shape, xs[0], linears.axis, has_next_gemm=False).wait()
@@ -266,7 +268,7 @@ def _gathered_input_gradients(
     if axis.size == 1:
         return shard, [linears.dgrad(shard, weight) for weight in weights]
     linears.prepare_weights(weights)
-    if not can_exchange(axis, shard.data.nbytes):
+    if axis.exchange is None or not can_exchange(axis, shard.data.nbytes):
         gathered = _start_gather(shard, axis, all_gather)()
         gradient = linears.prepare_gathered_gradient(gathered)
         return linears.finish_gather(gathered), [linears.dgrad(gradient, weight) for weight in weights]
