@@ -380,7 +380,7 @@ def estimate_stage_memory(
     itemsize = DTYPE_BYTES[precision]
     master_itemsize = max(4, itemsize)
     parameters = count_stage_parameters(model, parallel, stage)
-    shard = -(-parameters // grid.data)
+    shard = -(-parameters // grid.shards)
     state = _count_stage_state(model, parallel, stage, optimizer)
     if itemsize < master_itemsize:
         state += parameters
@@ -400,7 +400,7 @@ def estimate_stage_memory(
         graph_buffers = (in_flight - 1) * (workspace + logits)
         if schedule.chunks > 1:
             graph_buffers += 3 * in_flight * message  # input, gradient of the output, gradient of the input
-        if grid.data > 1:
+        if grid.shards > 1:
             stage_layers = assign_layers(model, parallel)[stage :: schedule.stages]
             layer_count = sum(layers.layer_count for layers in stage_layers)
             graph_buffers += ceil(layer_count / schedule.virtual_stages) * saved.layer + workspace + logits
@@ -423,9 +423,9 @@ def _gradient_bytes(model: ModelConfig, parallel: ParallelConfig, grid: Grid, st
     """Return the bytes of gradient buffers of a stage."""
     by_chunk = _count_parameters_by_chunk(model, parallel, stage)
     parameters = sum(by_chunk)
-    if grid.data == 1:
+    if grid.shards == 1:
         return master_itemsize * parameters
-    shard = -(-parameters // grid.data)
+    shard = -(-parameters // grid.shards)
     two_chunks = 2 * max(by_chunk)
     buffers = shard + two_chunks if parallel.zero == 2 else parameters
     total = master_itemsize * buffers

@@ -1,7 +1,7 @@
 """The groups that the grid needs, in the one order in which every rank makes its own: pure data, no torch.
 
 Two ranks that both belong to groups A and B meet in A first or in B first, and must agree, or each waits for the
-other. Here every rank follows the same total order (kinds in the order of `AXIS_KINDS`, then by first rank), which
+other. Here every rank follows the same total order (kinds in the order of `group_axes`, then by first rank), which
 makes a cycle of waits impossible without any barrier (MegaScale section 3.5, the carefully designed order).
 
 Pipeline edges are made in colours: first every even edge at once, then every odd edge, so that a chain of stages
@@ -12,18 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
+from megascale.config.axes import AXES
 from megascale.core.grid import Coordinate, Grid
 
-# Groups along axes: kind -> axes that vary inside the group.
-AXIS_KINDS: dict[str, tuple[str, ...]] = {
-    "tensor": ("tensor",),
-    "data_gather": ("data",),
-    "data_reduce": ("data",),
-    "model": ("tensor", "pipeline"),
-    "stage": ("tensor", "data"),
-}
 DIRECTIONS = ("forward", "backward")
 
 
@@ -32,7 +24,7 @@ class GroupSpec:
     """Members and purpose of one communicator.
 
     Attributes:
-        kind: tensor, data_gather, data_reduce, model, stage, embedding, forward or backward.
+        kind: a key of `group_axes`, embedding, forward or backward.
         ranks: members, ascending, except in a P2P channel, which has the sender first.
     """
 
@@ -45,6 +37,22 @@ class GroupSpec:
         if self.kind in DIRECTIONS:
             return f"{self.kind}/{self.ranks[0]}-{self.ranks[1]}"
         return f"{self.kind}/{self.ranks[0]}"
+
+
+def group_axes() -> dict[str, tuple[str, ...]]:
+    """Return the axes that vary inside each kind of group, in the order in which groups are made."""
+    own_groups = {name: (name,) for name, facts in AXES.items() if facts.has_group}
+    shared_groups = {
+        # Two communicators over the same ranks, so that gathering parameters and reducing gradients do not queue
+        # behind each other.
+        "data_gather": AXES.shards,
+        "data_reduce": AXES.shards,
+        "model": AXES.model,
+        "stage": AXES.stage,
+    }
+    if len(AXES.replica) > 1:
+        shared_groups["replica"] = AXES.replica
+    return own_groups | shared_groups
 
 
 def edge_rounds(stages: int, ring: bool) -> list[list[tuple[int, int]]]:
@@ -66,38 +74,38 @@ def edge_rounds(stages: int, ring: bool) -> list[list[tuple[int, int]]]:
 def plan_groups(grid: Grid, virtual_stages: int = 1, tied: bool = False) -> list[GroupSpec]:
     """Return every group of the job in the fixed order. Axes of size 1 need no communication and have no group."""
     plan = [GroupSpec(kind, tuple(ranks)) for kind, axes in _axis_kinds(grid) for ranks in grid.groups(axes)]
-    columns = [(data, tensor) for data in range(grid.data) for tensor in range(grid.tensor)]
+    columns = [grid.coordinate(ranks[0]) for ranks in grid.groups("pipeline")]
     if _has_embedding_group(grid, tied):
-        plan += [_embedding_spec(grid, data, tensor) for data, tensor in columns]
+        plan += [_embedding_spec(grid, column) for column in columns]
     for edges, direction in _channel_rounds(grid, virtual_stages):
-        plan += [_channel(grid, edge, direction, data, tensor) for edge in edges for data, tensor in columns]
+        plan += [_channel(grid, edge, direction, column) for edge in edges for column in columns]
     return plan
 
 
 def rank_groups(grid: Grid, rank: int, virtual_stages: int = 1, tied: bool = False) -> list[GroupSpec]:
     """Return the groups of one rank as `plan_groups` lists them, without building the groups of other ranks."""
     coordinate = grid.coordinate(rank)
-    data, tensor, stage = coordinate.data, coordinate.tensor, coordinate.pipeline
+    stage = coordinate.pipeline
     specs = [GroupSpec(kind, tuple(grid.group(axes, rank))) for kind, axes in _axis_kinds(grid)]
     if _has_embedding_group(grid, tied) and stage in (0, grid.pipeline - 1):
-        specs.append(_embedding_spec(grid, data, tensor))
+        specs.append(_embedding_spec(grid, coordinate))
     for edges, direction in _channel_rounds(grid, virtual_stages):
-        specs += [_channel(grid, edge, direction, data, tensor) for edge in edges if stage in edge]
+        specs += [_channel(grid, edge, direction, coordinate) for edge in edges if stage in edge]
     return specs
 
 
 def _axis_kinds(grid: Grid) -> list[tuple[str, tuple[str, ...]]]:
     """Return the kinds of groups along axes that have more than one member."""
-    return [(kind, axes) for kind, axes in AXIS_KINDS.items() if prod(grid.size(axis) for axis in axes) > 1]
+    return [(kind, axes) for kind, axes in group_axes().items() if grid.count(axes) > 1]
 
 
 def _has_embedding_group(grid: Grid, tied: bool) -> bool:
     return tied and grid.pipeline > 1
 
 
-def _embedding_spec(grid: Grid, data: int, tensor: int) -> GroupSpec:
-    first = grid.rank(Coordinate(0, data, tensor))
-    last = grid.rank(Coordinate(grid.pipeline - 1, data, tensor))
+def _embedding_spec(grid: Grid, column: Coordinate) -> GroupSpec:
+    first = grid.rank(column.move(pipeline=0))
+    last = grid.rank(column.move(pipeline=grid.pipeline - 1))
     return GroupSpec("embedding", (first, last))
 
 
@@ -107,7 +115,6 @@ def _channel_rounds(grid: Grid, virtual_stages: int) -> Iterator[tuple[list[tupl
             yield edges, direction
 
 
-def _channel(grid: Grid, edge: tuple[int, int], direction: str, data: int, tensor: int) -> GroupSpec:
+def _channel(grid: Grid, edge: tuple[int, int], direction: str, column: Coordinate) -> GroupSpec:
     source, target = edge if direction == "forward" else edge[::-1]
-    sender = grid.rank(Coordinate(source, data, tensor))
-    return GroupSpec(direction, (sender, grid.rank(Coordinate(target, data, tensor))))
+    return GroupSpec(direction, (grid.rank(column.move(pipeline=source)), grid.rank(column.move(pipeline=target))))
