@@ -222,7 +222,7 @@ class _Case:
     ) -> None:
         import torch
 
-        from megascale.ops.gradient_sink import GradientSink, attach
+        from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 
         s = config.model.sequence_length
         b = config.train.micro_batch
@@ -238,7 +238,7 @@ class _Case:
         self.part = make(s // t, b, gemm.inner[0] if gemm.gathers else gemm.outer)
         self.sent = make(s, b, self.part.shape[-1])
         self.inputs = [make(s, b, width) for width in gemm.inner]
-        self.weights = [make(gemm.outer, width).mul_(0.01).requires_grad_() for width in gemm.inner]
+        self.weights = [SinkParameter(make(gemm.outer, width).mul_(0.01)) for width in gemm.inner]
         for weight in self.weights:
             attach(weight, GradientSink(torch.zeros_like(weight, dtype=torch.float32)))
         self.upstream = make(s, b, gemm.outer)

@@ -21,6 +21,8 @@ from megascale.ops.float8.cast import (
     cast_rows,
     cast_shard,
     compute_amax,
+    compute_column_amaxes,
+    compute_row_amaxes,
     compute_shard_amaxes,
     compute_shard_scales,
     transpose_rows,
@@ -133,6 +135,20 @@ def test_cast_rows(shape, dtype, kind, seed, hole, power_of_2, wanted):
     with mock.patch.object(cast, "CHUNK", 64):
         both(
             lambda counts: cast_rows(x, kind, rows=rows, columns=columns, counts=counts, power_of_2=power_of_2),
+            torch.zeros(2, dtype=torch.int64),
+        )
+
+
+@FEW
+@given(shapes, dtypes, kinds, seeds, holes, st.floats(1, 100))
+def test_cast_rows_by_amaxes_that_ranks_agreed_on(shape, dtype, kind, seed, hole, factor):
+    x = rows_of(shape, dtype, seed, hole)
+    with mock.patch.object(cast, "CHUNK", 64):
+        both(lambda: compute_row_amaxes(x))
+        both(lambda: compute_column_amaxes(x))
+        row_amax, column_amax = compute_row_amaxes(x) * factor, compute_column_amaxes(x) * factor
+        both(
+            lambda counts: cast_rows(x, kind, columns=True, row_amax=row_amax, column_amax=column_amax, counts=counts),
             torch.zeros(2, dtype=torch.int64),
         )
 
