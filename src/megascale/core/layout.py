@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from math import gcd, isqrt
 
 from megascale.config import Config, ModelConfig, ParallelConfig
+from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Grid
 from megascale.core.layers import ChunkLayers, assign_layers
 from megascale.core.memory import MemoryEstimate
 from megascale.core.rank_memory import estimate_rank_memory
 from megascale.core.schedule import Schedule
-from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, build_schedule
+from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, build_schedule, chunk_map_of
 from megascale.errors import FitError
 
 # Forward passes in a step's schedule over all stages; published runs have some thousands.
@@ -28,13 +29,18 @@ class Layout:
         config: the resolved configuration.
         grid: sizes of the axes.
         microbatches: micro-batches per data-parallel rank and step.
-        layers: layers of each model chunk, in model order; chunk g lies on stage g mod grid.pipeline.
+        layers: layers of each model chunk, in model order; `chunk_map` has their stages.
     """
 
     config: Config
     grid: Grid
     microbatches: int
     layers: tuple[ChunkLayers, ...]
+
+    @property
+    def chunk_map(self) -> ChunkMap:
+        """Stage and number of each model chunk."""
+        return chunk_map_of(self.config.parallel)
 
     def schedule(self) -> Schedule:
         """Return the pipeline schedule of a step, proven by the checker. Raises ScheduleError if it deadlocks."""
@@ -91,7 +97,7 @@ class Layout:
 
     def stage_layers(self, stage: int) -> list[ChunkLayers]:
         """Return the layers of each chunk of a stage, chunk 0 first."""
-        return list(self.layers[stage :: self.grid.pipeline])
+        return [self.layers[position] for position in self.chunk_map.stage_chunks(stage)]
 
 
 def lay_out(config: Config, world: int) -> Layout:
