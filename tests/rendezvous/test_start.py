@@ -41,7 +41,10 @@ def use_groups(rank: int, world: int, overrides: list[str], pause: str = "") -> 
             dist.all_reduce(total, group=group)
             observed[kind] = [r for r in range(world) if int(total.item()) >> r & 1]
     for direction in ("forward", "backward"):
-        sender, receiver = getattr(groups, f"send_{direction}"), getattr(groups, f"recv_{direction}")
+        sender, receiver = (
+            next((channel for (use, _), channel in groups.p2p.items() if use == f"{end}_{direction}"), None)
+            for end in ("send", "recv")
+        )
         work = []
         if sender is not None:
             work.append(dist.isend(torch.tensor([float(rank)]), sender.peer, group=sender.group))

@@ -218,7 +218,7 @@ class ChunkGraphs:
         """Return the runner of the next step's micro-batches; `eagerly` replays none of them."""
         self._steps += 1
         if not self.enabled or self.failure or eagerly or self._steps <= EAGER_STEPS:
-            return EagerRunner(forward)
+            return EagerRunner(forward, self._runtime.weight_gradients)
         return GraphedRunner(forward, inputs, self)
 
     def end_step(self) -> None:

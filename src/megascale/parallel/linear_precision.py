@@ -77,8 +77,7 @@ class LinearPrecision(Gemms):
         """Compute the gradient of weight [O, I] from dy [..., O] and x [..., I].
 
         With a sink the gradient is added there (or written, if the sink is empty) on the side stream
-        (ops/side_stream.py) after the event `after`. A layer whose weight gradient is computed later calls
-        `accumulate_gradient` later.
+        (ops/side_stream.py) after the event `after`, or queued (weight_gradients.py).
 
         Args:
             x: the operand, or a function that waits for it.
@@ -97,7 +96,12 @@ class LinearPrecision(Gemms):
     def accumulate_gradient(
         self, sink: GradientSink, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
     ) -> None:
-        """Add a weight's gradient to its sink, and notify it."""
+        """Add a weight's gradient to its sink and notify it, or queue that while the runtime's queue is deferring."""
+        runtime = self.axis.runtime
+        if runtime.weight_gradients.is_deferring:
+            operand = x if isinstance(x, tuple) else x()
+            runtime.weight_gradients.add(partial(self.accumulate_gradient, sink, dy, operand), dy, operand)
+            return
         main_grad = sink.main_grad
         overwrite = sink.take_overwrite()
         work: Callable[[], None]
@@ -105,5 +109,5 @@ class LinearPrecision(Gemms):
             work = partial(self.accumulate_wgrad, main_grad, dy, x, overwrite)
         else:
             work = lambda: self.accumulate_wgrad(main_grad, dy, x(), overwrite)
-        self.axis.runtime.stream.run(work, after)
+        runtime.stream.run(work, after)
         sink.ready()

@@ -115,8 +115,6 @@ class Engine:
         self.dtype = DTYPES[config.train.precision]
         self.data_rank = coordinate.data
         self.tokens_per_step = layout.tokens_per_step
-        self.is_first_stage = coordinate.pipeline == 0
-        self.is_last_stage = coordinate.pipeline == grid.pipeline - 1
         self.backward_in_own_thread = False
         self.before_update_hooks: list[Callable[[int], None]] = []
         self.after_update_hooks: list[Callable[[int], None]] = []
@@ -135,7 +133,13 @@ class Engine:
         self.flats: list[ParamAndGradBuffer] = []
         self._make_chunks(coordinate.pipeline, axes)
         reduce_dtype = _REDUCE_DTYPES.get(config.parallel.reduce_dtype)
-        self.data_parallel = DataParallel(self.flats, config.overlap.data, reduce_dtype, gathers_in_float8)
+        self.data_parallel = DataParallel(
+            self.flats,
+            config.overlap.data,
+            reduce_dtype=reduce_dtype,
+            float8=gathers_in_float8,
+            splits_backward=layout.schedule().splits_backward,
+        )
         self.optimizer = self._make_optimizer(axes)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._token_gradient = self._make_token_gradient()
@@ -202,8 +206,9 @@ class Engine:
         for number, layers in enumerate(self.layout.stage_layers(stage)):
             global_chunk = schedule.global_chunk(stage, number)
             is_last = global_chunk == schedule.chunks - 1
-            # On a single stage the embedding exists once: the first chunk's buffers hold it and its gradient.
-            shares_embedding = config.model.tied_embeddings and grid.pipeline == 1 and number > 0 and is_last
+            # If one stage has both ends of the model, the first chunk's buffers hold the embedding and its gradient.
+            has_both_ends = is_last and number > 0 and schedule.chunk_map.first_stage == stage
+            shares_embedding = config.model.tied_embeddings and has_both_ends
             with self.runtime.kernels.as_current():
                 chunk = Chunk(
                     config.model,
@@ -231,7 +236,8 @@ class Engine:
 
     def _make_optimizer(self, axes: Axes) -> ShardedOptimizer:
         grid = self.layout.grid
-        duplicates_tied = grid.pipeline > 1 and self.is_last_stage
+        has_first, has_last = self.chunks[0].first, self.chunks[-1].last
+        duplicates_tied = has_last and not has_first
         return ShardedOptimizer(
             self.config.optimizer,
             self.flats,
@@ -399,7 +405,7 @@ class Engine:
             chunk.linears.count_casts(count_casts)
         self.data_parallel.begin_step()
         if self.graphs is None:
-            chunks = EagerRunner(self._forward)
+            chunks = EagerRunner(self._forward, self.runtime.weight_gradients)
         else:
             runs_eagerly = count_casts or self.backward_in_own_thread
             chunks = self.graphs.begin_step(self._forward, self._take_inputs, eagerly=runs_eagerly)

@@ -8,6 +8,7 @@ import torch
 
 from megascale.config import Config
 from megascale.core.layout import Layout
+from megascale.core.schedule import ActionKind
 from megascale.core.spans import SpanAxis
 from megascale.errors import ConfigError
 from megascale.parallel import symmetric
@@ -18,7 +19,6 @@ from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
 
 _SWITCH = {True: "on", False: "off"}
-_P2P_NAMES = ("send_forward", "recv_forward", "send_backward", "recv_backward")
 
 
 def make_axis(runtime: Runtime, groups: Groups | None, name: str, size: int, rank: int) -> Axis:
@@ -38,13 +38,13 @@ def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, rank: int
     """Return the axes that a rank's buffers are reduced, gathered and summed over."""
     grid, parallel = layout.grid, layout.config.parallel
     coordinate = grid.coordinate(rank)
-    is_first, is_last = coordinate.pipeline == 0, coordinate.pipeline == grid.pipeline - 1
     stage, tied = tensor, SINGLE_RANK
     if parallel.zero:  # without ZeRO the tensor-parallel ranks of one replica hold all shards of the stage
         stage_ranks = list(grid.group(("tensor", "data"), rank))
         stage = make_axis(runtime, groups, "stage", len(stage_ranks), stage_ranks.index(rank))
-    if layout.config.model.tied_embeddings and grid.pipeline > 1 and (is_first or is_last):
-        tied = make_axis(runtime, groups, "embedding", 2, int(is_last))
+    end_stages = layout.chunk_map.end_stages
+    if layout.config.model.tied_embeddings and len(end_stages) > 1 and coordinate.pipeline in end_stages:
+        tied = make_axis(runtime, groups, "embedding", 2, sorted(end_stages).index(coordinate.pipeline))
     return Axes(
         data=make_axis(runtime, groups, "data_gather", grid.data, coordinate.data),
         reduce=make_axis(runtime, groups, "data_reduce", grid.data, coordinate.data),
@@ -105,10 +105,8 @@ def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
 def make_p2p_streams(groups: Groups | None) -> P2PStreams:
     """Return the pipeline's channels: one per directed edge and direction of travel."""
     if groups is None:
-        return P2PStreams()
-    streams = {}
-    for name in _P2P_NAMES:
-        channel = getattr(groups, name)
-        if channel is not None:
-            streams[name] = P2PStream(channel.group, channel.peer, channel.group.group_name)
-    return P2PStreams(**streams)
+        return {}
+    return {
+        (ActionKind[name.upper()], stage): P2PStream(channel.group, channel.peer, channel.group.group_name)
+        for (name, stage), channel in groups.p2p.items()
+    }

@@ -140,5 +140,5 @@ def _list_groups(groups: Groups | None) -> list[tuple[str, int]]:
         group = getattr(groups, name)
         if group is not None:
             sizes.append((group.group_name, dist.get_world_size(group)))
-    sizes += [(channel.group.group_name, 2) for channel in groups.p2p_channels()]
+    sizes += [(channel.group.group_name, 2) for channel in groups.p2p.values()]
     return sizes

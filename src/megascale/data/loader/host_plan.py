@@ -148,7 +148,7 @@ def plan_host(layout: Layout, first_rank: int, ranks: int) -> HostPlan:
     streams: dict[int, list[int]] = {}
     for rank in range(first_rank, first_rank + ranks):
         coordinate = grid.coordinate(rank)
-        if coordinate.pipeline in (0, grid.pipeline - 1):
+        if coordinate.pipeline in layout.chunk_map.end_stages:
             streams.setdefault(coordinate.data, []).append(rank)
     shape = RingShape(
         tuple(tuple(streams[data]) for data in sorted(streams)),
