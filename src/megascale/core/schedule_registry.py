@@ -13,7 +13,7 @@ adds a schedule, and may use `core/schedule.py::schedule_computes`:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megascale.config import ParallelConfig
@@ -28,7 +28,7 @@ from megascale.core.schedule import (
     pipeline_schedule,
     without_overlap,
 )
-from megascale.errors import FitError
+from megascale.errors import ConfigError, FitError
 
 # Function of (stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size). The last is None
 # if the schedule may choose the size of a group.
@@ -75,7 +75,7 @@ SCHEDULES: Registry[ScheduleDefinition] = Registry(
 
 
 def chunk_map_of(parallel: ParallelConfig) -> ChunkMap:
-    """Return the placement of model chunks under parallel.schedule. Raises ConfigError for an unknown name."""
+    """Return the stages of model chunks under parallel.schedule. Raises ConfigError for an unknown name."""
     return make_chunk_map(parallel.pipeline, parallel.virtual_stages, SCHEDULES[parallel.schedule].placement)
 
 
@@ -140,10 +140,19 @@ def build_checked_schedule(
 ) -> Schedule:
     """Build a schedule like `build_schedule` and prove it for any message timing.
 
-    Raises ScheduleError if the schedule can deadlock.
+    Raises ScheduleError if the schedule can deadlock, ConfigError if it can only without overlap.
     """
     schedule = build_schedule(
         name, stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size, overlap
     )
-    check_schedule(schedule)
+    try:
+        check_schedule(schedule)
+    except ScheduleError as error:
+        if overlap:
+            raise
+        check_schedule(replace(schedule, exposed=False))
+        raise ConfigError(
+            f"overlap.pipeline=false: {error}; its transfers need the overlap, so set --overlap.pipeline=true or "
+            "another parallel.schedule"
+        ) from None
     return schedule

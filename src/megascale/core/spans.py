@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-from megascale.core.schedule import ActionKind
+from megascale.core.schedule import COMPUTES, ActionKind
 
 SPAN_SCHEMA = 1
 
@@ -62,6 +62,9 @@ SPAN_OF_ACTION = {
     ActionKind.GATHER_PARAMS: SpanKind.GATHER_PARAMS,
     ActionKind.REDUCE_GRADS: SpanKind.REDUCE_GRADS,
 }
+
+BACKWARD_LABELS = tuple(SPAN_OF_ACTION[kind].label for kind in COMPUTES if kind != ActionKind.FORWARD)
+COMPUTE_LABELS = (SpanKind.FORWARD.label, *BACKWARD_LABELS)
 
 # Spans within an action in which this rank does no work.
 WAIT_KINDS = (SpanKind.WAIT, SpanKind.DATA_WAIT)
