@@ -18,6 +18,8 @@ BENCHMARKS: dict[str, str] = {
     "overlap": "benchmarks.training.overlap",
     "peers": "benchmarks.training.peer_comparison",
     "schedules": "benchmarks.training.schedules",
+    "simulator": "benchmarks.simulate.command",
+    "calibration": "benchmarks.simulate.command",
     "targets": "benchmarks.targets.command",
     "checkpoint": "benchmarks.checkpoint.command",
     "loader": "benchmarks.data.loader",

@@ -6,7 +6,7 @@
 
 Each run is one `megascale bench train` process. A JSON line is appended to --out as soon as a run ends. Runs that --out
 has already are left out, so that a second call continues. The predictions are those of
-src/megascale/simulate/predictions/; the H100's are shown on an H100, the H200's elsewhere.
+benchmarks/simulate/predictions/; the H100's are shown on an H100, the H200's elsewhere.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.simulate.published_rows import load_round_predictions
 from megascale.errors import MegascaleError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.measured_runs import Prediction, load_predictions
+from megascale.simulate.measured_runs import Prediction
 from megascale.simulate.software import stack
 from megascale.simulate.step import Scenario, engine_software
 
@@ -59,7 +60,7 @@ def main() -> int:
     arguments = parse_arguments()
     name, memory_gib, devices = describe_machine(arguments)
     file, cluster = next((value for key, value in MACHINES.items() if key in name), MACHINES["H200"])
-    predictions = [p for p in load_predictions(file)[1] if p.gpus == arguments.gpus]
+    predictions = [p for p in load_round_predictions(file)[1] if p.gpus == arguments.gpus]
     if arguments.only:
         predictions = [p for p in predictions if p.name in arguments.only]
     if arguments.list:

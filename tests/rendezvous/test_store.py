@@ -317,42 +317,42 @@ class SameAsTorch(RuleBasedStateMachine):
             for store in self.stores:
                 store.close()
 
-    @rule(key=KEYS, value=VALUES, who=st.integers(0, 1))
-    def set(self, key, value, name):
+    @rule(key=KEYS, value=VALUES, client=st.integers(0, 1))
+    def set(self, key, value, client):
         self.numbers.discard(key)
         self.model.set(key, value)
-        self.stores[name].set(key, value)
+        self.stores[client].set(key, value)
 
-    @rule(key=KEYS, old=VALUES, new=VALUES, who=st.integers(0, 1))
-    def compare_set(self, key, old, new, name):
+    @rule(key=KEYS, old=VALUES, new=VALUES, client=st.integers(0, 1))
+    def compare_set(self, key, old, new, client):
         self.numbers.discard(key)
-        assert self.stores[name].compare_set(key, old, new) == self.model.compare_set(key, old, new)
+        assert self.stores[client].compare_set(key, old, new) == self.model.compare_set(key, old, new)
 
-    @rule(key=KEYS, number=st.integers(-(2**40), 2**40), who=st.integers(0, 1))
-    def add(self, key, number, name):
+    @rule(key=KEYS, number=st.integers(-(2**40), 2**40), client=st.integers(0, 1))
+    def add(self, key, number, client):
         if key not in self.numbers:  # adding to text is an error everywhere, and in torch of another kind
-            self.delete(key, name)
+            self.delete(key, client)
             self.numbers.add(key)
-        assert self.stores[name].add(key, number) == self.model.add(key, number)
+        assert self.stores[client].add(key, number) == self.model.add(key, number)
 
-    @rule(key=KEYS, who=st.integers(0, 1))
-    def delete(self, key, name):
+    @rule(key=KEYS, client=st.integers(0, 1))
+    def delete(self, key, client):
         self.numbers.discard(key)
-        assert self.stores[name].delete_key(key) == self.model.delete_key(key)
+        assert self.stores[client].delete_key(key) == self.model.delete_key(key)
 
-    @rule(key=KEYS, value=VALUES, who=st.integers(0, 1))
-    def append(self, key, value, name):
+    @rule(key=KEYS, value=VALUES, client=st.integers(0, 1))
+    def append(self, key, value, client):
         self.numbers.discard(key)
         self.model.append(key, value)
-        self.stores[name].append(key, value)
+        self.stores[client].append(key, value)
 
-    @rule(keys=st.lists(KEYS, min_size=1, max_size=4), who=st.integers(0, 1))
-    def read(self, keys, name):
+    @rule(keys=st.lists(KEYS, min_size=1, max_size=4), client=st.integers(0, 1))
+    def read(self, keys, client):
         present = self.model.check(keys)
-        assert self.stores[name].check(keys) == present
-        assert self.stores[name].num_keys() == self.model.num_keys()
+        assert self.stores[client].check(keys) == present
+        assert self.stores[client].num_keys() == self.model.num_keys()
         if present:
-            assert self.stores[name].multi_get(keys) == self.model.multi_get(keys)
+            assert self.stores[client].multi_get(keys) == self.model.multi_get(keys)
 
 
 @pytest.mark.skipif(REDIS is None, reason="redis-server is not installed")

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulate.published_rows import strong_scaling
+from benchmarks.simulate.score import predict
 from megascale.errors import ConfigError
 from megascale.simulate.calibration import BOUNDS, Calibration, Constants, load_calibration, shipped_calibrations
 from megascale.simulate.cluster import cluster_of, load_cluster, shipped
 from megascale.simulate.fitting import fit
 from megascale.simulate.prediction_band import band_width, cautions, ranges_of
-from megascale.simulate.validation.anchors import strong_scaling
-from megascale.simulate.validation.score import predict
 from tests.simulate.simulator_cases import GPT_13B, case
 
 

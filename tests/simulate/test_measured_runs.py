@@ -15,15 +15,14 @@ from typer.testing import CliRunner
 from megascale import config as configuration
 from megascale.cli.main import app
 from megascale.errors import ConfigError, DataError, FitError
-from megascale.simulate.calibrating import calibrate
+from megascale.simulate.calibrating import calibrate, measure_runs
 from megascale.simulate.calibration import Calibration, Constants, load_calibration
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.measured_runs import load_predictions, matching, measure, measures
+from megascale.simulate.measured_runs import load_predictions, measure, measures
 from megascale.simulate.search import best, divisors, fewest, search, sensitivities
 from megascale.simulate.series import parse_vary
 from megascale.simulate.software import ENGINE_RECOMPUTE, MEGASCALE, stack, switch
 from megascale.simulate.step import Scenario, engine_software, run
-from megascale.simulate.validation.validation_report import check_runs
 from tests.damaged_records import damaged_lines
 
 EXAMPLE = "examples/gpt-175b.toml"
@@ -113,63 +112,17 @@ def test_calibrate_from_runs_recovers_the_constant(tmp_path):
         software = engine_software(config, stack("megascale-h200"))
         seconds = run(Scenario(config, tensor, cluster, truth, software)).seconds
         folders.append(write_run(tmp_path / name, settings, seconds, tensor))
-    result, table = calibrate(folders, None, "h200-host", None, "compute", None, None)
+    result, table = calibrate(measure_runs(folders, cluster, None, None), cluster, "compute")
     assert result.constants.compute == pytest.approx(1.23, rel=1e-3)
     assert len(result.rows) == len(table) == 4
     assert not result.warnings
-    single, _ = calibrate(folders[:1], None, "h200-host", None, "compute,fixed", None, None)
+    steps = measure_runs(folders[:1], cluster, None, None)
+    single, _ = calibrate(steps, cluster, "compute,fixed")
     assert any("cannot decide" in w for w in single.warnings)
     with pytest.raises(ConfigError, match="nothing to fit"):
-        calibrate([], None, "h200-host", None, "compute", None, None)
+        measure_runs([], cluster, None, None)
     with pytest.raises(ConfigError, match="not a constant"):
-        calibrate(folders, None, "h200-host", None, "warp", None, None)
-
-
-@pytest.mark.parametrize("name", ["h200", "h200-fourth"])
-def test_predictions_were_made_for_configurations_that_lay_out(name):
-    built, output = load_predictions(name)
-    assert "before" in built
-    assert len({p.name for p in output}) == len(output) >= 10
-    for p in output:
-        config = p.config()
-        assert config.train.name == p.name
-        scenario = Scenario(
-            config,
-            p.gpus,
-            load_cluster("h200-host"),
-            load_calibration(None, "h200-host"),
-            engine_software(config, stack(p.software)),
-        )
-        assert scenario.memory_gib() < 139
-        assert p.low < p.seconds < p.high
-        # The model has changed since; a prediction stays what it was when it was made.
-        if "host-memory" not in p.name:  # on links of another machine
-            assert 0.8 < run(scenario).seconds / p.seconds < 1.25
-
-
-def test_own_runs_are_compared(tmp_path):
-    _, output = load_predictions("h200")
-    for p, factor in zip(output[:2], (1.02, 1.2), strict=True):
-        write_run(tmp_path / p.name, p.settings, p.seconds * factor, p.gpus)
-    peers = check_runs(tmp_path)
-    check = next(item for item in peers if "predictions h200 made" in item.title)
-    # Rounds of which the folder has no run fall back on the shipped measurements.
-    result = {
-        round_: next(entry for entry in peers if round_ in entry.title) for round_ in ("second", "third", "fourth")
-    }
-    assert {name: len(one.rows) for name, one in result.items()} == {"second": 8, "third": 8, "fourth": 12}
-    # The third round was predicted of an engine without graphs, so that its small models missed; the model that stood
-    # when it was measured had not seen it.
-    assert result["third"].passed is False
-    today = next(one for one in result["third"].columns if one.name.startswith("fitted"))
-    assert today.mean < 2.5
-    assert today.worst < 4.5
-    assert check.passed is False
-    assert len(check.rows) == 2
-    assert any("not measured" in note for note in check.notes)
-    write_run(tmp_path / output[2].name, [*output[2].settings, "parallel.tensor=2"], 1.0, 2)
-    with pytest.raises(DataError, match="parallel"):
-        matching(output, tmp_path)
+        calibrate(steps, cluster, "warp")
 
 
 @pytest.fixture(scope="module")
@@ -371,19 +324,6 @@ def test_compare_explains_a_run(tmp_path):
     assert rows[0]["value"] == 2.6
     closing = [r for r in rows if "closes the gap" in str(r["remark"])]
     assert any("compute" in r["what"] for r in closing)
-    everything = json.loads(invoke("compare", "--runs", str(tmp_path), "--json").stdout)
-    assert all(row["measured, s"] == "not measured" for row in everything)
-
-
-def test_validate_prints_pass_or_miss():
-    result = invoke("validate", "--only", "A3", "--rows")
-    assert result.exit_code == 0
-    assert "pass" in result.stdout
-    assert "held out" in result.stdout
-    result = invoke("validate", "--only", "A7")
-    assert result.exit_code == 1
-    for word in ("miss", "pass", "nothing fitted", "control"):
-        assert word in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -398,6 +338,7 @@ def test_validate_prints_pass_or_miss():
         (["sweep", EXAMPLE, "--vary", "gpus"], 2, "KEY=VALUES"),
         (["sweep", EXAMPLE, "--vary", "gpus=1:inf"], 2, "finite"),
         (["compare"], 2, "give two JSON files"),
+        (["compare", "--runs", "runs"], 2, "--predictions FILE"),
         (["step", EXAMPLE, "--gpus", "256", "--top-k", "9"], 3, "--top-k=9"),
         *((["step", EXAMPLE, "--gpus", "256", f"--{option}", value], 2, f"'--{option}'")
           for option in ("tokens", "price", "watts") for value in ("inf", "nan")),
@@ -430,7 +371,7 @@ def test_predictions_are_written_before_and_read_after(tmp_path):
     out = tmp_path / "said.toml"
     done = invoke("predict", str(plan), "--calibration", "h200-engine", "--note", "nothing measured", "--out", str(out))
     assert done.exit_code == 0, done.output
-    built, (output,) = load_predictions(str(out))
+    built, (output,) = load_predictions(out)
     assert "h200-engine" in built
     assert "nothing measured" in built
     assert (output.name, output.gpus) == ("first", 1)

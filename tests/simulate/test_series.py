@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from benchmarks.simulate.split import BY_HASH, SETS, is_development
 from megascale import config as configuration
 from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE
 from megascale.errors import ConfigError
@@ -17,7 +18,6 @@ from megascale.simulate.render import show_rows
 from megascale.simulate.series import ablate_in_turn, parse_vary, sweep_rows
 from megascale.simulate.software import TECHNIQUES, stack
 from megascale.simulate.step import Scenario, engine_software
-from megascale.simulate.validation.split import BY_HASH, SETS, is_development
 
 
 @pytest.fixture(scope="module")

@@ -190,9 +190,11 @@ def test_evaluate_and_plot(tiny, megascale, tmp_path):
     assert result.returncode == 0, result.stderr
     expected = lines(run / "metrics.jsonl")[-1]["valid_loss"]
     assert f'"loss": {expected}' in result.stdout
-    drawn = megascale("plot", run, "--out", tmp_path / "a.png")
-    assert drawn.returncode == 0, drawn.stderr
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    for options, picture in ((["--out", tmp_path / "a.png"], tmp_path / "a.png"), ([], run / "plots" / "loss.png")):
+        picture.unlink(missing_ok=True)
+        drawn = megascale("plot", run, *options)
+        assert drawn.returncode == 0, drawn.stderr
+        assert picture.read_bytes()[:4] == b"\x89PNG"
     missing = megascale("evaluate", tmp_path / "nowhere")
     assert missing.returncode == 4
     assert "run folder" in missing.stderr

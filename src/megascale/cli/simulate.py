@@ -21,7 +21,7 @@ from megascale.cli.common import (
     print_json,
     split_option,
 )
-from megascale.cli.simulate_measured import CALIBRATION, SOFTWARE, calibrate, compare, measure, predict, validate
+from megascale.cli.simulate_measured import CALIBRATION, SOFTWARE, calibrate, compare, measure, predict
 from megascale.errors import ConfigError, FitError
 
 if TYPE_CHECKING:
@@ -31,13 +31,12 @@ if TYPE_CHECKING:
 _HELP = """Predict step time, MFU, days and memory of any layout on thousands of GPUs, without one.
 
 Two levels behind one interface: a closed form (milliseconds), and the schedule's own actions event by event
-(--level event). Constants come from measurements, each with its source; `validate` prints the prediction errors.
+(--level event). Constants come from measurements, each with its source. `python -m benchmarks simulator` prints the
+prediction errors, from a clone.
 
   megascale simulate step examples/gpt-175b.toml --gpus 12288
 
   megascale simulate search examples/gpt-175b.toml --gpus 1024:16384 --days 2
-
-  megascale simulate validate
 """
 
 # Options that several commands share.
@@ -82,7 +81,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(help=_HELP, no_args_is_help=True, rich_markup_mode="markdown")
     for layout_command in (step, ablate, sweep, search, effective):
         group.command(context_settings=OVERRIDES)(layout_command)
-    for command in (calibrate, measure, predict, compare, validate):
+    for command in (calibrate, measure, predict, compare):
         group.command()(command)
     app.add_typer(group, name="simulate")
 

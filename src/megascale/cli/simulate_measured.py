@@ -1,13 +1,12 @@
-"""Commands of `megascale simulate` that use measurements: calibrate, measure, predict, compare, validate."""
+"""Commands of `megascale simulate` that use measurements: calibrate, measure, predict, compare."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import typer
 
-from megascale.cli.common import JSON, check_finite, make_console, print_json, require, split_option
+from megascale.cli.common import JSON, check_finite, make_console, print_json, require
 from megascale.errors import ConfigError
 
 CALIBRATION = typer.Option(None, "--calibration", help="Shipped calibration or TOML file; default: the cluster's own.")
@@ -23,11 +22,6 @@ def calibrate(
         "--run",
         metavar="RUN",
         help="Run folder, or a file of `bench train` or `python -m benchmarks targets`, to fit to; repeatable.",
-    ),
-    anchor: str | None = typer.Option(
-        None,
-        "--anchor",
-        help="Fit to a shipped table: paper, h200-peers, h100-peers, own-first, own-h100 or nemo-h100.",
     ),
     cluster: str = typer.Option("h200-host", "--cluster", help="Cluster of the runs."),
     software: str | None = SOFTWARE,
@@ -49,12 +43,14 @@ def calibrate(
       python -m benchmarks targets --out all.json; megascale simulate calibrate --run all.json --fit compute,tp_residual
 
       megascale simulate calibrate --run runs/a7-1.3b-mb4 --run runs/a7-13b-tp2 --fit compute,fixed --out mine.toml
-
-      megascale simulate calibrate --anchor paper --cluster a100-roce --fit compute,fixed
     """
     from megascale.simulate.calibrating import calibrate as fit_constants
+    from megascale.simulate.calibrating import measure_runs
+    from megascale.simulate.cluster import load_cluster
 
-    calibration, rows = fit_constants(run, anchor, cluster, software, fit, start, name, gpus)
+    machine = load_cluster(cluster)
+    steps = measure_runs(run, machine, software, gpus)
+    calibration, rows = fit_constants(steps, machine, fit, start, name)
     if out is None:
         typer.echo(calibration.to_toml())
         return
@@ -129,7 +125,7 @@ def predict(
     note: str = typer.Option("", "--note", help="Text for the file's head, next to the date."),
     out: Path | None = typer.Option(None, "--out", metavar="FILE.toml", help="File to write; default: print it."),
 ) -> None:
-    """Predict the step times of runs before they are measured, in a file that `validate` and `compare` read.
+    """Predict the step times of runs before they are measured, in a file that `compare` reads.
 
     Event level, no slow hosts. Each run has a name, so that `megascale train` with its settings makes the run folder
     that is compared.
@@ -152,7 +148,7 @@ def compare(
     ),
     second: Path | None = typer.Argument(None, help="JSON of `simulate step --json`, to compare with."),
     runs: Path | None = typer.Option(None, "--runs", help="Folder of run folders: all predicted runs."),
-    predictions: str = typer.Option("h200", "--predictions", help="Shipped predictions or a TOML file."),
+    predictions: Path | None = typer.Option(None, "--predictions", help="File of `simulate predict`; with --runs."),
     cluster: str = typer.Option("h200-host", "--cluster", help="Cluster of a run folder."),
     calibration: str | None = CALIBRATION,
     software: str | None = SOFTWARE,
@@ -167,11 +163,13 @@ def compare(
 
       megascale simulate compare runs/a7-1.3b-mb4
 
-      megascale simulate compare --runs runs --predictions h200
+      megascale simulate compare --runs runs --predictions predicted.toml
     """
     from megascale.simulate import comparing
 
-    if runs is not None:
+    if runs is not None and predictions is None:
+        raise ConfigError("--runs needs --predictions FILE, which `megascale simulate predict` writes before the runs")
+    if runs is not None and predictions is not None:
         rows = comparing.predicted_and_measured(runs, predictions)
     elif first is None:
         raise ConfigError("give two JSON files of `simulate step --json`, one run, or --runs FOLDER")
@@ -188,72 +186,3 @@ def compare(
     for row in rows:
         cells.append([f"{value:,.3f}" if isinstance(value, float) else str(value) for value in row.values()])
     render.show_rows(list(rows[0]), cells, make_console())
-
-
-def validate(
-    data: Path | None = typer.Option(
-        None, "--data", help="Folder with published data; default: MEGASCALE_ANCHORS, else ../shared/data."
-    ),
-    runs: Path | None = typer.Option(None, "--runs", help="Folder of own run folders, for A7."),
-    only: str | None = typer.Option(None, "--only", help="Checks, comma-separated, such as A1,A5."),
-    rows: bool = typer.Option(False, "--rows", help="List every row, fitted and held out."),
-    as_json: bool = JSON,
-    plot: Path | None = typer.Option(None, "--plot", metavar="FOLDER", help="Draw measured against predicted."),
-) -> None:
-    """Check the simulator's predictions: A1 to A13, each with its error and target. Exit 1 if a check misses.
-
-    Each check names the constants fitted, the rows they were fitted on, and constants that cannot be identified. Checks
-    whose data are missing are skipped with a line.
-
-    Example:
-
-      megascale simulate validate --data ../shared/data --rows
-    """
-    from megascale.observe.analysis.operation_trace import read_trace
-    from megascale.observe.analysis.whatif import analyse_trace
-    from megascale.simulate import render
-    from megascale.simulate.validation.anchors import find_data_folder
-    from megascale.simulate.validation.validation_report import validate as run_checks
-
-    names = split_option(only) or None
-    checks = run_checks(find_data_folder(data), runs, lambda file: analyse_trace(read_trace(file)), names)
-    if as_json:
-        print_json([_check_to_dict(check) for check in checks], indent=2)
-    else:
-        render.checks(checks, make_console(), rows)
-    if plot is not None:
-        for check in checks:
-            _draw_check(check, plot)
-    if any(check.passed is False for check in checks):
-        raise typer.Exit(1)
-
-
-def _check_to_dict(check: Any) -> dict[str, Any]:
-    figures = {}
-    for name, (reached, target, unit) in check.figures.items():
-        figures[name] = {"reached": reached, "target": target, "unit": unit.strip()}
-    return {
-        "key": check.key,
-        "what": check.what,
-        "figures": figures,
-        "passed": check.passed,
-        "fitted": check.fitted,
-        "skipped": check.skipped,
-        "notes": check.notes,
-        "columns": [vars(column) for column in check.columns],
-        "rows": [
-            {"row": name, "measured": measured, "predicted": predicted, "fitted": fitted}
-            for name, measured, predicted, fitted in check.rows
-        ],
-    }
-
-
-def _draw_check(check: Any, folder: Path) -> None:
-    from megascale.simulate import simulation_plots
-
-    key = check.key.lower()
-    if check.rows:
-        simulation_plots.scatter(check.rows, folder / f"{key}.png", f"{check.key}: {check.what}")
-    if check.bars:
-        names, published, predicted = zip(*check.bars, strict=True)
-        simulation_plots.ablation_chart(names, predicted, folder / f"{key}-mfu.png", published)

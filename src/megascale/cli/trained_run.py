@@ -154,7 +154,12 @@ def _read_prompt(text: str | None, file: Path | None) -> str:
 def plot(
     runs: list[Path] = typer.Argument(..., help="Run folders.", show_default=False),
     out: Path = typer.Option(
-        Path("comparison.png"), "--out", "-o", help="Picture to write (.png, .svg, .pdf).", callback=check_picture
+        None,
+        "--out",
+        "-o",
+        help="Picture to write (.png, .svg, .pdf). Default: RUN/plots/loss.png, or comparison.png for several runs.",
+        callback=check_picture,
+        show_default=False,
     ),
     x: _Axis = typer.Option(_Axis.TOKENS, "--x", help="Horizontal axis; hours count time in steps."),
     smooth: float = typer.Option(
@@ -174,6 +179,12 @@ def plot(
     def warn(text: str) -> None:
         typer.secho(text, fg="yellow", err=True)
 
+    if out is None and len(runs) == 1:
+        out = runs[0] / "plots" / "loss.png"
+        if runs[0].is_dir():
+            out.parent.mkdir(exist_ok=True)
+    elif out is None:
+        out = Path("comparison.png")
     try:
         picture = plot_runs(runs, out, x=x.value, smoothing=smooth, warn=warn)
     except OSError as error:

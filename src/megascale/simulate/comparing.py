@@ -100,7 +100,7 @@ def explain_run(
     return rows
 
 
-def predicted_and_measured(runs: Path, predictions: str) -> list[Row]:
+def predicted_and_measured(runs: Path, predictions: Path) -> list[Row]:
     """Return all predictions with their measurement where the run folder exists."""
     _, predictions_list = load_predictions(predictions)
     measured = {p.name: m for p, m in matching(predictions_list, runs)}

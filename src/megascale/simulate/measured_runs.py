@@ -6,10 +6,8 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -206,21 +204,9 @@ def _world(events: Path) -> int | None:
     return world
 
 
-def shipped_predictions() -> list[str]:
-    """Names of the predictions that come with the package."""
-    folder = resources.files("megascale.simulate") / "predictions"
-    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
-
-
-def load_predictions(name: str) -> tuple[str, list[Prediction]]:
-    """(what the file says of itself, predictions) of a shipped file or a path; ConfigError if it is wrong."""
-    path = Path(name)
-    if name in shipped_predictions():
-        tree = tomllib.loads((resources.files("megascale.simulate") / "predictions" / f"{name}.toml").read_text())
-    elif path.is_file():
-        tree = read_toml(path, "predictions")
-    else:
-        raise ConfigError(f"predictions {name!r} are neither shipped ({', '.join(shipped_predictions())}) nor a file")
+def load_predictions(file: Path) -> tuple[str, list[Prediction]]:
+    """Return the provenance and the predictions of a file of `simulate predict`. ConfigError if it is damaged."""
+    tree = read_toml(file, "predictions")
     try:
         rows = [
             Prediction(
@@ -236,7 +222,7 @@ def load_predictions(name: str) -> tuple[str, list[Prediction]]:
         ]
         return str(tree["provenance"]), rows
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"predictions {name!r} are damaged: {type(error).__name__}: {error}") from None
+        raise ConfigError(f"predictions {str(file)!r} are damaged: {type(error).__name__}: {error}") from None
 
 
 def matching(predictions: list[Prediction], runs: Path) -> list[tuple[Prediction, MeasuredRun]]:

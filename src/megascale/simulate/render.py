@@ -12,7 +12,6 @@ from rich.text import Text
 from megascale.core import flops
 from megascale.simulate.run_cost import RunCost
 from megascale.simulate.step import StepEstimate
-from megascale.simulate.validation.score import AnchorCheck
 
 BAR = 28
 SHORTEST_BAR = 6
@@ -195,43 +194,3 @@ def layouts(
             )
         )
     show_rows(names, rows, console, title)
-
-
-def checks(results: Sequence[AnchorCheck], console: Console, rows: bool) -> None:
-    """The validation table, then what was fitted, skipped and could not be identified."""
-    verdicts = {True: "[green]pass[/green]", False: "[red]miss[/red]", None: "[yellow]skipped[/yellow]"}
-    for check in results:
-        console.print(
-            f"\n[bold]{check.key}[/bold] {verdicts[check.passed]}  {check.title}", soft_wrap=True, highlight=False
-        )
-        if check.skipped:
-            console.print(f"   {check.skipped}", soft_wrap=True, highlight=False)
-            continue
-        for name, (reached, target, unit) in check.figures.items():
-            console.print(f"   {name}: {reached:.2f}{unit}, must {target:g}{unit}", highlight=False)
-        if check.columns:
-            cells = [
-                [
-                    c.name,
-                    str(c.rows),
-                    f"{c.mean:.2f}",
-                    f"{c.worst:.1f}",
-                    f"{c.bias:+.2f}",
-                    "" if c.covered is None else f"{100 * c.covered:.0f}",
-                    "" if c.width is None else f"{100 * c.width:.1f}",
-                ]
-                for c in check.columns
-            ]
-            show_rows(["errors in seconds, %", "rows", "mean", "worst", "bias", "in band", "width"], cells, console)
-        console.print(f"   fitted: {check.fitted}", soft_wrap=True, highlight=False)
-        for note in check.notes:
-            console.print(f"   {note}", soft_wrap=True, highlight=False)
-        if rows:
-            for name, measured, predicted, used in check.rows:
-                mark = "fitted" if used else "held out"
-                console.print(
-                    f"   {name:48s} measured {measured:8.3f} s, predicted {predicted:8.3f} s "
-                    f"({100 * (predicted / measured - 1):+5.1f}%, {mark})",
-                    highlight=False,
-                    soft_wrap=True,
-                )

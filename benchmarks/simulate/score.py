@@ -8,14 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megascale.simulate.calibration import Calibration, Constants, load_calibration
-from megascale.simulate.case import Case
-from megascale.simulate.closed import step_parts
-from megascale.simulate.cluster import ClusterSpec, load_cluster
-from megascale.simulate.event import simulate
-from megascale.simulate.fitting import Fit, fit
-from megascale.simulate.prediction_band import band_width, ranges_of
-from megascale.simulate.validation.anchors import (
+from benchmarks.simulate.published_rows import (
     LARGE,
     PAPER_PEAK,
     VTRAIN_FILE,
@@ -27,7 +20,14 @@ from megascale.simulate.validation.anchors import (
     vtrain_development,
     weak_scaling,
 )
-from megascale.simulate.validation.split import SETS
+from benchmarks.simulate.split import SETS
+from megascale.simulate.calibration import Calibration, Constants, load_calibration
+from megascale.simulate.case import Case
+from megascale.simulate.closed import step_parts
+from megascale.simulate.cluster import ClusterSpec, load_cluster
+from megascale.simulate.event import simulate
+from megascale.simulate.fitting import Fit, fit
+from megascale.simulate.prediction_band import band_width, ranges_of
 
 # Constants fitted, the fewest that the development rows identify; other choices are printed next to them.
 TABLE_CONSTANTS = ("fixed",)
@@ -63,7 +63,7 @@ class AnchorCheck:
     """A row of the validation table.
 
     Attributes:
-        key, what: A1.. and what it tests.
+        key, title: A1 to A13, and what it tests.
         figures: name -> (reached, target, unit); reached may be NaN where it could not be measured.
         fitted: constants fitted and on how many rows, "nothing" if none.
         notes: honesty: what was not identifiable, what was seen when, anomalies.

@@ -6,23 +6,23 @@ import csv
 import os
 import tomllib
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.simulate.split import is_development
 from megascale import config as configuration
 from megascale.config import ModelConfig
 from megascale.errors import DataError
 from megascale.simulate.calibration import Calibration
 from megascale.simulate.case import Case
 from megascale.simulate.cluster import load_cluster
-from megascale.simulate.measured_runs import load_predictions
+from megascale.simulate.measured_runs import Prediction, load_predictions
 from megascale.simulate.software import MEGATRON_DEEPSPEED, Software, stack, switch
 from megascale.simulate.step import Scenario, engine_software
-from megascale.simulate.validation.split import is_development
 
+FOLDER = Path(__file__).parent
 # vTrain does not print its vocabulary; Megatron-DeepSpeed pads GPT-2's to this.
 VTRAIN_VOCABULARY = 51200
 # From here on the paper's table is held out: extrapolation in scale.
@@ -65,8 +65,18 @@ class Rows:
 
 
 def anchor_file(name: str) -> dict[str, Any]:
-    """A shipped anchor file as nested dictionaries."""
-    return tomllib.loads((resources.files("megascale.simulate") / "anchors" / f"{name}.toml").read_text())
+    """Return a file of measured steps as nested dictionaries."""
+    return tomllib.loads((FOLDER / "anchors" / f"{name}.toml").read_text())
+
+
+def list_predictions() -> list[str]:
+    """Return the names of the predictions in this folder."""
+    return sorted(file.stem for file in (FOLDER / "predictions").glob("*.toml"))
+
+
+def load_round_predictions(name: str) -> tuple[str, list[Prediction]]:
+    """Return the provenance and the predictions of one file of this folder."""
+    return load_predictions(FOLDER / "predictions" / f"{name}.toml")
 
 
 def find_data_folder(requested: Path | None = None) -> Path | None:
@@ -78,7 +88,7 @@ def find_data_folder(requested: Path | None = None) -> Path | None:
             )
         return requested
     named = os.environ.get("MEGASCALE_ANCHORS")
-    repository = Path(__file__).resolve().parents[4]
+    repository = FOLDER.parents[1]
     for folder in (Path(named) if named else None, Path("../shared/data"), repository.parent / "shared" / "data"):
         if folder is not None and folder.is_dir():
             return folder
@@ -128,7 +138,7 @@ def load_round(name: str) -> Rows:
 
     Without those that ran on other links than the cluster's or in another layout than predicted.
     """
-    table, (_, predictions) = anchor_file("own-runs")[name], load_predictions(name)
+    table, (_, predictions) = anchor_file("own-runs")[name], load_round_predictions(name)
     excluded = {*table.get("moved", ()), *table.get("host_memory", ())}
     cluster = load_cluster(cluster_of_round(name))
     names = []

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megascale.simulate.calibration import Z90, Constants, load_calibration
-from megascale.simulate.cluster import ClusterSpec, load_cluster
-from megascale.simulate.prediction_band import COVERED, ends
-from megascale.simulate.validation.anchors import (
+from benchmarks.simulate.published_rows import (
     Rows,
     ablation,
     full_sharding_rows,
@@ -23,7 +20,10 @@ from megascale.simulate.validation.anchors import (
     vtrain,
     vtrain_development,
 )
-from megascale.simulate.validation.score import TABLE_CONSTANTS, fit_rows, predict
+from benchmarks.simulate.score import TABLE_CONSTANTS, fit_rows, predict
+from megascale.simulate.calibration import Z90, Constants, load_calibration
+from megascale.simulate.cluster import ClusterSpec, load_cluster
+from megascale.simulate.prediction_band import COVERED, ends
 
 VTRAIN = "vTrain"
 

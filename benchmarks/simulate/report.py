@@ -10,26 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from megascale import config as configuration
-from megascale.errors import DataError
-from megascale.simulate.calibration import Constants, load_calibration
-from megascale.simulate.case import Case
-from megascale.simulate.cluster import load_cluster
-from megascale.simulate.event import simulate
-from megascale.simulate.measured_runs import load_predictions, matching, shipped_predictions
-from megascale.simulate.search import price
-from megascale.simulate.software import MEGASCALE
-from megascale.simulate.validation.anchors import (
+from benchmarks.simulate.held_out_checks import check_a100_stacks, check_bands, check_nemo, check_unseen_runs
+from benchmarks.simulate.published_rows import (
     TRACE_FILE,
     TRACE_RESULT,
     anchor_file,
     cluster_of_round,
+    list_predictions,
     list_rounds,
     load_round,
+    load_round_predictions,
     strong_scaling,
 )
-from megascale.simulate.validation.held_out_checks import check_a100_stacks, check_bands, check_nemo, check_unseen_runs
-from megascale.simulate.validation.score import (
+from benchmarks.simulate.score import (
     CONTROL,
     FITTED,
     NOTHING,
@@ -45,6 +38,15 @@ from megascale.simulate.validation.score import (
     percent,
     scored,
 )
+from megascale import config as configuration
+from megascale.errors import DataError
+from megascale.simulate.calibration import Constants, load_calibration
+from megascale.simulate.case import Case
+from megascale.simulate.cluster import load_cluster
+from megascale.simulate.event import simulate
+from megascale.simulate.measured_runs import matching
+from megascale.simulate.search import price
+from megascale.simulate.software import MEGASCALE
 
 # Returns the what-if result of a trace file (observe/analysis/whatif.py).
 Replay = Callable[[Path], Any]
@@ -56,11 +58,11 @@ GOAL_LAYOUTS = 1_000_000
 
 def check_runs(runs: Path | None) -> list[AnchorCheck]:
     """A7: this project's own runs against predictions written before them, each file of predictions by itself."""
-    return [check for name in shipped_predictions() for check in _check_predictions(runs, name)]
+    return [check for name in list_predictions() for check in _check_predictions(runs, name)]
 
 
 def _check_predictions(runs: Path | None, predictions: str) -> list[AnchorCheck]:
-    provenance, predictions_list = load_predictions(predictions)
+    provenance, predictions_list = load_round_predictions(predictions)
     title = f"own runs against predictions {predictions} made {provenance}"
     shipped = anchor_file("own-runs").get(predictions, {}).get("seconds", {})
     if runs is not None:

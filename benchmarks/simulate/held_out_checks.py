@@ -8,13 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megascale.simulate.calibration import Calibration, load_calibration
-from megascale.simulate.cluster import ClusterSpec, load_cluster
-from megascale.simulate.measured_runs import load_predictions
-from megascale.simulate.prediction_band import ranges_of
-from megascale.simulate.software import stack
-from megascale.simulate.step import Scenario, engine_software, run
-from megascale.simulate.validation.anchors import (
+from benchmarks.simulate.published_rows import (
     LARGE,
     VTRAIN_FILE,
     Rows,
@@ -25,13 +19,14 @@ from megascale.simulate.validation.anchors import (
     list_rounds,
     load_h100_runs,
     load_round,
+    load_round_predictions,
     nemo_h100,
     strong_scaling,
     vtrain,
     vtrain_development,
     weak_scaling,
 )
-from megascale.simulate.validation.score import (
+from benchmarks.simulate.score import (
     FITTED,
     NOTHING,
     AnchorCheck,
@@ -45,6 +40,11 @@ from megascale.simulate.validation.score import (
     predict,
     scored,
 )
+from megascale.simulate.calibration import Calibration, load_calibration
+from megascale.simulate.cluster import ClusterSpec, load_cluster
+from megascale.simulate.prediction_band import ranges_of
+from megascale.simulate.software import stack
+from megascale.simulate.step import Scenario, engine_software, run
 
 # Rounds of own runs that nothing was fitted on, and the cluster of each.
 ROUNDS = {"h100-fifth": "h100-host", "h200-fifth": "h200-host"}
@@ -120,7 +120,7 @@ class _UnseenRound:
         engine = load_calibration(None, cluster.name, "megascale")
         measured = anchor_file("own-runs")[name]["seconds"]
         estimates, seconds = [], []
-        for prediction in load_predictions(name)[1]:
+        for prediction in load_round_predictions(name)[1]:
             if prediction.name not in measured:
                 continue
             config, base = prediction.config("auto"), stack(prediction.software)

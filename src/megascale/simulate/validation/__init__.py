@@ -1,1 +1,0 @@
-"""Validation of the simulator: one module per kind of measured steps."""
