@@ -68,9 +68,9 @@ from megascale.core.schedule import (
     RECEIVES,
     SEND_SLOTS,
     SENDS,
+    Action,
     ActionKind,
     Schedule,
-    peer_offset,
     select_kinds,
 )
 from megascale.core.schedule_registry import chunk_map_of
@@ -103,7 +103,7 @@ class MemoryEstimate:
         weight_copies: copies of matrices in the format that GEMMs read, if train.linear_precision makes any. If
             data-parallel ranks gather float8, one of the two copies is the receive buffer.
         gradients: float32 gradient buffer. ZeRO-2: its shard, and two buffers of the largest chunk's size, one that
-            backward fills while the other is in flight.
+            backward fills while the other is in flight. With split backwards there is one more than chunks.
         optimizer: float32 master weights (16-bit training) and the optimizer's state, sharded from ZeRO-1 on. It is the
             mean over data-parallel ranks, which differ by a bucket's share if tensors have different state.
         activations: saved activations at the schedule's peak, without logits.
@@ -432,7 +432,7 @@ def estimate_stage_memory(
     return MemoryEstimate(
         weights=itemsize * parameters,
         weight_copies=LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices,
-        gradients=_gradient_bytes(model, parallel, grid, stage, master_itemsize),
+        gradients=_gradient_bytes(model, parallel, grid, schedule, stage, master_itemsize),
         optimizer=master_itemsize * (state * shard // parameters if parallel.zero else state),
         activations=_peak_activation_bytes(model, parallel, schedule, stage, micro_batch, precision, saved),
         logits=logits,
@@ -443,7 +443,9 @@ def estimate_stage_memory(
     )
 
 
-def _gradient_bytes(model: ModelConfig, parallel: ParallelConfig, grid: Grid, stage: int, master_itemsize: int) -> int:
+def _gradient_bytes(
+    model: ModelConfig, parallel: ParallelConfig, grid: Grid, schedule: Schedule, stage: int, master_itemsize: int
+) -> int:
     """Return the bytes of gradient buffers of a stage."""
     by_chunk = _count_parameters_by_chunk(model, parallel, stage)
     parameters = sum(by_chunk)
@@ -451,7 +453,9 @@ def _gradient_bytes(model: ModelConfig, parallel: ParallelConfig, grid: Grid, st
         return master_itemsize * parameters
     shard = -(-parameters // grid.data)
     two_chunks = 2 * max(by_chunk)
-    buffers = shard + two_chunks if parallel.zero == 2 else parameters
+    # With split backwards each chunk may hold a buffer of the pool, and another one is in flight.
+    pool_size = schedule.virtual_stages + 1 if schedule.splits_backward else 2
+    buffers = shard + pool_size * max(by_chunk) if parallel.zero == 2 else parameters
     total = master_itemsize * buffers
     if parallel.reduce_dtype == "bfloat16":
         # Rounded copies in flight: of a whole stage at the end of a step, of two chunks with ZeRO-2.
@@ -481,8 +485,8 @@ def _count_pipeline_buffers(schedule: Schedule, stage: int) -> int:
     count = 0
     for send in SENDS:
         sent = np.unique(chunks[kinds == send]).tolist()
-        peers = {schedule.chunk_map.neighbour(stage, chunk, peer_offset(send))[0] for chunk in sent}
-        count += SEND_SLOTS * len(peers)
+        channels = {schedule.channel(stage, Action(send, chunk, microbatch=0)) for chunk in sent}
+        count += SEND_SLOTS * len(channels)
     for receive, computes in zip(RECEIVES, ((ActionKind.FORWARD,), INPUT_BACKWARDS), strict=True):
         count += _count_posted(schedule, stage, receive, computes)
     # A received activation becomes the saved input; a gradient is in use while others are posted.
