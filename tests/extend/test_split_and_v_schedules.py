@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,16 @@ import pytest
 from megascale.config import from_tree
 from megascale.core.layout import lay_out
 from megascale.errors import ConfigError, FitError
+from megascale.observe.analysis.operation_trace import read_run_trace
+from megascale.observe.analysis.step_timeline import read_step_timeline
+from megascale.observe.store.tables import SpanTables
 from megascale.parallel.linear_precision import LinearPrecision
 from tests.exact import test_checkpoints as checkpoints
 from tests.exact.cases import Case, case
 from tests.exact.compare import assert_equal
 from tests.exact.training import STEPS, Told, make_engine, run_step, train
-from tests.extend import schedules  # noqa: F401  registers them, in the worker processes too
+from tests.extend import schedules  # registers them, in the worker processes too
+from tests.extend.packaged import install
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -180,3 +185,39 @@ def test_gradients_of_a_stage_are_its_chunks():
     first, last = layout.stage_layers(0)
     assert [layer for layer, _ in first] == [0]
     assert [layer for layer, _ in last] == [7]
+
+
+def test_a_run_with_a_v_is_trained_recorded_explained_and_planned(megascale, tiny, tmp_path, monkeypatch):
+    install(tmp_path / "site", "zero_bubbles", Path(schedules.__file__).read_text(), monkeypatch)
+    arguments = ["--parallel.schedule=zb_v", "--parallel.pipeline=2", "--parallel.virtual_stages=2", "--model.layers=4"]
+    arguments += ["--train.global_batch=16", "--train.micro_batch=4", "--train.device=cpu"]
+    result = megascale(
+        "train", tiny, *arguments, "--train.steps=3", "--observe.spans=1", "--checkpoint.interval=0",
+        "--train.eval_interval=2", "--train.eval_samples=2",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    with SpanTables(run) as tables:
+        counts = tables.query("SELECT action, count(*) AS n FROM spans WHERE step = 2 AND rank = 0 GROUP BY action")
+        timeline = read_step_timeline(tables, 3, "all", "pipeline")
+        trace = read_run_trace(tables, [3])
+    by_action = dict(zip(counts["action"].tolist(), counts["n"].tolist(), strict=True))
+    assert by_action["forward"] == by_action["backward_input"] == by_action["backward_weight"] == 8
+    assert "backward" not in by_action
+    # Four micro-batches pass from stage 0 to 1 and back, in both directions. Every message has its compute.
+    assert len(timeline.messages) == 16
+    assert timeline.planned_seconds > 0
+    assert all(track.seconds["compute"] > 0 for track in timeline.tracks)
+    chunks = {
+        (int(stage), int(c)): int(g)
+        for stage, c, g in zip(trace.stage, trace.chunk, trace.global_chunk, strict=True)
+        if g >= 0
+    }
+    assert chunks == {(0, 0): 0, (1, 0): 1, (1, 1): 2, (0, 1): 3}
+    explained = megascale("whatif", run, "--json")
+    assert explained.returncode == 0, explained.stderr
+    parts = json.loads(explained.stdout)
+    assert parts["replayed_seconds"] == pytest.approx(parts["recorded_seconds"], rel=1e-3)
+    planned = megascale("plan", tiny, *arguments, "--gpus", "2", "--json")
+    assert planned.returncode == 0, planned.stderr
+    assert json.loads(planned.stdout)["schedule"]
