@@ -31,6 +31,25 @@ def zb_h1(stages: int, virtual: int, microbatches: int, reduce_each: bool, group
     return schedule_computes("ZB-H1", stages, 1, microbatches, computes, reduce_each_microbatch=reduce_each)
 
 
+def zb_h1_armed_early(
+    stages: int, virtual: int, microbatches: int, reduce_each: bool, group_size: int | None
+) -> Schedule:
+    """ZB-H1 whose reductions are armed as early as the checker allows, before other backwards of the input."""
+    schedule = zb_h1(stages, virtual, microbatches, reduce_each, group_size)
+    lists = []
+    for actions in schedule:
+        early: list[Action] = []
+        for action in actions:
+            if action.kind == ActionKind.REDUCE_GRADS:
+                kinds = [earlier.kind for earlier in early]
+                last = len(kinds) - 1 - kinds[::-1].index(BACKWARD_WEIGHT) if BACKWARD_WEIGHT in kinds else -1
+                early.insert(last + 1, action)
+            else:
+                early.append(action)
+        lists.append(early)
+    return schedule.replace_actions(lists)
+
+
 def order_v(stages: int, microbatches: int, splits_backward: bool) -> list[list[Action]]:
     """Return each stage's computes as a greedy simulation with equal durations runs them.
 
@@ -98,5 +117,6 @@ def _build_v(stages: int, virtual: int, microbatches: int, reduce_each: bool, sp
 
 
 SCHEDULES.register("zb_h1", ScheduleDefinition(zb_h1))
+SCHEDULES.register("zb_h1_armed_early", ScheduleDefinition(zb_h1_armed_early))
 SCHEDULES.register("v", ScheduleDefinition(v_schedule, v_shape))
 SCHEDULES.register("zb_v", ScheduleDefinition(zb_v, v_shape))

@@ -33,7 +33,7 @@ def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
 def own_case(
     schedule: str, *sizes: int, microbatches: int = 5, zero: int = 1, recompute: str = "none", **model: Any
 ) -> Case:
-    virtual = 1 if schedule == "zb_h1" else 2
+    virtual = 1 if schedule.startswith("zb_h1") else 2
     return case(
         *sizes,
         microbatches=microbatches,
@@ -51,6 +51,8 @@ CASES = {
     "ZB-H1 PP2 x DP2, ZeRO-0": own_case("zb_h1", 1, 2, 2, zero=0),
     "ZB-H1 PP2 x TP2 x DP2": own_case("zb_h1", 2, 2, 2, recompute="full"),
     "ZB-H1 PP4 x DP2, ZeRO-2": own_case("zb_h1", 1, 4, 2, zero=2),
+    "ZB-H1 PP2 x DP2, armed early": own_case("zb_h1_armed_early", 1, 2, 2),
+    "ZB-H1 PP2 x DP2, armed early, ZeRO-2": own_case("zb_h1_armed_early", 1, 2, 2, zero=2),
     "V PP2": own_case("v", 1, 2, 1),
     "V PP4, tied": own_case("v", 1, 4, 1, tied_embeddings=True),
     "V PP2 x TP2 x DP2": own_case("v", 2, 2, 2),
