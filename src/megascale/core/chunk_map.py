@@ -1,8 +1,8 @@
 """Placement of model chunks on pipeline stages. Pure functions, no torch.
 
-A model is divided into p v chunks, of which each of p stages holds v. A schedule decides which: its placement is a
-function of the chunk's position in the model. Neighbouring chunks of one stage hand their results to each other; all
-other neighbours exchange messages.
+A model is divided into p v chunks, and each of p stages holds v. The schedule places them: its placement is a function
+of a chunk's position in the model. Neighbouring chunks of one stage hand their results to each other; all other
+neighbours exchange messages.
 """
 
 from __future__ import annotations

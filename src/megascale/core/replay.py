@@ -109,12 +109,12 @@ class ActionGraph:
 
     @cached_property
     def is_compute(self) -> np.ndarray:
-        """Whether each action runs on the compute stream: [actions]."""
+        """True for actions on the compute stream: [actions]."""
         return select_kinds(self.kind, *COMPUTES)
 
     @cached_property
     def is_send(self) -> np.ndarray:
-        """Whether each action is a SEND: [actions]."""
+        """True for SENDs: [actions]."""
         return select_kinds(self.kind, *SENDS)
 
     @cached_property
@@ -366,8 +366,9 @@ def _previous_of_group(group: np.ndarray, count: int = 1) -> np.ndarray:
     """Return for each element the index of the `count`-th element before it with the same group, or -1."""
     order = np.argsort(group, kind="stable")
     previous = np.full(len(group), -1)
-    same = group[order[count:]] == group[order[:-count]]
-    previous[order[count:][same]] = order[:-count][same]
+    later, earlier = order[count:], order[:-count]
+    is_same_group = group[later] == group[earlier]
+    previous[later[is_same_group]] = earlier[is_same_group]
     return previous
 
 

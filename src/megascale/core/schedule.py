@@ -196,7 +196,7 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some backwards are two actions, one for input gradients and one for weight gradients."""
+        """True if some backwards are two actions, one for input gradients and one for weight gradients."""
         return any((table[:, 0] == ActionKind.BACKWARD_WEIGHT).any() for table in self.table)
 
     def global_chunk(self, stage: int, chunk: int) -> int:

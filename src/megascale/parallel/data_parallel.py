@@ -60,9 +60,9 @@ class _ChunkBuckets:
 
     def microbatch_contributions(self) -> list[int]:
         """Return the additions to each parameter's gradient per micro-batch, all 0 while unknown."""
-        whole = self.contributions.get(ActionKind.BACKWARD)
-        if whole is not None:
-            return whole
+        whole_backward = self.contributions.get(ActionKind.BACKWARD)
+        if whole_backward is not None:
+            return whole_backward
         halves = [self.contributions.get(kind) for kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)]
         if None in halves:
             return [0] * len(self.counts)

@@ -215,9 +215,9 @@ class PipelineExecutor:
         self, step: _StepState, chunks: EagerRunner, data: DataParallel, kind: ActionKind, chunk: int, i: int
     ) -> None:
         grad = None
-        next_ = self._next[chunk]
-        if next_ is not None:
-            next_stage, next_chunk = next_
+        following = self._next[chunk]
+        if following is not None:
+            next_stage, next_chunk = following
             if next_stage == self.stage:
                 grad = step.grads.pop((next_chunk, i))
             else:
@@ -239,16 +239,16 @@ class PipelineExecutor:
         outputs = []
         for i in range(microbatches):
             y = None
-            for chunk, (previous, next_) in enumerate(zip(self._previous, self._next, strict=True)):
+            for chunk, (previous, following) in enumerate(zip(self._previous, self._next, strict=True)):
                 x = None
                 self.runtime.calls.set_action(b"evaluate", chunk, i)
                 if previous is not None:
                     # The previous chunk of the same stage has run just before.
                     x = y if previous[0] == self.stage else self._receive(ActionKind.RECV_FORWARD, chunk).wait()
                 y = forward(chunk, i, x)
-                if next_ is None:
+                if following is None:
                     outputs.append(y)
-                elif next_[0] != self.stage:
+                elif following[0] != self.stage:
                     self._send(self._stream(ActionKind.SEND_FORWARD, chunk), y).wait()
         return outputs
 
