@@ -15,12 +15,15 @@ from megascale.observe.analysis.operation_trace import read_run_trace
 from megascale.observe.analysis.step_timeline import read_step_timeline
 from megascale.observe.store.tables import SpanTables
 from megascale.parallel.linear_precision import LinearPrecision
+from megascale.simulate.event import simulate
 from tests.exact import test_checkpoints as checkpoints
 from tests.exact.cases import Case, case
 from tests.exact.compare import assert_equal
 from tests.exact.training import STEPS, Told, make_engine, run_step, train
 from tests.extend import schedules  # registers them, in the worker processes too
 from tests.extend.packaged import install
+from tests.simulate.simulator_cases import GPT_13B, calm
+from tests.simulate.simulator_cases import case as simulated_case
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -223,3 +226,12 @@ def test_a_run_with_a_v_is_trained_recorded_explained_and_planned(megascale, tin
     planned = megascale("plan", tiny, *arguments, "--gpus", "2", "--json")
     assert planned.returncode == 0, planned.stderr
     assert json.loads(planned.stdout)["schedule"]
+
+
+def test_the_simulator_prices_smaller_bubbles():
+    """Replayed with times of a model and a cluster, a split backward is faster than a whole one."""
+    seconds = {
+        name: simulate(calm(), simulated_case(1, 4, virtual, 1, 1, 32, model=GPT_13B), schedule=name).seconds
+        for name, virtual in (("1f1b", 1), ("zb_h1", 1), ("interleaved", 2), ("zb_v", 2))
+    }
+    assert seconds["zb_v"] < seconds["zb_h1"] < seconds["interleaved"] < seconds["1f1b"]
