@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megascale.core.chunk_map import Placement, make_chunk_map
+from megascale.core.chunk_map import Placement, make_chunk_map, round_robin
 from megascale.core.replay import ActionGraph, replay_schedule
 from megascale.core.schedule import COMPUTES, RECEIVES, SENDS, ActionKind, Schedule
 from megascale.core.spans import COMPUTE_LABELS, SPAN_OF_ACTION, SpanKind
@@ -195,7 +195,9 @@ _CollectiveKey = tuple[Any, ...]
 class _TimelineBuilder:
     """The steps of the ranks that were read, and the messages and collectives that connect them."""
 
-    def __init__(self, steps: dict[int, RankStep], stage_by_rank: dict[int, int], placement: Placement) -> None:
+    def __init__(
+        self, steps: dict[int, RankStep], stage_by_rank: dict[int, int], placement: Placement = round_robin
+    ) -> None:
         self.steps = steps
         self.stages = max(stage_by_rank.values()) + 1
         chunks = [
