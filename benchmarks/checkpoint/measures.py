@@ -360,7 +360,7 @@ def _flat_cuts(
             BufferMember(
                 p.numel(),
                 any(piece.decay for piece in spec.pieces),
-                spec.replicated,
+                spec.summed_axes,
                 tied and any(piece.name == TIED for piece in spec.pieces),
             )
             for p, spec in zip(parameters, specs, strict=True)

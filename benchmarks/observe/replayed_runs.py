@@ -74,7 +74,7 @@ def _take(ingest: Ingest, ring: SpanRing) -> None:
 
 def _write_ranks(file: Path, job: Job) -> None:
     """Who the ranks are; all of them in one host's folder, which stands for the hosts that it would be."""
-    grid = Grid(job.tensor, job.data, job.stages, HOST_RANKS)
+    grid = Grid(tensor=job.tensor, data=job.data, pipeline=job.stages, ranks_per_host=HOST_RANKS)
     with open(file, "w") as out:
         for rank in range(job.world):
             at = grid.coordinate(rank)

@@ -116,7 +116,7 @@ def measure(ranks: int, store: str, protocol: str, calls: int, redis_server: str
     from benchmarks.rendezvous import crowd
     from megascale.core.grid import Grid
 
-    grid = Grid.from_world_size(ranks, TENSOR, PIPELINE)
+    grid = Grid.from_world_size(ranks, tensor=TENSOR, pipeline=PIPELINE)
     part, total, run = _ordered(grid), 0, 0
     if protocol == "per-group-barrier":
         names = megatron_groups(grid)

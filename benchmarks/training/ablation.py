@@ -120,7 +120,7 @@ def ablation(
     processes = count_processes(config, api.visible_gpus())
     grid = lay_out(config, processes).grid
     length = config.model.sequence_length
-    rows, nothing = rows_of(config, grid.data, window or max(1, length // 4), cuda)
+    rows, nothing = rows_of(config, grid.replicas, window or max(1, length // 4), cuda)
     if unknown := set(row) - {r.name for r in rows}:
         raise ConfigError(f"--row={unknown.pop()}: this configuration has {', '.join(r.name for r in rows)}")
     rows = [r for r in rows if not row or r.name in row]

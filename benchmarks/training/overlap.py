@@ -135,7 +135,7 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
     groups = initialise(
         config, rank=location.rank, world=location.world, local_rank=location.local_rank, device=location.device
     )
-    axis = Axis(groups.tensor, config.parallel.tensor, location.rank)
+    axis = Axis(groups.by_kind.get("tensor"), config.parallel.tensor, location.rank)
     dtype, model = DTYPES[config.train.precision], config.model
     rows = model.sequence_length * config.train.micro_batch
     part = rows // axis.size * model.hidden * torch.empty(0, dtype=dtype).element_size()

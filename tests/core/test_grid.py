@@ -1,14 +1,18 @@
 """The grid: rank and coordinate are each other's inverse, groups partition the world, neighbours share a host."""
 
+import pickle
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.core.grid import AXES, Coordinate, Grid
+from megascale.config.axes import AXES
+from megascale.core.grid import Coordinate, Grid
 from megascale.errors import FitError
 
-GRIDS = st.builds(Grid, st.integers(1, 6), st.integers(1, 6), st.integers(1, 6), st.integers(1, 9))
-SOME_AXES = st.lists(st.sampled_from(AXES), unique=True).map(tuple)
+SIZES = dict.fromkeys(AXES, st.integers(1, 4))
+GRIDS = st.builds(Grid, ranks_per_host=st.integers(1, 9), **SIZES)
+SOME_AXES = st.lists(st.sampled_from(list(AXES)), unique=True).map(tuple)
 
 
 @settings(deadline=None)
@@ -33,7 +37,8 @@ def test_groups_partition_the_world(grid, axes):
         for rank in group:
             assert grid.group(axes, rank) == group
             at, first = grid.coordinate(rank), grid.coordinate(group[0])
-            assert all(getattr(at, axis) == getattr(first, axis) for axis in AXES if axis not in axes)
+            assert all(at[axis] == first[axis] for axis in AXES if axis not in axes)
+            assert group[grid.index(axes, rank)] == rank
 
 
 @settings(deadline=None)
@@ -41,7 +46,7 @@ def test_groups_partition_the_world(grid, axes):
 def test_axes_from_fastest_to_slowest(grid):
     ranks = range(grid.world_size)
     assert [grid.coordinate(r).tensor for r in ranks] == [r % grid.tensor for r in ranks]
-    assert [grid.coordinate(r).pipeline for r in ranks] == [r // (grid.tensor * grid.data) for r in ranks]
+    assert [grid.coordinate(r).pipeline for r in ranks] == [r // (grid.world_size // grid.pipeline) for r in ranks]
     for group in grid.groups("tensor"):
         assert group == list(range(group[0], group[0] + grid.tensor))
 
@@ -56,27 +61,33 @@ def test_tensor_groups_stay_on_one_host_when_they_divide_it(grid):
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
 def test_data_is_what_is_left(tensor, pipeline, data):
-    assert Grid.from_world_size(tensor * pipeline * data, tensor, pipeline) == Grid(tensor, data, pipeline)
-    assert Grid.from_world_size(tensor * pipeline * data, tensor, pipeline, data).data == data
+    grid, world = Grid(tensor=tensor, data=data, pipeline=pipeline), tensor * pipeline * data
+    assert hash(grid) == hash(pickle.loads(pickle.dumps(grid)))
+    assert Grid.from_world_size(world, tensor=tensor, pipeline=pipeline) == grid
+    assert Grid.from_world_size(world, tensor=tensor, pipeline=pipeline, data=data) == grid
 
 
 def test_errors_name_what_would_fit():
     with pytest.raises(FitError, match="such as 12288 ranks"):
-        Grid.from_world_size(12290, 8, 8)
+        Grid.from_world_size(12290, tensor=8, pipeline=8)
     with pytest.raises(FitError, match="use 24 ranks"):
-        Grid.from_world_size(16, 2, 4, data=3)
+        Grid.from_world_size(16, tensor=2, pipeline=4, data=3)
     with pytest.raises(FitError, match="tensor=0"):
         Grid(tensor=0)
     with pytest.raises(IndexError, match="rank 8"):
-        Grid(2, 2, 2).coordinate(8)
+        Grid(tensor=2, data=2, pipeline=2).coordinate(8)
     with pytest.raises(IndexError, match="data=2"):
-        Grid(2, 2, 2).rank(Coordinate(0, 2, 0))
+        Grid(tensor=2, data=2, pipeline=2).rank(Coordinate(data=2))
     with pytest.raises(KeyError, match="no axis"):
         Grid().size("expert")
+    with pytest.raises(KeyError, match="no axis"):
+        Grid(expert=2)
+    with pytest.raises(FitError, match=r"parallel.context=2 is not supported.*set --parallel.context=1"):
+        Grid.from_world_size(4, context=2)
 
 
 def test_the_paper_s_layout():
-    grid = Grid.from_world_size(12288, 8, 8)
+    grid = Grid.from_world_size(12288, tensor=8, pipeline=8)
     assert (grid.data, grid.host_count) == (192, 1536)
     assert grid.group("pipeline", 0) == [1536 * s for s in range(8)]
     assert len(grid.groups(("tensor", "data"))) == 8

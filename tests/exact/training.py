@@ -135,7 +135,7 @@ def observe(engine: Engine, report: Told) -> None:
 def run_step(engine: Engine, step: int, report: Told) -> None:
     """One optimizer step on tokens that depend on the step and the sample only."""
     config = engine.config
-    train, share = config.train, config.train.global_batch // engine.layout.grid.data
+    train, share = config.train, config.train.global_batch // engine.layout.grid.replicas
 
     def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
         first = engine.data_rank * share + i * train.micro_batch
@@ -147,7 +147,7 @@ def run_step(engine: Engine, step: int, report: Told) -> None:
     result = engine.step(batch, step, learning_rate(config.lr, step, STEPS), has_next_step=step < STEPS)
     data = engine.data_parallel
     # What the next step needs first is on its way by now, and nothing is after the last.
-    moves = data.overlap and data.buffers[0].zero > 0 and engine.layout.grid.data > 1
+    moves = data.overlap and data.buffers[0].zero > 0 and engine.layout.grid.shards > 1
     assert data.is_gathering(0) == (step < STEPS and moves)
     report.losses.append(float(result.loss))
     report.norms.append(float(result.grad_norm))

@@ -159,12 +159,12 @@ def steps(groups: Any, device: Any, arguments: argparse.Namespace) -> dict[str, 
         began = time.perf_counter()
         for _ in range(8):
             b = a @ a
-            if groups.tensor is not None:
-                dist.all_reduce(b, group=groups.tensor)
+            if "tensor" in groups.by_kind:
+                dist.all_reduce(b, group=groups.by_kind["tensor"])
             sum(range(2000))  # Python that holds the interpreter
-        for group in (groups.data_reduce, groups.model, groups.stage):
-            if group is not None:
-                dist.all_reduce(flat, group=group)
+        for kind in ("data_reduce", "model", "stage"):
+            if kind in groups.by_kind:
+                dist.all_reduce(flat, group=groups.by_kind[kind])
         p2p_channels(groups, a)
         # As training does: a flag of the world, read on the host.
         flag = torch.zeros(1, device=device)

@@ -40,7 +40,7 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
     for t in range(tensor):
         for d in range(data):
             module = chunk(Axis(None, tensor, t), block=block, tied_embeddings=tied)
-            axes = Axes(data=Axis(None, data, d), tensor=Axis(None, tensor, t))
+            axes = Axes(data=Axis(None, data, d), own={"tensor": Axis(None, tensor, t)})
             flat = ParamAndGradBuffer(module, torch.device("cpu"), axes, zero, bucket)
             for shard in flat.shards:
                 assert shard.params.shape == shard.grads.shape
@@ -49,7 +49,7 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
                 assert edges == sorted(edges)
                 for extent in shard.extents:
                     # Replicas all own what they hold; it counts on the first of them only.
-                    if (extent.spec.replicated and t > 0) or (zero == 0 and d > 0):
+                    if (not extent.spec.is_counted({"tensor": t})) or (zero == 0 and d > 0):
                         continue
                     for piece, offsets, view in extent_boxes(extent, shard.params):
                         full = owned.setdefault(piece.name, np.zeros(piece.shape, int))
@@ -60,7 +60,14 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
 
 @given(
     st.lists(
-        st.builds(BufferMember, st.integers(1, 300), st.booleans(), st.booleans(), st.just(False), st.booleans()),
+        st.builds(
+            BufferMember,
+            st.integers(1, 300),
+            st.booleans(),
+            st.sampled_from([(), ("tensor",)]),
+            st.just(False),
+            st.booleans(),
+        ),
         min_size=1,
         max_size=12,
     ),
@@ -71,7 +78,7 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
 @settings(max_examples=60, deadline=None)
 def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
     if tied:
-        members = [BufferMember(50, True, False, tied=True), *members]
+        members = [BufferMember(50, True, (), tied=True), *members]
     layout = lay_out(members, ranks, limit)
     assert sorted(i for span in layout.buckets for i in span.members) == list(range(len(members)))
     edges = [0]
@@ -79,7 +86,7 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
         assert span.start == edges[-1]
         edges.append(span.stop)
         assert (span.stop - span.start) % ranks == 0
-        kinds = {(members[i].tied, members[i].replicated, members[i].float8_gather) for i in span.members}
+        kinds = {members[i].region for i in span.members}
         assert len(kinds) == 1
         used = [(layout.starts[i], layout.starts[i] + members[i].count) for i in span.members]
         assert all(start % ALIGN == 0 for start, _ in used)
@@ -93,27 +100,23 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
         assert [start for start, _ in shards] == [span.start, *(stop for _, stop in shards[:-1])]
         assert shards[-1][1] == span.stop
         if limit is None:  # of one kind all are in one bucket
-            assert kinds not in [
-                {(members[i].tied, members[i].replicated, members[i].float8_gather) for i in peer.members}
-                for peer in layout.buckets[:number]
-            ]
+            assert kinds not in [{members[i].region for i in peer.members} for peer in layout.buckets[:number]]
     assert layout.size == edges[-1]
-    replicated = {span.start for span in layout.buckets if members[span.members[0]].replicated}
-    start, stop = layout.replicated
-    assert replicated == {span.start for span in layout.buckets if start <= span.start < stop}
-    assert {start, stop} <= set(edges)
+    summed = {span.start for span in layout.buckets if members[span.members[0]].summed}
+    inside = {s.start for s in layout.buckets for part in layout.summed if part.start <= s.start < part.stop}
+    assert summed == inside
     assert layout.tied_bucket == (len(layout.buckets) - 1 if tied else None)
 
 
 def test_only_replicated_gradients_wait_for_the_tensor_axis():
     """The embedding of a first stage lies right behind them, and leaves within its backward."""
     for tensor in (1, 2):
-        axes = Axes(tensor=Axis(None, tensor, 0), tied=Axis(None, 2, 0))
+        axes = Axes(own={"tensor": Axis(None, tensor, 0)}, tied=Axis(None, 2, 0))
         flat = ParamAndGradBuffer(chunk(axes.tensor), torch.device("cpu"), axes, 1, 500)
         assert flat.layout.tied_bucket == len(flat.layout.buckets) - 1
         for number, span in enumerate(flat.layout.buckets):
-            waits = data_parallel._needs_tensor_reduction(flat, number)
-            assert waits == (tensor > 1 and flat.parameters[span.members[0]].spec.replicated)
+            waits = data_parallel._needs_sums(flat, number)
+            assert waits == (tensor > 1 and bool(flat.parameters[span.members[0]].spec.summed_axes))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])

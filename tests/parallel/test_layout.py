@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from megascale.parallel.buffer_layout import ALIGN, BufferMember, FlatLayout, lay_out
 
 sizes = st.one_of(st.integers(1, 300), st.sampled_from([ALIGN, 2 * ALIGN, 64 * ALIGN]))
-plain = st.builds(BufferMember, sizes, decay=st.booleans(), replicated=st.booleans(), float8_gather=st.booleans())
+SUMS = ((), ("tensor",), ("tensor", "expert"))  # axes over which gradients are summed first
+plain = st.builds(BufferMember, sizes, decay=st.booleans(), summed=st.sampled_from(SUMS), float8_gather=st.booleans())
 
 
 @st.composite
@@ -18,7 +19,7 @@ def chunks(draw: st.DrawFn) -> list[BufferMember]:
     """A chunk's parameters, with a tied embedding in front, behind, or not at all."""
     members = draw(st.lists(plain, min_size=1, max_size=20))
     alone = draw(st.sampled_from(["none", "first", "last"]))
-    tied = [BufferMember(draw(sizes), decay=True, replicated=False, tied=True)]
+    tied = [BufferMember(draw(sizes), decay=True, summed=draw(st.sampled_from(SUMS)), tied=True)]
     return members if alone == "none" else tied + members if alone == "first" else members + tied
 
 
@@ -76,14 +77,12 @@ def test_what_is_treated_alike_is_contiguous(members, ranks, bucket):
         inside = [i for i, k in zip(order, kinds, strict=True) if k == kind]
         assert inside == sorted(inside, reverse=True), "backward finishes the last parameters first"
     # The shared region holds the shared members, all of them, and nobody else, in buckets of its own.
-    start, stop = layout.replicated
     for m, (a, b) in zip(members, spans(layout, members), strict=True):
-        assert (start <= a and b <= stop) if m.replicated else (b <= start or a >= stop)
-    if any(m.replicated for m in members):
-        assert start in {span.start for span in layout.buckets}
-        assert stop in {span.stop for span in layout.buckets}
-    else:
-        assert start == stop
+        around = [part.axes for part in layout.summed if part.start < b and a < part.stop]
+        assert around == ([m.summed] if m.summed else [])
+    for part in layout.summed:
+        assert part.start in {span.start for span in layout.buckets}
+        assert part.stop in {span.stop for span in layout.buckets}
 
 
 @cases
@@ -96,7 +95,7 @@ def test_a_tied_embedding_has_a_bucket_of_its_own(members, ranks, bucket):
     assert layout.tied_bucket is not None
     assert layout.buckets[layout.tied_bucket].members == tuple(alone)
     # Another stage lays out the same embedding among other members: its shards must be the same ones.
-    present = lay_out([BufferMember(5, False, True), members[alone[0]]], ranks, None)
+    present = lay_out([BufferMember(5, False, ("tensor",)), members[alone[0]]], ranks, None)
     assert present.tied_bucket is not None
     ours, theirs = layout.buckets[layout.tied_bucket], present.buckets[present.tied_bucket]
     assert ours.stop - ours.start == theirs.stop - theirs.start
@@ -106,7 +105,7 @@ def test_a_tied_embedding_has_a_bucket_of_its_own(members, ranks, bucket):
 @settings(max_examples=200)
 def test_buckets_are_as_large_as_asked_for(members, ranks, bucket):
     layout = lay_out(members, ranks, bucket)
-    regions = len({(m.tied, m.replicated, m.float8_gather) for m in members})
+    regions = len({m.region for m in members})
     if bucket is None:
         assert len(layout.buckets) == regions
         return

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from megascale.core.chunk_map import make_chunk_map, round_robin, v_shape
 from megascale.core.grid import Grid
-from megascale.rendezvous.group_plan import AXIS_KINDS, edge_rounds, plan_groups, rank_groups
+from megascale.rendezvous.group_plan import edge_rounds, group_axes, plan_groups, rank_groups
 
 sizes = st.integers(1, 5)
 
@@ -13,7 +13,7 @@ sizes = st.integers(1, 5)
 @given(sizes, sizes, sizes, st.integers(1, 3), st.sampled_from([round_robin, v_shape]), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_each_rank_sees_its_part_of_the_one_order(tensor, data, pipeline, virtual, placement, tied):
-    grid = Grid(tensor, data, pipeline)
+    grid = Grid(tensor=tensor, data=data, pipeline=pipeline)
     chunk_map = make_chunk_map(pipeline, virtual, placement)
     plan = plan_groups(grid, chunk_map, tied)
     names = [spec.name for spec in plan]
@@ -25,9 +25,9 @@ def test_each_rank_sees_its_part_of_the_one_order(tensor, data, pipeline, virtua
 @given(sizes, sizes, sizes, st.integers(1, 3), st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_members_agree_on_what_the_grid_says(tensor, data, pipeline, virtual, tied):
-    grid = Grid(tensor, data, pipeline)
+    grid = Grid(tensor=tensor, data=data, pipeline=pipeline)
     plan = plan_groups(grid, make_chunk_map(pipeline, virtual), tied)
-    for kind, axes in AXIS_KINDS.items():
+    for kind, axes in group_axes().items():
         size = 1
         for axis in axes:
             size *= grid.size(axis)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megascale import config
 from megascale.core.failure import find_errno
 from megascale.errors import ConfigError, FitError, TrainingError
-from megascale.rendezvous.group_plan import AXIS_KINDS
+from megascale.rendezvous.group_plan import group_axes
 from megascale.rendezvous.groups import shutdown
 from megascale.rendezvous.start_job import initialise, job_facts
 from megascale.rendezvous.stores import StoreRequest, is_loopback, job_name, open_store
@@ -34,12 +34,10 @@ def use_groups(rank: int, world: int, overrides: list[str], pause: str = "") -> 
     began = time.perf_counter()
     groups = start(rank, world, overrides)
     observed: dict[str, object] = {"seconds": time.perf_counter() - began, "report": groups.report()}
-    for kind in [*AXIS_KINDS, "embedding"]:
-        group = getattr(groups, kind)
-        if group is not None:
-            total = torch.tensor([2.0**rank])
-            dist.all_reduce(total, group=group)
-            observed[kind] = [r for r in range(world) if int(total.item()) >> r & 1]
+    for kind, group in groups.by_kind.items():
+        total = torch.tensor([2.0**rank])
+        dist.all_reduce(total, group=group)
+        observed[kind] = [r for r in range(world) if int(total.item()) >> r & 1]
     for direction in ("forward", "backward"):
         sender, receiver = (
             next((channel for (use, _), channel in groups.p2p.items() if use == f"{end}_{direction}"), None)
@@ -79,16 +77,16 @@ def test_groups_of_real_processes_are_the_grids(ranks, store, tensor, pipeline, 
         overrides.append(f"rendezvous.url={server.url}")
     ranks.start(use_groups, range(world), world, overrides)
     result = ranks.results(world)
-    from megascale.core.grid import Coordinate, Grid
+    from megascale.core.grid import Grid
 
-    grid = Grid.from_world_size(world, tensor, pipeline)
+    grid = Grid.from_world_size(world, tensor=tensor, pipeline=pipeline)
     for rank, observed in result.items():
         assert isinstance(observed, dict), observed
         at = grid.coordinate(rank)
-        for kind, axes in AXIS_KINDS.items():
+        for kind, axes in group_axes().items():
             members = grid.group(axes, rank)
             assert observed.get(kind) == (members if len(members) > 1 else None), kind
-        ends = [grid.rank(Coordinate(stage, at.data, at.tensor)) for stage in (0, pipeline - 1)]
+        ends = [grid.rank(at.move(pipeline=stage)) for stage in (0, pipeline - 1)]
         tied = pipeline > 1 and at.pipeline in (0, pipeline - 1)
         assert observed.get("embedding") == (ends if tied else None)
         for direction, step in (("forward", 1), ("backward", -1)):
@@ -97,7 +95,7 @@ def test_groups_of_real_processes_are_the_grids(ranks, store, tensor, pipeline, 
 
             def peer(stage: int) -> int | None:
                 inside = 0 <= stage < pipeline
-                return grid.rank(Coordinate(stage % pipeline, at.data, at.tensor)) if inside or ring else None  # noqa: B023
+                return grid.rank(at.move(pipeline=stage % pipeline)) if inside or ring else None  # noqa: B023
 
             assert observed[direction] == (peer(to), peer(received)), direction
     if server is not None:
@@ -284,8 +282,8 @@ def test_one_process_needs_no_address(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     groups = start(0, 1, [])
-    assert groups.p2p_channels() == []
-    assert groups.tensor is groups.data_reduce is groups.model is None
+    assert groups.p2p == {}
+    assert groups.by_kind == {}
     shutdown(groups)
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT are not set"):
         start(0, 2, [])

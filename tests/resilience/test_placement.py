@@ -14,7 +14,7 @@ from megascale.core.launch_files import PlacementFile
 
 def placed(path: Path, *nodes: str) -> str:
     """A setting that names a placement of a job of two ranks on nodes of one."""
-    grid = Grid(1, len(nodes), 1, ranks_per_host=1)
+    grid = Grid(data=len(nodes), ranks_per_host=1)
     PlacementFile("by hand", grid, tuple(range(len(nodes))), nodes).write(path)
     return f"--resilience.placement={path}"
 

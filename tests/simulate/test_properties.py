@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.core.grid import Coordinate, Grid
+from megascale.core.grid import Grid
 from megascale.simulate.calibration import Constants
 from megascale.simulate.closed import (
     contention,
@@ -115,8 +115,8 @@ def test_neighbours_stand_where_the_grid_puts_them():
     """Hops of a model that stay on a host, counted rank by rank."""
     cluster = load_cluster("h200-host")
     for tensor, pipeline, data in ((1, 8, 1), (2, 4, 1), (2, 8, 1), (4, 4, 1), (2, 2, 2), (8, 4, 2), (1, 16, 2)):
-        grid = Grid(tensor, data, pipeline)
-        ranks = [[grid.rank(Coordinate(p, d, t)) for p in range(pipeline)] for d in range(data) for t in range(tensor)]
+        grid = Grid(tensor=tensor, data=data, pipeline=pipeline)
+        ranks = grid.groups("pipeline")
         near = [sum(a // 8 == b // 8 for a, b in pairwise(model)) for model in ranks]
         single = case(tensor, pipeline, 1, data, 1, pipeline * data, MEGASCALE, GPT_13B)
         assert float(neighbours_on_host(cluster, single)) == pytest.approx(sum(near) / len(near))

@@ -107,7 +107,7 @@ def test_without_shared_memory_there_are_times_and_no_spans(monkeypatch, caplog)
 
     monkeypatch.setattr(os, "memfd_create", none)
     runtime = Runtime()
-    timers = RankTimers(load(None, []), RankInfo(0, 1, 0, 1, torch.device("cpu")), runtime, Grid(1, 1, 1, 1), 0)
+    timers = RankTimers(load(None, []), RankInfo(0, 1, 0, 1, torch.device("cpu")), runtime, Grid(ranks_per_host=1), 0)
     assert "keeps no spans" in caplog.text
     runtime.recorder.begin_step(1)
     runtime.recorder.end_step()

@@ -122,12 +122,12 @@ def _print_layout(cost: LayoutCost, console: Console) -> None:
     table = Table(title=f"{train.name} on {grid.world_size:,} GPUs", title_justify="left", show_header=False)
     table.add_column(style="bold")
     table.add_column()
-    table.add_row("layout", f"tensor {grid.tensor} x data {grid.data} x pipeline {grid.pipeline}, {hosts}")
+    table.add_row("layout", f"{grid.describe()}, {hosts}")
     table.add_row("pipeline", pipeline)
     table.add_row(
         "batch",
         f"{train.global_batch:,} sequences = {facts['tokens_per_step']:,} tokens: {cost.layout.microbatches} "
-        f"micro-batches of {train.micro_batch} on each of {grid.data} replicas",
+        f"micro-batches of {train.micro_batch} on each of {grid.replicas} replicas",
     )
     table.add_row("sharding", f"ZeRO-{parallel.zero}, recompute {parallel.recompute}, {train.precision}")
     table.add_row("parameters", f"{facts['parameters'] / 1e9:,.3f} billion")

@@ -142,7 +142,7 @@ def _describe_layout(config: Config, world: int) -> list[tuple[str, str]]:
     grid, parallel = plan.layout.grid, config.parallel
     rows = []
     if world > 1:
-        layout = f"tensor {grid.tensor} x data {grid.data} x pipeline {grid.pipeline}"
+        layout = grid.describe()
         if parallel.virtual_stages > 1:
             layout += f", {parallel.virtual_stages} chunks per stage"
         if parallel.micro_batch_group_size:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 
+from megascale.config.axes import AXES
 from megascale.config.base import MAX_COUNT, MAX_LAYERS, Section
 
 
@@ -38,8 +40,14 @@ class ParallelConfig(Section):
         description="consecutive micro-batches of a chunk (interleaved 1F1B); default: parallel.pipeline. On slow "
         "networks a larger group hides more of the gradient and parameter transfers, and holds more activations",
     )
+    context: int = Field(
+        1, ge=1, le=1_000_000, description="ranks that divide the tokens of each sequence; above 1 is not supported yet"
+    )
     data: int | None = Field(
         None, ge=1, le=1_000_000, description="data-parallel ranks; default: all ranks / (tensor x pipeline)"
+    )
+    axes: list[str] = Field(
+        [], description="ranks along axes of plugins, each as NAME=SIZE; the axes are registered in config/axes.py"
     )
     layer_split: list[Layers] | None = Field(
         None,
@@ -74,6 +82,34 @@ class ParallelConfig(Section):
         "the MLP's; selective: both; full: whole layers from their input",
     )
     gpus_per_host: int = Field(8, ge=1, le=1_000_000, description="ranks on one host, for placement and planning")
+
+    @field_validator("axes")
+    @classmethod
+    def _check_axes(cls, axes: list[str]) -> list[str]:
+        for entry in axes:
+            name, _, size = entry.partition("=")
+            AXES.validate_name(name)
+            if AXES[name].key:
+                raise ValueError(f"parallel.axes={entry!r} names a built-in axis; set {AXES[name].key} instead")
+            if not size.isdecimal() or int(size) < 1:
+                raise ValueError(f"parallel.axes={entry!r} has no size of 1 or more; write it as {name}=2")
+        return axes
+
+    def axis_sizes(self) -> dict[str, int | None]:
+        """Return the ranks along each axis, from the fastest to the slowest; None for an axis that fills the world."""
+        sizes: dict[str, int | None] = {}
+        plugin_sizes = dict(entry.split("=") for entry in self.axes)
+        for name, facts in AXES.items():
+            if facts.key:
+                sizes[name] = getattr(self, name)
+            else:
+                sizes[name] = int(plugin_sizes.get(name, 1))
+        return sizes
+
+    @property
+    def model_ranks(self) -> int:
+        """Number of ranks without the axis that fills the world."""
+        return prod(size or 1 for axis, size in self.axis_sizes().items() if axis != AXES.filling)
 
 
 # Layers at least this wide and micro-batches at most this large gained 0.4 to 1.4% from independent GEMMs on a side

@@ -56,6 +56,7 @@ _ALIASES: dict[str, str] = {
     "parallel.pipeline": "pp pp_size pp_degree pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
     "pipeline_model_parallel_size stages num_stages",
     "parallel.virtual_stages": "vpp vp interleave virtual_pipeline virtual_pipeline_model_parallel_size",
+    "parallel.context": "cp cp_size cp_degree context_parallel context_parallel_size context_parallel_degree",
     "parallel.data": "dp ddp dp_size dp_degree data_parallel data_parallel_size data_parallel_degree replicas",
     "parallel.zero": "zero_stage zero1 zero2 fsdp sharding_strategy use_distributed_optimizer distributed_optimizer",
     "parallel.schedule": "pipeline_schedule pipeline_parallel_schedule",

@@ -1,75 +1,172 @@
 """Grid of ranks: maps rank to coordinate, group and host. All rank arithmetic is in this module.
 
-Axes from fastest to slowest: tensor, data, pipeline. Tensor-parallel ranks are neighbours, so a group lies
+The axes, from fastest to slowest, are those of config/axes.py. Tensor-parallel ranks are neighbours, so a group lies
 inside one host; data-parallel ranks come next, so that gradient traffic stays near (MegaScale section 2 gives
 data parallelism priority over pipeline parallelism in placement).
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
+from math import prod
 
+from megascale.config import ParallelConfig
+from megascale.config.axes import AXES
 from megascale.errors import FitError
 
-AXES = ("tensor", "data", "pipeline")
+
+class Coordinate(Mapping[str, int]):
+    """Position of a rank on each axis: a mapping, with attributes for the axes that code reads by name."""
+
+    __slots__ = ("_positions",)
+
+    def __init__(self, **positions: int) -> None:
+        self._positions = positions
+
+    def __getitem__(self, axis: str) -> int:
+        return self._positions[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._positions)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._positions.items()))
+
+    def __repr__(self) -> str:
+        return f"Coordinate({', '.join(f'{axis}={position}' for axis, position in self.items())})"
+
+    @property
+    def tensor(self) -> int:
+        """Position on the tensor axis."""
+        return self["tensor"]
+
+    @property
+    def data(self) -> int:
+        """Position on the data axis."""
+        return self["data"]
+
+    @property
+    def pipeline(self) -> int:
+        """Position on the pipeline axis: the stage."""
+        return self["pipeline"]
+
+    def move(self, **positions: int) -> Coordinate:
+        """Return the coordinate with other positions on the given axes."""
+        return Coordinate(**(self._positions | positions))
 
 
-@dataclass(frozen=True, order=True)
-class Coordinate:
-    """Position of a rank on each axis."""
-
-    pipeline: int
-    data: int
-    tensor: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Grid:
     """Sizes of the axes and of a host.
 
-    Attributes:
-        tensor, data, pipeline: ranks along each axis.
+    Args:
         ranks_per_host: processes (one per GPU) on one host.
+        sizes: ranks along each axis; 1 for axes left out.
+
+    Attributes:
+        axes: (axis, ranks along it), from the fastest axis to the slowest.
+        ranks_per_host: as given.
     """
 
-    tensor: int = 1
-    data: int = 1
-    pipeline: int = 1
-    ranks_per_host: int = 8
+    axes: tuple[tuple[str, int], ...]
+    ranks_per_host: int
 
-    def __post_init__(self) -> None:
-        for axis in AXES:
-            if self.size(axis) < 1:
-                raise FitError(f"parallel.{axis}={self.size(axis)} is not positive; set it to 1 or more")
+    def __init__(self, *, ranks_per_host: int = 8, **sizes: int) -> None:
+        for axis, size in sizes.items():
+            if axis not in AXES:
+                raise KeyError(_describe_unknown(axis))
+            if size < 1:
+                raise FitError(f"{AXES.setting(axis)}={size} is not positive; set it to 1 or more")
+        object.__setattr__(self, "axes", tuple((axis, sizes.get(axis, 1)) for axis in AXES))
+        object.__setattr__(self, "ranks_per_host", ranks_per_host)
 
     @classmethod
-    def from_world_size(
-        cls, world_size: int, tensor: int, pipeline: int, data: int | None = None, ranks_per_host: int = 8
-    ) -> Grid:
-        """Return the grid of `world_size` ranks, with the data axis filling the world by default.
+    def from_world_size(cls, world_size: int, *, ranks_per_host: int = 8, **sizes: int | None) -> Grid:
+        """Return the grid of `world_size` ranks, with the data axis filling the world unless its size is given.
 
-        Raises FitError if the sizes do not divide.
+        Raises FitError if the sizes do not divide, or for an axis that does not work yet.
         """
-        model_ranks = tensor * pipeline
+        filling = AXES.filling
+        filled = sizes.pop(filling, None)
+        model_sizes = {axis: size for axis, size in sizes.items() if size is not None}
+        for axis, size in model_sizes.items():
+            if size > 1 and AXES[axis].unavailable:
+                key = AXES.setting(axis)
+                raise FitError(f"{key}={size} is not supported: {AXES[axis].unavailable}; set --{key}=1")
+        model_ranks = prod(model_sizes.values())
+        # Axes of one rank are left out, except those that most people set.
+        named = {axis: size for axis, size in model_sizes.items() if size > 1 or axis in ("tensor", "pipeline")}
         if world_size % model_ranks:
             nearest = max(1, round(world_size / model_ranks)) * model_ranks
+            layout = " x ".join(f"{AXES.setting(axis)}={size}" for axis, size in named.items())
             raise FitError(
-                f"{world_size} ranks cannot be laid out with parallel.tensor={tensor} x parallel.pipeline={pipeline} "
+                f"{world_size} ranks cannot be laid out with {layout} "
                 f"= {model_ranks} ranks per model copy; use a multiple such as {nearest} ranks or change the layout"
             )
         copies = world_size // model_ranks
-        if data is not None and data != copies:
+        if filled is not None and filled != copies:
+            key = AXES.setting(filling)
+            layout = " x ".join(f"{axis} {size}" for axis, size in named.items())
             raise FitError(
-                f"parallel.data={data} but {world_size} ranks / (tensor {tensor} x pipeline {pipeline}) leave "
-                f"{copies}; drop parallel.data or use {data * model_ranks} ranks"
+                f"{key}={filled} but {world_size} ranks / ({layout}) leave "
+                f"{copies}; drop {key} or use {filled * model_ranks} ranks"
             )
-        return cls(tensor, copies, pipeline, ranks_per_host)
+        return cls(ranks_per_host=ranks_per_host, **(model_sizes | {filling: copies}))
 
-    @property
+    @classmethod
+    def from_config(cls, parallel: ParallelConfig, world_size: int) -> Grid:
+        """Return the grid of `world_size` ranks with the configured sizes. Raises FitError if they do not divide."""
+        return cls.from_world_size(world_size, ranks_per_host=parallel.gpus_per_host, **parallel.axis_sizes())
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        """Distance in ranks between neighbours along each axis."""
+        strides = {}
+        stride = 1
+        for axis, size in self.axes:
+            strides[axis] = stride
+            stride *= size
+        return strides
+
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.tensor * self.data * self.pipeline
+        return self.count(self._sizes)
+
+    @property
+    def tensor(self) -> int:
+        """Ranks along the tensor axis."""
+        return self._sizes["tensor"]
+
+    @property
+    def data(self) -> int:
+        """Ranks along the data axis alone; see `replicas` and `shards`."""
+        return self._sizes["data"]
+
+    @property
+    def pipeline(self) -> int:
+        """Ranks along the pipeline axis: stages."""
+        return self._sizes["pipeline"]
+
+    @property
+    def replicas(self) -> int:
+        """Number of parts into which the samples of the global batch are divided."""
+        return self.count(AXES.samples)
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks over which gradients are reduced and optimizer state is sharded."""
+        return self.count(AXES.shards)
 
     @property
     def host_count(self) -> int:
@@ -78,50 +175,69 @@ class Grid:
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along `axis`. Raises KeyError for an unknown axis."""
-        if axis not in AXES:
-            raise KeyError(f"no axis {axis!r}; axes are {', '.join(AXES)}")
-        return int(getattr(self, axis))
+        if axis not in self._sizes:
+            raise KeyError(_describe_unknown(axis))
+        return self._sizes[axis]
+
+    def count(self, axes: Collection[str]) -> int:
+        """Return the number of ranks of a group along `axes`."""
+        return prod(self.size(axis) for axis in axes)
+
+    def describe(self) -> str:
+        """Describe the sizes, such as `tensor 2 x data 4 x pipeline 1`. Other axes of one rank are left out."""
+        usual = ("tensor", "data", "pipeline")
+        return " x ".join(f"{axis} {size}" for axis, size in self.axes if size > 1 or axis in usual)
 
     def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinate of `rank`. Raises IndexError for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is not in a world of {self.world_size}")
-        quotient, tensor = divmod(rank, self.tensor)
-        pipeline, data = divmod(quotient, self.data)
-        return Coordinate(pipeline=pipeline, data=data, tensor=tensor)
+        return Coordinate(**{axis: rank // self._strides[axis] % size for axis, size in self.axes})
 
-    def rank(self, coordinate: Coordinate) -> int:
-        """Return the rank at `coordinate`. Raises IndexError outside the grid."""
-        for axis in AXES:
-            position = getattr(coordinate, axis)
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """Return the rank at `coordinate`; axes left out are at position 0. Raises IndexError outside the grid."""
+        for axis, position in coordinate.items():
             if not 0 <= position < self.size(axis):
                 raise IndexError(f"{axis}={position} is outside 0..{self.size(axis) - 1}")
-        return (coordinate.pipeline * self.data + coordinate.data) * self.tensor + coordinate.tensor
+        return sum(position * self._strides[axis] for axis, position in coordinate.items())
 
     def host(self, rank: int) -> int:
         """Return the host that runs `rank`."""
         return rank // self.ranks_per_host
 
-    def group(self, axes: tuple[str, ...] | str, rank: int) -> list[int]:
+    def group(self, axes: Collection[str] | str, rank: int) -> list[int]:
         """Return the ranks that share all coordinates with `rank` except on `axes`, ascending."""
         axes = (axes,) if isinstance(axes, str) else axes
         coordinate = self.coordinate(rank)
-        positions = {}
-        for axis in AXES:
-            position = getattr(coordinate, axis)
-            if axis in axes:
-                positions[axis] = range(self.size(axis))
-            else:
-                positions[axis] = range(position, position + 1)
-        return self._ranks_at(positions)
+        origin = rank - sum(coordinate[axis] * self._strides[axis] for axis in axes)
+        return [origin + offset for offset in self._offsets(axes)]
 
-    def groups(self, axes: tuple[str, ...] | str) -> list[list[int]]:
+    def groups(self, axes: Collection[str] | str) -> list[list[int]]:
         """Return all groups along `axes`, a partition of the world; each is ascending, ordered by its first rank."""
         axes = (axes,) if isinstance(axes, str) else axes
-        origins = {axis: range(1) if axis in axes else range(self.size(axis)) for axis in AXES}
-        return [self.group(axes, rank) for rank in self._ranks_at(origins)]
+        offsets = self._offsets(axes)
+        origins = self._offsets([axis for axis in self._sizes if axis not in axes])
+        return [[origin + offset for offset in offsets] for origin in origins]
 
-    def _ranks_at(self, positions: dict[str, range]) -> list[int]:
-        """Return the ranks at all combinations of the positions on each axis, ascending."""
-        combinations = product(positions["pipeline"], positions["data"], positions["tensor"])
-        return [self.rank(Coordinate(pipeline, data, tensor)) for pipeline, data, tensor in combinations]
+    def index(self, axes: Collection[str], rank: int) -> int:
+        """Return the position of `rank` in its group along `axes`."""
+        return self.group(axes, rank).index(rank)
+
+    def is_first(self, axes: Collection[str], rank: int) -> bool:
+        """Return whether `rank` is the first of its group along `axes`."""
+        coordinate = self.coordinate(rank)
+        return not any(coordinate[axis] for axis in axes)
+
+    def replica(self, rank: int) -> int:
+        """Return which part of the global batch's samples `rank` reads, 0 to `replicas` - 1."""
+        return self.index(AXES.samples, rank)
+
+    def _offsets(self, axes: Collection[str]) -> list[int]:
+        """Return the ranks of the group along `axes` that contains rank 0, ascending."""
+        slowest_first = [axis for axis, _ in reversed(self.axes) if axis in axes]
+        ranges = [range(0, self._strides[axis] * self.size(axis), self._strides[axis]) for axis in slowest_first]
+        return [sum(offsets) for offsets in product(*ranges)]
+
+
+def _describe_unknown(axis: str) -> str:
+    return f"no axis {axis!r}; axes are {', '.join(AXES)}"

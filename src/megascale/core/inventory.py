@@ -8,7 +8,7 @@ of its setting, so that a plugin's part brings its own inventory (see tests/exte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -33,6 +33,7 @@ class LogicalTensor:
         init_std: standard deviation of the initial values; None: the constant `init_value`.
         is_gemm_weight: whether every token is multiplied with it.
         padded_rows: size of the first dimension in memory, if that is padded. Rows beyond `shape` have no meaning.
+        other_cuts: (axis, dimension that its ranks divide) of axes other than the tensor axis.
     """
 
     name: str
@@ -42,6 +43,14 @@ class LogicalTensor:
     init_value: float = 0.0
     is_gemm_weight: bool = False
     padded_rows: int | None = None
+    other_cuts: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def cuts(self) -> dict[str, int]:
+        """Dimension that the ranks of each axis divide, for the axes that cut the tensor."""
+        if self.partition_dim is None:
+            return dict(self.other_cuts)
+        return {"tensor": self.partition_dim, **dict(self.other_cuts)}
 
     @property
     def decay(self) -> bool:
@@ -61,13 +70,24 @@ class LogicalTensor:
         return (self.padded_rows, *self.shape[1:])
 
     def local_shape(self, ranks: int) -> tuple[int, ...]:
-        """Return the padded shape on one of `ranks` tensor-parallel ranks."""
+        """Return the padded shape on one of `ranks` tensor-parallel ranks, all of other axes together."""
         return tuple(n // ranks if dim == self.partition_dim else n for dim, n in enumerate(self.padded_shape))
 
-    def piece(self, rank: int, ranks: int) -> Piece:
-        """Return the piece of tensor-parallel rank `rank`."""
-        sizes = self.local_shape(ranks)
-        offsets = [rank * n if dim == self.partition_dim else 0 for dim, n in enumerate(sizes)]
+    def cut_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the padded shape on one rank of axes of these sizes; axes left out have one rank."""
+        shape = list(self.padded_shape)
+        for axis, dim in self.cuts.items():
+            shape[dim] //= sizes.get(axis, 1)
+        return tuple(shape)
+
+    def cut_piece(self, positions: Mapping[str, tuple[int, int]]) -> Piece:
+        """Return the piece of the rank at (index, size) on each axis."""
+        sizes = list(self.padded_shape)
+        offsets = [0] * len(sizes)
+        for axis, dim in self.cuts.items():
+            index, count = positions.get(axis, (0, 1))
+            sizes[dim] //= count
+            offsets[dim] += index * sizes[dim]
         first = min(offsets[0], self.shape[0])
         count = max(0, min(sizes[0], self.shape[0] - first))
         return Piece(self.name, self.shape, Box((first, *offsets[1:]), (count, *sizes[1:])), self.decay)

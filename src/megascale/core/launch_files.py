@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megascale.config.text_files import decode_text
 from megascale.core import strict_json
-from megascale.core.grid import AXES, Grid
+from megascale.core.grid import Grid
 from megascale.core.untrusted_files import read_bounded
 from megascale.errors import ConfigError, DataError
 
@@ -100,10 +100,10 @@ def read_placement(path: Path, grid: Grid, key: str) -> PlacementFile:
         raise DataError(f"{path} is not a placement file; write one with megascale network placement --out") from None
     if version != PLACEMENT_FORMAT:
         raise DataError(f"{path} has format {version!r:.20}, this version reads {PLACEMENT_FORMAT}; write it anew")
-    if file_grid != _grid_sizes(grid):
+    sizes = _grid_sizes(grid)
+    if dict.fromkeys(sizes, 1) | file_grid != sizes:
         raise DataError(
-            f"{path} is for the grid {_describe_sizes(file_grid)}; the job's is {_describe_sizes(_grid_sizes(grid))}. "
-            "Write it anew"
+            f"{path} is for the grid {_describe_sizes(file_grid)}; the job's is {_describe_sizes(sizes)}. Write it anew"
         )
     _check_machines(path, "hosts", hosts, grid.host_count)
     if nodes is not None:
@@ -123,11 +123,11 @@ def _check_machines(path: Path, key: str, machines: Sequence[object], host_count
 
 
 def _grid_sizes(grid: Grid) -> dict[str, int]:
-    return {axis: grid.size(axis) for axis in AXES} | {"ranks_per_host": grid.ranks_per_host}
+    return dict(grid.axes) | {"ranks_per_host": grid.ranks_per_host}
 
 
 def _describe_sizes(sizes: Mapping[str, object]) -> str:
-    return ", ".join(f"{str(name)[:20]} {str(size)[:20]}" for name, size in list(sizes.items())[:5])
+    return ", ".join(f"{str(name)[:20]} {str(size)[:20]}" for name, size in list(sizes.items())[:10])
 
 
 def _parse_hosts(values: object) -> tuple[int, ...]:

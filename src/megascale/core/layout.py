@@ -57,7 +57,7 @@ class Layout:
             parallel.pipeline,
             parallel.virtual_stages,
             self.microbatches,
-            parallel.zero == 2 and self.grid.data > 1,
+            parallel.zero == 2 and self.grid.shards > 1,
             parallel.micro_batch_group_size,
             self.config.overlap.pipeline,
         )
@@ -70,7 +70,7 @@ class Layout:
     @property
     def samples_per_rank(self) -> int:
         """Samples of a step on each data-parallel rank."""
-        return self.config.train.global_batch // self.grid.data
+        return self.config.train.global_batch // self.grid.replicas
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:
@@ -81,7 +81,7 @@ class Layout:
     @property
     def bucket_elements(self) -> int | None:
         """Elements of a data-parallel bucket; None with one data-parallel rank, which has nothing to reduce."""
-        if self.grid.data > 1:
+        if self.grid.shards > 1:
             return self.config.parallel.bucket_elements
         return None
 
@@ -129,12 +129,12 @@ def lay_out(config: Config, world: int) -> Layout:
     except FitError as error:
         faults.append(str(error))
     try:
-        grid = Grid.from_world_size(world, parallel.tensor, parallel.pipeline, parallel.data, parallel.gpus_per_host)
-        microbatches = config.count_microbatches(grid.data)
+        grid = Grid.from_config(parallel, world)
+        microbatches = config.count_microbatches(grid.replicas)
     except FitError as error:
         faults.append(str(error))
     if microbatches is not None and layers is not None:
-        faults += _schedule_faults(config, 1 if grid is None else grid.data, microbatches)
+        faults += _schedule_faults(config, 1 if grid is None else grid.replicas, microbatches)
     if faults or grid is None or layers is None or microbatches is None:
         raise FitError("\n".join(faults))
     return Layout(config, grid, microbatches, tuple(layers))

@@ -404,7 +404,7 @@ def estimate_stage_memory(
     itemsize = DTYPE_BYTES[precision]
     master_itemsize = max(4, itemsize)
     parameters = count_stage_parameters(model, parallel, stage)
-    shard = -(-parameters // grid.data)
+    shard = -(-parameters // grid.shards)
     state = _count_stage_state(model, parallel, stage, optimizer)
     if itemsize < master_itemsize:
         state += parameters
@@ -424,7 +424,7 @@ def estimate_stage_memory(
         graph_buffers = (in_flight - 1) * (workspace + logits)
         if schedule.chunks > 1:
             graph_buffers += 3 * in_flight * message  # input, gradient of the output, gradient of the input
-        if grid.data > 1:
+        if grid.shards > 1:
             stage_layers = assign_stage_layers(model, parallel, stage)
             layer_count = sum(layers.layer_count for layers in stage_layers)
             graph_buffers += ceil(layer_count / schedule.virtual_stages) * saved.layer + workspace + logits
@@ -449,9 +449,9 @@ def _gradient_bytes(
     """Return the bytes of gradient buffers of a stage."""
     by_chunk = _count_parameters_by_chunk(model, parallel, stage)
     parameters = sum(by_chunk)
-    if grid.data == 1:
+    if grid.shards == 1:
         return master_itemsize * parameters
-    shard = -(-parameters // grid.data)
+    shard = -(-parameters // grid.shards)
     two_chunks = 2 * max(by_chunk)
     # With split backwards each chunk may hold a buffer of the pool, and another one is in flight.
     pool_size = schedule.virtual_stages + 1 if schedule.splits_backward else 2

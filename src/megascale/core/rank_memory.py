@@ -75,7 +75,7 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
     if grid is None:
         tensor, data = config.parallel.tensor, 2
     else:
-        tensor, data = grid.tensor, grid.data
+        tensor, data = grid.tensor, grid.shards
     if mode == "off":
         return "kernels.graphs=off"
     if tensor > 1 and config.overlap.tensor in ("async", "off"):

@@ -80,6 +80,15 @@ class SpanAxis(IntEnum):
     WORLD = 4
     STAGE = 5
     EMBEDDING = 6
+    CONTEXT = 7
+    OTHER = 8  # an axis of a plugin
+
+    @classmethod
+    def of_group(cls, kind: str) -> SpanAxis:
+        """Return the axis of a kind of group (rendezvous/group_plan.py), such as DATA for data_reduce."""
+        if kind == "replica":
+            return cls.STAGE
+        return cls.__members__.get(kind.partition("_")[0].upper(), cls.OTHER)
 
     @property
     def label(self) -> str:

@@ -99,7 +99,7 @@ def estimate_stage_traffic(
     sends = int(select_kinds(kinds, *SENDS).sum())
     gather_bytes = 0
     if parallel.zero:
-        gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.data)
+        gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
     if parallel.reduce_dtype == "bfloat16":
         gradient_itemsize = DTYPE_BYTES["bfloat16"]
     else:
@@ -108,7 +108,7 @@ def estimate_stage_traffic(
     embedding_bytes = 0
     if model.tied_embeddings and len(chunk_map.end_stages) > 1 and (is_first or is_last):
         embedding_bytes = master_itemsize * prod(output_matrix(model).local_shape(t))
-    ring_share = (grid.data - 1) / grid.data
+    ring_share = (grid.shards - 1) / grid.shards
     parameters = count_stage_parameters(model, parallel, stage)
     return TrafficEstimate(
         tensor=schedule.microbatches * collectives * hidden_bytes * (t - 1) / t,

@@ -6,6 +6,7 @@ branches share one sum of GEMMs. None of this changes the result.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -29,12 +30,14 @@ class LayerSetup:
         layer: index of the layer, from 0.
         linears: precision of GEMMs, which also has the tensor-parallel axis.
         dtype: type of weights and activations.
+        axes: axes of the grid that parts may communicate along, by name; absent names have a single rank.
     """
 
     model: ModelConfig
     layer: int
     linears: LinearPrecision
     dtype: torch.dtype
+    axes: Mapping[str, Axis] = field(default_factory=dict)
 
     @property
     def axis(self) -> Axis:

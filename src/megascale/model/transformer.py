@@ -6,7 +6,7 @@ which may have size one. Activations are x_SBH = [sequence / tensor ranks, batch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ class Chunk(nn.Module):
         layers: blocks of this chunk; a range means whole blocks.
         first, last: whether the chunk has the embedding, and the loss.
         axis: the tensor-parallel axis.
+        axes: axes of the grid that parts may communicate along, by name.
         dtype: type of weights and activations.
         recompute: value of parallel.recompute.
         linear_precision: value of train.linear_precision.
@@ -48,6 +49,7 @@ class Chunk(nn.Module):
         first: bool,
         last: bool,
         axis: Axis = SINGLE_RANK,
+        axes: Mapping[str, Axis] | None = None,
         dtype: torch.dtype = torch.float32,
         recompute: str = "none",
         linear_precision: str = "default",
@@ -69,7 +71,7 @@ class Chunk(nn.Module):
         if isinstance(layers, range):
             layers = ChunkLayers.from_range(layers)
         self.blocks = nn.ModuleList(
-            make_block(LayerSetup(model, i, self.linears, dtype), recompute, half) for i, half in layers
+            make_block(LayerSetup(model, i, self.linears, dtype, axes or {}), recompute, half) for i, half in layers
         )
         self.norm = Norm(model, norm_tensors(model, "norm"), dtype) if last else None
         head = {tensor.name: self._local(tensor) for tensor in head_tensors(model)} if last else {}

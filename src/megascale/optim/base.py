@@ -7,8 +7,8 @@ state for each logical tensor. A shard is divided into parts, ranges whose tenso
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -79,14 +79,14 @@ class Shards:
         update_order: the same states in the order of updates, which all data-parallel ranks share.
         names: logical tensors of this stage, in an order that all its tensor- and data-parallel ranks share. Segments
             refer to them by index.
-        tensor: the tensor axis; replicated parameters count on its first rank only.
+        position: this rank's coordinate; a replicated parameter counts on the first of its replicas only.
         stage: ranks whose shards together hold this stage's tensors once (except replicated parameters).
     """
 
     states: Sequence[ShardState]
     update_order: Sequence[ShardState]
     names: Sequence[str]
-    tensor: Axis = SINGLE_RANK
+    position: Mapping[str, int] = field(default_factory=dict)
     stage: Axis = SINGLE_RANK
 
     @property

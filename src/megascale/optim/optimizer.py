@@ -6,7 +6,7 @@ non-finite gradients all stay there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,9 +26,10 @@ class ShardedOptimizer:
     Args:
         config: update rule and its settings.
         chunks: buffers of this rank's chunks.
-        tensor: the tensor axis; replicated parameters count on its first rank only.
+        position: this rank's coordinate; a replicated parameter counts on the first of its replicas only. Axes left
+            out are at position 0.
         norm: axis over which squared gradient norms (and piggybacked scalars) are summed: the world.
-        norm_weight: weight of this rank's squares; 1 / data-parallel ranks if those have the same gradients.
+        norm_weight: weight of this rank's squares; 1 / ranks that share the shards if those have the same gradients.
         stage: ranks whose shards together hold this stage's tensors, for rules that need whole tensors or their norms.
         duplicates: logical names that count on another stage (the second copy of a tied embedding).
     """
@@ -38,12 +39,13 @@ class ShardedOptimizer:
         config: OptimizerConfig,
         chunks: Sequence[ParamAndGradBuffer],
         *,
-        tensor: Axis = SINGLE_RANK,
+        position: Mapping[str, int] | None = None,
         norm: Axis = SINGLE_RANK,
         norm_weight: float = 1.0,
         stage: Axis = SINGLE_RANK,
         duplicates: frozenset[str] = frozenset(),
     ) -> None:
+        position = position or {}
         self.config = config
         self.norm_axis = norm
         self.norm_weight = norm_weight
@@ -62,15 +64,14 @@ class ShardedOptimizer:
                     master = master.to(accumulation_dtype)
                 counted = []
                 for extent in shard.extents:
-                    is_replica = tensor.rank > 0 and extent.spec.replicated
-                    if not is_replica and extent.piece.name not in duplicates:
+                    if extent.spec.is_counted(position) and extent.piece.name not in duplicates:
                         counted.append(extent)
                 parts = make_state_parts(shard, master, facts, index)
                 self.states.append(ShardState(shard, master, parts, _merge_ranges(shard.extents, counted)))
         # The next step needs the first chunk first, and its buckets in the order of their use.
         first_chunk = [self.states[bucket] for bucket in chunks[0].forward_order]
         update_order = first_chunk + self.states[len(first_chunk) :]
-        self.rule = RULES[config.name](config, Shards(self.states, update_order, names, tensor, stage))
+        self.rule = RULES[config.name](config, Shards(self.states, update_order, names, position, stage))
 
     @torch.no_grad()
     def step(

@@ -29,7 +29,7 @@ class ShardedLamb(UpdateRule):
         for state in shards.states:
             for extent in state.shard.extents:
                 self._adapted[index[extent.piece.name]] = float(extent.piece.decay)
-                self._counted[index[extent.piece.name]] = float(shards.tensor.rank == 0 or not extent.spec.replicated)
+                self._counted[index[extent.piece.name]] = float(extent.spec.is_counted(shards.position))
 
     def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
         """Compute directions and their sums over all shards, reduce the sums, and update the weights."""

@@ -3,7 +3,7 @@
 Parameters are grouped into contiguous regions that are treated alike. Matrices come first, in reverse order of the
 forward pass, which is the order in which backward finishes them. The few small replicated or undecayed parameters
 follow. Matrices that may be gathered in float8 precede all others, in buckets of their own. Region boundaries replace
-per-element masks for weight decay and for counting replicated parameters once. The buffer is cut into buckets, the
+per-element masks for weight decay and for sums over axes. The buffer is cut into buckets, the
 unit of communication. Each bucket is padded so that every data-parallel rank owns an equal, aligned shard of it.
 """
 
@@ -22,21 +22,21 @@ class BufferMember:
     Attributes:
         count: elements.
         decay: whether weight decay applies.
-        replicated: the same on every tensor-parallel rank.
+        summed: axes over which its gradient is summed before it is reduced with all others.
         tied: a tied embedding, which gets a bucket to itself because another stage holds its shards as well.
         float8_gather: may be gathered in float8 (parallel/float8_gather.py), in buckets of such parameters only.
     """
 
     count: int
     decay: bool
-    replicated: bool
+    summed: tuple[str, ...]
     tied: bool = False
     float8_gather: bool = False
 
     @property
-    def region(self) -> tuple[bool, bool, bool]:
+    def region(self) -> tuple[bool, tuple[str, ...], bool]:
         """Return the sort key of the member's region. Members of one region share buckets."""
-        return self.tied, self.replicated, not self.float8_gather
+        return self.tied, self.summed, not self.float8_gather
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,27 @@ class BucketSpan:
 
 
 @dataclass(frozen=True)
+class SummedRange:
+    """Elements [start, stop) of the buffer whose gradients are summed over `axes` before they are reduced."""
+
+    axes: tuple[str, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class FlatLayout:
     """Start of each member, the buckets, and the size of the buffer in elements.
 
     Attributes:
-        replicated: elements [start, stop) that hold exactly the replicated members, in separate buckets.
+        summed: ranges that hold exactly the members whose gradients are summed over axes first, in separate buckets.
         tied_bucket: index of the bucket of the tied embedding, or None without one.
     """
 
     starts: tuple[int, ...]
     buckets: tuple[BucketSpan, ...]
     size: int
-    replicated: tuple[int, int]
+    summed: tuple[SummedRange, ...]
     tied_bucket: int | None
 
     def shard(self, bucket: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -88,17 +97,19 @@ def lay_out(members: Sequence[BufferMember], ranks: int, bucket_elements: int | 
             offset += _round_up(members[i].count, ALIGN)
         offset = bucket_start + _round_up(offset - bucket_start, ALIGN * ranks)
         buckets.append(BucketSpan(bucket_start, offset, tuple(indices)))
-    replicated_buckets = [span for span in buckets if members[span.members[0]].replicated]
-    if replicated_buckets:
-        replicated = (replicated_buckets[0].start, replicated_buckets[-1].stop)
-    else:
-        replicated = (0, 0)
+    summed: list[SummedRange] = []
+    for span in buckets:
+        axes = members[span.members[0]].summed
+        if summed and summed[-1].axes == axes and summed[-1].stop == span.start:
+            summed[-1] = SummedRange(axes, summed[-1].start, span.stop)
+        elif axes:
+            summed.append(SummedRange(axes, span.start, span.stop))
     last = len(buckets) - 1
     if members[buckets[last].members[0]].tied:
         tied_bucket = last
     else:
         tied_bucket = None
-    return FlatLayout(tuple(starts), tuple(buckets), offset, replicated, tied_bucket)
+    return FlatLayout(tuple(starts), tuple(buckets), offset, tuple(summed), tied_bucket)
 
 
 def _group_by_bucket(members: Sequence[BufferMember], bucket_elements: int | None) -> list[list[int]]:

@@ -8,8 +8,8 @@ weights whose gradient a GEMM produces are not zeroed: the first GEMM of a step 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -57,18 +57,27 @@ class Axes:
     """The axes that a chunk's buffers communicate over.
 
     Attributes:
-        data: gathers parameters over the data-parallel ranks.
+        data: gathers parameters over the ranks that share the optimizer's state (config/axes.py, `shards`).
         reduce: reduces gradients over the same ranks, on another communicator, so that neither waits for the other.
-        tensor: the tensor-parallel ranks.
+        own: axes of the grid that parts of the model communicate along, by name.
         tied: first and last stage, which both hold the token embedding; of size 1 where one process holds it once.
-        stage: tensor- and data-parallel ranks of the stage together, which share the matrices.
+        stage: the ranks whose shards together hold the stage.
     """
 
     data: Axis = SINGLE_RANK
     reduce: Axis = SINGLE_RANK
-    tensor: Axis = SINGLE_RANK
+    own: Mapping[str, Axis] = field(default_factory=dict)
     tied: Axis = SINGLE_RANK
     stage: Axis = SINGLE_RANK
+
+    @property
+    def tensor(self) -> Axis:
+        """The tensor-parallel ranks."""
+        return self.along("tensor")
+
+    def along(self, name: str) -> Axis:
+        """Return the axis of a name; without a group it has a single rank."""
+        return self.own.get(name, SINGLE_RANK)
 
 
 class ParamAndGradBuffer:
@@ -132,7 +141,7 @@ class ParamAndGradBuffer:
         spec = spec_of(param)
         tied = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
         decay = any(piece.decay for piece in spec.pieces)
-        return BufferMember(param.numel(), decay, spec.replicated, tied, float8_gather)
+        return BufferMember(param.numel(), decay, spec.summed_axes, tied, float8_gather)
 
     def set_grads(self, buffer: torch.Tensor) -> None:
         """Accumulate gradients in `buffer` from now on. It is as long as the parameters."""

@@ -198,7 +198,7 @@ class DataParallel:
         if buckets.reduce_as_filled and buckets.counts[index] == buckets.contributions[buckets.kind][index]:
             bucket = buckets.buffer.bucket_of[index]
             buckets.incomplete[bucket] -= 1
-            if not buckets.incomplete[bucket] and not _needs_tensor_reduction(buckets.buffer, bucket):
+            if not buckets.incomplete[bucket] and not _needs_sums(buckets.buffer, bucket):
                 self._reduce(buckets, bucket)
 
     def end_backward(self, chunk: int, kind: ActionKind = ActionKind.BACKWARD) -> None:
@@ -212,9 +212,10 @@ class DataParallel:
         buckets.armed = False
         self._runtime.stream.synchronize()
         buffer.zero_unwritten_grads()
-        start, stop = buffer.layout.replicated
-        # Each tensor-parallel rank has seen only its part of the sequence.
-        all_reduce(buffer.grads[start:stop], buffer.axes.tensor).wait()
+        # Along an axis that cuts the batch, each rank has seen only its part of the tokens.
+        for part in buffer.layout.summed:
+            for name in part.axes:
+                all_reduce(buffer.grads[part.start : part.stop], buffer.axes.along(name)).wait()
         for bucket in range(len(buffer.layout.buckets)):
             if bucket not in buckets.reducing:
                 self._reduce(buckets, bucket)
@@ -395,7 +396,10 @@ class DataParallel:
         buckets.gathering.clear()
 
 
-def _needs_tensor_reduction(buffer: ParamAndGradBuffer, bucket: int) -> bool:
-    """Return whether the bucket's gradients must first be summed over the tensor axis, after the whole backward."""
-    start, stop = buffer.layout.replicated
-    return buffer.axes.tensor.size > 1 and start <= buffer.layout.buckets[bucket].start < stop
+def _needs_sums(buffer: ParamAndGradBuffer, bucket: int) -> bool:
+    """Return whether the bucket's gradients must first be summed over other axes, after the whole backward."""
+    bucket_start = buffer.layout.buckets[bucket].start
+    for part in buffer.layout.summed:
+        if part.start <= bucket_start < part.stop:
+            return any(buffer.axes.along(name).size > 1 for name in part.axes)
+    return False

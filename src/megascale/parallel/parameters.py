@@ -7,64 +7,115 @@ it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from megascale.config.axes import AXES
 from megascale.core.inventory import LogicalTensor
 from megascale.core.tensors import Piece
+from megascale.errors import ConfigError
+from megascale.parallel.collectives import Axis
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """Pieces, initial values and replication of a local parameter.
+    """Pieces, initial values and cuts of a local parameter.
 
     Attributes:
         pieces: boxes of logical tensors, stacked along dimension 0; padding rows (if any) come last.
         init_std: standard deviation of the initial values; None stands for the constant `init_value`.
-        replicated: the same values on every tensor-parallel rank, counted and saved once. Such parameters act on a
-            rank's part of the sequence, so their gradients are summed over the tensor axis.
+        cut_axes: axes whose ranks hold different pieces; along the other axes of a stage the parameter is replicated.
     """
 
     pieces: tuple[Piece, ...]
     init_std: float | None = None
     init_value: float = 0.0
-    replicated: bool = False
+    cut_axes: tuple[str, ...] = ()
+
+    @property
+    def replicated_axes(self) -> tuple[str, ...]:
+        """Axes of a stage along which every rank holds the same values."""
+        return tuple(name for name in AXES.stage if name not in self.cut_axes)
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """Axes over which the gradient is summed apart from `AXES.shards`, over which all gradients are reduced.
+
+        The parameter is replicated along them and acts on a part of the batch on each rank.
+        """
+        replicated = [name for name in self.replicated_axes if name not in AXES.shards]
+        return tuple(name for name in replicated if AXES[name].cuts_batch != "nothing")
+
+    def is_counted(self, position: Mapping[str, int]) -> bool:
+        """Return whether the rank at `position` counts the parameter in norms: the first of its replicas.
+
+        Ranks along `AXES.shards` each count their own shard. Axes left out of `position` are at 0.
+        """
+        return not any(position.get(name, 0) for name in self.replicated_axes if name not in AXES.shards)
 
 
-def local_parameter(tensors: Sequence[LogicalTensor], rank: int, ranks: int, dtype: torch.dtype) -> nn.Parameter:
-    """Return the stacked pieces that tensor-parallel rank `rank` holds of logical tensors with equal cut and init."""
+class LocalParameter(nn.Parameter):
+    """A parameter that knows which pieces of which logical tensors it holds.
+
+    Attributes:
+        spec: its pieces, initial values and cuts.
+    """
+
+    spec: ParameterSpec
+
+
+def local_parameter(
+    tensors: Sequence[LogicalTensor], rank: int, ranks: int, dtype: torch.dtype, axes: Mapping[str, Axis] | None = None
+) -> LocalParameter:
+    """Return the stacked pieces that a rank holds of logical tensors with equal cuts and initial values.
+
+    The parameter has no storage yet (meta device).
+
+    Args:
+        rank, ranks: position on the tensor axis, and its size.
+        axes: other axes by name, for tensors that these cut.
+
+    Raises ConfigError for a cut along an axis that does not cut parameters.
+    """
     first = tensors[0]
-    assert all(
-        (t.partition_dim, t.init_std, t.init_value) == (first.partition_dim, first.init_std, first.init_value)
-        for t in tensors
-    ), tensors
-    rows = sum(tensor.local_shape(ranks)[0] for tensor in tensors)
-    pieces = tuple(tensor.piece(rank, ranks) for tensor in tensors)
-    spec = ParameterSpec(pieces, first.init_std, first.init_value, replicated=first.partition_dim is None)
-    return parameter((rows, *first.local_shape(ranks)[1:]), spec, dtype)
+    for name in first.cuts:
+        if not AXES[name].cuts_parameters:
+            raise ConfigError(
+                f"{first.name} is cut along the axis {name}, along which gradients of all parameters are summed; "
+                "register the axis with cuts_parameters=True"
+            )
+    assert all((t.cuts, t.init_std, t.init_value) == (first.cuts, first.init_std, first.init_value) for t in tensors), (
+        tensors
+    )
+    others = {name: (axis.rank, axis.size) for name, axis in (axes or {}).items()}
+    positions = others | {"tensor": (rank, ranks)}
+    sizes = {name: size for name, (_, size) in positions.items()}
+    rows = sum(tensor.cut_shape(sizes)[0] for tensor in tensors)
+    pieces = tuple(tensor.cut_piece(positions) for tensor in tensors)
+    spec = ParameterSpec(pieces, first.init_std, first.init_value, cut_axes=tuple(first.cuts))
+    return _make_parameter(torch.empty((rows, *first.cut_shape(sizes)[1:]), dtype=dtype, device="meta"), spec)
 
 
-def parameter(shape: tuple[int, ...], spec: ParameterSpec, dtype: torch.dtype) -> nn.Parameter:
-    """Return a parameter without storage (meta device) that carries its spec."""
-    param = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-    param.spec = spec  # type: ignore[attr-defined]
+def _make_parameter(data: torch.Tensor, spec: ParameterSpec, requires_grad: bool = True) -> LocalParameter:
+    param = LocalParameter(data, requires_grad)
+    param.spec = spec
     return param
 
 
 def spec_of(param: torch.Tensor) -> ParameterSpec:
-    """Return the spec of a parameter made by `parameter`."""
-    return param.spec  # type: ignore[attr-defined]
+    """Return the spec of a parameter made by `local_parameter`."""
+    assert isinstance(param, LocalParameter)
+    return param.spec
 
 
 def materialise(module: nn.Module, storage: dict[nn.Parameter, torch.Tensor]) -> None:
     """Replace every meta parameter by one that lives in the given tensor of the same shape."""
     materialised = {}
     for param, tensor in storage.items():
-        materialised[param] = nn.Parameter(tensor, requires_grad=param.requires_grad)
-        materialised[param].spec = spec_of(param)  # type: ignore[attr-defined]
+        materialised[param] = _make_parameter(tensor, spec_of(param), param.requires_grad)
     for submodule in module.modules():
         for name, param in submodule.named_parameters(recurse=False):
             setattr(submodule, name, materialised[param])

@@ -1,7 +1,7 @@
 """The groups that the grid needs, in the one order in which every rank makes its own: pure data, no torch.
 
 Two ranks that both belong to groups A and B meet in A first or in B first, and must agree, or each waits for the
-other. Here every rank follows the same total order (kinds in the order of `AXIS_KINDS`, then by first rank), which
+other. Here every rank follows the same total order (kinds in the order of `group_axes`, then by first rank), which
 makes a cycle of waits impossible without any barrier (MegaScale section 3.5, the carefully designed order).
 
 Pipeline edges are made in colours: first every even edge at once, then every odd edge, so that a chain of stages
@@ -12,19 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 
+from megascale.config.axes import AXES
 from megascale.core.chunk_map import ChunkMap, make_chunk_map
 from megascale.core.grid import Coordinate, Grid
 
-# Groups along axes: kind -> axes that vary inside the group.
-AXIS_KINDS: dict[str, tuple[str, ...]] = {
-    "tensor": ("tensor",),
-    "data_gather": ("data",),
-    "data_reduce": ("data",),
-    "model": ("tensor", "pipeline"),
-    "stage": ("tensor", "data"),
-}
 DIRECTIONS = ("forward", "backward")
 
 
@@ -33,7 +25,7 @@ class GroupSpec:
     """Members and purpose of one communicator.
 
     Attributes:
-        kind: tensor, data_gather, data_reduce, model, stage, embedding, forward or backward.
+        kind: a key of `group_axes`, embedding, forward or backward.
         ranks: members, ascending, except in a P2P channel, which has the sender first.
     """
 
@@ -46,6 +38,22 @@ class GroupSpec:
         if self.kind in DIRECTIONS:
             return f"{self.kind}/{self.ranks[0]}-{self.ranks[1]}"
         return f"{self.kind}/{self.ranks[0]}"
+
+
+def group_axes() -> dict[str, tuple[str, ...]]:
+    """Return the axes that vary inside each kind of group, in the order in which groups are made."""
+    own_groups = {name: (name,) for name, facts in AXES.items() if facts.has_group}
+    shared_groups = {
+        # Two communicators over the same ranks, so that gathering parameters and reducing gradients do not queue
+        # behind each other.
+        "data_gather": AXES.shards,
+        "data_reduce": AXES.shards,
+        "model": AXES.model,
+        "stage": AXES.stage,
+    }
+    if len(AXES.replica) > 1:
+        shared_groups["replica"] = AXES.replica
+    return own_groups | shared_groups
 
 
 def edge_rounds(edges: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -70,11 +78,11 @@ def plan_groups(grid: Grid, chunk_map: ChunkMap | None = None, tied: bool = Fals
     """
     chunk_map = chunk_map or make_chunk_map(grid.pipeline, 1)
     plan = [GroupSpec(kind, tuple(ranks)) for kind, axes in _axis_kinds(grid) for ranks in grid.groups(axes)]
-    columns = [(data, tensor) for data in range(grid.data) for tensor in range(grid.tensor)]
+    columns = [grid.coordinate(ranks[0]) for ranks in grid.groups("pipeline")]
     if _has_embedding_group(chunk_map, tied):
-        plan += [_embedding_spec(grid, chunk_map, data, tensor) for data, tensor in columns]
+        plan += [_embedding_spec(grid, chunk_map, column) for column in columns]
     for edges, direction in _channel_rounds(chunk_map):
-        plan += [_channel(grid, edge, direction, data, tensor) for edge in edges for data, tensor in columns]
+        plan += [_channel(grid, edge, direction, column) for edge in edges for column in columns]
     return plan
 
 
@@ -82,28 +90,27 @@ def rank_groups(grid: Grid, rank: int, chunk_map: ChunkMap | None = None, tied: 
     """Return the groups of one rank as `plan_groups` lists them, without building the groups of other ranks."""
     chunk_map = chunk_map or make_chunk_map(grid.pipeline, 1)
     coordinate = grid.coordinate(rank)
-    data, tensor, stage = coordinate.data, coordinate.tensor, coordinate.pipeline
+    stage = coordinate.pipeline
     specs = [GroupSpec(kind, tuple(grid.group(axes, rank))) for kind, axes in _axis_kinds(grid)]
     if _has_embedding_group(chunk_map, tied) and stage in chunk_map.end_stages:
-        specs.append(_embedding_spec(grid, chunk_map, data, tensor))
+        specs.append(_embedding_spec(grid, chunk_map, coordinate))
     for edges, direction in _channel_rounds(chunk_map):
-        specs += [_channel(grid, edge, direction, data, tensor) for edge in edges if stage in edge]
+        specs += [_channel(grid, edge, direction, coordinate) for edge in edges if stage in edge]
     return specs
 
 
 def _axis_kinds(grid: Grid) -> list[tuple[str, tuple[str, ...]]]:
     """Return the kinds of groups along axes that have more than one member."""
-    return [(kind, axes) for kind, axes in AXIS_KINDS.items() if prod(grid.size(axis) for axis in axes) > 1]
+    return [(kind, axes) for kind, axes in group_axes().items() if grid.count(axes) > 1]
 
 
 def _has_embedding_group(chunk_map: ChunkMap, tied: bool) -> bool:
     return tied and len(chunk_map.end_stages) > 1
 
 
-def _embedding_spec(grid: Grid, chunk_map: ChunkMap, data: int, tensor: int) -> GroupSpec:
-    first = grid.rank(Coordinate(chunk_map.first_stage, data, tensor))
-    last = grid.rank(Coordinate(chunk_map.last_stage, data, tensor))
-    return GroupSpec("embedding", tuple(sorted((first, last))))
+def _embedding_spec(grid: Grid, chunk_map: ChunkMap, column: Coordinate) -> GroupSpec:
+    ranks = [grid.rank(column.move(pipeline=stage)) for stage in chunk_map.end_stages]
+    return GroupSpec("embedding", tuple(sorted(ranks)))
 
 
 def _channel_rounds(chunk_map: ChunkMap) -> Iterator[tuple[list[tuple[int, int]], str]]:
@@ -112,7 +119,6 @@ def _channel_rounds(chunk_map: ChunkMap) -> Iterator[tuple[list[tuple[int, int]]
             yield edges, direction
 
 
-def _channel(grid: Grid, edge: tuple[int, int], direction: str, data: int, tensor: int) -> GroupSpec:
+def _channel(grid: Grid, edge: tuple[int, int], direction: str, column: Coordinate) -> GroupSpec:
     source, target = edge if direction == "forward" else edge[::-1]
-    sender = grid.rank(Coordinate(source, data, tensor))
-    return GroupSpec(direction, (sender, grid.rank(Coordinate(target, data, tensor))))
+    return GroupSpec(direction, (grid.rank(column.move(pipeline=source)), grid.rank(column.move(pipeline=target))))

@@ -45,18 +45,14 @@ class P2PChannel:
 
 @dataclass
 class Groups:
-    """Process groups of one rank. A group is None where its axes have size 1 and no communication is needed.
+    """Process groups of one rank.
 
     Attributes:
         grid, rank, coordinate: the layout and this rank's coordinate in it.
         device: device of this rank's tensors.
         world: the default group (cpu:gloo and, on a GPU, cuda:nccl).
-        tensor: ranks of one tensor-parallel group.
-        data_gather, data_reduce: two communicators over the same data-parallel ranks, so that gathering
-            parameters and reducing gradients do not queue behind each other.
-        model: tensor x pipeline: the ranks that hold one copy of the model (gradient norm, non-finite flag).
-        stage: tensor x data: all ranks of one pipeline stage (LAMB's norms over shards).
-        embedding: the stages of the model's first and last chunk, for tied embeddings.
+        by_kind: groups by the kinds of `group_plan.group_axes`; a kind whose axes have size 1 is absent. The kind
+            embedding joins the stages of the model's first and last chunk, for tied embeddings.
         p2p: pipeline P2P channels, by use and stage at the other end. `send_forward` carries activations to a stage,
             `recv_backward` their gradients back, and `recv_forward` and `send_backward` are the other ends.
         timings: seconds by phase of the start.
@@ -69,12 +65,7 @@ class Groups:
     coordinate: Coordinate
     device: torch.device
     world: dist.ProcessGroup | None = None
-    tensor: dist.ProcessGroup | None = None
-    data_gather: dist.ProcessGroup | None = None
-    data_reduce: dist.ProcessGroup | None = None
-    model: dist.ProcessGroup | None = None
-    stage: dist.ProcessGroup | None = None
-    embedding: dist.ProcessGroup | None = None
+    by_kind: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     p2p: dict[tuple[str, int], P2PChannel] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     store: dist.Store | None = None
@@ -159,9 +150,9 @@ def _explain_failure(spec: GroupSpec, rank: int, timeout: timedelta) -> Iterator
 
 
 def _assign(groups: Groups, spec: GroupSpec, group: dist.ProcessGroup) -> None:
-    """Set the attribute of `groups` that `spec` describes."""
+    """Store the group that `spec` describes in `groups`."""
     if spec.kind not in DIRECTIONS:
-        setattr(groups, spec.kind, group)
+        groups.by_kind[spec.kind] = group
         return
     sender, receiver = spec.ranks
     if sender == groups.rank:

@@ -164,7 +164,7 @@ def _abandon(store: dist.Store, error: BaseException, readers: tuple[int, int] |
 
 
 def _grid(parallel: ParallelConfig, world: int) -> Grid:
-    return Grid.from_world_size(world, parallel.tensor, parallel.pipeline, parallel.data, parallel.gpus_per_host)
+    return Grid.from_config(parallel, world)
 
 
 def _channels(overlap: OverlapConfig) -> dict[str, int | None]:

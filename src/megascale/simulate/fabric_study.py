@@ -120,11 +120,11 @@ def measure(config: Config, gpus: int, variant: Variant) -> AxisTimes:
         return slowest
 
     data = of_stages()
-    busy, pipeline = data, np.ones((variant.draws, grid.data))
+    busy, pipeline = data, np.ones((variant.draws, grid.shards))
     if sent.pipeline:
         busy = of_stages((("pipeline", sent.pipeline / max(sent.reduce + sent.gather, 1.0)),))
-        between = times.slowdown("pipeline", ranks, offset=variant.offset).for_groups(grid.data * grid.tensor)
-        pipeline = between.reshape(-1, grid.data, grid.tensor).max(axis=2)
+        between = times.slowdown("pipeline", ranks, offset=variant.offset).for_groups(grid.shards * grid.tensor)
+        pipeline = between.reshape(-1, grid.shards, grid.tensor).max(axis=2)
     return AxisTimes(data, busy, pipeline, topology.spec.nic_gbps * GIGABIT, sent, time.perf_counter() - start)
 
 
@@ -238,7 +238,7 @@ def vary_network(config: Config, gpus: int, variants: dict[str, Variant]) -> lis
             for network in networks(scenario, ring, times, measured[reference_network.key])
         ]
         data, busy, stages = (float(AxisTimes.worst(v).mean()) for v in (times.data, times.busy, times.pipeline))
-        sent, members = times.traffic, (times.traffic.grid.data - 1) / times.traffic.grid.data
+        sent, members = times.traffic, (times.traffic.grid.shards - 1) / times.traffic.grid.shards
         rows.append({
             "name": name, "data": data, "data_busy": busy, "pipeline": stages,
             "reduce_s": data * sent.reduce * members / times.nic, "gather_s": data * sent.gather * members / times.nic,

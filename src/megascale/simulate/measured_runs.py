@@ -120,7 +120,7 @@ def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
     parallel = config.parallel
     world = world or _world(folder / "events.jsonl")
     if not world and parallel.data:
-        world = parallel.tensor * parallel.pipeline * parallel.data
+        world = parallel.model_ranks * parallel.data
     if not world:
         raise DataError(f"{folder} does not say on how many GPUs it ran; give --gpus")
     return _measured(folder, config, int(world), steps, device)

@@ -66,7 +66,7 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
     parallel, train = first.config.parallel, first.config.train
     console.print(
         f"[bold]{train.name}[/bold] on {first.gpus:,} GPUs of {first.cluster.name}: tensor {parallel.tensor} x "
-        f"pipeline {parallel.pipeline} (x{parallel.virtual_stages}) x data {first.layout.grid.data}, "
+        f"pipeline {parallel.pipeline} (x{parallel.virtual_stages}) x data {first.layout.grid.shards}, "
         f"{train.global_batch:,} sequences of {first.config.model.sequence_length:,}, micro-batch {train.micro_batch}",
         soft_wrap=True,
     )
@@ -183,7 +183,7 @@ def layouts(
                 str(p.pipeline),
                 str(p.virtual_stages),
                 str(p.micro_batch_group_size or p.pipeline) if p.virtual_stages > 1 else "",
-                str(r.scenario.layout.grid.data),
+                str(r.scenario.layout.grid.shards),
                 str(t.micro_batch),
                 p.recompute,
                 f"{r.seconds:.3f}",

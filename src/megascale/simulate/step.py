@@ -10,7 +10,7 @@ import numpy as np
 from megascale.config import Config
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops
-from megascale.core.layout import Layout, lay_out
+from megascale.core.layout import Layout
 from megascale.core.rank_memory import estimate_rank_memory, explain_no_graphs
 from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError, FitError
@@ -20,7 +20,7 @@ from megascale.simulate.closed import step_parts
 from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.event import SimulatedEvent, draw_hosts, simulate
 from megascale.simulate.network import Network
-from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB
+from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB, lay_out_priced
 from megascale.simulate.prediction_band import band_width, cautions
 from megascale.simulate.software import MEGASCALE_H200, MEGASCALE_H200_GRAPHS, MEGATRON_2023, Software
 
@@ -62,7 +62,7 @@ class Scenario:
         """The layout; FitError if sizes do not divide."""
         if self.gpus % self.context:
             raise FitError(f"--context={self.context} does not divide {self.gpus:,} GPUs; use a divisor")
-        return lay_out(self.config, self.gpus // self.context)
+        return lay_out_priced(self.config, self.gpus // self.context)
 
     @property
     def beyond_training(self) -> bool:
@@ -82,7 +82,7 @@ class Scenario:
             tensor=parallel.tensor,
             pipeline=p,
             virtual=v,
-            data=layout.grid.data,
+            data=layout.grid.shards,
             micro=self.config.train.micro_batch,
             batch=self.config.train.global_batch,
             middle=float(other_counts.max()) if p > 1 else float(counts[0]),
@@ -174,7 +174,7 @@ class StepEstimate:
             "tensor": parallel.tensor,
             "pipeline": parallel.pipeline,
             "virtual": parallel.virtual_stages,
-            "data": scenario.layout.grid.data,
+            "data": scenario.layout.grid.shards,
             "micro_batch": train.micro_batch,
             "global_batch": train.global_batch,
             "precision": scenario.software.precision,

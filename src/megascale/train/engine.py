@@ -10,7 +10,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
+from megascale.core.grid import Coordinate
 from megascale.core.layout import Layout
 from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.core.spans import SpanKind
@@ -113,8 +115,11 @@ class Engine:
         self.layout = layout
         self.device = device
         self.dtype = DTYPES[config.train.precision]
-        self.data_rank = coordinate.data
+        self.data_rank = grid.replica(rank)
         self.tokens_per_step = layout.tokens_per_step
+        # Only the last stage has the loss, and along some axes each rank has all of it.
+        repeated = [name for name in AXES.stage if AXES[name].repeats_loss]
+        self.counts_loss = grid.is_first(repeated, rank)
         self.backward_in_own_thread = False
         self.before_update_hooks: list[Callable[[int], None]] = []
         self.after_update_hooks: list[Callable[[int], None]] = []
@@ -122,11 +127,12 @@ class Engine:
 
         self.runtime = runtime or Runtime()
         self._choose_kernels(groups, earlier_choices)
-        tensor = engine_axes.make_axis(self.runtime, groups, "tensor", grid.tensor, coordinate.tensor)
-        self.tensor, tensor_overlap = engine_axes.choose_tensor_overlap(tensor, config, self.dtype, device)
+        own_axes = engine_axes.make_own_axes(self.runtime, groups)
+        self.tensor, tensor_overlap = engine_axes.choose_tensor_overlap(own_axes["tensor"], config, self.dtype, device)
+        own_axes["tensor"] = self.tensor
         self.active |= tensor_overlap | engine_axes.describe_overlaps(layout, device)
-        self.world = engine_axes.make_axis(self.runtime, groups, "world", grid.world_size, rank)
-        axes = engine_axes.make_axes(self.runtime, groups, layout, rank, self.tensor)
+        self.world = engine_axes.make_world(self.runtime, groups)
+        axes = engine_axes.make_axes(self.runtime, groups, layout, own_axes)
 
         gathers_in_float8 = self._choose_gather_precision()
         self.chunks: list[Chunk] = []
@@ -140,7 +146,7 @@ class Engine:
             float8=gathers_in_float8,
             splits_backward=layout.schedule().splits_backward,
         )
-        self.optimizer = self._make_optimizer(axes)
+        self.optimizer = self._make_optimizer(axes, coordinate)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._token_gradient = self._make_token_gradient()
         self._token_loss = token_loss.KINDS[config.train.loss]
@@ -180,7 +186,7 @@ class Engine:
 
     def _choose_gather_precision(self) -> bool:
         """Return whether data-parallel ranks gather the matrices of linear layers as float8; record the choice."""
-        config, data_size = self.config, self.layout.grid.data
+        config, data_size = self.config, self.layout.grid.shards
         gathers_in_float8 = gathers_float8(config.parallel, config.train.linear_precision, data_size)
         if LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is None:
             return gathers_in_float8
@@ -202,7 +208,7 @@ class Engine:
         linear_precision = config.train.linear_precision
         # These matrices get buckets of their own also where they are gathered in their own type: sums over shards are
         # then the same to the bit.
-        has_own_buckets = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is not None and grid.data > 1
+        has_own_buckets = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is not None and grid.shards > 1
         for number, layers in enumerate(self.layout.stage_layers(stage)):
             global_chunk = schedule.global_chunk(stage, number)
             is_last = global_chunk == schedule.chunks - 1
@@ -216,6 +222,7 @@ class Engine:
                     first=global_chunk == 0,
                     last=is_last,
                     axis=self.tensor,
+                    axes=axes.own,
                     dtype=self.dtype,
                     recompute=config.parallel.recompute,
                     linear_precision=linear_precision,
@@ -234,17 +241,17 @@ class Engine:
         if any(chunk.linears.collects_amax for chunk in self.chunks):
             self.runtime.kernels.amaxes = AmaxSlots()
 
-    def _make_optimizer(self, axes: Axes) -> ShardedOptimizer:
+    def _make_optimizer(self, axes: Axes, coordinate: Coordinate) -> ShardedOptimizer:
         grid = self.layout.grid
         has_first, has_last = self.chunks[0].first, self.chunks[-1].last
         duplicates_tied = has_last and not has_first
         return ShardedOptimizer(
             self.config.optimizer,
             self.flats,
-            tensor=self.tensor,
+            position=coordinate,
             # Without ZeRO the data-parallel ranks hold the same gradients, which count once.
             norm=self.world,
-            norm_weight=1.0 if self.config.parallel.zero else 1.0 / grid.data,
+            norm_weight=1.0 if self.config.parallel.zero else 1.0 / grid.shards,
             stage=axes.stage,
             duplicates=frozenset({TIED}) if duplicates_tied else frozenset(),
         )
@@ -478,8 +485,7 @@ class Engine:
         """
         scalars = torch.zeros(5 + len(read_checksum), dtype=torch.float64, device=self.device)
         scalars[1].fill_(float(stop))
-        # Only the last stage has the loss, and each of its tensor-parallel ranks has all of it.
-        if loss is not None and self.tensor.rank == 0:
+        if loss is not None and self.counts_loss:
             scalars[0] += loss
         for chunk in self.chunks:
             counts = chunk.linears.cast_counts()
@@ -556,6 +562,6 @@ class Engine:
 
         outputs = self.pipeline.run_forward(1, forward)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        if outputs and self.tensor.rank == 0:
+        if outputs and self.counts_loss:
             total += outputs[0].sum(dtype=torch.float64)
         return all_reduce(total, self.world).wait()

@@ -2,54 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from megascale.config import Config
+from megascale.config.axes import AXES
 from megascale.core.layout import Layout
 from megascale.core.schedule import ActionKind
 from megascale.core.spans import SpanAxis
 from megascale.errors import ConfigError
 from megascale.parallel import symmetric
 from megascale.parallel.buffers import Axes
-from megascale.parallel.collectives import SINGLE_RANK, Axis
+from megascale.parallel.collectives import Axis
 from megascale.parallel.pipeline import P2PStream, P2PStreams
 from megascale.parallel.runtime import Runtime
+from megascale.rendezvous.group_plan import group_axes
 from megascale.rendezvous.groups import Groups
 
 _SWITCH = {True: "on", False: "off"}
 
 
-def make_axis(runtime: Runtime, groups: Groups | None, name: str, size: int, rank: int) -> Axis:
-    """Return the axis on group `name`, or one with a single member if the rank has no such group."""
-    if groups is not None:
-        group = getattr(groups, name)
-    else:
-        group = None
-    if size == 1 or group is None:
+def make_axis(runtime: Runtime, groups: Groups | None, kind: str) -> Axis:
+    """Return the axis on the rank's group of a kind, or an axis with a single member if the rank has no such group."""
+    if groups is None or kind not in groups.by_kind:
         return Axis(runtime=runtime)
-    kind = SpanAxis[name.partition("_")[0].upper()]
-    label = name if name == "world" else group.group_name
-    return Axis(group, size, rank, name=label, kind=kind, runtime=runtime)
+    group = groups.by_kind[kind]
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    return Axis(group, size, rank, name=group.group_name, kind=SpanAxis.of_group(kind), runtime=runtime)
 
 
-def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, rank: int, tensor: Axis) -> Axes:
+def make_world(runtime: Runtime, groups: Groups | None) -> Axis:
+    """Return the axis of all ranks."""
+    if groups is None or groups.grid.world_size == 1:
+        return Axis(runtime=runtime)
+    size = groups.grid.world_size
+    return Axis(groups.world, size, groups.rank, name="world", kind=SpanAxis.WORLD, runtime=runtime)
+
+
+def make_own_axes(runtime: Runtime, groups: Groups | None) -> dict[str, Axis]:
+    """Return the axes that parts of the model communicate along, by name."""
+    return {name: make_axis(runtime, groups, name) for name, facts in AXES.items() if facts.has_group}
+
+
+def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, own_axes: Mapping[str, Axis]) -> Axes:
     """Return the axes that a rank's buffers are reduced, gathered and summed over."""
-    grid, parallel = layout.grid, layout.config.parallel
-    coordinate = grid.coordinate(rank)
-    stage, tied = tensor, SINGLE_RANK
-    if parallel.zero:  # without ZeRO the tensor-parallel ranks of one replica hold all shards of the stage
-        stage_ranks = list(grid.group(("tensor", "data"), rank))
-        stage = make_axis(runtime, groups, "stage", len(stage_ranks), stage_ranks.index(rank))
-    end_stages = layout.chunk_map.end_stages
-    if layout.config.model.tied_embeddings and len(end_stages) > 1 and coordinate.pipeline in end_stages:
-        tied = make_axis(runtime, groups, "embedding", 2, sorted(end_stages).index(coordinate.pipeline))
+    if layout.config.parallel.zero:
+        stage = make_axis(runtime, groups, "stage")
+    elif "replica" in group_axes():
+        stage = make_axis(runtime, groups, "replica")
+    else:
+        [replica] = AXES.replica
+        stage = own_axes[replica]
     return Axes(
-        data=make_axis(runtime, groups, "data_gather", grid.data, coordinate.data),
-        reduce=make_axis(runtime, groups, "data_reduce", grid.data, coordinate.data),
-        tensor=tensor,
-        tied=tied,
+        data=make_axis(runtime, groups, "data_gather"),
+        reduce=make_axis(runtime, groups, "data_reduce"),
+        own=own_axes,
+        tied=make_axis(runtime, groups, "embedding"),
         stage=stage,
     )
 
@@ -87,9 +98,9 @@ def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
     lines = {}
     if grid.pipeline > 1:
         lines["pipeline overlap"] = _SWITCH[config.overlap.pipeline]
-    if grid.data > 1:
+    if grid.shards > 1:
         lines["data overlap"] = _SWITCH[config.overlap.data]
-    for name, size in (("pipeline", grid.pipeline), ("data", grid.data)):
+    for name, size in (("pipeline", grid.pipeline), ("data", grid.shards)):
         channels = config.overlap.max_channels(name)
         if size > 1 and channels is not None and device.type == "cuda":
             lines[f"{name} channels"] = f"at most {channels}"

@@ -58,7 +58,7 @@ def evaluate_file(
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     first = engine.data_rank * size
     # All data-parallel ranks run equally many rounds; `rows` fills up the last ones.
-    for start in range(first, count + first, size * engine.layout.grid.data):
+    for start in range(first, count + first, size * engine.layout.grid.replicas):
         rows = held_out.read_windows(windows[start : start + size], size)
         inputs_SB, targets_SB = (torch.from_numpy(x).t().contiguous().to(engine.device) for x in rows)
         total += engine.sum_losses(inputs_SB, targets_SB)

@@ -187,7 +187,7 @@ class FaultInjector:
         axes = self.engine.flats[0].axes
         by_name = {
             "world": self.engine.world,
-            "tensor": axes.tensor,
+            **axes.own,
             "data_gather": axes.data,
             "data_reduce": axes.reduce,
         }

@@ -17,6 +17,7 @@ from types import FrameType
 from megascale.config import Config
 from megascale.core import run_lock
 from megascale.core.addresses import STORE_LISTENER_VARIABLE
+from megascale.core.grid import Grid
 from megascale.core.layout import Layout
 from megascale.core.preflight import (
     CHECKED_VARIABLE,
@@ -59,7 +60,7 @@ def count_processes(config: Config, gpus: int) -> int:
     default). Raises FitError for more ranks than GPUs.
     """
     parallel = config.parallel
-    model_ranks = parallel.tensor * parallel.pipeline
+    model_ranks = parallel.model_ranks
     use_gpus = gpus > 0 and config.train.device != "cpu"
     if parallel.data is None:
         if use_gpus:
@@ -68,8 +69,8 @@ def count_processes(config: Config, gpus: int) -> int:
     ranks = model_ranks * parallel.data
     if use_gpus and ranks > gpus:
         raise FitError(
-            f"parallel.tensor x pipeline x data = {parallel.tensor} x {parallel.pipeline} x {parallel.data} = {ranks} "
-            f"ranks but this host has {gpus} GPUs; lower one of them or start on more hosts with torchrun"
+            f"{Grid.from_config(parallel, ranks).describe()} = {ranks} ranks but this host has {gpus} GPUs; "
+            "lower parallel.tensor, pipeline or data, or start on more hosts with torchrun"
         )
     return ranks
 

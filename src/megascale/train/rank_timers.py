@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megascale.config import Config
+from megascale.config.axes import AXES
 from megascale.core.grid import Grid
 from megascale.core.spans import Recorder
 from megascale.core.status import StatusFile
@@ -114,13 +115,13 @@ class RankTimers:
     def _connect(self, config: Config, ring: SpanRing, grid: Grid) -> SpanLink:
         """Connect the ring to the host's span service, with facts about this rank."""
         info, observe = self._rank_info, config.observe
-        coordinate = grid.coordinate(info.rank)
         host = (info.rank - info.local_rank) // info.local_world
         hosts = -(-info.world // info.local_world)
+        # Spans know three roles of ranks, into which all axes fall.
         facts = {
-            "tensor": str(coordinate.tensor),
-            "pipeline": str(coordinate.pipeline),
-            "data": str(coordinate.data),
+            "tensor": str(grid.index(AXES.replica, info.rank)),
+            "pipeline": str(grid.coordinate(info.rank).pipeline),
+            "data": str(grid.index(AXES.shards, info.rank)),
             "hostname": socket.gethostname(),
             "device": find_device_kind(info.device),
         }

@@ -30,7 +30,6 @@ from megascale.train.rank_info import RankInfo
 log = logging.getLogger("megascale.train")
 
 ATTEMPT_VARIABLE = "MEGASCALE_ATTEMPT"  # set for ranks that an agent starts, whose output goes to a log
-_GROUP_NAMES = ("tensor", "data_gather", "data_reduce", "model", "stage", "embedding")
 
 
 class _UtcFormatter(logging.Formatter):
@@ -136,9 +135,6 @@ def _list_groups(groups: Groups | None) -> list[tuple[str, int]]:
     if groups is None:
         return []
     sizes = [("world", groups.grid.world_size)]
-    for name in _GROUP_NAMES:
-        group = getattr(groups, name)
-        if group is not None:
-            sizes.append((group.group_name, dist.get_world_size(group)))
+    sizes += [(group.group_name, dist.get_world_size(group)) for group in groups.by_kind.values()]
     sizes += [(channel.group.group_name, 2) for channel in groups.p2p.values()]
     return sizes

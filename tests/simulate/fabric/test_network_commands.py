@@ -106,7 +106,7 @@ def test_bad_input_names_key_and_remedy(arguments, error):
 def test_traffic_is_the_models():
     config = load_command_line("examples/gpt-175b.toml", [])
     sent = step_traffic(config, 12288)
-    assert sent.grid == Grid(8, 192, 8)
+    assert sent.grid == Grid(tensor=8, data=192, pipeline=8)
     # 175e9 parameters over 64 ranks, and the embedding; 4 bytes a gradient, 2 a parameter.
     assert sent.reduce == pytest.approx(4 * 175e9 / 64, rel=0.06)
     assert sent.reduce == 2 * sent.gather
@@ -118,7 +118,9 @@ def test_traffic_is_the_models():
 
 def test_the_hook_tabulates_and_knows_what_is_concurrent_and_down():
     built = fabric()
-    times = FabricTimes(built, make_placement(Grid(2, 16, 4, ranks_per_host=2), built, "adversarial"), draws=3)
+    times = FabricTimes(
+        built, make_placement(Grid(tensor=2, data=16, pipeline=4, ranks_per_host=2), built, "adversarial"), draws=3
+    )
     alone = times.slowdown("data", ranks=[0, 1])
     together = times.slowdown("data")
     busy = times.slowdown("data", concurrent=(("pipeline", 1.0),))

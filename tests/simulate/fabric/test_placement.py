@@ -12,7 +12,7 @@ from megascale.simulate.fabric import placement as p
 from megascale.simulate.fabric.collective_flows import ALGORITHMS, collective
 from tests.simulate.fabric.fabric_cases import fabric
 
-GRID = Grid(2, 16, 4, ranks_per_host=2)
+GRID = Grid(tensor=2, data=16, pipeline=4, ranks_per_host=2)
 
 
 @pytest.mark.parametrize("strategy", p.STRATEGIES)
@@ -50,7 +50,7 @@ def test_a_file_gives_the_placement_back(tmp_path):
     assert (p.make_placement(GRID, built, str(file)).hosts == laid.hosts).all()
     assert strict_json.loads(file.read_text())["nodes"][0] == f"node{laid.hosts[0]}"
     with pytest.raises(DataError, match="grid"):
-        p.make_placement(Grid(2, 8, 8, ranks_per_host=2), built, str(file))
+        p.make_placement(Grid(tensor=2, data=8, pipeline=8, ranks_per_host=2), built, str(file))
     tree = strict_json.loads(file.read_text())
     tree["hosts"][1] = tree["hosts"][0]
     file.write_text(strict_json.dumps(tree))
@@ -67,9 +67,9 @@ def test_a_file_gives_the_placement_back(tmp_path):
 
 def test_what_does_not_fit_is_said(tmp_path):
     with pytest.raises(FitError, match="hosts=64"):
-        p.make_placement(Grid(2, 256, 4, ranks_per_host=2), fabric(), "data")
+        p.make_placement(Grid(tensor=2, data=256, pipeline=4, ranks_per_host=2), fabric(), "data")
     with pytest.raises(FitError, match="nics=2"):
-        p.make_placement(Grid(8, 4, 1), fabric(), "data")
+        p.make_placement(Grid(tensor=8, data=4), fabric(), "data")
     with pytest.raises(ConfigError, match="--placement"):
         p.make_placement(GRID, fabric(), "nearby")
     with pytest.raises(ConfigError, match="No such file"):

@@ -278,7 +278,7 @@ def open_feed(
     else:
         check_data = None
     if not plan.needs_loader(gpus=device.type == "cuda"):
-        return LocalFeed(plan, layout.grid.coordinate(rank).data, device, check_data)
+        return LocalFeed(plan, layout.grid.replica(rank), device, check_data)
     folder = os.environ.get(host_loader.VARIABLE)
     if folder is None:
         key = f"loader/{rank - local_rank}"

@@ -147,9 +147,8 @@ def plan_host(layout: Layout, first_rank: int, ranks: int) -> HostPlan:
     config, grid = layout.config, layout.grid
     streams: dict[int, list[int]] = {}
     for rank in range(first_rank, first_rank + ranks):
-        coordinate = grid.coordinate(rank)
-        if coordinate.pipeline in layout.chunk_map.end_stages:
-            streams.setdefault(coordinate.data, []).append(rank)
+        if grid.coordinate(rank).pipeline in layout.chunk_map.end_stages:
+            streams.setdefault(grid.replica(rank), []).append(rank)
     shape = RingShape(
         tuple(tuple(streams[data]) for data in sorted(streams)),
         depth=max(4, config.data.ring_steps * layout.microbatches),
@@ -166,7 +165,7 @@ def plan_host(layout: Layout, first_rank: int, ranks: int) -> HostPlan:
         streams=tuple(sorted(streams)),
         shape=shape,
         microbatches=layout.microbatches,
-        data_ranks=grid.data,
+        data_ranks=grid.replicas,
         leader=first_rank == 0,
     )
 

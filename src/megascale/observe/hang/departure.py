@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megascale.config.axes import AXES
 from megascale.core.calls import Call, CallRecord
 from megascale.core.layout import Layout
 from megascale.core.schedule import Action
@@ -115,9 +116,7 @@ def _name_channel(direction: str, rank: int, stage: int, action: Action, layout:
     grid = layout.grid
     coordinate = grid.coordinate(rank)
     channel = layout.schedule().channel(stage, action)
-    source, target = (
-        grid.rank(type(coordinate)(end, coordinate.data, coordinate.tensor)) for end in (channel.source, channel.target)
-    )
+    source, target = (grid.rank(coordinate.move(pipeline=end)) for end in (channel.source, channel.target))
     return f"{direction}/{source}-{target}"
 
 
@@ -159,7 +158,7 @@ def _compare_with_siblings(
     if layout is None or rank >= layout.grid.world_size or not _has_whole_step(records[rank], step):
         return None
     record = records[rank]
-    siblings = [r for r in layout.grid.group(("tensor", "data"), rank) if r != rank and r in records]
+    siblings = [r for r in layout.grid.group(AXES.stage, rank) if r != rank and r in records]
     siblings = [r for r in siblings if records[r].step == record.step and _has_whole_step(records[r], step)]
     if len(siblings) < 2:
         return None

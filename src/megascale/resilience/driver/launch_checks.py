@@ -109,7 +109,7 @@ def read_job_files(config: Config, copies_in: Path | None = None) -> JobFiles:
     nodes: tuple[str, ...] = ()
     environment: dict[str, str] = {}
     if limits.placement is not None:
-        grid = Grid(parallel.tensor, parallel.data or 1, parallel.pipeline, parallel.gpus_per_host)
+        grid = Grid.from_config(parallel, parallel.model_ranks * (parallel.data or 1))
         file = _locate(limits.placement, "placement", copies_in)
         placement = read_placement(file, grid, "resilience.placement")
         if placement.nodes is None:

@@ -68,7 +68,7 @@ def compute_size(config: Config, gpus: int, shared: bool = True) -> Size:
     """
     parallel = config.parallel
     nodes = config.resilience.nodes
-    model = parallel.tensor * parallel.pipeline
+    model = parallel.model_ranks
     slots = nodes + config.resilience.spares
     uses_gpus = gpus > 0 and config.train.device != "cpu"
     gpus_per_node = 0

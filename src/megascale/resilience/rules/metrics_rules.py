@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
+from megascale.config.axes import AXES
 from megascale.core.events import Event
 from megascale.resilience.rules.table import slow
 from megascale.resilience.rules.view import Action, Metric, RankView, SlowFinding, Verdict, View
@@ -223,8 +224,8 @@ def checksums(view: View) -> list[Verdict]:
                 if not (step.isdigit() and rank_text.isdigit()) or int(rank_text) >= view.grid.world_size:
                     continue
                 rank = int(rank_text)
-                coordinate = view.grid.coordinate(rank)
-                sums[int(step), coordinate.pipeline, coordinate.tensor][rank] = value
+                stage = view.grid.coordinate(rank).pipeline
+                sums[int(step), stage, view.grid.index(AXES.replica, rank)][rank] = value
                 nodes_by_rank[rank] = member.node
     for (step_number, stage, _), by_rank in sorted(sums.items()):
         counts = Counter(by_rank.values()).most_common()

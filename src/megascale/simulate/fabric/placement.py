@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megascale.config.axes import AXES
 from megascale.core.grid import Grid
 from megascale.core.launch_files import PlacementFile, read_placement
 from megascale.errors import ConfigError, DataError, FitError
@@ -45,10 +46,13 @@ class Placement:
         return self.hosts[ranks // ranks_per_host] * self.nics + ranks % ranks_per_host
 
     def groups(self, axis: str) -> list[Ints]:
-        """NICs of each group of the axis, in ring order (ascending rank, as NCCL's rings follow hosts)."""
-        ranks = np.arange(self.grid.world_size).reshape(self.grid.pipeline, self.grid.data, self.grid.tensor)
-        moved = np.moveaxis(ranks, ("pipeline", "data", "tensor").index(axis), -1)
-        return list(self.nic(moved.reshape(-1, self.grid.size(axis))))
+        """NICs of each group along the axis, in ring order (ascending rank, as NCCL's rings follow hosts)."""
+        axes = _grid_axes(axis)
+        slowest_first = [name for name, _ in reversed(self.grid.axes)]
+        inside = [number for number, name in enumerate(slowest_first) if name in axes]
+        ranks = np.arange(self.grid.world_size).reshape([self.grid.size(name) for name in slowest_first])
+        moved = np.moveaxis(ranks, inside, range(-len(inside), 0))
+        return list(self.nic(moved.reshape(-1, self.grid.count(axes))))
 
     def group_numbers(self, axis: str, ranks: Sequence[int]) -> Ints:
         """[n] numbers, as `groups` counts, of the groups that these ranks are in; ConfigError for no such rank."""
@@ -57,13 +61,18 @@ class Placement:
             raise ConfigError(
                 f"ranks {rank_array.min()} to {rank_array.max()}: the job has 0 to {self.grid.world_size - 1}"
             )
-        order = ("pipeline", "data", "tensor")
-        shape = tuple(self.grid.size(a) for a in order)
-        coordinates = dict(zip(order, np.unravel_index(rank_array, shape), strict=True))
-        remaining_axes = [a for a in order if a != axis]
-        return np.unique(
-            coordinates[remaining_axes[0]] * self.grid.size(remaining_axes[1]) + coordinates[remaining_axes[1]]
-        )
+        shape = [size for _, size in reversed(self.grid.axes)]
+        coordinates = np.unravel_index(rank_array, shape)
+        others = [number for number, (name, _) in enumerate(reversed(self.grid.axes)) if name not in _grid_axes(axis)]
+        other_coordinates = [coordinates[number] for number in others]
+        return np.unique(np.ravel_multi_index(other_coordinates, [shape[number] for number in others]))
+
+
+def _grid_axes(axis: str) -> tuple[str, ...]:
+    """Return the grid's axes of a kind of traffic: data parallelism may run along several."""
+    if axis == "data":
+        return AXES.shards
+    return (axis,)
 
 
 def data_near(grid: Grid, topology: Topology, seed: int) -> Ints:
@@ -73,13 +82,15 @@ def data_near(grid: Grid, topology: Topology, seed: int) -> Ints:
 
 def replicas_near(grid: Grid, topology: Topology, seed: int) -> Ints:
     """Place all stages of a replica next to each other. Pipeline neighbours share a set, data rings leave it."""
-    replicas_per_host = max(1, grid.ranks_per_host // grid.tensor)  # data-parallel ranks of a stage on one host
-    if grid.data % replicas_per_host or grid.host_count != grid.pipeline * grid.data // replicas_per_host:
+    replicas_per_host = max(
+        1, grid.ranks_per_host // grid.count(AXES.replica)
+    )  # data-parallel ranks of a stage on one host
+    if grid.shards % replicas_per_host or grid.host_count != grid.pipeline * grid.shards // replicas_per_host:
         raise FitError(
-            f"placement replicas needs data={grid.data} to divide into hosts of {replicas_per_host} data-parallel "
+            f"placement replicas needs data={grid.shards} to divide into hosts of {replicas_per_host} data-parallel "
             "ranks; use --placement data"
         )
-    columns = grid.data // replicas_per_host
+    columns = grid.shards // replicas_per_host
     return (np.arange(columns)[None, :] * grid.pipeline + np.arange(grid.pipeline)[:, None]).ravel()
 
 

@@ -40,24 +40,24 @@ def step_traffic(config: Config, gpus: int) -> StepTraffic:
     model = config.model
     parallel = config.parallel
     train = config.train
-    grid = Grid.from_world_size(gpus, parallel.tensor, parallel.pipeline, ranks_per_host=parallel.gpus_per_host)
+    grid = Grid.from_config(parallel.model_copy(update={"data": None}), gpus)
     count = count_stage_parameters(model, parallel, 0)
     width = DTYPE_BYTES[train.precision]
-    if train.global_batch % (grid.data * train.micro_batch):
+    if train.global_batch % (grid.replicas * train.micro_batch):
         raise FitError(
-            f"train.global_batch={train.global_batch} does not divide over {grid.data} replicas of "
-            f"train.micro_batch={train.micro_batch}; use a multiple of {grid.data * train.micro_batch}"
+            f"train.global_batch={train.global_batch} does not divide over {grid.replicas} replicas of "
+            f"train.micro_batch={train.micro_batch}; use a multiple of {grid.replicas * train.micro_batch}"
         )
-    micro_batches = train.global_batch // (grid.data * train.micro_batch)
+    micro_batches = train.global_batch // (grid.replicas * train.micro_batch)
     if parallel.reduce_dtype == "bfloat16":
         reduce_width = width
     else:
         reduce_width = max(4, width)
     return StepTraffic(
         grid=grid,
-        reduce=float(count * reduce_width) if grid.data > 1 else 0.0,
-        gather=float(gathered_bytes(model, parallel, 0, train.precision, train.linear_precision, grid.data))
-        if grid.data > 1
+        reduce=float(count * reduce_width) if grid.shards > 1 else 0.0,
+        gather=float(gathered_bytes(model, parallel, 0, train.precision, train.linear_precision, grid.shards))
+        if grid.shards > 1
         else 0.0,
         activation=model.sequence_length * train.micro_batch * model.hidden * width / grid.tensor,
         transfers=micro_batches * parallel.virtual_stages if grid.pipeline > 1 else 0,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megascale.config import Config
+from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops, inventory
 from megascale.core.inventory import BLOCK_PARTS
@@ -18,6 +19,7 @@ from megascale.core.memory import MemoryEstimate, count_stage_parameters
 from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import Schedule, ideal_bubble
 from megascale.core.traffic import TrafficEstimate, estimate_stage_traffic
+from megascale.errors import FitError
 
 GIB = 2**30
 # Memory of one device in GiB, as sold, matched against its name.
@@ -39,6 +41,19 @@ _WORTH = 0.005  # of a step: less is not worth a setting
 def window_time(sequence: int, window: int) -> float:
     """Time of attention in a window of `window` tokens, as a share of full attention's; both by the fastest kernel."""
     return inventory.window_area_fraction(sequence, window) * (1 + WINDOW_OVERHEAD / window)
+
+
+def lay_out_priced(config: Config, gpus: int) -> Layout:
+    """Lay out `config` over `gpus` ranks. Raises FitError as `lay_out`, and for an axis whose traffic has no price."""
+    layout = lay_out(config, gpus)
+    for axis in AXES.replica:
+        size = layout.grid.size(axis)
+        if axis != "tensor" and size > 1:
+            raise FitError(
+                f"{AXES.setting(axis)}={size} has no price: planner and simulator know tensor, data and pipeline "
+                "parallelism; leave the axis out"
+            )
+    return layout
 
 
 @dataclass(frozen=True)
@@ -191,7 +206,7 @@ class LayoutCost:
         if self.layout.microbatches < grid.pipeline:
             notes.append(
                 f"{self.layout.microbatches} micro-batches cannot fill {grid.pipeline} stages; raise "
-                f"train.global_batch to {grid.pipeline * grid.data * self.config.train.micro_batch} or more"
+                f"train.global_batch to {grid.pipeline * grid.replicas * self.config.train.micro_batch} or more"
             )
         counts = [chunk.layer_count for chunk in self.layout.layers]
         if len(set(counts)) > 1:
@@ -230,7 +245,7 @@ class LayoutCost:
         config = self.config.model_copy(
             update={name: getattr(self.config, name).model_copy(update=keys) for name, keys in sections.items()}
         )
-        return replace(self, layout=lay_out(config, self.layout.grid.world_size))
+        return replace(self, layout=lay_out_priced(config, self.layout.grid.world_size))
 
     def remedies(self) -> list[str]:
         """Return overrides that each make the plan fit, cheapest first."""
@@ -272,7 +287,7 @@ class LayoutCost:
                 "tensor": grid.tensor,
                 "pipeline": grid.pipeline,
                 "virtual_stages": self.config.parallel.virtual_stages,
-                "data": grid.data,
+                "data": grid.shards,
                 "microbatches": self.layout.microbatches,
                 "layers_by_chunk": [chunk.layer_count for chunk in self.layout.layers],
                 "zero": self.config.parallel.zero,
@@ -308,7 +323,7 @@ class LayoutCost:
 
 def make_plan(config: Config, gpus: int, device_gib: float) -> LayoutCost:
     """Plan `config` on `gpus` devices of `device_gib` GiB. FitError if the layout does not divide."""
-    return LayoutCost(lay_out(config, gpus), device_gib)
+    return LayoutCost(lay_out_priced(config, gpus), device_gib)
 
 
 def _runs(counts: list[int | float]) -> str:

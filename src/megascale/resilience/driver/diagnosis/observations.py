@@ -87,6 +87,7 @@ class Observations:
         limits = self.settings.limits
         parallel = self.settings.config.parallel
         size = state.ranks_per_node
+        axis_sizes = parallel.axis_sizes() | {"data": state.data}
         holders = [
             self.nodes[name].view(tuple(range(i * size, (i + 1) * size))) for i, name in enumerate(state.placement)
         ]
@@ -97,7 +98,7 @@ class Observations:
             time=current_time,
             started=self.attempts.started,
             members=holders + [node.view(()) for node in self.nodes.spares()],
-            grid=Grid(parallel.tensor, state.data, parallel.pipeline, size),
+            grid=Grid.from_world_size(parallel.model_ranks * state.data, ranks_per_host=size, **axis_sizes),
             window=limits.window,
             interval=limits.interval,
             first_step=limits.first_step,

@@ -51,8 +51,7 @@ class Attempts:
     @property
     def model_ranks(self) -> int:
         """The number of ranks that hold one copy of the model."""
-        parallel = self.settings.config.parallel
-        return parallel.tensor * parallel.pipeline
+        return self.settings.config.parallel.model_ranks
 
     def stop(self, event: JobEvent, reason: str, **changes: Any) -> None:
         """Stop all trainers for `event`, which determines the phase that follows."""

@@ -196,7 +196,7 @@ def data_sizes(config: Config, ranks_per_node: int, nodes: int) -> list[tuple[in
     """
     parallel = config.parallel
     train = config.train
-    model = parallel.tensor * parallel.pipeline
+    model = parallel.model_ranks
     sizes = []
     for data in range(nodes * ranks_per_node // model, config.resilience.min_data - 1, -1):
         if (data * model) % ranks_per_node == 0 and train.global_batch % (train.micro_batch * data) == 0:

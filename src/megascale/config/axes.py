@@ -1,0 +1,117 @@
+"""Axes of the grid of ranks: what each axis cuts. Groups, sums and norms derive from these facts.
+
+Built-in axes have a key of their own, `parallel.NAME`. A plugin's axis has its size in `parallel.axes`, as NAME=SIZE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megascale.config.registry import Registry
+from megascale.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class AxisFacts:
+    """Facts of an axis.
+
+    Attributes:
+        cuts_batch: what ranks along the axis divide: the samples of the global batch, the tokens of each sample, or
+            "nothing": all of them see the same tokens. Gradients are summed over an axis that cuts the batch.
+        cuts_parameters: whether the ranks hold different parts of some parameters. Along other axes every parameter
+            is replicated.
+        has_group: whether parts of the model communicate along the axis in a group of its own.
+        fills_world: whether the axis takes all ranks that the other axes leave, unless its size is set.
+        key: setting of the size; "" for an axis in `parallel.axes`.
+        unavailable: why a size above 1 is refused; "" if the axis works.
+    """
+
+    cuts_batch: Literal["samples", "tokens", "nothing"] = "nothing"
+    cuts_parameters: bool = False
+    has_group: bool = True
+    fills_world: bool = False
+    key: str = ""
+    unavailable: str = ""
+
+    @property
+    def repeats_loss(self) -> bool:
+        """Whether ranks along the axis compute the same loss, and not parts of a sum.
+
+        Ranks that cut both tokens and parameters gather the tokens before the loss.
+        """
+        return self.cuts_batch == "nothing" or (self.cuts_batch == "tokens" and self.cuts_parameters)
+
+
+class AxisRegistry(Registry[AxisFacts]):
+    """Facts of all axes by name, from the fastest axis, whose ranks are neighbours, to the slowest."""
+
+    def register(self, name: str, entry: AxisFacts, after: str = "tensor") -> None:
+        """Add an axis that is one step slower than the axis `after`. Raises ConfigError if the name is known.
+
+        The pipeline stays the slowest axis, so that the ranks of a stage are consecutive.
+        """
+        if after == "pipeline":
+            raise ConfigError(f"the axis {name!r} cannot be slower than the pipeline; register it after another axis")
+        slower = {}
+        names = self.names()
+        for other in names[names.index(after) + 1 :]:
+            slower[other] = self.pop(other)
+        try:
+            super().register(name, entry)
+        finally:
+            self.update(slower)
+
+    def setting(self, name: str) -> str:
+        """Return what sets the size of an axis, before the equals sign."""
+        return self[name].key or f"parallel.axes={name}"
+
+    @property
+    def filling(self) -> str:
+        """Name of the axis that fills the world."""
+        return next(name for name, facts in self.items() if facts.fills_world)
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """Axes along which ranks read different samples."""
+        return tuple(name for name, facts in self.items() if facts.cuts_batch == "samples")
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """Axes along which every parameter is replicated and its gradient summed.
+
+        Gradients are reduced, and optimizer state is sharded, over these axes together.
+        """
+        return tuple(
+            name for name, facts in self.items() if facts.cuts_batch != "nothing" and not facts.cuts_parameters
+        )
+
+    @property
+    def replica(self) -> tuple[str, ...]:
+        """Axes whose ranks hold one copy of a pipeline stage together."""
+        return tuple(name for name in self.stage if name not in self.shards)
+
+    @property
+    def model(self) -> tuple[str, ...]:
+        """Axes whose ranks together hold one copy of the model."""
+        return tuple(name for name, facts in self.items() if facts.cuts_parameters)
+
+    @property
+    def stage(self) -> tuple[str, ...]:
+        """Axes whose ranks belong to the same pipeline stage: all but the pipeline."""
+        return tuple(name for name in self if name != "pipeline")
+
+
+AXES = AxisRegistry(
+    "parallel.axes",
+    {
+        "tensor": AxisFacts("tokens", cuts_parameters=True, key="parallel.tensor"),
+        "context": AxisFacts(
+            "tokens",
+            key="parallel.context",
+            unavailable="no attention exchanges keys and values between the ranks of a sequence yet",
+        ),
+        "data": AxisFacts("samples", has_group=False, fills_world=True, key="parallel.data"),
+        "pipeline": AxisFacts(cuts_parameters=True, has_group=False, key="parallel.pipeline"),
+    },
+)
