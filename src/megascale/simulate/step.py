@@ -106,7 +106,7 @@ class Scenario:
         """Memory of the fullest rank with the reserve, by core/memory.py."""
         config, layout = self.config, self.layout
         schedule = layout.unchecked_schedule()  # a search asks for the memory of many; `run` checks the one it prices
-        stages = sorted({0, config.parallel.pipeline // 2, config.parallel.pipeline - 1})
+        stages = sorted({0, config.parallel.pipeline // 2, config.parallel.pipeline - 1, *layout.chunk_map.end_stages})
         model = config.model.model_copy(update={"block": "parallel" if self.software.parallel_block else "serial"})
         software, spare = self.software, (self.cluster.gpu.memory_gib - RESERVE_GIB) * GIB
         graphs = software.launch_us <= MEGASCALE_H200_GRAPHS.launch_us
