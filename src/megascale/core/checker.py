@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megascale.core.schedule import RECEIVES, SEND_SLOTS, SENDS, Action, ActionKind, Channel, Schedule
+from megascale.core.schedule import COMPUTES, RECEIVES, SEND_SLOTS, SENDS, Action, ActionKind, Channel, Schedule
 from megascale.errors import MegascaleError
 
 # Maps a channel to the communicator of its messages.
@@ -267,15 +267,19 @@ class Machine:
         messages = _number_messages(schedule, stage).tolist()
         rows = table.tolist()
         waits: list[tuple[tuple[int, int], ...]] = [()] * len(rows)
+        row_comms = _find_communicators(table, comms)
+        self.posts[stage] = row_comms
+        send_kinds = {int(kind) for kind in SENDS}
+        compute_kinds = {int(kind) for kind in COMPUTES}
         for position, (kind, chunk, i) in enumerate(rows):
-            comm = comms.get((kind, chunk))
-            if comm is None:
-                if schedule.exposed and ActionKind(kind).is_compute:
+            comm = row_comms[position]
+            if comm < 0:
+                if schedule.exposed and kind in compute_kinds:
                     # Sends of one channel are delivered in order, so the last one implies the earlier ones.
                     waits[position] = tuple(channel_sends[-1] for channel_sends in sends.values())
                 continue
             end = stage_ends[comm]
-            is_send = ActionKind(kind).is_send
+            is_send = kind in send_kinds
             delivery = (comm, len(end.positions) + 1)
             if is_send:
                 send_numbers[kind, chunk, i] = len(sends.setdefault((kind, comm), []))
@@ -285,7 +289,6 @@ class Machine:
             end.positions.append(position)
             end.sends.append(is_send)
             end.messages.append(messages[position])
-            self.posts[stage][position] = comm
         for position, (kind, chunk, i) in enumerate(rows):
             if kind in _MESSAGES:
                 needs = []
@@ -394,6 +397,19 @@ _MESSAGES: dict[int, tuple[int, int]] = {
     int(ActionKind.BACKWARD): (int(ActionKind.RECV_BACKWARD), int(ActionKind.SEND_BACKWARD)),
     int(ActionKind.BACKWARD_INPUT): (int(ActionKind.RECV_BACKWARD), int(ActionKind.SEND_BACKWARD)),
 }
+
+
+def _find_communicators(table: np.ndarray, communicators: dict[tuple[int, int], int]) -> list[int]:
+    """Return the communicator of each action of a list, -1 for those that are no transfers.
+
+    Args:
+        communicators: by kind and chunk.
+    """
+    by_kind = np.full((len(ActionKind), int(table[:, 1].max(initial=0)) + 1), -1)
+    for (kind, chunk), communicator in communicators.items():
+        by_kind[kind, chunk] = communicator
+    result: list[int] = by_kind[table[:, 0], table[:, 1]].tolist()
+    return result
 
 
 def _number_messages(schedule: Schedule, stage: int) -> np.ndarray:

@@ -355,10 +355,12 @@ def _send_channels(stage: np.ndarray, kind: np.ndarray, partner: np.ndarray) -> 
     sends = np.flatnonzero(select_kinds(kind, *SENDS))
     if not len(sends):
         return channel
-    keys = np.column_stack([stage[sends], kind[sends], stage[partner[sends]]])
-    channels, which = np.unique(keys, axis=0, return_inverse=True)
-    first_of_stage = np.searchsorted(channels[:, 0], channels[:, 0])
-    channel[sends] = (np.arange(len(channels)) - first_of_stage)[which.reshape(-1)]
+    stages = int(stage.max()) + 1
+    keys = (stage[sends] * len(ActionKind) + kind[sends]) * stages + stage[partner[sends]]
+    channels, which = np.unique(keys, return_inverse=True)
+    channel_stages = channels // (len(ActionKind) * stages)
+    numbers = np.arange(len(channels)) - np.searchsorted(channel_stages, channel_stages)
+    channel[sends] = numbers[which]
     return channel
 
 
