@@ -49,6 +49,7 @@ lint: .venv/dev
 	@$(BIN)/ruff format --check src benchmarks tests scripts
 	@$(BIN)/mypy
 	@found=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$found"; exit 1; }
+	@$(BIN)/python scripts/check_imports.py
 	@$(BIN)/python scripts/style_report.py
 	@if command -v npm >/dev/null 2>&1 && $(MAKE) -s scripts/page-types/node_modules 2>/dev/null; \
 	then $(MAKE) --no-print-directory page-types; \

@@ -11,6 +11,7 @@ BENCHMARKS: dict[str, str] = {
     "ablation": "benchmarks.training.ablation",
     "alternate": "benchmarks.training.alternate",
     "convergence": "benchmarks.training.convergence",
+    "exchange": "benchmarks.kernels.exchange",
     "exposed": "benchmarks.training.exposed",
     "gradients": "benchmarks.training.gradient_error",
     "kernel-peers": "benchmarks.kernels.peers",

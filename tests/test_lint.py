@@ -1,4 +1,4 @@
-"""Tests of `make lint`: import contracts on a tiny tree, and the style report on a tiny file."""
+"""Tests of `make lint`: import contracts and names on a tiny tree, and the style report on a tiny file."""
 
 from __future__ import annotations
 
@@ -84,6 +84,43 @@ def test_an_import_against_the_table_is_found(tree: Path, files: dict[str, str],
 
 
 @pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("from package.part import Present, later, VALUE", None),
+        ("import package.part, os.nothing", None),
+        ("from .part import Present", None),
+        ("from package import open_names\nfrom package.open_names import anything", None),
+        ("from package.loose import alone\nimport package.loose.alone", None),
+        ("def run(monkeypatch):\n    monkeypatch.setattr('package.part.Present.method', 1)", None),
+        ("import package.absent", "absent in package"),
+        ("from package import absent", "absent in package"),
+        ("from package.part import Absent", "Absent in package.part"),
+        ("from .part import inner", "inner in package.part"),
+        ("def run():\n    from package.loose import absent", "absent in package.loose"),
+        ("def run(mock):\n    mock.patch('package.part.absent')", "absent in package.part"),
+    ],
+)
+def test_an_import_of_a_name_that_does_not_exist_is_found(tmp_path: Path, text: str, missing: str | None) -> None:
+    package = tmp_path / "package"
+    (package / "loose").mkdir(parents=True)
+    (package / "loose" / "alone.py").touch()
+    (package / "__init__.py").touch()
+    (package / "open_names.py").write_text("def __getattr__(name): ...\n")
+    (package / "part.py").write_text(
+        "class Present:\n    def method(self):\n        inner = 1\nif Present:\n    def later(): ...\nVALUE: int = 1\n"
+    )
+    (package / "user.py").write_text(text + "\n")
+    script = ROOT / "scripts" / "check_imports.py"
+    check = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True)
+    findings = check.stdout.splitlines()
+    assert (check.returncode, check.stderr) == (int(missing is not None), "")
+    assert len(findings) == check.returncode
+    if missing is not None:
+        assert findings[0].startswith(f"{package / 'user.py'}:{text.count(chr(10)) + 1}: ")
+        assert findings[0].endswith(f"there is no {missing}")
+
+
+@pytest.mark.parametrize(
     ("text", "finding"),
     [
         ("result = 1", None),
@@ -113,7 +150,7 @@ def test_files_that_comments_name_are_there() -> None:
     source = ROOT / "src" / "megascale"
     files = [
         f"/{file.relative_to(ROOT).as_posix()}"
-        for file in [p for name in ("src", "tests", "scripts") for p in (ROOT / name).rglob("*.py")]
+        for file in [p for name in ("src", "benchmarks", "tests", "scripts") for p in (ROOT / name).rglob("*.py")]
     ]
     peers = {"begun.py", "megatron/core/datasets/indexed_dataset.py"}  # a user's and Megatron's
     lost = [

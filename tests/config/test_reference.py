@@ -1,4 +1,4 @@
-"""What `megascale config` says of settings comes from the models, and says something of each."""
+"""Descriptions of settings by `megascale config`: they come from the models, and no setting lacks one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_choices_and_ranges():
     (window,) = find_settings("model.window")
     assert window.optional
     assert window.describe_values() == "integer, at least 1"  # a bound for slips only is not said
-    assert find_settings("lr.decay")[0].choices == ("cosine", "linear", "constant")
+    assert find_settings("lr.decay_shape")[0].choices == ("linear", "cosine", "sqrt", "exponential")
+    assert find_settings("lr.schedule")[0].choices[:5] == ("cosine", "linear", "wsd", "constant", "inverse_sqrt")
     assert find_settings("observe.span_sinks")[0].describe_values().startswith("list of: parquet")
 
 
@@ -45,7 +46,7 @@ def test_what_is_found():
     assert [s.key for s in find_settings("train.micro_batch")] == ["train.micro_batch"]
     three = ["parallel.gather_precision", "train.precision", "train.linear_precision"]
     assert [s.key for s in find_settings("precision")] == three
-    assert len(find_settings("lr")) == 5
+    assert len(find_settings("lr")) == 7
     with pytest.raises(ConfigError, match=r"no setting 'model\.headz'; did you mean model\.heads"):
         find_settings("model.headz")
 

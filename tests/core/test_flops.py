@@ -71,10 +71,26 @@ def test_gated_and_grouped_models():
     assert flops.flops_per_token(m).training == pytest.approx(6 * n + 12 * 32 * 4096 * 8192, rel=1e-3)
 
 
-def test_mfu_and_peaks():
-    assert flops.device_peak_tflops("NVIDIA H200") == 989.4
-    assert flops.device_peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0
-    assert flops.device_peak_tflops("abacus") is None
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H800", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A800-SXM4-80GB", 312.0),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA L40S", 362.0),
+        ("abacus", None),
+    ],
+)
+def test_dense_bf16_peaks_are_those_of_the_data_sheets(name, peak):
+    """TFLOP/s without sparsity, for names as `torch.cuda.get_device_name` gives them."""
+    assert flops.device_peak_tflops(name) == peak
+
+
+def test_mfu():
     # The paper's row: 12,288 A100s, 6.34 s a step of 6,144 x 2,048 tokens; Megatron's credit gives 55.7%.
     rate = 6144 * 2048 / 6.34
     assert flops.mfu(model(preset="gpt-175b"), rate, 12288, 312.0) == pytest.approx(0.557, abs=0.002)

@@ -32,8 +32,14 @@ def test_flat_boxes_cover_the_range_exactly_and_in_order(case):
         got.append(full[tuple(slice(o, o + n) for o, n in zip(inner.offsets, inner.sizes, strict=True))].reshape(-1))
         at = b
     assert at == stop
-    np.testing.assert_array_equal(np.concatenate([*got, np.array([], dtype=int)]), expected)
+    np.testing.assert_array_equal(np.concatenate(got + [np.array([], dtype=int)]), expected)
     assert len(pieces) <= max(1, 2 * len(box.sizes) - 1)
+
+
+@given(ranges(), st.integers(0, 3))
+def test_an_empty_range_has_no_boxes(case, excess):
+    box, start, _ = case
+    assert list(flat_boxes(box, start + excess, start)) == []
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(0, 1))

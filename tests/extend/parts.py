@@ -40,7 +40,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def l1_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """By the mean magnitude."""
+    """Normalise by the mean magnitude."""
     return x / (x.abs().mean(-1, keepdim=True) + eps) * weight
 
 
@@ -100,13 +100,13 @@ DENSE = MLP_PARTS["dense"]
 
 
 def scaled_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
-    """Those of a dense MLP, and the scale."""
-    return [*DENSE.tensors(model, name), LogicalTensor(f"{name}.mlp.scale", (model.ffn,), 0, init_value=0.5)]
+    """Return the tensors of a dense MLP, and the scale."""
+    return DENSE.tensors(model, name) + [LogicalTensor(f"{name}.mlp.scale", (model.ffn,), 0, init_value=0.5)]
 
 
 def scaled_keeps(model: ModelConfig) -> list[SavedActivation]:
-    """What a dense MLP keeps, and what is scaled."""
-    return [SavedActivation("mlp_projection", model.ffn, "columns", has_gradient=True), *DENSE.saved_activations(model)]
+    """Return the saved activations of a dense MLP, and the scaled tensor."""
+    return [SavedActivation("mlp_projection", model.ffn, "columns", has_gradient=True)] + DENSE.saved_activations(model)
 
 
 def gather_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:

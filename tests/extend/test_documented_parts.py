@@ -35,6 +35,7 @@ def test_a_run_with_all_of_them(package, megascale, tiny, tokens, tmp_path):
         "--train.steps=60",
         "--train.eval_interval=1",
         "--train.eval_samples=2",
+        "--lr.schedule=in_thirds",
         "--lr.peak=1.0",  # which makes it worse, so that patience ends
         "--checkpoint.interval=0",
     ]

@@ -30,6 +30,7 @@ from megascale.parallel.collectives import Axis, all_reduce, gather_sequence, sc
 from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear, RowLinear
 from megascale.rendezvous.group_plan import plan_groups, rank_groups
+from megascale.simulate.fabric.step_traffic import step_traffic
 from megascale.simulate.planner.layout_cost import make_plan
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal
@@ -252,8 +253,11 @@ def test_a_batch_that_the_axes_do_not_divide_is_refused():
 def test_planner_and_simulator_price_data_parallelism_only():
     assert make_plan(from_tree(axis_case({"rows": 2}, 1, 1, 2).tree), 4, 80.0).layout.grid.shards == 4
     for name in ("slab", "copies"):
+        config = from_tree(axis_case({name: 2}).tree)
         with pytest.raises(FitError, match=f"parallel.axes={name}=2 has no price"):
-            make_plan(from_tree(axis_case({name: 2}).tree), 2, 80.0)
+            make_plan(config, 2, 80.0)
+        with pytest.raises(FitError, match=f"parallel.axes={name}=2 has no price"):
+            step_traffic(config, 2)
 
 
 def test_the_pipeline_stays_the_slowest_axis():

@@ -255,10 +255,10 @@ def replayed(rank: int, *each: str) -> CallRecord:
 def test_steps_that_capture_accuse_nobody(departs):
     """Eager steps, one that captures as it replays, then replays alone: only a call that one rank makes is told."""
     usual = ["xxxxxxw", "xxxxxxw", "cfcfcbcbw", "ffbbw", "ffbbw"][:departs]
-    wrong = [*usual[:-1], usual[-1].replace("w", "a")]
+    wrong = usual[:-1] + [usual[-1].replace("w", "a")]
     hang = judge(replayed(0, *usual), replayed(1, *wrong))
     assert (hang.kind, hang.ranks, hang.group) == ("mismatched collective", (1,), "world")
-    # Both stand in the same call: the network, whatever the step before was like.
+    # Both are in the same call: the network, regardless of the step before.
     assert judge(*(replayed(rank, *usual) for rank in range(2))).kind == "network"
 
 
@@ -293,7 +293,7 @@ def test_on_devices_a_rank_that_waits_for_samples_is_named():
 @pytest.mark.parametrize("flight", [True, False])
 def test_on_devices_a_stopped_rank_is_missed_in_what_another_launched(flight):
     """No host waits, and a stopped process gives no flight record."""
-    ahead = record(0, [*steps("grra", "grra"), Call("world", 1, "all_reduce", 24, 2)], None)
+    ahead = record(0, steps("grra", "grra") + [Call("world", 1, "all_reduce", 24, 2)], None)
     stopped = record(1, steps("grra", "gr"), None, also={"world"})
     more = {"rank0": {"process": "running"} | (on_device(ahead, ahead.calls[6]) if flight else {})}
     hang = judge(ahead, stopped, **more, rank1={"process": "stopped"})
@@ -350,10 +350,10 @@ def test_a_call_too_many_in_the_second_step_is_named():
     """The first step makes the same calls in another order, so only their number tells."""
     single = step_of(1, "rg")
     repeated = step_of(2, "gr", start=2)
-    extra = [*single, *repeated, Call("data_reduce/0", 5, "all_reduce", 28, 2)]
+    extra = single + repeated + [Call("data_reduce/0", 5, "all_reduce", 28, 2)]
     world = [Call("world", 1, "all_reduce", 24, 1), Call("world", 2, "all_reduce", 24, 2)]
-    calm = record(0, [*single, world[0], *repeated, world[1]], ("world", 2))
-    wrong = record(1, [*single, world[0], *extra[2:]], ("data_reduce/0", 5))
+    calm = record(0, single + [world[0]] + repeated + [world[1]], ("world", 2))
+    wrong = record(1, single + [world[0]] + extra[2:], ("data_reduce/0", 5))
     hang = judge(calm, wrong)
     assert (hang.kind, hang.ranks, hang.group, hang.sequence) == ("mismatched collective", (1,), "world", 2)
 
@@ -367,7 +367,7 @@ def test_a_circle_that_nothing_explains_names_all_in_it():
 
 def test_another_size_is_a_mismatch_too():
     usual = ["grra"] * 3
-    wrong = [*steps(*usual, "g"), Call("data_reduce/0", 14, "reduce_scatter", 128, 4)]
+    wrong = steps(*usual, "g") + [Call("data_reduce/0", 14, "reduce_scatter", 128, 4)]
     hang = judge(record(0, steps(*usual, "gr"), ("data_reduce/0", 14)), record(1, wrong, ("data_reduce/0", 14)))
     assert (hang.kind, hang.ranks) == ("mismatched collective", (1,))
 
@@ -433,7 +433,7 @@ while True:
 """
     child = subprocess.Popen([sys.executable, "-c", code])
     try:
-        wait_for(tmp_path, 4)
+        wait_for_events(tmp_path, child, 4)
         scene, hang = examine_run(tmp_path, watch_seconds=30.0)
         assert hang.kind == "none"
         assert scene.ranks[0].answered
@@ -446,12 +446,26 @@ while True:
     assert json.loads(after.stdout)["by_rank"][0]["process"] == "gone"
 
 
-def wait_for(tmp_path: Path, events: int) -> None:
-    """Until the child's record of calls says so many."""
+def wait_for_events(tmp_path: Path, child: subprocess.Popen[bytes], events: int) -> None:
+    """Wait until the child's record of calls has so many; fail at once if the child ends before, after 30 s else."""
     deadline = time.monotonic() + 30
-    while not ((result := read_calls(tmp_path / "rank-0.calls", history=False)) and result.events >= events):
-        assert time.monotonic() < deadline
+    while True:
+        code = child.poll()
+        calls = read_calls(tmp_path / "rank-0.calls", history=False)
+        if calls is not None and calls.events >= events:
+            return
+        assert code is None, f"the child ended with code {code}; its error output is above"
+        state = "none" if calls is None else calls.events
+        assert time.monotonic() < deadline, f"after 30 s the child has recorded {state} of {events} events"
         time.sleep(0.02)
+
+
+def test_a_child_that_ends_is_not_waited_for(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    began = time.monotonic()
+    with pytest.raises(AssertionError, match="ended with code 3"):
+        wait_for_events(tmp_path, child, 1)
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["main thread", "nobody"])
@@ -477,7 +491,7 @@ stands_here()
     monkeypatch.setattr("megascale.observe.hang.evidence._ANSWER_SECONDS", 0.3 if deaf else 30.0)
     child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
     try:
-        wait_for(tmp_path, 1)
+        wait_for_events(tmp_path, child, 1)
         scene, _ = examine_run(tmp_path, watch_seconds=0.0)
         assert scene.ranks[0].answered is not deaf
         output = scene.ranks[0].stack[0]
@@ -514,7 +528,7 @@ work()
 """
     child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
     try:
-        wait_for(tmp_path, 1)
+        wait_for_events(tmp_path, child, 1)
         for _ in range(3000):
             os.kill(child.pid, signal.SIGUSR2)
             time.sleep(0.0005)  # so that each is taken: one that waits swallows the next

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megascale.config import from_tree
+from megascale.errors import ConfigError
 from megascale.observe import metrics
-from megascale.observe.metrics import SinkRequest, TensorBoard
+from megascale.observe.metrics import SinkRequest, TensorBoard, Wandb
 
 
 def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -37,6 +40,64 @@ def test_tensorboard_gets_each_number_under_its_group(tmp_path):
         "progress/epoch": [(3, 0.5)],
         metrics.tensorboard_tag("valid_loss"): [(4, 1.25)],
     }
+
+
+@pytest.mark.parametrize(("step", "hidden_from"), [(0, []), (7, [8])])
+def test_tensorboard_hides_the_steps_that_a_resumed_run_repeats(tmp_path, step, hidden_from):
+    """The start of a session at step n hides n and later steps of earlier files; a fresh run hides none."""
+    loading = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    sink = TensorBoard(tmp_path, step)
+    sink.close()
+    (file,) = tmp_path.glob("events.*")
+    events = list(loading.EventFileLoader(str(file)).Load())
+    assert [event.step for event in events if event.session_log.status == event.session_log.START] == hidden_from
+
+
+class FakeWandb:
+    """The package wandb, which keeps its calls: `init` starts a run with `log` and `finish`."""
+
+    class Error(Exception):
+        """Refusal of the service."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.calls: list[Any] = []
+        self._refuses = refuses
+
+    def init(self, **options: Any) -> FakeWandb:
+        if self._refuses:
+            raise self.Error("not logged in")
+        self.calls.append(options)
+        return self
+
+    def log(self, numbers: dict[str, Any], step: int) -> None:
+        self.calls.append((step, numbers))
+
+    def finish(self) -> None:
+        self.calls.append("finished")
+
+
+def test_weights_and_biases_continues_a_run_and_is_finished(tmp_path, monkeypatch):
+    package = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    for step in (1, 2):
+        sink = Wandb("mine", tmp_path, {"train": 1})
+        sink.write({"step": step, "time": 1e9, "loss": 2.5, "tokens": 64, "host": "a"})
+        sink.close()
+    first, *_, second = (call for call in package.calls if isinstance(call, dict))
+    assert first == second
+    assert (first["project"], first["name"], first["resume"]) == ("mine", tmp_path.name, "allow")
+    assert (first["dir"], first["config"]) == (str(tmp_path), {"train": 1})
+    assert first["id"] == (tmp_path / "wandb-id").read_text().strip()
+    assert len(first["id"]) == 8
+    numbers = {"loss": 2.5, "tokens": 64}
+    assert package.calls == [first, (1, numbers), "finished", first, (2, numbers), "finished"]
+
+
+def test_a_refused_run_leaves_no_identity(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(refuses=True))
+    with pytest.raises(ConfigError, match=r"observe\.wandb='mine': .*not logged in.*WANDB_MODE=offline"):
+        Wandb("mine", tmp_path, {})
+    assert not (tmp_path / "wandb-id").exists()
 
 
 @pytest.mark.parametrize(("project", "expected"), [("mine", "mine"), (None, "run")])

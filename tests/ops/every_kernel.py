@@ -105,7 +105,9 @@ def with_amax(call: Callable[[], None]) -> Callable[[], None]:
 
 
 def float8_casts(kind: Format) -> None:
-    x, scale, counts = zeros(4096, 5120), torch.ones(()), torch.zeros(2, dtype=torch.long)
+    x = zeros(4096, 5120)
+    scale = torch.ones(())
+    counts = torch.zeros(2, dtype=torch.long)
     cast.cast_by_scale(x, kind, scale)
     cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()))
     cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()), counts=counts)

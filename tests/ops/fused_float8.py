@@ -62,7 +62,7 @@ def same(got: torch.Tensor | None, want: torch.Tensor | None) -> None:
 
 
 def both(function, *collected: torch.Tensor):
-    """What the kernels make and what the references make, each with its own copies of the tensors collected into."""
+    """Return the results of kernels and references, each with its own copies of the accumulation tensors."""
     built = []
     for mode in ("fused", "reference"):
         kernels, copies = dispatch.Kernels(mode), [c.clone() for c in collected]
@@ -161,7 +161,9 @@ def test_every_bfloat16_casts_as_the_reference_does():
 @given(dtypes, seeds, holes)
 def test_shards_are_cast_as_the_matrices_they_are_parts_of(dtype, seed, hole):
     """Three ranks' shards of three matrices, with padding between and behind them; rank 2 has a part of one only."""
-    shapes, starts, ranks = [(70, 64), (3, 5), (64, 128)], [0, 4480, 4544], 3
+    shapes = [(70, 64), (3, 5), (64, 128)]
+    starts = [0, 4480, 4544]
+    ranks = 3
     part = -(-(4544 + 64 * 128) // (64 * ranks)) * 64
     flat = torch.full((part * ranks,), 7e4, dtype=dtype)  # what lies between matters to no matrix
     for i, (shape, start) in enumerate(zip(shapes, starts, strict=True)):

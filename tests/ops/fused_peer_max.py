@@ -9,11 +9,11 @@ from tests.ops import interpreted  # noqa: F401
 import pytest
 import torch
 
-from megascale.ops.peer_max import WORD, PeerMax
+from megascale.ops.peer_max import RELEASED, WORD, PeerMax
 
 
 def word(call: int, value: float) -> int:
-    """What a rank writes to its peers."""
+    """Return the value that a rank writes to its peers."""
     return call << 32 | int(torch.tensor(value).view(torch.int32))
 
 
@@ -45,6 +45,13 @@ def test_not_a_number_is_the_largest():
     memory = [torch.zeros(PeerMax.bytes_needed(2) // WORD, dtype=torch.int64) for _ in range(2)]
     memory[0][2 + 1] = word(1, float("nan"))
     assert PeerMax(0, memory)(torch.tensor(7.0)).isnan()
+
+
+def test_released_words_end_the_wait_for_a_dead_peer():
+    memory = [torch.zeros(PeerMax.bytes_needed(2) // WORD, dtype=torch.int64) for _ in range(2)]
+    memory[0].fill_(RELEASED)
+    for _ in range(3):  # later calls end as well
+        assert PeerMax(0, memory)(torch.tensor(7.0)).isnan()
 
 
 def test_what_it_does_not_take():

@@ -126,7 +126,9 @@ def test_norms_take_strided_rows_and_expanded_gradients():
 
 
 def test_norm_gradients_repeat_bit_for_bit():
-    x, w, b = torch.randn(500, 24, requires_grad=True), torch.randn(24, requires_grad=True), torch.zeros(24)
+    x = torch.randn(500, 24, requires_grad=True)
+    w = torch.randn(24, requires_grad=True)
+    b = torch.zeros(24)
     runs = [torch.autograd.grad(layer_norm(x, w, b, 1e-5).square().sum(), (x, w)) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 

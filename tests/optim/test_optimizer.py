@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from megascale import config
-from megascale.config import LrConfig, OptimizerConfig
+from megascale.config import OptimizerConfig
 from megascale.config.parts import OPTIMIZERS
 from megascale.model.transformer import Chunk
 from megascale.ops.gradient_sink import main_grad_of
-from megascale.optim.learning_rate import learning_rate
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.parameters import initialise, piece_views, spec_of
@@ -19,7 +18,7 @@ from megascale.parallel.parameters import initialise, piece_views, spec_of
 def make(options: OptimizerConfig, bucket: int | None = None, times: float = 1.0):
     """A small model with `times` the usual weights."""
     small = ["--model.hidden=16", "--model.layers=2", "--model.heads=4", "--model.sequence_length=8"]
-    model = config.load(None, [*small, "--model.vocab_size=21", "--model.vocab_multiple=8"]).model
+    model = config.load(None, small + ["--model.vocab_size=21", "--model.vocab_multiple=8"]).model
     chunk = Chunk(model, range(2), first=True, last=True, dtype=torch.float64)
     flat = ParamAndGradBuffer(chunk, torch.device("cpu"), bucket_elements=bucket)
     initialise(chunk, 1)
@@ -148,11 +147,3 @@ def test_a_step_with_nonfinite_gradients_changes_nothing(name, bad):
     assert any(t.any() for t in retained)
     for current, then in zip((t for s in optimizer.states for t in s.state_tensors()), retained, strict=True):
         assert torch.equal(current, then)
-
-
-def test_learning_rate_shape():
-    lr = LrConfig(peak=1.0, min=0.1, warmup_steps=10)
-    assert [round(learning_rate(lr, s, 110), 6) for s in (1, 10, 60, 110, 200)] == [0.1, 1.0, 0.55, 0.1, 0.1]
-    linear = LrConfig(peak=1.0, decay="linear", decay_steps=50)
-    assert learning_rate(linear, 25, 110) == pytest.approx(0.5)
-    assert learning_rate(LrConfig(peak=1.0, decay="constant"), 99, 100) == 1.0

@@ -15,8 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale.errors import TrainingError
 from megascale.parallel import exchange as module
-from megascale.parallel.collectives import Axis, gather_sequence, scatter_sequence
+from megascale.parallel.collectives import Axis, all_to_all_parts, gather_sequence, scatter_sequence
 from megascale.parallel.exchange import Exchange
 
 QUEUES = ("main", "side", "copy")
@@ -119,14 +120,16 @@ def run(devices: list[Device], rng: random.Random) -> None:
 
 
 SHAPE = (2, 3)
-OPS = ("gather", "consume", "consume and keep", "scatter", "scatter now")
+OPS = ("gather", "consume", "consume and keep", "scatter", "scatter now", "all to all")
 Save = Callable[[int, torch.Tensor], None]  # number of a call, what it gave
 
 
 def expected(op: str, data: torch.Tensor, rank: int) -> torch.Tensor:
-    """What a call gives a rank; data [size, size, *SHAPE]: what each rank has for each."""
+    """Return the expected result of a call; data [size, size, *SHAPE] is each rank's data for each."""
     if op.startswith("scatter"):
         return data[:, rank].sum(0)
+    if op == "all to all":
+        return data[:, rank].flatten(0, 1)
     return data[:, 0].flatten(0, 1)
 
 
@@ -146,6 +149,12 @@ def call_all(ex: Exchange, device: Device, program: list[str], local: list[torch
             pending.append((number, ex.gather(local_part[0])))
         elif op == "scatter":
             pending.append((number, ex.scatter(lambda out, rank, mine=local_part: out.copy_(mine), SHAPE, local_part)))  # type: ignore[misc]
+        elif op == "all to all":
+
+            def write_part(out: torch.Tensor, rank: int | None, parts: torch.Tensor = local_part) -> None:
+                out.copy_(parts[rank])
+
+            pending.append((number, ex.all_to_all(write_part, SHAPE, local_part)))
         elif op == "scatter now":
 
             def make(out: torch.Tensor, rank: int | None, mine: torch.Tensor = local_part) -> None:
@@ -238,6 +247,7 @@ def play_parts(
                 device.put("main", lambda to=to, one=one, rank=rank: to.copy_(one[rank]))  # type: ignore[misc]
             ex.before_replay()
             device.replay(entries)
+            ex.after_replay()
             for n, match in gave:
                 keep(match, target[n])
     run(devices, random.Random(seed))
@@ -381,3 +391,89 @@ def test_a_part_too_large_is_refused() -> None:
     memory = [torch.zeros(Exchange.bytes_needed(2, 16), dtype=torch.uint8) for _ in range(2)]
     with pytest.raises(ValueError, match="24 bytes; this exchange was made for 16"):
         Exchange(0, 2, memory, 16, Device(0, {})).gather(torch.zeros(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_equal_parts_go_to_their_ranks_by_the_exchange(size: int) -> None:
+    devices, exchanges = exchanges_of(size)
+    axes = [Axis(None, size, rank, exchange=exchange) for rank, exchange in enumerate(exchanges)]
+    full = torch.randn(size, size * SHAPE[0], SHAPE[1], dtype=torch.float64)
+    received = [all_to_all_parts(full[rank], axes[rank]).wait() for rank in range(size)]
+    run(devices, random.Random(0))
+    parts = full.view(size, size, *SHAPE)
+    for rank in range(size):
+        assert torch.equal(received[rank], parts[:, rank].flatten(0, 1))
+
+
+def test_an_all_to_all_takes_rows_that_divide() -> None:
+    with pytest.raises(ValueError, match="over 2 ranks cannot divide 3 rows"):
+        all_to_all_parts(torch.zeros(3, 2), Axis(None, 2, 0))
+
+
+class LostPeer:
+    """A watch whose peer has died."""
+
+    failure = "rank 1 has ended"
+
+    def check(self) -> None:
+        raise TrainingError(self.failure)
+
+
+def test_no_call_and_no_replay_begins_after_a_peer_has_died() -> None:
+    _, (ex, _) = exchanges_of(2)
+    like = torch.zeros(SHAPE, dtype=torch.float64)
+    waiting = ex.gather(like)
+    ex.watch = LostPeer()  # type: ignore[assignment]
+    waiting()  # results are undefined, which the next check says
+    for call in (
+        lambda: ex.gather(like),
+        lambda: ex.scatter_now(lambda out, rank: None, SHAPE, like),
+        lambda: ex.all_to_all(lambda out, rank: None, SHAPE, like),
+        ex.before_replay,
+        ex.check,
+    ):
+        with pytest.raises(TrainingError, match="rank 1 has ended"):
+            call()
+
+
+class SurvivorFlags(dict[tuple[int, ...], int]):
+    """Flags of rank 0; what it sends to the dead is lost."""
+
+    def __setitem__(self, flag: tuple[int, ...], value: int) -> None:
+        if flag[0] == 0:
+            super().__setitem__(flag, value)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 4), PARTS, st.lists(st.integers(0, 1), min_size=2, max_size=5), st.integers(0, 1 << 40))
+def test_released_flags_end_all_waits_of_a_rank_whose_peers_have_died(
+    size: int, parts: list[tuple[list[str], bool]], order: list[int], seed: int
+) -> None:
+    """Rank 0 alone runs a program of eager and captured calls; a watch sets its flags, again and again."""
+    devices, exchanges = exchanges_of(size)
+    device, ex = devices[0], exchanges[0]
+    device.flags = SurvivorFlags()
+    generator = torch.Generator().manual_seed(seed)
+    captured: dict[int, list[Entry]] = {}
+    for number in order:
+        program, is_captured = parts[number]
+        data = [item[0] for item in random_data(size, program, generator)]
+        if not is_captured:
+            call_all(ex, device, program, data, 0, lambda number, result: None)
+            continue
+        if number not in captured:
+            with ex.capture():
+                call_all(ex, device, program, data, 0, lambda number, result: None)
+            captured[number] = device.captured
+        ex.before_replay()
+        device.replay(captured[number])
+        ex.after_replay()
+    rng = random.Random(seed)
+    while any(device.queues.values()):
+        able = [queue for queue in device.queues.values() if queue and queue[0][0]()]
+        if able:
+            rng.choice(able).popleft()[1]()
+        else:  # as CudaStreams.release_waits does
+            for peer in range(1, size):
+                device.flags[0, peer] = 1 << 30
+                device.flags[0, peer, 0] = device.flags[0, peer, 1] = 1

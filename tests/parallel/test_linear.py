@@ -22,7 +22,9 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_linear_accumulates_into_sinks(dtype):
-    x, w, b = randn(3, 2, 8).to(dtype), randn(5, 8, seed=1).to(dtype), randn(5, seed=2).to(dtype)
+    x = randn(3, 2, 8).to(dtype)
+    w = randn(5, 8, seed=1).to(dtype)
+    b = randn(5, seed=2).to(dtype)
     x, w, b = (t.detach().requires_grad_() for t in (x, w, b))
     plain = gather_linear(x, w, b)
     assert torch.equal(plain, torch.nn.functional.linear(x, w, b))

@@ -155,7 +155,7 @@ def test_pause_evict_and_resume_through_the_commands(launch, megascale):
 def test_new_settings_take_force_and_bad_ones_are_taken_back(launch, megascale):
     job = launch("updated", "--nodes=1", "--parallel.data=1", "--train.steps=100000", "--checkpoint.interval=0")
     job.until("first_step")
-    assert megascale("restart", job.run, "--lr.peak=0.5", "--lr.decay=constant").returncode == 0
+    assert megascale("restart", job.run, "--lr.peak=0.5", "--lr.schedule=constant").returncode == 0
     assert "lr.peak: 0.01 -> 0.5" in job.until("updated").evidence
     job.until("first_step", attempt=2)
     rates = [r["learning_rate"] for r in lines(job.run / "metrics.jsonl") if "loss" in r]

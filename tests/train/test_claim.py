@@ -76,7 +76,7 @@ def test_a_refusal_is_told_in_a_folder_that_is_free(tmp_path, monkeypatch, rank)
     status = read_status(folder.status / f"rank-{rank}.status")
     if rank.isdecimal():
         assert status is not None
-        assert (status.phase, status.message) == ("failed", "refused")
+        assert (status.phase, status.step, status.message) == ("failed", 0, "refused")
     else:
         assert status is None
     run_lock.acquire_trainer_lock(folder.path, "the next", 0.0).release()  # nothing is held

@@ -1,10 +1,11 @@
-"""What a run's ranks tell of their steps: in its metrics, in its spans folder, and to `megascale spans`."""
+"""Spans of a run's ranks: in its metrics, in its spans folder, and in `megascale spans`."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +116,19 @@ def test_without_shared_memory_there_are_times_and_no_spans(monkeypatch, caplog)
     assert timers.timers.last is not None
     assert timers.timers.last.step == 1
     timers.close()
+
+
+def test_a_rank_that_ends_leaves_its_span_service(monkeypatch):
+    """The service keeps a ring until its rank leaves; the runtime records nothing afterwards."""
+    closed: list[str] = []
+    link = SimpleNamespace(close=lambda: closed.append("link"))
+    monkeypatch.setattr(RankTimers, "_connect", lambda *arguments: link)
+    runtime = Runtime()
+    timers = RankTimers(load(None, []), RankInfo(0, 1, 0, 1, torch.device("cpu")), runtime, Grid(ranks_per_host=1), 0)
+    assert runtime.recorder is timers.timers
+    timers.close()
+    assert closed == ["link"]
+    assert type(runtime.recorder) is type(Runtime().recorder)
 
 
 @pytest.mark.parametrize("arguments", [["--steps", "2"]])

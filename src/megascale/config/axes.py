@@ -53,6 +53,7 @@ class AxisRegistry(Registry[AxisFacts]):
         """
         if after == "pipeline":
             raise ConfigError(f"the axis {name!r} cannot be slower than the pipeline; register it after another axis")
+        self[after]  # raises ConfigError for an unknown axis
         slower = {}
         names = self.names()
         for other in names[names.index(after) + 1 :]:

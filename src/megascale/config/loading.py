@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megascale.config.base import check_encoding
-from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, OPTIMIZERS, SINKS, SPAN_SINKS
+from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, LR_SCHEDULES, OPTIMIZERS, SINKS, SPAN_SINKS
 from megascale.config.registry import Registry
 from megascale.config.suggestions import find_field, format_question, list_keys, suggest_for_section, suggest_keys
 from megascale.config.text_files import read_toml
@@ -23,7 +23,8 @@ from megascale.errors import ConfigError
 
 # Settings that name parts which training needs and a trained model does not.
 TRAINING_PARTS: dict[str, Registry[Any]] = {
-    registry.key: registry for registry in (OPTIMIZERS, LINEAR_PRECISIONS, LOSSES, CALLBACKS, SINKS, SPAN_SINKS)
+    registry.key: registry
+    for registry in (OPTIMIZERS, LR_SCHEDULES, LINEAR_PRECISIONS, LOSSES, CALLBACKS, SINKS, SPAN_SINKS)
 }
 
 
@@ -85,7 +86,7 @@ def load_command_line(file: str | Path | None, extra: list[str]) -> Config:
     If overrides precede FILE, the first of them is passed as `file`. Raises ConfigError for other arguments.
     """
     if file is not None and str(file).startswith("--"):
-        extra = [str(file), *extra]
+        extra = [str(file)] + extra
         file = None
     overrides: list[str] = []
     arguments = iter(extra)

@@ -1,7 +1,8 @@
 """Parts of a model, of training and of its output that settings name, with their facts that need no torch.
 
 The implementation of each part stands under the same name in a registry next to the code: ops/activation.py,
-model/norm.py, model/attention.py, model/mlp.py, model/block.py, parallel/linear.py, optim/rules.py, observe/metrics.py.
+model/norm.py, model/attention.py, model/mlp.py, model/block.py, parallel/linear.py, optim/rules.py,
+optim/learning_rate.py, observe/metrics.py.
 Memory, checkpoints and resuming derive from the facts of optimizers.
 """
 
@@ -93,6 +94,19 @@ class OptimizerFacts:
     default_peak: float | None = None
 
 
+@dataclass(frozen=True)
+class LrScheduleFacts:
+    """Facts of a learning-rate schedule.
+
+    Attributes:
+        description: one line for people.
+        own_settings: keys of [lr] that only this schedule reads.
+    """
+
+    description: str
+    own_settings: tuple[str, ...] = ()
+
+
 class SpanSinks(Registry[SinkFacts]):
     """Registry of span sinks, which a setting names as NAME or NAME=ADDRESS."""
 
@@ -136,6 +150,21 @@ OPTIMIZERS: Registry[OptimizerFacts] = Registry(
         "adamw": OptimizerFacts(_moment_names),
         "lamb": OptimizerFacts(_moment_names, ("trust_min", "trust_max", "lamb_bias_correction"), LAMB_PEAK),
         "muon": OptimizerFacts(_muon_state_names, ("muon_momentum", "muon_nesterov", "muon_steps", "muon_rms")),
+    },
+    home="megascale.optim",
+)
+
+LR_SCHEDULES: Registry[LrScheduleFacts] = Registry(
+    "lr.schedule",
+    {
+        "cosine": LrScheduleFacts("half a cosine from peak to min"),
+        "linear": LrScheduleFacts("a straight line from peak to min"),
+        "wsd": LrScheduleFacts(
+            "warm-up, stable, decay: peak until the last lr.decay_fraction of the steps",
+            ("decay_fraction", "decay_shape"),
+        ),
+        "constant": LrScheduleFacts("peak"),
+        "inverse_sqrt": LrScheduleFacts("peak * sqrt(warmup_steps / step), at least min"),
     },
     home="megascale.optim",
 )

@@ -49,8 +49,10 @@ _ALIASES: dict[str, str] = {
     "lr.peak": "lr learning_rate learningrate max_lr peak_lr base_lr",
     "lr.min": "min_lr lr_min end_lr final_lr",
     "lr.warmup_steps": "warmup warmup_iters warmup_samples lr_warmup num_warmup_steps lr_warmup_steps lr_warmup_iters",
-    "lr.decay": "scheduler lr_scheduler lr_scheduler_type lr_decay lr_decay_style",
+    "lr.schedule": "scheduler lr_scheduler lr_scheduler_type lr_decay lr_decay_style lr_schedule",
     "lr.decay_steps": "lr_decay_iters lr_decay_steps",
+    "lr.decay_fraction": "decay_ratio warmdown_ratio lr_wsd_decay_iters cooldown_fraction",
+    "lr.decay_shape": "decay_type lr_wsd_decay_style",
     "parallel.tensor": "tp tp_size tp_degree tensor_parallel tensor_parallel_size tensor_parallel_degree "
     "tensor_model_parallel_size",
     "parallel.pipeline": "pp pp_size pp_degree pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "

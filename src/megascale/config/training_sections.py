@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from megascale.config.base import MAX_COUNT, Section, expand_home
-from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, OPTIMIZERS
+from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, LR_SCHEDULES, OPTIMIZERS
 
 # Short names, as users of Megatron-LM and torchtitan write them.
 SHORT_PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
@@ -106,12 +106,36 @@ class LrConfig(Section):
     )
     min: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
     warmup_steps: int = Field(0, ge=0, le=MAX_COUNT, description="steps of linear warm-up from 0 to peak")
-    decay: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="shape from peak to min after the warm-up"
+    schedule: Annotated[str, AfterValidator(LR_SCHEDULES.validate_name)] = Field(
+        "cosine",
+        description="shape after the warm-up: cosine or linear from peak to min; wsd (peak, then a decay to min in the "
+        "last steps); constant; inverse_sqrt (peak * sqrt(warmup_steps / step), at least min)",
     )
     decay_steps: int | None = Field(
-        None, ge=1, le=MAX_COUNT, description="step at which min is reached; default: train.steps"
+        None,
+        ge=1,
+        le=MAX_COUNT,
+        description="step at which min is reached with cosine, linear and wsd; default: train.steps",
     )
+    decay_fraction: float = Field(
+        0.2, gt=0, le=1, description="wsd: part of the steps up to lr.decay_steps in which the rate falls"
+    )
+    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] = Field(
+        "linear", description="wsd: shape of the decay; sqrt is 1 - sqrt(progress), exponential 2 * 0.5^progress - 1"
+    )
+
+    @model_validator(mode="after")
+    def _check_own_settings(self) -> LrConfig:
+        """Refuse a setting of another schedule, which would have no effect."""
+        for name, facts in LR_SCHEDULES.items():
+            for key in facts.own_settings:
+                value = getattr(self, key)
+                if name != self.schedule and value != type(self).model_fields[key].default:
+                    raise ValueError(
+                        f"lr.{key}={value} has no effect with lr.schedule={self.schedule}; set --lr.schedule={name} or "
+                        f"leave lr.{key} out"
+                    )
+        return self
 
 
 class KernelsConfig(Section):
@@ -164,8 +188,8 @@ class TrainConfig(Section):
         10,
         ge=0,
         le=MAX_COUNT,
-        description="consecutive steps with a non-finite gradient, each skipped, after which training ends with an "
-        "error; 0: never",
+        description="consecutive steps with a non-finite gradient or without loss weights, each skipped, after which "
+        "training ends with an error; 0: never",
     )
     micro_batch: int = Field(8, ge=1, le=1_000_000, description="sequences per forward pass of a rank")
     global_batch: int = Field(8, ge=1, le=100_000_000, description="sequences per step over all ranks")

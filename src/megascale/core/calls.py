@@ -35,6 +35,7 @@ OPS = (
     "replayed_forward",
     "replayed_backward",
     "agree_on_capture",
+    "fused_all_to_all",
 )
 _OP_CODES = {op: code for code, op in enumerate(OPS)}
 READER = "reader"  # group name of a wait for samples

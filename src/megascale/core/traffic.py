@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from math import prod
 
 from megascale.config import ModelConfig, ParallelConfig
+from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.grid import Grid
 from megascale.core.inventory import BLOCK_PARTS, output_matrix
 from megascale.core.layers import assign_stage_layers
 from megascale.core.memory import DTYPE_BYTES, count_stage_matrix_elements, count_stage_parameters
 from megascale.core.schedule import SENDS, Schedule, select_kinds
+from megascale.errors import FitError
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,17 @@ def gathered_bytes(
     matrices = count_stage_matrix_elements(model, parallel, stage)
     matrix_itemsize = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or itemsize
     return itemsize * (count - matrices) + matrix_itemsize * matrices
+
+
+def check_priced_axes(grid: Grid) -> None:
+    """Raise FitError if the grid has an axis whose traffic planner and simulator do not know."""
+    for axis in AXES.replica:
+        size = grid.size(axis)
+        if axis != "tensor" and size > 1:
+            raise FitError(
+                f"{AXES.setting(axis)}={size} has no price: planner and simulator know tensor, data and pipeline "
+                "parallelism; leave the axis out"
+            )
 
 
 def layer_collectives(model: ModelConfig) -> tuple[int, int]:

@@ -4,6 +4,9 @@ Every rank writes its number and the number of the call, as one word of eight by
 words in its own memory until they carry that call's number. Each peer has two words, used in turn: it writes call
 n + 2 after it has read this rank's word of call n + 1, which this rank writes after it has read call n. The call is
 counted in device memory, so that a CUDA graph can replay it.
+
+A peer that has died writes nothing. Another stream of this rank then writes RELEASED into its own words, which ends
+the kernel with NaN (parallel/peer_watch.py).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor
 from megascale.ops.dispatch import jit, tl
 
 WORD = 8  # bytes
+RELEASED = -1  # a word that ends a wait; as float32 its lower half without the sign is NaN
 
 
 @jit
@@ -32,7 +36,7 @@ def _peer_max_kernel(value_ptr, call_ptr, own_ptr, peers_ptr, rank, SIZE: tl.con
     for peer in tl.static_range(SIZE):
         if peer != rank:
             received = tl.atomic_add(own_ptr + turn + peer, 0, sem="relaxed", scope="sys")
-            while (received >> 32) != call:
+            while ((received >> 32) != call) & (received != -1):  # RELEASED
                 received = tl.atomic_add(own_ptr + turn + peer, 0, sem="relaxed", scope="sys")
             largest = tl.maximum(largest, (received & 0x7FFFFFFF).to(tl.int32))
     tl.store(value_ptr, largest)

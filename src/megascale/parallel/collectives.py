@@ -33,7 +33,8 @@ class Axis:
         size, rank: number of ranks, and the index of this one.
         overlap: how tensor-parallel GEMMs hide their collective: "fused" (symmetric memory), "async" (the
             collective overlaps with independent GEMMs) or "off".
-        exchange: the exchange of "fused" (parallel/exchange.py).
+        exchange: copies between GPUs of one host (parallel/exchange.py), on any axis; that of "fused" on the tensor
+            axis.
         name: name of the group in the record of calls (core/calls.py); "" is not recorded.
         kind: the axis of the grid, for timers.
         runtime: the rank's runtime.
@@ -214,6 +215,18 @@ class _ScatterSequence(torch.autograd.Function):
         return _gather_now(grads[0], ctx.axis), None
 
 
+@torch_private.call_directly
+class _TransposeSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return all_to_all_parts(x, axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return all_to_all_parts(grads[0], ctx.axis).wait(), None
+
+
 def _gather_now(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     gather = exchange_gather if can_exchange(axis, x.nbytes) else all_gather
     return gather(x, axis).wait()
@@ -235,6 +248,11 @@ def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Reduce-scatter on dimension 0, differentiably; its gradient is the all-gather."""
     return x if axis.size == 1 else _ScatterSequence.apply(x, axis)
+
+
+def transpose_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Send the parts of dimension 0 to the ranks, differentiably; its gradient is the same all-to-all."""
+    return x if axis.size == 1 else _TransposeSequence.apply(x, axis)
 
 
 def all_gather_into(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Pending:
@@ -291,6 +309,28 @@ def all_to_all(x: torch.Tensor, send: Sequence[int], receive: Sequence[int], axi
     transfer = axis.transfer("all_to_all", total * x.element_size())
     work = dist.all_to_all_single(out, x, list(receive), list(send), group=axis.group, async_op=True)
     return Pending(out, work, transfer)
+
+
+def all_to_all_parts(x: torch.Tensor, axis: Axis) -> Pending:
+    """Send equal parts of dimension 0 to the ranks and receive theirs in the order of ranks: [size * n, ...], as x.
+
+    By the axis's exchange if a part fits, else by a collective. Raises ValueError if x does not divide.
+    """
+    if x.shape[0] % axis.size:
+        raise ValueError(f"an all-to-all over {axis.size} ranks cannot divide {x.shape[0]} rows into equal parts")
+    if axis.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    if can_exchange(axis, x.nbytes // axis.size):
+        assert axis.exchange is not None
+        shape = (x.shape[0] // axis.size, *x.shape[1:])
+        parts = x.detach().view(axis.size, *shape)
+        transfer = axis.transfer("fused_all_to_all", x.nbytes)
+        wait = axis.exchange.all_to_all(lambda out, rank: out.copy_(parts[rank]), shape, x)
+        return Pending(x, transfer=transfer, finish=wait)
+    out = torch.empty_like(x)
+    transfer = axis.transfer("all_to_all", x.nbytes)
+    return Pending(out, dist.all_to_all_single(out, x, group=axis.group, async_op=True), transfer)
 
 
 def _receive_buffer(buffer: torch.Tensor, axis: Axis, dtype: torch.dtype) -> torch.Tensor:

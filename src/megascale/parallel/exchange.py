@@ -1,4 +1,4 @@
-"""Gather and scatter of a tensor-parallel group by peer-to-peer copies, overlapped with GEMMs.
+"""Gather, scatter and all-to-all of a group on one host by peer-to-peer copies, overlapped with GEMMs.
 
 Every rank has memory that its peers read, and a flag for each peer. A call writes its data into the rank's own memory
 and then sets the peers' flags to the number of the call; a peer that sees the number copies the data. Copies run on a
@@ -14,6 +14,9 @@ captured calls have flags of their own, two for each peer, used in turn: a signa
 A peer signals call n + 2 after it has seen call n + 1 of this rank, which this rank sends after it has set the flag of
 call n to 0, so no signal is lost. A capture has an even number of calls, the last of which carries no data: when it
 has ended, no rank reads its memory, and the next capture begins with the same flag and the same memory.
+
+A peer that dies or hangs sets no flag. The exchange's watch (peer_watch.py) then ends the waits of this rank, in graphs
+too, and the next call, replay or `check` raises TrainingError.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import torch
 
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.ops.peer_max import PeerMax
+from megascale.parallel.peer_watch import PeerWatch
 from megascale.parallel.runtime import Runtime
 
 BUFFERS = 2
@@ -117,6 +121,11 @@ class Exchange:
         on_side_stream: consume every other shard on the side stream, so that GEMMs fill the device together; may be
             changed between steps.
         runtime: the rank's runtime.
+        kind: the axis of the grid, for timers.
+
+    Attributes:
+        peer_max: the maximum of a number over ranks, where the device supports it.
+        watch: ends waits for a peer that has died; None without processes to watch.
     """
 
     def __init__(
@@ -129,8 +138,10 @@ class Exchange:
         owner: Any = None,
         on_side_stream: bool = False,
         runtime: Runtime | None = None,
+        kind: SpanAxis = SpanAxis.TENSOR,
     ) -> None:
         self._runtime = runtime or Runtime()
+        self._kind = kind
         self._owner = owner
         self.on_side_stream = on_side_stream
         self.rank = rank
@@ -138,7 +149,9 @@ class Exchange:
         self.shard_bytes = shard_bytes
         self._memory = memory
         self._streams = streams
-        self.peer_max: PeerMax | None = None  # for scalars, where the device supports it
+        self.peer_max: PeerMax | None = None
+        self.watch: PeerWatch | None = None
+        self._calls_begun = 0
         self._state = _CallState()
         self._is_computing = False  # within the work that a call computes
         self._is_capturing = False
@@ -179,6 +192,8 @@ class Exchange:
         if self._is_computing:
             # Its signals would precede those of the enclosing call, which has a lower number.
             raise RuntimeError("a call of the exchange within the work that another call computes")
+        self.check()
+        self._calls_begun += 1
         self._state.number += 1
         self._state.nbytes += nbytes * self.size
         return self._state.number
@@ -211,10 +226,24 @@ class Exchange:
         recorder = self._runtime.recorder
         start = recorder.mark()
         self._streams.stream_wait("main", event)
-        recorder.record_wait(start, SpanKind.WAIT, SpanAxis.TENSOR)
+        recorder.record_wait(start, SpanKind.WAIT, self._kind)
 
     def _copy_waits_for_main(self) -> None:
         self._streams.stream_wait("copy", self._streams.record_event("main"))
+
+    def count_calls(self) -> int:
+        """Return how many calls and replays have begun."""
+        return self._calls_begun
+
+    def check(self) -> None:
+        """Raise TrainingError if a peer has died or hangs; results of earlier calls are then undefined."""
+        if self.watch is not None:
+            self.watch.check()
+
+    def close(self, failed: bool = False) -> None:
+        """Stop watching the peers, which take this rank's end as planned unless it has `failed`."""
+        if self.watch is not None:
+            self.watch.close(failed)
 
     # captures -------------------------------------------------------------------------------------------------------
 
@@ -246,10 +275,16 @@ class Exchange:
 
     def before_replay(self) -> None:
         """Wait until all ranks have finished earlier calls, because a replay uses any of the memory at once."""
+        self.check()
+        self._calls_begun += 1
         if self._state.number != self._met_number:
             self._meet()
             self._await(self._streams.record_event("copy"))
             self._met_number = self._state.number
+
+    def after_replay(self) -> None:
+        """Let the copy queue end after the replay, so that the watch sees that it is in flight."""
+        self._copy_waits_for_main()
 
     def _meet(self) -> None:
         """Make a call without data, after which every peer has finished all earlier calls."""
@@ -362,6 +397,35 @@ class Exchange:
         if index in state.free:  # not timed, because peers have long read this buffer
             self._streams.stream_wait("main", state.free.pop(index))
         return number, index, self._scatter_buffer(index, shape, dtype)
+
+    def all_to_all(self, write: WriteParts, shape: Sequence[int], like: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Send each rank its part and receive all ranks' parts for this one, overlapped with later work.
+
+        write(out, rank) writes one part, of `shape`, at a time. A part travels while the next one is written; this
+        rank's own part is written last and needs no copy.
+
+        Returns:
+            A function that waits and returns the received parts, [size * shape[0], ...] in the order of ranks.
+        """
+        streams = self._streams
+        number, index, parts = self._begin_scatter(shape, like.dtype)
+        received = like.new_empty((self.size, *shape))
+        for step in range(1, self.size):
+            peer = (self.rank + step) % self.size
+            source = (self.rank - step) % self.size
+            self._compute(write, parts[self.rank][peer], peer)
+            self._copy_waits_for_main()
+            streams.signal(peer, number)
+            streams.wait_for(source, number)
+            streams.copy(received[source], parts[source][self.rank])
+        self._compute(write, received[self.rank], self.rank)
+        last = self._end(index)
+
+        def wait() -> torch.Tensor:
+            self._await(last)
+            return received.flatten(0, 1)
+
+        return wait
 
     def scatter(self, write: WriteParts, shape: Sequence[int], like: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Reduce-scatter what write(out [size, *shape], None) writes, overlapped with later work.

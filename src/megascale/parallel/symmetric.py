@@ -7,7 +7,10 @@ need no SM: a small kernel would wait behind the GEMM that fills the device.
 from __future__ import annotations
 
 import ctypes
+import json
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,49 +18,80 @@ import torch.distributed as dist
 
 from megascale import torch_private
 from megascale.ops.dispatch import HAVE_TRITON
-from megascale.ops.peer_max import PeerMax
+from megascale.ops.peer_max import RELEASED, WORD, PeerMax
 from megascale.parallel.collectives import Axis
 from megascale.parallel.exchange import Exchange
+from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
 
 FLAG = 128  # bytes from one flag to the next
 _AT_LEAST, _EQUAL = 0, 1  # CU_STREAM_WAIT_VALUE_GEQ, modulo 2**32, and _EQ
 _WAIT_VALUE, _WRITE_VALUE = 1, 2  # CU_STREAM_MEM_OP_*_VALUE_32
+_WRITE_WORD = 5  # CU_STREAM_MEM_OP_WRITE_VALUE_64
 _FLAG_VALUES = 1 << 32
-_REASON_BYTES = 500  # of the reason that a rank reports
+_TEXT_BYTES = 500  # of what a rank tells the others about itself
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 
-def make_exchange(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool = False) -> Exchange | str:
-    """Make the group's exchange collectively, or return why it is unavailable, the same on every rank.
+def make_exchange(
+    axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool = False, timeout: float = 600.0
+) -> Exchange | str:
+    """Make the exchange of an axis collectively, or return why it is unavailable, the same on every rank.
 
     Args:
-        shard_bytes: the largest shard that will be gathered or scattered.
+        axis: any axis of one host: tensor, data or another.
+        shard_bytes: the largest shard that will be gathered, or part that will be scattered.
         on_side_stream: see Exchange.
+        timeout: seconds after which calls without progress end with an error.
     """
     if axis.size == 1:
         return "a group of one rank needs no exchange"
     if device.type != "cuda":
         return f"{device.type} tensors have no symmetric memory"
+    world_rank = dist.get_global_rank(axis.group, axis.rank)
+    local_facts: dict[str, Any] = {"member": describe_process(world_rank), "page": ""}
+    if axis.rank == 0:
+        local_facts["page"] = make_page(axis.size)
+    facts = [json.loads(text) for text in _gather_text(json.dumps(local_facts), axis, device)]
+    members = [Member(*fact["member"]) for fact in facts]
     reason = ""
     exchange: Exchange | None = None
     try:
-        exchange = _allocate(axis, shard_bytes, device, on_side_stream)
+        exchange, streams = _allocate(axis, shard_bytes, device, on_side_stream)
+        exchange.watch = PeerWatch(
+            axis.rank,
+            members,
+            page=facts[0]["page"],
+            release=streams.release_waits,
+            count_calls=exchange.count_calls,
+            is_idle=streams.is_idle,
+            timeout=timeout,
+        )
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
     # All ranks or none: a rank that exchanged alone would wait forever.
-    encoded = reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
-    own_reason = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
-    reasons = [torch.empty_like(own_reason) for _ in range(axis.size)]
-    dist.all_gather(reasons, own_reason, group=axis.group)
-    for rank, row in enumerate(reasons):
-        text = bytes(row.cpu().tolist()).rstrip(b"\0").decode(errors="replace")
+    reasons = _gather_text(reason, axis, device)
+    if axis.rank == 0:
+        Path(local_facts["page"]).unlink(missing_ok=True)
+    for rank, text in enumerate(reasons):
         if text:
+            if exchange is not None:
+                exchange.close()
             return f"rank {rank} of the group: {text}"
-    assert exchange is not None
-    return exchange
+    return exchange or "the exchange was not made"
 
 
-def _allocate(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool) -> Exchange:
+def _gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
+    """Return every rank's text, cut to a fixed number of bytes."""
+    encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    local_row = torch.tensor(list(encoded), dtype=torch.uint8, device=device)
+    rows = [torch.empty_like(local_row) for _ in range(axis.size)]
+    dist.all_gather(rows, local_row, group=axis.group)
+    return [bytes(row.cpu().tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def _allocate(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool) -> tuple[Exchange, CudaStreams]:
     shard_bytes = -(-shard_bytes // 512) * 512
     flags_start = Exchange.bytes_needed(axis.size, shard_bytes)
     # A flag for each peer, and two for captured calls; then the memory of PeerMax.
@@ -69,7 +103,10 @@ def _allocate(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream
     handle = torch_private.symmetric_memory.rendezvous(buffer, axis.group.group_name)
     dist.barrier(axis.group)  # no flag is written before all are zero
     memory = [handle.get_buffer(rank, buffer.shape, torch.uint8) for rank in range(axis.size)]
-    streams = CudaStreams(axis.rank, [part.data_ptr() + flags_start for part in memory], device)
+    peer_max_words = [part[peer_max_start:nbytes].view(torch.int64) for part in memory]
+    streams = CudaStreams(
+        axis.rank, [part.data_ptr() + flags_start for part in memory], device, words=peer_max_words[axis.rank]
+    )
     exchange = Exchange(
         axis.rank,
         axis.size,
@@ -79,10 +116,11 @@ def _allocate(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream
         owner=(buffer, handle),
         on_side_stream=on_side_stream,
         runtime=axis.runtime,
+        kind=axis.kind,
     )
     if HAVE_TRITON:
-        exchange.peer_max = PeerMax(axis.rank, [part[peer_max_start:nbytes].view(torch.int64) for part in memory])
-    return exchange
+        exchange.peer_max = PeerMax(axis.rank, peer_max_words)
+    return exchange, streams
 
 
 class CudaStreams:
@@ -93,16 +131,23 @@ class CudaStreams:
     Args:
         rank: rank in the group.
         flags: address of each rank's flags: one for each peer, then two for each for captured calls.
+        words: this rank's memory of PeerMax.
     """
 
-    def __init__(self, rank: int, flags: list[int], device: torch.device) -> None:
+    def __init__(self, rank: int, flags: list[int], device: torch.device, words: torch.Tensor) -> None:
         self._rank = rank
+        self._words = words
+        self._last_awaited = 0  # number of the last call that was not captured
+        self._capture_lock = threading.Lock()  # a capture fails if the watch looks at its stream
         self._flags = flags
         self._device = device.index
         self._is_capturing = False
         self._copy_stream = torch.cuda.Stream(device, priority=-1).cuda_stream  # from torch's pool, which keeps it
         self._side_stream = torch.cuda.Stream(device)
         self._driver = _Driver()
+        # The highest priority has a hardware queue of its own, which no blocked stream of torch shares.
+        self._release_stream = self._driver.urgent_stream()
+        self._context = self._driver.context()
         self._idle: list[int] = []  # events without a waiter
         own_flag = flags[rank] + FLAG * rank
         self._driver.write(self._copy_stream, own_flag, 1)
@@ -131,6 +176,7 @@ class CudaStreams:
             flag = self._captured_flag(self._rank, peer, number)
             self._driver.batch(self._copy_stream, (_WAIT_VALUE, flag, 1, _EQUAL), (_WRITE_VALUE, flag, 0, 0))
             return
+        self._last_awaited = number
         self._driver.wait(self._copy_stream, self._flags[self._rank] + FLAG * peer, number % _FLAG_VALUES)
 
     def _captured_flag(self, waiter: int, signaller: int, number: int) -> int:
@@ -139,7 +185,33 @@ class CudaStreams:
         return self._flags[waiter] + FLAG * (size * (1 + number % 2) + signaller)
 
     def capture(self, on: bool) -> None:
-        self._is_capturing = on
+        with self._capture_lock:
+            self._is_capturing = on
+
+    def is_idle(self) -> bool:
+        """Return whether the copy queue has nothing left to do; for a thread other than the caller's."""
+        with self._capture_lock:
+            if self._is_capturing:
+                return True
+            self._driver.enter(self._context)
+            return self._driver.is_idle(self._copy_stream)
+
+    def release_waits(self) -> None:
+        """End the waits of this rank that have been queued, by setting all of its flags; for another thread.
+
+        A captured wait clears its flag, so that later ones wait again: release them repeatedly.
+        """
+        self._driver.enter(self._context)
+        size = len(self._flags)
+        own_flags = self._flags[self._rank]
+        # Half the numbers are "at least" another, so this value also passes the next billion calls.
+        number = (self._last_awaited + (1 << 30)) % _FLAG_VALUES
+        operations = [(_WRITE_VALUE, own_flags + FLAG * peer, number, 0) for peer in range(size)]
+        for flag in range(size, 3 * size):
+            operations.append((_WRITE_VALUE, own_flags + FLAG * flag, 1, 0))
+        for word in range(self._words.numel()):
+            operations.append((_WRITE_WORD, self._words.data_ptr() + WORD * word, RELEASED % (1 << 64), 0))
+        self._driver.batch(self._release_stream, *operations)
 
     def record_event(self, queue: str) -> RecordedEvent:
         if self._idle:
@@ -207,6 +279,44 @@ class _Driver:
         self._create = function("cuEventCreate", ctypes.POINTER(pointer), ctypes.c_uint)
         self._record = function("cuEventRecord", pointer, pointer)
         self._stream_wait = function("cuStreamWaitEvent", pointer, pointer, ctypes.c_uint)
+        self._query = function("cuStreamQuery", pointer)
+        self._get_context = function("cuCtxGetCurrent", ctypes.POINTER(pointer))
+        self._set_context = function("cuCtxSetCurrent", pointer)
+        integer = ctypes.POINTER(ctypes.c_int)
+        self._get_priorities = function("cuCtxGetStreamPriorityRange", integer, integer)
+        self._create_stream = function(
+            "cuStreamCreateWithPriority", ctypes.POINTER(pointer), ctypes.c_uint, ctypes.c_int
+        )
+
+    def context(self) -> int:
+        """Return the calling thread's context."""
+        context = ctypes.c_void_p()
+        code = self._get_context(ctypes.byref(context))
+        if code:
+            raise _failed("cuCtxGetCurrent", code)
+        return int(context.value or 0)
+
+    def enter(self, context: int) -> None:
+        """Make a context the calling thread's."""
+        code = self._set_context(context)
+        if code:
+            raise _failed("cuCtxSetCurrent", code)
+
+    def urgent_stream(self) -> int:
+        """Return a new stream of the highest priority, which does not wait for the default stream."""
+        lowest, highest = ctypes.c_int(), ctypes.c_int()
+        code = self._get_priorities(ctypes.byref(lowest), ctypes.byref(highest))
+        if code:
+            raise _failed("cuCtxGetStreamPriorityRange", code)
+        stream = ctypes.c_void_p()
+        code = self._create_stream(ctypes.byref(stream), _NON_BLOCKING, highest.value)
+        if code:
+            raise _failed("cuStreamCreateWithPriority", code)
+        return int(stream.value or 0)
+
+    def is_idle(self, stream: int) -> bool:
+        """Return whether all work of a stream has ended, or has failed."""
+        return self._query(stream) != _NOT_READY
 
     def write(self, stream: int, address: int, value: int) -> None:
         code = self._write(stream, address, value, 0)

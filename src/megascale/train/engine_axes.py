@@ -80,7 +80,9 @@ def choose_tensor_overlap(
     model, train = config.model, config.train
     element_bytes = torch.empty(0, dtype=dtype).element_size()
     part_bytes = model.sequence_length // axis.size * train.micro_batch * model.hidden * element_bytes
-    exchange = symmetric.make_exchange(axis, part_bytes, device, config.gemms_on_side_stream)
+    exchange = symmetric.make_exchange(
+        axis, part_bytes, device, on_side_stream=config.gemms_on_side_stream, timeout=config.rendezvous.group_timeout
+    )
     if isinstance(exchange, symmetric.Exchange):
         return replace(axis, overlap="fused", exchange=exchange), {"tensor overlap": "fused"}
     reason = exchange

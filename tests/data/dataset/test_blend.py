@@ -78,6 +78,15 @@ def test_values_are_the_same_on_every_machine() -> None:
     assert np.array_equal(Blend([5, 3, 2]).assign(0, 3000), Blend([0.5, 0.3, 0.2]).assign(0, 3000))
 
 
+@pytest.mark.parametrize("total", [2, 1000, 1022, 1024, 1025, 2048, 5000])
+def test_a_block_is_longer_than_the_longest_wait(total: int) -> None:
+    """Else a file could be one sample ahead at a boundary and not at the next."""
+    order = Blend([1, total - 1])
+    longest_window = total + 1
+    assert longest_window < order._size <= max(1024, 2 * longest_window)
+    assert worst_error([1, total - 1], order.assign(0, order._size + 700)) < 1
+
+
 def source(tmp_path: Path, weights: list[float], sizes: list[int], seed: int = 3) -> SampleSource:
     for i, size in enumerate(sizes):
         with IndexedWriter(tmp_path / f"f{i}", "uint16") as writer:
@@ -133,6 +142,7 @@ def test_bad_weights(tmp_path: Path, weights: list[float], output: str) -> None:
         source(tmp_path, weights, [5, 5])
     with pytest.raises(ConfigError, match="less than 1e-05"):
         source(tmp_path, [1, 1e-6], [5, 5])
+    assert source(tmp_path, [99999, 1], [5, 5]).windows == 10  # just large enough
 
 
 @pytest.mark.parametrize(

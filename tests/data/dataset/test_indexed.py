@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import struct
@@ -90,17 +91,31 @@ def test_appending_equals_writing_at_once(tmp_path: Path, parts: list[list[list[
             wide.append(IndexedDataset(tmp_path / "part"))
 
 
+def test_the_digest_is_that_of_the_stored_tokens(tmp_path: Path, prefix: Path) -> None:
+    """By whatever method tokens are written; a writer that is not asked to hash has none."""
+    with IndexedWriter(tmp_path / "hashed", "int32", hashed=True) as writer:
+        writer.add([70000, 2])
+        writer.add_document([[3], [4, 5]])
+        writer.add_documents(np.array([6, 7, 8]), [1, 2])
+    assert writer.digest is not None
+    assert writer.digest.hexdigest() == hashlib.sha256((tmp_path / "hashed.bin").read_bytes()).hexdigest()
+    with IndexedWriter(tmp_path / "joined", "uint16", hashed=True) as joined:
+        joined.append(IndexedDataset(prefix))
+    assert joined.digest is not None
+    assert joined.digest.hexdigest() == hashlib.sha256(prefix.with_suffix(".bin").read_bytes()).hexdigest()
+    with IndexedWriter(tmp_path / "plain", "uint16") as plain:
+        plain.add([1])
+    assert plain.digest is None
+
+
 def test_get_parts_and_bounds(prefix: Path) -> None:
     data = IndexedDataset(prefix)
     assert data.get(3, 10, 5).tolist() == [10, 11, 12, 13, 14]
     assert data.get(3, 45).tolist() == [45, 46, 47, 48, 49]
-    assert data.read(2, 3).tolist() == [3, 4, 0]
+    assert data.stream[2:5].tolist() == [3, 4, 0]
     for bad in [(4,), (-1,), (0, 2, 2), (0, -1, 1), (0, 0, -1)]:
         with pytest.raises(IndexError):
             data.get(*bad)
-    for start, count in [(0, 55), (-1, 1), (54, 1), (0, -1)]:
-        with pytest.raises(IndexError):
-            data.read(start, count)
     with pytest.raises(IndexError):
         data.document(4)
     assert pickle.loads(pickle.dumps(data)).document(0).tolist() == [1, 2, 3]
@@ -117,6 +132,22 @@ def test_nothing_appears_before_the_end_and_an_error_keeps_the_old_file(prefix: 
         broken()
     assert prefix.with_suffix(".bin").read_bytes() == before
     assert sorted(os.listdir(prefix.parent)) == ["set.bin", "set.idx"]
+
+
+def test_both_files_are_on_disk_before_they_get_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash of the machine leaves no pair whose name promises more than the disk has."""
+    synced: list[int] = []
+    fsync = os.fsync
+
+    def note_size(descriptor: int) -> None:
+        assert not list(tmp_path.glob("*.idx"))
+        synced.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note_size)
+    with IndexedWriter(tmp_path / "set", "uint16") as writer:
+        writer.add([1, 2, 3])
+    assert synced == [(tmp_path / name).stat().st_size for name in ("set.bin", "set.idx")]
 
 
 @pytest.mark.parametrize(("dtype", "token"), [("uint8", 256), ("uint8", -1), ("uint16", 65536), ("int32", 1 << 31)])
@@ -181,7 +212,7 @@ def test_missing_files_are_named(tmp_path: Path, prefix: Path) -> None:
 def test_fuzzed_index_is_read_rightly_or_refused(
     prefix: Path, edits: list[tuple[int, int]], cut: int, longer: bytes
 ) -> None:
-    """Whatever the bytes: a DataError, or reads that stay inside the file; verified, all tokens exactly once."""
+    """Any bytes give a DataError or reads inside the file. Verified indices give all tokens exactly once."""
     path = prefix.with_suffix(".idx")
     original = path.read_bytes()
     changed = bytearray(original)

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from megascale.config import from_tree
+from megascale.data.dataset import ledger as ledger_module
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.ledger import check_ledger, find_step_samples
+from megascale.data.dataset.read_checksum import ReadSums, ReadTotals, sum_samples
 from megascale.data.dataset.samples import SampleSource, hash_ids
 from tests.data.sample_sources import open_samples
 
@@ -56,16 +58,46 @@ def test_each_fault_is_said(source: SampleSource) -> None:
     assert check_ledger([lines[0], lines[1] | {"first": 8}], None).faults == [
         "step 2 begins at sample 8 where 4 is due: it skips some"
     ]
-    assert check_ledger([*lines[:2], lines[2] | {"first": 4}], None).faults == [
+    assert check_ledger(lines[:2] + [lines[2] | {"first": 4}], None).faults == [
         "step 3 begins at sample 4 where 8 is due: it repeats some"
     ]
     assert check_ledger([lines[0], lines[1] | {"ids": lines[0]["ids"]}], source).faults == [
         "step 2 trained other samples than the seed and the files give"
     ]
-    repeated = check_ledger([*lines[:2], lines[1] | {"step": 3}], source)
+    repeated = check_ledger(lines[:2] + [lines[1] | {"step": 3}], source)
     assert repeated.faults[0] == "step 3 begins at sample 4 where 8 is due: it repeats some"
     assert [fault.endswith(" was trained 2 times") for fault in repeated.faults[1:]] == [True] * BATCH
     assert (repeated.samples, repeated.distinct) == (12, 8)
+
+
+def add_totals(lines: list[dict[str, Any]], source: SampleSource, wrong_step: int = 0) -> list[dict[str, Any]]:
+    """Return the lines with running totals of the samples read; those of `wrong_step` had another token."""
+    totals = ReadTotals()
+    result = []
+    for line in lines:
+        totals.sums += sum_samples(line["first"], source.batch(line["first"], line["count"]).T)
+        if line["step"] == wrong_step:
+            totals.sums += ReadSums(tokens=1)
+        result.append(line | {"read": totals.to_record()})
+    return result
+
+
+def test_all_tokens_are_read_again_only_if_asked(source: SampleSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six steps of 36 tokens: with room for 72 tokens, every third step is compared."""
+    monkeypatch.setattr(ledger_module, "_MAX_TOKENS", 72)
+    monkeypatch.setattr(ledger_module, "_MAX_TEXT_TOKENS", 36)
+    fault = "samples {} to {} (up to step {}): the tokens that ranks read are not those of the files"
+    for wrong_step, is_seen in ((2, False), (3, True), (6, True)):
+        lines = add_totals(ledger(source, 6), source, wrong_step)
+        expected = [fault.format(4 * wrong_step - 4, 4 * wrong_step - 1, wrong_step)]
+        sampled = check_ledger(lines, source)
+        assert (sampled.recorded, sampled.compared) == (6, 2)
+        assert sampled.faults == (expected if is_seen else [])
+        full = check_ledger(lines, source, full=True)
+        assert (full.recorded, full.compared, full.faults) == (6, 6, expected)
+    # Text must be tokenised again, so that fewer steps are compared.
+    monkeypatch.setattr(ledger_module, "is_text", lambda entry: True)
+    assert check_ledger(add_totals(ledger(source, 6), source), source).compared == 1
 
 
 def test_of_many_faults_the_first_are_told() -> None:

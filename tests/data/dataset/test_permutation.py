@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from itertools import permutations
 
 import numpy as np
@@ -41,6 +42,14 @@ def test_values_are_the_same_on_every_machine() -> None:
     assert permute(np.arange(10), 10, 1234).tolist() == FIRST_TEN
     assert derive_key(1, 2) != derive_key(2, 1)
     assert derive_key(1234, 0) == KEY_1234_0
+
+
+def test_orders_at_the_edges_of_the_domain_never_change() -> None:
+    """The network permutes the next power of four, so that the sizes around one tell how it is chosen."""
+    digest = hashlib.blake2b(digest_size=8)
+    for n in [*range(1, 20), 63, 64, 65, 66, 255, 256, 257, 1023, 1024, 1025]:
+        digest.update(permute(np.arange(n), n, 7).tobytes())
+    assert digest.hexdigest() == "114e542a29a53d41"
 
 
 def test_positions_outside_are_refused() -> None:

@@ -365,7 +365,7 @@ class _TraceBuilder:
         tensor, stage, replica = rank_step.coordinates
         kind = _COMPUTE_KINDS[act.action]
         input_axes = ("pipeline", "data") if act.action == "forward" else ("pipeline",)
-        begin = max([act.begin, *(wait.end for wait in act.select_waits(*input_axes))])
+        begin = max([act.begin] + [wait.end for wait in act.select_waits(*input_axes)])
         waited = sum(wait.end - wait.begin for wait in act.select_waits("tensor"))
         self._add_row(rank_step, kind, begin, act.end, act.chunk, act.microbatch, waited)
         if kind == WEIGHT:
@@ -375,7 +375,10 @@ class _TraceBuilder:
         if neighbour is None or neighbour[0] == stage:
             return
         messages = act.select_waits("pipeline")
-        arrival = (messages[0].end, messages[0].end - messages[0].begin) if messages else (act.begin, 0)
+        if messages:
+            arrival = (messages[0].end, messages[0].end - messages[0].begin)
+        else:
+            arrival = (act.begin, 0)
         receive = "forward-recv" if kind == FORWARD else "backward-recv"
         self._arrivals[replica, tensor, receive, global_chunk, act.microbatch] = arrival
 

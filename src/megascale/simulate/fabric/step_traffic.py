@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megascale.config import Config
 from megascale.core.grid import Grid
 from megascale.core.memory import DTYPE_BYTES, count_stage_parameters
-from megascale.core.traffic import gathered_bytes
+from megascale.core.traffic import check_priced_axes, gathered_bytes
 from megascale.errors import FitError
 from megascale.simulate.fabric.placement import Placement, step_flows
 from megascale.simulate.fabric.topology import Ints
@@ -41,6 +41,7 @@ def step_traffic(config: Config, gpus: int) -> StepTraffic:
     parallel = config.parallel
     train = config.train
     grid = Grid.from_config(parallel.model_copy(update={"data": None}), gpus)
+    check_priced_axes(grid)
     count = count_stage_parameters(model, parallel, 0)
     width = DTYPE_BYTES[train.precision]
     if train.global_batch % (grid.replicas * train.micro_batch):
@@ -53,12 +54,15 @@ def step_traffic(config: Config, gpus: int) -> StepTraffic:
         reduce_width = width
     else:
         reduce_width = max(4, width)
+    reduce = 0.0
+    gather = 0.0
+    if grid.shards > 1:
+        reduce = float(count * reduce_width)
+        gather = float(gathered_bytes(model, parallel, 0, train.precision, train.linear_precision, grid.shards))
     return StepTraffic(
         grid=grid,
-        reduce=float(count * reduce_width) if grid.shards > 1 else 0.0,
-        gather=float(gathered_bytes(model, parallel, 0, train.precision, train.linear_precision, grid.shards))
-        if grid.shards > 1
-        else 0.0,
+        reduce=reduce,
+        gather=gather,
         activation=model.sequence_length * train.micro_batch * model.hidden * width / grid.tensor,
         transfers=micro_batches * parallel.virtual_stages if grid.pipeline > 1 else 0,
     )

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from megascale.config import Config
-from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops, inventory
 from megascale.core.inventory import BLOCK_PARTS
@@ -18,13 +17,12 @@ from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import MemoryEstimate, count_stage_parameters
 from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import Schedule, ideal_bubble
-from megascale.core.traffic import TrafficEstimate, estimate_stage_traffic
-from megascale.errors import FitError
+from megascale.core.traffic import TrafficEstimate, check_priced_axes, estimate_stage_traffic
 
 GIB = 2**30
 # Memory of one device in GiB, as sold, matched against its name.
 DEVICES = {"H200": 141.0, "B200": 180.0, "H100": 80.0, "H800": 80.0, "A100": 80.0, "A800": 80.0, "L40S": 48.0}
-# What the CUDA context, communicators and allocator slack take beyond the counted tensors.
+# Memory of the CUDA context, communicators and allocator slack beyond the counted tensors.
 RESERVE_GIB = 4.0
 # cuDNN's windowed attention works at w / (w + WINDOW_OVERHEAD) of its full attention's rate (H200, cuDNN 9.19, forward
 # and backward: 0.36 of the time at 1,024 of 8,192 tokens, 0.98 at 512 of 2,048). Above WINDOW_PAYS it is not worth it.
@@ -44,15 +42,9 @@ def window_time(sequence: int, window: int) -> float:
 
 
 def lay_out_priced(config: Config, gpus: int) -> Layout:
-    """Lay out `config` over `gpus` ranks. Raises FitError as `lay_out`, and for an axis whose traffic has no price."""
+    """Lay out `config` over `gpus` ranks. Raises FitError as `lay_out` and `check_priced_axes`."""
     layout = lay_out(config, gpus)
-    for axis in AXES.replica:
-        size = layout.grid.size(axis)
-        if axis != "tensor" and size > 1:
-            raise FitError(
-                f"{AXES.setting(axis)}={size} has no price: planner and simulator know tensor, data and pipeline "
-                "parallelism; leave the axis out"
-            )
+    check_priced_axes(layout.grid)
     return layout
 
 

@@ -59,8 +59,10 @@ def test_the_mildest_possible_action_within_its_budget(at, used):
         expected = "stop"
     elif replaced >= 2:
         expected = "shrink"
+        assert choice.reasons[-1] == "spare and replenish: all 2 replacements in 100 s are spent"
     else:
         expected = "spare" if at.spares else "replenish"
+        assert choice.reasons[-1].endswith(f"replacement {replaced + 1} of 2 in 100 s")
     assert choice.action == expected
 
 

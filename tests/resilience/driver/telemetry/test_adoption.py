@@ -24,7 +24,7 @@ from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers
 
 
 def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
-    arguments = ["--nodes=2", "--spares=1", "--train.steps=100000", "--checkpoint.interval=0", "--lr.decay=constant"]
+    arguments = ["--nodes=2", "--spares=1", "--train.steps=100000", "--checkpoint.interval=0", "--lr.schedule=constant"]
     job = launch("behind", *arguments)
     job.until("first_step", attempt=1)
     older = job.cwd / "older.sqlite"

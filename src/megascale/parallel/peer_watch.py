@@ -1,0 +1,202 @@
+"""A watch over the processes that a rank of one host waits for, because a process that has died sets no flag.
+
+A thread sleeps until the kernel reports the end of a peer's process, so that the watch costs nothing meanwhile. A peer
+that has closed its watch has ended in order, and this rank needs nothing more from it. After any other end the thread
+releases this rank's waits, and the rank's next check of its peers raises an error. The same happens if calls are in
+flight and none has begun or ended for the time-out of the group, because a peer hangs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megascale.core.exit_record import ExitKind, attach_record
+from megascale.errors import TrainingError
+
+_CLOSED = 1  # in a rank's byte of the page
+_POLL_SECONDS = 1.0  # between two looks at the progress of calls, or at processes without a descriptor
+_RELEASE_SECONDS = 0.001  # between two releases, because later calls wait as well
+_RAISE_SECONDS = 30.0  # from a failure to the end of a process whose host does not return to a check
+
+
+class Member(NamedTuple):
+    """A process of the group.
+
+    Attributes:
+        rank: rank in the world, for messages.
+        pid: its process.
+        namespace: its PID namespace, as /proc/self/ns/pid names it.
+    """
+
+    rank: int
+    pid: int
+    namespace: str
+
+
+def describe_process(rank: int) -> Member:
+    """Return this process as a member; rank: its rank in the world."""
+    return Member(rank, os.getpid(), os.readlink("/proc/self/ns/pid"))
+
+
+def make_page(size: int) -> str:
+    """Make the file that the watches of `size` ranks share, zeros, and return its path; remove it once all have it."""
+    descriptor, path = tempfile.mkstemp(prefix="megascale-exchange-")
+    os.truncate(descriptor, size)
+    os.close(descriptor)
+    return path
+
+
+class PeerWatch:
+    """One rank's watch over the other processes of a group. OSError if the page or a process is out of reach.
+
+    Args:
+        rank: rank in the group.
+        members: the processes of the group, by rank.
+        page: file of `make_page`.
+        release: ends all waits of this rank; the thread calls it repeatedly after a failure, until `close`.
+        count_calls: returns how many calls have begun.
+        is_idle: returns whether none is in flight; asked only after a second without a new call.
+        timeout: seconds after which calls without progress are a failure.
+
+    Attributes:
+        failure: why waits were released, or "".
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[Member],
+        page: str,
+        release: Callable[[], None],
+        count_calls: Callable[[], int],
+        is_idle: Callable[[], bool],
+        timeout: float,
+    ) -> None:
+        self.failure = ""
+        self._lost_rank = -1  # in the world; -1 if unknown
+        self._rank = rank
+        self._members = list(members)
+        self._release = release
+        self._count_calls = count_calls
+        self._is_idle = is_idle
+        self._timeout = timeout
+        self._has_raised = False
+        self._is_closing = threading.Event()
+        self._check_namespaces()
+        with Path(page).open("r+b") as file:
+            self._page = mmap.mmap(file.fileno(), len(self._members))
+        self._wake_reader, self._wake_writer = os.pipe()
+        self._descriptors = self._open_processes()
+        self._thread = threading.Thread(target=self._run, name="peer watch", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise TrainingError if waits were released, since results are then undefined."""
+        if not self.failure:
+            return
+        self._has_raised = True
+        lost = TrainingError(f"rank {self._members[self._rank].rank}: {self.failure}")
+        raise attach_record(lost, ExitKind.LOST_PEER, rank=self._lost_rank)
+
+    def close(self, failed: bool = False) -> None:
+        """Stop. Peers take this rank's end as planned, unless it has `failed`.
+
+        If it has failed because of a peer, waits are released until the process ends, which waits for its queues.
+        """
+        if failed and self.failure:
+            self._has_raised = True
+            return
+        if not failed and not self.failure:
+            self._page[self._rank] = _CLOSED
+        if self._is_closing.is_set():
+            return
+        self._is_closing.set()
+        os.write(self._wake_writer, b"\0")
+        self._thread.join()
+        for descriptor in (self._wake_reader, self._wake_writer, *self._descriptors):
+            os.close(descriptor)
+
+    def _check_namespaces(self) -> None:
+        namespace = self._members[self._rank].namespace
+        for member in self._members:
+            if member.namespace != namespace:
+                raise OSError(f"rank {member.rank} is in another PID namespace, where its end would not be noticed")
+
+    def _open_processes(self) -> dict[int, int]:
+        """Return descriptor -> rank in the group of each peer; empty on a system without such descriptors."""
+        descriptors: dict[int, int] = {}
+        for rank, member in enumerate(self._members):
+            if rank == self._rank:
+                continue
+            try:
+                descriptors[os.pidfd_open(member.pid)] = rank
+            except ProcessLookupError:
+                raise OSError(f"rank {member.rank} has ended") from None
+            except OSError:
+                return descriptors  # the thread looks at the others in /proc
+        return descriptors
+
+    def _run(self) -> None:
+        """Wait for a failure or `close`; after a failure release waits until `close`."""
+        poller = select.poll()
+        poller.register(self._wake_reader, select.POLLIN)
+        for descriptor in self._descriptors:
+            poller.register(descriptor, select.POLLIN)
+        polled_ranks = set(range(len(self._members))) - set(self._descriptors.values()) - {self._rank}
+        calls = self._count_calls()
+        progress_time = time.monotonic()
+        interval = min(_POLL_SECONDS, self._timeout / 4)
+        while not self.failure and not self._is_closing.is_set():
+            for descriptor, _ in poller.poll(1000 * interval):
+                if descriptor in self._descriptors:
+                    poller.unregister(descriptor)
+                    self._judge_end(self._descriptors[descriptor])
+            for rank in tuple(polled_ranks):
+                if _has_ended(self._members[rank].pid):
+                    polled_ranks.discard(rank)
+                    self._judge_end(rank)
+            previous_calls, calls = calls, self._count_calls()
+            if calls != previous_calls or self._is_idle():
+                progress_time = time.monotonic()
+            elif time.monotonic() - progress_time > self._timeout:
+                self._fail(f"the exchange has made no progress for {self._timeout:g} seconds: a peer hangs")
+        self._release_waits()
+
+    def _judge_end(self, rank: int) -> None:
+        """Fail if a peer's process has ended without closing its watch."""
+        if self._page[rank] == _CLOSED:
+            return
+        member = self._members[rank]
+        self._lost_rank = member.rank
+        self._fail(f"rank {member.rank} (process {member.pid}) has ended during the exchange with it")
+
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
+
+    def _release_waits(self) -> None:
+        """Release waits until `close`. End the process if its host does not return to a check in time."""
+        deadline = time.monotonic() + _RAISE_SECONDS
+        while not self._is_closing.wait(_RELEASE_SECONDS):
+            self._release()
+            if not self._has_raised and time.monotonic() > deadline:
+                # The host waits for something else that the dead peer owes, such as a collective.
+                print(f"rank {self._members[self._rank].rank}: {self.failure}; ending", file=sys.stderr, flush=True)
+                os._exit(1)
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a process has ended, also if its parent has not waited for it yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in ("Z", "X")

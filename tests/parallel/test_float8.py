@@ -1,0 +1,99 @@
+"""Which values of a weight float8 layers read: its own cast, gathered rows, or none until it has been gathered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megascale.errors import TrainingError
+from megascale.ops.float8.cast import cast_by_amax, compute_amax
+from megascale.ops.float8.formats import E4M3, Float8
+from megascale.parallel.float8 import TensorWiseFloat8
+
+
+def draw(seed: int) -> torch.Tensor:
+    return torch.randn(32, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def cast(weight: torch.Tensor) -> Float8:
+    return cast_by_amax(weight, E4M3, compute_amax(weight))
+
+
+def assert_same(actual: Float8, expected: Float8) -> None:
+    """Rows and columns hold the same bytes, with the same scales."""
+    for name in ("rows", "columns", "rows_scale", "columns_scale"):
+        first, second = getattr(actual, name), getattr(expected, name)
+        assert first.dtype == second.dtype
+        assert torch.equal(first.float(), second.float()), name
+
+
+def test_a_weight_is_cast_once_per_step():
+    linears, weight = TensorWiseFloat8(), draw(1)
+    linears.prepare_weights([weight])
+    first = linears.weight(weight)
+    assert_same(first, cast(weight))
+    weight.mul_(2)
+    assert linears.weight(weight) is first
+    linears.invalidate_weights()
+    assert_same(linears.weight(weight), cast(weight))
+
+
+def test_gathered_rows_are_read_in_place_of_the_weight():
+    """The weight itself is stale on this rank; its columns are the transpose of the gathered rows."""
+    linears, weight, fresh = TensorWiseFloat8(), draw(1), cast(draw(2))
+    linears.weight(weight)
+    linears.set_gathered_rows(weight, fresh.rows, fresh.rows_scale)
+    assert_same(linears.weight(weight), fresh)
+    # The weight has been gathered too, but its rows are here and the same.
+    linears.set_weight_gathered(weight)
+    linears.invalidate_weights()
+    assert_same(linears.weight(weight), fresh)
+
+
+def test_an_updated_weight_is_not_read_until_it_is_gathered():
+    linears, weight, fresh = TensorWiseFloat8(), draw(1), cast(draw(2))
+    other = draw(3)
+    linears.set_gathered_rows(weight, fresh.rows, fresh.rows_scale)
+    linears.weight(weight)
+    linears.invalidate_rows(weight)
+    with pytest.raises(TrainingError, match=r"weight \[32, 16\] is read after its update and before it was gathered"):
+        linears.weight(weight)
+    assert_same(linears.weight(other), cast(other))
+    linears.set_weight_gathered(weight)
+    assert_same(linears.weight(weight), cast(weight))
+
+
+def test_a_weight_that_was_never_gathered_is_cast():
+    linears, weight = TensorWiseFloat8(), draw(1)
+    linears.set_weight_gathered(weight)
+    assert_same(linears.weight(weight), cast(weight))
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_graphs_read_each_step_s_values_in_the_same_memory(is_gathered):
+    """The first step's tensors are pinned; gathered bytes lie in memory of their own at every step."""
+    linears, weight = TensorWiseFloat8(), draw(1)
+    rows = torch.empty(weight.shape, dtype=E4M3.dtype)
+    scale = torch.empty(())
+
+    def begin_step(seed: int) -> Float8:
+        weight.copy_(draw(seed))
+        expected = cast(weight)
+        linears.invalidate_weights()
+        if is_gathered:
+            linears.invalidate_rows(weight)
+            rows.copy_(expected.rows)
+            scale.copy_(expected.rows_scale)
+            linears.set_gathered_rows(weight, rows, scale)
+        linears.pin_weights([weight])
+        return expected
+
+    expected = begin_step(1)
+    pinned = linears.weight(weight)
+    addresses = [tensor.data_ptr() for tensor in vars(pinned).values() if tensor is not None]
+    assert_same(pinned, expected)
+    for seed in (2, 3):
+        expected = begin_step(seed)
+        assert linears.weight(weight) is pinned
+        assert_same(pinned, expected)
+        assert addresses == [tensor.data_ptr() for tensor in vars(pinned).values() if tensor is not None]

@@ -1,0 +1,174 @@
+"""The watch over the processes of an exchange: real processes that die, close or hang, and waits that end."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megascale.core.exit_record import ExitKind, record_of
+from megascale.errors import TrainingError
+from megascale.parallel import peer_watch
+from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
+
+SECONDS = 20.0  # far above what a loaded machine needs
+
+
+class Peer:
+    """A process that waits for its input to end."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    def kill(self) -> None:
+        """End it; its parent has not waited for it yet, as with a launcher that does other work."""
+        self.process.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    process = Peer()
+    yield process
+    process.close()
+
+
+class Waits:
+    """A rank's waits, which `release` ends, and its progress."""
+
+    def __init__(self) -> None:
+        self.count: Callable[[], int] = lambda: 7
+        self.is_idle: Callable[[], bool] = lambda: True
+        self.released = threading.Event()
+
+    def release(self) -> None:
+        self.released.set()
+
+
+@pytest.fixture
+def page() -> Iterator[str]:
+    path = make_page(3)
+    yield path
+    Path(path).unlink()
+
+
+def watch_peer(peer: Peer, page: str, waits: Waits, timeout: float = 600.0) -> PeerWatch:
+    local = describe_process(4)
+    members = [local, Member(5, peer.process.pid, local.namespace)]
+    return PeerWatch(0, members, page, waits.release, waits.count, waits.is_idle, timeout)
+
+
+def without_descriptors(pid: int) -> int:
+    raise OSError(38, "no such system call")
+
+
+@pytest.mark.parametrize("has_descriptors", [True, False])
+def test_a_killed_peer_ends_the_waits_with_an_error(peer, page, monkeypatch, has_descriptors):
+    if not has_descriptors:
+        monkeypatch.setattr(os, "pidfd_open", without_descriptors)
+        monkeypatch.setattr(peer_watch, "_POLL_SECONDS", 0.02)
+    waits = Waits()
+    watch = watch_peer(peer, page, waits)
+    watch.check()
+    assert not waits.released.is_set()
+    peer.kill()
+    assert waits.released.wait(SECONDS)
+    waits.released.clear()
+    assert waits.released.wait(SECONDS)  # again, because later calls wait as well
+    with pytest.raises(TrainingError, match=rf"rank 4: rank 5 \(process {peer.process.pid}\) has ended") as caught:
+        watch.check()
+    record = record_of(caught.value)
+    assert (record.kind, record.rank) == (ExitKind.LOST_PEER, 5)
+    watch.close(failed=True)
+    waits.released.clear()
+    assert waits.released.wait(SECONDS)  # until the process has ended
+    watch.close()
+    assert Path(page).read_bytes()[0] == 0  # its own peers do not take a failure for a planned end
+
+
+def test_a_peer_that_closes_is_not_missed(peer, page):
+    waits = Waits()
+    watch = watch_peer(peer, page, waits)
+    with Path(page).open("r+b") as file:  # as the peer's own watch does
+        file.seek(1)
+        file.write(b"\1")
+    peer.kill()
+    peer.process.wait()
+    watch.close()
+    watch.check()
+    assert not waits.released.is_set()
+    assert Path(page).read_bytes()[0] == 1
+
+
+def test_calls_without_progress_end_after_the_timeout(peer, page):
+    waits = Waits()
+    waits.is_idle = lambda: False
+    watch = watch_peer(peer, page, waits, timeout=0.1)
+    assert waits.released.wait(SECONDS)
+    with pytest.raises(TrainingError, match=r"rank 4: the exchange has made no progress for 0.1 seconds") as caught:
+        watch.check()
+    assert record_of(caught.value).rank == -1
+    watch.close()
+
+
+@pytest.mark.parametrize("case", ["idle", "in progress"])
+def test_an_exchange_that_is_idle_or_makes_progress_has_no_timeout(peer, page, case):
+    waits = Waits()
+    looks = threading.Semaphore(0)
+    calls = itertools.count()
+
+    def count_calls() -> int:
+        looks.release()
+        return next(calls) if case == "in progress" else 7
+
+    waits.count = count_calls
+    waits.is_idle = lambda: case == "idle"
+    watch = watch_peer(peer, page, waits, timeout=0.02)
+    for _ in range(12):  # several times the time-out
+        assert looks.acquire(timeout=SECONDS)
+    watch.close()
+    watch.check()
+    assert not waits.released.is_set()
+
+
+def test_a_peer_out_of_reach_is_refused(peer, page):
+    waits = Waits()
+    local = describe_process(0)
+    with pytest.raises(OSError, match="rank 3 is in another PID namespace"):
+        PeerWatch(0, [local, Member(3, local.pid, "pid:[1]")], page, waits.release, waits.count, waits.is_idle, 1.0)
+    peer.kill()
+    peer.process.wait()
+    with pytest.raises(OSError, match="rank 5 has ended"):
+        watch_peer(peer, page, waits)
+
+
+STUCK = """
+import sys, time
+from megascale.parallel import peer_watch
+peer_watch._RAISE_SECONDS = 0.1
+local = peer_watch.describe_process(0)
+members = [local, peer_watch.Member(1, int(sys.argv[1]), local.namespace)]
+watch = peer_watch.PeerWatch(0, members, sys.argv[2], lambda: None, lambda: 0, lambda: True, 600.0)
+print("watching", flush=True)
+time.sleep(600)  # as in a collective that the dead peer would have to join
+"""
+
+
+def test_a_process_whose_host_does_not_return_is_ended(peer, page):
+    command = [sys.executable, "-c", STUCK, str(peer.process.pid), page]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as stuck:
+        assert stuck.stdout.readline() == "watching\n"
+        peer.kill()
+        _, errors = stuck.communicate(timeout=60)
+    assert stuck.returncode == 1
+    assert f"rank 0: rank 1 (process {peer.process.pid}) has ended during the exchange with it; ending" in errors

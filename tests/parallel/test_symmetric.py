@@ -1,0 +1,129 @@
+"""The flags of an exchange in memory, with a driver that works at once on the host."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.ops.peer_max import RELEASED, WORD, PeerMax
+from megascale.parallel import symmetric
+from megascale.parallel.symmetric import FLAG, CudaStreams
+
+_WIDTHS = {symmetric._WRITE_VALUE: ctypes.c_uint32, symmetric._WRITE_WORD: ctypes.c_uint64}
+
+
+class HostDriver:
+    """Writes at once, and lists the waits that did not pass, each (address, value, has to be equal)."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[int, int, bool]] = []
+
+    def context(self) -> int:
+        return 1
+
+    def urgent_stream(self) -> int:
+        return 2
+
+    def enter(self, context: int) -> None:
+        assert context == 1
+
+    def is_idle(self, stream: int) -> bool:
+        return not self.waits
+
+    def write(self, stream: int, address: int, value: int) -> None:
+        ctypes.c_uint32.from_address(address).value = value
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        self.waits.append((address, value, False))
+        self.pass_waits()
+
+    def batch(self, stream: int, *operations: tuple[int, int, int, int]) -> None:
+        for kind, address, value, flags in operations:
+            if kind == symmetric._WAIT_VALUE:
+                assert flags == symmetric._EQUAL
+                self.waits.append((address, value, True))
+            elif value:  # a zero follows a wait, which writes it when it passes
+                _WIDTHS[kind].from_address(address).value = value
+        self.pass_waits()
+
+    def pass_waits(self) -> None:
+        """Drop the waits whose flag has come, and reset the flags of captured ones."""
+        for address, value, is_equal in tuple(self.waits):
+            flag = ctypes.c_uint32.from_address(address)
+            difference = (flag.value - value) % (1 << 32)
+            if difference == 0 or (not is_equal and difference < 1 << 31):
+                self.waits.remove((address, value, is_equal))
+                if is_equal:
+                    flag.value = 0
+
+
+@pytest.fixture
+def host_streams(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the streams of rank `rank` of three, whose flags lie in one tensor per rank."""
+    monkeypatch.setattr(symmetric, "_Driver", HostDriver)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **options: SimpleNamespace(cuda_stream=3))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    memory = [torch.zeros(3 * 3 * FLAG, dtype=torch.uint8) for _ in range(3)]
+    words = torch.zeros(PeerMax.bytes_needed(3) // WORD, dtype=torch.int64)
+
+    def make(rank: int) -> CudaStreams:
+        flags = [part.data_ptr() for part in memory]
+        return CudaStreams(rank, flags, torch.device("cuda", 0), words=words)
+
+    return SimpleNamespace(make=make, memory=memory, words=words)
+
+
+@pytest.mark.parametrize("number", [1, 2, (1 << 32) - 1, (1 << 32) + 5])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_signal_ends_its_own_wait_only(host_streams, number, is_captured):
+    waiting, signalling = host_streams.make(0), host_streams.make(2)
+    for streams in (waiting, signalling):
+        streams.capture(is_captured)
+    if not is_captured and number > 1:
+        signalling.signal(0, number - 1)  # the call before
+    waiting.wait_for(2, number)
+    assert len(waiting._driver.waits) == 1
+    host_streams.make(1).signal(0, number)  # of another peer
+    waiting._driver.pass_waits()
+    assert len(waiting._driver.waits) == 1
+    signalling.signal(0, number)
+    waiting._driver.pass_waits()
+    assert not waiting._driver.waits
+
+
+@pytest.mark.parametrize("number", [1, 2, (1 << 31) + 1, (1 << 32) - 1, (1 << 32) + 5])
+def test_released_flags_end_every_wait_and_later_ones(host_streams, number):
+    streams = host_streams.make(1)
+    peers = (host_streams.make(0), host_streams.make(2))
+    for peer in peers:
+        peer.signal(1, max(1, number) - 1)
+    driver = streams._driver
+    for is_captured in (False, True):
+        streams.capture(is_captured)
+        for call in (number, number + 1):
+            for peer in (0, 2):
+                streams.wait_for(peer, call)
+    streams.capture(False)
+    assert len(driver.waits) == 8
+    assert not streams.is_idle()
+    others = [host_streams.memory[0].clone(), host_streams.memory[2].clone()]
+    streams.release_waits()
+    driver.pass_waits()
+    assert streams.is_idle()
+    streams.wait_for(0, number + 2)  # of a call that began before the failure was seen
+    assert streams.is_idle()
+    assert (host_streams.words == RELEASED).all()
+    assert torch.equal(host_streams.memory[0], others[0])
+    assert torch.equal(host_streams.memory[2], others[1])
+
+
+def test_a_capture_is_not_looked_at(host_streams):
+    streams = host_streams.make(0)
+    streams.wait_for(1, 1)
+    assert not streams.is_idle()
+    streams.capture(True)
+    assert streams.is_idle()
