@@ -322,7 +322,8 @@ def _rank(
         for number in range(batches):
             started = time.perf_counter()
             if feed is not None:
-                _, targets = feed.batches(number * _MICRO)(0)
+                targets = feed.batches(number * _MICRO)(0).targets
+                assert targets is not None
             else:
                 assert read is not None
                 rows, bytes_read = next(read)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.core import strict_json
+from megascale.core.batch import Batch
 from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def measure(
         recorder = engine.runtime.recorder
         recorder.begin_step(built)
         engine.start_gather()
-        result = engine.step(lambda i: (rows[:-1], rows[1:]), built, 0.0, has_next_step=True)
+        result = engine.step(lambda i: Batch(rows[:-1], rows[1:]), built, 0.0, has_next_step=True)
         recorder.end_step()
         garbage.collect(built)
         loss, norm = float(result.loss), float(result.grad_norm)  # waits for the update

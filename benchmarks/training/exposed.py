@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.core import strict_json
+from megascale.core.batch import Batch
 from megascale.core.calls import NullCallLog
 from megascale.errors import TrainingError
 
@@ -145,7 +146,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     def step(number: int) -> None:
         began = time.perf_counter()
         engine.start_gather()
-        result = engine.step(lambda i: (rows[:-1], rows[1:]), number, 1e-4, has_next_step=True)
+        result = engine.step(lambda i: Batch(rows[:-1], rows[1:]), number, 1e-4, has_next_step=True)
         garbage.collect(number)  # as in training
         float(result.loss)  # waits for the update, not for what goes on under the next step
         seconds.append(time.perf_counter() - began)

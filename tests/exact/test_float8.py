@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megascale.config import from_tree
+from megascale.core.batch import Batch
 from megascale.errors import ConfigError
 from megascale.parallel.float8 import TensorWiseFloat8
 from tests.exact.cases import TWO_LAYERS, Case, case
@@ -82,7 +83,7 @@ def weights_in_use(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[bo
     engine.after_update_hooks.append(updated)
     for step in (1, 2):
         run_step(engine, step, report)
-    engine.sum_losses(*torch.zeros(2, 8, 1, dtype=torch.int64))
+    engine.sum_losses(Batch(*torch.zeros(2, 8, 1, dtype=torch.int64)))
     assert linears._weights
     with engine.loading_weights():
         pass
@@ -105,9 +106,9 @@ def counted(rank: int, world: int, tree: dict[str, Any], outlier: bool) -> list[
         with torch.no_grad():
             norm.weight[0] = 1e6
     column = torch.arange(9).repeat(1, 1).t() % 21
-    step = engine.step(lambda i: (column[:-1], column[1:]), 1, 0.0, count_casts=True)
+    step = engine.step(lambda i: Batch(column[:-1], column[1:]), 1, 0.0, count_casts=True)
     clipped, flushed, looked_at = step.cast_counts.tolist()
-    assert engine.step(lambda i: (column[:-1], column[1:]), 2, 0.0).cast_counts.tolist() == [0.0, 0.0, 0.0]
+    assert engine.step(lambda i: Batch(column[:-1], column[1:]), 2, 0.0).cast_counts.tolist() == [0.0, 0.0, 0.0]
     return [clipped / looked_at, flushed / looked_at, looked_at]
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megascale.config import from_tree
+from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.core.layout import lay_out
 from megascale.core.schedule import ActionKind
 from megascale.errors import ConfigError
@@ -52,10 +53,19 @@ LAYOUTS = {
     ),
 }
 
+ROTARY = {"positions": "rotary"}
+FIELD_LAYOUTS = {
+    "one rank, rotary": (case(microbatches=3, model={**ROTARY, "block": "parallel"}), 3),
+    "two chunks, LAMB": LAYOUTS["two chunks, LAMB"],
+    "pipeline, two chunks, data, rotary": (case(1, 2, 2, virtual=2, microbatches=4, model=ROTARY), 4),
+}
 
-def train(rank: int, world: int, tree: dict[str, Any], graphs: str) -> tuple[Told, int]:
+
+def train(
+    rank: int, world: int, tree: dict[str, Any], graphs: str, fields: SampleFields = NO_FIELDS
+) -> tuple[Told, int]:
     """What a rank tells of STEPS steps, and how many forwards of the last step were replayed."""
-    engine, report, replayed = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}), Told(), 0
+    engine, report, replayed = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}, fields), Told(), 0
     observe(engine, report)
     backward = GraphedRunner.backward
 
@@ -86,6 +96,17 @@ def test_replays_are_what_they_stand_for(name, pool):
     layout, expected = LAYOUTS[name]
     eager = pool.run(train, layout.world, layout.tree, "off")
     graphs = pool.run(train, layout.world, layout.tree, "on")
+    for (item, none), (peer, replayed) in zip(eager, graphs, strict=True):
+        assert (none, replayed) == (0, expected)
+        assert_same_bits(item, peer)
+
+
+@pytest.mark.parametrize("name", FIELD_LAYOUTS)
+def test_replays_read_weights_and_positions(name, pool):
+    layout, expected = FIELD_LAYOUTS[name]
+    fields = SampleFields(loss_weights=True, positions=layout.tree["model"].get("positions") == "rotary")
+    eager = pool.run(train, layout.world, layout.tree, "off", fields)
+    graphs = pool.run(train, layout.world, layout.tree, "on", fields)
     for (item, none), (peer, replayed) in zip(eager, graphs, strict=True):
         assert (none, replayed) == (0, expected)
         assert_same_bits(item, peer)

@@ -22,7 +22,6 @@ from megascale.parallel.buffers import TIED, Axes, Extent, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
 from megascale.parallel.parameters import ParameterSpec, initialise, piece_views, spec_of
 
-SECOND_OF_TWO = Axis(size=2, rank=1)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -71,10 +70,11 @@ def norm_of(*gradients: Tensors) -> torch.Tensor:
 
 def test_replicated_tensors_count_on_the_first_tensor_rank_only():
     buffer = make_buffer(make_model(), range(2))
-    replicated = {piece.name for p in buffer.parameters if spec_of(p).replicated for piece in spec_of(p).pieces}
+    specs = [spec_of(param) for param in buffer.parameters]
+    replicated = {piece.name for spec in specs if "tensor" in spec.replicated_axes for piece in spec.pieces}
     assert {"norm.weight", "layers.1.mlp.out.bias"} <= replicated
-    for tensor, is_counted in ((Axis(size=2, rank=0), True), (SECOND_OF_TWO, False)):
-        optimizer = ShardedOptimizer(OptimizerConfig(), [buffer], tensor=tensor)
+    for rank, is_counted in ((0, True), (1, False)):
+        optimizer = ShardedOptimizer(OptimizerConfig(), [buffer], position={"tensor": rank})
         grads = fill_grads(buffer, 1)
         norm, _ = optimizer.step(1e-2, 1)
         counted = {name: grad for name, grad in grads.items() if is_counted or name not in replicated}
@@ -107,7 +107,7 @@ def test_the_norm_is_weighted_and_carries_scalars():
 def test_a_tied_gradient_counts_when_it_has_arrived(is_duplicate):
     """The last stage of two, with two chunks: its copy of the embedding is reduced while other norms are computed."""
     model = make_model(layers=4, tied_embeddings=True)
-    axes = Axes(tied=SECOND_OF_TWO)
+    axes = Axes(tied=Axis(size=2, rank=1))
     buffers = [make_buffer(model, range(1, 2)), make_buffer(model, range(3, 4), axes)]
     tied_bucket = buffers[1].layout.tied_bucket
     assert tied_bucket is not None
@@ -187,7 +187,7 @@ def test_lamb_counts_replicated_tensors_on_the_first_tensor_rank_only():
     """The second rank adds nothing for them: without the first rank's sums their trust ratio is 1."""
     config = OptimizerConfig(name="lamb", weight_decay=0.0, clip=0.0)
     buffer = make_buffer(make_model(positions="learned"), range(2))
-    optimizer = ShardedOptimizer(config, [buffer], tensor=SECOND_OF_TWO)
+    optimizer = ShardedOptimizer(config, [buffer], position={"tensor": 1})
     before, grads = copy_weights(buffer), fill_grads(buffer, 1)
     optimizer.step(1e-2, 1)
     after = copy_weights(buffer)

@@ -80,7 +80,8 @@ class ForwardContext:
 
 EVALUATION = ForwardContext()
 
-# Cosines and sines of the positions, [length, rotated width / 2] each; None without rotary positions.
+# Cosines and sines of the positions, each [length, rotated width / 2], or [length, batch, rotated width / 2] if samples
+# have positions of their own; None without rotary positions.
 Rotary = tuple[torch.Tensor, torch.Tensor] | None
 
 

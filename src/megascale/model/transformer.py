@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megascale.config import ModelConfig
+from megascale.core.batch import Batch
 from megascale.core.inventory import LogicalTensor, embedding_tensors, head_tensors, norm_tensors
 from megascale.core.layers import ChunkLayers
 from megascale.model.block import make_block
@@ -104,13 +105,14 @@ class Chunk(nn.Module):
         return local_parameter([tensor], self.axis.rank, self.axis.size, self.dtype)
 
     def forward(
-        self, x: torch.Tensor, targets_SB: torch.Tensor | None = None, context: ForwardContext = EVALUATION
+        self, x: torch.Tensor, batch: Batch[torch.Tensor] | None = None, context: ForwardContext = EVALUATION
     ) -> torch.Tensor:
         """Run the chunk.
 
         Args:
             x: tokens [s, b] for the first chunk, else x_SBH [s/t, b, h].
-            targets_SB: next tokens [s, b] for the last chunk; None returns the normed hidden states.
+            batch: the micro-batch; blocks read its positions, and the last chunk its targets. Without targets the
+                last chunk returns the normed hidden states.
         Returns:
             x_SBH, or on the last chunk with targets the loss of every token [s, b] in float32 or wider.
         """
@@ -118,6 +120,9 @@ class Chunk(nn.Module):
         if self.first:
             x = self._embed(x, context)
         rotary = self._rotary(x.shape[0] * self.axis.size, x.device, context)
+        if rotary is not None and batch is not None and batch.positions is not None:
+            cos, sin = rotary
+            rotary = cos[batch.positions], sin[batch.positions]
         recompute_layers = self.recompute == "full" and torch.is_grad_enabled()
         stream: ResidualStream = x
         for i, block in enumerate(self.blocks):
@@ -133,14 +138,14 @@ class Chunk(nn.Module):
             return stream
         assert self.norm is not None
         _, x = self.norm.add_and_norm(stream)
-        if targets_SB is None:
+        if batch is None or batch.targets is None:
             return x
         token_grad = context.token_grad if torch.is_grad_enabled() else None
         return vocabulary_loss(
             x,
             self.output_weight,
             self.head_bias,
-            targets_SB,
+            batch.targets,
             self.model.vocab,
             self.axis,
             token_grad,

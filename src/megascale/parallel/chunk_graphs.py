@@ -35,7 +35,7 @@ from megascale.parallel.runtime import Runtime
 
 EAGER_STEPS = 2  # of an engine: the first counts gradients and chooses kernels; the second runs as all later ones do
 
-# (chunk, micro-batch, input or None) -> the tensors that the chunk reads: its input and, on the model's last, targets.
+# (chunk, micro-batch, input or None) -> the tensors that the chunk reads: its input and fields of the micro-batch.
 Inputs = Callable[[int, int, Tensor | None], tuple[Tensor, ...]]
 # (chunk, inputs) -> its output, as Forward's. The same for every micro-batch and step.
 Compute = Callable[[int, tuple[Tensor, ...]], Tensor]

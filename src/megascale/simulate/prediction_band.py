@@ -3,8 +3,8 @@
 A calibration's own residuals say how steps of its series scatter. A band is wider for each of: another series, another
 stack or another machine than the calibration's, no calibration at all, a stack or a machine of which no step was ever
 compared with the model, sizes outside the fitted ranges. Each width below is a quantile of errors on development rows,
-by group of conditions (`validation/band_evidence.py` computes them, a test holds the two together). `validate` prints
-how many held-out steps lie inside.
+by group of conditions (`benchmarks/simulate/band_evidence.py` computes them, a test holds the two together). `validate`
+prints how many held-out steps lie inside.
 """
 
 from __future__ import annotations

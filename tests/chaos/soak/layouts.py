@@ -258,6 +258,8 @@ def _batches(config: Config, engine: Any, step: int) -> Callable[[int], Any]:
     import numpy as np
     import torch
 
+    from megascale.core.batch import Batch
+
     train, model = config.train, config.model
     share = train.global_batch // engine.layout.grid.data
 
@@ -268,7 +270,7 @@ def _batches(config: Config, engine: Any, step: int) -> Callable[[int], Any]:
             for k in range(train.micro_batch)
         ]
         columns = torch.from_numpy(np.stack(rows)).t().contiguous()
-        return columns[:-1], columns[1:]
+        return Batch(columns[:-1], columns[1:])
 
     return batch
 
