@@ -69,9 +69,8 @@ def hangs(p: int, v: int, m: int, reduce_each: bool, group: int | None) -> Sched
         return m - 1 if action.microbatch < 0 else action.microbatch
 
     forwards = (ActionKind.GATHER_PARAMS, ActionKind.RECV_FORWARD, ActionKind.FORWARD)
-    lists = [
-        sorted(schedule[0], key=first),
-        *(sorted(s, key=lambda a: a.kind not in forwards) for s in list(schedule)[1:]),
+    lists = [sorted(schedule[0], key=first)] + [
+        sorted(s, key=lambda a: a.kind not in forwards) for s in list(schedule)[1:]
     ]
     return schedule.replace_actions(lists)
 

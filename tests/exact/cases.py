@@ -268,8 +268,8 @@ def cases(draw: st.DrawFn) -> Case:
         # Only the first and the last chunk may be without layers.
         inner = [1] * (chunks - 2)
         cuts = sorted(draw(st.lists(st.integers(0, layers - len(inner)), min_size=chunks - 1, max_size=chunks - 1)))
-        spare = [b - a for a, b in zip([0, *cuts], [*cuts, layers - len(inner)], strict=True)]
-        split = [a + b for a, b in zip(spare, [0, *inner, 0], strict=True)]
+        spare = [b - a for a, b in zip([0] + cuts, cuts + [layers - len(inner)], strict=True)]
+        split = [a + b for a, b in zip(spare, [0] + inner + [0], strict=True)]
         if model["block"] == "serial" and draw(st.booleans()):
             for at in range(1, chunks):
                 if split[at] >= 1:

@@ -129,7 +129,7 @@ def tell(rank: int, world: int, tree: dict[str, Any], gather: str, folder: Path)
     shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical_tensors()]
     engine.runtime.calls = sizes = Sizes()
     numbers, states = run(engine, 1), [state_of(engine)]
-    numbers += [evaluated(engine), *run(engine, 2, more=False), *run(engine, 3, bad=True), evaluated(engine)]
+    numbers += [evaluated(engine)] + run(engine, 2, more=False) + run(engine, 3, bad=True) + [evaluated(engine)]
     numbers += run(engine, 4, more=False)
     states.append(state_of(engine))
     checkpoint.save(folder, 4, shards, {}, keep=1)

@@ -65,7 +65,9 @@ def train(
     rank: int, world: int, tree: dict[str, Any], graphs: str, fields: SampleFields = NO_FIELDS
 ) -> tuple[Told, int]:
     """What a rank tells of STEPS steps, and how many forwards of the last step were replayed."""
-    engine, report, replayed = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}, fields), Told(), 0
+    engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}, fields)
+    report = Told()
+    replayed = 0
     observe(engine, report)
     backward = GraphedRunner.backward
 
@@ -85,7 +87,7 @@ def train(
 def assert_same_bits(single: Told, second: Told) -> None:
     """All that both tell is equal."""
     assert (single.losses, single.norms) == (second.losses, second.norms)
-    for a, b in zip([*single.gradients, single.state], [*second.gradients, second.state], strict=True):
+    for a, b in zip(single.gradients + [single.state], second.gradients + [second.state], strict=True):
         for remaining, right in zip(a, b, strict=True):
             assert remaining.name == right.name
             assert np.array_equal(remaining.values, right.values), remaining.name
@@ -187,7 +189,9 @@ def test_where_they_cannot_be_had(settings, why):
 
 
 def test_turns():
-    forward, backward, reduce = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADS
+    forward = ActionKind.FORWARD
+    backward = ActionKind.BACKWARD
+    reduce = ActionKind.REDUCE_GRADS
     actions = [(forward, 0, 0), (forward, 0, 1), (backward, 0, 1), (reduce, 0, 0), (backward, 0, 0)]
     boundaries = find_boundaries(actions)[0]  # type: ignore[arg-type]
     assert (boundaries.first_forward, boundaries.first_backward, set(boundaries.reduced)) == (0, 1, {0})

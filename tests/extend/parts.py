@@ -40,7 +40,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def l1_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """By the mean magnitude."""
+    """Normalise by the mean magnitude."""
     return x / (x.abs().mean(-1, keepdim=True) + eps) * weight
 
 
@@ -100,13 +100,13 @@ DENSE = MLP_PARTS["dense"]
 
 
 def scaled_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
-    """Those of a dense MLP, and the scale."""
-    return [*DENSE.tensors(model, name), LogicalTensor(f"{name}.mlp.scale", (model.ffn,), 0, init_value=0.5)]
+    """Return the tensors of a dense MLP, and the scale."""
+    return DENSE.tensors(model, name) + [LogicalTensor(f"{name}.mlp.scale", (model.ffn,), 0, init_value=0.5)]
 
 
 def scaled_keeps(model: ModelConfig) -> list[SavedActivation]:
-    """What a dense MLP keeps, and what is scaled."""
-    return [SavedActivation("mlp_projection", model.ffn, "columns", has_gradient=True), *DENSE.saved_activations(model)]
+    """Return the saved activations of a dense MLP, and the scaled tensor."""
+    return [SavedActivation("mlp_projection", model.ffn, "columns", has_gradient=True)] + DENSE.saved_activations(model)
 
 
 def gather_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
@@ -138,11 +138,12 @@ class EightBit(LinearPrecision):
 
     def _cast(self, x: Tensor) -> Operand:
         scale = all_reduce(x.detach().abs().amax(), self.axis, torch.distributed.ReduceOp.MAX).wait() / 127
-        return (x.detach() / scale).round().to(torch.int8), scale
+        return Operand((x.detach() / scale).round().to(torch.int8), scale)
 
     def _wide(self, x: Operand) -> Tensor:
-        self.sent.add(x[0].dtype)
-        return x[0] * x[1]
+        assert x.scale is not None
+        self.sent.add(x.data.dtype)
+        return x.data * x.scale
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: Any = None, for_gather: bool = False) -> Operand:
         """See Gemms."""
@@ -159,17 +160,63 @@ class EightBit(LinearPrecision):
     ) -> Tensor:
         """See Gemms."""
         self.calls["forward"] += 1
-        return super().forward((self._wide(x),), weight, bias, out, add)
+        return super().forward(Operand(self._wide(x)), weight, bias, out, add)
 
     def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
         """See Gemms."""
         self.calls["dgrad"] += 1
-        return super().dgrad((self._wide(dy),), weight, out, add)
+        return super().dgrad(Operand(self._wide(dy)), weight, out, add)
 
     def accumulate_wgrad(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
         """See Gemms."""
         self.calls["wgrad"] += 1
-        super().accumulate_wgrad(main, (self._wide(dy),), (self._wide(x),), overwrite)
+        super().accumulate_wgrad(main, Operand(self._wide(dy)), Operand(self._wide(x)), overwrite)
+
+
+class BlockScaled(LinearPrecision):
+    """Activations and gradients of eight bits with one scale per block of a row, as DeepSeek-V3's of 1 x 128.
+
+    Blocks are whole on each rank, so that ranks need not agree. The gradient of a weight reads the quantised numbers.
+    """
+
+    BLOCK = 4
+
+    @property
+    def logits(self) -> Gemms:
+        """The vocabulary's matrix stays as it is."""
+        return DEFAULT_PRECISION
+
+    def _quantise(self, x: Tensor) -> Operand:
+        blocks = x.detach().unflatten(-1, (-1, self.BLOCK))
+        scales = blocks.abs().amax(-1).clamp_min(1e-30) / 127
+        return Operand((blocks / scales[..., None]).round().to(torch.int8).flatten(-2), scales)
+
+    def _dequantise(self, x: Operand) -> Operand:
+        assert x.scale is not None
+        assert x.scale.shape == (*x.data.shape[:-1], x.data.shape[-1] // self.BLOCK)
+        return Operand((x.data.unflatten(-1, (-1, self.BLOCK)) * x.scale[..., None]).flatten(-2))
+
+    def prepare_input(self, x: Tensor, weight: Tensor, amax: Any = None, for_gather: bool = False) -> Operand:
+        """See Gemms."""
+        return self._quantise(x)
+
+    def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
+        """See Gemms."""
+        return self._quantise(dy)
+
+    def forward(
+        self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
+    ) -> Tensor:
+        """See Gemms."""
+        return super().forward(self._dequantise(x), weight, bias, out, add)
+
+    def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
+        """See Gemms."""
+        return super().dgrad(self._dequantise(dy), weight, out, add)
+
+    def accumulate_wgrad(self, main: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+        """See Gemms."""
+        super().accumulate_wgrad(main, self._dequantise(dy), self._dequantise(x), overwrite)
 
 
 class Deferred(LinearPrecision):
@@ -213,6 +260,7 @@ def register() -> None:
         norm.register("l1", norm.NormOperators(l1_norm), bias=False)
         block.register("mlp_first", MlpFirst, block.BLOCK_PARTS["serial"], "the MLP before the attention")
         linear.register("eight_bit", EightBit, "eight bits a number")
+        linear.register("blocks", BlockScaled, "eight bits a number, a scale a block")
         linear.register("deferred", Deferred, "weight gradients at the end of a backward pass")
 
 
@@ -229,6 +277,6 @@ def unregister() -> None:
         mlp.MLPS.remove(name)
         mlp.MLP_MODULES.remove(name)
         MLP_PARTS.remove(name)
-    for name in ("eight_bit", "deferred"):
+    for name in ("eight_bit", "blocks", "deferred"):
         linear.LINEAR_PRECISIONS.remove(name)
         linear.LINEARS.remove(name)

@@ -1,4 +1,4 @@
-"""How many files of `src` a part takes: one, laid into the package of its kind under the part's own name."""
+"""Files of `src` that a part needs: one, in the package of its kind, under the part's own name."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_a_part_of_each_kind_is_one_file_and_trains(folders, tiny, tokens, tmp_p
     before = LAY.format(folders=folders)
 
     def losses(name: str, *arguments: str) -> list[float]:
-        process = Forked(["train", tiny, f"--train.name={name}", ROTARY, *arguments], before=before, cwd=tmp_path)
+        process = Forked(["train", tiny, f"--train.name={name}", ROTARY] + list(arguments), before=before, cwd=tmp_path)
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
         return [record["loss"] for record in lines(tmp_path / "runs" / name / "metrics.jsonl") if "loss" in record]
@@ -295,7 +295,7 @@ CLUSTERS.register("elsewhere", Elsewhere)
 
 def test_a_cluster_is_one_file(tmp_path, monkeypatch):
     (tmp_path / "elsewhere.py").write_text(CLUSTER)
-    monkeypatch.setattr(cluster, "__path__", [*cluster.__path__, str(tmp_path)])
+    monkeypatch.setattr(cluster, "__path__", cluster.__path__ + [str(tmp_path)])
     try:
         assert "elsewhere" in CLUSTERS
         assert isinstance(CLUSTERS["elsewhere"](ClusterRequest(tmp_path, from_tree({}))), LocalCluster)

@@ -43,7 +43,7 @@ SCHEDULES.register("forwards_first", forwards_first)
 
 
 def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
-    """As `train`; that a worker looks for this function here makes it register the schedule."""
+    """Train as `train`. The worker's lookup of this function here registers the schedule."""
     return train(rank, world, tree, steps)
 
 

@@ -45,7 +45,7 @@ OWN = ["--model.activation=softsign", "--optimizer.name=descent", "--parallel.sc
 
 @pytest.fixture
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where each process that imports the package writes its number."""
+    """Return the file in which each importing process writes its number."""
     file = tmp_path / "loaded"
     file.touch()
     monkeypatch.setenv("LOADED", str(file))

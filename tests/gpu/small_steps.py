@@ -19,7 +19,7 @@ from megascale.train.rank_info import RankInfo
 
 @dataclass
 class Steps:
-    """What came of them.
+    """Result of the steps.
 
     Attributes:
         bits: loss and gradient norm of each step, in turn, then the weights of each chunk.
@@ -51,7 +51,9 @@ def train(
     """
     layout = lay_out(configuration.from_tree(tree), location.world)
     engine = Engine(layout, groups, location.device, attention, fields=fields)
-    model, train, data = engine.config.model, engine.config.train, layout.grid.replicas
+    model = engine.config.model
+    train = engine.config.train
+    data = layout.grid.replicas
     count = train.global_batch // train.micro_batch // data
     shape = (steps, data, count, model.sequence_length + 1, train.micro_batch)
     rows = torch.randint(0, model.vocab, shape, generator=torch.Generator().manual_seed(0)).to(location.device)
@@ -80,7 +82,7 @@ def train(
     for number in range(steps):
         step(number)
     engine.synchronize()
-    result = [*bits, *(flat.params.clone() for flat in engine.flats)]
+    result = bits + [flat.params.clone() for flat in engine.flats]
     torch.cuda.synchronize()
     host, began = 0.0, time.perf_counter()
     for number in range(steps, steps + timed):

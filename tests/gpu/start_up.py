@@ -43,7 +43,7 @@ WATCHED = ("set", "get", "add", "wait", "check", "compare_set", "deleteKey", "ap
 
 
 def settings(url: str, world: int) -> Any:
-    """What `initialise` reads of a configuration."""
+    """Return the settings that `initialise` reads."""
     tensor, pipeline = {1: (1, 1), 2: (1, 2), 4: (2, 2), 8: (2, 2)}.get(world, (1, 1))
     return SimpleNamespace(
         rendezvous=SimpleNamespace(
@@ -93,9 +93,11 @@ class Calls:
         return call
 
     def take(self) -> dict[str, Any]:
-        """What came since the last time."""
+        """Return the records since the last call."""
         result = {"calls": self.count, "seconds": round(self.seconds, 4), "keys": self.keys[:60]}
-        self.count, self.seconds, self.keys = {}, 0.0, []
+        self.count = {}
+        self.seconds = 0.0
+        self.keys = []
         return result
 
 
@@ -256,7 +258,7 @@ class Redis:
 
     def start(self) -> None:
         arguments = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"]
-        self.process = subprocess.Popen([self.program, *arguments], stdout=subprocess.DEVNULL)
+        self.process = subprocess.Popen([self.program] + arguments, stdout=subprocess.DEVNULL)
         for _ in range(500):
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1).close()

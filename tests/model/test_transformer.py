@@ -57,7 +57,7 @@ def make(*overrides: str, dtype: torch.dtype = torch.float64, buffers: bool = Tr
     """A small whole model."""
     small = ["--model.hidden=16", "--model.layers=2", "--model.heads=4", "--model.sequence_length=12"]
     small += ["--model.vocab_size=21", "--model.vocab_multiple=8", "--model.init_std=0.3"]
-    model = config.load(None, [*small, *overrides]).model
+    model = config.load(None, small + list(overrides)).model
     chunk = Chunk(model, range(model.layers), first=True, last=True, dtype=dtype)
     ParamAndGradBuffer(chunk, torch.device("cpu"))
     initialise(chunk, 3)
@@ -91,7 +91,7 @@ def test_gradients_of_a_block_pass_gradcheck(shape):
     def run(x, *ignored):
         return block(x, rotary, ForwardContext())
 
-    assert torch.autograd.gradcheck(run, (x, *weights), fast_mode=True)
+    assert torch.autograd.gradcheck(run, (x,) + weights, fast_mode=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -128,7 +128,7 @@ def test_a_window_of_the_whole_sequence_is_full_attention(shape):
 
 
 def test_each_layer_sees_its_own_window():
-    """Of a token far back only the layers of full attention know, and through them those behind."""
+    """Only layers of full attention, and layers behind them, depend on a distant token."""
     far = []
     for pattern in ("S", "SSL", "LSS"):
         chunk = make("--model.window=2", f"--model.window_pattern={pattern}", "--model.layers=3")

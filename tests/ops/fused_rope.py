@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megascale.ops import dispatch
 from megascale.ops.activation import RecomputedActivation, gelu, swiglu
 from megascale.ops.fused_projection import split_fused_projection
-from megascale.ops.gradient_sink import GradientSink, attach, main_grad_of
+from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, main_grad_of
 from megascale.ops.rope import apply_rotary, apply_rotary_reference, find_packed, rotary_tables, split_qkv
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
@@ -162,11 +162,11 @@ def test_an_activation_made_again_gives_the_bits_of_one_that_was_kept(
 
     def run(repeated: bool) -> list[torch.Tensor | None]:
         x, w = inputs.clone().requires_grad_(), weight.clone().requires_grad_()
-        b = None if bias is None else bias.clone().requires_grad_()
+        b = None if bias is None else SinkParameter(bias.clone())
         if collected and b is not None:
             attach(b, GradientSink(torch.ones(b.shape)))
         locations = (None, b) if has_bias == "wide" else (b, None)
-        parts = (x * 1.0, N, G, D, activation, locations[0], *tables, True, locations[1])
+        parts = (x * 1.0, N, G, D, activation, locations[0]) + tables + (True, locations[1])
         *qkv, inner, produce = split_fused_projection(*parts, repeated)
         assert (produce is not None) == repeated
         y = linear_scatter(DEFAULT_PRECISION, inner, w, recompute_fns=(produce,))

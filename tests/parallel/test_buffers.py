@@ -97,7 +97,7 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
         if limit is not None and len(span.members) > 1:
             assert used[-1][1] - span.start <= limit
         shards = [layout.shard(number, rank, ranks) for rank in range(ranks)]
-        assert [start for start, _ in shards] == [span.start, *(stop for _, stop in shards[:-1])]
+        assert [start for start, _ in shards] == ([span.start] + [stop for _, stop in shards[:-1]])
         assert shards[-1][1] == span.stop
         if limit is None:  # of one kind all are in one bucket
             assert kinds not in [{members[i].region for i in peer.members} for peer in layout.buckets[:number]]

@@ -1,4 +1,4 @@
-"""What a rank runs with is its engine's: two engines of one process never meet."""
+"""Runtimes of engines: two engines of one process never share state."""
 
 from __future__ import annotations
 
@@ -144,7 +144,9 @@ def test_torch_is_deterministic_while_an_engine_that_wants_it_works(monkeypatch:
 
 
 def test_torch_is_deterministic_until_the_last_thread_that_wants_it_has_left() -> None:
-    kernels, inside, leave = dispatch.Kernels(deterministic=True), Event(), Event()
+    kernels = dispatch.Kernels(deterministic=True)
+    inside = Event()
+    leave = Event()
 
     def hold() -> bool:
         with kernels.as_current():

@@ -263,7 +263,7 @@ def test_a_second_attempt_after_a_crash(ranks, redis_server, monkeypatch):
 
 @needs_redis
 def test_the_same_attempt_started_again_after_a_crash(ranks, redis_server):
-    """Nobody counted the attempt up; the second start still does not take the first one's keys for its own."""
+    """The attempt was not increased; the second start still does not take the first one's keys for its own."""
     server = redis_server()
     overrides = [f"rendezvous.url={server.url}"]
     ranks.start(die, range(3), 3, overrides)
@@ -369,7 +369,7 @@ def test_a_store_that_other_machines_reach_is_told(monkeypatch, caplog):
 
 
 def test_torchs_own_words_for_a_taken_port_are_known():
-    """Where it is not loopback torch opens the listener itself."""
+    """Outside loopback torch opens the listener itself."""
     with socket.create_server(("0.0.0.0", 0)) as stored:
         used = dist.DistNetworkError
         with pytest.raises(used) as error:

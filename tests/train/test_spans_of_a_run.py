@@ -1,4 +1,4 @@
-"""What a run's ranks tell of their steps: in its metrics, in its spans folder, and to `megascale spans`."""
+"""Spans of a run's ranks: in its metrics, in its spans folder, and in `megascale spans`."""
 
 from __future__ import annotations
 

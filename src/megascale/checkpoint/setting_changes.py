@@ -178,7 +178,7 @@ def explain_changes(name: str, changes: Sequence[Change], accepted: Sequence[str
         )
     open_changes = [change for change in changes if change.kind == "asked" and change.key not in accepted]
     if open_changes:
-        keys = ",".join([*accepted, *(change.key for change in open_changes)])
+        keys = ",".join(list(accepted) + [change.key for change in open_changes])
         return (
             f"this start would not go on as the checkpoint {name!r} was trained: "
             f"{'; '.join(map(str, open_changes))}. Samples could be trained twice, never or otherwise than before. Set "

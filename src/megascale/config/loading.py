@@ -86,7 +86,7 @@ def load_command_line(file: str | Path | None, extra: list[str]) -> Config:
     If overrides precede FILE, the first of them is passed as `file`. Raises ConfigError for other arguments.
     """
     if file is not None and str(file).startswith("--"):
-        extra = [str(file), *extra]
+        extra = [str(file)] + extra
         file = None
     overrides: list[str] = []
     arguments = iter(extra)

@@ -66,7 +66,7 @@ class Scenario:
 
     @property
     def beyond_training(self) -> bool:
-        """Return whether sequences are cut or experts are asked for, which training lacks and memory leaves out."""
+        """Return whether sequences are cut or experts are requested, which training lacks and memory leaves out."""
         return max(self.context, self.experts, self.top_k, self.expert_parallel) > 1
 
     def case(self) -> Case:
@@ -346,7 +346,7 @@ def run(
             f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)",
         )
     if _asks_float8(scenario.config) and not scenario.software.float8:
-        notes = (*notes, f"{scenario.label} has no float8: it is priced in bfloat16")
+        notes = notes + (f"{scenario.label} has no float8: it is priced in bfloat16",)
     if scenario.beyond_training:
         notes = (
             *notes,

@@ -33,8 +33,7 @@ def test_values_take_turns_and_train_alike(benchmarks, tmp_path):
         "--turns=2",
         "--each=2",
         "--parallel.tensor=2",
-        *SMALL,
-    ]
+    ] + SMALL
     result = benchmarks("alternate", *arguments, "--out", tmp_path / "a.json")
     assert result.returncode == 0, result.stderr
     record = json.loads((tmp_path / "a.json").read_text())
@@ -78,7 +77,7 @@ def test_backward_runs_in_the_calling_thread_unless_asked_for_apart(engine):
     rows = torch.arange(9)[:, None]
     observed = []
     engine.chunks[0].token_embedding.register_hook(lambda grad: observed.append(torch._C._is_multithreading_enabled()))
-    for value in (None, *SETTINGS["backward"]):
+    for value in (None,) + SETTINGS["backward"]:
         if value is not None:
             change(engine, "backward")(value)
         engine.step(lambda i: Batch(rows[:-1], rows[1:]), 1, 0.0)

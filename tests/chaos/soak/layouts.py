@@ -126,7 +126,7 @@ def draw(chance: random.Random) -> tuple[Tree, int]:
 def _split(chance: random.Random, layers: int, chunks: int, divides: bool) -> list[float]:
     """Layers of each chunk, perhaps with halves of one; only the first and the last may be without any."""
     size: float = 0.5 if divides and chance.random() < 0.5 else 1
-    split: list[float] = [0, *[1] * (chunks - 2), 0]
+    split: list[float] = [0, *([1] * (chunks - 2)), 0]
     for _ in range(int((layers - sum(split)) / size)):
         split[chance.randrange(chunks)] += size
     return split
@@ -140,7 +140,9 @@ def one_process(tree: Tree) -> Tree:
 
 def describe(tree: Tree, world: int) -> str:
     """A case in a few words; its folder has all of it."""
-    model, parallel, train = tree["model"], tree["parallel"], tree["train"]
+    model = tree["model"]
+    parallel = tree["parallel"]
+    train = tree["train"]
     arguments = [f"{world} processes TP{parallel['tensor']} PP{parallel['pipeline']}x{parallel['virtual_stages']}"]
     arguments += [f"DP{parallel['data']} ZeRO-{parallel['zero']}, recompute {parallel['recompute']}"]
     arguments += [f"{model['layers']} layers {model['block']} {model['norm']} {model['positions']}"]
@@ -160,7 +162,7 @@ def _config(tree: Tree) -> Config:
 
 
 def _train(context: Any, tree: Tree, world: int, folder: Path) -> list[Tale]:
-    """What each rank tells. RuntimeError with the ranks' own words if one fails or takes too long."""
+    """Return each rank's result. Raise RuntimeError with the ranks' messages if one fails or takes too long."""
     folder.mkdir()
     ranks = [context.Process(target=_rank, args=(rank, world, tree, folder), daemon=True) for rank in range(world)]
     for process in ranks:
@@ -190,7 +192,7 @@ def _train(context: Any, tree: Tree, world: int, folder: Path) -> list[Tale]:
 
 def _rank(rank: int, world: int, tree: Tree, folder: Path) -> None:
     try:
-        _write(folder / f"rank-{rank}.json", _tell(rank, world, tree, folder))
+        _write(folder / f"rank-{rank}.json", _train_rank(rank, world, tree, folder))
     except BaseException:
         (folder / f"rank-{rank}.error").write_text(traceback.format_exc())
         os._exit(1)
@@ -218,7 +220,7 @@ def _read(file: Path) -> Tale:
         )
 
 
-def _tell(rank: int, world: int, tree: Tree, folder: Path) -> Tale:
+def _train_rank(rank: int, world: int, tree: Tree, folder: Path) -> Tale:
     """Train as one rank."""
     import torch
     import torch.distributed as dist

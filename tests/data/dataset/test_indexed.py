@@ -212,7 +212,7 @@ def test_missing_files_are_named(tmp_path: Path, prefix: Path) -> None:
 def test_fuzzed_index_is_read_rightly_or_refused(
     prefix: Path, edits: list[tuple[int, int]], cut: int, longer: bytes
 ) -> None:
-    """Whatever the bytes: a DataError, or reads that stay inside the file; verified, all tokens exactly once."""
+    """Any bytes give a DataError or reads inside the file. Verified indices give all tokens exactly once."""
     path = prefix.with_suffix(".idx")
     original = path.read_bytes()
     changed = bytearray(original)

@@ -79,8 +79,8 @@ def test_the_engine_gets_each_sample_once(tiny: Path, tmp_path: Path, loader: st
     single, first_world = ["--parallel.data=2"], 2
     second, second_world = ["--parallel.data=2", f"--parallel.{axis}=2"], 4
     common = [f"--data.loader={loader}", "--train.micro_batch=1", "--train.steps=4"]
-    single = [*common, *single, "--train.global_batch=8"]
-    second = [*common, *second, "--train.global_batch=6"]
+    single = common + single + ["--train.global_batch=8"]
+    second = common + second + ["--train.global_batch=6"]
     assert start(tiny, tmp_path / "one", single, first_world, dies=4) == [-signal.SIGKILL]
     start(tiny, tmp_path / "other", second, second_world)
     source = open_samples(load_config(tiny, second))

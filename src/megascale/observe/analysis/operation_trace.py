@@ -356,15 +356,21 @@ class _TraceBuilder:
         tensor, stage, replica = rank_step.coordinates
         kind = _COMPUTE_KINDS[act.action]
         input_axes = ("pipeline", "data") if act.action == "forward" else ("pipeline",)
-        begin = max([act.begin, *(wait.end for wait in act.select_waits(*input_axes))])
+        begin = max([act.begin] + [wait.end for wait in act.select_waits(*input_axes)])
         waited = sum(wait.end - wait.begin for wait in act.select_waits("tensor"))
         self._add_row(rank_step, kind, begin, act.end, act.chunk, act.microbatch, waited)
         global_chunk = act.chunk * self._stages + stage
-        is_first = global_chunk == 0 if kind == FORWARD else global_chunk >= self._last_chunk
+        if kind == FORWARD:
+            is_first = global_chunk == 0
+        else:
+            is_first = global_chunk >= self._last_chunk
         if self._stages == 1 or is_first:
             return
         messages = act.select_waits("pipeline")
-        arrival = (messages[0].end, messages[0].end - messages[0].begin) if messages else (act.begin, 0)
+        if messages:
+            arrival = (messages[0].end, messages[0].end - messages[0].begin)
+        else:
+            arrival = (act.begin, 0)
         receive = "forward-recv" if kind == FORWARD else "backward-recv"
         self._arrivals[replica, tensor, receive, global_chunk, act.microbatch] = arrival
 

@@ -97,7 +97,7 @@ def choose_sampled_steps(tables: SpanTables, step_range: str, last: int) -> list
     if not chosen:
         shown = [str(step) for step in steps]
         if len(shown) > 8:
-            shown = [*shown[:4], "...", *shown[-3:]]
+            shown = shown[:4] + ["..."] + shown[-3:]
         plural = "s" if len(steps) > 1 else ""
         raise ConfigError(f"--steps={step_range}: spans of all ranks exist for step{plural} {', '.join(shown)} only")
     return chosen

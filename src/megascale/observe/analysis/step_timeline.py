@@ -487,6 +487,6 @@ def _sum_by_kind(rank_step: RankStep, waits: list[Wait]) -> dict[str, float]:
     for wait in waits:
         totals[f"exposed {wait.axis}" if wait.kind == "exposed" else wait.kind] += wait.end - wait.begin
     exposed = sorted(name for name in totals if name.startswith("exposed"))
-    order = ["compute", "bubble", "samples", "optimizer", *exposed]
+    order = ["compute", "bubble", "samples", "optimizer"] + exposed
     totals["other"] = rank_step.end - rank_step.begin - sum(totals[name] for name in order)
-    return {name: totals[name] / 1e9 for name in [*order, "other"]}
+    return {name: totals[name] / 1e9 for name in order + ["other"]}

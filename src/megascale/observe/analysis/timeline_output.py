@@ -18,7 +18,7 @@ from megascale.observe.analysis.step_timeline import StepTimeline, Track
 # Colours of the first to the last chunk, dark to light.
 _FORWARD = ("#1b3a6b", "#2f6db3", "#5b9bd5", "#86b9e6", "#add2f0")
 _BACKWARD = ("#1e5631", "#2f7d4a", "#4ca66b", "#7fc295", "#a9d8b8")
-_DARK = (*_FORWARD[:2], *_BACKWARD[:2])
+_DARK = _FORWARD[:2] + _BACKWARD[:2]
 _COLOURS = {"bubble": "#e4e4e4", "exposed": "#d9534f", "samples": "#f0ad4e", "optimizer": "#7a5ea8", "other": "#9a8c7c"}
 _WAIT_COLOURS = [_COLOURS[name] for name in ("bubble", "exposed", "samples")]
 _LABELS = {
@@ -151,7 +151,7 @@ class _Band:
         waits = sorted((span.begin, span.end) for span in act.inner_spans if span.action != "transfer")
         begin = act.begin
         longest, longest_begin = 0, act.begin
-        for wait_begin, wait_end in [*waits, (act.end, act.end)]:
+        for wait_begin, wait_end in waits + [(act.end, act.end)]:
             longest, longest_begin = max((longest, longest_begin), (wait_begin - begin, begin))
             begin = max(begin, wait_end)
         x = (longest_begin - self.timeline.origin + longest / 2) * _MS

@@ -309,7 +309,7 @@ def _make_levels(before: list[list[int]], group: Array, sync: Array) -> tuple[Le
         nodes = [node for number in ready for node in members[number]]
         depth = max(1, max(len(before[node]) for node in nodes))
         padded = [before[node] + [len(before)] * (depth - len(before[node])) for node in nodes]
-        first = np.cumsum([0, *(len(members[number]) for number in ready[:-1])])
+        first = np.cumsum([0] + [len(members[number]) for number in ready[:-1]])
         levels.append(Level(np.array(nodes), awaited=np.array(padded).T, first=first, sync=sync[nodes]))
         reached: list[int] = []
         for number in ready:

@@ -22,7 +22,7 @@ from megascale.core.traffic import TrafficEstimate, check_priced_axes, estimate_
 GIB = 2**30
 # Memory of one device in GiB, as sold, matched against its name.
 DEVICES = {"H200": 141.0, "B200": 180.0, "H100": 80.0, "H800": 80.0, "A100": 80.0, "A800": 80.0, "L40S": 48.0}
-# What the CUDA context, communicators and allocator slack take beyond the counted tensors.
+# Memory of the CUDA context, communicators and allocator slack beyond the counted tensors.
 RESERVE_GIB = 4.0
 # cuDNN's windowed attention works at w / (w + WINDOW_OVERHEAD) of its full attention's rate (H200, cuDNN 9.19, forward
 # and backward: 0.36 of the time at 1,024 of 8,192 tokens, 0.98 at 512 of 2,048). Above WINDOW_PAYS it is not worth it.
