@@ -146,11 +146,12 @@ def _ordered(grid: Grid) -> Callable[[Store, int], list[float]]:
     """A rank's part today: one meeting, then its own groups in order."""
     import time
 
+    from megascale.core.chunk_map import make_chunk_map
     from megascale.rendezvous.agree import agree
     from megascale.rendezvous.group_plan import plan_groups
 
     local: list[list[GroupSpec]] = [[] for _ in range(grid.world_size)]
-    for spec in plan_groups(grid, VIRTUAL, tied=True):
+    for spec in plan_groups(grid, make_chunk_map(grid.pipeline, VIRTUAL), tied=True):
         for rank in spec.ranks:
             local[rank].append(spec)
 

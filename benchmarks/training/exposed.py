@@ -379,9 +379,7 @@ def alone(engine: Engine, counting: Counting) -> dict[str, float]:
         torch.cuda.synchronize(device)
         dist.barrier()
         began = time.perf_counter()
-        for track in (streams.send_forward, streams.recv_forward, streams.send_backward, streams.recv_backward):
-            if track is None:
-                continue
+        for track in streams.values():
             for (name, op, size), times in sorted(counting.calls.items()):
                 if name == track.name:
                     _move(track, op, size, 1 if warm else times, device)

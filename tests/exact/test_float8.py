@@ -73,6 +73,25 @@ def test_row_wise_layouts_agree(name, overlap, pool, one_process):
             assert separate < (1e-5 if "tensor" in name else 1e-10), subject
 
 
+def cast_cut_rows(rank: int, world: int, tree: dict[str, Any]) -> torch.Tensor:
+    """Return the float8 values of this rank's columns of rows whose halves differ in size by 2 ** 16."""
+    linears = make_engine(rank, world, tree).chunks[0].linears
+    x = torch.randn(4, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[..., 8:] *= 2.0**-16
+    columns = x.shape[-1] // world
+    operand = linears.prepare_input(x[..., rank * columns : (rank + 1) * columns], torch.empty(0))
+    assert operand.scale is not None
+    return operand.data.view(torch.float8_e4m3fn).double() * operand.scale
+
+
+def test_ranks_agree_on_the_scales_of_rows_that_they_share(pool):
+    """The small half is flushed by the scale of the whole row, and would not be by a scale of its own."""
+    options: dict[str, Any] = {"microbatches": 2, "model": TWO_LAYERS, "train": {"linear_precision": "float8_rowwise"}}
+    [whole] = pool.run(cast_cut_rows, 1, case(1, **options).tree)
+    parts = pool.run(cast_cut_rows, 2, case(2, **options).tree)
+    assert torch.equal(torch.cat(parts, -1), whole)
+
+
 def weights_in_use(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[bool], bool]:
     """Whether the float8 weights of a step were cast from those in use; whether any is left for the update."""
     engine, report = make_engine(rank, world, tree), Told()

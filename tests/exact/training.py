@@ -111,7 +111,7 @@ def make_engine(rank: int, world: int, tree: dict[str, Any], fields: SampleField
         groups = make_groups(
             layout.grid,
             rank,
-            virtual_stages=config.parallel.virtual_stages,
+            chunk_map=layout.chunk_map,
             tied=config.model.tied_embeddings,
             timeout=timedelta(seconds=100),
         )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megascale.config import from_tree
 from megascale.config.axes import AXES, AxisFacts
+from megascale.core.chunk_map import make_chunk_map
 from megascale.core.grid import Grid
 from megascale.core.inventory import (
     MLP_PARTS,
@@ -210,7 +211,7 @@ def test_order_and_groups_follow_the_registration():
     ]  # fmt: skip
     assert grid.group("slab", 0) == [0, 2]
     assert (grid.replicas, grid.shards) == (6, 6)
-    plan = plan_groups(grid, 2, True)
+    plan = plan_groups(grid, make_chunk_map(grid.pipeline, 2), True)
     assert {spec.kind: len(spec.ranks) for spec in plan} == {
         "tensor": 2,
         "slab": 2,
@@ -224,7 +225,9 @@ def test_order_and_groups_follow_the_registration():
         "backward": 2,
     }
     for rank in range(grid.world_size):
-        assert rank_groups(grid, rank, 2, True) == [spec for spec in plan if rank in spec.ranks]
+        assert rank_groups(grid, rank, make_chunk_map(grid.pipeline, 2), True) == [
+            spec for spec in plan if rank in spec.ranks
+        ]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,9 @@ def settings(url: str, world: int) -> Any:
             group_timeout=20.0,
             expiry=3600.0,
         ),
-        parallel=SimpleNamespace(tensor=tensor, pipeline=pipeline, virtual_stages=2, data=None, gpus_per_host=8),
+        parallel=SimpleNamespace(
+            tensor=tensor, pipeline=pipeline, schedule="auto", virtual_stages=2, data=None, gpus_per_host=8
+        ),
         model=SimpleNamespace(tied_embeddings=True),
         overlap=SimpleNamespace(channels=lambda axis: None),
         train=SimpleNamespace(name="gpu-start-up"),
@@ -190,15 +192,12 @@ def p2p_channels(groups: Any, tensor: Any) -> None:
     import torch.distributed as dist
 
     handles, locations = [], []
-    for send, receive in (
-        (groups.send_forward, groups.recv_forward),
-        (groups.send_backward, groups.recv_backward),
-    ):
-        if send is not None:
-            handles.append(dist.isend(tensor, send.peer, group=send.group))
-        if receive is not None:
+    for (use, _), channel in groups.p2p.items():
+        if use.startswith("send_"):
+            handles.append(dist.isend(tensor, channel.peer, group=channel.group))
+        else:
             locations.append(torch.empty_like(tensor))
-            handles.append(dist.irecv(locations[-1], receive.peer, group=receive.group))
+            handles.append(dist.irecv(locations[-1], channel.peer, group=channel.group))
     for handle in handles:
         handle.wait()
 

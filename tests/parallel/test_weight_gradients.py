@@ -39,10 +39,13 @@ def test_each_gradient_is_computed_once_in_order_and_memory_is_bounded(program, 
     for number, (action, chunk, microbatch, numbers) in enumerate(program):
         if action == "add":
             queued[number] = chunk, microbatch
+            expected = [number for number in queued if number not in computed]
+            start = len(computed)
             x = operand(numbers)
             with queue.defer(chunk, microbatch):
                 queue.add(lambda number=number: computed.append(number), x)
             alive[number] = x
+            assert computed[start:] == expected[: len(computed) - start]  # the oldest first
         else:
             expected = [
                 number

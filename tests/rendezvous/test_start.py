@@ -39,7 +39,10 @@ def use_groups(rank: int, world: int, overrides: list[str], pause: str = "") -> 
         dist.all_reduce(total, group=group)
         observed[kind] = [r for r in range(world) if int(total.item()) >> r & 1]
     for direction in ("forward", "backward"):
-        sender, receiver = getattr(groups, f"send_{direction}"), getattr(groups, f"recv_{direction}")
+        sender, receiver = (
+            next((channel for (use, _), channel in groups.p2p.items() if use == f"{end}_{direction}"), None)
+            for end in ("send", "recv")
+        )
         work = []
         if sender is not None:
             work.append(dist.isend(torch.tensor([float(rank)]), sender.peer, group=sender.group))
@@ -279,7 +282,7 @@ def test_one_process_needs_no_address(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     groups = start(0, 1, [])
-    assert groups.p2p_channels() == []
+    assert groups.p2p == {}
     assert groups.by_kind == {}
     shutdown(groups)
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT are not set"):

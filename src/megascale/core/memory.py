@@ -31,7 +31,8 @@ input only.
 Every chunk except the model's last also saves its output, from which autograd starts (on one stage it is the next
 chunk's input). The last chunk adds the final norm's input and statistics, its output for the whole sequence, and the
 loss's log-sum-exp. Logits exist for some tokens at a time, in the training precision, and their gradient overwrites
-them. The number of micro-batches in flight follows from the schedule's lists.
+them. The number of micro-batches in flight follows from the schedule's lists. If a backward is two actions, the inputs
+and output gradients of linear layers wait between them for the weight gradients.
 """
 
 from __future__ import annotations
@@ -64,8 +65,19 @@ from megascale.core.inventory import (
     resolve_layers,
 )
 from megascale.core.layer_spec import LayerSpec
-from megascale.core.layers import ChunkLayers, Half, LayerSums, assign_layers
-from megascale.core.schedule import SEND_SLOTS, ActionKind, Schedule
+from megascale.core.layers import ChunkLayers, Half, LayerSums, assign_layers, assign_stage_layers
+from megascale.core.schedule import (
+    COMPUTES,
+    INPUT_BACKWARDS,
+    RECEIVES,
+    SEND_SLOTS,
+    SENDS,
+    Action,
+    ActionKind,
+    Schedule,
+    select_kinds,
+)
+from megascale.core.schedule_registry import chunk_map_of
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # The loss takes as many tokens at a time as have logits of this size (ops/cross_entropy.py).
@@ -95,7 +107,7 @@ class MemoryEstimate:
         weight_copies: copies of matrices in the format that GEMMs read, if train.linear_precision makes any. If
             data-parallel ranks gather float8, one of the two copies is the receive buffer.
         gradients: float32 gradient buffer. ZeRO-2: its shard, and two buffers of the largest chunk's size, one that
-            backward fills while the other is in flight.
+            backward fills while the other is in flight. With split backwards there is one more than chunks.
         optimizer: float32 master weights (16-bit training) and the optimizer's state, sharded from ZeRO-1 on. It is the
             mean over data-parallel ranks, which differ by a bucket's share if tensors have different state.
         activations: saved activations at the schedule's peak, without logits.
@@ -186,28 +198,37 @@ def count_layer_parameters(layer: LayerSpec, tensor: int = 1) -> int:
 
 
 def count_chunk_parameters(
-    model: ModelConfig, layers: ChunkLayers, chunk: int, chunks: int, tensor: int = 1, stages: int | None = None
+    model: ModelConfig,
+    layers: ChunkLayers,
+    chunk: int,
+    chunks: int,
+    tensor: int = 1,
+    duplicates_tied: bool | None = None,
 ) -> int:
     """Return the parameters of global chunk `chunk` on one tensor-parallel rank, with the vocabulary's padding.
 
-    Tied embeddings on more than one stage (default: one stage per chunk) are held by the first and the last chunk.
+    Args:
+        duplicates_tied: whether the first and the last chunk both hold tied embeddings, because they are on different
+            stages (default: with more than one chunk).
     """
+    if duplicates_tied is None:
+        duplicates_tied = chunks > 1
     embeddings, head, logits = _outer_counts(model, tensor)
     count = int(_parameter_sums(model, tensor).of_chunk(layers))
     if chunk == 0:
         count += embeddings
     if chunk == chunks - 1:
         count += head
-        if model.tied_embeddings and (stages or chunks) > 1:
+        if model.tied_embeddings and duplicates_tied:
             count += logits
     return count
 
 
-def _count_table_elements(model: ModelConfig, chunk: int, chunks: int, tensor: int, stages: int) -> int:
+def _count_table_elements(model: ModelConfig, chunk: int, chunks: int, tensor: int, duplicates_tied: bool) -> int:
     """Return a chunk's elements of embeddings and output matrix."""
     embeddings, _, logits = _outer_counts(model, tensor)
     count = embeddings if chunk == 0 else 0
-    if chunk == chunks - 1 and (not model.tied_embeddings or stages > 1):
+    if chunk == chunks - 1 and (not model.tied_embeddings or duplicates_tied):
         count += logits
     return count
 
@@ -220,17 +241,17 @@ def count_stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: 
 def count_stage_matrix_elements(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Return the elements of a stage's linear layers' matrices on one tensor-parallel rank, vocabulary excluded."""
     sums = _matrix_sums(model, parallel.tensor)
-    return int(sum(sums.of_chunk(layers) for layers in assign_layers(model, parallel)[stage :: parallel.pipeline]))
+    return int(sum(sums.of_chunk(layers) for layers in assign_stage_layers(model, parallel, stage)))
 
 
 def _count_parameters_by_chunk(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
-    p = parallel.pipeline
-    chunks = p * parallel.virtual_stages
+    chunk_map = chunk_map_of(parallel)
     layers = assign_layers(model, parallel)
-    counts = []
-    for g in range(stage, chunks, p):
-        counts.append(count_chunk_parameters(model, layers[g], g, chunks, parallel.tensor, p))
-    return counts
+    duplicates_tied = len(chunk_map.end_stages) > 1
+    return [
+        count_chunk_parameters(model, layers[g], g, chunk_map.chunks, parallel.tensor, duplicates_tied=duplicates_tied)
+        for g in chunk_map.stage_chunks(stage)
+    ]
 
 
 # optimizer state -------------------------------------------------------------------------------------------------
@@ -265,10 +286,13 @@ def count_checkpoint_elements(optimizer: str, model: ModelConfig) -> int:
 
 def _count_stage_state(model: ModelConfig, parallel: ParallelConfig, stage: int, optimizer: str) -> int:
     """Return the elements of optimizer state of a stage on one tensor-parallel rank, before sharding."""
-    p = parallel.pipeline
-    chunks = p * parallel.virtual_stages
-    stage_layers = assign_layers(model, parallel)[stage::p]
-    tables = sum(_count_table_elements(model, g, chunks, parallel.tensor, p) for g in range(stage, chunks, p))
+    chunk_map = chunk_map_of(parallel)
+    stage_layers = assign_stage_layers(model, parallel, stage)
+    duplicates_tied = len(chunk_map.end_stages) > 1
+    tables = sum(
+        _count_table_elements(model, g, chunk_map.chunks, parallel.tensor, duplicates_tied)
+        for g in chunk_map.stage_chunks(stage)
+    )
     parameters = count_stage_parameters(model, parallel, stage)
     return count_state_elements(optimizer, model, parameters, stage_layers, tables, parallel.tensor)
 
@@ -391,14 +415,14 @@ def estimate_stage_memory(
         state += parameters
     saved = sum_saved_bytes(model, t, micro_batch, precision, parallel.recompute, linear_precision)
     all_saved = sum_saved_bytes(model, t, micro_batch, precision, "none", linear_precision)
-    stage_chunks = assign_layers(model, parallel)[stage :: schedule.stages]
+    stage_chunks = assign_stage_layers(model, parallel, stage)
     stage_layers = sorted({index for layers in stage_chunks for index, _ in layers})
 
     s = model.sequence_length
     hidden_bytes = s * micro_batch * model.hidden * itemsize
     message = s // t * micro_batch * model.hidden * itemsize
     logits = 0
-    if stage == schedule.stages - 1:
+    if stage == schedule.chunk_map.last_stage:
         logits = min(s * micro_batch * (model.padded_vocab // t) * itemsize, MAX_LOGITS_BYTES)
     specs = resolve_layers(model)
     workspace = 0
@@ -409,7 +433,7 @@ def estimate_stage_memory(
         workspace = max(workspace, gradients + int(recomputed))
     graph_buffers = 0
     if graphs:
-        in_flight = _count_in_flight(schedule, stage)
+        in_flight = schedule.count_in_flight(stage)
         graph_buffers = (in_flight - 1) * (workspace + logits)
         if schedule.chunks > 1:
             graph_buffers += 3 * in_flight * message  # input, gradient of the output, gradient of the input
@@ -421,7 +445,7 @@ def estimate_stage_memory(
     return MemoryEstimate(
         weights=itemsize * parameters,
         weight_copies=LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices,
-        gradients=_gradient_bytes(model, parallel, grid, stage, master_itemsize),
+        gradients=_gradient_bytes(model, parallel, grid, schedule, stage, master_itemsize),
         optimizer=master_itemsize * (state * shard // parameters if parallel.zero else state),
         activations=_peak_activation_bytes(model, parallel, schedule, stage, micro_batch, precision, saved),
         logits=logits,
@@ -432,7 +456,9 @@ def estimate_stage_memory(
     )
 
 
-def _gradient_bytes(model: ModelConfig, parallel: ParallelConfig, grid: Grid, stage: int, master_itemsize: int) -> int:
+def _gradient_bytes(
+    model: ModelConfig, parallel: ParallelConfig, grid: Grid, schedule: Schedule, stage: int, master_itemsize: int
+) -> int:
     """Return the bytes of gradient buffers of a stage."""
     by_chunk = _count_parameters_by_chunk(model, parallel, stage)
     parameters = sum(by_chunk)
@@ -440,7 +466,9 @@ def _gradient_bytes(model: ModelConfig, parallel: ParallelConfig, grid: Grid, st
         return master_itemsize * parameters
     shard = -(-parameters // grid.shards)
     two_chunks = 2 * max(by_chunk)
-    buffers = shard + two_chunks if parallel.zero == 2 else parameters
+    # With split backwards each chunk may hold a buffer of the pool, and another one is in flight.
+    pool_size = schedule.virtual_stages + 1 if schedule.splits_backward else 2
+    buffers = shard + pool_size * max(by_chunk) if parallel.zero == 2 else parameters
     total = master_itemsize * buffers
     if parallel.reduce_dtype == "bfloat16":
         # Rounded copies in flight: of a whole stage at the end of a step, of two chunks with ZeRO-2.
@@ -464,38 +492,26 @@ def _workspace_width(spec: LayerSpec, tensor: int, side_stream: bool) -> int:
     return width + (spec.hidden + columns) + (spec.hidden + inner)
 
 
-def _direction_signs(schedule: Schedule, stage: int) -> np.ndarray:
-    """Return +1 for each FORWARD of a stage's list, -1 for each BACKWARD and 0 for other actions: [actions]."""
-    kinds = schedule.table[stage][:, 0]
-    return np.where(kinds == ActionKind.FORWARD, 1, np.where(kinds == ActionKind.BACKWARD, -1, 0))
-
-
-def _count_in_flight(schedule: Schedule, stage: int) -> int:
-    """Return the maximum number of micro-batches, over all chunks, between forward and backward."""
-    return int(_direction_signs(schedule, stage).cumsum().max())
-
-
 def _count_pipeline_buffers(schedule: Schedule, stage: int) -> int:
     """Return the number of message buffers of a stage."""
-    kinds = set(np.unique(schedule.table[stage][:, 0]).tolist())
-    send_kinds = {ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD} & kinds
-    count = SEND_SLOTS * len(send_kinds)
-    count += _count_posted(schedule, stage, ActionKind.RECV_FORWARD)
-    count += _count_posted(schedule, stage, ActionKind.RECV_BACKWARD)
+    kinds, chunks, _ = schedule.table[stage].T
+    count = 0
+    for send in SENDS:
+        sent = np.unique(chunks[kinds == send]).tolist()
+        channels = {schedule.channel(stage, Action(send, chunk, microbatch=0)) for chunk in sent}
+        count += SEND_SLOTS * len(channels)
+    for receive, computes in zip(RECEIVES, ((ActionKind.FORWARD,), INPUT_BACKWARDS), strict=True):
+        count += _count_posted(schedule, stage, receive, computes)
     # A received activation becomes the saved input; a gradient is in use while others are posted.
     return count + (ActionKind.RECV_BACKWARD in kinds)
 
 
-def _count_posted(schedule: Schedule, stage: int, receive: ActionKind) -> int:
+def _count_posted(schedule: Schedule, stage: int, receive: ActionKind, computes: tuple[ActionKind, ...]) -> int:
     """Return the maximum number of receives of a kind that are posted or have arrived while the stage computes."""
     kind, chunk, _ = schedule.table[stage].T
-    if receive == ActionKind.RECV_FORWARD:
-        compute, boundary = ActionKind.FORWARD, 0
-    else:
-        compute, boundary = ActionKind.BACKWARD, schedule.chunks - 1
-    consumed = (kind == compute) & (chunk * schedule.stages + stage != boundary)
+    consumed = select_kinds(kind, *computes) & schedule.has_message(stage, receive)[chunk]
     waiting = ((kind == receive).astype(int) - consumed).cumsum()
-    return int(waiting[kind <= ActionKind.BACKWARD].max())
+    return int(waiting[select_kinds(kind, *COMPUTES)].max())
 
 
 def _peak_activation_bytes(
@@ -507,15 +523,40 @@ def _peak_activation_bytes(
     precision: str,
     saved: LayerSums,
 ) -> int:
-    """Return the maximum over the schedule of the bytes of saved activations."""
-    p = schedule.stages
+    """Return the maximum over the schedule of the bytes of saved activations.
+
+    Between the two halves of a backward, the factors of weight gradients take the place of the saved activations.
+    """
     head = _sum_bytes(head_saved_tensors(model, parallel.tensor, micro_batch, precision))
     output = 0
-    if p > 1:
+    if schedule.stages > 1:
         output = model.sequence_length // parallel.tensor * micro_batch * model.hidden * DTYPE_BYTES[precision]
     layers = assign_layers(model, parallel)
     sizes = []
-    for g in range(stage, schedule.chunks, p):
+    factor_sizes = []
+    factors = _factor_sums(model, parallel.tensor)
+    for g in schedule.chunk_map.stage_chunks(stage):
         sizes.append(int(saved.of_chunk(layers[g])) + (head if g == schedule.chunks - 1 else output))
-    chunk = schedule.table[stage][:, 1]
-    return int((_direction_signs(schedule, stage) * np.array(sizes)[chunk]).cumsum().max())
+        factor_sizes.append(int(factors.of_chunk(layers[g])))
+    kind, chunk, _ = schedule.table[stage].T
+    changes = schedule.in_flight_steps(stage) * np.array(sizes)[chunk]
+    queued = (kind == ActionKind.BACKWARD_INPUT).astype(int) - (kind == ActionKind.BACKWARD_WEIGHT)
+    tokens_bytes = model.sequence_length * micro_batch * DTYPE_BYTES[precision]
+    changes = changes + queued * tokens_bytes * np.array(factor_sizes)[chunk]
+    return int(changes.cumsum().max())
+
+
+@lru_cache(maxsize=256)
+def _factor_sums(model: ModelConfig, tensor: int) -> LayerSums:
+    """Return the sums of values per token from which weight gradients of layers are computed.
+
+    A column-parallel group of matrices shares its gathered input. A row-parallel one has a gathered output gradient.
+    """
+
+    def count(tensors: Sequence[LogicalTensor]) -> int:
+        columns = [matrix.shape for matrix in tensors if matrix.is_gemm_weight and matrix.partition_dim == 0]
+        rows = [matrix.shape for matrix in tensors if matrix.is_gemm_weight and matrix.partition_dim == 1]
+        width = sum(shape[0] for shape in columns) // tensor + max((shape[1] for shape in columns), default=0)
+        return width + sum(shape[1] // tensor + shape[0] for shape in rows)
+
+    return _sum_tensors(model, count)

@@ -35,10 +35,12 @@ def estimate_rank_memory(
     Returns:
         The estimate, and why the chunks are not CUDA graphs ("" if they are).
     """
-    if gpus:
-        reason = explain_no_graphs(config, grid)
-    else:
+    if not gpus:
         reason = "CUDA graphs need a GPU"
+    elif schedule.splits_backward:
+        reason = f"parallel.schedule={config.parallel.schedule} computes weight gradients in actions of their own"
+    else:
+        reason = explain_no_graphs(config, grid)
     if reason:
         return _estimate(config, grid, schedule, stage, graphs=False), reason
     memory = _estimate(config, grid, schedule, stage, graphs=True)

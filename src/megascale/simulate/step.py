@@ -77,6 +77,8 @@ class Scenario:
         layout, parallel = self.layout, self.config.parallel
         p, v = parallel.pipeline, parallel.virtual_stages
         counts = self.chunk_layers().sum(axis=1)
+        last_stage = layout.chunk_map.last_stage
+        other_counts = np.delete(counts, last_stage)
         return Case.from_model(
             self.config.model,
             self.software,
@@ -86,8 +88,8 @@ class Scenario:
             data=layout.grid.shards,
             micro=self.config.train.micro_batch,
             batch=self.config.train.global_batch,
-            middle=float(counts[:-1].max()) if p > 1 else float(counts[0]),
-            last=float(counts[-1]),
+            middle=float(other_counts.max()) if p > 1 else float(counts[0]),
+            last=float(counts[last_stage]),
             micro_batch_group_size=parallel.micro_batch_group_size or 0,
             context=self.context,
             experts=self.experts,
@@ -97,18 +99,17 @@ class Scenario:
 
     def chunk_layers(self) -> np.ndarray:
         """Layers of each chunk by their share of the FLOPs, in mean layers: [stages, chunks]."""
-        parallel = self.config.parallel
-        model = self.config.model
-        sums = _sum_flops(model)
-        mean = sums.running[-1] / model.layers
-        counts = np.array([sums.of_chunk(chunk) / mean for chunk in self.layout.layers])
-        return counts.reshape(parallel.virtual_stages, parallel.pipeline).T
+        layout = self.layout
+        sums = _sum_flops(self.config.model)
+        mean = sums.running[-1] / self.config.model.layers
+        counts = np.array([sums.of_chunk(chunk) / mean for chunk in layout.layers])
+        return counts[layout.chunk_map.positions]
 
     def memory_gib(self) -> float:
         """Memory of the fullest rank with the reserve, by core/memory.py."""
         config, layout = self.config, self.layout
         schedule = layout.unchecked_schedule()  # a search asks for the memory of many; `run` checks the one it prices
-        stages = sorted({0, config.parallel.pipeline // 2, config.parallel.pipeline - 1})
+        stages = sorted({0, config.parallel.pipeline // 2, config.parallel.pipeline - 1, *layout.chunk_map.end_stages})
         model = config.model.model_copy(update={"block": "parallel" if self.software.parallel_block else "serial"})
         software, spare = self.software, (self.cluster.gpu.memory_gib - RESERVE_GIB) * GIB
         graphs = software.launch_us <= MEGASCALE_H200_GRAPHS.launch_us

@@ -129,8 +129,6 @@ class Engine:
         # Only the last stage has the loss, and along some axes each rank has all of it.
         repeated = [name for name in AXES.stage if AXES[name].repeats_loss]
         self.counts_loss = grid.is_first(repeated, rank)
-        self.is_first_stage = coordinate.pipeline == 0
-        self.is_last_stage = coordinate.pipeline == grid.pipeline - 1
         self.backward_in_own_thread = False
         self.before_update_hooks: list[Callable[[int], None]] = []
         self.after_update_hooks: list[Callable[[int], None]] = []
@@ -150,11 +148,17 @@ class Engine:
         self.flats: list[ParamAndGradBuffer] = []
         self._make_chunks(coordinate.pipeline, axes)
         reduce_dtype = _REDUCE_DTYPES.get(config.parallel.reduce_dtype)
-        self.data_parallel = DataParallel(self.flats, config.overlap.data, reduce_dtype, gathers_in_float8)
+        self.data_parallel = DataParallel(
+            self.flats,
+            config.overlap.data,
+            reduce_dtype=reduce_dtype,
+            float8=gathers_in_float8,
+            splits_backward=layout.schedule().splits_backward,
+        )
         self.optimizer = self._make_optimizer(axes, coordinate)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._loss_weights: LossWeights | None = None
-        if fields.loss_weights and self.is_last_stage:
+        if fields.loss_weights and self.chunks[-1].last:
             copies = [name for name in AXES.stage if AXES[name].cuts_batch != "samples"]
             stage = engine_axes.make_axis(self.runtime, groups, "stage")
             self._loss_weights = LossWeights(stage, grid.is_first(copies, rank), self._loss_dtype, device)
@@ -223,8 +227,9 @@ class Engine:
         for number, layers in enumerate(self.layout.stage_layers(stage)):
             global_chunk = schedule.global_chunk(stage, number)
             is_last = global_chunk == schedule.chunks - 1
-            # On a single stage the embedding exists once: the first chunk's buffers hold it and its gradient.
-            shares_embedding = config.model.tied_embeddings and grid.pipeline == 1 and number > 0 and is_last
+            # If one stage has both ends of the model, the first chunk's buffers hold the embedding and its gradient.
+            has_both_ends = is_last and number > 0 and schedule.chunk_map.first_stage == stage
+            shares_embedding = config.model.tied_embeddings and has_both_ends
             with self.runtime.kernels.as_current():
                 chunk = Chunk(
                     config.model,
@@ -253,7 +258,8 @@ class Engine:
 
     def _make_optimizer(self, axes: Axes, coordinate: Coordinate) -> ShardedOptimizer:
         grid = self.layout.grid
-        duplicates_tied = grid.pipeline > 1 and self.is_last_stage
+        has_first, has_last = self.chunks[0].first, self.chunks[-1].last
+        duplicates_tied = has_last and not has_first
         return ShardedOptimizer(
             self.config.optimizer,
             self.flats,
@@ -442,7 +448,7 @@ class Engine:
             chunk.linears.count_casts(count_casts)
         self.data_parallel.begin_step()
         if self.graphs is None:
-            chunks = EagerRunner(self._forward)
+            chunks = EagerRunner(self._forward, self.runtime.weight_gradients)
         else:
             runs_eagerly = count_casts or self.backward_in_own_thread
             chunks = self.graphs.begin_step(self._forward, self._take_graph_inputs, eagerly=runs_eagerly)

@@ -238,8 +238,8 @@ def _train_rank(rank: int, world: int, tree: Tree, folder: Path) -> Tale:
         limit = timedelta(seconds=GRACE_PERIOD)
         store = dist.FileStore(str(folder / "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-        tied, virtual = config.model.tied_embeddings, config.parallel.virtual_stages
-        groups = make_groups(layout.grid, rank, virtual_stages=virtual, tied=tied, timeout=limit)
+        tied = config.model.tied_embeddings
+        groups = make_groups(layout.grid, rank, chunk_map=layout.chunk_map, tied=tied, timeout=limit)
     engine = Engine(layout, groups, torch.device("cpu"))
     losses, norms = [], []
     for step in range(1, STEPS + 1):

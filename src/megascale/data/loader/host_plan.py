@@ -153,7 +153,8 @@ def plan_host(layout: Layout, first_rank: int, ranks: int) -> HostPlan:
     fields = find_fields(config.data)
     streams: dict[int, list[int]] = {}
     for rank in range(first_rank, first_rank + ranks):
-        if grid.coordinate(rank).pipeline in (0, grid.pipeline - 1) or fields.concerns_blocks:
+        reads_ends = grid.coordinate(rank).pipeline in layout.chunk_map.end_stages
+        if reads_ends or fields.concerns_blocks:
             streams.setdefault(grid.replica(rank), []).append(rank)
     shape = RingShape(
         tuple(tuple(streams[data]) for data in sorted(streams)),

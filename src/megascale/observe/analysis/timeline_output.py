@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.chrome_trace import Record, name_tracks, write_trace
+from megascale.core.spans import BACKWARD_LABELS, COMPUTE_LABELS
 from megascale.errors import ConfigError
 from megascale.observe.analysis.run_steps import ActionSpan
 from megascale.observe.analysis.step_timeline import StepTimeline, Track
@@ -128,7 +129,7 @@ class _Band:
             bottom = self.floor + _RECORDED_BOTTOM
             self.axes.broken_barh(spans, (bottom, _RECORDED_HEIGHT), facecolors=colour, edgecolor="none")
         for act in track.actions:
-            if act.action in ("forward", "backward"):
+            if act.action in COMPUTE_LABELS:
                 self._write_microbatch(act)
         self._draw_plan(track)
 
@@ -165,8 +166,8 @@ class _Band:
             self.axes.text(x, y, text, ha="center", va="center", fontsize=size, color="white" if is_dark else "black")
 
     def _action_colour(self, act: ActionSpan) -> str:
-        if act.action in ("forward", "backward"):
-            return self._chunk_colour(act.action == "backward", act.chunk)
+        if act.action in COMPUTE_LABELS:
+            return self._chunk_colour(act.action in BACKWARD_LABELS, act.chunk)
         return _COLOURS["optimizer" if act.action == "optimizer" else "other"]
 
     def _chunk_colour(self, backward: bool, chunk: int) -> str:

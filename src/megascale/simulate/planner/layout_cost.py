@@ -89,7 +89,7 @@ class LayoutCost:
         return self._work([chunk.layer_count for chunk in self.layout.layers])
 
     def _work(self, split: Sequence[int | float]) -> tuple[np.ndarray, np.ndarray]:
-        model, p = self.config.model, self.layout.grid.pipeline
+        model = self.config.model
         if LINEAR_PRECISIONS[self.config.train.linear_precision].float8_gemms == "none":
             linear = 1.0
         else:
@@ -101,8 +101,8 @@ class LayoutCost:
         forward = body.copy()
         forward[-1] += LOGITS_TIME * flops.flops_per_token(model).logits / unit
         backward = 2 * forward + (body if self.config.parallel.recompute == "full" else 0)
-        shape = (self.config.parallel.virtual_stages, p)
-        return forward.reshape(shape).T, backward.reshape(shape).T
+        positions = self.layout.chunk_map.positions
+        return forward[positions], backward[positions]
 
     @property
     def stages(self) -> list[int]:
