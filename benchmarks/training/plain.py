@@ -36,7 +36,9 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model.mlp_bias": (True,),
     "model.head_bias": (False,),
     "model.parallel_norms": (1,),
-    "model.window_pattern": ("S",),
+    "model.layer_pattern": ("S",),
+    "model.layer_kinds": ({},),
+    "model.qk_norm": ("none",),
     "optimizer.name": ("adamw",),
     "train.precision": ("float32", "bfloat16"),
 }

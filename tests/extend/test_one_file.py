@@ -30,8 +30,8 @@ from megascale.model import mlp
 
 
 class DoubledMlp(mlp.DenseMlp):
-    def forward(self, inner, projection, recompute):
-        return super().forward(inner * 2, projection, recompute)
+    def forward(self, inner, projection):
+        return super().forward(inner * 2, projection)
 
 
 mlp.register("doubled", DoubledMlp, MLP_PARTS["dense"], "twice what goes in")
@@ -54,8 +54,8 @@ from megascale.model import attention
 
 
 class HalvedAttention(attention.CausalAttention):
-    def attend(self, q, k, v, context):
-        return super().attend(q / 2, k, v, context)
+    def attend(self, q, k, v, rotary, context):
+        return super().attend(q / 2, k, v, rotary, context)
 
 
 inventory = replace(ATTENTION_PARTS["causal"], splits_fused_projection=False)

@@ -67,4 +67,4 @@ def test_it_trains_on_a_layout_as_on_one_process(pool):
 def test_its_declaration_is_what_planner_and_configuration_read():
     config = from_tree({"optimizer": {"name": "lion"}, "model": {"vocab_size": 50}})
     assert config.lr.peak == 1e-4
-    assert count_state_elements("lion", config.model, 1000, (0, 0), 100) == 1000
+    assert count_state_elements("lion", config.model, 1000, [], 100) == 1000

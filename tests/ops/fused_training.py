@@ -16,6 +16,12 @@ from megascale.train.engine import Engine
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "sequence_length": 4, "vocab_size": 64}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "mlp_bias": False, "attention_bias": False}
+# A layer without positions and with norms of queries and keys, behind one with fewer rotated entries.
+MIXED = {
+    "positions": "rotary",
+    "layer_pattern": "FN",
+    "layer_kinds": {"F": {"rotary_fraction": 0.5, "kv_heads": 1}, "N": {"positions": "none", "qk_norm": "head"}},
+}
 
 
 def steps(mode: str, model: dict, recompute: str) -> tuple[list[tuple[float, float]], dict[str, str]]:
@@ -42,6 +48,8 @@ def steps(mode: str, model: dict, recompute: str) -> tuple[list[tuple[float, flo
         ({"block": "parallel", "activation": "swiglu", "attention_bias": False}, "selective"),
         ({"block": "parallel", "parallel_norms": 2, "activation": "swiglu"}, "none"),
         (LLAMA, "activation"),
+        (LLAMA | {"qk_norm": "head", "kv_heads": 2}, "none"),
+        ({"block": "parallel", **MIXED}, "none"),
     ],
 )
 def test_fused_steps_are_the_plain_ones(model, recompute):

@@ -194,6 +194,8 @@ def _describe_type(annotation: Any) -> tuple[str, bool, tuple[str, ...]]:
         return _describe_type(arguments[0])
     if origin is Literal:
         return "one of", False, tuple(str(argument) for argument in arguments)
+    if origin is dict:
+        return "table", False, ()
     if origin is list:
         return f"list of {_describe_type(arguments[0])[0]}", False, ()
     return _TYPE_NAMES.get(annotation, "text"), False, ()
@@ -226,6 +228,10 @@ def _to_toml(value: Any) -> str:
     """Return a value in TOML on one line, "" if it is unset."""
     if isinstance(value, list):
         return "[" + ", ".join(_to_toml(item) for item in value) + "]"
+    if isinstance(value, Section):
+        value = value.model_dump(exclude_none=True)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_to_toml(item)}" for key, item in value.items()) + "}"
     if value is None:
         return ""
     return tomli_w.dumps({"v": value}).removeprefix("v = ").strip()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from megascale.config import ModelConfig
+from megascale.core.inventory import resolve_layers
 from megascale.errors import ConfigError
 
 ArrayT = TypeVar("ArrayT")
@@ -75,7 +76,7 @@ def check_fields(fields: SampleFields, model: ModelConfig, setting: str, value: 
             f"{setting}={value} has document boundaries, and attention within documents is not supported yet; use a "
             "format without `document_starts`"
         )
-    if fields.positions and model.positions != "rotary":
+    if fields.positions and all(layer.rope is None for layer in resolve_layers(model)):
         raise ConfigError(
             f"{setting}={value} has positions for its tokens, which model.positions={model.positions} ignores; set "
             "--model.positions=rotary, or use a format without `positions`"

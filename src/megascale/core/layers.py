@@ -73,6 +73,39 @@ class ChunkLayers:
         return halves / 2 if halves % 2 else halves // 2
 
 
+@dataclass(frozen=True)
+class LayerSums:
+    """Sums of a quantity over the layers of chunks.
+
+    Attributes:
+        running: sums over the first 0, 1, ... whole layers of the model.
+        attention, mlp: quantity of each layer's attention alone and of its MLP alone, for divided layers.
+    """
+
+    running: tuple[float, ...]
+    attention: tuple[float, ...]
+    mlp: tuple[float, ...]
+
+    @classmethod
+    def collect(cls, parts: Sequence[tuple[float, float, float]]) -> LayerSums:
+        """Make the sums from a quantity of each layer: of the whole layer, of its attention and of its MLP."""
+        layers, attention, mlp = zip(*parts, strict=True)
+        return cls(tuple(accumulate(layers, initial=0)), attention, mlp)
+
+    def of_chunk(self, layers: ChunkLayers) -> float:
+        """Return the sum over the layers of a chunk."""
+        if layers.stop_half <= layers.first_half:
+            return 0
+        first = (layers.first_half + 1) // 2
+        stop = layers.stop_half // 2
+        total = self.running[max(first, stop)] - self.running[first]
+        if layers.first_half % 2:
+            total += self.mlp[first - 1]
+        if layers.stop_half % 2:
+            total += self.attention[stop]
+        return total
+
+
 def split_layers(
     layers: int,
     chunks: int,

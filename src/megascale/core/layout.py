@@ -192,6 +192,9 @@ def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:
     if model.num_kv_heads != model.heads:
         sizes["model.kv_heads"] = model.num_kv_heads
     sizes["model.ffn_hidden"] = model.ffn
+    for letter, kind in model.layer_kinds.items():
+        kind_sizes = {"kv_heads": kind.kv_heads, "ffn_hidden": kind.ffn_hidden}
+        sizes |= {f"model.layer_kinds.{letter}.{key}": size for key, size in kind_sizes.items() if size is not None}
     sizes["model.sequence_length"] = model.sequence_length
     faults = []
     common = gcd(*sizes.values(), model.padded_vocab)

@@ -11,7 +11,8 @@ training precision, statistics in float32.
 | norm statistics | s/t, b (twice for LayerNorm) | the same |
 | norm output | s/t, b, h | weight gradient of [QKV] or [QKV, MLP in]; gathered again in backward |
 | query, key, value | s, b, (q + 2k)/t | attention |
-| rotated query, key | s, b, (q + k)/t | rotary positions only: the GEMM result above stays for its value part |
+| rotated query, key | s, b, (q + k)/t | rotary positions or norms of query and key only; the GEMM result above stays |
+| query, key norm statistics | s, b, heads/t | norms of query and key only (twice for LayerNorm) |
 | attention output | s, b, q/t | attention; weight gradient of the output GEMM |
 | attention logsumexp | b, heads/t, s | attention (flash: no s x s matrix) |
 | middle | s/t, b, h | serial block: residual stream between attention and MLP, for the second norm |
@@ -36,7 +37,7 @@ and output gradients of linear layers wait between them for the weight gradients
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import ceil, prod
@@ -51,6 +52,7 @@ from megascale.core.inventory import (
     BLOCK_PARTS,
     TOKENS,
     LogicalTensor,
+    count_distinct_layers,
     count_elements,
     embedding_tensors,
     gradient_widths,
@@ -60,8 +62,10 @@ from megascale.core.inventory import (
     layer_saved_activations,
     norm_tensors,
     output_matrix,
+    resolve_layers,
 )
-from megascale.core.layers import ChunkLayers, Half, assign_layers, assign_stage_layers
+from megascale.core.layer_spec import LayerSpec
+from megascale.core.layers import ChunkLayers, Half, LayerSums, assign_layers, assign_stage_layers
 from megascale.core.schedule import (
     COMPUTES,
     INPUT_BACKWARDS,
@@ -139,12 +143,43 @@ class MemoryEstimate:
 # parameters ------------------------------------------------------------------------------------------------------
 
 
-# The counts are cached because a search asks for every stage of many layouts.
+# The sums are cached because a search asks for every stage of many layouts.
 @lru_cache(maxsize=256)
-def _half_counts(model: ModelConfig, tensor: int) -> tuple[int, int]:
-    """Return the parameters on one rank of a layer's attention with its norm, and of its MLP with its norm."""
-    attention, mlp = layer_inventory(model).halves
-    return count_elements(attention, tensor), count_elements(mlp, tensor)
+def _parameter_sums(model: ModelConfig, tensor: int) -> LayerSums:
+    """Return the sums of parameters on one rank; norms count to the part behind them."""
+    return _sum_tensors(model, lambda tensors: count_elements(tensors, tensor))
+
+
+@lru_cache(maxsize=256)
+def _matrix_sums(model: ModelConfig, tensor: int) -> LayerSums:
+    """Return the sums of elements of linear layers' matrices on one rank."""
+    return _sum_tensors(model, lambda tensors: count_elements((t for t in tensors if t.is_gemm_weight), tensor))
+
+
+@lru_cache(maxsize=256)
+def _state_sums(model: ModelConfig, tensor: int, optimizer: str) -> LayerSums:
+    """Return the sums of a matrix optimizer's state on one rank, beyond the state of as many vector elements."""
+    state_names = OPTIMIZERS[optimizer].state_names
+    per_vector_element = len(state_names("norm.weight", (model.hidden,)))
+
+    def count(tensors: Sequence[LogicalTensor]) -> int:
+        total = 0
+        for matrix in tensors:
+            if matrix.decay:
+                extra = len(state_names(matrix.name, matrix.shape)) - per_vector_element
+                total += prod(matrix.local_shape(tensor)) * extra
+        return total
+
+    return _sum_tensors(model, count)
+
+
+def _sum_tensors(model: ModelConfig, count: Callable[[Sequence[LogicalTensor]], int]) -> LayerSums:
+    """Return the sums of a count of tensors. Layers that equal each other are counted once."""
+    counts: dict[LayerSpec, tuple[int, int, int]] = {}
+    for layer, _ in count_distinct_layers(model):
+        attention, mlp = (count(half) for half in layer_inventory(layer).halves)
+        counts[layer] = (attention + mlp, attention, mlp)
+    return LayerSums.collect([counts[layer] for layer in resolve_layers(model)])
 
 
 @lru_cache(maxsize=256)
@@ -152,14 +187,14 @@ def _outer_counts(model: ModelConfig, tensor: int) -> tuple[int, int, int]:
     """Return the parameters on one rank of the embeddings, of norm and head, and of the logits' matrix."""
     return (
         count_elements(embedding_tensors(model), tensor),
-        count_elements((*norm_tensors(model, "norm"), *head_tensors(model)), tensor),
+        count_elements((*norm_tensors(model.norm, model.hidden, "norm"), *head_tensors(model)), tensor),
         count_elements((output_matrix(model),), tensor),
     )
 
 
-def count_layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
+def count_layer_parameters(layer: LayerSpec, tensor: int = 1) -> int:
     """Return the parameters of one layer on one tensor-parallel rank, with replicated norms and row-parallel biases."""
-    return sum(_half_counts(model, tensor))
+    return count_elements(layer_inventory(layer), tensor)
 
 
 def count_chunk_parameters(
@@ -179,7 +214,7 @@ def count_chunk_parameters(
     if duplicates_tied is None:
         duplicates_tied = chunks > 1
     embeddings, head, logits = _outer_counts(model, tensor)
-    count = _sum_halves(layers, _half_counts(model, tensor))
+    count = int(_parameter_sums(model, tensor).of_chunk(layers))
     if chunk == 0:
         count += embeddings
     if chunk == chunks - 1:
@@ -187,15 +222,6 @@ def count_chunk_parameters(
         if model.tied_embeddings and duplicates_tied:
             count += logits
     return count
-
-
-def _sum_halves(layers: ChunkLayers, per_half: tuple[int, int]) -> int:
-    """Return a chunk's total of a quantity per (attention, MLP).
-
-    Blocks that cannot be divided have whole layers only, so it does not matter to which half their parts count.
-    """
-    attention, mlp = per_half
-    return layers.attention_count * attention + layers.mlp_count * mlp
 
 
 def _count_table_elements(model: ModelConfig, chunk: int, chunks: int, tensor: int, duplicates_tied: bool) -> int:
@@ -214,13 +240,8 @@ def count_stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: 
 
 def count_stage_matrix_elements(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Return the elements of a stage's linear layers' matrices on one tensor-parallel rank, vocabulary excluded."""
-    attention, mlp = layer_inventory(model).halves
-    per_half = (_count_matrices(attention, parallel.tensor), _count_matrices(mlp, parallel.tensor))
-    return sum(_sum_halves(layers, per_half) for layers in assign_stage_layers(model, parallel, stage))
-
-
-def _count_matrices(tensors: Iterable[LogicalTensor], ranks: int) -> int:
-    return count_elements((tensor for tensor in tensors if tensor.is_gemm_weight), ranks)
+    sums = _matrix_sums(model, parallel.tensor)
+    return int(sum(sums.of_chunk(layers) for layers in assign_stage_layers(model, parallel, stage)))
 
 
 def _count_parameters_by_chunk(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
@@ -237,58 +258,51 @@ def _count_parameters_by_chunk(model: ModelConfig, parallel: ParallelConfig, sta
 
 
 def count_state_elements(
-    optimizer: str, model: ModelConfig, parameters: int, layers: tuple[int, int], tables: int, tensor: int = 1
+    optimizer: str, model: ModelConfig, parameters: int, chunks: Iterable[ChunkLayers], tables: int, tensor: int = 1
 ) -> int:
     """Return the elements of state that `optimizer` holds for a part of the model, without master weights.
 
     Args:
         parameters: elements of all tensors of the part.
-        layers: number of layers' attentions, and of layers' MLPs, in the part.
+        chunks: layers of the part.
         tables: elements of its matrices outside layers: embeddings and output.
         tensor: tensor-parallel ranks that divide the layers' matrices.
     """
     state_names = OPTIMIZERS[optimizer].state_names
-    h = model.hidden
-    per_vector_element = len(state_names("norm.weight", (h,)))
-    per_table_element = len(state_names(TOKENS, (model.padded_vocab, h)))
+    per_vector_element = len(state_names("norm.weight", (model.hidden,)))
+    per_table_element = len(state_names(TOKENS, (model.padded_vocab, model.hidden)))
     count = parameters * per_vector_element + tables * (per_table_element - per_vector_element)
-    for layer_count, half in zip(layers, layer_inventory(model).halves, strict=True):
-        for matrix in half:
-            if matrix.decay:
-                extra = len(state_names(matrix.name, matrix.shape)) - per_vector_element
-                count += layer_count * prod(matrix.local_shape(tensor)) * extra
-    return count
+    sums = _state_sums(model, tensor, optimizer)
+    return count + int(sum(sums.of_chunk(layers) for layers in chunks))
 
 
 def count_checkpoint_elements(optimizer: str, model: ModelConfig) -> int:
     """Return the elements of a checkpoint: master weights and the optimizer's state."""
     parameters = count_parameters(model)
     tables = parameters - count_parameters(model, embeddings=False) - (model.vocab if model.head_bias else 0)
-    return parameters + count_state_elements(optimizer, model, parameters, (model.layers, model.layers), tables)
+    layers = ChunkLayers.from_range(range(model.layers))
+    return parameters + count_state_elements(optimizer, model, parameters, [layers], tables)
 
 
 def _count_stage_state(model: ModelConfig, parallel: ParallelConfig, stage: int, optimizer: str) -> int:
     """Return the elements of optimizer state of a stage on one tensor-parallel rank, before sharding."""
     chunk_map = chunk_map_of(parallel)
     stage_layers = assign_stage_layers(model, parallel, stage)
-    counts = (
-        sum(layers.attention_count for layers in stage_layers),
-        sum(layers.mlp_count for layers in stage_layers),
-    )
     duplicates_tied = len(chunk_map.end_stages) > 1
     tables = sum(
         _count_table_elements(model, g, chunk_map.chunks, parallel.tensor, duplicates_tied)
         for g in chunk_map.stage_chunks(stage)
     )
     parameters = count_stage_parameters(model, parallel, stage)
-    return count_state_elements(optimizer, model, parameters, counts, tables, parallel.tensor)
+    return count_state_elements(optimizer, model, parameters, stage_layers, tables, parallel.tensor)
 
 
 # activations -----------------------------------------------------------------------------------------------------
 
 
 def layer_saved_tensors(
-    model: ModelConfig,
+    layer: LayerSpec,
+    sequence: int,
     tensor: int,
     micro_batch: int,
     precision: str,
@@ -299,14 +313,15 @@ def layer_saved_tensors(
     """Return the tensors that one layer's forward of one micro-batch saves on one rank, as in this module's table.
 
     Args:
+        sequence: tokens of a sample.
         half: "attention" or "mlp" for one half of a divided layer.
     """
-    s = model.sequence_length
+    s = sequence
     b = micro_batch
     itemsize = DTYPE_BYTES[precision]
-    activations = layer_saved_activations(model)
+    activations = layer_saved_activations(layer)
     if half != "both":
-        activations = half_saved_activations(model)[half == "mlp"]
+        activations = half_saved_activations(layer)[half == "mlp"]
     if recompute == "full":
         activations = activations[:1]
     elif recompute != "none":
@@ -330,31 +345,21 @@ def _sum_bytes(tensors: Iterable[SavedTensor]) -> int:
     return sum(tensor.bytes for tensor in tensors)
 
 
-@dataclass(frozen=True)
-class SavedBytes:
-    """Bytes that a forward of one micro-batch saves: of a whole layer, of its attention only, of its MLP only."""
-
-    layer: int
-    attention: int
-    mlp: int
-
-    @classmethod
-    def count(
-        cls, model: ModelConfig, tensor: int, micro_batch: int, precision: str, recompute: str, linear_precision: str
-    ) -> SavedBytes:
-        """Count the bytes; the arguments are those of `layer_saved_tensors`."""
-        arguments = (model, tensor, micro_batch, precision, recompute, linear_precision)
-        return cls(
-            layer=_sum_bytes(layer_saved_tensors(*arguments, "both")),
-            attention=_sum_bytes(layer_saved_tensors(*arguments, "attention")),
-            mlp=_sum_bytes(layer_saved_tensors(*arguments, "mlp")),
+# Cached because the estimates of all stages of a layout ask for the same sums.
+@lru_cache(maxsize=64)
+def sum_saved_bytes(
+    model: ModelConfig, tensor: int, micro_batch: int, precision: str, recompute: str, linear_precision: str
+) -> LayerSums:
+    """Return the sums of the bytes that a forward of one micro-batch saves in layers; see `layer_saved_tensors`."""
+    parts: dict[LayerSpec, tuple[int, int, int]] = {}
+    for layer, _ in count_distinct_layers(model):
+        arguments = (layer, model.sequence_length, tensor, micro_batch, precision, recompute, linear_precision)
+        parts[layer] = (
+            _sum_bytes(layer_saved_tensors(*arguments, "both")),
+            _sum_bytes(layer_saved_tensors(*arguments, "attention")),
+            _sum_bytes(layer_saved_tensors(*arguments, "mlp")),
         )
-
-    def of_chunk(self, layers: ChunkLayers) -> int:
-        """Return the bytes that a chunk's layers save."""
-        attention_only = layers.attention_count - layers.whole_count
-        mlp_only = layers.mlp_count - layers.whole_count
-        return layers.whole_count * self.layer + attention_only * self.attention + mlp_only * self.mlp
+    return LayerSums.collect([parts[layer] for layer in resolve_layers(model)])
 
 
 def head_saved_tensors(model: ModelConfig, tensor: int, micro_batch: int, precision: str) -> list[SavedTensor]:
@@ -408,8 +413,10 @@ def estimate_stage_memory(
     state = _count_stage_state(model, parallel, stage, optimizer)
     if itemsize < master_itemsize:
         state += parameters
-    saved = SavedBytes.count(model, t, micro_batch, precision, parallel.recompute, linear_precision)
-    all_saved = _sum_bytes(layer_saved_tensors(model, t, micro_batch, precision, "none", linear_precision))
+    saved = sum_saved_bytes(model, t, micro_batch, precision, parallel.recompute, linear_precision)
+    all_saved = sum_saved_bytes(model, t, micro_batch, precision, "none", linear_precision)
+    stage_chunks = assign_stage_layers(model, parallel, stage)
+    stage_layers = sorted({index for layers in stage_chunks for index, _ in layers})
 
     s = model.sequence_length
     hidden_bytes = s * micro_batch * model.hidden * itemsize
@@ -417,7 +424,13 @@ def estimate_stage_memory(
     logits = 0
     if stage == schedule.chunk_map.last_stage:
         logits = min(s * micro_batch * (model.padded_vocab // t) * itemsize, MAX_LOGITS_BYTES)
-    workspace = s * micro_batch * _workspace_width(model, t, side_stream) * itemsize + all_saved - saved.layer
+    specs = resolve_layers(model)
+    workspace = 0
+    for spec, index in {specs[i]: i for i in stage_layers}.items():
+        gradients = s * micro_batch * _workspace_width(spec, t, side_stream) * itemsize
+        recomputed = all_saved.running[index + 1] - all_saved.running[index]
+        recomputed -= saved.running[index + 1] - saved.running[index]
+        workspace = max(workspace, gradients + int(recomputed))
     graph_buffers = 0
     if graphs:
         in_flight = schedule.count_in_flight(stage)
@@ -425,9 +438,9 @@ def estimate_stage_memory(
         if schedule.chunks > 1:
             graph_buffers += 3 * in_flight * message  # input, gradient of the output, gradient of the input
         if grid.shards > 1:
-            stage_layers = assign_stage_layers(model, parallel, stage)
-            layer_count = sum(layers.layer_count for layers in stage_layers)
-            graph_buffers += ceil(layer_count / schedule.virtual_stages) * saved.layer + workspace + logits
+            layer_count = sum(layers.layer_count for layers in stage_chunks)
+            layer_bytes = max((saved.running[i + 1] - saved.running[i] for i in stage_layers), default=0)
+            graph_buffers += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
     matrices = count_stage_matrix_elements(model, parallel, stage)
     return MemoryEstimate(
         weights=itemsize * parameters,
@@ -463,11 +476,11 @@ def _gradient_bytes(
     return total
 
 
-def _workspace_width(model: ModelConfig, tensor: int, side_stream: bool) -> int:
+def _workspace_width(spec: LayerSpec, tensor: int, side_stream: bool) -> int:
     """Return the values per token that live inside one layer's backward at once."""
-    is_parallel = BLOCK_PARTS[model.block].is_parallel
-    layer = layer_inventory(model)
-    attention, mlp = (width // tensor for width in gradient_widths(model))
+    is_parallel = BLOCK_PARTS[spec.norms.block].is_parallel
+    layer = layer_inventory(spec)
+    attention, mlp = (width // tensor for width in gradient_widths(spec))
     # A parallel block's two branches go backward through one GEMM, so both gradients live at once.
     width = attention + mlp if is_parallel else max(attention, mlp)
     if not side_stream:
@@ -476,7 +489,7 @@ def _workspace_width(model: ModelConfig, tensor: int, side_stream: bool) -> int:
     projected = layer.attention + layer.mlp if is_parallel else layer.mlp
     columns = sum(w.shape[0] // tensor for w in projected if w.is_gemm_weight and w.partition_dim == 0)
     inner = max((w.shape[1] // tensor for w in layer.mlp if w.is_gemm_weight and w.partition_dim == 1), default=0)
-    return width + (model.hidden + columns) + (model.hidden + inner)
+    return width + (spec.hidden + columns) + (spec.hidden + inner)
 
 
 def _count_pipeline_buffers(schedule: Schedule, stage: int) -> int:
@@ -508,7 +521,7 @@ def _peak_activation_bytes(
     stage: int,
     micro_batch: int,
     precision: str,
-    saved: SavedBytes,
+    saved: LayerSums,
 ) -> int:
     """Return the maximum over the schedule of the bytes of saved activations.
 
@@ -521,9 +534,10 @@ def _peak_activation_bytes(
     layers = assign_layers(model, parallel)
     sizes = []
     factor_sizes = []
+    factors = _factor_sums(model, parallel.tensor)
     for g in schedule.chunk_map.stage_chunks(stage):
-        sizes.append(saved.of_chunk(layers[g]) + (head if g == schedule.chunks - 1 else output))
-        factor_sizes.append(_sum_halves(layers[g], _count_factors(model, parallel.tensor)))
+        sizes.append(int(saved.of_chunk(layers[g])) + (head if g == schedule.chunks - 1 else output))
+        factor_sizes.append(int(factors.of_chunk(layers[g])))
     kind, chunk, _ = schedule.table[stage].T
     changes = schedule.in_flight_steps(stage) * np.array(sizes)[chunk]
     queued = (kind == ActionKind.BACKWARD_INPUT).astype(int) - (kind == ActionKind.BACKWARD_WEIGHT)
@@ -532,16 +546,17 @@ def _peak_activation_bytes(
     return int(changes.cumsum().max())
 
 
-def _count_factors(model: ModelConfig, tensor: int) -> tuple[int, int]:
-    """Return the values per token from which the weight gradients of a layer's attention and MLP are computed.
+@lru_cache(maxsize=256)
+def _factor_sums(model: ModelConfig, tensor: int) -> LayerSums:
+    """Return the sums of values per token from which weight gradients of layers are computed.
 
     A column-parallel group of matrices shares its gathered input. A row-parallel one has a gathered output gradient.
     """
-    widths = []
-    for tensors in layer_inventory(model).halves:
-        columns = [tensor_.shape for tensor_ in tensors if tensor_.is_gemm_weight and tensor_.partition_dim == 0]
-        rows = [tensor_.shape for tensor_ in tensors if tensor_.is_gemm_weight and tensor_.partition_dim == 1]
+
+    def count(tensors: Sequence[LogicalTensor]) -> int:
+        columns = [matrix.shape for matrix in tensors if matrix.is_gemm_weight and matrix.partition_dim == 0]
+        rows = [matrix.shape for matrix in tensors if matrix.is_gemm_weight and matrix.partition_dim == 1]
         width = sum(shape[0] for shape in columns) // tensor + max((shape[1] for shape in columns), default=0)
-        width += sum(shape[1] // tensor + shape[0] for shape in rows)
-        widths.append(width)
-    return widths[0], widths[1]
+        return width + sum(shape[1] // tensor + shape[0] for shape in rows)
+
+    return _sum_tensors(model, count)

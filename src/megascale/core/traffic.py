@@ -7,14 +7,16 @@ that.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from megascale.config import ModelConfig, ParallelConfig
 from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.grid import Grid
-from megascale.core.inventory import BLOCK_PARTS, output_matrix
-from megascale.core.layers import assign_stage_layers
+from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
+from megascale.core.layer_spec import LayerSpec
+from megascale.core.layers import LayerSums, assign_stage_layers
 from megascale.core.memory import DTYPE_BYTES, count_stage_matrix_elements, count_stage_parameters
 from megascale.core.schedule import SENDS, Schedule, select_kinds
 from megascale.errors import FitError
@@ -70,13 +72,27 @@ def check_priced_axes(grid: Grid) -> None:
             )
 
 
-def layer_collectives(model: ModelConfig) -> tuple[int, int]:
+def layer_collectives(layer: LayerSpec) -> tuple[int, int]:
     """Return the (all-gathers, reduce-scatters) of one layer's forward under tensor parallelism.
 
     Serial block: two of each. Parallel block with a shared norm: one of each; with two norms the inputs differ, so two
     gathers. Backward swaps them and gathers the inputs again for the weight gradients.
     """
-    return BLOCK_PARTS[model.block].collectives(model)
+    return BLOCK_PARTS[layer.norms.block].collectives(layer)
+
+
+@lru_cache(maxsize=64)
+def _sum_collectives(model: ModelConfig, forward_passes: int) -> LayerSums:
+    """Return the sums of collectives of forward and backward; half a layer has half of them.
+
+    Backward mirrors the forward and gathers inputs again; full recompute runs the forward twice.
+    """
+    parts = []
+    for layer in resolve_layers(model):
+        gathers, scatters = layer_collectives(layer)
+        count = (gathers + scatters) * (1 + forward_passes) + gathers
+        parts.append((count, count / 2, count / 2))
+    return LayerSums.collect(parts)
 
 
 def estimate_stage_traffic(
@@ -98,11 +114,8 @@ def estimate_stage_traffic(
     master_itemsize = max(4, itemsize)
     hidden_bytes = model.sequence_length * micro_batch * model.hidden * itemsize
     layers = assign_stage_layers(model, parallel, stage)
-    layer_count = sum(chunk.layer_count for chunk in layers)
-    gathers, scatters = layer_collectives(model)
-    # Forward, its mirror in backward, inputs gathered again; full recompute runs the forward twice.
-    forward_passes = 2 if parallel.recompute == "full" else 1
-    collectives = round(layer_count * ((gathers + scatters) * (1 + forward_passes) + gathers))
+    sums = _sum_collectives(model, forward_passes=2 if parallel.recompute == "full" else 1)
+    collectives = round(sum(sums.of_chunk(chunk) for chunk in layers))
     # Embedding: scatter forward, gather backward. Logits: gather forward, scatter backward.
     chunk_map = schedule.chunk_map
     is_first = stage == chunk_map.first_stage

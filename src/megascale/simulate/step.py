@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
-from megascale.config import Config
+from megascale.config import Config, ModelConfig
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops
+from megascale.core.inventory import resolve_layers
+from megascale.core.layers import LayerSums
 from megascale.core.layout import Layout
 from megascale.core.rank_memory import estimate_rank_memory, explain_no_graphs
 from megascale.core.traffic import gathers_float8
@@ -95,11 +98,11 @@ class Scenario:
         )
 
     def chunk_layers(self) -> np.ndarray:
-        """Layers of each chunk, [stages, chunks]; of a divided one its attention's or its MLP's share of the FLOPs."""
+        """Layers of each chunk by their share of the FLOPs, in mean layers: [stages, chunks]."""
         layout = self.layout
-        count = flops.layer_flops(self.config.model, 0)
-        attention = (count.projections + count.attention) / count.forward
-        counts = np.array([c.mlp_count + (c.attention_count - c.mlp_count) * attention for c in layout.layers])
+        sums = _sum_flops(self.config.model)
+        mean = sums.running[-1] / self.config.model.layers
+        counts = np.array([sums.of_chunk(chunk) / mean for chunk in layout.layers])
         return counts[layout.chunk_map.positions]
 
     def memory_gib(self) -> float:
@@ -113,6 +116,17 @@ class Scenario:
         config = config.model_copy(update={"model": model})
         largest = max(estimate_rank_memory(config, layout.grid, schedule, s, spare, graphs)[0].total for s in stages)
         return largest / GIB + RESERVE_GIB
+
+
+# Cached because a search asks for it with every layout.
+@lru_cache(maxsize=64)
+def _sum_flops(model: ModelConfig) -> LayerSums:
+    """Return the sums of FLOPs over layers."""
+    parts = []
+    for layer in resolve_layers(model):
+        count = flops.layer_flops(layer, model.sequence_length)
+        parts.append((count.forward, count.projections + count.attention, count.mlp))
+    return LayerSums.collect(parts)
 
 
 @dataclass(frozen=True)

@@ -337,7 +337,7 @@ def ours(choose: Choose) -> Ours:
     elif family == "mistral":
         keys["window"] = choose([None, 1, 5, sequence - 1, sequence, sequence + 5])
     else:
-        keys |= {"window": choose([None, 1, 5, sequence, sequence + 5]), "window_pattern": choose(["S", "SL", "LSL"])}
+        keys |= {"window": choose([None, 1, 5, sequence, sequence + 5]), "layer_pattern": choose(["S", "SL", "LSL"])}
         keys["attention_bias"] = choose([True, False])
     refused = None
     if choose([True, False, False, False]):

@@ -87,7 +87,7 @@ def draw(chance: random.Random) -> tuple[Tree, int]:
         "mlp_bias": pick((True, False)),
         "head_bias": pick((True, False)),
         "tied_embeddings": pick((True, False)),
-        "window_pattern": pick(("S", "SL")),
+        "layer_pattern": pick(("S", "SL")),
         "dropout": pick((0.0, 0.2)),
         "init_std": 0.2,  # wide enough that softmax and norms are far from linear
     }

@@ -218,7 +218,7 @@ def _another(key: str, config: Config, folder: Path, rng: random.Random) -> str:
         "train.sample_prompt": ["x"],
         "train.stop_after": [10],
         "model.preset": ["gpt2-124m"],
-        "model.window_pattern": ["SL"],
+        "model.layer_pattern": ["SL"],
         "model.kv_heads": [1, 2],
         "model.head_dim": [8, 16],
         "model.ffn_hidden": [32, 64],
