@@ -108,6 +108,15 @@ def test_half_sent_heads_shut_nobody_out(monkeypatch, half):
     assert [answer.split()[1] for answer in talk(page, work)] == [b"200"] * 5
 
 
+def test_an_agent_without_a_driver_is_alive_but_not_healthy():
+    page = make_page(lambda: None, lambda: False, LABELS)
+
+    async def work(port):
+        return [await send(port, f"GET /{name} HTTP/1.1\r\n\r\n".encode()) for name in ("live", "health")]
+
+    assert [response.split()[1] for response in talk(page, work)] == [b"200", b"503"]
+
+
 def test_openmetrics_is_served_to_a_scraper_that_accepts_it():
     request = b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text;version=1.0.0,text/plain;q=0.5\r\n\r\n"
     text = talk(make_page(lambda: BEAT, lambda: True, LABELS), lambda port: send(port, request)).decode()

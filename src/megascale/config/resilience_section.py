@@ -226,6 +226,21 @@ class KubernetesConfig(Section):
         default_factory=list, description="Secrets with the passwords of the image registry"
     )
     python: str = Field("python3", min_length=1, description="interpreter in the image")
+    user: int = Field(
+        1000,
+        ge=0,
+        le=(1 << 31) - 1,
+        description="user and group id of the processes, which own the mounted volumes; 0: root, which a namespace "
+        "with the restricted Pod Security Standard refuses",
+    )
+    pod_monitor: bool = Field(
+        False, description="print a PodMonitor with the manifests; the cluster needs the Prometheus operator"
+    )
+    disruption_budget: bool = Field(
+        False,
+        description="print a PodDisruptionBudget with the manifests, which keeps resilience.nodes pods; it needs "
+        "Kubernetes 1.21",
+    )
     namespace: str = Field(
         "",
         pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$",

@@ -26,7 +26,7 @@ _ACCEPT = re.compile(rb"^accept:(.*)$", re.IGNORECASE | re.MULTILINE)
 
 
 class MetricsPage:
-    """The pages /metrics and /health of one process.
+    """The pages /metrics, /health and /live of one process. /live only shows that the process answers.
 
     Args:
         read_families: returns the current metrics.
@@ -57,10 +57,12 @@ class MetricsPage:
             match = _ACCEPT.search(head)
             accept = match[1].decode("latin-1") if match else ""
             return _response(200, *format_response(await self._read_families(), self._labels, accept))
+        if path == b"/live":
+            return _response(200, "ok\n")
         if path == b"/health":
             is_healthy, sentence = self._judge_health()
             return _response(200 if is_healthy else 503, sentence + "\n")
-        return _response(404, "the pages are /metrics and /health\n")
+        return _response(404, "the pages are /metrics, /health and /live\n")
 
 
 class _Exchange(asyncio.Protocol):
