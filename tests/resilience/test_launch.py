@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import time
+import urllib.request
 from pathlib import Path
 
 import torch
 
 from megascale import checkpoint
+from megascale.core.addresses import find_free_port
 from megascale.resilience.driver.state.journal_reader import JournalReader
 from megascale.resilience.process_birth import born
 from megascale.train.restore import restore_engine
@@ -244,3 +248,40 @@ def test_agents_end_when_no_driver_comes_back(launch):
         time.sleep(0.05)
     assert not born(agent)
     assert checkpoint.latest(job.run / "checkpoints")  # the trainers saved first
+
+
+def test_the_metrics_of_a_job_and_its_node_are_discovered_until_it_ends(launch, tmp_path):
+    targets = tmp_path / "targets"
+    targets.mkdir()
+    job = launch(
+        "seen",
+        "--nodes=1",
+        "--train.steps=100000",
+        "--checkpoint.interval=0",
+        f"--resilience.targets={targets}",
+        f"--resilience.driver_metrics=127.0.0.1:{find_free_port()}",
+        f"--resilience.agent_metrics=127.0.0.1:{find_free_port()}",
+        "--resilience.job_name=team",
+    )
+    job.until_step(3)
+    file = targets / "seen.json"
+    groups = job.wait(lambda: len(groups := json.loads(file.read_text())) == 2 and groups, "both targets")
+    assert [group["labels"]["role"] for group in groups] == ["driver", "agent"]
+    for group in groups:
+        with urllib.request.urlopen(f"http://{group['targets'][0]}/metrics", timeout=20) as response:
+            samples = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
+        assert samples
+        assert all('{run="seen",job_name="team"' in sample for sample in samples)
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130, job.story()
+    assert not file.exists()
+
+
+def test_an_address_for_metrics_that_is_taken_is_named_at_the_start(launch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        job = launch("taken", f"--resilience.driver_metrics={address}")
+        assert job.finish() == 2
+    assert f"resilience.driver_metrics={address}: Address already in use" in job.story()

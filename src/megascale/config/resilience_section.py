@@ -13,6 +13,7 @@ from megascale.config.base import MAX_COUNT, Section, expand_home
 _Pair = Annotated[str, StringConstraints(pattern=r"^[^=\s]+=[^\s]*$")]
 _Assignment = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*=")]
 _Mount = Annotated[str, StringConstraints(pattern=r"^(host:/[^:]*|claim:[a-z0-9.-]+):/[^:]+(:ro)?$")]
+_ADDRESS = r"^(|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5})$"  # HOST:PORT
 _Label = r"^(|([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)$"
 
 
@@ -124,8 +125,23 @@ class ResilienceConfig(Section):
     )
     agent_metrics: str = Field(
         "",
-        pattern=r"^(|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5})$",
+        pattern=_ADDRESS,
         description="HOST:PORT on which each agent serves /metrics and /health without authentication; empty: off",
+    )
+    driver_metrics: str = Field(
+        "",
+        pattern=_ADDRESS,
+        description="HOST:PORT on which the driver serves /metrics and /health without authentication; empty: off",
+    )
+    targets: str = Field(
+        "",
+        description="folder in which the driver writes NAME.json with the addresses of driver_metrics and "
+        "agent_metrics, for Prometheus' file-based discovery; empty: none",
+    )
+    job_name: str = Field(
+        "",
+        max_length=100,
+        description="label job_name of every metric, which groups runs; default: the run's name",
     )
     tls_certificate: str | None = Field(
         None, description="PEM file with the API's certificate; default: the job makes one if listen is not loopback"
@@ -145,7 +161,20 @@ class ResilienceConfig(Section):
         description="regular expressions; matching lines of trainers' logs are sent to the driver",
     )
 
-    _paths = field_validator("hosts", "placement", "environment", "tls_certificate", "tls_key")(expand_home)
+    _paths = field_validator("targets", "hosts", "placement", "environment", "tls_certificate", "tls_key")(expand_home)
+
+    def metric_labels(self, run: str) -> dict[str, str]:
+        """Return the labels of every metric of a run with this name."""
+        return {"run": run, "job_name": self.job_name or run}
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> ResilienceConfig:
+        if self.targets and not (self.driver_metrics or self.agent_metrics):
+            raise ValueError(
+                f"resilience.targets={self.targets} would list no address; set resilience.driver_metrics or "
+                "resilience.agent_metrics, such as 0.0.0.0:9400"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_tls_pair(self) -> ResilienceConfig:
@@ -197,6 +226,21 @@ class KubernetesConfig(Section):
         default_factory=list, description="Secrets with the passwords of the image registry"
     )
     python: str = Field("python3", min_length=1, description="interpreter in the image")
+    user: int = Field(
+        1000,
+        ge=0,
+        le=(1 << 31) - 1,
+        description="user and group id of the processes, which own the mounted volumes; 0: root, which a namespace "
+        "with the restricted Pod Security Standard refuses",
+    )
+    pod_monitor: bool = Field(
+        False, description="print a PodMonitor with the manifests; the cluster needs the Prometheus operator"
+    )
+    disruption_budget: bool = Field(
+        False,
+        description="print a PodDisruptionBudget with the manifests, which keeps resilience.nodes pods; it needs "
+        "Kubernetes 1.21",
+    )
     namespace: str = Field(
         "",
         pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$",

@@ -191,7 +191,7 @@ class DriverPodJob(KubernetesJob):
         return max(result, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
 
 
-def local_settings(folder: Path) -> dict[str, str | list[str]]:
+def local_settings(folder: Path) -> dict[str, str | int | list[str]]:
     """Settings of [kubernetes] by which pods run what is installed here.
 
     Args:
@@ -199,4 +199,5 @@ def local_settings(folder: Path) -> dict[str, str | list[str]]:
     """
     mounted = [f"host:{each}:{each}:ro" for each in mounts()] + [f"host:{folder}:{folder}"]
     environment = [f"PYTHONPATH={source()}", "OMP_NUM_THREADS=1"]
-    return {"image": IMAGE, "python": sys.executable, "mounts": mounted, "environment": environment}
+    # What is installed here belongs to root.
+    return {"image": IMAGE, "python": sys.executable, "mounts": mounted, "environment": environment, "user": 0}

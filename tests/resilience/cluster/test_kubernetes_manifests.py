@@ -43,7 +43,7 @@ def test_a_pod_asks_for_what_its_node_needs():
     )
     limits = container(result)["resources"]["limits"]
     assert limits == {"cpu": "90", "rdma/hca": "8", "nvidia.com/gpu": "8"}
-    assert container(result)["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+    assert container(result)["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
     volumes = {each["name"]: each for each in result["spec"]["volumes"]}
     assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "64Gi"}
     assert result["metadata"]["annotations"]["megascale.dev/driver"] == "10.0.0.1:29400"

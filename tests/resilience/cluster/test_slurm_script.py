@@ -46,6 +46,15 @@ def test_it_asks_for_one_allocation_with_spares_and_without_evicted_nodes():
     assert not [line for line in script(gpus=0, blocked=[]).splitlines() if "gpus" in line or "exclude" in line]
 
 
+def test_each_option_of_the_job_follows_its_reason():
+    lines = script().splitlines()
+    own_lines = lines[: lines.index("# resilience.sbatch")]
+    options = [i for i, line in enumerate(own_lines) if line.startswith("#SBATCH")]
+    assert len(options) > 10
+    assert all(lines[i - 1].startswith("# ") for i in options)
+    assert "#SBATCH --mem=0" in lines
+
+
 def sbatch_words(text: str) -> list[str]:
     """Return the words that sbatch reads in a script's options, as `_get_argument` of its sources does."""
     arguments: list[str] = []

@@ -23,7 +23,7 @@ REPEATED = "repeated steps"
 BETWEEN_STEPS = "between steps"
 _STARTS = (Event.ATTEMPT_STARTED, Event.RUN_STARTED, Event.RESUMED)
 # The driver's events that say why a run stood still, and the cause that is shown.
-_CAUSES = {
+CAUSES = {
     Event.HANG: "hang",
     Event.PROCESS_EXIT: "process ended",
     Event.PROCESS_KILLED: "process killed",
@@ -58,6 +58,11 @@ _CLOCK_DIFFERENCE = 1.0  # seconds by which hosts' clocks may differ
 _LONGEST_STEP = 1e9  # seconds; a longer step is damage
 _ACTIVITIES = {Event.EVALUATED: "evaluation", Event.CHECKPOINT_SAVED: "saving checkpoints"}  # the event ends it
 _VAGUE_CAUSES = {"process ended", "node lost", "process killed"}
+
+
+def choose_cause(causes: Sequence[str]) -> str:
+    """Return the first of the causes that is not merely the end of a process or node, else the first."""
+    return next((cause for cause in causes if cause not in _VAGUE_CAUSES), causes[0])
 
 
 @dataclass(frozen=True)
@@ -200,11 +205,10 @@ class _Gap:
         # In a launched job the driver's event marks the start. Of attempts without a step the last one counts.
         start_kind = next((kind for kind in _STARTS if kind in kinds), "")
         starts = [max(self.begin, min(self.end, time)) for time, kind in self.events if kind == start_kind]
-        causes = [_CAUSES[Event(kind)] for kind in kinds if kind in _CAUSES]
+        causes = [CAUSES[Event(kind)] for kind in kinds if kind in CAUSES]
         if starts:
-            specific = [cause for cause in causes if cause not in _VAGUE_CAUSES] or causes
             stopped = max(0.0, starts[-1] - self.begin - not_running)
-            seconds[f"stopped: {specific[0]}" if specific else "waiting for nodes"] += stopped
+            seconds[f"stopped: {choose_cause(causes)}" if causes else "waiting for nodes"] += stopped
             seconds["starting and loading"] += remaining - stopped
         elif causes:
             seconds[f"stopped: {causes[0]}"] += remaining

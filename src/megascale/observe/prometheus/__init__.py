@@ -1,4 +1,8 @@
-"""The text format that Prometheus scrapes (version 0.0.4), and the packaged rules, alerts and dashboard."""
+"""The text formats that Prometheus scrapes, and the packaged rules and dashboards.
+
+Two formats are served, and the scraper's Accept header selects one: Prometheus' text format 0.0.4 and OpenMetrics
+1.0.0, which also states units.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+# A metric whose name ends with one of these has that unit, longest first.
+_UNITS = ("bytes_per_second", "tokens_per_second", "seconds", "celsius", "watts", "ratio", "steps")
 _MAX_LABEL_LENGTH = 200
 
 
@@ -27,23 +34,54 @@ class Family:
             self.samples.append((labels, float(value)))
         return self
 
+    @property
+    def unit(self) -> str:
+        """The unit at the end of the name, "" without one."""
+        name = self.name.removesuffix("_total")
+        return next((unit for unit in _UNITS if name.endswith(f"_{unit}")), "")
 
-def format_families(families: Iterable[Family]) -> str:
-    """Return the text of the families that have samples."""
+
+def format_families(
+    families: Iterable[Family], labels: Mapping[str, str] | None = None, *, openmetrics: bool = False
+) -> str:
+    """Return the text of the families that have samples.
+
+    Args:
+        labels: added to every sample.
+        openmetrics: in OpenMetrics 1.0.0 instead of Prometheus' text format 0.0.4.
+    """
     lines = []
     for family in families:
         if not family.samples:
             continue
-        lines.append(f"# HELP {family.name} {_escape(family.help, quoted=False)}")
-        lines.append(f"# TYPE {family.name} {family.kind}")
-        for labels, value in family.samples:
-            label_text = ",".join(f'{name}="{_escape(text)}"' for name, text in labels.items())
-            if label_text:
-                name = f"{family.name}{{{label_text}}}"
-            else:
-                name = family.name
-            lines.append(f"{name} {_format_number(value)}")
+        name = family.name
+        if openmetrics:
+            name = name.removesuffix("_total")  # OpenMetrics describes a counter without the suffix.
+        lines.append(f"# HELP {name} {_escape(family.help, quoted=openmetrics)}")
+        lines.append(f"# TYPE {name} {family.kind}")
+        if openmetrics and family.unit:
+            lines.append(f"# UNIT {name} {family.unit}")
+        lines += [_format_sample(family.name, {**(labels or {}), **own}, value) for own, value in family.samples]
+    if openmetrics:
+        lines.append("# EOF")
     return "\n".join(lines) + "\n"
+
+
+def format_response(families: Iterable[Family], labels: Mapping[str, str], accept: str) -> tuple[str, str]:
+    """Return the text and its content type in the format that the Accept header prefers.
+
+    OpenMetrics is used if the header names it, since only scrapers that prefer it do.
+    """
+    openmetrics = "application/openmetrics-text" in accept
+    content_type = OPENMETRICS_TYPE if openmetrics else TEXT_TYPE
+    return format_families(families, labels, openmetrics=openmetrics), content_type
+
+
+def _format_sample(name: str, labels: Mapping[str, str], value: float) -> str:
+    label_text = ",".join(f'{label}="{_escape(text)}"' for label, text in labels.items())
+    if label_text:
+        return f"{name}{{{label_text}}} {_format_number(value)}"
+    return f"{name} {_format_number(value)}"
 
 
 def _escape(text: str, quoted: bool = True) -> str:
@@ -62,6 +100,6 @@ def _format_number(value: float) -> str:
     return str(int(value))
 
 
-def packaged_file(name: str) -> Path:
-    """Return the path of a packaged file: rules.yml or dashboard.json."""
-    return Path(__file__).parent / name
+def rules_file() -> Path:
+    """Return the path of the packaged recording rules and alerts."""
+    return Path(__file__).parent / "rules.yml"

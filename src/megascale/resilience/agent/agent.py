@@ -28,8 +28,8 @@ from megascale.core.terminal import keep_working, termination_signals
 from megascale.errors import MegascaleError
 from megascale.observe.hang.evidence import collect_evidence
 from megascale.observe.hang.scene import Scene, pack_evidence
+from megascale.resilience.agent import node_metrics
 from megascale.resilience.agent.driver_link import DriverLink
-from megascale.resilience.agent.metrics_page import MetricsPage
 from megascale.resilience.agent.node_folder import end_checkpoint_services
 from megascale.resilience.agent.rank_lease import RankLease
 from megascale.resilience.agent.telemetry import Telemetry
@@ -50,6 +50,7 @@ from megascale.resilience.protocol.agent_messages import (
 )
 from megascale.resilience.protocol.heartbeat import truncate
 from megascale.resilience.protocol.job_description import read_job
+from megascale.services.door import LimitedListener
 
 log = logging.getLogger("megascale.agent")
 
@@ -93,10 +94,7 @@ class Agent:
             "the check for a lost driver": self._watch_for_orphan,
         }
         tasks = [loop.create_task(keep_running(work, name, log)) for name, work in loops.items()]
-        page = MetricsPage(lambda: self.telemetry.newest, lambda: self.link.channel is not None)
-        page_server = None
-        if self.limits.agent_metrics:
-            page_server = await page.serve(self.limits.agent_metrics)
+        page_server = await self._serve_metrics()
         await self.ended.wait()
         self.telemetry.announce_end()
         if self.trainers.running():
@@ -110,6 +108,19 @@ class Agent:
             await page_server.close()
         self.trainers.end_server()
         self.telemetry.close()
+
+    async def _serve_metrics(self) -> LimitedListener | None:
+        """Serve this node's pages; return None if they are off or the address is unusable, which ends no agent."""
+        address = self.limits.agent_metrics
+        if not address:
+            return None
+        labels = self.limits.metric_labels(self.job) | {"node": self.node}
+        page = node_metrics.make_page(lambda: self.telemetry.newest, lambda: self.link.channel is not None, labels)
+        try:
+            return await page.serve(address)
+        except OSError as error:
+            log.warning("this node's /metrics cannot be served at resilience.agent_metrics=%s: %s", address, error)
+            return None
 
     async def _watch_for_orphan(self) -> None:
         while True:

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import base64
 import shlex
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import tomli_w
 
 from megascale.config import Config
 from megascale.core.launch_files import read_environment
 from megascale.core.python_process import module_command
-from megascale.errors import DataError
+from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.kubernetes_api import Json
 from megascale.resilience.cluster.kubernetes_objects import (
     JOB,
     QUEUE,
+    ROLE,
     SECRET_FOLDER,
     STATE_FOLDER,
     field_variable,
@@ -28,7 +32,9 @@ from megascale.resilience.cluster.kubernetes_objects import (
     inherited_secrets,
     labels,
     make_config_map,
+    make_container_security,
     make_pod,
+    make_probes,
     make_secret,
     merge,
     object_name,
@@ -55,6 +61,11 @@ def make_manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json
         run: absolute path of the run folder in the driver's pod.
     """
     job = config.train.name
+    monitoring: list[Json] = []
+    if config.kubernetes.pod_monitor:
+        monitoring.append(_make_pod_monitor(config))
+    if config.kubernetes.disruption_budget:
+        monitoring.append(_make_disruption_budget(config))
     if form == "nodes":
         node = make_pod(
             config,
@@ -64,7 +75,8 @@ def make_manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json
             secrets=inherited_secrets(),
             patch=read_patch(config.kubernetes),
         )
-        return [make_config_map(job), make_secret(job, b"made-by-the-driver"), _in_namespace(config, node)]
+        objects = [make_config_map(job), make_secret(job, b"made-by-the-driver"), node] + monitoring
+        return [_in_namespace(config, thing) for thing in objects]
     if form == "driver":
         objects = rights(job, config.kubernetes.namespace)
         workload = driver_job(config, run)
@@ -72,7 +84,7 @@ def make_manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json
         objects = [make_secret(job, b"put-64-hexadecimal-digits-here")]
         workload = make_jobset(config, gpus, run)
     objects += settings_objects(config)
-    objects += [network_policy(job), workload]
+    objects += [network_policy(job), *monitoring, workload]
     return [_in_namespace(config, thing) for thing in objects]
 
 
@@ -84,6 +96,10 @@ def to_yaml(objects: Sequence[Json]) -> str:
         def ignore_aliases(self, data: object) -> bool:
             return True
 
+    def represent_text(dumper: Dumper, text: str) -> Any:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+    Dumper.add_representer(str, represent_text)
     return str(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, width=120))
 
 
@@ -153,6 +169,36 @@ def network_policy(job: str = "") -> Json:
     return {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": metadata, "spec": spec}
 
 
+def _make_pod_monitor(config: Config) -> Json:
+    """Return the PodMonitor by which the Prometheus operator discovers driver and agents. Raises ConfigError."""
+    limits = config.resilience
+    if not (limits.driver_metrics or limits.agent_metrics):
+        raise ConfigError(
+            "kubernetes.pod_monitor=true has nothing to scrape; set resilience.driver_metrics=0.0.0.0:9401 and "
+            "resilience.agent_metrics=0.0.0.0:9400"
+        )
+    job = config.train.name
+    role = {"sourceLabels": ["__meta_kubernetes_pod_label_megascale_dev_role"], "targetLabel": "role"}
+    endpoint = {"port": "metrics", "honorLabels": True, "relabelings": [role]}
+    spec = {
+        "jobLabel": "app.kubernetes.io/name",  # job="megascale", as the alerts expect
+        "selector": {"matchLabels": {JOB: job}},
+        "podMetricsEndpoints": [endpoint],
+    }
+    metadata = {"name": object_name(job), "labels": labels(job, "job")}
+    return {"apiVersion": "monitoring.coreos.com/v1", "kind": "PodMonitor", "metadata": metadata, "spec": spec}
+
+
+def _make_disruption_budget(config: Config) -> Json:
+    """Return a budget that lets drains evict as many pods at the same time as there are spares."""
+    job = config.train.name
+    # Pods without a controller allow only minAvailable with a number.
+    pods = {"matchLabels": {JOB: job, ROLE: "agent"}}
+    spec = {"minAvailable": config.resilience.nodes, "selector": pods}
+    metadata = {"name": object_name(job), "labels": labels(job, "job")}
+    return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": metadata, "spec": spec}
+
+
 # the driver as a pod --------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +226,7 @@ def settings_objects(config: Config) -> list[Json]:
         update={"placement": paths.get("placement.json"), "environment": paths.get("environment")}
     )
     environment = data.pop("environment", None)
-    data["job.toml"] = config.model_copy(update={"kubernetes": settings, "resilience": limits}).to_toml()
+    data["job.toml"] = _format_changes(config.model_copy(update={"kubernetes": settings, "resilience": limits}))
     metadata = {"name": f"{object_name(config.train.name)}-settings", "labels": labels(config.train.name, "job")}
     objects: list[Json] = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}]
     if environment is not None:
@@ -189,6 +235,17 @@ def settings_objects(config: Config) -> list[Json]:
             {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": secret_data}
         )
     return objects
+
+
+def _format_changes(config: Config) -> str:
+    """Return the settings that differ from their defaults as TOML, so that people can read the ConfigMap."""
+    defaults = tomllib.loads(Config().to_toml())
+    tree = tomllib.loads(config.to_toml())
+    changes = {
+        section: {key: value for key, value in settings.items() if defaults[section].get(key) != value}
+        for section, settings in tree.items()
+    }
+    return tomli_w.dumps({section: settings for section, settings in changes.items() if settings})
 
 
 def _driver_pod(config: Config, run: str, overrides: Sequence[str]) -> Json:
@@ -221,8 +278,9 @@ def _driver_pod(config: Config, run: str, overrides: Sequence[str]) -> Json:
         "env": env,
         "volumeMounts": [settings_mount] + mounts,
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}},
-        "securityContext": {"allowPrivilegeEscalation": False},
+        "securityContext": make_container_security(),
     }
+    driver |= make_probes(config.resilience.driver_metrics)
     spec: Json = {
         "restartPolicy": "OnFailure",
         "serviceAccountName": "megascale-driver",

@@ -16,6 +16,7 @@ from typing import Any
 
 from megascale.config import Config, KubernetesConfig
 from megascale.config.text_files import read_text
+from megascale.core.addresses import is_loopback
 from megascale.core.python_process import module_command
 from megascale.core.secrets import PASSWORD_VARIABLE, REPLICA_VARIABLE
 from megascale.errors import ConfigError, DataError
@@ -34,6 +35,7 @@ AGENT_MODULE = "megascale.resilience.agent.pod"
 SECRET_FOLDER = "/etc/megascale/secret"
 ANNOTATIONS_FOLDER = "/etc/megascale/pod"
 STATE_FOLDER = "/var/lib/megascale"
+TEMPORARY_FOLDER = "/tmp"  # also the home folder, with the caches of compilers
 EXTRA_GRACE = 15  # seconds that a pod has to end beyond resilience.grace_period
 BLOCKED_KEY = "blocked.json"  # key of the ConfigMap with {machine: reason}
 SECRET_VARIABLES = (PASSWORD_VARIABLE, REPLICA_VARIABLE)
@@ -232,6 +234,7 @@ def make_pod(
         "enableServiceLinks": False,
         "containers": [_make_container(config, gpus, slot, environment or {}, secrets)],
         "volumes": _make_volumes(config),
+        "securityContext": make_pod_security(settings.user),
         "affinity": _make_affinity(settings, config.train.name, machine, avoid),
         "tolerations": [_parse_toleration(text) for text in settings.tolerations],
     }
@@ -263,6 +266,8 @@ def _make_container(
         field_variable("MEGASCALE_POD_ADDRESS", "status.podIP"),
         {"name": "MEGASCALE_JOB", "value": config.train.name},
         {"name": "PYTHONUNBUFFERED", "value": "1"},
+        {"name": "HOME", "value": TEMPORARY_FOLDER},  # The image's file system is read-only.
+        {"name": "USER", "value": "megascale"},  # PyTorch asks for a name, and the image may have none for the user.
     ]
     env += [{"name": name, "value": value} for name, value in environment.items()]
     for name in secrets:
@@ -272,6 +277,7 @@ def _make_container(
         name, value = text.split("=", 1)
         env.append({"name": name, "value": value})
     resources = dict(text.split("=", 1) for text in settings.resources)
+    _check_shared_memory(settings.shm, resources.get("memory", ""))
     if gpus:
         resources[settings.gpu_resource] = str(gpus)
     mounts: list[Json] = [
@@ -280,10 +286,13 @@ def _make_container(
         {"name": "state", "mountPath": STATE_FOLDER},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
-    mounts += [_make_mount(i, text) for i, text in enumerate(settings.mounts)]
-    security: Json = {"allowPrivilegeEscalation": False}
+    own_mounts = [_make_mount(i, text) for i, text in enumerate(settings.mounts)]
+    if all(mount["mountPath"] != TEMPORARY_FOLDER for mount in own_mounts):
+        mounts.append({"name": "tmp", "mountPath": TEMPORARY_FOLDER})
+    mounts += own_mounts
+    security = make_container_security()
     if any(name.startswith("rdma/") for name in resources):
-        security["capabilities"] = {"add": ["IPC_LOCK"]}  # RDMA locks the memory that network devices access.
+        security["capabilities"]["add"] = ["IPC_LOCK"]  # RDMA locks the memory that network devices access.
     container: Json = {
         "name": CONTAINER,
         "image": settings.image,
@@ -293,12 +302,76 @@ def _make_container(
         "volumeMounts": mounts,
         "securityContext": security,
     }
+    container["resources"] = _make_resources(resources, settings.shm)
+    return container | make_probes(config.resilience.agent_metrics)
+
+
+def make_pod_security(user: int) -> Json:
+    """Return the security context of a pod whose processes run as this user and group."""
+    context: Json = {"seccompProfile": {"type": "RuntimeDefault"}}
+    if user:
+        context |= {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user}
+        # Otherwise each mount would change the owner of every checkpoint.
+        context["fsGroupChangePolicy"] = "OnRootMismatch"
+    return context
+
+
+def make_container_security() -> Json:
+    """Return the security context of a container."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def make_probes(address: str) -> Json:
+    """Return the port and probes of a container with metrics at HOST:PORT, {} if the kubelet cannot reach it.
+
+    Liveness only asks whether the process answers: an agent without a driver is not ready, and its trainers go on.
+    """
+    host, _, port = address.rpartition(":")
+    if not address or is_loopback(host.strip("[]")):
+        return {}
+    return {
+        "ports": [{"name": "metrics", "containerPort": int(port)}],
+        "startupProbe": _make_probe("/live", period=5, failures=60),
+        "livenessProbe": _make_probe("/live", period=10, failures=18),
+        "readinessProbe": _make_probe("/health", period=5, failures=3),
+    }
+
+
+def _make_probe(path: str, *, period: int, failures: int) -> Json:
+    """Return a probe that fails after `failures` unanswered requests, one per `period` seconds."""
+    request = {"path": path, "port": "metrics"}
+    return {"httpGet": request, "periodSeconds": period, "timeoutSeconds": 5, "failureThreshold": failures}
+
+
+def _make_resources(resources: Mapping[str, str], shm: str) -> Json:
+    """Return requests and limits. Without a request for memory the pod requests its shared memory and 1 GiB."""
+    memory = f"{(_parse_bytes(shm) >> 20) + 1024}Mi"
+    requests = {"cpu": "100m", "memory": memory} | dict(resources)
     if resources:
-        container["resources"] = {"requests": resources, "limits": dict(resources)}
-    port = _parse_port(config.resilience.agent_metrics)
-    if port:
-        container["ports"] = [{"name": "metrics", "containerPort": port}]
-    return container
+        return {"requests": requests, "limits": dict(resources)}
+    return {"requests": requests}
+
+
+def _check_shared_memory(shm: str, memory: str) -> None:
+    """Raise ConfigError if /dev/shm is larger than the memory to which Kubernetes counts it."""
+    if shm and memory and _parse_bytes(shm) >= _parse_bytes(memory):
+        raise ConfigError(
+            f"kubernetes.shm={shm} leaves nothing of memory={memory} in kubernetes.resources, since shared memory "
+            "counts as memory of the pod; raise memory or lower kubernetes.shm"
+        )
+
+
+def _parse_bytes(quantity: str) -> int:
+    """Return the bytes of a quantity such as 64Gi, 0 for an empty text. Raises ConfigError for another text."""
+    match = re.fullmatch(r"(\d*)([KkMGT]?)(i?)", quantity)
+    if match is None or (quantity and not match[1]):
+        raise ConfigError(f"kubernetes.resources has memory={quantity}; write whole numbers, such as memory=1500Gi")
+    base = 1024 if match[3] else 1000
+    return int(match[1] or 0) * base ** " KMGT".index(match[2].upper() or " ")
 
 
 def _make_volumes(config: Config) -> list[Json]:
@@ -320,6 +393,7 @@ def _make_volumes(config: Config) -> list[Json]:
         {"name": "about", "downwardAPI": {"items": annotations}},
         {"name": "state", "emptyDir": {}},
         {"name": "shm", "emptyDir": memory},
+        {"name": "tmp", "emptyDir": {}},
     ]
     return volumes + [_make_mounted_volume(i, text) for i, text in enumerate(settings.mounts)]
 

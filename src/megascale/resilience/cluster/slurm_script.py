@@ -18,12 +18,16 @@ _HEAD = """#!/bin/bash
 # Written by `megascale launch --cluster slurm --dry-run`: hand it to sbatch.
 {options}
 
+# The folder of the command, against which relative paths of the settings resolve
 cd {folder} || exit 2
+# The driver, which starts the agents of the nodes by srun
 {path}launch() {{ exec {python} -P -m megascale launch {overrides} "$@"; }}
 
+# next: the time limit is near; starts: of the driver
 next=0 starts=0
 # Slurm signals that the time limit is near: save, end, and continue in the next job.
 trap 'next=1; kill -TERM $driver' USR1
+# scancel and Ctrl-C: save and end, and start no further driver.
 trap 'starts=9; kill -TERM $driver' TERM INT
 while :; do
     launch & driver=$!
@@ -32,6 +36,7 @@ while :; do
     # After a kill of the driver its agents continue, and the next driver takes the job over.
     [ $code -gt 128 ] && [ $code -ne 130 ] && [ $next = 0 ] && [ $starts -lt 6 ] || break
 done
+# The next job starts once this one has ended.
 if [ $next = 1 ] && [ $code -gt 128 ]; then
     (launch --dry-run) | sbatch --dependency=afterany:$SLURM_JOB_ID && code=0
 fi
@@ -53,31 +58,45 @@ def batch_script(config: Config, gpus: int, overrides: Sequence[str], blocked: S
     Raises:
         ConfigError: a batch script cannot hold an option or a path.
     """
-    limits = config.resilience
-    options = [
-        f"--job-name={config.train.name}",
-        f"--nodes={limits.nodes + limits.spares}",
-        "--ntasks-per-node=1",
-        "--exclusive",
+    lines = [
+        f"# {reason}\n{_option_lines([option])}" for option, reason in _choose_options(config, gpus, blocked).items()
     ]
-    if gpus:
-        options.append(f"--gpus-per-node={gpus}")
-    # The failure of a node ends no other node; after a failure of the batch node Slurm starts the script again.
-    options += ["--no-kill", "--requeue", "--open-mode=append", f"--signal=B:USR1@{SIGNAL_SECONDS}"]
-    options.append(f"--output={_file_pattern(config.run_folder.absolute())}.slurm-%j.out")
-    if blocked:
-        options.append(f"--exclude={','.join(blocked)}")
-    options += shlex.split(limits.sbatch)
+    if config.resilience.sbatch:
+        lines.append(f"# resilience.sbatch\n{_option_lines(shlex.split(config.resilience.sbatch))}")
     export_path = ""
     if path:
         export_path = f"export PYTHONPATH={shlex.quote(path)}\n"
     return _HEAD.format(
-        options=_option_lines(options),
+        options="\n".join(lines),
         folder=shlex.quote(str(Path.cwd())),
         path=export_path,
         python=shlex.quote(sys.executable),
         overrides=shlex.join(overrides),
     )
+
+
+def _choose_options(config: Config, gpus: int, blocked: Sequence[str]) -> dict[str, str]:
+    """Return each option of sbatch with the reason for it."""
+    limits = config.resilience
+    options = {
+        f"--job-name={config.train.name}": "The name of the run",
+        f"--nodes={limits.nodes + limits.spares}": "Nodes that hold ranks (resilience.nodes), and spares",
+        "--ntasks-per-node=1": "One agent per node starts all ranks of the node",
+        "--exclusive": "No other job runs on these nodes",
+        "--mem=0": "All memory of each node; some sites otherwise give a job a small default",
+    }
+    if gpus:
+        options[f"--gpus-per-node={gpus}"] = "GPUs per node"
+    options |= {
+        "--no-kill": "The failure of a node ends no other node",
+        "--requeue": "After a failure of the batch node Slurm starts this script again",
+        "--open-mode=append": "A requeued job appends to the log",
+        f"--signal=B:USR1@{SIGNAL_SECONDS}": "Seconds before the time limit at which the job saves",
+        f"--output={_file_pattern(config.run_folder.absolute())}.slurm-%j.out": "The log, with the number of the job",
+    }
+    if blocked:
+        options[f"--exclude={','.join(blocked)}"] = "Nodes that the driver has evicted"
+    return options
 
 
 def _option_lines(options: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sqlite3
@@ -19,6 +20,7 @@ from megascale.config.registry import load_plugins
 from megascale.core import run_lock
 from megascale.core.addresses import is_loopback
 from megascale.core.events import Event
+from megascale.core.failure import keep_running
 from megascale.core.gpus import visible_gpu_names
 from megascale.core.python_process import disable_bytecode_cache
 from megascale.core.secrets import PASSWORD_VARIABLE
@@ -37,12 +39,27 @@ from megascale.resilience.driver.state.journal_reader import FILE, JournalReader
 from megascale.resilience.protocol import contact
 
 if TYPE_CHECKING:
-    from megascale.resilience.driver.api.metrics import Scrapes
+    from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes
+    from megascale.resilience.driver.api.scrape_targets import ScrapeTargets
+    from megascale.services.door import LimitedListener
+
+log = logging.getLogger("megascale.driver")
 
 LogLine = Callable[[str, str], None]  # (source, text)
 
 # Settings of the driver's machine, which a driver on another machine takes from its own command line.
-_MACHINE_SETTINGS = ("hosts", "ssh", "listen", "advertise", "port", "api_port", "tls_certificate", "tls_key")
+_MACHINE_SETTINGS = (
+    "hosts",
+    "ssh",
+    "listen",
+    "advertise",
+    "port",
+    "api_port",
+    "driver_metrics",
+    "targets",
+    "tls_certificate",
+    "tls_key",
+)
 
 
 @dataclass(frozen=True)
@@ -322,7 +339,7 @@ def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigErro
 
 async def _serve(driver: Driver) -> int:
     from megascale.resilience.driver.api import http_api
-    from megascale.resilience.driver.api.metrics import Scrapes
+    from megascale.resilience.driver.api.metrics import JobMetrics
     from megascale.resilience.driver.api.tls import create_agents_tls, describe_open_addresses
 
     cluster = driver.nodes.cluster
@@ -341,21 +358,63 @@ async def _serve(driver: Driver) -> int:
         await driver.open(tls, port)
     except OSError as error:
         raise _cannot_listen("port", limits.listen, port, error) from None
-    scrapes = Scrapes()
+    job_metrics = JobMetrics(driver)
+    metrics_page = await _serve_metrics(driver, job_metrics)
     try:
-        url, close_api = await http_api.serve(driver, limits.listen, limits.api_port, scrapes)
+        url, close_api = await http_api.serve(driver, limits.listen, limits.api_port, job_metrics)
     except OSError as error:
         raise _cannot_listen("api_port", limits.listen, limits.api_port, error) from None
+    targets = _write_targets(driver)
     driver.announce(url)
     warnings = describe_open_addresses(limits, driver.announcement.address, url)
     if warnings:
         driver.record_event(Event.ADDRESS_OPEN, evidence=warnings)
     try:
         code = await driver.run()
-        await _await_last_scrape(driver, scrapes)
+        await _await_last_scrape(driver, job_metrics.scrapes)
         return code
     finally:
+        if targets is not None:
+            targets.remove_if_ended()
+        if metrics_page is not None:
+            await metrics_page.close()
         await close_api()
+
+
+def _write_targets(driver: Driver) -> ScrapeTargets | None:
+    """Write the file for Prometheus' discovery and keep it current, None if `resilience.targets` is empty."""
+    from megascale.resilience.driver.api.scrape_targets import ScrapeTargets
+
+    if not driver.limits.targets:
+        return None
+    targets = ScrapeTargets(driver)
+    try:
+        targets.write()
+    except OSError as error:
+        raise ConfigError(
+            f"resilience.targets={driver.limits.targets} cannot be written: {error.strerror or error}; name an "
+            "existing folder that this user may write"
+        ) from None
+    driver.tasks.spawn(keep_running(targets.keep_current, f"writing to {driver.limits.targets}", log))
+    return targets
+
+
+async def _serve_metrics(driver: Driver, job_metrics: JobMetrics) -> LimitedListener | None:
+    """Serve the pages without a token at `resilience.driver_metrics`, None if it is empty."""
+    from megascale.resilience.driver.api.metrics import judge_health
+    from megascale.resilience.metrics_page import MetricsPage
+
+    address = driver.limits.driver_metrics
+    if not address:
+        return None
+    page = MetricsPage(job_metrics.read_families, lambda: judge_health(driver), job_metrics.labels)
+    try:
+        return await page.serve(address)
+    except OSError as error:
+        raise ConfigError(
+            f"the driver cannot serve metrics at resilience.driver_metrics={address}: {error.strerror or error}; use "
+            "another port and an address of this host"
+        ) from None
 
 
 async def _await_last_scrape(driver: Driver, scrapes: Scrapes) -> None:

@@ -20,7 +20,7 @@ from megascale.config import Config, load
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver.api import access, http_api
-from megascale.resilience.driver.api.metrics import Scrapes
+from megascale.resilience.driver.api.metrics import JobMetrics
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.state.job_state import JobState, NodeState, Phase
 from megascale.resilience.driver.state.journal import Journal
@@ -57,7 +57,7 @@ class Served:
         self.driver = Driver(self.run, config, LocalCluster(ClusterRequest(self.run, config)), [], journal, job)
         for name in ("n0", "n1"):
             self.driver.nodes.change(name, NodeEvent.CONNECTED)
-        self.url, end = await http_api.serve(self.driver, self.host, 0, Scrapes())
+        self.url, end = await http_api.serve(self.driver, self.host, 0, JobMetrics(self.driver))
         self.ready.set()
         while not self.over.is_set():
             await asyncio.sleep(0.02)

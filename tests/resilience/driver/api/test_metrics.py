@@ -15,15 +15,21 @@ import time
 import urllib.request
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+import yaml
 
 pytest.importorskip("fastapi")
 
-from megascale.observe.prometheus import Family, format_families, packaged_file
+from megascale.config import ResilienceConfig, load
+from megascale.errors import ConfigError
+from megascale.observe.prometheus import Family, format_families, rules_file
+from megascale.observe.prometheus.dashboards import make_fleet_dashboard, make_run_dashboard
 from megascale.resilience.driver.api.metrics import Scrapes
+from megascale.resilience.driver.api.scrape_targets import ScrapeTargets
 from megascale.resilience.driver.start_driver import _await_last_scrape
 from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.protocol.agent_messages import StepFigures, Steps
@@ -31,6 +37,9 @@ from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, Networ
 from tests.resilience.driver.api.test_http_api import Served, served  # noqa: F401 - a fixture
 
 _SAMPLE = re.compile(r'^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{(?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)*\})? (\S+)$')
+
+
+LABELS = '{run="job",job_name="job"'  # of every series
 
 
 def scrape(result: Served, token: str | None = None) -> dict[str, float]:
@@ -44,7 +53,9 @@ def scrape(result: Served, token: str | None = None) -> dict[str, float]:
         if not line.startswith("#"):
             match = _SAMPLE.match(line)
             assert match, line
-            samples[match[1] + (match[2] or "")] = float(match[3])
+            assert match[2].startswith(LABELS), line
+            rest = match[2].removeprefix(LABELS).removeprefix(",").removesuffix("}")
+            samples[match[1] + (f"{{{rest}}}" if rest else "")] = float(match[3])
     return samples
 
 
@@ -161,26 +172,99 @@ def test_labels_of_strangers_stay_labels():
     assert "+Inf" in format_families([Family("b", "gauge", "x").add(float("inf"))])
 
 
-def test_rules_ask_for_what_is_exposed(served):  # noqa: F811
+def test_rules_and_dashboards_query_exposed_series(served):  # noqa: F811
     driver = served.driver
     driver.observations.record_steps(Steps(replaces_earlier=False, steps=(StepFigures(7, 2.5, 1.0, 0.5),)))
     beat(served, {0: 1.0})
+    write_records(served.run)
     present = {name.partition("{")[0] for name in scrape(served)}
     driver.nodes["n0"].channel = None
-    text = packaged_file("rules.yml").read_text()
-    requested = set(re.findall(r"\bmegascale_[a-z_]+", "\n".join(re.findall(r"expr: (.*)", text))))
-    assert requested
-    assert requested <= present
-    recorded = set(re.findall(r"record: (\S+)", text))
-    assert set(re.findall(r"\bmegascale:[a-z0-9_:]+", text)) == recorded
-    # And so does the dashboard, which nothing here can draw. An incident is told of once there was one.
-    panels = json.loads(packaged_file("dashboard.json").read_text())["panels"]
-    drawn = " ".join(target["expr"] for panel in panels for target in panel["targets"])
-    assert set(re.findall(r"\bmegascale_[a-z_]+", drawn)) - {"megascale_incidents_total"} <= present
-    assert set(re.findall(r"\bmegascale:[a-z0-9_:]+", drawn)) <= recorded
+    rules = [rule for group in yaml.safe_load(rules_file().read_text())["groups"] for rule in group["rules"]]
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    expressions = [rule["expr"] for rule in rules]
+    for dashboard in (make_run_dashboard(), make_fleet_dashboard()):
+        expressions += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    requested = set(re.findall(r"\bmegascale_[a-z_]+", " ".join(expressions)))
+    # An incident is counted once there was one.
+    assert requested - {"megascale_incidents_total"} <= present
+    assert set(re.findall(r"\bmegascale:[a-z0-9_:]+", " ".join(expressions))) <= recorded
 
 
-SLOWEST = 'megascale_compute_seconds{over="slowest"}'
+def write_records(run: Path) -> None:
+    """Write a run of three attempts: a hang, then an eviction by a person. Step 2 was repeated."""
+    begin = time.time() - 100
+    steps = [(1, 11), (2, 12), (2, 32), (3, 33)]
+    metrics = [
+        {"step": step, "time": begin + at, "seconds": 1.0, "loss": 2.0, "mfu": 0.5, "tokens_per_second": 100.0 * step}
+        for step, at in steps
+    ]
+    events = [
+        (0, "attempt_started", ""),
+        (11, "checkpoint_saved", ""),
+        (20, "process_exit", "recover"),
+        (21, "hang", "recover"),
+        (22, "slow_node", "alert"),
+        (30, "attempt_started", ""),
+        (40, "eviction_asked", ""),
+        (45, "checksum_mismatch", "alert"),
+        (50, "attempt_started", ""),
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in metrics))
+    with open(run / "events.jsonl", "a") as file:
+        for at, event, action in events:
+            file.write(json.dumps({"time": begin + at, "event": event, "action": action}) + "\n")
+
+
+def test_the_records_of_the_run_folder_are_counted(served):  # noqa: F811
+    write_records(served.run)
+    samples = scrape(served)
+    assert samples["megascale_mfu_ratio"] == 0.5
+    assert samples["megascale_tokens_per_second"] == 200
+    assert samples["megascale_checksum_mismatches_total"] == 1
+    restarts = {name: value for name, value in samples.items() if name.startswith("megascale_restarts_total")}
+    assert restarts == {
+        'megascale_restarts_total{cause="hang"}': 1,
+        'megascale_restarts_total{cause="node_evicted_by_a_person"}': 1,
+    }
+    assert samples["megascale_commit_age_seconds"] == pytest.approx(89, abs=5)
+    # Three of four steps counted, of 100 s.
+    assert samples["megascale_effective_time_ratio"] == pytest.approx(0.03, abs=0.005)
+    assert samples['megascale_lost_time_seconds{cause="repeated_steps"}'] == pytest.approx(1)
+
+
+def test_targets_are_those_of_present_nodes_and_end_with_the_job(tmp_path):
+    target_folder = tmp_path / "targets"
+    target_folder.mkdir()
+    record = SimpleNamespace(address="10.0.0.7")
+    state = SimpleNamespace(is_present=True)
+    node = SimpleNamespace(name="n7", record=record, state=state)
+    limits = ResilienceConfig(
+        targets=str(target_folder), driver_metrics="0.0.0.0:9400", agent_metrics="[::]:9100", advertise="head"
+    )
+    job = SimpleNamespace(phase=Phase.RUNNING, state=SimpleNamespace(name="gpt"))
+    nodes = SimpleNamespace(all=lambda: [node])
+    driver = SimpleNamespace(limits=limits, job=job, nodes=nodes)
+    targets = ScrapeTargets(driver)
+    targets.write()
+    groups = json.loads((target_folder / "gpt.json").read_text())
+    labels = {"run": "gpt", "job_name": "gpt"}
+    assert groups == [
+        {"targets": ["head:9400"], "labels": labels | {"role": "driver"}},
+        {"targets": ["10.0.0.7:9100"], "labels": labels | {"role": "agent", "node": "n7"}},
+    ]
+    state.is_present = False
+    targets.write()
+    assert len(json.loads((target_folder / "gpt.json").read_text())) == 1
+    targets.remove_if_ended()
+    assert (target_folder / "gpt.json").exists()
+    job.phase = Phase.DONE
+    targets.remove_if_ended()
+    assert list(target_folder.iterdir()) == []
+
+
+def test_targets_without_an_address_are_refused():
+    with pytest.raises(ConfigError, match=r"resilience\.targets=/x would list no address; set resilience\."):
+        load(None, ["--resilience.targets=/x"])
 
 
 # a real one -------------------------------------------------------------------------------------------------------
@@ -189,112 +273,6 @@ needs_prometheus = pytest.mark.skipif(
     not (shutil.which("prometheus") and shutil.which("promtool")),
     reason="prometheus and promtool are not installed (Debian: prometheus)",
 )
-
-
-def alerts(at: str, name: str, *expected: dict[str, object]) -> dict[str, object]:
-    return {"eval_time": at, "alertname": name, "exp_alerts": list(expected)}
-
-
-def series(name: str, values: str, **labels: str) -> dict[str, str]:
-    inside = ",".join(f'{label}="{value}"' for label, value in labels.items())
-    return {"series": f"{name}{{{inside}}}", "values": values}
-
-
-DRIVER = {"job": "megascale", "instance": "head:1"}
-DOWN = {
-    "exp_labels": DRIVER | {"severity": "critical"},
-    "exp_annotations": {"summary": "The driver at head:1 does not answer; start it again with `megascale launch`."},
-}
-STILL = {
-    "exp_labels": DRIVER | {"severity": "critical", "phase": "running"},
-    "exp_annotations": {"summary": "The job at head:1 runs and does no step; see `megascale hang`."},
-}
-FAILED = {
-    "exp_labels": DRIVER | {"severity": "critical", "phase": "failed"},
-    "exp_annotations": {"summary": "The job at head:1 has failed; `megascale events` says why."},
-}
-SLOW = {
-    "exp_labels": {"severity": "warning"},
-    "exp_annotations": {"summary": "A rank computes 1.2 times as long as the median; see `megascale spans`."},
-}
-SLOW_IN_STAGE = {
-    "exp_labels": {"severity": "warning", "stage": "1"},
-    "exp_annotations": {
-        "summary": "A rank of pipeline stage 1 computes 1.2 times as long as the median; see `megascale spans`."
-    },
-}
-
-
-def compute(slowest: str, median: str, **stage: str) -> list[dict[str, str]]:
-    return [
-        series("megascale_compute_seconds", slowest, **stage, over="slowest"),
-        series("megascale_compute_seconds", median, **stage, over="median"),
-    ]
-
-
-def last_phase(phase: str, up: str = "1x10 0x30") -> list[dict[str, str]]:
-    """A driver that is read for 10 minutes, in the last of them in `phase`, and then is gone."""
-    return [
-        series("up", up, **DRIVER),
-        series("megascale_job_phase", "1x8 0 0 stale", **DRIVER, phase="running"),
-        series("megascale_job_phase", "0x8 1 1 stale", **DRIVER, phase=phase),
-    ]
-
-
-ALERTS = {
-    "slow for 19 minutes": (compute("1.04x5 1.2x25", "1x30"), alerts("25m", "MegascaleSlowRank", SLOW)),
-    "slow for 4 minutes": (compute("1.04x20 1.2x10", "1x30"), alerts("25m", "MegascaleSlowRank")),
-    "stages differ and their ranks do not": (
-        compute("2x30", "2x30", stage="0") + compute("1x30", "1x30", stage="1"),
-        alerts("25m", "MegascaleSlowRank"),
-    ),
-    "slow in the fast stage": (
-        compute("2x30", "2x30", stage="0") + compute("1.2x30", "1x30", stage="1"),
-        alerts("25m", "MegascaleSlowRank", SLOW_IN_STAGE),
-    ),
-    "the job is done": (last_phase("done"), alerts("30m", "MegascaleDriverDown")),
-    "the job was interrupted": (last_phase("interrupted"), alerts("30m", "MegascaleDriverDown")),
-    "the job has failed": (last_phase("failed"), alerts("30m", "MegascaleDriverDown")),
-    "the failure is told though the driver is gone": (
-        last_phase("failed"), alerts("30m", "MegascaleFailed", FAILED),
-    ),
-    "the driver was killed": (last_phase("running"), alerts("30m", "MegascaleDriverDown", DOWN)),
-    "the driver was never read": (last_phase("done")[:1], alerts("30m", "MegascaleDriverDown", DOWN)),
-    "the next job at its address loses its driver": (
-        [
-            series("up", "1x10 0x10 1x10 0x10", **DRIVER),
-            series("megascale_job_phase", "0x8 1 1 stale _x9 0x9 stale", **DRIVER, phase="done"),
-            series("megascale_job_phase", "1x8 0 0 stale _x9 1x9 stale", **DRIVER, phase="running"),
-        ],
-        alerts("35m", "MegascaleDriverDown", DOWN),
-    ),
-    "no step for a while": (
-        [series("megascale_job_phase", "1x40", **DRIVER, phase="running"), series("megascale_step", "7x40", **DRIVER)],
-        alerts("30m", "MegascaleStandsStill", STILL),
-    ),
-    "steps": (
-        [
-            series("megascale_job_phase", "1x40", **DRIVER, phase="running"),
-            series("megascale_step", "7+1x40", **DRIVER),
-        ],
-        alerts("30m", "MegascaleStandsStill"),
-    ),
-}  # fmt: skip
-
-
-@needs_prometheus
-def test_promtool_accepts_the_rules_and_they_alert_when_they_should(tmp_path):
-    rules = str(packaged_file("rules.yml"))
-    result = subprocess.run(["promtool", "check", "rules", rules], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    tests = [
-        {"name": name, "interval": "1m", "input_series": inputs, "alert_rule_test": [alert]}
-        for name, (inputs, alert) in ALERTS.items()
-    ]
-    case = {"rule_files": [rules], "evaluation_interval": "1m", "tests": tests}
-    (tmp_path / "case.yml").write_text(json.dumps(case))
-    result = subprocess.run(["promtool", "test", "rules", tmp_path / "case.yml"], capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 class Webhook(BaseHTTPRequestHandler):
@@ -342,7 +320,7 @@ def test_prometheus_scrapes_it_and_alertmanager_calls(served, tmp_path, daemon):
     served.driver.observations.record_steps(
         Steps(replaces_earlier=False, steps=(StepFigures(8, float("nan"), 1.0, 0.7),))
     )
-    (tmp_path / "rules.yml").write_text(packaged_file("rules.yml").read_text().replace("interval: 15s", "interval: 1s"))
+    (tmp_path / "rules.yml").write_text(rules_file().read_text().replace("interval: 15s", "interval: 1s"))
     (tmp_path / "alerts.yml").write_text(
         "route: {receiver: hook, group_wait: 0s}\nreceivers:\n- name: hook\n"
         f"  webhook_configs: [{{url: 'http://127.0.0.1:{hook.server_port}/'}}]\n"
@@ -369,8 +347,12 @@ def test_prometheus_scrapes_it_and_alertmanager_calls(served, tmp_path, daemon):
             assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-2000:]
             assert server.poll() is None, (tmp_path / "log").read_text()[-2000:]
             time.sleep(0.1)
+        query = f"http://127.0.0.1:{port}/api/v1/query?query=megascale_step"
+        with urllib.request.urlopen(query, timeout=20) as response:
+            labels = json.load(response)["data"]["result"][0]["metric"]
+        assert (labels["run"], labels["job_name"]) == ("job", "job")
     finally:
         hook.shutdown()
     alert = Webhook.told[0]["alerts"][0]
-    assert (alert["status"], alert["labels"]["alertname"]) == ("firing", "MegascaleLossIsNoNumber")
+    assert (alert["status"], alert["labels"]["alertname"]) == ("firing", "MegascaleLossNotFinite")
     assert alert["labels"]["instance"] == target

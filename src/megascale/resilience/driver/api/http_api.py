@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import uvicorn
-from fastapi import Depends, FastAPI, HTTPException, Path, Query, Response
+from fastapi import Depends, FastAPI, Header, HTTPException, Path, Query, Response
 from fastapi.responses import PlainTextResponse
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from megascale import __version__
 from megascale.core.failure import log_failure
 from megascale.errors import MegascaleError
-from megascale.observe.prometheus import CONTENT_TYPE, format_families
+from megascale.observe.prometheus import format_response
 from megascale.resilience.driver.api import http_limits, metrics
 from megascale.resilience.driver.api.access import LOG_PIECE, make_tokens, read_log_piece
 from megascale.resilience.driver.api.http_limits import Guard
@@ -153,7 +153,7 @@ def _refusals(*codes: int) -> dict[int | str, dict[str, Any]]:
     return {code: {"model": Problem} for code in (400, 401, 403, 413) + codes}
 
 
-def build(driver: Driver, scrapes: metrics.Scrapes) -> FastAPI:
+def build(driver: Driver, job_metrics: metrics.JobMetrics) -> FastAPI:
     """Build the application of one driver."""
     # The scheme is described here and checked by Guard.
     bearer = HTTPBearer(auto_error=False, description="the text of RUN/driver/token.read or, for orders, token.act")
@@ -167,14 +167,14 @@ def build(driver: Driver, scrapes: metrics.Scrapes) -> FastAPI:
         dependencies=[Depends(bearer)],
     )
 
-    _add_job(app, driver, scrapes)
+    _add_job(app, driver, job_metrics)
     _add_records(app, driver)
     _add_node_orders(app, driver)
     _add_job_orders(app, driver)
     return app
 
 
-def _add_job(app: FastAPI, driver: Driver, scrapes: metrics.Scrapes) -> None:
+def _add_job(app: FastAPI, driver: Driver, job_metrics: metrics.JobMetrics) -> None:
     """Add the routes for the state of the job and its nodes."""
 
     @app.get("/v1/job", responses=_refusals())
@@ -195,10 +195,11 @@ def _add_job(app: FastAPI, driver: Driver, scrapes: metrics.Scrapes) -> None:
         )
 
     @app.get("/metrics", responses=_refusals(), response_class=PlainTextResponse)
-    async def metrics_text() -> PlainTextResponse:
-        """Return the job in a few dozen series for Prometheus."""
-        scrapes.note(time.monotonic())
-        return PlainTextResponse(format_families(metrics.families(driver)), media_type=CONTENT_TYPE)
+    async def metrics_text(accept: Annotated[str, Header()] = "") -> PlainTextResponse:
+        """Return the job in a few dozen series for Prometheus, in OpenMetrics if `accept` names it."""
+        families = await job_metrics.read_families()
+        text, content_type = format_response(families, job_metrics.labels, accept)
+        return PlainTextResponse(text, media_type=content_type)
 
     @app.get("/health", responses=_refusals() | {503: {"model": HealthAnswer}})
     async def health(response: Response) -> HealthAnswer:
@@ -354,13 +355,13 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(driver: Driver, host: str, port: int, scrapes: metrics.Scrapes) -> tuple[str, Any]:
+async def serve(driver: Driver, host: str, port: int, job_metrics: metrics.JobMetrics) -> tuple[str, Any]:
     """Start serving; return (base URL, coroutine function that ends it).
 
     Args:
         driver: answers the requests.
         host, port: where to listen, over TLS if `host` is not loopback or a certificate is configured.
-        scrapes: records when the metrics are read.
+        job_metrics: the metrics of the job.
 
     Raises:
         OSError: the address cannot be used.
@@ -380,7 +381,7 @@ async def serve(driver: Driver, host: str, port: int, scrapes: metrics.Scrapes) 
     except OSError:
         listener.close()
         raise
-    application = build(driver, scrapes)
+    application = build(driver, job_metrics)
     guard = Guard(application, make_tokens(driver.run_folder), (host, socket.gethostname()))
     settings = uvicorn.Config(
         guard,

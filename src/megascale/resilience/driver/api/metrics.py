@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import statistics
 import time
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from megascale.observe.prometheus import Family
-from megascale.resilience.driver.state.job_state import NodeState, Phase
+from megascale.observe.prometheus.run_records import RunRecords
+from megascale.resilience.driver.state.job_state import ENDED, NodeState, Phase
 
 if TYPE_CHECKING:
     from megascale.core.grid import Grid
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from megascale.resilience.rules.view import View
 
 _LAST_SCRAPE = 60.0  # longest wait of a driver in seconds
+_RECORDS_SECONDS = 5.0  # for which the metrics of the run folder are valid
 
 
 class Scrapes:
@@ -54,9 +57,43 @@ class Scrapes:
             await asyncio.wait_for(self._scraped.wait(), seconds)
 
 
-def families(driver: Driver) -> list[Family]:
-    """Return the metrics of the job, its steps and its nodes."""
-    return _job_families(driver) + _step_families(driver) + _node_families(driver)
+class JobMetrics:
+    """The metrics of a job.
+
+    Args:
+        driver: the job's driver.
+
+    Attributes:
+        labels: of every series.
+        scrapes: the times at which the metrics were read.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.labels = driver.limits.metric_labels(driver.job.state.name)
+        self._driver = driver
+        self.scrapes = Scrapes()
+        self._started = time.time()
+        self._records = RunRecords(driver.run_folder)
+        self._record_families: list[Family] = []
+        self._records_time = -math.inf
+        self._lock = asyncio.Lock()
+
+    async def read_families(self) -> list[Family]:
+        """Return the metrics of the job, its steps, its nodes and its run folder."""
+        self.scrapes.note(time.monotonic())
+        driver = self._driver
+        start = Family("megascale_driver_start_time_seconds", "gauge", "Start of this driver, seconds since 1970.")
+        families = [start.add(self._started)] + _job_families(driver) + _step_families(driver) + _node_families(driver)
+        return families + await self._read_records()
+
+    async def _read_records(self) -> list[Family]:
+        """Return the metrics of the run folder. A thread reads it, so that a long history delays no heartbeat."""
+        async with self._lock:
+            if time.monotonic() - self._records_time > _RECORDS_SECONDS:
+                is_alive = self._driver.job.phase not in ENDED
+                self._record_families = await asyncio.to_thread(self._records.read_families, is_alive)
+                self._records_time = time.monotonic()
+            return self._record_families
 
 
 def judge_health(driver: Driver) -> tuple[bool, str]:
@@ -73,8 +110,12 @@ def _job_families(driver: Driver) -> list[Family]:
     incidents = Family("megascale_incidents_total", "counter", "Verdicts that named a node, by kind.")
     for kind, count in sorted(Counter(incident.kind for incident in driver.response.incidents).items()):
         incidents.add(count, kind=kind)
+    config = driver.settings.config
+    commits = Family("megascale_commit_interval_steps", "gauge", "Steps between checkpoints, 0: only at the end.")
     return [
         phase,
+        commits.add(config.checkpoint.interval),
+        Family("megascale_planned_steps", "gauge", "Steps of the whole run.").add(config.train.steps),
         Family("megascale_attempts_total", "counter", "Number of attempts.").add(job.attempt),
         Family("megascale_step", "gauge", "The furthest step that a rank has reached.").add(job.step),
         Family("megascale_ranks", "gauge", "Ranks of the job.").add(job.world),
@@ -142,6 +183,8 @@ def _node_families(driver: Driver) -> list[Family]:
     states = Family("megascale_nodes", "gauge", "Nodes by state.")
     for state in NodeState:
         states.add(sum(node.state is state for node in nodes), state=state.value)
+    missing = Family("megascale_nodes_missing", "gauge", "Configured nodes, without spares, that have no node.")
+    missing.add(max(0, driver.limits.nodes - sum(node.state.is_present for node in nodes)))
     cordoned = Family("megascale_nodes_cordoned", "gauge", "Nodes that get no new ranks.")
     cordoned.add(sum(node.record.cordoned or bool(node.drain_reason) for node in nodes))
     age = Family("megascale_heartbeat_age_seconds", "gauge", "Of the connected node that was silent longest.")
@@ -164,4 +207,4 @@ def _node_families(driver: Driver) -> list[Family]:
         power.add(sum(gpu.power_watts for gpu in gpus))
         throttled.add(sum(gpu.throttled for gpu in gpus))
         faulty.add(sum(bool(gpu.xid or gpu.ecc_errors) for gpu in gpus))
-    return [states, cordoned, age, temperature, power, throttled, faulty, traffic, errors]
+    return [states, missing, cordoned, age, temperature, power, throttled, faulty, traffic, errors]

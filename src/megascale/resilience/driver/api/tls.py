@@ -106,13 +106,14 @@ def describe_open_addresses(limits: ResilienceConfig, agents: tuple[str, int], a
             "ranks' own connections are not encrypted: keep those on a network that only the job's machines reach; "
             f"{close}",
         ]
-    host = limits.agent_metrics.rpartition(":")[0].strip("[]")
-    if host and not is_loopback(host):
-        sentences.append(
-            f"resilience.agent_metrics={limits.agent_metrics}: everybody who reaches a node there can read its "
-            "metrics, without a token and unencrypted, but can order nothing: keep it on a network that only the job's "
-            "machines and their Prometheus reach, or listen on 127.0.0.1"
-        )
+    for key, address in (("agent_metrics", limits.agent_metrics), ("driver_metrics", limits.driver_metrics)):
+        host = address.rpartition(":")[0].strip("[]")
+        if host and not is_loopback(host):
+            sentences.append(
+                f"resilience.{key}={address}: every client that reaches this address can read the metrics, without a "
+                "token and unencrypted, but can order nothing: keep it on a network that only the job's machines and "
+                "their Prometheus reach, or listen on 127.0.0.1"
+            )
     return tuple(sentences)
 
 

@@ -10,10 +10,12 @@ import pytest
 
 from megascale.config import load
 from megascale.errors import ConfigError
-from megascale.resilience.agent import metrics_page
-from megascale.resilience.agent.metrics_page import LIMITS, MetricsPage
+from megascale.resilience import metrics_page
+from megascale.resilience.agent.node_metrics import make_page
+from megascale.resilience.metrics_page import LIMITS, MetricsPage
 from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, NetworkTraffic, Worker
 
+LABELS = {"run": "gpt", "job_name": "team", "node": "n0"}
 BEAT = Heartbeat(
     job="job", attempt=1, node="n0", sequence=1, sent_ns=1, step_seconds={8: 0.5, 9: 0.75},
     workers=(Worker(8, 1, "running", step=4), Worker(9, 2, "signalled", step=3)),
@@ -49,15 +51,16 @@ def talk(page: MetricsPage, work):
 
 def test_the_node_as_its_heartbeat_has_it():
     text = talk(
-        MetricsPage(lambda: BEAT, lambda: True), lambda port: send(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+        make_page(lambda: BEAT, lambda: True, LABELS), lambda port: send(port, b"GET /metrics HTTP/1.1\r\n\r\n")
     ).decode()
     head, _, body = text.partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 200 OK\r\ncontent-type: text/plain; version=0.0.4")
     assert f"content-length: {len(body)}" in head
-    report = dict(re.findall(r"^(\S+) (\S+)$", body, re.M))
+    assert all('{run="gpt",job_name="team",node="n0"' in line for line in body.splitlines() if line[0] != "#")
+    report = dict(re.findall(r"^(\S+) (\S+)$", body.replace('run="gpt",job_name="team",node="n0",', ""), re.M))
     assert report['megascale_agent_compute_seconds{rank="9"}'] == "0.75"
     assert report['megascale_agent_ranks{state="signalled"}'] == "1"
-    assert report["megascale_agent_step"] == "3"
+    assert report['megascale_agent_step{run="gpt",job_name="team",node="n0"}'] == "3"
     assert report['megascale_agent_gpu_xid{gpu="0"}'] == "79"
     assert report[r'megascale_agent_network_bytes_per_second{interface="e\"\n",direction="send"}'] == "2"
 
@@ -67,14 +70,14 @@ def test_the_node_as_its_heartbeat_has_it():
 )
 def test_health(beat, connected, code):
     result = talk(
-        MetricsPage(lambda: beat, lambda: connected), lambda port: send(port, b"GET /health HTTP/1.1\r\n\r\n")
+        make_page(lambda: beat, lambda: connected, LABELS), lambda port: send(port, b"GET /health HTTP/1.1\r\n\r\n")
     )
     assert result.split()[1] == code
 
 
 def test_whoever_asks_otherwise_gets_nothing(monkeypatch):
     monkeypatch.setattr(metrics_page, "LIMITS", replace(LIMITS, head_seconds=0.3))
-    page = MetricsPage(lambda: BEAT, lambda: True)
+    page = make_page(lambda: BEAT, lambda: True, LABELS)
 
     async def work(port):
         assert (await send(port, b"POST /metrics HTTP/1.1\r\n\r\n")).split()[1] == b"405"
@@ -91,7 +94,7 @@ def test_whoever_asks_otherwise_gets_nothing(monkeypatch):
 @pytest.mark.parametrize("half", [b"", b"GET /health HTTP/1.1\r\nX: "])
 def test_half_sent_heads_shut_nobody_out(monkeypatch, half):
     monkeypatch.setattr(metrics_page, "LIMITS", replace(LIMITS, head_seconds=600))
-    page = MetricsPage(lambda: BEAT, lambda: True)
+    page = make_page(lambda: BEAT, lambda: True, LABELS)
 
     async def work(port):
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * LIMITS.connections)]
@@ -105,11 +108,29 @@ def test_half_sent_heads_shut_nobody_out(monkeypatch, half):
     assert [answer.split()[1] for answer in talk(page, work)] == [b"200"] * 5
 
 
-def test_a_taken_port_ends_no_agent():
-    async def work(port):
-        return await MetricsPage(lambda: None, lambda: True).serve(f"127.0.0.1:{port}")
+def test_an_agent_without_a_driver_is_alive_but_not_healthy():
+    page = make_page(lambda: None, lambda: False, LABELS)
 
-    assert talk(MetricsPage(lambda: None, lambda: True), work) is None
+    async def work(port):
+        return [await send(port, f"GET /{name} HTTP/1.1\r\n\r\n".encode()) for name in ("live", "health")]
+
+    assert [response.split()[1] for response in talk(page, work)] == [b"200", b"503"]
+
+
+def test_openmetrics_is_served_to_a_scraper_that_accepts_it():
+    request = b"GET /metrics HTTP/1.1\r\nAccept: application/openmetrics-text;version=1.0.0,text/plain;q=0.5\r\n\r\n"
+    text = talk(make_page(lambda: BEAT, lambda: True, LABELS), lambda port: send(port, request)).decode()
+    assert "content-type: application/openmetrics-text; version=1.0.0" in text
+    assert "# UNIT megascale_agent_compute_seconds seconds\n" in text
+    assert text.endswith("# EOF\n")
+
+
+def test_a_taken_port_is_an_error():
+    async def work(port):
+        with pytest.raises(OSError, match="in use"):
+            await make_page(lambda: None, lambda: True, LABELS).serve(f"127.0.0.1:{port}")
+
+    talk(make_page(lambda: None, lambda: True, LABELS), work)
 
 
 def test_the_address_is_checked_at_the_start():
