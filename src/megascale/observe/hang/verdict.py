@@ -97,7 +97,10 @@ def load_layout(folder: Path, world: int) -> Layout | None:
     if not is_small_file(file):
         return None
     try:
-        return lay_out(configuration.load(file, keep_unknown_parts=True), world)
+        config = configuration.load(file, keep_unknown_parts=True)
+        if config.foreign.command:
+            return None  # another trainer's ranks follow no schedule of this package
+        return lay_out(config, world)
     except (MegascaleError, ValueError, RecursionError):
         return None
 
@@ -279,8 +282,7 @@ class _Judge:
         stopped = tuple(item.rank for item in alive if item.process == "stopped")
         if stopped:
             reason = f"the process of {_list(stopped)} is stopped (state T: SIGSTOP or a debugger)"
-            records = [self.scene.ranks[rank].record for rank in stopped]
-            pids = " ".join(str(record.pid) for record in records if record)
+            pids = " ".join(str(self.scene.ranks[rank].pid) for rank in stopped if self.scene.ranks[rank].pid)
             return self._blame("stopped", stopped, reason, [f"kill -CONT {pids} resumes it"])
         return None
 

@@ -27,6 +27,7 @@ class Worker(Part, frozen=True):
         state: "running", "exited" (without a signal) or "signalled" (ended by a signal).
         code: exit code, or number of the signal; 0 while the process runs.
         phase, step, action, microbatch: newest record of the status file (core/status.py).
+        completed_steps: steps up to `step` that are complete, for a program that reports a step after its end.
         status_age: seconds since that record changed, on the agent's monotonic clock.
         message: message of the status file, such as the error that the trainer failed with.
         rss: resident memory in bytes.
@@ -47,6 +48,7 @@ class Worker(Part, frozen=True):
     step: Integer = 0
     action: Name = ""
     microbatch: Integer = -1
+    completed_steps: Count = 0
     status_age: Finite = 0.0
     message: Text = ""
     rss: Count = 0

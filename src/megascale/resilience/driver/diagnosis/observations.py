@@ -142,7 +142,7 @@ class Observations:
             current = worker.step if worker.phase == "train" else worker.step - 1
             first = self._first_steps.setdefault(worker.rank, current)
             self.job.advance(worker.step)
-            has_done_step = worker.step > first or worker.phase != "train"
+            has_done_step = worker.step > first or worker.phase != "train" or worker.completed_steps > 0
             if self.job.phase is Phase.STARTING and has_done_step:
                 self.job.apply(JobEvent.FIRST_STEP)
                 seconds = current_time - self.attempts.started
