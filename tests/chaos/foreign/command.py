@@ -52,7 +52,7 @@ CASES = {
     "hang: loop in Python": Case("loop", "hang", "break_rank"),
     "crash loop": Case("raise", "user_error", "KeyError", exit_code=1),
     "out of memory": Case("memory", "out_of_memory", "CUDA out of memory"),
-    "node gone": Case("none", "missed_heartbeat"),
+    "node gone": Case("none", "node_lost"),
 }
 
 
@@ -160,7 +160,8 @@ def run_case(name: str, folder: Path, rank: int) -> Outcome:
         return Outcome(name, rank, False, seconds, job.output.read_text()[-1500:])
     verdict = verdicts[0]
     evidence = " | ".join(verdict.evidence)
-    is_right = verdict.ranks == (rank,) and case.sentence in evidence and code == case.exit_code
+    names_rank = verdict.ranks == (rank,) or (name == "node gone" and verdict.nodes == (f"n{rank}",))
+    is_right = names_rank and case.sentence in evidence and code == case.exit_code
     return Outcome(name, rank, is_right, seconds, f"ranks {verdict.ranks}, exit code {code}: {evidence}")
 
 
