@@ -19,6 +19,7 @@ BENCHMARKS: dict[str, str] = {
     "overlap": "benchmarks.training.overlap",
     "peers": "benchmarks.training.peer_comparison",
     "schedules": "benchmarks.training.schedules",
+    "tensor-precision": "benchmarks.training.tensor_precision",
     "simulator": "benchmarks.simulate.command",
     "calibration": "benchmarks.simulate.command",
     "targets": "benchmarks.targets.command",

@@ -90,7 +90,9 @@ def python_calls(engine: Engine, step: int, report: Told) -> int:
 
 def count(rank: int, world: int, tree: dict[str, Any]) -> dict[str, Any]:
     """A worker's second step by kernel, its third by the profiler, its fourth by Python's."""
-    engine, report, observed = make_engine(rank, world, tree), Told(), Recorded()
+    engine = make_engine(rank, world, tree)
+    report = Told()
+    observed = Recorded()
     run_step(engine, 1, report)
     with observed:
         run_step(engine, 2, report)
@@ -120,7 +122,9 @@ def main() -> None:
     parser.add_argument("--against", type=Path)
     inputs = parser.parse_args()
     before = json.loads(inputs.against.read_text()) if inputs.against else None
-    pool, result, worse = Pool(), {}, []
+    pool = Pool()
+    result = {}
+    worse = []
     print("| case | operators | kernels | Python calls | order and sizes | losses, norms |\n|---|---|---|---|---|---|")
     for key, item in cases():
         result[key] = current = pool.run(count, item.world, item.tree)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 RUN = Path("runs/demo")
-# Share of the steps after which it happens, the fault, and what is said.
+# Share of the steps after which it happens, the fault, and its text.
 FAULTS = (
     (0.1, ["slow-rank", "--node", "n1", "--seconds", "0.3", "--persistent"], "node n1 is slow: the heat map shows it"),
     (

@@ -35,9 +35,11 @@ from megascale.simulate.step import Scenario, engine_software
 # Predictions file and cluster by what the GPU's name contains.
 MACHINES = {"H100": ("h100-fifth", "h100-dgx"), "H200": ("h200-fifth", "h200-host")}
 # Seconds of timed steps that a run aims at, with the fewest and the most steps.
-TIMED_SECONDS, FEWEST_STEPS, MOST_STEPS = 4.0, 8, 40
+TIMED_SECONDS = 4.0
+FEWEST_STEPS = 8
+MOST_STEPS = 40
 WARM_UP = 5
-# Seconds that a run takes beside its steps: the start, two GEMM measurements, the host's own steps.
+# Seconds that a run takes in addition to its steps: the start, two GEMM measurements, the host's own steps.
 START_SECONDS = 16.0
 # Seconds after which a run counts as hung.
 LONGEST = 150.0
@@ -213,7 +215,7 @@ def end_case(case: RunningCase) -> None:
 
 
 def read_row(case: RunningCase) -> dict[str, Any]:
-    """Return what a case measured, beside its prediction; `seconds` is None if the run failed."""
+    """Return a case's measurement next to its prediction; `seconds` is None if the run failed."""
     prediction = case.prediction
     row: dict[str, Any] = {
         "name": prediction.name,

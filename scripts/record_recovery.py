@@ -29,7 +29,9 @@ COMMAND = (
     "megascale launch examples/stdlib.toml --nodes 2 --spares 1 --train.micro_batch=2 --train.log_interval=1 "
     "--checkpoint.background=true --checkpoint.memory_interval=1"
 )
-KILL_AT, STEPS_AFTER, WIDTH = 8, 4, 118
+KILL_AT = 8
+STEPS_AFTER = 4
+WIDTH = 118
 
 
 def main() -> int:
@@ -54,7 +56,7 @@ def main() -> int:
 
 
 def watch(job: subprocess.Popen[str], run: Path) -> tuple[list[tuple[float | None, str]], bool]:
-    """What the job prints from shortly before the kill on: (seconds since the kill, line); and whether it recovered."""
+    """Return the job's output from shortly before the kill on: (seconds since the kill, line), and its recovery."""
     begin, _, options = COMMAND.partition(" --checkpoint")
     shown: list[tuple[float | None, str]] = [
         (None, f"$ {begin} \\"),

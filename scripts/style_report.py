@@ -273,7 +273,8 @@ def iterate_sentences(text: str) -> Iterator[str]:
     """Yield the sentences of a document's paragraphs, without code, tables, lists and headings."""
     without_code = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     for paragraph in re.split(r"\n\s*\n", without_code):
-        if not paragraph.lstrip().startswith(("|", "-", "#", "!", "`")):
+        is_code = paragraph.startswith("    ")
+        if not is_code and not paragraph.lstrip().startswith(("|", "-", "#", "!", "`")):
             yield from re.split(r"(?<=[.!?:])\s+", paragraph.replace("\n", " "))
 
 

@@ -182,7 +182,7 @@ def lines(file: Path) -> list[dict]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What tests of the documents ran, and what they only parsed and why."""
+    """Print the counts of document commands: those that ran, and those that were only parsed, with reasons."""
     messages = [
         (key, value)
         for report in terminalreporter.stats.get("passed", [])

@@ -19,7 +19,7 @@ json_values = st.recursive(
     st.one_of(
         st.none(),
         st.booleans(),
-        st.sampled_from((*_NUMBERS, *_NOT_FINITE)),
+        st.sampled_from(_NUMBERS + _NOT_FINITE),
         st.integers(),
         st.floats(),
         st.text(max_size=20),

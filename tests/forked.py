@@ -183,7 +183,7 @@ class Forked:
         self.send_signal(signal.SIGTERM)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it said on stdout and stderr, once it has ended."""
+        """Return the output on stdout and stderr, after the process has ended."""
         self.wait(timeout)
         output = []
         for file in self._said:
@@ -193,14 +193,14 @@ class Forked:
 
 
 def popen(command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: Any) -> Forked:
-    """In place of subprocess.Popen where code under test starts a command with its output in a file."""
+    """Replace subprocess.Popen where code under test starts a command with its output in a file."""
     module, arguments = _module_and_words(command)
     assert module == COMMAND
     return Forked(arguments, env=env, output=Path(stdout.name))
 
 
 def _command(module: str, arguments: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:
-    """In the forked process: become the command."""
+    """Become the command, in the forked process."""
     for number, path in ((1, files[0]), (2, files[-1])):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(handle, number)
@@ -223,7 +223,7 @@ def _command(module: str, arguments: list[str], env: dict[str, str], cwd: str, b
 
 
 def _undrawn(self: Any, file: Path, **_: Any) -> None:
-    """In place of Figure.savefig: the figure is made, its pixels, which take as long as a tiny training, are not."""
+    """Replace Figure.savefig: the figure is made without its pixels, which take as long as a tiny training."""
     Path(file).write_bytes(b"")
 
 
@@ -249,7 +249,7 @@ def _run(module: str, arguments: list[str]) -> None:
     Path("/proc/self/comm").write_text(f"{program} {' '.join(arguments)}"[:15])  # for ps
     if arguments and arguments[0] in ("train", "launch", "agent") and DRAW not in os.environ:
         importlib.import_module("matplotlib.figure").Figure.savefig = _undrawn
-    sys.argv = ["megascale", *arguments]
+    sys.argv = ["megascale"] + arguments
     try:
         if module in SCRIPTS:
             runpy.run_module(module, run_name="__main__")
@@ -263,11 +263,11 @@ def _run(module: str, arguments: list[str]) -> None:
 
 
 def _start_child(command: Any, *inputs: Any, **options: Any) -> subprocess.Popen[Any]:
-    """In place of subprocess.Popen in a forked command: what loads torch is forked."""
+    """Replace subprocess.Popen in a forked command: commands that load torch are forked."""
     if not isinstance(command, str):
         module, arguments = _module_and_words([str(word) for word in command])
         if module in MODULES + SCRIPTS and options.get("stdin") in (None, subprocess.DEVNULL):
-            return _Child([module, *arguments], *inputs, **options)
+            return _Child([module] + arguments, *inputs, **options)
     return _Popen(command, *inputs, **options)
 
 
@@ -275,7 +275,7 @@ def _module_and_words(command: Sequence[str]) -> tuple[str, list[str]]:
     """The module that a command of this interpreter runs, and its words; the module is empty for other commands."""
     start, arguments = list(command[:2]), list(command[2:])
     if start == [sys.executable, "-P"]:
-        start, arguments = [sys.executable, *arguments[:1]], arguments[1:]
+        start, arguments = [sys.executable] + arguments[:1], arguments[1:]
     if start != [sys.executable, "-m"] or not arguments:
         return "", []
     module = {"megascale": COMMAND, "benchmarks": BENCHMARKS}.get(arguments[0], arguments[0])
@@ -303,9 +303,13 @@ class _Child(subprocess.Popen[Any]):
     ) -> None:
         assert stdin in (None, subprocess.DEVNULL)
         assert not shell
-        self.args, self.returncode, self.stdin = command, None, None
+        self.args = command
+        self.returncode = None
+        self.stdin = None
         self._child_created, self._waitpid_lock = True, threading.Lock()
-        self._communication_started, self._input, self._sigint_wait_secs = False, None, 0.25
+        self._communication_started = False
+        self._input = None
+        self._sigint_wait_secs = 0.25
         self.text_mode = text or universal_newlines
         self.encoding = self.errors = self.pipesize = None
         # For each of the two: what the parent reads from, and where the child writes.
@@ -314,7 +318,7 @@ class _Child(subprocess.Popen[Any]):
             err = out
         for file in (sys.stdout, sys.stderr):
             file.flush()  # or the child would say it again
-        # What the launcher does about a signal is not the rank's to do.
+        # Only the launcher handles a signal, not the rank.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         self.pid = os.fork()
         if self.pid:

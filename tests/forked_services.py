@@ -47,7 +47,7 @@ def forked_services() -> Iterator[None]:
 
 
 def fork_services() -> None:
-    """From now on this process, itself the fork server's child, has services forked."""
+    """Let this process, a child of the fork server, fork its services from now on."""
     Launch.spawn = _spawn  # type: ignore[method-assign, assignment]
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]  # or it would start its own
 
@@ -73,10 +73,10 @@ def _received(sent: Any) -> int:
 
 
 class _Service:
-    """What is used of subprocess.Popen."""
+    """Replacement of subprocess.Popen with the members that are used."""
 
     def __init__(self, launch: Launch, arguments: Sequence[str], files: Sequence[int]) -> None:
-        output = [*map(str, launch.arguments), *arguments]
+        output = [str(argument) for argument in launch.arguments] + list(arguments)
         # A file has another number there.
         inputs: list[Any] = [_Handle(int(word)) if word in map(str, files) else word for word in output]
         variables = os.environ | dict(launch.environment)
@@ -117,7 +117,7 @@ def _spawn(self: Launch, *arguments: str, files: Sequence[int] = ()) -> Any:
 
 
 def _serve(module: str, arguments: list[str | int], env: Mapping[str, str], cwd: str, log: str) -> None:
-    """In the forked process: become the service."""
+    """Become the service, in the forked process."""
     os.setsid()
     handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     for number in (1, 2):
@@ -128,7 +128,7 @@ def _serve(module: str, arguments: list[str | int], env: Mapping[str, str], cwd:
     os.environ.update(env)
     os.chdir(cwd)
     Path("/proc/self/comm").write_text(module.rpartition(".")[2][:15])
-    sys.argv = [module, *map(str, arguments)]
+    sys.argv = [module] + [str(argument) for argument in arguments]
     if "--parent" in sys.argv:
         sys.argv[sys.argv.index("--parent") + 1] = str(os.getppid())
     importlib.import_module(module).main()

@@ -19,7 +19,7 @@ from megascale.config.reference import find_settings
 from tests.forked import Forked
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md"] + sorted((ROOT / "docs").glob("*.md"))
 BLOCK = re.compile(r"^```(?:sh|console)?\n(.*?)^```", re.M | re.S)
 # Programs of the documents' commands. `benchmarks` and `tests.chaos` are only parsed: they take minutes to hours.
 PROGRAMS = {
@@ -46,8 +46,8 @@ FEW_STEPS = [
 SMALL = {
     r"(train|launch) (examples/(gpt|stdlib-3d)|--model\.preset=gpt|job\.toml --node-rank)": ["--dry-run"],
     r"train runs/": FEW_STEPS,
-    r"train|launch .*--cluster slurm": [*ONE_LAYER, *FEW_STEPS],
-    r"launch": [*ONE_LAYER, *FEW_STEPS, "--train.steps=25", "--observe.spans=1", "--resilience.window=20"],
+    r"train|launch .*--cluster slurm": ONE_LAYER + FEW_STEPS,
+    r"launch": ONE_LAYER + FEW_STEPS + ["--train.steps=25", "--observe.spans=1", "--resilience.window=20"],
     r"generate": ["--tokens=4"],
 }
 # What stands in the world where a document speaks of another.
@@ -62,7 +62,7 @@ THERE = (
     (r"--step 300", "--step 10"),
     (r" --node-rank$", ""),
 )
-# What is parsed only, and why.
+# Commands that are only parsed, with reasons.
 PARSED = {
     r"data build --stdlib": "half a minute; `make train` does it",
     r"launch examples/stdlib\.toml --nodes 4": "as the two nodes of quickstart.md",
@@ -147,7 +147,7 @@ def run(folder: Path, command: str) -> None:
     small = next((more for begin, more in SMALL.items() if re.match(begin, command)), [])
     for theirs, ours in THERE:
         command = re.sub(theirs, ours, command)
-    arguments = [*shlex.split(command.partition(" > ")[0]), *small]
+    arguments = shlex.split(command.partition(" > ")[0]) + small
     process = Forked(arguments, env={"COLUMNS": "200"}, cwd=folder)
     try:
         output, _ = process.communicate(timeout=240)

@@ -1,4 +1,4 @@
-"""What the documents name is there: files, modules, functions and tests of the tree that they stand in."""
+"""Names in the documents: the files, modules, functions and tests of the tree exist."""
 
 import re
 import subprocess
@@ -12,20 +12,20 @@ from megascale.config.registry import PLUGIN_GROUP
 ROOT = Path(__file__).parents[1]
 BASES = (ROOT, ROOT / "src" / "megascale", ROOT / "docs")
 # The log says what was true on its dates, in the names of its time.
-PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")})
+PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/*.md"))
 FILE = re.compile(r"`((?:src|benchmarks|tests|docs|examples|scripts)/[\w./*-]*|[\w./-]+\.py)(?:::([\w.]+))?")
 MODULE = re.compile(r"(?<![\w/.-])megascale(?!\.dev/)((?:\.[a-z_]\w*)+)")
 LINK = re.compile(r"\]\(([\w./-]+\.(?:md|py|toml))(?:#[\w-]*)?\)")
 
 
 def files(path: str) -> list[Path]:
-    """What a page may mean: a path from the root, the package or docs/, or the end of one in package or tests."""
+    """Return the files that a page may mean: a path from the root, the package or docs/, or the end of a path."""
     result = [file for base in BASES for file in base.glob(path.rstrip("/"))]
     return result or [file for base in (BASES[1], ROOT / "tests") for file in base.rglob(path)]
 
 
 def defines(file: Path, name: str) -> bool:
-    """Whether a file has the function, class or method, whose classes count as well."""
+    """Return whether a file defines the function, class or method, and the classes around it."""
     text = file.read_text()
     return all(re.search(rf"^\s*(?:async )?(?:def|class) {part}\b", text, re.M) for part in name.split("."))
 
@@ -38,7 +38,7 @@ def test_what_a_page_names_is_there(page):
         if f"megascale{dotted}" == PLUGIN_GROUP:  # a group of entry points, not a module
             continue
         *parents, last = dotted[1:].split(".")
-        module = "/".join([*parents, last])
+        module = "/".join(parents + [last])
         present = (
             files(f"{module}.py") or files(module) or any(defines(f, last) for f in files("/".join(parents) + ".py"))
         )
@@ -74,6 +74,6 @@ def test_the_site_is_built_without_a_warning(tmp_path):
         ROOT / "docs",
         tmp_path / "site",
     ]
-    done = subprocess.run([*command, "-d", tmp_path / "trees"], capture_output=True, text=True, check=False)
+    done = subprocess.run(command + ["-d", tmp_path / "trees"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "lr.warmup_steps" in (tmp_path / "site" / "configuration.html").read_text()

@@ -150,7 +150,7 @@ def test_files_that_comments_name_are_there() -> None:
     source = ROOT / "src" / "megascale"
     files = [
         f"/{file.relative_to(ROOT).as_posix()}"
-        for file in [p for name in ("src", "tests", "scripts") for p in (ROOT / name).rglob("*.py")]
+        for file in [p for name in ("src", "benchmarks", "tests", "scripts") for p in (ROOT / name).rglob("*.py")]
     ]
     peers = {"begun.py", "megatron/core/datasets/indexed_dataset.py"}  # a user's and Megatron's
     lost = [

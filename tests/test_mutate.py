@@ -101,7 +101,7 @@ def test_a_draw_depends_on_the_seed_and_takes_operators_in_turn(mutate):
     assert first == list(mutate.draw(candidates, "1/a"))
     assert first != list(mutate.draw(candidates, "2/a"))
     assert len(first) == len(candidates)
-    assert [mutation.operator for _, mutation in first[:12]] == [*mutate.OPERATORS] * 2
+    assert [mutation.operator for _, mutation in first[:12]] == list(mutate.OPERATORS) * 2
 
 
 def test_the_tables_name_files_functions_and_lines_that_exist(mutate):

@@ -41,7 +41,7 @@ def test_a_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_scaled_mm")
     with pytest.raises(TrainingError) as caught:
         _ = torch_private.scaled_mm
-    for word in (torch.__version__, "torch._scaled_mm", *torch_private.TESTED_RELEASES):
+    for word in (torch.__version__, "torch._scaled_mm") + torch_private.TESTED_RELEASES:
         assert word in str(caught.value)
     with pytest.raises(AttributeError, match="no attribute 'scaled'"):
         _ = torch_private.scaled
@@ -148,7 +148,7 @@ def test_an_autograd_function_that_is_called_directly_is_one_like_any_other():
     for function in (plain, direct):
         y, z = function.apply(x, 3.0, "a label")
         assert y.requires_grad
-        results.append((y, z, *torch.autograd.grad(y.sum() + 2 * z.sum(), x)))
+        results.append((y, z) + torch.autograd.grad(y.sum() + 2 * z.sum(), x))
         with torch.no_grad():
             assert not function.apply(x, 3.0, None)[0].requires_grad
     for a, b in zip(*results, strict=True):

@@ -1,4 +1,4 @@
-"""What `pip install` gives: a wheel with all that the commands read, which works outside the checkout."""
+"""Wheel of `pip install`: it has all files that the commands read, and works outside the checkout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def wheel(tmp_path_factory):
     pytest.importorskip("hatchling")
     out = tmp_path_factory.mktemp("wheel")
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, "-w", out, ROOT], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "wheel"] + options + ["-w", out, ROOT], check=True)
     (built,) = out.glob("*.whl")
     return built
 
@@ -50,7 +50,7 @@ def test_its_metadata(wheel):
 def test_it_works_outside_the_checkout(wheel, tmp_path):
     folder = tmp_path / "site"
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--target", folder]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, wheel], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "install"] + options + [wheel], check=True)
 
     program = """
 import sys, megascale

@@ -50,11 +50,11 @@ def checkpoint(
         figures = _measure(console, Path(name), parts.split(","), gigabytes, repeats, replicas, preset, layout)
         if "stall" in parts.split(","):
             figures["stall"] = _stall(console, Path(name), gigabytes, step_seconds, repeats, persist)
-    out.write_text(strict_json.dumps({**_about(), **figures}, indent=2) + "\n")
+    out.write_text(strict_json.dumps({**describe_machine(), **figures}, indent=2) + "\n")
     console.print(f"metrics: {out}")
 
 
-def _about() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     import os
 
     import torch
@@ -118,7 +118,10 @@ def _stall(
         f = stalls(folder, gigabytes, step_seconds, saves, persist)
     title = f"{f['processes']} x {f['device']}, {f['state_bytes'] / 1e9:.2f} GB of state"
     table = Table("", "", title=title, box=box.SIMPLE_HEAD, title_justify="left", show_header=False)
-    lock = "page-locked" if f["pinned"] else "not page-locked"
+    if f["pinned"]:
+        lock = "page-locked"
+    else:
+        lock = "not page-locked"
     table.add_row("stall a save, slowest process", f"{statistics.median(f['stall_s']) * 1e3:,.1f} ms")
     table.add_row("a step", f"{f['plain_step_s']:.3f} s")
     table.add_row("a step that begins with a save", f"{statistics.median(f['save_step_s']):.3f} s ({f['slower']:+.1%})")

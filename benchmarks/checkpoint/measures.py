@@ -1,4 +1,4 @@
-"""What `python -m benchmarks checkpoint` measures, each as a function that returns plain figures."""
+"""Measurements of `python -m benchmarks checkpoint`: each function returns plain figures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def data_bytes(shards: list[TensorShard]) -> int:
 def ready_memory(size: int) -> mmap.mmap:
     """About that many bytes of random numbers on huge pages: small ones cost the disk a tenth.
 
-    Made once: memory given back to a virtual machine's host, and had anew, slows down whatever writes then.
+    Made once: memory given back to a virtual machine's host, and had anew, slows down the writes that follow.
     """
     block = 16 << 20
     memory = mmap.mmap(-1, size // block * block)
@@ -78,7 +78,7 @@ def disk_rate(folder: Path, memory: mmap.mmap) -> float:
 
 
 def saving(folder: Path, gigabytes: float, repeats: int) -> Figures:
-    """Rates of saving at once and in the background beside the disk's own, in random turns.
+    """Return rates of saving at once and in the background next to the disk's own, in random turns.
 
     A virtual disk's rate wanders by half, and it goes on working on what was removed before: each turn begins when the
     disk has settled, and medians are compared.
@@ -117,7 +117,7 @@ def saving(folder: Path, gigabytes: float, repeats: int) -> Figures:
                 stalls.append(outcome.stall)
     checkpointer.save(repeats + 2, {}, wait=True)
     checkpointer.finish()
-    middle = {what: statistics.median(match) for what, match in rates.items()}
+    middle = {method: statistics.median(match) for method, match in rates.items()}
     return {
         "bytes": size,
         "disk_mb_s": [rate / 1e6 for rate in rates["disk"]],

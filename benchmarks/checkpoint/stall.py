@@ -32,10 +32,13 @@ def stalls(folder: Path, gigabytes: float, step_seconds: float, saves: int, pers
         saves: how many saves to measure.
         persist: also write them to `folder`, else they stay in memory.
     """
-    world = torch.cuda.device_count() if torch.cuda.is_available() else 2
+    if torch.cuda.is_available():
+        world = torch.cuda.device_count()
+    else:
+        world = 2
     results = _context.Queue()
     arguments = (world, folder, gigabytes, step_seconds, saves, persist, results)
-    children = [_context.Process(target=_child, args=(rank, *arguments)) for rank in range(world)]
+    children = [_context.Process(target=_child, args=(rank,) + arguments) for rank in range(world)]
     for child in children:
         child.start()
     got = [results.get(timeout=1800) for _ in children]
@@ -76,7 +79,10 @@ def _measure(
     rank: int, world: int, folder: Path, gigabytes: float, step_seconds: float, saves: int, persist: bool
 ) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", rank)
+    else:
+        device = torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     else:
@@ -138,12 +144,17 @@ class _Step:
     """GEMMs, an all-reduce of gradients' size, an update of all of the state."""
 
     def __init__(self, device: torch.device, state: torch.Tensor, checkpointer: Checkpointer) -> None:
-        self.device, self.state, self.checkpointer = device, state, checkpointer
+        self.device = device
+        self.state = state
+        self.checkpointer = checkpointer
         snapshots = checkpointer.snapshots
         assert snapshots is not None
         self.staging = snapshots.memory
         n = 8192 if device.type == "cuda" else 512
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        if device.type == "cuda":
+            dtype = torch.bfloat16
+        else:
+            dtype = torch.float32
         self.a = torch.randn(n, n, device=device, dtype=dtype)
         self.b = torch.randn(n, n, device=device, dtype=dtype)
         self.grads = torch.zeros(min(64 << 20, state[0].numel()), device=device)
@@ -155,7 +166,7 @@ class _Step:
             torch.cuda.synchronize(self.device)
 
     def calibrate(self, seconds: float) -> None:
-        """As many GEMMs as last about `seconds`, the same number on all processes."""
+        """Return the number of GEMMs that last about `seconds`, the same on all processes."""
         for _ in range(2):
             self.sync()
             begun = time.perf_counter()

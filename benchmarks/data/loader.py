@@ -65,7 +65,7 @@ def main(
     console = Console()
     unknown = set(source) - set(SOURCES)
     if unknown:
-        raise typer.BadParameter(f"{unknown.pop()!r} is none of {', '.join(SOURCES)}")
+        raise typer.BadParameter(f"{unknown.pop()!r} is not one of {', '.join(SOURCES)}")
     check_processes("--ranks", ranks, TRAINER_BYTES)
     with tempfile.TemporaryDirectory(dir=folder) as location:
         result = measure(Path(location), source, ranks, batches, steps, repeat)
@@ -76,7 +76,7 @@ def main(
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what."""
+    """Return the machine and the versions of a measurement."""
     from benchmarks.data.tokenize import processor
 
     return {
@@ -211,7 +211,7 @@ def read_all(config: Any, ranks: int, batches: int, side: str) -> LoaderFigures:
 
 
 def wait_in_steps(config: Any, ranks: int, steps: int, side: str) -> dict[str, float]:
-    """What a step of STEP seconds waits for its micro-batch, parts of the step: over all ranks and steps.
+    """Return the waits for micro-batches as parts of a step of STEP seconds, over all ranks and steps.
 
     `empty` is the part of the mean in which the host's loader had nothing ready; the rest is copying, and being kept
     from it by other processes.
@@ -221,7 +221,10 @@ def wait_in_steps(config: Any, ranks: int, steps: int, side: str) -> dict[str, f
     # The first steps wait for the reading to begin.
     waits = [wait for t in report for wait in t["waits"][_FIRST:]]
     ordered = sorted(waits)
-    empty = {"empty": sum(t["empty"] for t in report) / len(waits) / STEP} if side == "host" else {}
+    if side == "host":
+        empty = {"empty": sum(t["empty"] for t in report) / len(waits) / STEP}
+    else:
+        empty = {}
     return empty | {
         "mean": statistics.fmean(waits) / STEP,
         "median": statistics.median(waits) / STEP,
@@ -309,20 +312,29 @@ def _rank(
     torch.set_num_threads(1)
     config = configuration.from_tree(tree)
     plan = plan_host(lay_out(config, ranks), 0, ranks)
-    feed = HostFeed(plan, Path(location), rank, 1, torch.device("cpu")) if location else None
+    if location:
+        feed = HostFeed(plan, Path(location), rank, 1, torch.device("cpu"))
+    else:
+        feed = None
     end.send("here")
     end.recv()
-    crc, waits, came_up = 0, [], 0.0
+    crc = 0
+    waits = []
+    came_up = 0.0
     try:
         began = time.perf_counter()
         if feed is not None:
             feed.start(0)
-        read = iter(_dataloader(config)) if feed is None else None
+        if feed is None:
+            read = iter(_dataloader(config))
+        else:
+            read = None
         bytes_read = 0
         for number in range(batches):
             started = time.perf_counter()
             if feed is not None:
-                _, targets = feed.batches(number * _MICRO)(0)
+                targets = feed.batches(number * _MICRO)(0).targets
+                assert targets is not None
             else:
                 assert read is not None
                 rows, bytes_read = next(read)
@@ -383,7 +395,10 @@ def _show(console: Any, result: dict[str, Any]) -> None:
             cells = []
             for key, unit in columns:
                 value, base = measured[key], sides["baseline"][key]
-                more = f"{value / base:.1f}x" if key == "tokens_per_second" else f"1/{base / max(value, 1e-9):.1f}"
+                if key == "tokens_per_second":
+                    more = f"{value / base:.1f}x"
+                else:
+                    more = f"1/{base / max(value, 1e-9):.1f}"
                 number = f"{value / unit:,.{0 if value / unit > 99 else 1}f}"
                 cells.append(number if side == "baseline" else f"{number} ({more})")
             table.add_row(name, _SIDES[side], *cells)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks tokenize`: how fast jsonl becomes token files, beside what the tokenizer library alone does.
+"""`python -m benchmarks tokenize`: the speed from jsonl to token files, compared with the tokenizer library alone.
 
 The text is the standard library's source cut into documents at random, with some words of each renamed, so that a
 tokenizer's cache of words sees new ones as it would in real text. The library is timed inside `encode_batch` only,
@@ -89,7 +89,7 @@ def measure(folder: Path, size: int, cores: int, vocab_size: int) -> dict[str, A
     report: dict[str, dict[str, Any]] = {}
     for method, half in order:
         name, call = (method, f"library({method!r}, {half})") if method else ("data build", f"ours({cores})")
-        for key, value in _apart(call, folder, cores).items():
+        for key, value in _run_in_process(call, folder, cores).items():
             retained = report.setdefault(name, {})
             retained[key] = retained.get(key, 0) + value
     names = ("encode_batch", "encode_batch_fast", "data build")
@@ -114,7 +114,10 @@ def measure(folder: Path, size: int, cores: int, vocab_size: int) -> dict[str, A
 
 def processor() -> str:
     """Name of this machine's processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    else:
+        lines = []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
@@ -137,7 +140,7 @@ def write_jsonl(path: Path, texts: list[str], size: int) -> tuple[int, int]:
     return count, text_bytes
 
 
-def _apart(call: str, folder: Path, cores: int) -> dict[str, Any]:
+def _run_in_process(call: str, folder: Path, cores: int) -> dict[str, Any]:
     """Run a function of this module in a process of its own, on `cores` cores; what it returns."""
     allowed = sorted(os.sched_getaffinity(0))[:cores]
     code = f"import benchmarks.data.tokenize as t; print(t.json.dumps(t.{call}))"

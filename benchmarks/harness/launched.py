@@ -94,8 +94,8 @@ class Launched:
     ) -> None:
         self.run, self.output = file.parent / "runs" / name, file.parent / f"{name}.out"
         self.command = _OWN_NETWORK if own_network else []
-        self.command = [*self.command, sys.executable, "-m", "megascale.cli.main", "launch", str(file)]
-        self.command += [f"--train.name={name}", *arguments]
+        self.command = self.command + [sys.executable, "-m", "megascale.cli.main", "launch", str(file)]
+        self.command += [f"--train.name={name}"] + list(arguments)
         folder = self.run / "faults"
         folder.mkdir(parents=True)
         # Named so that a driver passes them on to nodes that do not see this folder.
@@ -143,7 +143,7 @@ class Launched:
         return read_journal_events(self.run, after)
 
     def over(self) -> bool:
-        """Whether the job has ended, so that no more events come."""
+        """Return whether the job has ended, so that no more events come."""
         return self.process.poll() is not None
 
     def first(self, expected: Callable[[Any], bool], grace_period: float = WAIT) -> Any:
@@ -180,7 +180,9 @@ class Launched:
         status = read_status(self.run / "status" / "rank-0.status")
         if status is None:
             return 0
-        return status.step - 1 if status.phase in ("train", FAILED_IN_STEP) else status.step
+        if status.phase in ("train", FAILED_IN_STEP):
+            return status.step - 1
+        return status.step
 
     def weights(self) -> dict[str, Any]:
         """The model as the newest checkpoint has it."""
@@ -200,7 +202,9 @@ class Steps:
     """Watches the newest step that a job has told of; a context manager, since the strike may outlast the recovery."""
 
     def __init__(self, job: Launched) -> None:
-        self._job, self._seen, self._end = job, [(time.time(), job.step())], threading.Event()
+        self._job = job
+        self._samples = [(time.time(), job.step())]
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Steps:
@@ -214,16 +218,16 @@ class Steps:
     def _watch(self) -> None:
         while not self._end.wait(0.05):
             step = self._job.step()
-            if step != self._seen[-1][1]:
-                self._seen.append((time.time(), step))
+            if step != self._samples[-1][1]:
+                self._samples.append((time.time(), step))
 
-    def until(self, when: float) -> int:
+    def count_until(self, when: float) -> int:
         """The newest that had been told of by then, seconds since 1970."""
-        return max((step for at, step in self._seen if at <= when), default=0)
+        return max((step for at, step in self._samples if at <= when), default=0)
 
 
 def recovery(job: Launched, verdicts: Sequence[str], began: float, before: int) -> tuple[Any, Any]:
-    """Of a fault after `began` and event `before`: the verdict, and the first step after it."""
+    """Return a fault's verdict after `began` and before `event`, and the first step after it."""
     verdict = job.first(lambda e: e.kind in verdicts and e.time > began and e.id > before)
     return verdict, job.first(lambda e: e.kind == "first_step" and e.id > before)
 
@@ -245,11 +249,26 @@ def phases(
         (e for e in job.trainer_events() if e["event"] in ("resumed", "run_started") and e["time"] > after), None
     )
     result: dict[str, float | int | None] = {"detect": verdict.time - injected if verdict else None}
-    result["stop"] = max(0.0, started.time - verdict.time) if started and verdict else None
-    result["load"] = back["time"] - started.time if back and started else None
-    result["step"] = repeated.time - back["time"] if repeated and back else None
-    result["total"] = repeated.time - injected if repeated else None
+    if started and verdict:
+        result["stop"] = max(0.0, started.time - verdict.time)
+    else:
+        result["stop"] = None
+    if back and started:
+        result["load"] = back["time"] - started.time
+    else:
+        result["load"] = None
+    if repeated and back:
+        result["step"] = repeated.time - back["time"]
+    else:
+        result["step"] = None
+    if repeated:
+        result["total"] = repeated.time - injected
+    else:
+        result["total"] = None
     result["resumed_from"] = back.get("step", 0) if back else None
     if steps is not None:
-        result["lost"] = max(0, steps.until(back["time"]) - back.get("step", 0)) if back and repeated else None
+        if back and repeated:
+            result["lost"] = max(0, steps.count_until(back["time"]) - back.get("step", 0))
+        else:
+            result["lost"] = None
     return result

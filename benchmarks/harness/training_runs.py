@@ -29,7 +29,7 @@ def train(
 
     Args:
         name: what errors call it.
-        environment: variables beside this process's own.
+        environment: variables in addition to this process's own.
         at_step: told how many records there are, now and then.
 
     Raises TrainingError with the end of its output if it fails.

@@ -1,4 +1,4 @@
-"""What /proc tells of processes: processor time, bytes read, memory; and dropping files from the page cache."""
+"""Processor time, bytes read and memory of processes, from /proc; dropping files from the page cache."""
 
 from __future__ import annotations
 

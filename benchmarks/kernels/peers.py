@@ -79,7 +79,7 @@ def show(bench: Bench) -> None:
     for name in ("op", "shape", "MegaScale us", *(f"{name} us" for name in names)):
         table.add_column(name, no_wrap=True)
     for row in peer_rows:
-        seconds = [row.fused, *(row.peers.get(name) for name in names)]
+        seconds = [row.fused] + [row.peers.get(name) for name in names]
         table.add_row(row.op, row.shape, *("" if s is None else f"{s * 1e6:.1f}" for s in seconds))
     console.print(table)
     for row in peer_rows:
@@ -137,13 +137,16 @@ def _measure(
             row.notes[name] = f"{type(error).__name__}: {str(error).strip()[:200]}"
 
 
-def _both(forward: Callable[..., Any], order: tuple[int, ...] | None = None) -> Passes:
+def _forward_and_backward(forward: Callable[..., Any], order: tuple[int, ...] | None = None) -> Passes:
     """Return forward and the gradients of all inputs for a fixed upstream gradient. order: of the outputs."""
     upstream: list[Tensor] = []
 
     def passes(*inputs: Tensor) -> tuple[Tensor, ...]:
         out = forward(*inputs)
-        outs = tuple(out) if isinstance(out, tuple) else (out,)
+        if isinstance(out, tuple):
+            outs = tuple(out)
+        else:
+            outs = (out,)
         if order is not None:
             outs = tuple(outs[i] for i in order)
         if not upstream:
@@ -157,7 +160,10 @@ def _both(forward: Callable[..., Any], order: tuple[int, ...] | None = None) -> 
 def _cases(
     sizes: Sizes, device: torch.device
 ) -> list[tuple[str, str, Callable[[], list[Tensor]], Passes, dict[str, Callable[[], Passes]]]]:
-    T, L, H, FF = sizes.tokens, sizes.llama_hidden, sizes.hidden, sizes.llama_ffn
+    T = sizes.tokens
+    L = sizes.llama_hidden
+    H = sizes.hidden
+    FF = sizes.llama_ffn
 
     def tensors(*widths: int) -> list[Tensor]:
         """Return [tokens, width] for positive widths, [width] for negative ones."""
@@ -168,64 +174,67 @@ def _cases(
     def rms_by_liger() -> Passes:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction as function
 
-        return _both(lambda x, w: function.apply(x, w, EPS, 0.0, "llama", False))
+        return _forward_and_backward(lambda x, w: function.apply(x, w, EPS, 0.0, "llama", False))
 
     def rms_by_quack() -> Passes:
         from quack import rmsnorm
 
-        return _both(lambda x, w: rmsnorm(x, w, eps=EPS))
+        return _forward_and_backward(lambda x, w: rmsnorm(x, w, eps=EPS))
 
     def added_by_liger() -> Passes:
         from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction as function
 
-        return _both(lambda x, r, w: function.apply(x, r, w, EPS, 0.0, "llama", False), (1, 0))
+        return _forward_and_backward(lambda x, r, w: function.apply(x, r, w, EPS, 0.0, "llama", False), (1, 0))
 
     def added_by_quack() -> Passes:
         from quack import rmsnorm
 
-        return _both(lambda x, r, w: rmsnorm(x, w, residual=r, eps=EPS, prenorm=True), (1, 0))
+        return _forward_and_backward(lambda x, r, w: rmsnorm(x, w, residual=r, eps=EPS, prenorm=True), (1, 0))
 
     def layer_by_liger() -> Passes:
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction as function
 
-        return _both(lambda x, w, b: function.apply(x, w, b, EPS))
+        return _forward_and_backward(lambda x, w, b: function.apply(x, w, b, EPS))
 
     def swiglu_by_liger() -> Passes:
         from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction as function
 
-        return _both(lambda x: function.apply(x, False))
+        return _forward_and_backward(lambda x: function.apply(x, False))
 
     return [
         (
             "rms norm",
             f"{T} x {L}",
             lambda: tensors(L, -L),
-            _both(lambda x, w: norm.rms_norm(x, w, EPS)),
+            _forward_and_backward(lambda x, w: norm.rms_norm(x, w, EPS)),
             {
                 "liger": rms_by_liger,
                 "quack": rms_by_quack,
-                "torch": lambda: _both(lambda x, w: F.rms_norm(x, w.shape, w, EPS)),
+                "torch": lambda: _forward_and_backward(lambda x, w: F.rms_norm(x, w.shape, w, EPS)),
             },
         ),
         (
             "add + rms norm",
             f"{T} x {L}",
             lambda: tensors(L, L, -L),
-            _both(lambda x, r, w: norm.add_norm(x, r, w, None, EPS, "rmsnorm")),
+            _forward_and_backward(lambda x, r, w: norm.add_norm(x, r, w, None, EPS, "rmsnorm")),
             {"liger": added_by_liger, "quack": added_by_quack},
         ),
         (
             "layer norm",
             f"{T} x {H}",
             lambda: tensors(H, -H, -H),
-            _both(lambda x, w, b: norm.layer_norm(x, w, b, EPS)),
-            {"liger": layer_by_liger, "torch": lambda: _both(lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS))},
+            _forward_and_backward(lambda x, w, b: norm.layer_norm(x, w, b, EPS)),
+            {
+                "liger": layer_by_liger,
+                "torch": lambda: _forward_and_backward(lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS)),
+            },
         ),
         (
             "swiglu",
             f"{T} x {2 * FF}",
             lambda: tensors(2 * FF),
-            _both(activation.swiglu),
+            _forward_and_backward(activation.swiglu),
             {"liger": swiglu_by_liger},
         ),
         _loss(sizes, device),
@@ -277,7 +286,9 @@ def _loss(sizes: Sizes, device: torch.device) -> Any:
 
 def _head(sizes: Sizes, device: torch.device) -> Any:
     """Return the case of the head GEMM and the loss, with the gradients of activations and matrix."""
-    T, V, H = sizes.head_tokens, sizes.vocab, sizes.hidden
+    T = sizes.head_tokens
+    V = sizes.vocab
+    H = sizes.hidden
     targets = head_inputs(sizes, device, T)[2]
     token_grad = torch.tensor(1 / T, device=device)
 

@@ -1,6 +1,6 @@
 """`python -m benchmarks observe`: what timers cost, what the span store takes in, and what a kill leaves of it.
 
-And what-if beside published results; how often slow machines and causes of a decline are found.
+And what-if next to published results; how often slow machines and causes of a decline are detected.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ HALF_13B = [
     "gpt-13b", "observe.timers=false,true", "--model.layers=20", "--each=1", "--untimed=0", "--parallel.tensor=2",
 ]  # fmt: skip
 ON_GPUS = (
-    ("half of gpt-13b, TP2, micro-batch 4", [*HALF_13B, "--train.micro_batch=4", "--train.global_batch=4"], 0.004),
-    ("half of gpt-13b, TP2, micro-batch 1", [*HALF_13B, "--train.micro_batch=1", "--train.global_batch=1"], 0.01),
+    ("half of gpt-13b, TP2, micro-batch 4", HALF_13B + ["--train.micro_batch=4", "--train.global_batch=4"], 0.004),
+    ("half of gpt-13b, TP2, micro-batch 1", HALF_13B + ["--train.micro_batch=1", "--train.global_batch=1"], 0.01),
 )
 ON_GPU = tuple(
     (name.replace("TP2, ", ""), [word for word in words if word != "--parallel.tensor=2"], bound)
@@ -91,11 +91,11 @@ def observe(
 
     ingest: 12,288 ranks made from the schedule, through rings, spool and Parquet, on two threads; then questions.
     kills: a span service killed at random moments; what it acknowledged must be there once.
-    device: on a GPU, timers beside CUDA's own events, and the device's clock beside the host's.
+    device: on a GPU, timers next to CUDA's own events, and the device's clock next to the host's.
     cost: timers off and on in turn within one engine (benchmarks alternate); on GPUs half of gpt-13b (on two with
     tensor parallelism of 2; on four and more all of it in TP2 PP2x5, if their memory holds it), else a small model on
     the CPU.
-    whatif: traces in --traces replayed; total, ideal and slow-down within 1% of the results beside them, in 5 s.
+    whatif: traces in --traces replayed; total, ideal and slow-down within 1% of the results next to them, in 5 s.
     stragglers: 12,288 ranks (--data) replayed from their schedule with the noise of real machines, 50 steps: healthy,
     with a GPU 5% slow and a slow link, with two slow GPUs; error rates of small jobs; and two real ranks, one 10% slow
     (more with --layout).
@@ -216,7 +216,10 @@ def _machine() -> dict[str, Any]:
     import megascale
 
     devices = torch.cuda.device_count()
-    device = f"{devices} x {torch.cuda.get_device_name()}" if devices else f"CPU, {os.cpu_count()} cores"
+    if devices:
+        device = f"{devices} x {torch.cuda.get_device_name()}"
+    else:
+        device = f"CPU, {os.cpu_count()} cores"
     versions = {"megascale": megascale.__version__, "torch": torch.__version__, "duckdb": duckdb.__version__}
     return {"device": f"{device}, {platform.machine()}", "versions": versions}
 
@@ -237,19 +240,22 @@ def _fast(devices: int) -> tuple[str, list[str], float]:
     replicas = devices // 4
     small = torch.cuda.get_device_properties(0).total_memory < ALL_GIB * 2**30
     layers, subject = (HALF_LAYERS, "half of gpt-13b") if small else (ALL_LAYERS, "gpt-13b")
-    arguments = [*FAST_LAYOUT, *layers, f"--parallel.data={replicas}", f"--train.global_batch={16 * replicas}"]
+    arguments = FAST_LAYOUT + list(layers) + [f"--parallel.data={replicas}", f"--train.global_batch={16 * replicas}"]
     return f"{subject}, TP2 PP2x5 DP{replicas}, micro-batch 4", arguments, 0.004
 
 
 def _cost(name: str, arguments: list[str], bound: float, turns: int, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "alternate.json"
-    command = [sys.executable, "-m", "benchmarks", "alternate", *arguments, f"--turns={turns}", "--out", str(file)]
+    command = [sys.executable, "-m", "benchmarks", "alternate"] + arguments + [f"--turns={turns}", "--out", str(file)]
     # On a CPU one thread: threads that wait for each other on busy cores are what would be timed.
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={"OMP_NUM_THREADS": "1"} | dict(os.environ))
     result = strict_json.loads(file.read_text())
     # One process of a busy machine: its time is others' too, its processor time its own.
-    by = "cpu_seconds" if "--train.device=cpu" in arguments else "seconds"
+    if "--train.device=cpu" in arguments:
+        by = "cpu_seconds"
+    else:
+        by = "seconds"
     middle, low, high = result["differences"]["true"][by]
     pairs = len(result["values"][0]["seconds"])
     step = sorted(result["values"][0]["seconds"])[pairs // 2]
@@ -278,7 +284,10 @@ def _show_ingest(record: dict[str, Any]) -> list[str]:
     )
     table = Table("question", "first, s", "median, s", "rows", box=box.SIMPLE_HEAD)
     for name, item in record["questions"].items():
-        median = "" if item["median"] is None else f"{item['median']:.3f}"
+        if item["median"] is None:
+            median = ""
+        else:
+            median = f"{item['median']:.3f}"
         table.add_row(name, f"{item['first']:.3f}", median, "" if item["rows"] is None else str(item["rows"]))
         if item["median"] is not None and item["median"] > 0.5:
             missed.append(f"{name}: {item['median']:.2f} s, 0.5 wanted")

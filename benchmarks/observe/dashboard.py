@@ -29,7 +29,7 @@ BOUNDS = {
     "frames of the timeline": (0.05, "s"), "frames of the grid": (0.05, "s"), "server": (1024.0, "MiB"),
     "page": (500.0, "MiB"), "live": (2.0, "s"), "driver": (0.1, "s"),
 }  # fmt: skip
-_SETTLED = 3.0  # seconds for which the driver is asked before the pages come
+_SETTLED = 3.0  # seconds of requests to the driver before the pages load
 
 
 def register(app: typer.Typer) -> None:
@@ -98,7 +98,7 @@ def _page(record: dict[str, Any], run: Path, data: int, rollups: int, metrics: i
         for name, view in (("overview", "overview"), ("heat map", "heatmap"), ("timeline", "timeline")):
             lasted = page_measures.view_seconds(browser, f"{address}{view}", 5)
             # The first one reads the files; it counts.
-            figures[f"first {name}"] = page_measures.told(lasted) | {"cold": lasted[0], "value": max(lasted)}
+            figures[f"first {name}"] = page_measures.summarise(lasted) | {"cold": lasted[0], "value": max(lasted)}
         context = browser.new_context(viewport={"width": 1280, "height": 720})
         page = context.new_page()
         for name, view in (("heat map", "heatmap"), ("timeline", "timeline"), ("grid", "grid")):
@@ -108,21 +108,24 @@ def _page(record: dict[str, Any], run: Path, data: int, rollups: int, metrics: i
             pair = [
                 each for kind in ("zoom", "move") for each in page_measures.frame_seconds(page, ".canvas canvas", kind)
             ]
-            moved = page_measures.told(pair)
+            moved = page_measures.summarise(pair)
             drawn = page.evaluate("window.megascaleFrames.slice(-200)")
-            figures[f"frames of the {name}"] = moved | {"value": moved["p95"], "drawing": page_measures.told(drawn)}
+            figures[f"frames of the {name}"] = moved | {
+                "value": moved["p95"],
+                "drawing": page_measures.summarise(drawn),
+            }
         figures["page"] = {"value": page_measures.page_bytes(browser) / 2**20}
         page.goto(f"{address}overview")
         page.wait_for_selector("main[data-ready]")
         last = int(strict_json.loads((run / "metrics.jsonl").read_text().rstrip().rsplit("\n", 1)[-1])["step"])
         lag = page_measures.live_seconds(page, run, 10, last)
-        figures["live"] = page_measures.told(lag) | {"value": max(lag)}
+        figures["live"] = page_measures.summarise(lag) | {"value": max(lag)}
         figures["server"] = {"value": page_measures.server_bytes(pid) / 2**20}
         context.close()
 
 
 def _driver(record: dict[str, Any], folder: Path, seconds: float, program: str) -> None:
-    """How late a resting driver's loop answers, without pages and with them."""
+    """Measure the latency of an idle driver's loop, without pages and with them."""
     from benchmarks.harness.launched import Launched, make
     from benchmarks.observe import page_measures
     from megascale.resilience.driver.api.client import send_request
@@ -149,8 +152,8 @@ def _driver(record: dict[str, Any], folder: Path, seconds: float, program: str) 
                 item.start()
             lasted = _late(job.run, seconds)
             halt.set()
-        record["figures"]["driver"] = page_measures.told(lasted) | {
-            "value": max(lasted), "asked": len(lasted), "without": page_measures.told(before)
+        record["figures"]["driver"] = page_measures.summarise(lasted) | {
+            "value": max(lasted), "asked": len(lasted), "without": page_measures.summarise(before)
         }  # fmt: skip
     finally:
         job.process.send_signal(signal.SIGINT)

@@ -30,7 +30,7 @@ def make(run: Path, job: Job, full_steps: int, rollup_steps: int, metric_steps: 
 
 
 def write_ranks(run: Path, job: Job) -> None:
-    """Who the ranks are: eight a host."""
+    """Write the table of ranks: eight per host."""
     with open(run / "spans" / "host=0" / RANKS_FILE, "w") as out:
         for rank in range(job.world):
             location = {

@@ -22,19 +22,21 @@ STEPS = 300
 JOB = Job(tensor=2, stages=4, virtual=2, data=16, microbatches=16)
 # Of about 1 s, at the end of the run; it grows from nothing over the second half. Stages with slack hide some of it.
 _ADDED_NS = 150e6
-_CLOCK, _SLOW_CLOCK, _POWER_CAP = 1980.0, 1720.0, 4.0
+_CLOCK = 1980.0
+_SLOW_CLOCK = 1720.0
+_POWER_CAP = 4.0
 _THROTTLED, _PACE = 8, 1.15
 
 CAUSES = ("garbage collection", "allocator retries", "throttling", "samples", "late launch", "")
 
 
 def _grown(steps: int) -> Array:
-    """From 0 in the first half to 1 at the end, [steps, 1]."""
+    """Return factors that grow from 0 in the first half to 1 at the end, [steps, 1]."""
     return np.clip(2 * np.arange(steps) / (steps - 1) - 1, 0, 1)[:, None]
 
 
 def extra_of(cause: str, world: int, steps: int, random: Any) -> tuple[Extra, list[int]]:
-    """What a cause adds, and the ranks whose GPUs its counters say are throttled."""
+    """Return the time that a cause adds, and the ranks whose GPU counters show throttling."""
     grown, shape = _grown(steps), (steps, world)
     sample = random.random(shape) < 3 / world  # about three ranks a step, others each time
     if cause == "garbage collection":
@@ -73,7 +75,7 @@ def gpu_counters(world: int, throttled: list[int], steps: int) -> Callable[[int,
 
 
 def look(folder: Path) -> Decline:
-    """What is found in a run."""
+    """Return the causes that the analysis names for a run."""
     with SpanTables(folder, threads=2) as tables:
         first, second, series = choose_windows(tables, 1)
         return explain_decline(lambda low, high: read_rank_parts(tables, 1, low, high), first, second, tables, series)
@@ -102,11 +104,11 @@ def measure(folder: Path, runs: int, seed: int) -> dict[str, Any]:
 
 
 def scores(record: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Of each cause in how many runs it was named first; of none, in how many no decline was told."""
+    """Return for each cause the runs in which it ranked first, and the healthy runs without a decline."""
     result = {}
     for cause in CAUSES:
         local = [item for item in record["runs"] if item["cause"] == cause]
-        good = sum(one["named"][:1] == [cause] if cause else not one["named"] for one in local)
+        good = sum(run["named"][:1] == [cause] if cause else not run["named"] for run in local)
         result[cause or "no decline"] = (good, len(local))
     return result
 
@@ -121,7 +123,7 @@ def lines(record: dict[str, Any]) -> list[str]:
     result = [f"decline: {record['world']:,} ranks, {record['steps']} steps, seed {record['seed']}"]
     for name, (good, of) in scores(record).items():
         local = [item for item in record["runs"] if (item["cause"] or "no decline") == name]
-        growth = float(np.median([one["growth"] for one in local]))
+        growth = float(np.median([run["growth"] for run in local]))
         text = f"  {name}: {good} of {of}; steps {growth:+.1%}"
         if name != "no decline":
             share = float(np.median([one["shares"].get(name, 0.0) for one in local]))

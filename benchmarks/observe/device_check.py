@@ -1,4 +1,4 @@
-"""Timers on a real GPU beside CUDA's own events: lengths, waits, the clocks, and that the host waits for none."""
+"""Timers on a real GPU compared with CUDA's own events: lengths, waits, clocks, and that the host waits for none."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import numpy as np
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.observe.store.frames import SPANS
 
-_SIZE, _GEMMS, _SLEEP_CYCLES = 8192, 8, 20_000_000
+_SIZE = 8192
+_GEMMS = 8
+_SLEEP_CYCLES = 20_000_000
 
 
-class _Kept:
+class _RecordedSteps:
     """Keeps the spans of every step."""
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ def measure(steps: int = 40) -> dict[str, Any]:
     for _ in range(3):
         torch.mm(a, b, out=out)
     torch.cuda.synchronize()
-    retained = _Kept()
+    retained = _RecordedSteps()
     timers = DeviceTimers(device, retained)
     custom: list[list[Any]] = []
     queued = []
@@ -103,10 +105,10 @@ def measure(steps: int = 40) -> dict[str, Any]:
 
 
 def missed(result: dict[str, Any]) -> list[str]:
-    """What is not as it should be."""
+    """Return the failed checks."""
     report = []
     if result["told"] != result["steps"] or result["dropped"]:
-        report.append(f"{result['told']} of {result['steps']} steps were told")
+        report.append(f"{result['told']} of {result['steps']} steps were reported")
     if result["length_error"] > 50e-6 or result["stall_error"] > 50e-6:
         most = max(result["length_error"], result["stall_error"])
         report.append(f"lengths differ by {1e6 * most:.0f} us from CUDA's events")
@@ -114,5 +116,5 @@ def missed(result: dict[str, Any]) -> list[str]:
         report.append("the host waits for the device")
     if abs(result["clock_off"]) > result["clock_error"] + 300e-6:
         off, output = 1e3 * result["clock_off"], 1e3 * result["clock_error"]
-        report.append(f"the device's clock is {off:.2f} ms off, and {output:.2f} were told")
+        report.append(f"the device's clock is {off:.2f} ms off, and {output:.2f} were reported")
     return report

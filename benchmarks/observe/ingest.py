@@ -1,4 +1,4 @@
-"""What the span store takes in and gives out: 12,288 ranks through the normal ingest, and questions about them."""
+"""Throughput of the span store: 12,288 ranks through the normal ingest, and questions about them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.observe.synthetic_spans import Job, made
+from benchmarks.observe.synthetic_spans import Job, make_records
 from megascale.observe.store.frames import HEAD_BYTES, ROLLUPS, SPANS
 from megascale.observe.store.ingest import Ingest
 from megascale.observe.store.parquet import ParquetWriter
@@ -45,7 +45,7 @@ def _write(job: dict[str, int], rings: list[str], full_steps: int, rollup_steps:
     ends = [SpanRing(os.open(path, os.O_RDWR)) for path in rings]
     began = time.process_time()
     for kind, steps in ((SPANS, full_steps), (ROLLUPS, rollup_steps)):
-        for rank, step, records in made(shape, steps, kind == SPANS):
+        for rank, step, records in make_records(shape, steps, kind == SPANS):
             ring = ends[rank % len(ends)]
             ring.rank = rank
             while ring.free_bytes() - (_RING_BYTES // 4) < records.nbytes + HEAD_BYTES:

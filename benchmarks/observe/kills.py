@@ -24,7 +24,7 @@ _MOST_SECONDS = 0.4  # that a service lives
 
 
 def _serve(ring: str, out: str, report: Any) -> None:
-    """What the service's thread does, faster: segments of 50 ms, so that most kills come while something is written."""
+    """Run the service's thread with segments of 50 ms, so that most kills come during a write."""
     end = SpanRing(os.open(ring, os.O_RDWR))
     ingest = Ingest(
         Path(out), job="kills", host=0, hostname="here", sink=ParquetWriter, clock_ns=0, segment_seconds=0.05
@@ -45,7 +45,10 @@ def measure(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     path, out = f"/proc/{os.getpid()}/fd/{ring.handle}", folder / "spans" / "host=0"
     rollups, spans = np.zeros(3, ROLLUP), np.zeros(_SPANS, SPAN)
     rollups["kind"], rollups["count"] = [SpanKind.STEP, SpanKind.FORWARD, SpanKind.BACKWARD], 1
-    steps, in_files, in_spool, moments = 0, 0, 0, []
+    steps = 0
+    in_files = 0
+    in_spool = 0
+    moments = []
     sent: list[tuple[int, int]] = []  # (head of the ring after it, step)
     for number in range(kills + 1):
         last = number == kills
@@ -90,7 +93,10 @@ def _check(folder: Path, acknowledged: int, written: int, where: str) -> None:
     with SpanTables(folder) as tables:
         assert not tables.skipped, f"{where}: {tables.skipped}"
         for table, rows in (("spans", _SPANS), ("rollups", 3)):
-            subject = "count(*)" if table == "spans" else "sum(count)"
+            if table == "spans":
+                subject = "count(*)"
+            else:
+                subject = "sum(count)"
             result = tables.query(f"SELECT step, {subject}::BIGINT AS n FROM {table} GROUP BY step ORDER BY step")
             steps = result["step"].tolist()
             assert set(result["n"].tolist()) <= {rows}, f"{where}: a step is there in part or twice: {result}"

@@ -1,4 +1,4 @@
-"""What a browser makes of the dashboard: time to a view, frames while zooming and moving, memory, how late it is."""
+"""Measurements of the dashboard in a browser: time to a view, frames while zooming and moving, memory, delay."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def view_seconds(browser: Any, address: str, times: int) -> list[float]:
 
 
 def frame_seconds(page: Any, selector: str, kind: str) -> list[float]:
-    """From frame to frame while a drawing is zoomed or moved."""
+    """Return the seconds between frames while a drawing is zoomed or moved."""
     return [each / 1e3 for each in page.evaluate(_MOVE, [selector, kind, FRAMES])]
 
 
@@ -81,14 +81,14 @@ def server_bytes(pid: int) -> int:
     """The most memory that the server and the processes that answer have had, each for itself; what they share counts
     in each."""
     result = 0
-    for item in [pid, *usage.children(pid)]:
+    for item in [pid] + usage.children(pid):
         for line in Path(f"/proc/{item}/status").read_text().splitlines():
             result += 1024 * int(line.split()[1]) if line.startswith("VmHWM:") else 0
     return result
 
 
 def live_seconds(page: Any, run: Path, times: int, step: int) -> list[float]:
-    """From a record's last byte to its step in the page, the clocks being one."""
+    """Return the seconds from a record's last byte to its step in the page. Both use the same clock."""
     result = []
     for number in range(step + 1, step + times + 1):
         record = {"step": number, "time": time.time(), "loss": 2.0, "seconds": 6.34, "tokens_per_second": 2e6}
@@ -101,7 +101,7 @@ def live_seconds(page: Any, run: Path, times: int, step: int) -> list[float]:
     return result
 
 
-def told(values: list[float]) -> dict[str, float]:
+def summarise(values: list[float]) -> dict[str, float]:
     """Median, 95th percentile and most."""
     ordered = sorted(values)
     return {

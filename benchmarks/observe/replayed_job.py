@@ -2,7 +2,7 @@
 
 Every wait follows from the dependencies: tensor peers leave each compute together, a compute begins when its message is
 there, a data-parallel group's reduction ends after its last member came, and all ranks meet at the gradients' norm.
-What the ranks would tell of it are the roll-ups that a trainer writes.
+The ranks' records are the roll-ups that a trainer writes.
 
 The noise, of which nothing is known to what is measured with it:
 
@@ -31,17 +31,26 @@ from megascale.observe.store.frames import ROLLUP
 
 Array = np.ndarray[Any, Any]
 
-_REDUCE_NS, _GATHER_NS, _NORM_NS, _OUTSIDE_NS, _SAMPLES_NS = 30e6, 10e6, 0.4e6, 4e6, 0.3e6
-_PACE, _JITTER, _COMMON, _CARRIED = 0.006, 0.015, 0.01, 0.5
+_REDUCE_NS = 30e6
+_GATHER_NS = 10e6
+_NORM_NS = 0.4e6
+_OUTSIDE_NS = 4e6
+_SAMPLES_NS = 0.3e6
+_PACE = 0.006
+_JITTER = 0.015
+_COMMON = 0.01
+_CARRIED = 0.5
 _HICCUPS, _HICCUP = 0.005, 0.08
-_SPELLS, _SPELL_STEPS, _SPELL = 3, 8, 0.10
+_SPELLS = 3
+_SPELL_STEPS = 8
+_SPELL = 0.10
 _LINKS, _LINK_JITTER = 0.02, 0.10
 _EMBEDDING, _LOGITS = 1.03, 1.08
 
 
 @dataclasses.dataclass(frozen=True)
 class Faults:
-    """What is wrong with the job, each by rank: its computes take this factor, its link's transfers this factor."""
+    """Faults of the job, each by rank: its computes take this factor, its link's transfers this factor."""
 
     slow_gpu: dict[int, float] = dataclasses.field(default_factory=dict)
     slow_link: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -100,7 +109,10 @@ def replayed(
         for column, (kind, axis, total, waited) in enumerate(rows):
             single = records[:, column]
             single["kind"], single["axis"] = kind, axis
-            single["count"] = count if kind in (SpanKind.FORWARD, SpanKind.BACKWARD) else 1
+            if kind in (SpanKind.FORWARD, SpanKind.BACKWARD):
+                single["count"] = count
+            else:
+                single["count"] = 1
             single["total_ns"] = figures[total][k]
             if waited:
                 single["waited_ns"] = figures[waited][k]
@@ -153,7 +165,9 @@ def machine_noise(world: int, steps: int, random: Any, spells: int = _SPELLS) ->
 
 def _times(job: Job, steps: int, random: Any, faults: Faults, extra: Extra) -> dict[str, Array]:
     """Nanoseconds of each figure, [steps, ranks], by the dependencies of the schedule."""
-    tensor, stages, data = job.tensor, job.stages, job.data
+    tensor = job.tensor
+    stages = job.stages
+    data = job.data
     shape = (steps, stages, data, tensor)  # ranks: stage-major, tensor ranks side by side
 
     def spread(values: Any) -> Array:
@@ -254,7 +268,7 @@ def _times(job: Job, steps: int, random: Any, faults: Faults, extra: Extra) -> d
 
 
 def _moved(nanoseconds: float, link: Array, random: Any) -> Array:
-    """What a collective of each data-parallel group takes, by its slowest link; the same for all its members."""
+    """Return the time of each data-parallel group's collective by its slowest link, equal for all members."""
     steps, stages, _, tensor = link.shape
     noise = np.exp(_LINK_JITTER * random.standard_normal((steps, stages, 1, tensor)).astype(np.float32))
     return np.asarray(nanoseconds * noise * link.max(2, keepdims=True) + np.zeros(link.shape, np.float32))

@@ -73,7 +73,7 @@ def _take(ingest: Ingest, ring: SpanRing) -> None:
 
 
 def _write_ranks(file: Path, job: Job) -> None:
-    """Who the ranks are; all of them in one host's folder, which stands for the hosts that it would be."""
+    """Write the table of ranks into the folder of one host, which stands for all hosts."""
     grid = Grid(tensor=job.tensor, data=job.data, pipeline=job.stages, ranks_per_host=HOST_RANKS)
     with open(file, "w") as out:
         for rank in range(job.world):

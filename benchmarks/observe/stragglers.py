@@ -34,7 +34,7 @@ _SLOWER = (0.0, 0.05, 0.10)
 
 
 def look(folder: Path) -> Stragglers:
-    """What is found in a run's last STEPS steps."""
+    """Return the slow machines that the analysis names in a run's last STEPS steps."""
     with SpanTables(folder, threads=2) as tables:
         return find_stragglers(read(tables), tables)
 
@@ -56,7 +56,10 @@ def measure(folder: Path, runs: int, data: int, seed: int, minutes: float = math
     job, deadline = Job(data=data), time.monotonic() + 60 * minutes
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"cases-{runs}-{data}-{seed}.jsonl"
-    done = [strict_json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if file.exists():
+        done = [strict_json.loads(line) for line in file.read_text().splitlines()]
+    else:
+        done = []
     cases = _cases(job.world, runs, seed)
     for kind, number, name in cases[len(done) :]:
         if time.monotonic() > deadline:
@@ -69,7 +72,7 @@ def measure(folder: Path, runs: int, data: int, seed: int, minutes: float = math
         began = time.perf_counter()
         run = keep(folder / "replayed", job, replayed(job, STEPS, seed + 1000 * number + len(kind), faults))
         retained = time.perf_counter()
-        item = _told(look(run)) | {"kind": kind, "injected": name if kind != "clean" else []}
+        item = _summarise(look(run)) | {"kind": kind, "injected": name if kind != "clean" else []}
         done.append(item | {"replay_seconds": retained - began, "look_seconds": time.perf_counter() - retained})
         with open(file, "a") as out:
             out.write(strict_json.dumps(done[-1]) + "\n")
@@ -89,7 +92,7 @@ def _cases(world: int, runs: int, seed: int) -> list[tuple[str, int, list[int]]]
     ]
 
 
-def _told(result: Stragglers) -> dict[str, Any]:
+def _summarise(result: Stragglers) -> dict[str, Any]:
     return {
         "gpus": [
             item.slow_rank.rank for item in result.ranks if item.slow_rank.state != "passing" and item.cause == "GPU"
@@ -107,8 +110,10 @@ def _told(result: Stragglers) -> dict[str, Any]:
 
 
 def scores(record: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """What was found, of how many."""
-    clean, pair, two = record["clean"], record["gpu and link"], record["two"]
+    """Return the number of detected cases, and of all cases."""
+    clean = record["clean"]
+    pair = record["gpu and link"]
+    two = record["two"]
     return {
         "clean runs without a false alarm": (
             sum(not (o["gpus"] or o["others"] or o["links"]) for o in clean),
@@ -124,7 +129,7 @@ def scores(record: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def missed(record: dict[str, Any]) -> list[str]:
-    """What was not found in every run."""
+    """Return the cases that were not detected in every run."""
     return [f"stragglers: {name}: {good} of {of}" for name, (good, of) in scores(record).items() if good < of]
 
 
@@ -133,7 +138,7 @@ def lines(record: dict[str, Any]) -> list[str]:
     result = [f"stragglers: {record['world']:,} ranks, {record['steps']} steps, seed {record['seed']}"]
     result += [f"  {name}: {good} of {of}" for name, (good, of) in scores(record).items()]
     every = [item for kind in KINDS for item in record[kind]]
-    median = {key: float(np.median([one[key] for one in every])) for key in ("spread", "limit", "look_seconds")}
+    median = {key: float(np.median([run[key] for run in every])) for key in ("spread", "limit", "look_seconds")}
     result.append(
         f"  healthy ranks seen to differ by {median['spread']:.2%}, limit {median['limit']:.1%}; a look takes "
         f"{median['look_seconds']:.1f} s"
@@ -150,7 +155,7 @@ def error_rates(seed: int, looks: dict[int, int] | None = None) -> list[dict[str
     """False alarms a look, and how often a rank 5% or 10% slower is found, by the number of comparable ranks.
 
     The ranks' noise is that of the replayed jobs, without their passing slow spells; "differ by 4%": two ranks that
-    differ by -4% to 4% for good, the slower of which is no fault.
+    differ by -4% to 4% for good, the slower of which is not a fault.
     """
     random = np.random.default_rng(seed)
     steps, result = np.arange(1, STEPS + 1), []
@@ -233,7 +238,9 @@ def axes(layout: str) -> dict[str, int]:
     for part in layout.split(","):
         key, _, value = part.partition("=")
         if key not in _AXES or not value.isdigit() or int(value) < 1:
-            raise ConfigError(f"--layout={layout}: {part!r} is none of {', '.join(_AXES)} with a number, as in data=2")
+            raise ConfigError(
+                f"--layout={layout}: {part!r} is not one of {', '.join(_AXES)} with a number, as in data=2"
+            )
         result[key] = int(value)
     if ranks(result) < 2:
         raise ConfigError(f"--layout={layout} has one rank; a slow one is told from others, as in data=2")
@@ -256,7 +263,7 @@ def local(
     slow = _train(folder / "slow", device, seconds, slower * typical, axes)
     by = {}
     for name, match in (("clean", clean), ("slow", slow)):
-        by[name] = _told(match) | {
+        by[name] = _summarise(match) | {
             "steps": len(match.parts.steps),
             "states": [
                 (item.slow_rank.rank, item.slow_rank.state, item.cause, item.slow_rank.excess) for item in match.ranks
@@ -270,7 +277,7 @@ def local(
 
 
 def _train(folder: Path, device: str, seconds: float, added: float, axes: dict[str, int]) -> Stragglers:
-    """Train those ranks for so long; rank 1 computes `added` seconds a step longer. What is found in the end."""
+    """Train those ranks for so long; rank 1 computes `added` seconds per step longer. Return the analysis."""
     folder.mkdir(parents=True)
     _write_tokens(folder / "tokens")
     file = folder / "job.toml"
@@ -285,7 +292,7 @@ def _train(folder: Path, device: str, seconds: float, added: float, axes: dict[s
             env={"OMP_NUM_THREADS": "1", **os.environ}, start_new_session=True,
         )  # fmt: skip
         try:
-            _until(lambda: (run / "metrics.jsonl").exists(), process, folder)
+            _wait_until(lambda: (run / "metrics.jsonl").exists(), process, folder)
             if added:
                 inject(run, "slow-compute", Options(rank=1, seconds=added))
             time.sleep(seconds)
@@ -306,7 +313,7 @@ def _write_tokens(path: Path) -> None:
             writer.add_document([random.integers(0, 64, 2000)])
 
 
-def _until(condition: Any, process: Any, folder: Path) -> None:
+def _wait_until(condition: Any, process: Any, folder: Path) -> None:
     deadline = time.monotonic() + 300
     while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -331,7 +338,7 @@ def local_lines(record: dict[str, Any]) -> list[str]:
 
 
 def local_missed(record: dict[str, Any]) -> list[str]:
-    """Whether the slow rank was found, and no other."""
+    """Return whether the analysis names the slow rank and no other."""
     report = []
     if record["clean"]["gpus"] or record["clean"]["others"]:
         report.append(f"stragglers: a healthy rank of {record['ranks']} on {record['device']} was named")

@@ -14,7 +14,10 @@ from megascale.observe.rank.timers import make_spans, roll_up
 
 Array = np.ndarray[Any, Any]
 
-FORWARD_NS, BACKWARD_NS, TRANSFER_NS, UPDATE_NS = 8_000_000, 16_000_000, 300_000, 60_000_000
+FORWARD_NS = 8_000_000
+BACKWARD_NS = 16_000_000
+TRANSFER_NS = 300_000
+UPDATE_NS = 60_000_000
 _SPREAD = 0.01  # by which ranks differ
 
 
@@ -38,7 +41,7 @@ class Job:
         return rank // (self.tensor * self.data)
 
     def schedule(self) -> Schedule:
-        """What its stages do."""
+        """Return the actions of the job's stages."""
         return pipeline_schedule(self.stages, self.virtual, self.microbatches)
 
 
@@ -78,7 +81,7 @@ def _with_step(rows: Array) -> list[Any]:
     return [*map(tuple, rows.tolist()), (SpanKind.STEP, 0, -1, -1, -1, 0, -1, 0, end, end)]
 
 
-def made(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int, int, Array]]:
+def make_records(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int, int, Array]]:
     """(rank, step, records) of `steps` steps of all ranks: SPANS where `full`, else ROLLUPS. Ranks differ a little, and
     rank 7 is a tenth slower."""
     schedule, random = job.schedule(), np.random.default_rng(seed)
@@ -86,9 +89,9 @@ def made(job: Job, steps: int, full: bool, seed: int = 0) -> Iterator[tuple[int,
     pace[7] += 0.1
     rows = [rows_of_stage(schedule, stage) for stage in range(job.stages)]
     base = [make_spans(_with_step(item)) if full else rollups_of_stage(item) for item in rows]
-    times = (
-        ("start_ns", "end_ns") if full else ("total_ns", "waited_ns", "longest_ns", "host_ns", "first_ns", "last_ns")
-    )
+    times: tuple[str, ...] = ("start_ns", "end_ns")
+    if not full:
+        times = ("total_ns", "waited_ns", "longest_ns", "host_ns", "first_ns", "last_ns")
     begin = 10**15
     for step in range(1, steps + 1):
         for rank in range(job.world):

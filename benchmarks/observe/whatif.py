@@ -1,4 +1,4 @@
-"""What-if on traces whose result is published: how close, and how fast (`benchmarks observe --parts whatif`)."""
+"""What-if on traces with published results: accuracy and duration (`benchmarks observe --parts whatif`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def measure(folder: Path) -> list[dict[str, Any]]:
             times = [_mean(result[name]) for name in ("step_t_base", "step_t_nodelay", "step_t_noblk")]
             slow_down = float(result["blocking_slowdown"])
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{_result(file)} is no result of StragglerAnalysis: {error!r}") from None
+            raise DataError(f"{_result(file)} is not a result of StragglerAnalysis: {error!r}") from None
         pairs = {
             "recorded": (ours.recorded, times[0]), "total": (ours.original, times[1]), "ideal": (ours.ideal, times[2]),
             "slow-down": (ours.slow_down, slow_down),
@@ -55,7 +55,7 @@ def measure(folder: Path) -> list[dict[str, Any]]:
 
 
 def missed(result: list[dict[str, Any]]) -> list[str]:
-    """Which bounds are missed: total, ideal and slow-down to 1%, 5 s."""
+    """Return the bounds that are missed: total, ideal and slow-down to 1%, 5 s."""
     out = []
     for item in result:
         for name in ("total", "ideal", "slow-down"):

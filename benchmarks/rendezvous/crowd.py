@@ -43,7 +43,7 @@ _SPARE = 1200  # open files of a process besides its connections
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+    """Return a port of loopback that has no listener now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -107,8 +107,8 @@ def serve_redis(clients: int, program: str = "redis-server", *options: str) -> I
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", folder]
-        arguments += ["--maxclients", str(clients + 1000), "--tcp-backlog", "4096", *options]
-        process = subprocess.Popen([result, *arguments], stdout=subprocess.DEVNULL)
+        arguments += ["--maxclients", str(clients + 1000), "--tcp-backlog", "4096"] + list(options)
+        process = subprocess.Popen([result] + arguments, stdout=subprocess.DEVNULL)
         try:
             _until_listening(port, process)
             yield port, process.pid
@@ -134,7 +134,10 @@ def _serve_tcp(port: int, libuv: bool, ready: Any, done: Any) -> None:
     from megascale.rendezvous.stores import listen
 
     # As in training: a listener of our own, whose queue of newcomers is longer than torch's.
-    listener = listen("127.0.0.1", port).detach() if libuv else None
+    if libuv:
+        listener = listen("127.0.0.1", port).detach()
+    else:
+        listener = None
     server = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, use_libuv=libuv, master_listen_fd=listener)
     ready.set()
     done.wait()
@@ -228,7 +231,7 @@ def _worker(
         try:
             store = connect(rank)
             retained.append(store)
-            return "", [time.monotonic(), *part(store, rank)]
+            return "", [time.monotonic()] + part(store, rank)
         except Exception as error:
             return f"rank {rank}: {type(error).__name__}: {error}", []
 
@@ -240,7 +243,10 @@ def _worker(
     before = time.process_time()
     results = work(share, play, begin)
     failed = [error for error, _ in results if error]
-    phases = [] if failed else [max(phase) for phase in zip(*(times for _, times in results), strict=True)]
+    if failed:
+        phases = []
+    else:
+        phases = [max(phase) for phase in zip(*(times for _, times in results), strict=True)]
     answers.put((failed[0] if failed else "", phases, time.process_time() - before))
     threading.Event().wait()  # connections stay open until everybody is done
 

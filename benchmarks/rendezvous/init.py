@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from megascale.rendezvous.group_plan import GroupSpec
 
 PROTOCOLS = ("ordered", "per-group-barrier")
-TENSOR, PIPELINE, VIRTUAL = 8, 8, 6
+TENSOR = 8
+PIPELINE = 8
+VIRTUAL = 6
 # Ranks a process plays: threads of one process slow each other down, greenlets do not.
 _THREADS = 96
 # MegaScale section 3.5: seconds at 2,048 GPUs and, with both changes, above 10,000.
@@ -79,7 +81,7 @@ class InitResult:
 
     @property
     def extrapolated(self) -> bool:
-        """Whether barriers that were not run are in `seconds`."""
+        """Return whether `seconds` includes barriers that were not run."""
         return self.calls_run < self.calls
 
 
@@ -117,13 +119,18 @@ def measure(ranks: int, store: str, protocol: str, calls: int, redis_server: str
     from megascale.core.grid import Grid
 
     grid = Grid.from_world_size(ranks, tensor=TENSOR, pipeline=PIPELINE)
-    part, total, run = _ordered(grid), 0, 0
+    part = _ordered(grid)
+    total = 0
+    run = 0
     if protocol == "per-group-barrier":
         names = megatron_groups(grid)
         total, run = len(names), min(calls or len(names), len(names))
         part = _barriers(grid, names[:run])
     cooperative = store == "redis"
-    processes = (os.cpu_count() or 1) if cooperative else max(1, round(ranks / _THREADS))
+    if cooperative:
+        processes = os.cpu_count() or 1
+    else:
+        processes = max(1, round(ranks / _THREADS))
     load = os.getloadavg()[0]
     with crowd.serve(store, ranks, redis_server) as (connect, server):
         cpu = crowd.cpu_seconds(server)
@@ -139,11 +146,12 @@ def _ordered(grid: Grid) -> Callable[[Store, int], list[float]]:
     """A rank's part today: one meeting, then its own groups in order."""
     import time
 
+    from megascale.core.chunk_map import make_chunk_map
     from megascale.rendezvous.agree import agree
     from megascale.rendezvous.group_plan import plan_groups
 
     local: list[list[GroupSpec]] = [[] for _ in range(grid.world_size)]
-    for spec in plan_groups(grid, VIRTUAL, tied=True):
+    for spec in plan_groups(grid, make_chunk_map(grid.pipeline, VIRTUAL), tied=True):
         for rank in spec.ranks:
             local[rank].append(spec)
 
@@ -158,7 +166,7 @@ def _ordered(grid: Grid) -> Callable[[Store, int], list[float]]:
 
 
 def _barriers(grid: Grid, names: list[str]) -> Callable[[Store, int], list[float]]:
-    """A rank's part in the paper's time: a barrier of the world after each group, whoever is in it."""
+    """A rank's part in the paper's time: a barrier of the world after each group, for all its members."""
     import time
 
     from torch.distributed.distributed_c10d import GroupName
@@ -178,10 +186,13 @@ def _barriers(grid: Grid, names: list[str]) -> Callable[[Store, int], list[float
 
 
 def _machine(redis_server: str) -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Return the machine and the versions of the figures."""
     import torch
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    else:
+        lines = []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
     try:
         server = subprocess.run([redis_server, "--version"], capture_output=True, text=True).stdout.split()[2]
@@ -216,7 +227,7 @@ def register(app: typer.Typer) -> None:
         calls: int = typer.Option(4, min=0, help="World barriers to run of the old protocol's; 0: all of them."),
         repeat: int = typer.Option(2, min=1, help="Runs of each; the best is shown, the file has all."),
         redis_server: str = typer.Option("redis-server", help="The server's program."),
-        out: Path = typer.Option(Path("bench-init.json"), help="Figures; the plot lies beside it as .png."),
+        out: Path = typer.Option(Path("bench-init.json"), help="Figures; the plot lies next to it as .png."),
         as_json: bool = typer.Option(False, "--json", help="Print the figures instead of a table."),
     ) -> None:
         from benchmarks.rendezvous.crowd import STORES
@@ -247,7 +258,7 @@ def register(app: typer.Typer) -> None:
 
 HELP = """How long thousands of ranks take to meet and make their groups, on this machine.
 
-Compares stores and protocols beside the MegaScale paper's figures. Example:
+Compares stores and protocols with the MegaScale paper's figures. Example:
 
 python -m benchmarks init --ranks 2048,12288 --store tcp,redis --protocol per-group-barrier,ordered
 """
@@ -302,7 +313,7 @@ def _print(results: list[InitResult], machine: dict[str, Any]) -> None:
     least, most = min(r.load for r in results), max(r.load for r in results)
     console.print(
         "server, cpu: CPU seconds of the server, and of it and all ranks together. The ranks share this machine's "
-        f"{machine['cores']} cores with the server and whatever else runs (load average {least:.1f} "
+        f"{machine['cores']} cores with the server and other processes (load average {least:.1f} "
         f"to {most:.1f}); in a job each rank has its own."
     )
     console.print("Paper, 2,048 GPUs: TCPStore 1,047; Redis 361; Redis and ordered < 5. Above 10,000: < 30.")
@@ -311,7 +322,9 @@ def _print(results: list[InitResult], machine: dict[str, Any]) -> None:
 
 
 def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.2f}"
 
 
 def plot(results: list[InitResult], path: Path) -> None:
@@ -333,8 +346,14 @@ def plot(results: list[InitResult], path: Path) -> None:
                 bars.append((f"paper: {name}", seconds, "0.75", f"{below}{seconds:,g} s"))
         for r in sorted((r for r in results if r.ranks == size), key=lambda r: (not r.calls, r.store != "tcp")):
             mark = " (extrapolated)" if r.extrapolated else ""
-            arguments = "a barrier a group" if r.calls else "ordered"
-            color = "tab:red" if r.store == "redis" else "tab:blue"
+            if r.calls:
+                arguments = "a barrier a group"
+            else:
+                arguments = "ordered"
+            if r.store == "redis":
+                color = "tab:red"
+            else:
+                color = "tab:blue"
             bars.append((f"{r.store}, {arguments}", r.seconds, color, f"{_figure(r.seconds)} s{mark}"))
         names = [name.replace(" (below)", "") for name, *_ in bars]
         axis.barh(range(len(bars)), [bar[1] for bar in bars], color=[bar[2] for bar in bars], height=0.65)

@@ -303,7 +303,7 @@ def check_headline(cluster: ClusterSpec) -> AnchorCheck:
         "headline: constants from Megatron-LM's 4 rows to 1,024 GPUs, MegaScale's 8 rows by switching techniques on",
         {"mean": (float(errors.mean()), 4.0, "%")},
         constants_of(third_fit),
-        (describe_split("paper-small", "paper-large"), *third_fit.warnings),
+        (describe_split("paper-small", "paper-large"),) + third_fit.warnings,
         listing(megascale_rows, got, np.zeros(len(megascale_rows), dtype=bool)),
         columns=_columns(cluster, megascale_rows, third_fit, efficiency_control(megascale_rows, rows.subset(source))),
     )

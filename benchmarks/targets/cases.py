@@ -47,8 +47,10 @@ class Figure:
         return f"{'≥' if self.least else '≤'}{self.form.format(value)}"
 
     def meets(self, value: float, bound: float) -> bool:
-        """Whether `value` reaches `bound`."""
-        return value >= bound if self.least else value <= bound
+        """Return whether `value` reaches `bound`."""
+        if self.least:
+            return value >= bound
+        return value <= bound
 
 
 _TRAIN, _EXPOSED = ("train",), ("exposed",)
@@ -113,10 +115,13 @@ class TargetCase(BaseModel):
 
     @property
     def goals(self) -> str:
-        """What it must reach, and the aim, in words."""
+        """Return the bound and the aim as text."""
         output = []
         for name, value in self.must.items():
-            aim = f" (aim {FIGURES[name].form.format(self.aim[name])})" if name in self.aim else ""
+            if name in self.aim:
+                aim = f" (aim {FIGURES[name].form.format(self.aim[name])})"
+            else:
+                aim = ""
             output.append(f"{FIGURES[name].label} {FIGURES[name].bound(value)}{aim}")
         return ", ".join(output)
 
@@ -127,27 +132,31 @@ class TargetCase(BaseModel):
 
     def replicas(self, gpus: int) -> int | None:
         """The most replicas, up to `data`, that so many GPUs hold; None if they hold too few."""
-        fit = min(self.data, gpus // self.gpus) if self.gpus else self.data
+        if self.gpus:
+            fit = min(self.data, gpus // self.gpus)
+        else:
+            fit = self.data
         return fit if fit >= self.least else None
 
     def settings(self, replicas: int) -> list[str]:
-        """What the bench is told of shape and layout."""
-        return [*self.arguments, f"--parallel.data={replicas}", f"--train.global_batch={replicas * self.batch}"]
+        """Return the bench's settings of shape and layout."""
+        return self.arguments + [f"--parallel.data={replicas}", f"--train.global_batch={replicas * self.batch}"]
 
     def words(self, replicas: int) -> list[str]:
         """The bench's words, its name first."""
-        steps = [f"--steps={self.steps}"] if self.bench == "train" else []
+        if self.bench == "train":
+            steps = [f"--steps={self.steps}"]
+        else:
+            steps = []
         watch = ["--watch"] if self.watch else []
-        return [self.bench, *self.settings(replicas), *steps, f"--warmup={self.warmup}", *watch]
+        return [self.bench] + self.settings(replicas) + steps + [f"--warmup={self.warmup}"] + watch
 
     def line(self, replicas: int) -> str:
-        """What to type for the same."""
+        """Return the command line of the same run."""
         return " ".join(
-            [
-                *(f"{k}={shlex.quote(v)}" for k, v in self.environment.items()),
-                *PROGRAM,
-                shlex.join(self.words(replicas)),
-            ]
+            [f"{k}={shlex.quote(v)}" for k, v in self.environment.items()]
+            + list(PROGRAM)
+            + [shlex.join(self.words(replicas))]
         )
 
     def key(self, replicas: int) -> str:
@@ -156,13 +165,13 @@ class TargetCase(BaseModel):
         return hashlib.blake2b(subject.encode(), digest_size=8).hexdigest()
 
     def config(self, replicas: int) -> Config:
-        """What the bench will run, laid out. MegascaleError if its words are wrong or do not divide."""
+        """Return the bench's configuration. Raise MegascaleError for wrong or indivisible arguments."""
         from megascale.bench.train import load_shape
         from megascale.core.layout import lay_out
 
         shape, *settings = self.settings(replicas)
         try:
-            config = load_shape([f"--model.preset={shape}", "--train.precision=bfloat16", *settings])
+            config = load_shape([f"--model.preset={shape}", "--train.precision=bfloat16"] + settings)
             model = config.parallel.tensor * config.parallel.pipeline
             if self.gpus not in (0, model):
                 raise ConfigError(f"gpus={self.gpus}, but its tensor x pipeline is {model}; set gpus={model}")
@@ -186,7 +195,10 @@ def load(file: Path | None) -> list[TargetCase]:
     """The cases of a TOML file, of the shipped ones for None; ConfigError naming case, key and value if it is wrong."""
     name = str(file or "targets.toml")
     try:
-        text = "\n".join(map(shipped, SHIPPED)) if file is None else file.read_text()
+        if file is None:
+            text = "\n".join(map(shipped, SHIPPED))
+        else:
+            text = file.read_text()
         tree = tomllib.loads(text)
         cases = _File.model_validate(tree).case
     except OSError as error:

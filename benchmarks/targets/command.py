@@ -1,4 +1,4 @@
-"""`python -m benchmarks targets`: the figures that this project holds itself to, measured, beside what they must reach.
+"""`python -m benchmarks targets`: measured figures next to this project's targets, which they must reach.
 
 Cases are data (targets.toml). Each run is a bench in a process of its own; small cases run side by side on GPUs of
 their own. Every run is kept as soon as it is done, so that a call goes on where the last one was stopped.
@@ -35,7 +35,7 @@ def targets(
     alone: bool = typer.Option(False, "--alone", help="One run at a time: power and host are shared between runs."),
     out: Path = typer.Option(Path("bench-targets.json"), help="JSON file; runs that it holds are not made again."),
 ) -> None:
-    """Measure what this project holds itself to, on the GPUs that are here, beside what each must reach.
+    """Measure the figures with targets on this machine's GPUs, and print them next to the targets.
 
     A case is a model in a layout. It runs with as many replicas as there is room for, up to those of its target
     ("DP1 of 2": half of them). One that needs more memory by its plan than a GPU has is left out and named.
@@ -43,7 +43,7 @@ def targets(
     Small cases run side by side. A failed one leaves the others alone; called again, only what is missing is run.
     Any setting can be given as --section.key=value; it holds for all cases.
 
-    Exit codes: 0 done or out of time, whatever was reached; 1 if a run failed; 130 interrupted.
+    Exit codes: 0 done or out of time, with any result; 1 if a run failed; 130 interrupted.
 
     Examples:
 
@@ -57,23 +57,23 @@ def targets(
 
       python -m benchmarks targets --only EhD --predict
     """
-    from benchmarks.targets.others import others
+    from benchmarks.targets.others import list_other_commands
     from benchmarks.targets.predicted import lines
     from benchmarks.targets.runs import Record, missing, run_all
     from benchmarks.targets.table import show
     from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 
     began = time.monotonic()
-    every = [case.model_copy(update={"arguments": [*case.arguments, *context.args]}) for case in load(file)]
+    every = [case.model_copy(update={"arguments": case.arguments + context.args}) for case in load(file)]
     by_name = {case.name: case for case in every}
     cases = _chosen(every, only)
     for case in cases:
         case.config(case.data)  # before anything starts
     if listed:
         for case in cases:
-            _tell(case)
+            _print_case(case)
         if file is None and not only:
-            typer.echo("\n".join(["", *others()]))
+            typer.echo("\n".join(["", *list_other_commands()]))
         return
     if predict:
         for line in lines(cases):
@@ -169,17 +169,23 @@ def _fitting(cases: Sequence[TargetCase], gpus: int, gib: float) -> tuple[list[T
     return fit, too_large
 
 
-def _tell(case: TargetCase) -> None:
+def _print_case(case: TargetCase) -> None:
     """One case of --list."""
     from benchmarks.targets.predicted import predicted
 
     needs = "the CPU"
     if case.gpus:
-        fewer = f", at least {case.gpus * case.least}" if case.least < case.data else ""
+        if case.least < case.data:
+            fewer = f", at least {case.gpus * case.least}"
+        else:
+            fewer = ""
         needs = f"{case.slots} GPU{'s' if case.slots > 1 else ''}{fewer}"
     compared = f" over {case.over}" if case.over else ""
     output = predicted(case, case.data)
-    report = "" if output is None else f"; predicted {output:.3f} s"
+    if output is None:
+        report = ""
+    else:
+        report = f"; predicted {output:.3f} s"
     goals = f"{case.goals or 'no target'}{compared}{report}"
     typer.echo(f"{case.name}: {case.title}; {needs}, about {case.seconds:.0f} s; {goals}")
     typer.echo(f"  {case.line(case.data)}")

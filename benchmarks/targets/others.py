@@ -1,4 +1,4 @@
-"""What `benchmarks targets --list` names beside its cases: other commands whose figures are held to something."""
+"""Commands outside the cases whose figures have targets, as `benchmarks targets --list` prints them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def load_others() -> list[OtherCommands]:
     return [OtherCommands.model_validate(item) for item in tomllib.loads(shipped(FILE))["other"]]
 
 
-def others() -> Iterator[str]:
-    """Lines that say them."""
-    yield "Beside these cases:"
+def list_other_commands() -> Iterator[str]:
+    """Yield the lines of the list."""
+    yield "In addition to these cases:"
     for item in load_others():
         yield f"{item.title}: {item.needs}; {item.goal}"
         yield from (f"  {line}" for line in item.lines)

@@ -29,7 +29,7 @@ def predictions() -> Mapping[str, float]:
 
 
 def predicted(case: TargetCase, replicas: int) -> float | None:
-    """Seconds of a step with so many replicas, as they were said; None if nothing was."""
+    """Return the predicted seconds of a step with so many replicas, or None."""
     return predictions().get(case.key(replicas))
 
 
@@ -51,7 +51,7 @@ def predict(case: TargetCase, replicas: int) -> tuple[float, float, float]:
 
 
 def lines(cases: Iterable[TargetCase]) -> Iterable[str]:
-    """TOML of what the simulator says of those cases on GPUs of which nothing was said yet."""
+    """Return TOML of the simulator's predictions for those cases on GPUs without any."""
     for case in cases:
         for replicas in REPLICAS if case.gpus else ():
             if not case.least <= replicas <= case.data or predicted(case, replicas) is not None:

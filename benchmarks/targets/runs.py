@@ -20,7 +20,7 @@ from megascale.core import strict_json
 from megascale.core.terminal import termination_signals
 from megascale.errors import ConfigError
 
-GRACE_PERIOD = 10.0  # seconds that a run which is told to end has for it
+GRACE_PERIOD = 10.0  # seconds that a run has to end after the signal
 BENCHMARKS = (sys.executable, "-m", "benchmarks")
 
 
@@ -83,11 +83,14 @@ class Record:
 
     def runs(self, case: TargetCase, replicas: int | None) -> dict[int, TargetRun]:
         """Runs of a case as it is now, by repeat."""
-        key = None if replicas is None else case.key(replicas)
+        if replicas is None:
+            key = None
+        else:
+            key = case.key(replicas)
         return {repeat: run for repeat, run in sorted(self._cases.get(case.name, {}).items()) if run.key == key}
 
     def has_other(self, case: TargetCase, replicas: int) -> bool:
-        """Whether it holds runs of this name that had other words."""
+        """Return whether the folder holds runs of this name with other arguments."""
         return any(run.key != case.key(replicas) for run in self._cases.get(case.name, {}).values())
 
     def keep(self, job: TargetJob, run: TargetRun) -> None:
@@ -104,10 +107,13 @@ class Record:
 
 
 def missing(cases: Iterable[TargetCase], record: Record, repeats: int) -> list[TargetJob]:
-    """What is to be run: repeat by repeat, every second one in reverse order. A failed run is made again."""
+    """Return the runs that remain, repeat by repeat, every second repeat in reverse order. Failed runs are repeated."""
     jobs = []
     for repeat in range(repeats):
-        ordered = list(cases) if repeat % 2 == 0 else list(cases)[::-1]
+        if repeat % 2 == 0:
+            ordered = list(cases)
+        else:
+            ordered = list(cases)[::-1]
         for case in ordered:
             replicas = case.replicas(record.gpus)
             if replicas is None:
@@ -206,7 +212,7 @@ def _start(job: TargetJob, gpus: list[str], folder: Path, program: Sequence[str]
 
     local = folder / f"{job.case.name}-{job.repeat}"
     local.mkdir()
-    command = [*program, *job.case.words(job.replicas), f"--train.runs={local}", f"--out={local / 'told.json'}"]
+    command = list(program) + job.case.words(job.replicas) + [f"--train.runs={local}", f"--out={local / 'told.json'}"]
     variables = os.environ | {"COLUMNS": "120"} | job.case.environment | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     with open(local / "output.log", "wb") as log:
         # A Ctrl-C at the terminal is for this process alone, which tells its runs.
@@ -222,7 +228,7 @@ def _start(job: TargetJob, gpus: list[str], folder: Path, program: Sequence[str]
 
 
 def _read(single: _Running) -> TargetRun:
-    """What became of a run that has ended."""
+    """Return the result of a run that has ended."""
     job = single.job
     run = TargetRun(
         job.case.key(job.replicas), job.replicas, job.case.line(job.replicas), round(time.monotonic() - single.began, 1)
@@ -235,7 +241,7 @@ def _read(single: _Running) -> TargetRun:
     except (OSError, ValueError) as error:
         why = f"it left no figures: {error}"
     output = (single.folder / "output.log").read_text(errors="replace").strip().splitlines()
-    run.failed = [why, *output[-LAST_LINES:]]
+    run.failed = [why] + output[-LAST_LINES:]
     return run
 
 

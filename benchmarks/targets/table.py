@@ -1,4 +1,4 @@
-"""What runs of `benchmarks targets` came to: figures out of a bench's JSON, verdicts, and the table of them."""
+"""Results of `benchmarks targets`: figures from a bench's JSON, verdicts, and their table."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def series(case: TargetCase, runs: Mapping[int, TargetRun], base: Mapping[int, T
 
 
 def verdict(case: TargetCase, name: str, value: float | None, replicas: int) -> str:
-    """What a value says of the target: nothing for certain where fewer replicas ran than it is stated for."""
+    """Return the verdict of a value. It is open if fewer replicas ran than the target states."""
     if value is None:
         return "not known"
     if replicas < case.data:
@@ -92,20 +92,28 @@ def verdict(case: TargetCase, name: str, value: float | None, replicas: int) -> 
     figure = FIGURES[name]
     if not figure.meets(value, case.must[name]):
         return "missed"
-    return "aim reached" if name in case.aim and figure.meets(value, case.aim[name]) else "reached"
+    if name in case.aim and figure.meets(value, case.aim[name]):
+        return "aim reached"
+    return "reached"
 
 
 def layout(case: TargetCase, replicas: int) -> str:
     """Such as "TP2 PP2x5 DP1 of 2"."""
     parallel = case.config(replicas).parallel
-    parts = [f"TP{parallel.tensor}"] if parallel.tensor > 1 else []
+    if parallel.tensor > 1:
+        parts = [f"TP{parallel.tensor}"]
+    else:
+        parts = []
     if parallel.pipeline > 1:
-        chunks = f"x{parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
+        if parallel.virtual_stages > 1:
+            chunks = f"x{parallel.virtual_stages}"
+        else:
+            chunks = ""
         parts.append(f"PP{parallel.pipeline}{chunks}")
     if case.data > 1:
         parts.append(f"DP{replicas}" + (f" of {case.data}" if replicas < case.data else ""))
     if not case.gpus:
-        return " ".join(["CPU", *parts])
+        return " ".join(["CPU"] + parts)
     return " ".join(parts) or "1 GPU"
 
 
@@ -121,25 +129,34 @@ class TargetRow:
     predicted: float | None = None
 
     @property
-    def apart(self) -> float:
-        """How far repeats are apart, relative."""
+    def relative_spread(self) -> float:
+        """Return the relative spread of repeats."""
         return (max(self.steps) - min(self.steps)) / statistics.median(self.steps)
 
 
 def row(case: TargetCase, record: Record, by_name: Mapping[str, TargetCase]) -> TargetRow:
-    """What the record knows of a case."""
+    """Return the recorded figures of a case."""
     replicas = case.replicas(record.gpus)
     if replicas is None:
         return TargetRow(case, f"needs {case.gpus * case.least} GPUs", [], {}, [])
     runs = record.runs(case, replicas)
-    base = record.runs(by_name[case.over], replicas) if case.over else {}
+    if case.over:
+        base = record.runs(by_name[case.over], replicas)
+    else:
+        base = {}
     result = series(case, runs, base)
     values = {name: statistics.median(them) for name, them in result.items()}
     goals = []
     for name, bound in case.must.items():
         figure, value = FIGURES[name], values.get(name)
-        received = "" if value is None else figure.form.format(value)
-        output = verdict(case, name, value, replicas) if result else ""
+        if value is None:
+            received = ""
+        else:
+            received = figure.form.format(value)
+        if result:
+            output = verdict(case, name, value, replicas)
+        else:
+            output = ""
         goals.append((figure.label, received, figure.bound(bound), output))
     if not result and any(run.failed for run in runs.values()):
         goals = [(label, came, must, "failed") for label, came, must, _ in goals] or [("", "", "", "failed")]
@@ -170,7 +187,7 @@ def show(cases: Sequence[TargetCase], by_name: Mapping[str, TargetCase], record:
             )
     for cell in cells:
         table.add_row(*(cell[str(column.header)] for column in table.columns))
-    console.print(_about(cases, record))
+    console.print(_describe_machines(cases, record))
     console.print(table)
     for note in notes(cases, rows, record):
         console.print(note, markup=False, soft_wrap=True)
@@ -179,8 +196,14 @@ def show(cases: Sequence[TargetCase], by_name: Mapping[str, TargetCase], record:
 def _cells(single: TargetRow) -> dict[str, str]:
     """A row of the table by heading, empty where nothing is known."""
     value = {name: figure.form.format(single.values[name]) for name, figure in FIGURES.items() if name in single.values}
-    each = " ".join(f"{s:.3f}" for s in single.steps) if len(single.steps) > 1 else ""
-    share = f"{single.values['of_gemm']:.3f}" if "of_gemm" in single.values else ""
+    if len(single.steps) > 1:
+        each = " ".join(f"{s:.3f}" for s in single.steps)
+    else:
+        each = ""
+    if "of_gemm" in single.values:
+        share = f"{single.values['of_gemm']:.3f}"
+    else:
+        share = ""
     figure, received, must, output = ("\n".join(goal[n] for goal in single.goals) for n in range(4))
     return {
         "case": single.case.name,
@@ -189,7 +212,7 @@ def _cells(single: TargetRow) -> dict[str, str]:
         "said\napart": "\n".join(
             [
                 "" if single.predicted is None else f"{single.predicted:.3f}",
-                f"[dim]{single.apart:.1%}[/dim]" if each else "",
+                f"[dim]{single.relative_spread:.1%}[/dim]" if each else "",
             ]
         ).rstrip(),
         "MFU\nGEMM": f"{value.get('mfu', '')}\n[dim]{share}[/dim]" if "mfu" in value or share else "",
@@ -201,18 +224,21 @@ def _cells(single: TargetRow) -> dict[str, str]:
     }
 
 
-def _about(cases: Sequence[TargetCase], record: Record) -> str:
-    """What ran where, and when."""
+def _describe_machines(cases: Sequence[TargetCase], record: Record) -> str:
+    """Return the machine, the software and the date of each run."""
     report = [run.told for case in cases for run in record.runs(case, case.replicas(record.gpus)).values() if run.told]
     devices = sorted({item["device"].split(" x ")[-1] for item in report})
     versions = sorted({f"torch {one['versions']['torch']}" for one in report})
     dates = sorted({one["date"] for one in report})
-    days = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
-    return ", ".join([f"{record.gpus} GPU{'s' * (record.gpus != 1)}", *devices, *versions, *([days] if days else [])])
+    if dates:
+        days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    else:
+        days = ""
+    return ", ".join([f"{record.gpus} GPU{'s' * (record.gpus != 1)}"] + devices + versions + ([days] if days else []))
 
 
 def notes(cases: Sequence[TargetCase], rows: Sequence[TargetRow], record: Record) -> list[str]:
-    """What the table's words mean, and what of a run has no column."""
+    """Return the explanation of the table, and facts of a run that have no column."""
     from benchmarks.training.exposed import bounding, table
     from megascale.bench.gpu_watch import summarize_samples
 
@@ -228,7 +254,7 @@ def notes(cases: Sequence[TargetCase], rows: Sequence[TargetRow], record: Record
         output.append(
             "GEMM: share of what plain GEMMs sustained on the first GPU right before and after; medians of repeats"
         )
-    if any(one.predicted is not None for one in rows):
+    if any(target_row.predicted is not None for target_row in rows):
         output.append(
             "said: step that the simulator said before, s (targets_predicted.toml); below, how far repeats lie apart"
         )

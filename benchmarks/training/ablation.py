@@ -153,8 +153,14 @@ def rows_of(config: Config, data: int, window: int, cuda: bool) -> tuple[list[Ab
 
     data: data-parallel ranks. Before "operators" attention is FlashAttention-2, as Megatron-LM had it.
     """
-    flash = {"kernels.attention": "flash"} if cuda else {}
-    windowed = {"kernels.attention": "flash_window"} if cuda else {}
+    if cuda:
+        flash = {"kernels.attention": "flash"}
+    else:
+        flash = {}
+    if cuda:
+        windowed = {"kernels.attention": "flash_window"}
+    else:
+        windowed = {}
     parallel = config.parallel
     steps: list[tuple[str, dict[str, Any], bool]] = [
         (
@@ -370,7 +376,10 @@ def show(record: dict[str, Any], runs: list[AblationRun]) -> None:
 def _cells(single: dict[str, Any], peak: float | None) -> dict[str, str]:
     """A row of the table by heading; empty where nothing is known."""
     attribute = single["mfu"]
-    share = attribute * peak / single["sustained"] if attribute and peak and single["sustained"] else None
+    if attribute and peak and single["sustained"]:
+        share = attribute * peak / single["sustained"]
+    else:
+        share = None
     return {
         "with": single["row"],
         "s/step": f"{single['seconds']:.3f}",
@@ -405,14 +414,14 @@ def draw(record: dict[str, Any], runs: list[AblationRun], out: Path) -> None:
     for number, links in enumerate(dict.fromkeys(run.links for run in runs)):
         last = table(names, runs, links)
         locations = [names.index(item["row"]) for item in last]
-        values = [one["over_first"] for one in last]
+        values = [step["over_first"] for step in last]
         error = [one["over_first"] * one["spread"] / 2 for one in last]
         label = f"here, links {links}: {values[-1]:.2f}x"
         axes.errorbar(locations, values, error, fmt="o-", color=f"C{number}", capsize=3, label=label)
     values = [one["paper_over_first"] for one in last]
     locations = [names.index(one["row"]) for one in last]
     axes.plot(locations, values, "s--", color="0.6", label=f"paper, 175B on 256 GPUs: {values[-1]:.2f}x (of MFU)")
-    axes.set_xticks(range(len(names)), [names[0], *(f"+ {name}" for name in names[1:])], rotation=25, ha="right")
+    axes.set_xticks(range(len(names)), [names[0]] + [f"+ {name}" for name in names[1:]], rotation=25, ha="right")
     axes.set_ylabel("Relative throughput")
     axes.set_title(f"{record['file']} on {record['processes']} x {record['device']}, {record['date']}", fontsize=10)
     axes.grid(alpha=0.3, axis="y")

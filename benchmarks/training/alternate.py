@@ -1,6 +1,6 @@
 """`python -m benchmarks alternate`: one engine, a setting changed back and forth between steps.
 
-Cards, clocks and hosts differ by more than many a setting is worth; here all its values see the same ones, and 0.2% can
+GPUs, clocks and hosts differ by more than many a setting is worth; here all its values see the same ones, and 0.2% can
 be told. Weights stay as they are (the learning rate is zero), so that losses and gradient norms can be compared too.
 """
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.core import strict_json
+from megascale.core.batch import Batch
 from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,9 +88,9 @@ def alternate(
     from megascale.train import launcher
 
     key, values = parse(setting)
-    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
+    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"] + context.args
     config = load_shape(
-        ["--train.name=bench-alternate", *settings, *([] if key in (BACKWARD, GRAPHS) else [f"--{key}={values[0]}"])]
+        ["--train.name=bench-alternate"] + settings + ([] if key in (BACKWARD, GRAPHS) else [f"--{key}={values[0]}"])
     )
     if not launcher.is_launched_rank():
         world = launcher.count_processes(config, api.visible_gpus())
@@ -157,7 +158,7 @@ def measure(
         recorder = engine.runtime.recorder
         recorder.begin_step(built)
         engine.start_gather()
-        result = engine.step(lambda i: (rows[:-1], rows[1:]), built, 0.0, has_next_step=True)
+        result = engine.step(lambda i: Batch(rows[:-1], rows[1:]), built, 0.0, has_next_step=True)
         recorder.end_step()
         garbage.collect(built)
         loss, norm = float(result.loss), float(result.grad_norm)  # waits for the update
@@ -167,7 +168,10 @@ def measure(
         set_to(value)
         step()
         step()
-    before = sustained_gemm_rate(location.device, 2.0) if cuda else None
+    if cuda:
+        before = sustained_gemm_rate(location.device, 2.0)
+    else:
+        before = None
     with Progress(transient=True, disable=location.rank > 0) as progress:
         for value in progress.track(order(values, turns), description=key):
             item = output[value]
@@ -184,7 +188,10 @@ def measure(
                 item.norms.append(norm)
             if cuda:
                 item.memory_gib = max(item.memory_gib or 0.0, torch.cuda.max_memory_allocated(location.device) / 2**30)
-    after = sustained_gemm_rate(location.device, 2.0) if cuda else None
+    if cuda:
+        after = sustained_gemm_rate(location.device, 2.0)
+    else:
+        after = None
     garbage.close()
     engine.synchronize()
     if groups is not None:
@@ -196,14 +203,16 @@ def measure(
     tokens = train.global_batch * model.sequence_length
 
     def share(single: Value) -> float | None:
-        return mfu(model, tokens / statistics.median(single.seconds), location.world, peak) if peak else None
+        if peak:
+            return mfu(model, tokens / statistics.median(single.seconds), location.world, peak)
+        return None
 
     return {
         "date": date.today().isoformat(),
         **details,
         "preset": model.preset,
         "setting": key,
-        "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks"] + sys.argv[1:]),
         "processes": location.world,
         "global_batch": train.global_batch,
         "sequence_length": model.sequence_length,
@@ -211,18 +220,18 @@ def measure(
         "gemm_flop_per_s": None if before is None or after is None else [before, after],
         "active": engine.active,
         "differences": {
-            one.name: {
-                "seconds": difference(output[values[0]].seconds, one.seconds),
-                "cpu_seconds": difference(output[values[0]].cpu_seconds, one.cpu_seconds),
+            result.name: {
+                "seconds": difference(output[values[0]].seconds, result.seconds),
+                "cpu_seconds": difference(output[values[0]].cpu_seconds, result.cpu_seconds),
             }
-            for one in list(output.values())[1:]
+            for result in list(output.values())[1:]
         },
         "values": [vars(one) | {"mfu": share(one)} for one in output.values()],
     }
 
 
 def change(engine: Engine, key: str) -> Callable[[str], object]:
-    """What sets the setting to a value, between steps."""
+    """Set the setting to a value, between steps."""
     if key == "overlap.gemms":
         return lambda value: engine.run_gemms_on_side_stream(value == "on")
     if key == BACKWARD:
@@ -253,7 +262,10 @@ def _timers(engine: Engine, key: str) -> Callable[[str], object]:
         if value not in built:
             off = key == "observe.timers" and value == "false"
             every = int(value) if key == "observe.spans" else 0
-            built[value] = Recorder() if off else make_timers(engine.device, ring, every)
+            if off:
+                built[value] = Recorder()
+            else:
+                built[value] = make_timers(engine.device, ring, every)
         engine.runtime.recorder = built[value]
 
     return set_to
@@ -263,7 +275,7 @@ def difference(first: list[float], second: list[float]) -> tuple[float, float, f
     """How much longer the steps of `other` are, in share of `first`'s: (median, lower and upper bound) over pairs.
 
     The i-th timed steps of both make a pair. Bounds are order statistics of the pairs' ratios, which hold the median
-    with 95% confidence whatever its distribution: the k-th smallest and largest, k by the binomial law.
+    with 95% confidence for any distribution: the k-th smallest and largest, k by the binomial law.
     """
     ratios = sorted(b / a - 1 for a, b in zip(first, second, strict=True))
     below, k = 0.5 ** len(ratios), 0
@@ -277,7 +289,7 @@ def difference(first: list[float], second: list[float]) -> tuple[float, float, f
 
 
 def show(record: dict[str, Any]) -> None:
-    """The table: a value a row, beside the first."""
+    """Return the table: a row per value, compared with the first."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

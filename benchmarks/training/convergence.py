@@ -1,7 +1,7 @@
 """`python -m benchmarks convergence`: loss against tokens of what makes a step faster, beside what it replaces.
 
 Serial, parallel and parallel windowed blocks under AdamW, and LAMB at a larger batch, as the paper's Figure 10 (section
-6.2): the same tokens in the same order, several seeds. A faster step that learns worse is no gain.
+6.2): the same tokens in the same order, several seeds. A faster step that learns worse is not a gain.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VARIANTS = ("serial", "parallel", "window", "lamb")
 # AdamW at LAMB's batch: tells what the batch costs from what LAMB does. Plain PyTorch with the same first weights and
 # samples: tells what the model does from what we do. Float8: its recipes, against serial.
 FLOAT8 = ("float8", "float8_rowwise")
-ON_REQUEST = ("large", "plain", "plain-parallel", *FLOAT8)
+ON_REQUEST = ("large", "plain", "plain-parallel") + FLOAT8
 PLAIN = "evaluated-without-float8.json"
 
 
@@ -85,7 +85,7 @@ def convergence(
     earlier: list[Path] = typer.Option(
         [],
         help="Metrics of an earlier call, which may have been on another machine: its runs count, and those of "
-        "them that are asked for again are not repeated.",
+        "them that are requested again are not repeated.",
     ),
     at_once: int = typer.Option(1, min=1, help="Runs on one GPU at a time: small models leave most of it idle."),
     folder: Path = typer.Option(Path("runs/convergence"), help="Run folders; finished ones are not run again."),
@@ -118,7 +118,7 @@ def convergence(
     from megascale.errors import ConfigError
 
     if unknown := set(variants) - {*VARIANTS, *ON_REQUEST}:
-        raise ConfigError(f"--variant={unknown.pop()}: there are {', '.join((*VARIANTS, *ON_REQUEST))}")
+        raise ConfigError(f"--variant={unknown.pop()}: there are {', '.join(VARIANTS + ON_REQUEST)}")
     console = Console()
     if not (data / "train.idx").exists():
         console.print(f"making {data} of all Python source on this machine")
@@ -141,7 +141,7 @@ def convergence(
     before = _read_earlier(earlier, {variant.name: variant for variant in every}, lambda v, seed: plan(v, seed)[1])
     expected = {(outcome.variant, outcome.seed) for outcome in before}
     # A seed's runs side by side: pairs are there early.
-    planned = [(v, seed, *plan(v, seed)) for seed in range(first_seed, first_seed + seeds) for v in chosen]
+    planned = [(v, seed) + plan(v, seed) for seed in range(first_seed, first_seed + seeds) for v in chosen]
     work = [item for item in planned if (item[0].name, item[1]) not in expected]
     _refuse_mixed_data(before, [(seed, key) for _, seed, _, key in work])
     folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +208,7 @@ def _variants(
         ("float8_rowwise", peaks, batch, ("--train.linear_precision=float8_rowwise",)),
     ]
     return [
-        Variant(f"{kind} {peak:g}" if len(of) > 1 else kind, kind, peak, size, (f"--lr.peak={peak}", *settings))
+        Variant(f"{kind} {peak:g}" if len(of) > 1 else kind, kind, peak, size, (f"--lr.peak={peak}",) + settings)
         for kind, of, size, settings in kinds
         for peak in dict.fromkeys(of)
     ]
@@ -216,7 +216,9 @@ def _variants(
 
 def _length(arguments: list[str], model: dict[str, Any]) -> int:
     local = [w.split("=", 1)[1] for w in arguments if w.startswith("--model.sequence_length=")]
-    return int(local[-1]) if local else int(model["sequence_length"])
+    if local:
+        return int(local[-1])
+    return int(model["sequence_length"])
 
 
 def _command(
@@ -252,7 +254,7 @@ def _command(
 
 
 def _fingerprint(data: Path) -> str:
-    """Of a data set's sequences: which tokens lie where."""
+    """Return a hash of a data set's sequences: of the tokens and their positions."""
     digest = hashlib.blake2b(digest_size=8)
     for name in ("train.idx", "valid.idx"):
         digest.update((data / name).read_bytes())
@@ -262,7 +264,7 @@ def _fingerprint(data: Path) -> str:
 def _key(command: list[str], corpus: str) -> str:
     """A run's settings without what says where it is; the data by its fingerprint."""
     locations = ("--train.runs=", "--data.train=", "--data.valid=")
-    return " ".join([*(w for w in command if w.startswith("--") and not w.startswith(locations)), f"data={corpus}"])
+    return " ".join([w for w in command if w.startswith("--") and not w.startswith(locations)] + [f"data={corpus}"])
 
 
 def _read_earlier(
@@ -305,7 +307,7 @@ def _refuse_mixed_data(before: Sequence[ConvergenceOutcome], to_run: Sequence[tu
     from megascale.errors import ConfigError
 
     data_of: dict[int, set[str]] = {}
-    for seed, key in [*((outcome.seed, outcome.key) for outcome in before), *to_run]:
+    for seed, key in [(outcome.seed, outcome.key) for outcome in before] + list(to_run):
         data_of.setdefault(seed, set()).update(word for word in key.split() if word.startswith("data="))
     for seed, data in sorted(data_of.items()):
         if len(data) > 1:
@@ -373,11 +375,11 @@ def _evaluate(command: list[str], device: str, threads: int) -> subprocess.Popen
     run = _folder(command)
     inputs = [word for word in command if word.startswith("--train.device=")]
     where = [f"--device={word.partition('=')[2]}" for word in inputs[-1:]]
-    arguments = ["evaluate", str(run), "--linear-precision=default", "--json", *where]
+    arguments = ["evaluate", str(run), "--linear-precision=default", "--json"] + where
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
     with open(run / PLAIN, "wb") as out, open(run.parent / f"{run.name}.log", "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "megascale.cli.main", *arguments], stdout=out, stderr=log, env=environment
+            [sys.executable, "-m", "megascale.cli.main"] + arguments, stdout=out, stderr=log, env=environment
         )
 
 
@@ -398,14 +400,17 @@ def _share(run: Path, command: list[str]) -> float:
 
 
 def read(variant: str, seed: int, run: Path, key: str = "") -> ConvergenceOutcome:
-    """What a finished run came to."""
+    """Return the outcome of a finished run."""
     records = [strict_json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if "loss" in r]
     at = {r["step"]: r["tokens"] for r in steps}
     measured = [r for r in records if "valid_loss" in r and r["step"] in at]
     stored = [(at[r["step"]], r.get("valid_whole_loss", r["valid_loss"])) for r in measured]
     rate = statistics.median(r["tokens_per_second"] for r in steps)
-    plain = strict_json.loads((run / PLAIN).read_text())["loss"] if (run / PLAIN).exists() else None
+    if (run / PLAIN).exists():
+        plain = strict_json.loads((run / PLAIN).read_text())["loss"]
+    else:
+        plain = None
     losses = [loss for _, loss in stored]
     return ConvergenceOutcome(variant, seed, str(run), [t for t, _ in stored], losses, rate, key, plain, _device())
 

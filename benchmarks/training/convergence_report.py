@@ -1,4 +1,4 @@
-"""What `benchmarks convergence` came to: the table of losses and of their differences seed by seed, and the plot."""
+"""Report of `benchmarks convergence`: the losses, their differences seed by seed, and the plot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class ConvergenceOutcome:
-    """What a run came to: held-out losses by tokens trained, in nats a token.
+    """Outcome of a run: held-out losses by tokens trained, in nats per token.
 
     The last is of all held-out samples, those before of `train.eval_samples` of them. `unquantised`: that of the same
     weights multiplied without float8, None where none is used.
@@ -56,7 +56,10 @@ def paired(
     result = [loss - second[seed] for seed, loss in of.items() if loss is not None and seed in second]
     if not result:
         return None
-    error = statistics.stdev(result) / len(result) ** 0.5 if len(result) > 1 else None
+    if len(result) > 1:
+        error = statistics.stdev(result) / len(result) ** 0.5
+    else:
+        error = None
     return statistics.mean(result), error, len(result)
 
 
@@ -98,7 +101,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def seeds_in_words(seeds: list[int]) -> str:
-    """Which style of line is which seed."""
+    """Return the legend of line styles by seed."""
     shapes = ("solid", "dashed", "dotted", "dash-dotted")
     return ", ".join(f"seed {seed} {shapes[i % len(shapes)]}" for i, seed in enumerate(seeds))
 
@@ -132,10 +135,12 @@ def draw(outcomes: list[ConvergenceOutcome], out: Path, title: str) -> None:
     axes = panels[0, 0]
 
     def line(where: Any, o: ConvergenceOutcome, at: dict[int, float], label: str | None = None) -> None:
-        places, values, colour = [t / 1e6 for t in at], list(at.values()), f"C{names.index(o.variant)}"
+        positions = [t / 1e6 for t in at]
+        values = list(at.values())
+        colour = f"C{names.index(o.variant)}"
         style = STYLES[seeds.index(o.seed) % len(STYLES)]
-        where.plot(places[:-1], values[:-1], style, color=colour, linewidth=1.2, label=label)
-        where.plot(places[-1:], values[-1:], "o", color=colour, markersize=3.5)
+        where.plot(positions[:-1], values[:-1], style, color=colour, linewidth=1.2, label=label)
+        where.plot(positions[-1:], values[-1:], "o", color=colour, markersize=3.5)
 
     for o in outcomes:
         first = o is next(p for p in outcomes if p.variant == o.variant)

@@ -5,7 +5,7 @@ change and the first of them are gathered, to the next one's. Exposed is the tim
 run and no GEMM, norm or other computation does; where several kinds run at once they share it. A kernel that has
 begun before its other members have moves nothing yet: until the last of them has come it waits, for their compute and
 not for a network (a pipeline's bubble, uneven stages, uneven GPUs). Then the collectives that the step made are made
-again with nothing beside them: the share that shows is what overlap leaves (MegaScale section 3.2).
+again with nothing next to them: the share that shows is what overlap leaves (MegaScale section 3.2).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.core import strict_json
+from megascale.core.batch import Batch
 from megascale.core.calls import NullCallLog
 from megascale.errors import TrainingError
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 KINDS = ("tensor", "pipeline", "data gather", "data reduce", "other")
 COMPUTE, IDLE = "compute", "idle"
 WAITS = " waits"  # behind a kind: its kernels before all their members have begun
-# What a communicator is for, by the first part of its name (rendezvous/group_plan.py).
+# Purpose of a communicator by the first part of its name (rendezvous/group_plan.py).
 _KIND_OF = {
     "tensor": "tensor",
     "forward": "pipeline",
@@ -80,8 +81,8 @@ def exposed(
     from megascale.errors import ConfigError
     from megascale.train import launcher
 
-    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
-    config = load_shape(["--train.name=bench-exposed", *settings])
+    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"] + context.args
+    config = load_shape(["--train.name=bench-exposed"] + settings)
     if not launcher.is_launched_rank():
         gpus = api.visible_gpus()
         if gpus < 2:
@@ -108,13 +109,13 @@ class Counting(NullCallLog):
     """
 
     def __init__(self) -> None:
-        self.made: Counter[tuple[str, str, int]] = Counter()
-        self.others: list[str] = []
+        self.calls: Counter[tuple[str, str, int]] = Counter()
+        self.other_calls: list[str] = []
 
     def begin_call(self, group: str, op: str, size: int) -> int:
-        self.made[group, op, size] += 1
+        self.calls[group, op, size] += 1
         if _kind_of(group) == "other":
-            self.others.append(group)
+            self.other_calls.append(group)
         return -1
 
 
@@ -145,7 +146,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     def step(number: int) -> None:
         began = time.perf_counter()
         engine.start_gather()
-        result = engine.step(lambda i: (rows[:-1], rows[1:]), number, 1e-4, has_next_step=True)
+        result = engine.step(lambda i: Batch(rows[:-1], rows[1:]), number, 1e-4, has_next_step=True)
         garbage.collect(number)  # as in training
         float(result.loss)  # waits for the update, not for what goes on under the next step
         seconds.append(time.perf_counter() - began)
@@ -166,7 +167,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     serves = groups_of(_traced(lambda: step(warmup + 1), [device, host]))
     stretches = after_meeting(busy(_traced(lambda: steps(warmup + 2), [device]), serves))
     engine.synchronize()
-    local = (engine.pipeline.stage, alone(engine, counting), stretches, counting.others)
+    local = (engine.pipeline.stage, alone(engine, counting), stretches, counting.other_calls)
     report: list[Any] = [None] * location.world
     dist.all_gather_object(report, local)
     shutdown(groups)
@@ -240,20 +241,20 @@ def busy(events: Iterable[dict[str, Any]], serves: dict[int, str] | None = None)
     for event in events:
         if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
-        result.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6, *_kind(event, serves or {})))
+        result.append((event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6) + _kind(event, serves or {}))
     first = min((start for start, *_ in result), default=0.0)
     return sorted((BusyTime(a - first, b - first, *subject) for a, b, *subject in result), key=lambda b: b.start)
 
 
 def after_meeting(stretches: list[BusyTime]) -> list[BusyTime]:
-    """Without the meeting of all ranks at the start, which is no part of the step."""
+    """Return the step without the barrier at the start, which does not belong to it."""
     begun = next((i for i, b in enumerate(stretches) if b.kind != "other"), 0)
     zero = stretches[begun].start if stretches else 0.0
     return [replace(b, start=b.start - zero, stop=b.stop - zero) for b in stretches[begun:]]
 
 
 def _kind(event: dict[str, Any], serves: dict[int, str]) -> tuple[str, str]:
-    """An event's kind and its group's name, "" where it is no collective."""
+    """Return an event's kind and its group's name, or an empty string if it is not a collective."""
     name = event["name"]
     if "nccl" in name.lower():
         group = _group(event) or serves.get(event.get("args", {}).get("stream", -1), "")
@@ -276,7 +277,7 @@ def between_norms(stretches: list[BusyTime], peers: Sequence[str]) -> list[BusyT
     ends = [stretch.stop for stretch in stretches if stretch.kind == "other"]
     if len(ends) != 2 * len(peers) or peers.count("world") != 1:
         raise TrainingError(
-            f"the trace has {len(ends)} collectives beside those of the known kinds; two steps make {2 * len(peers)} "
+            f"the trace has {len(ends)} collectives in addition to the known kinds; two steps make {2 * len(peers)} "
             f"({', '.join(peers)}), one a step over the world"
         )
     norm = peers.index("world")
@@ -307,9 +308,9 @@ def with_waits(traces: Sequence[list[BusyTime]]) -> list[list[BusyTime]]:
         first = min(members)
         ahead = {
             rank: statistics.median(
-                traces[rank][a].stop - traces[first][b].stop for a, b in zip(places, members[first], strict=True)
+                traces[rank][a].stop - traces[first][b].stop for a, b in zip(positions, members[first], strict=True)
             )
-            for rank, places in members.items()
+            for rank, positions in members.items()
         }
         for places_at_once in zip(*members.values(), strict=True):
             last = max(traces[r][p].start - ahead[r] for r, p in zip(members, places_at_once, strict=True))
@@ -360,16 +361,16 @@ def alone(engine: Engine, counting: Counting) -> dict[str, float]:
     device = engine.device
     axes = {axis.name: axis for axis in (engine.tensor, *_axes(engine)) if axis.size > 1}
     expected: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(expected, sorted({name.split("/")[0] for name, _, _ in counting.made}))
+    dist.all_gather_object(expected, sorted({name.split("/")[0] for name, _, _ in counting.calls}))
     duration: dict[str, float] = defaultdict(float)
     for purpose in sorted({p for purposes in expected for p in purposes} - {"forward", "backward"}):
-        local = [(key, times) for key, times in sorted(counting.made.items()) if key[0].split("/")[0] == purpose]
+        local = [(key, times) for key, times in sorted(counting.calls.items()) if key[0].split("/")[0] == purpose]
         for warm in (True, False):
             torch.cuda.synchronize(device)
             dist.barrier()
             began = time.perf_counter()
             for (name, op, size), times in local:
-                _again(axes[name], op, size, 1 if warm else times, device)
+                _repeat(axes[name], op, size, 1 if warm else times, device)
             torch.cuda.synchronize(device)
             if not warm:
                 duration[_KIND_OF.get(purpose, "other")] += time.perf_counter() - began
@@ -378,10 +379,8 @@ def alone(engine: Engine, counting: Counting) -> dict[str, float]:
         torch.cuda.synchronize(device)
         dist.barrier()
         began = time.perf_counter()
-        for track in (streams.send_forward, streams.recv_forward, streams.send_backward, streams.recv_backward):
-            if track is None:
-                continue
-            for (name, op, size), times in sorted(counting.made.items()):
+        for track in streams.values():
+            for (name, op, size), times in sorted(counting.calls.items()):
                 if name == track.name:
                     _move(track, op, size, 1 if warm else times, device)
         torch.cuda.synchronize(device)
@@ -395,14 +394,17 @@ def _axes(engine: Engine) -> list[Any]:
     return [flat.data, flat.reduce, flat.tied, engine.world, engine.optimizer.rule.shards.stage]
 
 
-def _again(axis: Any, op: str, size: int, times: int, device: Any) -> None:
+def _repeat(axis: Any, op: str, size: int, times: int, device: Any) -> None:
     """Make a collective of `size` bytes some times; sums of gradients are of float32, the rest of bfloat16."""
     import torch
 
     from megascale.parallel.collectives import all_gather_into, all_reduce, reduce_scatter_in_place
 
     wide = axis.name.startswith("data_reduce")
-    dtype = torch.float32 if wide and op != "all_to_all" else torch.bfloat16
+    if wide and op != "all_to_all":
+        dtype = torch.float32
+    else:
+        dtype = torch.bfloat16
     count = max(axis.size, size // dtype.itemsize)
     full = torch.zeros(count - count % axis.size, dtype=dtype, device=device)
     part = full.view(axis.size, -1)[axis.rank]
@@ -562,7 +564,7 @@ def draw(record: dict[str, Any], out: Path) -> None:
     for rank in record["ranks"]:
         firsts.setdefault(rank["stage"], rank)
     present = {kind.removesuffix(WAITS) for rank in firsts.values() for _, _, kind in rank["stretches"]}
-    streams = [kind for kind in (COMPUTE, *KINDS) if kind in present]
+    streams = [kind for kind in (COMPUTE,) + KINDS if kind in present]
     end = max(stop for rank in firsts.values() for _, stop, _ in rank["stretches"])
     piece = _busiest(firsts.values(), end, min(end, 0.03))
     height = 1.4 + 0.34 * len(streams) * 2 * len(firsts)
@@ -570,7 +572,7 @@ def draw(record: dict[str, Any], out: Path) -> None:
     for number, (stage, rank) in enumerate(sorted(firsts.items())):
         full, near = axes[number, 0], axes[len(firsts) + number, 0]
         for row, kind in enumerate(streams):
-            colour = f"C{(COMPUTE, *KINDS).index(kind)}"
+            colour = f"C{((COMPUTE,) + KINDS).index(kind)}"
             for name, alpha in ((kind + WAITS, 0.3), (kind, 1.0)):
                 runs = [(a, b) for a, b, k in rank["stretches"] if k == name]
                 shares_ = 0.8 * np.array(share_of_time(runs, 0.0, end, _BINS))
@@ -589,7 +591,10 @@ def draw(record: dict[str, Any], out: Path) -> None:
         "milliseconds: the whole step, height is the part of the time in which it runs, pale: waits for other ranks"
     )
     axes[-1, 0].set_xlabel("milliseconds: the piece in which communication runs most")
-    cut = f" with {record['layers']} layers" if "layers" in record else ""
+    if "layers" in record:
+        cut = f" with {record['layers']} layers"
+    else:
+        cut = ""
     axes[0, 0].set_title(f"{record['preset']}{cut} on {record['processes']} x {record['device']}, {record['date']}")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)

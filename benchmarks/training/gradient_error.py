@@ -2,7 +2,7 @@
 
 Runs of the same seed drift apart and say little about a precision unless they are many and long; one gradient on the
 same weights and samples has no such noise. Weights are those of a short training without float8, at one or more of its
-steps. What a format rounds away shows here, and so does a kernel that is wrong.
+steps. Rounding of a format shows here, and so does a wrong kernel.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 WARMUP = 40  # steps to the peak learning rate
 # Samples of the gradient come from a step that is never trained.
-APART = 10**6
+SEED_DISTANCE = 10**6
 
 
 @dataclass(frozen=True)
 class GradientError:
-    """Of one precision at one step.
+    """Gradient error of a precision at one step.
 
     Attributes:
         step: steps trained before.
@@ -87,7 +87,7 @@ def gradients(
             "(FOLDER/train)"
         )
     defaults = ["--train.precision=bfloat16", "--train.global_batch=64", f"--data.train={data}"]
-    config = load_shape([f"--model.preset={preset}", *defaults, *context.args])
+    config = load_shape([f"--model.preset={preset}"] + defaults + context.args)
     console, result = Console(), []
     for error in measure(config, data, precisions, sorted(set(steps)), console.print):
         result.append(error)
@@ -135,7 +135,7 @@ def measure(
             with engine.loading_weights():
                 for state, master in zip(engine.optimizer.states, masters, strict=True):
                     state.master.copy_(master)
-            return _gradient(engine, read(engine, APART))
+            return _gradient(engine, read(engine, SEED_DISTANCE))
 
         right_loss, right = at("float32", "default")
         for linear in precisions:
@@ -216,5 +216,5 @@ def _gradient(engine: Engine, batches: Any) -> tuple[float, dict[str, torch.Tens
                     pieces.setdefault(piece.name, []).append(view.float().flatten().clone())
 
     engine.before_update_hooks.append(look)
-    result = engine.step(batches, APART, 0.0)
+    result = engine.step(batches, SEED_DISTANCE, 0.0)
     return float(result.loss), {name: torch.cat(parts) for name, parts in pieces.items()}

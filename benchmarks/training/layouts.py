@@ -56,7 +56,7 @@ def layouts(
     out: Path = typer.Option(Path("bench-layouts.json"), help="JSON file for the metrics."),
     plot: Path | None = typer.Option(None, help="Draw losses and differences into this PNG."),
 ) -> None:
-    """Train a configuration in its own layout and in others, and print the losses beside each other.
+    """Train a configuration in its own layout and in others, and print the losses next to each other.
 
     Any setting can be given as --section.key=value; it holds for all runs. Runs leave nothing behind.
 
@@ -104,7 +104,9 @@ def _parse(text: str) -> dict[str, Any]:
 
     table = text.replace(";", ",")
     try:
-        return tomllib.loads(f"v = {{{table}}}")["v"] if table else {}
+        if table:
+            return tomllib.loads(f"v = {{{table}}}")["v"]
+        return {}
     except tomllib.TOMLDecodeError:
         raise ConfigError(
             f"--against={text!r} is not a list of keys of [parallel]; write it as --against tensor=4,pipeline=2"
@@ -127,7 +129,10 @@ def name_of(config: Config, processes: int) -> str:
     if processes == 1:
         return "one process"
     parallel = config.parallel
-    virtual = f"x{parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
+    if parallel.virtual_stages > 1:
+        virtual = f"x{parallel.virtual_stages}"
+    else:
+        virtual = ""
     data = processes // (parallel.tensor * parallel.pipeline)
     zero = f" ZeRO-{parallel.zero}" if data > 1 else ""
     return f"TP{parallel.tensor} PP{parallel.pipeline}{virtual} DP{data}{zero}"
@@ -164,10 +169,12 @@ def _record(file: Path, config: Config, runs: list[LayoutRun]) -> dict[str, Any]
 
 
 def relative(value: float, reference: float) -> float:
-    """|value - reference| / |reference|; infinite where either is no number."""
+    """Return |value - reference| / |reference|, infinite if either is NaN or infinite."""
     if not (math.isfinite(value) and math.isfinite(reference)):
         return math.inf
-    return abs(value - reference) / abs(reference) if reference else abs(value)
+    if reference:
+        return abs(value - reference) / abs(reference)
+    return abs(value)
 
 
 def _largest(runs: list[LayoutRun], series: Callable[[LayoutRun], Sequence[float]]) -> float:
@@ -183,7 +190,10 @@ def _show(record: dict[str, Any], runs: list[LayoutRun]) -> None:
 
     title = f"{record['file']} in {record['precision']}: loss of {record['steps']} steps"
     table = Table(title=title, box=box.SIMPLE_HEAD)
-    digits = 12 if record["precision"] == "float64" else 7
+    if record["precision"] == "float64":
+        digits = 12
+    else:
+        digits = 7
     table.add_column("step", justify="right")
     table.add_column(runs[0].name, justify="right")
     for run in runs[1:]:

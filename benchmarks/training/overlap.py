@@ -74,7 +74,7 @@ def overlap(
     from megascale.train import launcher
 
     settings = [f"--model.preset={preset}", "--parallel.tensor=2", "--parallel.data=1", "--train.name=bench-overlap"]
-    settings += ["--train.micro_batch=2", "--train.global_batch=2", *context.args]
+    settings += ["--train.micro_batch=2", "--train.global_batch=2"] + context.args
     if api.visible_gpus():
         settings.insert(0, "--train.precision=bfloat16")
     config = load_shape(settings)
@@ -108,7 +108,7 @@ def gemms_of(config: Config) -> list[Gemm]:
         ]
     into = [Gemm("QKV", True, (model.hidden,), qkv), Gemm("MLP in", True, (model.hidden,), inside)]
     if model.block == "parallel":
-        return [*into, Gemm("attention and MLP out", False, (attended, ffn), model.hidden)]
+        return into + [Gemm("attention and MLP out", False, (attended, ffn), model.hidden)]
     return [
         into[0],
         Gemm("attention out", False, (attended,), model.hidden),
@@ -140,7 +140,10 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
     rows = model.sequence_length * config.train.micro_batch
     part = rows // axis.size * model.hidden * torch.empty(0, dtype=dtype).element_size()
     found_exchange = symmetric.make_exchange(axis, part, location.device)
-    why_not = found_exchange if isinstance(found_exchange, str) else None
+    if isinstance(found_exchange, str):
+        why_not = found_exchange
+    else:
+        why_not = None
     ways = {"alone": SINGLE_RANK} | {way: replace(axis, overlap=way) for way in WAYS if way != "fused"}
     if not isinstance(found_exchange, str):
         ways["fused"] = replace(axis, overlap="fused", exchange=found_exchange)
@@ -151,7 +154,10 @@ def measure(config: Config, repeats: int) -> dict[str, Any] | None:
             turns: dict[str, list[float]] = {name: [] for name in (*ways, "collectives")}
             for turn in range(repeats + 1):
                 for name in turns:
-                    call = case.collectives if name == "collectives" else case.gemm(ways[name])
+                    if name == "collectives":
+                        call = case.collectives
+                    else:
+                        call = case.gemm(ways[name])
                     seconds = _seconds(call, axis, location.device)
                     if turn:  # the first warms up
                         turns[name].append(seconds)
@@ -187,7 +193,10 @@ def _agree(name: str, results: dict[str, Any]) -> None:
     import torch
 
     def flat(result: Any) -> torch.Tensor:
-        parts = result if isinstance(result, tuple) else (result,)
+        if isinstance(result, tuple):
+            parts = result
+        else:
+            parts = (result,)
         return torch.cat([part.detach().double().flatten() for part in parts])
 
     reference = flat(results["off"])
@@ -213,38 +222,48 @@ class _Case:
     ) -> None:
         import torch
 
-        from megascale.ops.gradient_sink import GradientSink, attach
+        from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 
-        s, b, t = config.model.sequence_length, config.train.micro_batch, axis.size
+        s = config.model.sequence_length
+        b = config.train.micro_batch
+        t = axis.size
         generator = torch.Generator(device).manual_seed(axis.rank)
 
         def make(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device=device, generator=generator).to(dtype)
 
-        self.what, self.axis, self.backward = gemm, axis, backward
+        self.operation = gemm
+        self.axis = axis
+        self.backward = backward
         self.part = make(s // t, b, gemm.inner[0] if gemm.gathers else gemm.outer)
         self.sent = make(s, b, self.part.shape[-1])
-        self.whole = [make(s, b, width) for width in gemm.inner]
-        self.weights = [make(gemm.outer, width).mul_(0.01).requires_grad_() for width in gemm.inner]
+        self.inputs = [make(s, b, width) for width in gemm.inner]
+        self.weights = [SinkParameter(make(gemm.outer, width).mul_(0.01)) for width in gemm.inner]
         for weight in self.weights:
             attach(weight, GradientSink(torch.zeros_like(weight, dtype=torch.float32)))
         self.upstream = make(s, b, gemm.outer)
 
     def gemm(self, axis: Axis) -> Callable[[], Any]:
-        """The GEMM over `axis`; over an axis of one, the same GEMM on tensors that are there already."""
+        """Return a call of the GEMM over `axis`. An axis of one rank runs the same GEMM on complete tensors."""
         import torch
 
         from megascale.parallel.linear import LinearPrecision
         from megascale.parallel.tensor import gather_linear, linear_scatter
 
         present = axis.size == 1
-        inputs = self.whole if present or not self.what.gathers else [self.part]
+        if present or not self.operation.gathers:
+            inputs = self.inputs
+        else:
+            inputs = [self.part]
         inputs = [x.detach().requires_grad_() for x in inputs]
-        grad = self.upstream if present or self.what.gathers else self.part
+        if present or self.operation.gathers:
+            grad = self.upstream
+        else:
+            grad = self.part
 
         def call() -> Any:
             with torch.set_grad_enabled(self.backward):
-                if self.what.gathers:
+                if self.operation.gathers:
                     y = gather_linear(inputs[0], self.weights[0], None, LinearPrecision(axis))
                 else:
                     pairs = [tensor for pair in zip(inputs, self.weights, strict=True) for tensor in pair]
@@ -259,11 +278,11 @@ class _Case:
         """The collectives that it makes, one after another, and nothing else."""
         from megascale.parallel.collectives import all_gather, reduce_scatter
 
-        if self.what.gathers or self.backward:
+        if self.operation.gathers or self.backward:
             all_gather(self.part, self.axis).wait()
-        if not self.what.gathers or self.backward:
+        if not self.operation.gathers or self.backward:
             reduce_scatter(self.sent, self.axis).wait()
-        if self.what.gathers and self.backward:
+        if self.operation.gathers and self.backward:
             all_gather(self.part, self.axis).wait()  # the input, gathered again
 
 

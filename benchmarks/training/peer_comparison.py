@@ -44,7 +44,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class PeerJob:
-    """What a contestant trains.
+    """Training job of a compared system.
 
     Attributes:
         model: layers, hidden, heads, kv_heads, ffn, vocab (rows in memory), sequence, norm, activation, positions,
@@ -148,7 +148,7 @@ def peers(
     from megascale.errors import ConfigError
     from megascale.train.launcher import count_processes
 
-    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64", *context.args]
+    settings = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"] + context.args
     config = load_shape(settings)
     gpus = api.visible_gpus()
     if not gpus:
@@ -168,7 +168,7 @@ def peers(
     }
     results: list[PeerResult] = []
     with temporary_folder() as folder, Progress(transient=True) as progress:
-        names = [OURS, *chosen]
+        names = [OURS] + chosen
         bar = progress.add_task("", total=turns * len(names))
         for turn in range(turns):
             for name in names if turn % 2 == 0 else names[::-1]:
@@ -182,7 +182,7 @@ def peers(
                     result = _theirs(name, job, peer_seconds)
                 result.turn = turn
                 results.append(result)
-                # After each turn: whoever stops the bench keeps what it has measured.
+                # Write after each turn, so that an interrupted bench keeps its results.
                 out.write_text(strict_json.dumps(record | {"runs": [asdict(r) for r in results]}, indent=1) + "\n")
                 progress.advance(bar)
     show(record, config, results)
@@ -194,12 +194,14 @@ def recipe(name: str, config: Config, requested: str) -> str:
     from megascale.config.parts import LINEAR_PRECISIONS
 
     if requested == "auto":
-        return FLOAT8[name][0] if LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms != "none" else ""
+        if LINEAR_PRECISIONS[config.train.linear_precision].float8_gemms != "none":
+            return FLOAT8[name][0]
+        return ""
     return "" if requested == "none" else requested
 
 
 def choose(expected: list[str], config: Config, float8: str = "auto") -> tuple[list[str], dict[str, str]]:
-    """The peers to run, and why others are left out. ConfigError for one that was asked for and cannot run."""
+    """Return the peers to run, and why others are skipped. Raise ConfigError for a requested peer that cannot run."""
     from megascale.errors import ConfigError
 
     if unknown := set(expected) - set(PEERS):
@@ -229,6 +231,8 @@ def _obstacle(name: str, config: Config) -> str:
     model = config.model
     if model.block == "parallel" or model.window is not None:
         return "it has no parallel block and no sliding window; compare with --model.block=serial and no window"
+    if model.layer_kinds or model.qk_norm != "none":
+        return "its layers are alike, without norms of queries and keys; leave out model.layer_kinds and model.qk_norm"
     llama = (model.norm, model.activation, model.positions) == ("rmsnorm", "swiglu", "rotary")
     biased = model.attention_bias or model.mlp_bias
     if name == "torchtitan" and (not llama or biased or model.tied_embeddings):
@@ -261,8 +265,10 @@ def make_job(
     micro_batch: int | None = None,
     recompute: str = "none",
 ) -> PeerJob:
-    """What a peer is told to train."""
-    model, parallel, train = config.model, config.parallel, config.train
+    """Return the job description for a peer."""
+    model = config.model
+    parallel = config.parallel
+    train = config.train
     shape = {
         "layers": model.layers,
         "hidden": model.hidden,
@@ -309,7 +315,10 @@ def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> N
     job = PeerJob(**json.loads(Path(file).read_text()))
     rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", local)
+    else:
+        device = torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
 
@@ -329,7 +338,10 @@ def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> N
         if losses and not math.isfinite(losses[-1]):
             raise SystemExit(f"the loss of step {number + 1} is {losses[-1]}: not a run to compare with")
     if rank == job.world - 1:
-        memory = torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None
+        if cuda:
+            memory = torch.cuda.max_memory_allocated(device) / 2**30
+        else:
+            memory = None
         versions = {"torch": torch.__version__, **timed.versions}
         report = {"seconds": seconds, "memory_gib": memory, "versions": versions, "settings": timed.settings}
         Path(job.out).write_text(strict_json.dumps(report | {"losses": losses}))
@@ -337,8 +349,8 @@ def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> N
 
 
 def _ours(preset: str, settings: list[str], steps: int, warmup: int, out: Path) -> PeerResult:
-    arguments = ["bench", "train", preset, f"--steps={steps}", f"--warmup={warmup}", f"--out={out}", *settings]
-    _run([sys.executable, "-m", "megascale.cli.main", *arguments], OURS)
+    arguments = ["bench", "train", preset, f"--steps={steps}", f"--warmup={warmup}", f"--out={out}"] + settings
+    _run([sys.executable, "-m", "megascale.cli.main"] + arguments, OURS)
     report = json.loads(out.read_text())
     active = "; ".join(f"{subject}: {choice}" for subject, choice in report["active"].items())
     rate = statistics.mean(report["gemm_flop_per_s"])
@@ -360,7 +372,7 @@ def _theirs(name: str, job: PeerJob, limit: float) -> PeerResult:
     ]
     # Megatron's training script insists on CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism. With CUDA's default
     # a step took 13% less at micro-batch 1 and no more at 4 (docs/performance.md), so the variable is left as it is.
-    _run([sys.executable, "-m", "torch.distributed.run", *arguments], name, limit)
+    _run([sys.executable, "-m", "torch.distributed.run"] + arguments, name, limit)
     return PeerResult(name, 0, **json.loads(Path(job.out).read_text()))
 
 
@@ -441,15 +453,15 @@ def show(record: dict[str, Any], config: Config, results: list[PeerResult]) -> N
     for number, column in enumerate(("", "s/step", "spread", "tokens/s each", "MFU", "GiB", "ours over it")):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     ours = next(item for item in output if item["name"] == OURS)
-    for one in output:
+    for outcome in output:
         table.add_row(
-            one["name"],
-            f"{one['seconds']:.4f}",
-            f"{100 * one['spread']:.1f}%",
-            f"{one['rate']:,.0f}",
-            f"{100 * one['mfu']:.1f}%" if one["mfu"] else "",
-            f"{one['memory_gib']:.1f}" if one["memory_gib"] else "",
-            "" if one is ours else f"{one['seconds'] / ours['seconds']:.3f}x",
+            outcome["name"],
+            f"{outcome['seconds']:.4f}",
+            f"{100 * outcome['spread']:.1f}%",
+            f"{outcome['rate']:,.0f}",
+            f"{100 * outcome['mfu']:.1f}%" if outcome["mfu"] else "",
+            f"{outcome['memory_gib']:.1f}" if outcome["memory_gib"] else "",
+            "" if outcome is ours else f"{outcome['seconds'] / ours['seconds']:.3f}x",
         )
     rates = [result.sustained for result in results if result.sustained]
     console.print(
@@ -460,8 +472,8 @@ def show(record: dict[str, Any], config: Config, results: list[PeerResult]) -> N
     console.print(f"MFU: {CONVENTION}; peak {peak} TFLOP/s")
     if rates:
         console.print(f"sustained GEMM in the same run: {statistics.mean(rates) / 1e12:.0f} TFLOP/s")
-    for one in output:
-        versions = ", ".join(f"{name} {version}" for name, version in one["versions"].items())
-        console.print(f"{one['name']}: {versions}; {one['settings']}")
+    for outcome in output:
+        versions = ", ".join(f"{name} {version}" for name, version in outcome["versions"].items())
+        console.print(f"{outcome['name']}: {versions}; {outcome['settings']}")
     for name, why in record["left_out"].items():
         console.print(f"{name}: left out, {why}")

@@ -85,7 +85,7 @@ def layers(job: PeerJob) -> tuple[Any, str]:
 
 
 def shape_of(job: PeerJob) -> Any:
-    """Its configuration of the model and of what runs beside what."""
+    """Return Megatron's configuration of the model and of overlaps."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     shape, virtual = job.model, job.virtual
@@ -148,7 +148,10 @@ def chunks_of(job: PeerJob, config: Any, spec: Any, data: int, device: torch.dev
     )
     chunks = []
     for chunk in range(virtual):
-        where = {"ignore_virtual": False, "vp_stage": chunk} if virtual > 1 else {}
+        if virtual > 1:
+            where = {"ignore_virtual": False, "vp_stage": chunk}
+        else:
+            where = {}
         model = GPTModel(
             config,
             spec,
@@ -223,7 +226,10 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
         return output, loss
 
     garbage = GarbageCollector(100)
-    precision = f"float8 {job.float8}" if job.float8 else "bfloat16"
+    if job.float8:
+        precision = f"float8 {job.float8}"
+    else:
+        precision = "bfloat16"
 
     def step() -> Tensor | None:
         for chunk in chunks:
@@ -240,7 +246,9 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
         )
         optimizer.step()
         garbage.collect(1)  # its --manual-gc
-        return torch.stack([item["loss"] for item in report]).mean() if report else None
+        if report:
+            return torch.stack([item["loss"] for item in report]).mean()
+        return None
 
     return Timed(
         step,

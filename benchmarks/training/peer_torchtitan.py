@@ -80,7 +80,9 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
 
 def _in_step(job: PeerJob, data: int) -> int:
     """Micro-batches that one call of its training step takes at once: all of a pipeline's, else one after another."""
-    return job.global_batch // (job.micro_batch * data) if job.pipeline > 1 else 1
+    if job.pipeline > 1:
+        return job.global_batch // (job.micro_batch * data)
+    return 1
 
 
 def _arguments(job: PeerJob) -> list[str]:
@@ -101,12 +103,18 @@ def _arguments(job: PeerJob) -> list[str]:
         "optimizer.lr": 1e-4,
     }
     if job.pipeline > 1:
-        arguments["parallelism.pipeline_parallel_schedule"] = "Interleaved1F1B" if job.virtual > 1 else "1F1B"
+        if job.virtual > 1:
+            arguments["parallelism.pipeline_parallel_schedule"] = "Interleaved1F1B"
+        else:
+            arguments["parallelism.pipeline_parallel_schedule"] = "1F1B"
     if job.float8:
         arguments |= {"model.converters": "quantize.linear.float8", "quantize.linear.float8.filter_fqns": "output"}
         if job.float8 != "tensorwise":  # that one has no name where parameters are gathered in float8
             arguments["quantize.linear.float8.recipe_name"] = job.float8
-    flags = ["--compile.enable"] if torch.cuda.is_available() else []
+    if torch.cuda.is_available():
+        flags = ["--compile.enable"]
+    else:
+        flags = []
     if job.tensor > 1 and torch.cuda.is_available():
         flags.append("--parallelism.enable_async_tensor_parallel")
     if job.float8 == "tensorwise" and data > 1:

@@ -1,7 +1,7 @@
 """A GPT in plain PyTorch, trained as `megascale train` would be: the same first weights, samples and schedule.
 
 What training must come to if nothing in it is wrong, written as a textbook would: torch's modules, attention and AdamW,
-float32 weights, autocast for bfloat16. `benchmarks convergence --variant plain` draws it beside ours. For shapes
+float32 weights, autocast for bfloat16. `benchmarks convergence --variant plain` draws it next to ours. For shapes
 such as GPT-2's.
 """
 
@@ -26,8 +26,8 @@ from megascale.ops.attention_backends import causal_mask
 from megascale.optim.learning_rate import learning_rate
 from megascale.parallel.parameters import draw_initial_values
 
-# What is written out below; other values have no plain model here.
-KNOWN: dict[str, tuple[Any, ...]] = {
+# Settings of the model below. Other values have no plain model here.
+SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model.norm": ("layernorm",),
     "model.positions": ("learned",),
     "model.activation": ("gelu", "gelu_tanh"),
@@ -36,7 +36,9 @@ KNOWN: dict[str, tuple[Any, ...]] = {
     "model.mlp_bias": (True,),
     "model.head_bias": (False,),
     "model.parallel_norms": (1,),
-    "model.window_pattern": ("S",),
+    "model.layer_pattern": ("S",),
+    "model.layer_kinds": ({},),
+    "model.qk_norm": ("none",),
     "optimizer.name": ("adamw",),
     "train.precision": ("float32", "bfloat16"),
 }
@@ -63,7 +65,10 @@ class PlainBlock(nn.Module):
         return self.attention["output"](out.transpose(1, 2).flatten(2))
 
     def _mlp(self, x_BSH: Tensor) -> Tensor:
-        approximate = "tanh" if self.model.activation == "gelu_tanh" else "none"
+        if self.model.activation == "gelu_tanh":
+            approximate = "tanh"
+        else:
+            approximate = "none"
         return self.mlp["out"](F.gelu(self.mlp["in"](x_BSH), approximate=approximate))
 
     def forward(self, x_BSH: Tensor, mask: Tensor | None) -> Tensor:
@@ -87,7 +92,10 @@ class PlainGPT(nn.Module):
         self.embedding.position = position = nn.Embedding(model.sequence_length, h)
         self.layers = nn.ModuleList(PlainBlock(model) for _ in range(model.layers))
         self.norm = nn.LayerNorm(h, model.norm_eps)
-        self.head = None if model.tied_embeddings else nn.Linear(h, model.vocab_size, bias=False)
+        if model.tied_embeddings:
+            self.head = None
+        else:
+            self.head = nn.Linear(h, model.vocab_size, bias=False)
         self._tables = (token, position)
 
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor) -> Tensor:
@@ -96,10 +104,16 @@ class PlainGPT(nn.Module):
         token, position = self._tables
         x = token(tokens_BS) + position.weight[:S]
         window = self.model.window
-        mask = None if window is None or window >= S else causal_mask(S, S, window, x.device)
+        if window is None or window >= S:
+            mask = None
+        else:
+            mask = causal_mask(S, S, window, x.device)
         for layer in self.layers:
             x = layer(x, mask)
-        table = token.weight if self.head is None else self.head.weight
+        if self.head is None:
+            table = token.weight
+        else:
+            table = self.head.weight
         logits = F.linear(self.norm(x), table).float()
         return F.cross_entropy(logits.flatten(0, 1), targets_BS.flatten(), reduction="sum", ignore_index=IGNORE)
 
@@ -113,14 +127,17 @@ def initialise(plain: PlainGPT, seed: int) -> None:
             p.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
             continue
         into_stream = name.endswith(("attention.output.weight", "mlp.out.weight"))
-        std = model.init_std / (2 * model.layers) ** 0.5 if into_stream else model.init_std
+        if into_stream:
+            std = model.init_std / (2 * model.layers) ** 0.5
+        else:
+            std = model.init_std
         p.copy_(draw_initial_values(seed, name, tuple(p.shape), std, p.device))
 
 
 def check(config: Config) -> None:
     """ConfigError for what the plain model does not have."""
     tree = config.model_dump()
-    for key, expected in KNOWN.items():
+    for key, expected in SUPPORTED.items():
         section, name = key.split(".")
         if tree[section][name] not in expected:
             raise ConfigError(f"the plain model knows {key}={expected[0]!r} only, not {tree[section][name]!r}")
@@ -133,10 +150,15 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
     """Records of metrics.jsonl: a line a step, and the held-out loss where train.eval_interval asks and at the end."""
     check(config)
     torch.set_float32_matmul_precision("highest")
-    size, batch, length = config.train.micro_batch, config.train.global_batch, config.model.sequence_length
+    size = config.train.micro_batch
+    batch = config.train.global_batch
+    length = config.model.sequence_length
     plain = PlainGPT(config.model).to(device)
     initialise(plain, config.train.seed)
-    run = torch.compile(plain, dynamic=False) if device.type == "cuda" else plain
+    if device.type == "cuda":
+        run = torch.compile(plain, dynamic=False)
+    else:
+        run = plain
     matrices = [p for p in plain.parameters() if p.dim() > 1]
     vectors = [p for p in plain.parameters() if p.dim() == 1]
     report = config.optimizer
@@ -148,7 +170,10 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
     source = SampleSource(
         config.data, config.model.sequence_length, vocab_size=config.model.vocab_size, seed=config.train.seed
     )
-    held_out = HeldOut(config.data.valid, length, config.model.vocab_size) if config.data.valid else None
+    if config.data.valid:
+        held_out = HeldOut(config.data.valid, length, config.model.vocab_size)
+    else:
+        held_out = None
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bfloat16")
 
     def evaluate(samples: int | None) -> float:
@@ -184,7 +209,7 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> None:
-    """As `megascale train FILE --section.key=value ...`, for one process; a finished run is left as it is."""
+    """Train as `megascale train FILE --section.key=value ...` in one process. Leave a finished run as it is."""
     from megascale import api
 
     config = api.resolve(load(Path(arguments[0]), arguments[1:]))

@@ -16,7 +16,11 @@ from megascale.core import strict_json
 # (stages, chunks a stage, micro-batches, data-parallel replicas replayed together)
 CASES = ((8, 6, 32, 1), (8, 6, 32, 192), (35, 3, 280, 1), (64, 1, 512, 1), (64, 4, 512, 1))
 # Rounds on a slow network: gpt-13b in PP2 DP4, 64 x 2,048 at micro-batch 2, every byte through host memory.
-STAGES, MICROBATCHES, LAYERS, COMPUTE_S, WIRE_S = 2, 8, 40, 2.4, 0.87
+STAGES = 2
+MICROBATCHES = 8
+LAYERS = 40
+COMPUTE_S = 2.4
+WIRE_S = 0.87
 CHUNKS, ROUNDS = (2, 4, 5, 10), (2, 4, 8)
 
 
@@ -57,7 +61,10 @@ def schedules(
         schedule = pipeline_schedule(p, v, m)
         graph = ActionGraph.compile(schedule)
         equal = graph.durations(1.0, 2.0)
-        durations = equal if replicas == 1 else equal[:, None] * np.random.default_rng(0).uniform(1, 1.1, replicas)
+        if replicas == 1:
+            durations = equal
+        else:
+            durations = equal[:, None] * np.random.default_rng(0).uniform(1, 1.1, replicas)
         rows.append(
             {
                 "stages": p,

@@ -1,6 +1,6 @@
-"""MegaScale from Python: the few names that the command line itself is made of.
+"""MegaScale from Python: the functions that the command line calls.
 
-A run in two lines::
+Train for 100 steps::
 
     from megascale.api import load_config, train
     result = train(load_config("examples/stdlib.toml", ["--train.steps=100"]))

@@ -29,7 +29,7 @@ def smi(tmp_path, monkeypatch):
     return make
 
 
-def gone(folder: Path) -> bool:
+def has_ended(folder: Path) -> bool:
     try:
         os.kill(int((folder / "pid").read_text()), 0)
     except ProcessLookupError:
@@ -56,8 +56,8 @@ def test_samples_are_taken_until_the_end_and_the_child_is_gone(smi):
     folder = smi("printf '1755, 690.1, 45\\n1740, [N/A], 61\\n'; exec sleep 600")
     began = time.perf_counter()
     with gpu_watch.GpuWatch("GPU-abc") as watched:
-        assert not gone(folder)
-    assert gone(folder)
+        assert not has_ended(folder)
+    assert has_ended(folder)
     assert watched.problem is None
     result = watched.samples_since(began)
     assert [sample[1:] for sample in result] == [[1755.0, 690.1, 45.0], [1740.0, None, 61.0]]
@@ -72,14 +72,14 @@ def test_the_child_ends_with_steps_that_fail(smi):
     folder = smi("echo 1755, 690.1, 45; exec sleep 600")
     with pytest.raises(ZeroDivisionError), gpu_watch.GpuWatch("GPU-abc"):
         raise ZeroDivisionError
-    assert gone(folder)
+    assert has_ended(folder)
 
 
 def test_without_a_sample_its_reason_is_told_before_the_steps(smi):
     folder = smi("echo No devices were found; exit 6")
     with pytest.raises(TrainingError, match="No devices were found"), gpu_watch.GpuWatch("GPU-abc"):
         pytest.fail("the steps began")
-    assert gone(folder)
+    assert has_ended(folder)
 
 
 def test_a_child_that_ends_early_is_told(smi):

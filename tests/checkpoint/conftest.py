@@ -1,4 +1,4 @@
-"""What the checkpoint tests share: state to save, cuts of it, and real processes in a gloo group."""
+"""Fixtures of the checkpoint tests: state to save, cuts of it, and real processes in a gloo group."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_keeps_newest_and_goes_by_commit_order(folder: Path) -> None:
     for step in (10, 20, 30):
         save(folder, step, full_shards(logical_state(step)), {"step": step}, keep=2)
     assert steps(folder) == [20, 30]
-    # A run that went back to 20 and saves 25 goes on from 25, whatever lies at 30.
+    # A run that went back to 20 and saves 25 continues from 25, regardless of step 30.
     save(folder, 25, full_shards(logical_state(25)), {"step": 25}, keep=2)
     assert latest(folder) == 25
     assert _load(folder)[1] == {"step": 25}

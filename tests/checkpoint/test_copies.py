@@ -72,7 +72,7 @@ def test_a_shard_gets_what_it_shares_with_each_chunk_and_no_more(
     assert torch.equal(target, expected)
 
 
-@given(cuts(), st.sampled_from([*TYPES, torch.complex64, torch.complex128, torch.float8_e4m3fn]), st.booleans())
+@given(cuts(), st.sampled_from(TYPES + [torch.complex64, torch.complex128, torch.float8_e4m3fn]), st.booleans())
 def test_staging_holds_a_copy_of_what_fits_whatever_its_strides(cut: tuple, dtype: torch.dtype, turned: bool) -> None:
     shape, boxes = cut
     tensor, staging = numbered(shape, dtype), PinnedBuffer(96, page_locked=False)

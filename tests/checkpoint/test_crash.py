@@ -61,7 +61,7 @@ def test_a_disk_that_fails_at_any_change(tmp_path: Path, kind: str) -> None:
 
 
 def test_the_power_cut_would_find_a_writer_that_does_not_sync(tmp_path: Path) -> None:
-    """The adversary is no paper tiger: without its syncs the same writer loses committed steps."""
+    """The adversary is effective: without its syncs the same writer loses committed steps."""
 
     def losses(forget: tuple[str, ...]) -> int:
         lost = 0
@@ -85,7 +85,7 @@ def test_the_power_cut_would_find_a_writer_that_does_not_sync(tmp_path: Path) ->
 
 
 def test_steps_survive_every_prefix_of_changes(tmp_path: Path) -> None:
-    """With all changes lasting at once (a killed process, not a power cut), at every single point of three saves."""
+    """All changes last at once (a killed process, not a power cut). The test cuts at every point of three saves."""
     root = tmp_path / "disk"
     root.mkdir()
     disk = JournalDisk(root)
@@ -115,7 +115,9 @@ class _Meanwhile(Disk):
     """Before its n-th change, something else happens."""
 
     def __init__(self, when: int, action: Callable[[], object]) -> None:
-        self.when, self.action, self.count = when, action, 0
+        self.when = when
+        self.action = action
+        self.count = 0
 
     def __getattribute__(self, name: str) -> object:
         if name in vars(Disk) and not name.startswith("_"):
@@ -135,7 +137,7 @@ def _old_steps(root: Path, leftover: bool) -> None:
 
 @pytest.mark.parametrize("leftover", [False, True])
 def test_older_ones_are_removed_while_a_save_is_under_way(tmp_path: Path, leftover: bool) -> None:
-    """At each single change that the save makes: it never notices."""
+    """The removal runs at each single change of the save, which does not notice it."""
     for when in range(1, 80):
         root = tmp_path / str(when)
         _old_steps(root, leftover)
@@ -151,7 +153,7 @@ def test_older_ones_are_removed_while_a_save_is_under_way(tmp_path: Path, leftov
 
 @pytest.mark.parametrize("leftover", [False, True])
 def test_a_save_begins_while_older_ones_are_removed(tmp_path: Path, leftover: bool) -> None:
-    """At each single change that removing makes: what is written by then stays."""
+    """The save starts at each single change of the removal. The data written by then stays."""
     name = "step-3/00000009-abcdabcd-00000.distcp"
     for when in range(1, 30):
         root = tmp_path / str(when)

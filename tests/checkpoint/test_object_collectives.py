@@ -1,4 +1,4 @@
-"""What processes of a group tell each other: plain data of a type that both know; nothing received is ever run."""
+"""Objects that processes of a group exchange: plain data of a known type, so that nothing received is run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _collectives(rank: int, size: int) -> None:
     gathered = peers.gather((array, rank), tuple[np.ndarray, int])
     assert [len(a) for a, _ in gathered] == ([2, 3, 4] if rank == 0 else [])
     assert peers.scatter([f"for {r}" * r for r in range(3)] if rank == 0 else [], str) == f"for {rank}" * rank
-    # A size that nobody could have.
+    # An impossible size.
     if rank == 0:
         dist.broadcast(torch.tensor([1 << 60]), group=peers.group, group_src=0)
     else:

@@ -29,7 +29,9 @@ from megascale.checkpoint.format.torch_index import MAX_SMALL_TABLE, make_torch_
 def test_torch_unpickles_what_was_meant(tensors: list[tuple[int, int]], start: int, seed: int) -> None:
     """Any shapes (also without dimensions), few and many chunks, positions beyond 2 GiB."""
     rng = np.random.default_rng(seed)
-    infos, owner, boxes = {}, [], []
+    infos = {}
+    owner = []
+    boxes = []
     for number, (dims, chunks) in enumerate(tensors):
         infos[f"t{number:03d}.é"] = TensorInfo(
             tuple(rng.integers(1, 2**33, dims).tolist()), ["float32", "bfloat16", "int64"][number % 3]

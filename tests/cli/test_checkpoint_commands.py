@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Path:
 def call(*arguments: Any) -> str:
     """Run a command; its output. Errors come as exceptions, as `main` sees them."""
     result = CliRunner().invoke(
-        app, ["checkpoint", *map(str, arguments)], catch_exceptions=False, standalone_mode=False
+        app, ["checkpoint"] + [str(argument) for argument in arguments], catch_exceptions=False, standalone_mode=False
     )
     return result.output
 

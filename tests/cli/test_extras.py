@@ -26,7 +26,7 @@ def without_extras(tmp_path: Path):
     (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT!r}))\n")
 
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megascale", *map(str, arguments)]
+        command = [sys.executable, "-m", "megascale"] + [str(argument) for argument in arguments]
         path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
         environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "200"}
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

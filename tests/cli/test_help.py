@@ -40,7 +40,7 @@ def test_help_lists_every_command_and_loads_nothing_heavy():
 
 
 def test_a_command_is_made_by_the_module_that_the_table_names():
-    """For a command that the table lacks, all others are made too."""
+    """A command that the table lacks makes all others, too."""
     built = {
         command: module for module in set(COMMANDS.values()) for command in get_command(command_line([module])).commands
     }
@@ -97,7 +97,7 @@ def leaf_commands(command: Any, arguments: tuple[str, ...] = ()) -> Iterator[tup
         yield arguments, command
         return
     for name in command.list_commands(None):
-        yield from leaf_commands(command.get_command(None, name), (*arguments, name))
+        yield from leaf_commands(command.get_command(None, name), arguments + (name,))
 
 
 @pytest.mark.parametrize("app", [app, benchmarks.app], ids=["megascale", "benchmarks"])
@@ -111,7 +111,7 @@ def test_help_shows_words_in_brackets(app, monkeypatch):
         expected = [text for help_text in help_texts for text in bracketed.findall(help_text)]
         if not expected:
             continue
-        output = CliRunner().invoke(app, [*arguments, "--help"]).output
+        output = CliRunner().invoke(app, list(arguments) + ["--help"]).output
         shown = "".join(re.sub("[│╭╮╰╯─]", "", output).split())
         for text in expected:
             assert "".join(text.split()) in shown, f"{' '.join(arguments)}: {text} is not shown"

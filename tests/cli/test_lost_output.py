@@ -45,7 +45,7 @@ def test_a_lost_stdout_is_said_on_stderr(tiny):
 
 @pytest.mark.parametrize("arguments", [[], ["--parallel.data=2"]], ids=["one process", "two ranks"])
 def test_a_closed_session_saves(tiny, tmp_path, arguments):
-    process = Forked(["train", tiny, "--train.steps=100000", "--checkpoint.interval=0", *arguments], before=PIPE)
+    process = Forked(["train", tiny, "--train.steps=100000", "--checkpoint.interval=0"] + list(arguments), before=PIPE)
     run = tmp_path / "runs" / "tiny"
     wait_for_step(run, 2, process)
     for _ in range(2):  # a shell and the kernel each send one

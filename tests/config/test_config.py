@@ -184,8 +184,8 @@ def test_a_setting_that_is_no_number_is_refused(key, value):
 def test_rotary_positions_that_turn_no_pair_are_refused(head_dim, fraction):
     arguments = [f"--model.head_dim={head_dim}", f"--model.rotary_fraction={fraction}"]
     with pytest.raises(ConfigError, match=rf"model\.rotary_fraction={fraction} of a head of {head_dim} .* pair"):
-        config.load(None, [*arguments, "--model.positions=rotary"])
-    assert config.load(None, [*arguments, "--model.positions=learned"]).model.rotary_fraction == fraction
+        config.load(None, arguments + ["--model.positions=rotary"])
+    assert config.load(None, arguments + ["--model.positions=learned"]).model.rotary_fraction == fraction
 
 
 @pytest.mark.parametrize(("head_dim", "fraction"), [(8, 0.25), (64, 0.032), (2, 1.0)])

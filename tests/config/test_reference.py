@@ -1,4 +1,4 @@
-"""What `megascale config` says of settings comes from the models, and says something of each."""
+"""Descriptions of settings by `megascale config`: they come from the models, and no setting lacks one."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ PATHS = [
     "kubernetes.kubeconfig",
     "kubernetes.pod",
 ]
-# Their descriptions speak of files or folders, and they are none of this machine.
+# Their descriptions mention files or folders, but not of this machine.
 NO_PATHS = {"train.name", "data.text_key"}
 
 

@@ -1,4 +1,4 @@
-"""What schedules and their checker are held against: every interleaving of small ones, and a closed form."""
+"""Oracles for schedules and their checker: every interleaving of small schedules, and a closed form."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def explore(
     machine = Machine(schedule, communicator, send_slots)
     first = machine.start()
     stages = len(first[0])
-    observed, todo, outcomes = {(*first[0], *first[1])}, [first], set()
+    observed = {(*first[0], *first[1])}
+    todo = [first]
+    outcomes = set()
     while todo:
         at, done = todo.pop()
         moves = [s for s in range(stages) if machine.can_step(at, done, s)]

@@ -51,9 +51,9 @@ def test_window_share_is_the_area_kept(sequence, data):
     assert inventory.window_area_fraction(sequence, sequence) == inventory.window_area_fraction(sequence, None) == 1.0
 
 
-def test_window_pattern_counts_layer_by_layer():
+def test_layer_pattern_counts_layer_by_layer():
     shape = {"layers": 4, "hidden": 64, "heads": 4, "sequence_length": 256, "vocab_size": 128}
-    full, windowed = model(**shape), model(**shape, window=32, window_pattern="SSL")
+    full, windowed = model(**shape), model(**shape, window=32, layer_pattern="SSL")
     part = inventory.window_area_fraction(256, 32)
     assert part < 0.25
     single = flops.flops_per_token(full).attention / 4
@@ -63,7 +63,7 @@ def test_window_pattern_counts_layer_by_layer():
 
 def test_gated_and_grouped_models():
     m = model(preset="llama-8b")
-    layer = flops.layer_flops(m, 0)
+    layer = flops.layer_flops(inventory.resolve_layers(m)[0], m.sequence_length)
     assert layer.projections == 2 * 4096 * (4096 + 2 * 1024) + 2 * 4096 * 4096
     assert layer.mlp == 2 * 3 * 4096 * 14336
     # 6 N per token without embeddings' look-up, plus attention.
@@ -94,3 +94,15 @@ def test_mfu():
     # The paper's row: 12,288 A100s, 6.34 s a step of 6,144 x 2,048 tokens; Megatron's credit gives 55.7%.
     rate = 6144 * 2048 / 6.34
     assert flops.mfu(model(preset="gpt-175b"), rate, 12288, 312.0) == pytest.approx(0.557, abs=0.002)
+
+
+def test_layers_of_different_kinds_are_counted_one_by_one():
+    shape = {"layers": 3, "hidden": 64, "heads": 4, "sequence_length": 256, "vocab_size": 128}
+    mixed = model(**shape, layer_pattern="SWS", layer_kinds={"W": {"ffn_hidden": 512, "kv_heads": 1, "window": 32}})
+    uniform = model(**shape)
+    wide = model(**shape, ffn_hidden=512, kv_heads=1, window=32)
+    body = [c.forward - c.logits for c in (flops.flops_per_token(m) for m in (mixed, uniform, wide))]
+    assert body[0] == pytest.approx((2 * body[1] + body[2]) / 3)
+    outer = flops.count_parameters(uniform) - flops.count_parameters(uniform, embeddings=False)
+    inner = [flops.count_parameters(m, embeddings=False) - 2 * 64 for m in (uniform, wide)]
+    assert flops.count_parameters(mixed) == outer + 2 * 64 + (2 * inner[0] + inner[1]) / 3

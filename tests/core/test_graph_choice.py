@@ -1,4 +1,4 @@
-"""Whether chunks are captured, from the configuration alone."""
+"""Choice of captured chunks, from the configuration alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megascale.core.rank_memory import explain_no_graphs
 
 
 def why(*settings: str, data: int = 1, tensor: int = 1) -> str:
-    tree = configuration.load(None, ["model.preset=gpt2-124m", "train.global_batch=16", *settings])
+    tree = configuration.load(None, ["model.preset=gpt2-124m", "train.global_batch=16"] + list(settings))
     return explain_no_graphs(tree, Grid(tensor=tensor, data=data))
 
 

@@ -30,7 +30,7 @@ def test_a_cut_line_is_removed_before_the_next(tmp_path: Path, before: int, tail
     assert list(RecordReader(file)) == [{"step": step} for step in range(before)]
     for step in (8, 9):
         append_record(file, {"step": step})
-    assert [record["step"] for record in lines(file)] == [*range(before), 8, 9]
+    assert [record["step"] for record in lines(file)] == (list(range(before)) + [8, 9])
 
 
 def test_a_line_that_lacks_its_end_alone_is_kept(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.config import from_tree
+from megascale.core.chunk_map import make_chunk_map, v_shape
 from megascale.core.layers import assign_layers, split_layers
 from megascale.errors import FitError
 
@@ -20,7 +21,7 @@ def splits(draw):
 @given(splits())
 def test_split_is_complete_and_best(case):
     layers, stages, virtual, embedding, logits = case
-    split = split_layers(layers, stages * virtual, embedding, logits, stages)
+    split = split_layers(layers, stages * virtual, embedding, logits, make_chunk_map(stages, virtual))
     assert sum(split) == layers
     assert min(split) >= 1
     load = [sum(split[s::stages]) + embedding * (s == 0) + logits * (s == stages - 1) for s in range(stages)]
@@ -39,8 +40,8 @@ def test_split_is_complete_and_best(case):
 
 
 def test_logits_take_layers_off_the_last_stage():
-    assert split_layers(32, 4, 0.0, 2.1, 4) == [8, 9, 9, 6] or split_layers(32, 4, 0.0, 2.1, 4)[-1] in (6, 7)
-    assert split_layers(8, 4, 1.5, 0.0, 4)[0] < 2 + 1e-9
+    assert split_layers(32, 4, 0.0, 2.1) == [8, 9, 9, 6] or split_layers(32, 4, 0.0, 2.1)[-1] in (6, 7)
+    assert split_layers(8, 4, 1.5, 0.0)[0] < 2 + 1e-9
     assert split_layers(8, 4) == [2, 2, 2, 2]
     assert split_layers(9, 4) == [2, 2, 2, 3]
 
@@ -59,7 +60,15 @@ def test_explicit_split():
 
 def test_too_few_layers():
     with pytest.raises(FitError, match="at most 6 chunks"):
-        split_layers(6, 8, stages=4)
+        split_layers(6, 8, chunk_map=make_chunk_map(4, 2))
+
+
+def test_both_ends_of_a_v_take_layers_off_the_first_stage():
+    chunk_map = make_chunk_map(4, 2, v_shape)
+    split = split_layers(32, 8, 0.0, 2.0, chunk_map)
+    by_stage = [sum(split[position] for position in chunk_map.stage_chunks(stage)) for stage in range(4)]
+    assert by_stage[0] < min(by_stage[1:])
+    assert split[7] < split[0]
 
 
 def test_chunk_layers_follow_the_configuration():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megascale.config import Config, from_tree
 from megascale.config.parts import OPTIMIZERS
 from megascale.core import flops, memory
-from megascale.core.inventory import logical_shapes
+from megascale.core.inventory import logical_shapes, resolve_layers
 from megascale.core.layers import assign_layers
 from megascale.core.layout import lay_out
 from megascale.core.memory import (
@@ -79,8 +79,9 @@ def test_parameters_over_stages_and_ranks_add_up(model, pipeline, tensor):
     assert alone == full + copies
     # Norms, row-parallel biases and positions are whole on every tensor-parallel rank; all else is cut.
     m = config.model
+    spec = resolve_layers(m)[0]
     replicated = (
-        m.layers * (count_layer_parameters(m, tensor) * tensor - count_layer_parameters(m)) // max(tensor - 1, 1)
+        m.layers * (count_layer_parameters(spec, tensor) * tensor - count_layer_parameters(spec)) // max(tensor - 1, 1)
     )
     replicated += m.hidden * (2 if m.norm == "layernorm" else 1)
     replicated += m.sequence_length * m.hidden if m.positions == "learned" else 0
@@ -115,6 +116,7 @@ def test_parameters_match_the_model():
         {"kv_heads": 2},
         {"ffn_hidden": 192, "attention_bias": False, "mlp_bias": False},
         {"block": "parallel", "dropout": 0.1},
+        {"qk_norm": "head"},
         {"half": "attention"},
         {"half": "mlp"},
     ],
@@ -134,8 +136,10 @@ def test_saved_tensors_are_those_that_the_block_keeps(options, recompute, precis
     half = options.get("half", "both")
     shape = {"layers": 2, "hidden": 64, "heads": 4, "vocab_size": 128, "sequence_length": 128}
     model = configure(shape | {key: value for key, value in options.items() if key != "half"}).model
-    setup = LayerSetup(model, 0, make_linears(precision, SINGLE_RANK), torch.float32)
-    block = make_block(setup, recompute, half).to_empty(device="cpu")
+    spec = resolve_layers(model)[0]
+    linears = make_linears(precision, SINGLE_RANK)
+    setup = LayerSetup(spec, 0, linears, torch.float32, dropout=model.dropout, recompute=recompute, half=half)
+    block = make_block(setup).to_empty(device="cpu")
     for p in block.parameters():
         torch.nn.init.normal_(p)
     local = {p.untyped_storage().data_ptr() for p in block.parameters()}
@@ -151,7 +155,7 @@ def test_saved_tensors_are_those_that_the_block_keeps(options, recompute, precis
         x = torch.randn(128, 1, 64, requires_grad=True)
         block(x, None, ForwardContext(dropout_key=1 if "dropout" in options else None))
     retained = sum(size for size, _ in stored.values())
-    counted = sum(t.bytes for t in layer_saved_tensors(model, 1, 1, "float32", recompute, precision, half))
+    counted = sum(t.bytes for t in layer_saved_tensors(spec, 128, 1, 1, "float32", recompute, precision, half))
     # Scalars and shape bookkeeping may come on top.
     assert counted == pytest.approx(retained, rel=0.002)
 
@@ -186,7 +190,7 @@ def test_closed_forms_of_activations():
         ("parallel", "full", 2),
     ):
         model = configure({"preset": "gpt-175b", "block": block}).model
-        saved = layer_saved_tensors(model, 8, 1, "bfloat16", recompute)
+        saved = layer_saved_tensors(resolve_layers(model)[0], 2048, 8, 1, "bfloat16", recompute)
         size = sum(t.bytes for t in saved if "statistics" not in t.name and "logsumexp" not in t.name)
         assert size == units * 2048 * 12288 / 8
         statistics = sum(t.bytes for t in saved) - size
@@ -200,7 +204,7 @@ def test_activations_in_flight_of_interleaving():
         {"tensor": 8, "pipeline": 8, "virtual_stages": 6},
         {"micro_batch": 1, "global_batch": 6144, "precision": "bfloat16"},
     )
-    layer = sum(t.bytes for t in layer_saved_tensors(config.model, 8, 1, "bfloat16"))
+    layer = sum(t.bytes for t in layer_saved_tensors(resolve_layers(config.model)[0], 2048, 8, 1, "bfloat16"))
     stored = memory_of(config, 12288, 0).activations
     # And the output of each chunk in flight.
     outputs = 55 * 2048 * 12288 * 2 / 8
@@ -384,7 +388,9 @@ def test_several_chunks_on_one_stage_hold_what_one_does():
     assert (single.weights, single.gradients, single.optimizer) == (four.weights, four.gradients, four.optimizer)
     assert four.pipeline_buffers == 0
     # Three micro-batches in the first three chunks and one in the last; the head's share is in both.
-    layer = sum(t.bytes for t in layer_saved_tensors(configure(SMALL).model, 1, 1, "float32"))
+    model = configure(SMALL).model
+    saved = layer_saved_tensors(resolve_layers(model)[0], model.sequence_length, 1, 1, "float32")
+    layer = sum(t.bytes for t in saved)
     assert four.activations - single.activations == (3 * 6 + 2 - 8) * layer
 
 
@@ -419,3 +425,37 @@ def test_what_gemms_on_a_side_stream_keep_is_counted(preset, layout, micro_batch
     ]
     more = (pair[1].total - pair[0].total) / 2**30
     assert gib - 0.05 <= more <= gib + 0.5
+
+
+KINDS = {"L": {"positions": "rotary"}, "W": {"kv_heads": 2, "ffn_hidden": 48, "head_dim": 8}}
+
+
+@pytest.mark.parametrize("split", [None, [1.5, 2.5]])
+def test_layers_of_different_kinds_are_summed_one_by_one(split):
+    """A stage has the parameters and activations of its own layers, and workspace for the largest of them."""
+    model = {"layers": 4, "hidden": 64, "heads": 4, "vocab_size": 128, "positions": "none"}
+    model |= {"layer_pattern": "SLLW", "layer_kinds": KINDS}
+    train = {"micro_batch": 1, "global_batch": 1}
+    config = configure(model, {"pipeline": 2, "layer_split": split}, train, {"name": "muon"})
+    specs = resolve_layers(config.model)
+    assert len(set(specs)) == 3
+    full = sum(math.prod(shape) for shape in logical_shapes(config.model).values())
+    vocabulary = 128 * 64  # the tied matrix, which both stages have
+    assert sum(count_stage_parameters(config.model, config.parallel, s) for s in (0, 1)) == full + vocabulary
+    by_stage = [memory_of(config, 2, stage).activations for stage in (0, 1)]
+    halves = ["attention", "mlp"]
+    sizes = [
+        [sum(t.bytes for t in layer_saved_tensors(spec, 256, 1, 1, "float32", half=half)) for half in halves]
+        for spec in specs
+    ]
+    flat = [size for layer in sizes for size in layer]
+    boundary = 4 if split is None else 3
+    outputs = 256 * 64 * 4
+    assert by_stage[0] == sum(flat[:boundary]) + outputs
+    head = sum(t.bytes for t in memory.head_saved_tensors(config.model, 1, 1, "float32"))
+    assert by_stage[1] == sum(flat[boundary:]) + head
+    names = OPTIMIZERS["muon"].state_names
+    stored = sum(
+        math.prod(shape) * (1 + len(names(name, shape))) for name, shape in logical_shapes(config.model).items()
+    )
+    assert count_checkpoint_elements("muon", config.model) == stored

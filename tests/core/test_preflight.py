@@ -1,4 +1,4 @@
-"""What does not fit this machine is refused before anything starts, with figure, key and remedy; what fits is not."""
+"""Layouts that do not fit this machine: refused before the start, with figure, key and remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(
 ) -> list[str]:
     """Lines said; FitError if refused."""
     output: list[str] = []
-    config = load(EXAMPLES / file if file else None, ["--model.vocab_size=50304", *arguments])
+    config = load(EXAMPLES / file if file else None, ["--model.vocab_size=50304"] + arguments)
     check_host(lay_out(config, share.world), share, capacity, lambda folder: disk, output.append)
     return output
 
@@ -46,7 +46,7 @@ def refused(*arguments: str, share: HostShare, **more) -> str:
         run(list(arguments), share, **more)
     assert caught.value.exit_code == 3
     assert "--train.fit=force" in str(caught.value)
-    forced = run([*arguments, "--train.fit=force"], share, **more)
+    forced = run(list(arguments) + ["--train.fit=force"], share, **more)
     assert any("train.fit=force: starting although" in line for line in forced)
     return str(caught.value)
 
@@ -119,23 +119,23 @@ def test_a_crowd_that_fits_is_told_to_be_slow():
 def test_disk_for_a_checkpoint_and_memory_for_its_copies(tmp_path):
     arguments = ["--model.layers=8", "--model.hidden=512"]
     single = HostShare(1, 0, 1)
-    config = load(None, ["--model.vocab_size=50304", *arguments])
+    config = load(None, ["--model.vocab_size=50304"] + arguments)
     needed = checkpoint_bytes(config)
     run(arguments, single, disk=needed)
     text = refused(*arguments, share=single, disk=needed - 1)
     assert "checkpoint.location" in text
     assert "MiB of free disk" in text
     for none in (["--checkpoint.at_end=false", "--checkpoint.interval=0"], ["--checkpoint.location=s3://bucket/run"]):
-        run([*arguments, *none], single, disk=0)
+        run(arguments + none, single, disk=0)
     run(arguments, replace(single, writes_checkpoints=False), disk=0)
     copies = ["--checkpoint.background=true", "--checkpoint.slots=4"]
     tight = replace(SMALL, memory=2 * GIB)
-    run([*arguments, "--train.micro_batch=1"], single, tight)
+    run(arguments + ["--train.micro_batch=1"], single, tight)
     assert "checkpoint.slots" in refused(*arguments, "--train.micro_batch=1", *copies, share=single, capacity=tight)
     # Half of the state on each of two hosts, and as much again of the other host's.
     copies = ["--checkpoint.background=true", "--checkpoint.slots=2", "--parallel.data=2", "--train.micro_batch=1"]
     half, roomy = HostShare(2, 0, 1, uses_gpus=True), replace(SMALL, memory=int(GPU_TRAINER_BYTES + 1.5 * needed))
-    run([*arguments, *copies], half, roomy)
+    run(arguments + copies, half, roomy)
     assert "checkpoint.slots" in refused(*arguments, *copies, "--checkpoint.replicas=true", share=half, capacity=roomy)
     assert free_disk(tmp_path / "not" / "yet" / "made") > 0
 
@@ -147,7 +147,7 @@ def test_stages_of_a_host_are_those_of_its_ranks(tensor, pipeline, data, first, 
     ranks = min(ranks, world - first)
     arguments = [f"--parallel.tensor={tensor}", f"--parallel.pipeline={pipeline}", f"--train.global_batch={data * 8}"]
     shape = ["--model.heads=12", "--model.hidden=48", "--model.sequence_length=12", "--model.vocab_size=10"]
-    layout = lay_out(load(None, [*arguments, *shape, "--model.vocab_multiple=12"]), world)
+    layout = lay_out(load(None, arguments + shape + ["--model.vocab_multiple=12"]), world)
     counted: dict[int, int] = {}
     for rank in range(first, first + ranks):
         stage = layout.grid.coordinate(rank).pipeline

@@ -48,7 +48,10 @@ def reference(schedule: Schedule, durations: np.ndarray) -> dict[tuple[int, Acti
     while changed:
         changed = False
         for s, actions in enumerate(lists):
-            last_compute, stream, gathered, sent = 0.0, {}, set(), {}
+            last_compute = 0.0
+            stream = {}
+            gathered = set()
+            sent = {}
             for location, action in enumerate(actions):
                 kind, chunk, i = action
                 if kind == ActionKind.REDUCE_GRADS:

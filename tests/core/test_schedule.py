@@ -180,7 +180,7 @@ def test_actions_and_table_say_the_same(sizes):
     assert schedule.replace_actions(list(schedule)) == schedule
     assert len(schedule) == sizes[0]
     first = schedule[0]
-    changed = schedule.replace_actions([first[::-1], *list(schedule)[1:]])
+    changed = schedule.replace_actions([first[::-1]] + list(schedule)[1:])
     assert (changed == schedule) == (first == first[::-1])
 
 

@@ -10,7 +10,7 @@ from megascale.config import from_tree
 from megascale.core.checker import ScheduleError
 from megascale.core.layout import lay_out
 from megascale.core.schedule import Action, ActionKind, Schedule, one_f_one_b, pipeline_schedule, without_overlap
-from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule
+from megascale.core.schedule_registry import SCHEDULES, ScheduleDefinition, build_checked_schedule
 from megascale.errors import ConfigError, FitError
 from megascale.simulate import step
 from megascale.simulate.calibration import load_calibration
@@ -54,7 +54,7 @@ def test_an_unknown_name_is_refused_with_the_list():
     with pytest.raises(FitError, match=r"schedule=1f1b .*virtual_stages=2; set --parallel.virtual_stages=1"):
         laid_out(schedule="1f1b", virtual_stages=2).schedule()
     with pytest.raises(ConfigError, match="registered already"):
-        SCHEDULES.register("auto", pipeline_schedule)
+        SCHEDULES.register("auto", ScheduleDefinition(pipeline_schedule))
 
 
 def hangs(p: int, v: int, m: int, reduce_each: bool, group: int | None) -> Schedule:
@@ -69,9 +69,8 @@ def hangs(p: int, v: int, m: int, reduce_each: bool, group: int | None) -> Sched
         return m - 1 if action.microbatch < 0 else action.microbatch
 
     forwards = (ActionKind.GATHER_PARAMS, ActionKind.RECV_FORWARD, ActionKind.FORWARD)
-    lists = [
-        sorted(schedule[0], key=first),
-        *(sorted(s, key=lambda a: a.kind not in forwards) for s in list(schedule)[1:]),
+    lists = [sorted(schedule[0], key=first)] + [
+        sorted(s, key=lambda a: a.kind not in forwards) for s in list(schedule)[1:]
     ]
     return schedule.replace_actions(lists)
 
@@ -89,7 +88,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_one_that_is_wrong_is_neither_trained_nor_planned_nor_priced(name, monkeypatch):
     maker, message = BROKEN[name]
-    monkeypatch.setitem(SCHEDULES, name, maker)
+    monkeypatch.setitem(SCHEDULES, name, ScheduleDefinition(maker))
     layout = laid_out(schedule=name)
     with pytest.raises(ScheduleError, match=message):
         layout.schedule()
@@ -103,7 +102,7 @@ def test_one_that_is_wrong_is_neither_trained_nor_planned_nor_priced(name, monke
 
 
 def test_the_closed_form_knows_only_what_it_has_a_formula_for(monkeypatch):
-    monkeypatch.setitem(SCHEDULES, "own", pipeline_schedule)
+    monkeypatch.setitem(SCHEDULES, "own", ScheduleDefinition(pipeline_schedule))
     scenario = Scenario(laid_out(schedule="own").config, 4, calm(), load_calibration(None, "a100-roce"), MEGASCALE)
     with pytest.raises(ConfigError, match=r"parallel.schedule=own has no closed form.*--level event"):
         step.run(scenario)

@@ -26,7 +26,7 @@ trees = st.recursive(
 
 
 def read_strictly(text: str):
-    """As a reader that is not Python's: a bare NaN is an error."""
+    """Read JSON as a reader other than Python's: a bare NaN is an error."""
 
     def refuse(name: str):
         raise AssertionError(f"{name} is no JSON")
@@ -57,9 +57,9 @@ def test_metrics_and_events_of_a_loss_that_is_no_number_are_json_that_the_reader
     journal, _ = Journal.take(tmp_path, 5.0)
     AuditLog(tmp_path, journal, lambda who, text: None).record("loss_spike", attempt=1, loss=math.inf)
     journal.close()
-    for line in [*run.metrics.read_text().splitlines()[:-1], *run.events.read_text().splitlines()]:
+    for line in run.metrics.read_text().splitlines()[:-1] + run.events.read_text().splitlines():
         read_strictly(line)
-    losses = [*values, math.nan]
+    losses = values + [math.nan]
     assert repr([m.loss for m in MetricsTail(tmp_path).read_new_steps().steps]) == repr(losses)
     assert [math.isnan(v) for v in Curves.from_records("x", read_metrics(tmp_path), "tokens").loss] == [False] + [
         True

@@ -32,7 +32,7 @@ def test_flat_boxes_cover_the_range_exactly_and_in_order(case):
         got.append(full[tuple(slice(o, o + n) for o, n in zip(inner.offsets, inner.sizes, strict=True))].reshape(-1))
         at = b
     assert at == stop
-    np.testing.assert_array_equal(np.concatenate([*got, np.array([], dtype=int)]), expected)
+    np.testing.assert_array_equal(np.concatenate(got + [np.array([], dtype=int)]), expected)
     assert len(pieces) <= max(1, 2 * len(box.sizes) - 1)
 
 

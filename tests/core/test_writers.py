@@ -1,4 +1,4 @@
-"""Who else may write into a run's folders is said at the start."""
+"""Other writers of a run's folders: reported at the start."""
 
 from __future__ import annotations
 

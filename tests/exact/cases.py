@@ -79,6 +79,15 @@ def case(
 
 # For what does not depend on how many there are: a stage's or a chunk's layers meet in other cases.
 TWO_LAYERS = {"layers": 2}
+# Layers that differ in window, positions, groups and width.
+KINDS: dict[str, Any] = {
+    "positions": "rotary",
+    "layer_pattern": "SGN",
+    "layer_kinds": {
+        "G": {"positions": "rotary", "rotary_base": 50.0, "rotary_fraction": 0.5, "head_dim": 8, "ffn_hidden": 32},
+        "N": {"positions": "none", "window": 3, "kv_heads": 4, "qk_norm": "head"},
+    },
+}
 
 HARD = {
     # Padding: 17 tokens in 32 rows over 4 ranks leave one row to the third and none to the fourth.
@@ -226,6 +235,12 @@ HARD = {
             "window": 2,
         },
     ),
+    "kinds of layers": case(
+        2, 2, 1, microbatches=3, model={**KINDS, "layers": 4, "norm": "rmsnorm", "activation": "swiglu"}
+    ),
+    "kinds of parallel layers": case(
+        2, 1, 2, microbatches=2, zero=2, model={**KINDS, "block": "parallel", "layers": 3}, optimizer={"name": "muon"}
+    ),
 }
 
 
@@ -253,14 +268,18 @@ def cases(draw: st.DrawFn) -> Case:
         "rotary_fraction": pick(1.0, 0.5) if positions == "rotary" else 1.0,
         "rotary_interleaved": pick(False, True),
         "attention_bias": pick(True, False),
+        "qk_norm": pick("none", "head"),
         "mlp_bias": pick(True, False),
         "head_bias": pick(False, True),
         "tied_embeddings": pick(True, False),
         "window": pick(None, 3),
-        "window_pattern": pick("S", "SL"),
         "dropout": pick(0.0, 0.2),
         "vocab_size": pick(21, 32),
     }
+    if positions == "learned":
+        model["layer_pattern"] = pick("S", "SL")
+    else:
+        model |= pick({"layer_pattern": "S"}, {"layer_pattern": "SL"}, {**KINDS, "positions": positions})
     if model["head_dim"] * model["rotary_fraction"] % 2:
         model["head_dim"] = 4
     split = None
@@ -268,8 +287,8 @@ def cases(draw: st.DrawFn) -> Case:
         # Only the first and the last chunk may be without layers.
         inner = [1] * (chunks - 2)
         cuts = sorted(draw(st.lists(st.integers(0, layers - len(inner)), min_size=chunks - 1, max_size=chunks - 1)))
-        spare = [b - a for a, b in zip([0, *cuts], [*cuts, layers - len(inner)], strict=True)]
-        split = [a + b for a, b in zip(spare, [0, *inner, 0], strict=True)]
+        spare = [b - a for a, b in zip([0] + cuts, cuts + [layers - len(inner)], strict=True)]
+        split = [a + b for a, b in zip(spare, [0] + inner + [0], strict=True)]
         if model["block"] == "serial" and draw(st.booleans()):
             for at in range(1, chunks):
                 if split[at] >= 1:

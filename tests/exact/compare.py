@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from megascale.config import ModelConfig
+from megascale.core.inventory import resolve_layers
 from tests.exact.training import Boxed, Told, boxes_of
 
 TOLERANCE = 1e-10
@@ -67,10 +68,15 @@ def zero_by_mathematics(model: ModelConfig, name: str, shape: tuple[int, ...]) -
     The bias of keys, where positions do not rotate it: it adds the same to all scores of a query, and softmax does
     not see that. With rotary positions on a part of each head, the rest of the head.
     """
-    if not name.endswith("attention.key.bias"):
+    if not name.endswith(("attention.key.bias", "attention.key_norm.bias")):
         return np.zeros(shape, bool)
-    turned = int(model.head_size * model.rotary_fraction) if model.positions == "rotary" else 0
-    return np.tile(np.arange(model.head_size) >= turned, model.num_kv_heads)
+    mixer = resolve_layers(model)[int(name.partition("layers.")[2].split(".")[0])].mixer
+    turned = 0 if mixer.rope is None else mixer.rope.width
+    is_zero = np.arange(mixer.head_size) >= turned
+    if not mixer.qk_norm:
+        return np.tile(is_zero, mixer.kv_heads)
+    # A norm of keys changes what their projection adds; the norm's own bias is what adds the same to all scores.
+    return is_zero if "key_norm" in name else np.zeros(shape, bool)
 
 
 def _where(box: Boxed) -> tuple[slice, ...]:

@@ -22,7 +22,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def one_process(pool: Pool) -> Callable[..., Told]:
-    """What one process tells of a configuration after some steps, trained once."""
+    """Return the results of a configuration in one process after some steps, trained once."""
     expected: dict[str, Told] = {}
 
     def run(tree: dict[str, Any], steps: int = STEPS) -> Told:

@@ -29,7 +29,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended; `said` is all it printed, as one line."""
+    """End of a process. `said` is its output as one line."""
 
     code: int
     said: str
@@ -84,7 +84,7 @@ def launched(file: Path, *arguments: str) -> Iterator[tuple[Forked, dict[int, ps
     from megascale.config import load
     from megascale.core.status import read_status
 
-    launcher = Forked(["train", file, *arguments], env=ENVIRONMENT)
+    launcher = Forked(["train", file] + list(arguments), env=ENVIRONMENT)
     children: list[psutil.Process] = []
     try:
         wait_for_step(load(file, arguments).run_folder, 1, launcher)

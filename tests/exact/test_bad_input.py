@@ -1,4 +1,4 @@
-"""What cannot run ends on every rank, before the first step, with one paragraph that names rank, value and remedy."""
+"""Impossible input: every rank ends before the first step, with one paragraph that names rank, value and remedy."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_rank_that_dies_while_groups_are_made(tiny):
         "import os, megascale.rendezvous.start_job as start\n"
         "start.make_groups = lambda *args, **options: os.kill(os.getpid(), 9)"
     )
-    small = [*PAIR, "--rendezvous.group_timeout=8"]
+    small = PAIR + ["--rendezvous.group_timeout=8"]
     waiting, killed = run_ranks(tiny, small, [Start(0, 2), Start(1, 2, before=dies)])
     assert killed.code == -signal.SIGKILL
     assert_told([waiting], 1, "rank 0 could not meet rank 1 in group tensor/0", "--rendezvous.group_timeout")
@@ -95,7 +95,7 @@ def test_a_rank_that_dies_while_groups_are_made(tiny):
 
 def test_a_rank_that_hangs_in_a_step(tiny, tmp_path):
     """Neither rank waits for ever: the one that waits gives up, and the one that hung finds itself alone."""
-    arguments = [*PAIR, "--rendezvous.group_timeout=10", "--train.steps=100000"]
+    arguments = PAIR + ["--rendezvous.group_timeout=10", "--train.steps=100000"]
     with ranks(tiny, arguments, [Start(0, 2), Start(1, 2)]) as (waiting, hanging):
         wait_for_step(tmp_path / "runs" / "tiny", 2, waiting)
         hanging.send_signal(signal.SIGSTOP)

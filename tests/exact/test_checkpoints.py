@@ -63,7 +63,9 @@ def save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> Told:
 
 def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Told, Told]:
     """The state as it was loaded, and what the last step made of it."""
-    engine, loaded, report = make_engine(rank, world, tree), Told(), Told()
+    engine = make_engine(rank, world, tree)
+    loaded = Told()
+    report = Told()
     for state in engine.optimizer.states:
         for tensor in (state.master, *state.state_tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))

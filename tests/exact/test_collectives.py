@@ -1,4 +1,4 @@
-"""What a block sends: one gather and one scatter for a parallel block, two of each for a serial one."""
+"""Messages of a block: one gather and one scatter for a parallel block, two of each for a serial block."""
 
 from __future__ import annotations
 

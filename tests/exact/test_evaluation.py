@@ -40,7 +40,7 @@ def evaluate(rank: int, world: int, tree: dict[str, Any], held_out: str) -> list
         run_step(engine, step, report)
         # Seven windows, so that the ranks do not share them evenly.
         losses.append(evaluate_file(engine, engine.config, held_out, samples=7 if step == 1 else None).loss)
-    return [*losses, *report.losses]
+    return losses + report.losses
 
 
 @pytest.mark.parametrize(

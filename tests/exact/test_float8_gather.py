@@ -16,6 +16,7 @@ import torch
 
 from megascale import checkpoint
 from megascale.core import calls
+from megascale.core.batch import Batch
 from megascale.errors import TrainingError
 from megascale.parallel import float8_gather
 from megascale.parallel.collectives import Pending
@@ -91,11 +92,11 @@ def run(engine: Engine, step: int, more: bool = True, bad: bool = False) -> list
     config = engine.config
     share, micro = config.train.global_batch // engine.layout.grid.data, config.train.micro_batch
 
-    def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(i: int) -> Batch[torch.Tensor]:
         first = engine.data_rank * share + i * micro
         rows = np.stack([tokens(config, step, first + k) for k in range(micro)])
         columns = torch.from_numpy(rows).t().contiguous()
-        return columns[:-1], columns[1:]
+        return Batch(columns[:-1], columns[1:])
 
     equal: list[bool] = []
 
@@ -120,7 +121,7 @@ def same_on_copies(engine: Engine, local: torch.Tensor) -> bool:
 def evaluated(engine: Engine) -> float:
     engine.gather_parameters()
     rows = torch.from_numpy(np.stack([tokens(engine.config, 99, engine.data_rank)])).t().contiguous()
-    return float(engine.sum_losses(rows[:-1], rows[1:]))
+    return float(engine.sum_losses(Batch(rows[:-1], rows[1:])))
 
 
 def tell(rank: int, world: int, tree: dict[str, Any], gather: str, folder: Path) -> Story:
@@ -128,7 +129,7 @@ def tell(rank: int, world: int, tree: dict[str, Any], gather: str, folder: Path)
     shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical_tensors()]
     engine.runtime.calls = sizes = Sizes()
     numbers, states = run(engine, 1), [state_of(engine)]
-    numbers += [evaluated(engine), *run(engine, 2, more=False), *run(engine, 3, bad=True), evaluated(engine)]
+    numbers += [evaluated(engine)] + run(engine, 2, more=False) + run(engine, 3, bad=True) + [evaluated(engine)]
     numbers += run(engine, 4, more=False)
     states.append(state_of(engine))
     checkpoint.save(folder, 4, shards, {}, keep=1)
@@ -212,7 +213,7 @@ def not_gathered(rank: int, world: int, tree: dict[str, Any]) -> tuple[str, dict
     engine = make_engine(rank, world, {**tree, "parallel": {**tree["parallel"], "gather_precision": "auto"}})
     run(engine, 1, more=False)
     try:
-        engine.sum_losses(*torch.zeros(2, 8, 1, dtype=torch.int64))
+        engine.sum_losses(Batch(*torch.zeros(2, 8, 1, dtype=torch.int64)))
     except TrainingError as error:
         return str(error), engine.active
     return "", engine.active

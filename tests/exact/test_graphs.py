@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megascale.config import from_tree
+from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.core.layout import lay_out
 from megascale.core.schedule import ActionKind
 from megascale.errors import ConfigError
@@ -52,10 +53,21 @@ LAYOUTS = {
     ),
 }
 
+ROTARY = {"positions": "rotary"}
+FIELD_LAYOUTS = {
+    "one rank, rotary": (case(microbatches=3, model={**ROTARY, "block": "parallel"}), 3),
+    "two chunks, LAMB": LAYOUTS["two chunks, LAMB"],
+    "pipeline, two chunks, data, rotary": (case(1, 2, 2, virtual=2, microbatches=4, model=ROTARY), 4),
+}
 
-def train(rank: int, world: int, tree: dict[str, Any], graphs: str) -> tuple[Told, int]:
+
+def train(
+    rank: int, world: int, tree: dict[str, Any], graphs: str, fields: SampleFields = NO_FIELDS
+) -> tuple[Told, int]:
     """What a rank tells of STEPS steps, and how many forwards of the last step were replayed."""
-    engine, report, replayed = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}), Told(), 0
+    engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}}, fields)
+    report = Told()
+    replayed = 0
     observe(engine, report)
     backward = GraphedRunner.backward
 
@@ -75,7 +87,7 @@ def train(rank: int, world: int, tree: dict[str, Any], graphs: str) -> tuple[Tol
 def assert_same_bits(single: Told, second: Told) -> None:
     """All that both tell is equal."""
     assert (single.losses, single.norms) == (second.losses, second.norms)
-    for a, b in zip([*single.gradients, single.state], [*second.gradients, second.state], strict=True):
+    for a, b in zip(single.gradients + [single.state], second.gradients + [second.state], strict=True):
         for remaining, right in zip(a, b, strict=True):
             assert remaining.name == right.name
             assert np.array_equal(remaining.values, right.values), remaining.name
@@ -86,6 +98,17 @@ def test_replays_are_what_they_stand_for(name, pool):
     layout, expected = LAYOUTS[name]
     eager = pool.run(train, layout.world, layout.tree, "off")
     graphs = pool.run(train, layout.world, layout.tree, "on")
+    for (item, none), (peer, replayed) in zip(eager, graphs, strict=True):
+        assert (none, replayed) == (0, expected)
+        assert_same_bits(item, peer)
+
+
+@pytest.mark.parametrize("name", FIELD_LAYOUTS)
+def test_replays_read_weights_and_positions(name, pool):
+    layout, expected = FIELD_LAYOUTS[name]
+    fields = SampleFields(loss_weights=True, positions=layout.tree["model"].get("positions") == "rotary")
+    eager = pool.run(train, layout.world, layout.tree, "off", fields)
+    graphs = pool.run(train, layout.world, layout.tree, "on", fields)
     for (item, none), (peer, replayed) in zip(eager, graphs, strict=True):
         assert (none, replayed) == (0, expected)
         assert_same_bits(item, peer)
@@ -166,7 +189,9 @@ def test_where_they_cannot_be_had(settings, why):
 
 
 def test_turns():
-    forward, backward, reduce = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADS
+    forward = ActionKind.FORWARD
+    backward = ActionKind.BACKWARD
+    reduce = ActionKind.REDUCE_GRADS
     actions = [(forward, 0, 0), (forward, 0, 1), (backward, 0, 1), (reduce, 0, 0), (backward, 0, 0)]
     boundaries = find_boundaries(actions)[0]  # type: ignore[arg-type]
     assert (boundaries.first_forward, boundaries.first_backward, set(boundaries.reduced)) == (0, 1, {0})

@@ -16,7 +16,7 @@ from tests.conftest import lines
 from tests.exact.processes import LIMIT, end, launched, wait_for_step
 
 TWO = ("--parallel.tensor=2", "--train.steps=100000", "--checkpoint.interval=0")
-FOUR = (*TWO, "--parallel.pipeline=2")
+FOUR = TWO + ("--parallel.pipeline=2",)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -94,7 +94,7 @@ def test_an_interruption_stops_every_rank_after_the_same_step_and_saves(tiny, tm
 
 @pytest.mark.parametrize("started", [1, 4])
 def test_an_interruption_while_ranks_are_started_reaches_them_all(tiny, started):
-    command = [sys.executable, "-m", "megascale.cli.main", "train", str(tiny), *FOUR]
+    command = [sys.executable, "-m", "megascale.cli.main", "train", str(tiny)] + list(FOUR)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
         try:
             while len(ranks := psutil.Process(launcher.pid).children()) < started:

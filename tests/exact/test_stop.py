@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from megascale import checkpoint
+from megascale.core.batch import Batch
 from tests.conftest import lines
 from tests.exact.cases import case
 from tests.exact.processes import LIMIT, end, launched, wait_for_step
@@ -26,9 +27,9 @@ def stops(rank: int, world: int, tree: dict[str, Any]) -> list[bool]:
     rows = np.stack([tokens(engine.config, 1, i) for i in range(engine.config.train.micro_batch)])
     columns = torch.from_numpy(rows).t().contiguous()
     results = []
-    for step, wishing in enumerate([None, *range(world)], 1):
+    for step, wishing in enumerate([None] + list(range(world)), 1):
         engine.start_gather()
-        result = engine.step(lambda i: (columns[:-1], columns[1:]), step, 1e-3, stop=rank == wishing)
+        result = engine.step(lambda i: Batch(columns[:-1], columns[1:]), step, 1e-3, stop=rank == wishing)
         results.append(bool(result.stop > 0))
     return results
 

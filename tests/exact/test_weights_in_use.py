@@ -56,7 +56,9 @@ def shards(engine: Engine) -> list[checkpoint.TensorShard]:
 
 def train_and_save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[list[Boxed], list[Boxed], Told]:
     """Train all steps, saved before the last: the weights in use and the state then, and what the last step gave."""
-    engine, before, last = make_engine(rank, world, tree), Told(), Told()
+    engine = make_engine(rank, world, tree)
+    before = Told()
+    last = Told()
     for step in range(1, STEPS):
         run_step(engine, step, before)
     checkpoint.save(folder, STEPS - 1, shards(engine), {}, keep=1)
@@ -112,7 +114,7 @@ def assert_copies(in_use: list[list[Boxed]], state: list[list[Boxed]]) -> None:
 
 def assert_same_bits(a: Told, b: Told) -> None:
     assert (a.losses, a.norms) == (b.losses, b.norms)
-    for ours, peers in zip([*a.gradients[0], *a.state], [*b.gradients[0], *b.state], strict=True):
+    for ours, peers in zip(a.gradients[0] + a.state, b.gradients[0] + b.state, strict=True):
         assert (ours.name, ours.offsets) == (peers.name, peers.offsets)
         assert np.array_equal(ours.values, peers.values), ours.name
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from megascale import config as configuration
+from megascale.core.batch import NO_FIELDS, Batch, SampleFields
 from megascale.core.layout import lay_out
 from megascale.ops import side_stream
 from megascale.optim.learning_rate import learning_rate
@@ -83,11 +84,16 @@ def late_gemms() -> Iterator[None]:
 
 
 def train(
-    rank: int, world: int, tree: dict[str, Any], steps: int = STEPS, fault: Callable[[], Any] = nullcontext
+    rank: int,
+    world: int,
+    tree: dict[str, Any],
+    steps: int = STEPS,
+    fault: Callable[[], Any] = nullcontext,
+    fields: SampleFields = NO_FIELDS,
 ) -> Told:
     """Train `steps` steps of the configuration `tree` as `rank` of `world`, under the context manager fault()."""
     with fault():
-        engine = make_engine(rank, world, tree)
+        engine = make_engine(rank, world, tree, fields)
         report = Told()
         observe(engine, report)
         for step in range(1, steps + 1):
@@ -96,7 +102,7 @@ def train(
     return report
 
 
-def make_engine(rank: int, world: int, tree: dict[str, Any]) -> Engine:
+def make_engine(rank: int, world: int, tree: dict[str, Any], fields: SampleFields = NO_FIELDS) -> Engine:
     """The engine of this rank; the default process group stands."""
     config = configuration.from_tree(tree)
     layout = lay_out(config, world)
@@ -105,11 +111,11 @@ def make_engine(rank: int, world: int, tree: dict[str, Any]) -> Engine:
         groups = make_groups(
             layout.grid,
             rank,
-            virtual_stages=config.parallel.virtual_stages,
+            chunk_map=layout.chunk_map,
             tied=config.model.tied_embeddings,
             timeout=timedelta(seconds=100),
         )
-    engine = Engine(layout, groups, torch.device("cpu"))
+    engine = Engine(layout, groups, torch.device("cpu"), fields=fields)
     if layout.grid.pipeline > 1:
         engine.load_kernels()  # as it does by itself on GPUs: what is trained knows nothing of it
     return engine
@@ -137,14 +143,26 @@ def run_step(engine: Engine, step: int, report: Told) -> None:
     config = engine.config
     train, share = config.train, config.train.global_batch // engine.layout.grid.replicas
 
-    def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_batch(i: int) -> Batch[torch.Tensor]:
         first = engine.data_rank * share + i * train.micro_batch
-        rows = np.stack([tokens(config, step, first + k) for k in range(train.micro_batch)])
-        columns = torch.from_numpy(rows).t().contiguous()
-        return columns[:-1], columns[1:]
+        samples = range(first, first + train.micro_batch)
+        columns = torch.from_numpy(np.stack([tokens(config, step, sample) for sample in samples], axis=1))
+        batch = Batch(columns[:-1].contiguous(), columns[1:].contiguous())
+        if engine.fields.loss_weights:
+            weights = np.stack([loss_weights(config, step, sample) for sample in samples], axis=1)
+            batch = replace(batch, loss_weights=torch.from_numpy(weights))
+        if engine.fields.positions:
+            columns = np.stack([positions(config, step, sample) for sample in samples], axis=1)
+            batch = replace(batch, positions=torch.from_numpy(columns))
+        return batch
+
+    def sum_weights() -> float:
+        first = engine.data_rank * share
+        return float(sum(loss_weights(config, step, sample).sum() for sample in range(first, first + share)))
 
     engine.start_gather()
-    result = engine.step(batch, step, learning_rate(config.lr, step, STEPS), has_next_step=step < STEPS)
+    rate = learning_rate(config.lr, step, STEPS)
+    result = engine.step(read_batch, step, rate, has_next_step=step < STEPS, sum_weights=sum_weights)
     data = engine.data_parallel
     # What the next step needs first is on its way by now, and nothing is after the last.
     moves = data.overlap and data.buffers[0].zero > 0 and engine.layout.grid.shards > 1
@@ -157,6 +175,20 @@ def tokens(config: configuration.Config, step: int, sample: int) -> np.ndarray:
     """One sample, int64 [sequence + 1]."""
     draw = np.random.default_rng((step, sample))
     return draw.integers(0, config.model.vocab, config.model.sequence_length + 1)
+
+
+def loss_weights(config: configuration.Config, step: int, sample: int) -> np.ndarray:
+    """One sample's loss weights, float32 [sequence]: unequal, some 0, and all 0 in every third sample."""
+    draw = np.random.default_rng((step, sample, 1))
+    weights = draw.integers(0, 4, config.model.sequence_length) / 4
+    return (weights * (sample % 3 > 0)).astype(np.float32)
+
+
+def positions(config: configuration.Config, step: int, sample: int) -> np.ndarray:
+    """One sample's positions, int64 [sequence], which begin anew at its second document."""
+    length = config.model.sequence_length
+    border = int(np.random.default_rng((step, sample, 2)).integers(1, length))
+    return np.concatenate([np.arange(border), np.arange(length - border)])
 
 
 def state_of(engine: Engine) -> list[Boxed]:

@@ -28,6 +28,7 @@ def test_a_run_with_all_of_them(package, megascale, tiny, tokens, tmp_path):
     arguments = [
         f"--data.train={tmp_path}/train.npy",
         "--model.activation=squared_relu",
+        "--parallel.schedule=zero_bubble",
         "--train.loss=z_loss",
         "--train.callbacks=patience",
         "--observe.sinks=printed",

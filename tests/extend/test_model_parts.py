@@ -12,7 +12,7 @@ import torch
 from megascale.config import from_tree
 from megascale.config.parts import OPTIMIZERS
 from megascale.core.flops import count_parameters, layer_flops
-from megascale.core.inventory import logical_shapes
+from megascale.core.inventory import logical_shapes, resolve_layers
 from megascale.core.layers import ChunkLayers
 from megascale.core.memory import count_checkpoint_elements, count_chunk_parameters, layer_saved_tensors
 from megascale.errors import ConfigError
@@ -63,6 +63,8 @@ def run(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, dict[str, in
         {"norm": "l1"},
         {"block": "mlp_first"},
         {"mlp": "gather", "block": "parallel", "parallel_norms": 2},
+        {"layer_pattern": "SG", "layer_kinds": {"G": {"mlp": "gather"}}},
+        {"layer_pattern": "AG", "layer_kinds": {"A": {"attention": "average"}, "G": {"mlp": "gather"}}},
     ],
 )
 def test_a_part_from_outside_trains_the_same_on_two_ranks(model, recompute, pool):
@@ -88,8 +90,9 @@ def test_all_that_is_counted_knows_a_part_from_outside(mlp, tensor):
     assert names == set(logical_shapes(model))
     assert ("layers.1.mlp.scale" in names) == (mlp == "scaled")
     assert count_parameters(model) == sum(prod(shape) for shape in logical_shapes(model).values())
-    assert layer_flops(model, 0).mlp == 2 * 2 * model.hidden * model.ffn
-    retained = [saved.name for saved in layer_saved_tensors(model, tensor, 1, "float32")]
+    layer = resolve_layers(model)[0]
+    assert layer_flops(layer, model.sequence_length).mlp == 2 * 2 * model.hidden * model.ffn
+    retained = [saved.name for saved in layer_saved_tensors(layer, model.sequence_length, tensor, 1, "float32")]
     assert ("mlp_projection" in retained) == (mlp == "scaled")
 
 
@@ -132,6 +135,25 @@ def test_a_precision_from_outside_does_every_gemm_of_a_real_step(block, recomput
     assert single.losses != pool.run(train, 1, tree(1, "default"), STEPS)[0].losses
 
 
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("overlap", ["async", "off"])
+def test_scales_of_blocks_travel_with_their_rows(block, recompute, overlap, pool):
+    def tree(tensor: int, precision: str) -> dict[str, Any]:
+        options: dict[str, Any] = {"model": {"block": block, "layers": LAYERS}, "overlap": {"tensor": overlap}}
+        options["parallel"] = {"recompute": recompute}
+        return case(tensor, microbatches=2, train={"linear_precision": precision}, **options).tree
+
+    [single] = pool.run(run, 1, tree(1, "blocks"))
+    pair = pool.run(run, 2, tree(2, "blocks"))
+    assert pair[0][-1] == "blocks"
+    result = differences(single[0], [report for report, *_ in pair], from_tree(tree(2, "blocks")).model)
+    for subject, separate in result.items():
+        if "key.bias" not in subject:  # zero but for rounding
+            assert separate < 1e-5, subject
+    assert single[0].losses != pool.run(train, 1, tree(1, "default"), STEPS)[0].losses
+
+
 def test_weight_gradients_can_be_made_later(pool):
     def tree(tensor: int, precision: str) -> dict[str, Any]:
         return case(tensor, microbatches=2, model={"layers": LAYERS}, train={"linear_precision": precision}).tree
@@ -147,3 +169,16 @@ def test_weight_gradients_can_be_made_later(pool):
 def test_a_name_is_taken_once():
     with pytest.raises(ConfigError, match=r"model\.mlp='scaled' is registered already"):
         parts.mlp.register("scaled", parts.ScaledMlp, parts.DENSE)
+
+
+def test_layers_of_other_parts_are_counted_as_what_they_are():
+    kinds = {"A": {"attention": "average"}, "G": {"mlp": "gather"}}
+    model = from_tree({"model": {"layers": 3, "vocab_size": 50, "layer_pattern": "SAG", "layer_kinds": kinds}}).model
+    layers = resolve_layers(model)
+    assert [layer.mixer.name for layer in layers] == ["causal", "average", "causal"]
+    assert [layer.feed_forward.name for layer in layers] == ["dense", "dense", "gather"]
+    assert [layer.window for layer in layers] == [None] * 3
+    counts = [layer_flops(layer, model.sequence_length) for layer in layers]
+    assert counts[1].attention == 1.0
+    assert counts[1].projections == counts[0].projections / 2
+    assert count_parameters(model) == sum(prod(shape) for shape in logical_shapes(model).values())

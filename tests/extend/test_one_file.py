@@ -1,4 +1,4 @@
-"""How many files of `src` a part takes: one, laid into the package of its kind under the part's own name."""
+"""Files of `src` that a part needs: one, in the package of its kind, under the part's own name."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from megascale.model import mlp
 
 
 class DoubledMlp(mlp.DenseMlp):
-    def forward(self, inner, projection, recompute):
-        return super().forward(inner * 2, projection, recompute)
+    def forward(self, inner, projection):
+        return super().forward(inner * 2, projection)
 
 
 mlp.register("doubled", DoubledMlp, MLP_PARTS["dense"], "twice what goes in")
@@ -54,8 +54,8 @@ from megascale.model import attention
 
 
 class HalvedAttention(attention.CausalAttention):
-    def attend(self, q, k, v, context):
-        return super().attend(q / 2, k, v, context)
+    def attend(self, q, k, v, rotary, context):
+        return super().attend(q / 2, k, v, rotary, context)
 
 
 inventory = replace(ATTENTION_PARTS["causal"], splits_fused_projection=False)
@@ -103,14 +103,14 @@ register("descent", OptimizerFacts(lambda name, shape: ()), Descent)
     "core": {
         "plain_order": """
 from megascale.core.schedule import one_f_one_b
-from megascale.core.schedule_registry import SCHEDULES
+from megascale.core.schedule_registry import SCHEDULES, ScheduleDefinition
 
 
 def plain_order(stages, virtual, microbatches, reduce_each, micro_batch_group_size):
     return one_f_one_b(stages, microbatches, reduce_each)
 
 
-SCHEDULES.register("plain_order", plain_order)
+SCHEDULES.register("plain_order", ScheduleDefinition(plain_order))
 """
     },
     "parallel": {
@@ -233,7 +233,7 @@ def test_a_part_of_each_kind_is_one_file_and_trains(folders, tiny, tokens, tmp_p
     before = LAY.format(folders=folders)
 
     def losses(name: str, *arguments: str) -> list[float]:
-        process = Forked(["train", tiny, f"--train.name={name}", ROTARY, *arguments], before=before, cwd=tmp_path)
+        process = Forked(["train", tiny, f"--train.name={name}", ROTARY] + list(arguments), before=before, cwd=tmp_path)
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
         return [record["loss"] for record in lines(tmp_path / "runs" / name / "metrics.jsonl") if "loss" in record]
@@ -295,7 +295,7 @@ CLUSTERS.register("elsewhere", Elsewhere)
 
 def test_a_cluster_is_one_file(tmp_path, monkeypatch):
     (tmp_path / "elsewhere.py").write_text(CLUSTER)
-    monkeypatch.setattr(cluster, "__path__", [*cluster.__path__, str(tmp_path)])
+    monkeypatch.setattr(cluster, "__path__", cluster.__path__ + [str(tmp_path)])
     try:
         assert "elsewhere" in CLUSTERS
         assert isinstance(CLUSTERS["elsewhere"](ClusterRequest(tmp_path, from_tree({}))), LocalCluster)

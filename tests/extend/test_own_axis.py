@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megascale.config import ModelConfig, from_tree
+from megascale.config import from_tree
 from megascale.config.axes import AXES, AxisFacts
+from megascale.core.chunk_map import make_chunk_map
 from megascale.core.grid import Grid
 from megascale.core.inventory import (
     MLP_PARTS,
@@ -19,12 +20,13 @@ from megascale.core.inventory import (
     PartInventory,
     SavedActivation,
     linear_tensors,
-    output_init_std,
 )
+from megascale.core.layer_spec import LayerSpec
 from megascale.core.layout import lay_out
 from megascale.errors import ConfigError, FitError
 from megascale.model import mlp
-from megascale.model.context import Branch, LayerSetup
+from megascale.model.context import LayerSetup
+from megascale.model.fusion import Branch
 from megascale.parallel.collectives import Axis, all_reduce, gather_sequence, scatter_sequence
 from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear, RowLinear
@@ -74,7 +76,6 @@ class MixedMlp(nn.Module):
 
     axis = "slab"
     columns: tuple[()] = ()
-    residual_bias = None
 
     def __init__(self, setup: LayerSetup) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ class MixedMlp(nn.Module):
         """It has no bias."""
         return False
 
-    def forward(self, normed_SBH: Tensor, projection: ColumnLinear | None, recompute: str) -> Branch:
+    def forward(self, normed_SBH: Tensor, projection: ColumnLinear | None) -> Branch:
         """[s/t, b, h] -> its share of the output."""
         return Branch(torch.tanh(self.into(normed_SBH + self.mix_tokens(normed_SBH))), self.out.weight)
 
@@ -109,19 +110,20 @@ class ExchangedMlp(MixedMlp):
         return scatter_sequence((every @ self.mix.T) @ self.mix, self.rows_axis)
 
 
-def list_mixed_tensors(axis: str, model: ModelConfig, name: str) -> list[LogicalTensor]:
+def list_mixed_tensors(axis: str, layer: LayerSpec, name: str) -> list[LogicalTensor]:
     """The matrices into and out of the MLP, and A, which the axis cuts, between them."""
-    into = linear_tensors(f"{name}.mlp.in", model.ffn, model.hidden, 0, False, model.init_std)
+    width = layer.feed_forward.width
+    into = linear_tensors(f"{name}.mlp.in", width, layer.hidden, 0, False, layer.init_std)
     mix = LogicalTensor(
-        f"{name}.mlp.mix.weight", (MIXED_ROWS, model.hidden), None, model.init_std, other_cuts=((axis, 0),)
+        f"{name}.mlp.mix.weight", (MIXED_ROWS, layer.hidden), None, layer.init_std, other_cuts=((axis, 0),)
     )
-    out = linear_tensors(f"{name}.mlp.out", model.hidden, model.ffn, 1, False, output_init_std(model))
+    out = linear_tensors(f"{name}.mlp.out", layer.hidden, width, 1, False, layer.output_init_std)
     return [*into, mix, *out]
 
 
-def list_mixed_activations(model: ModelConfig) -> list[SavedActivation]:
+def list_mixed_activations(layer: LayerSpec) -> list[SavedActivation]:
     """The result of tanh."""
-    return [SavedActivation("mlp_activation", model.ffn, "columns", has_gradient=True)]
+    return [SavedActivation("mlp_activation", layer.feed_forward.width, "columns", has_gradient=True)]
 
 
 def register() -> None:
@@ -209,7 +211,7 @@ def test_order_and_groups_follow_the_registration():
     ]  # fmt: skip
     assert grid.group("slab", 0) == [0, 2]
     assert (grid.replicas, grid.shards) == (6, 6)
-    plan = plan_groups(grid, 2, True)
+    plan = plan_groups(grid, make_chunk_map(grid.pipeline, 2), True)
     assert {spec.kind: len(spec.ranks) for spec in plan} == {
         "tensor": 2,
         "slab": 2,
@@ -223,7 +225,9 @@ def test_order_and_groups_follow_the_registration():
         "backward": 2,
     }
     for rank in range(grid.world_size):
-        assert rank_groups(grid, rank, 2, True) == [spec for spec in plan if rank in spec.ranks]
+        assert rank_groups(grid, rank, make_chunk_map(grid.pipeline, 2), True) == [
+            spec for spec in plan if rank in spec.ranks
+        ]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ register("smoothed", smoothed)
 
 
 def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
-    """As `train_steps`; that a worker looks for this function here makes it register the loss."""
+    """Train as `train_steps`. The worker's lookup of this function here registers the loss."""
     return train_steps(rank, world, tree, steps)
 
 
@@ -144,10 +144,10 @@ def test_a_callback_is_told_of_steps_and_evaluations_and_may_stop_the_run(tiny, 
 
 
 def test_a_run_is_read_without_the_callback_that_it_was_trained_with(tiny, tmp_path):
-    """In a process that knows no such part: generation, evaluation, export and the tools that read a run's settings."""
+    """The reading process lacks the part: generation, evaluation, export, and the tools that read settings."""
     train_tokenizer(["some text"], 260).save(tmp_path / "words.json")
     arguments = ["--train.steps=1", "--model.vocab_size=264", f"--data.tokenizer={tmp_path}/words.json"]
-    train(load_config(tiny, [*arguments, "--train.callbacks=seen", "--model.positions=rotary"]))
+    train(load_config(tiny, arguments + ["--train.callbacks=seen", "--model.positions=rotary"]))
     callbacks.KINDS.remove("seen")
     CALLBACKS.remove("seen")
     run = tmp_path / "runs" / "tiny"

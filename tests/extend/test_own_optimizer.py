@@ -35,7 +35,9 @@ class Lion(UpdateRule):
                 grad = grad if step.grad_scale is None else grad * step.grad_scale.to(grad.dtype)
                 for row in part.segments.rows:
                     where = slice(row.start, row.stop)
-                    w, m, g = part.view(s.master)[where], stored[where], grad[where]
+                    w = part.view(s.master)[where]
+                    m = stored[where]
+                    g = grad[where]
                     # A smooth sign: near zero the sign itself would turn rounding into a difference.
                     sign = torch.tanh(1e3 * torch.lerp(m, g, 1 - config.beta1))
                     new = w - step.learning_rate * (sign + config.weight_decay * row.decay * w)
@@ -50,7 +52,7 @@ register("lion", OptimizerFacts(lambda name, shape: ("average",), default_peak=1
 
 
 def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
-    """As `train`; that a worker looks for this function here makes it register the optimizer."""
+    """Train as `train`. The worker's lookup of this function here registers the optimizer."""
     return train(rank, world, tree, steps)
 
 
@@ -65,4 +67,4 @@ def test_it_trains_on_a_layout_as_on_one_process(pool):
 def test_its_declaration_is_what_planner_and_configuration_read():
     config = from_tree({"optimizer": {"name": "lion"}, "model": {"vocab_size": 50}})
     assert config.lr.peak == 1e-4
-    assert count_state_elements("lion", config.model, 1000, (0, 0), 100) == 1000
+    assert count_state_elements("lion", config.model, 1000, [], 100) == 1000

@@ -10,7 +10,7 @@ import pytest
 from megascale.config import from_tree
 from megascale.core.layout import lay_out
 from megascale.core.schedule import Action, ActionKind, Schedule, one_f_one_b
-from megascale.core.schedule_registry import SCHEDULES
+from megascale.core.schedule_registry import SCHEDULES, ScheduleDefinition
 from tests.exact.cases import case
 from tests.exact.compare import assert_equal
 from tests.exact.training import STEPS, Told, train
@@ -39,11 +39,11 @@ def forwards_first(
     return Schedule("forwards first", stages, virtual, microbatches, tuple(tables))
 
 
-SCHEDULES.register("forwards_first", forwards_first)
+SCHEDULES.register("forwards_first", ScheduleDefinition(forwards_first))
 
 
 def train_own(rank: int, world: int, tree: dict[str, Any], steps: int) -> Told:
-    """As `train`; that a worker looks for this function here makes it register the schedule."""
+    """Train as `train`. The worker's lookup of this function here registers the schedule."""
     return train(rank, world, tree, steps)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from megascale.config.parts import OptimizerFacts
 from megascale.core.schedule import one_f_one_b
-from megascale.core.schedule_registry import SCHEDULES
+from megascale.core.schedule_registry import SCHEDULES, ScheduleDefinition
 from megascale.ops import activation
 from megascale.optim.base import UpdateRule
 from megascale.optim.rules import register
@@ -38,14 +38,16 @@ class Descent(UpdateRule):
 
 activation.register("softsign", activation.Activation(torch.nn.functional.softsign, "softsign"))
 register("descent", OptimizerFacts(lambda name, shape: ()), Descent)
-SCHEDULES.register("mine", lambda stages, virtual, count, each, group: one_f_one_b(stages, count, each))
+SCHEDULES.register(
+    "mine", ScheduleDefinition(lambda stages, virtual, count, each, group: one_f_one_b(stages, count, each))
+)
 '''
 OWN = ["--model.activation=softsign", "--optimizer.name=descent", "--parallel.schedule=mine"]
 
 
 @pytest.fixture
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where each process that imports the package writes its number."""
+    """Return the file in which each importing process writes its number."""
     file = tmp_path / "loaded"
     file.touch()
     monkeypatch.setenv("LOADED", str(file))

@@ -19,6 +19,7 @@ import torch
 
 from megascale import config as configuration
 from megascale.bench.train import join_groups
+from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.rendezvous.groups import shutdown
 from tests.gpu.small_steps import train
 
@@ -26,6 +27,12 @@ STEPS, TIMED = 6, 20
 SERIAL: dict[str, Any] = {"model": {"block": "serial"}}
 PARALLEL: dict[str, Any] = {"model": {"block": "parallel"}}
 FLOAT8: dict[str, Any] = {"train": {"linear_precision": "float8"}}
+WEIGHTS = "loss weights"
+POSITIONS = "loss weights, positions"
+FIELDS = {
+    WEIGHTS: SampleFields(loss_weights=True),
+    POSITIONS: SampleFields(loss_weights=True, positions=True),
+}
 # Those that have a form of their own with several processes.
 SEVERAL = (
     "serial",
@@ -35,6 +42,8 @@ SEVERAL = (
     "rotary, SwiGLU, untied",
     "float8",
     "float8, parallel, side stream",
+    WEIGHTS,
+    POSITIONS,
 )
 CASES: dict[str, list[dict[str, Any]]] = {
     "serial": [SERIAL],
@@ -52,6 +61,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "float8, parallel, side stream": [PARALLEL, FLOAT8, {"overlap": {"gemms": "on"}}],
     "float8, row-wise": [SERIAL, {"train": {"linear_precision": "float8_rowwise"}}],
     "float8, recomputed": [SERIAL, FLOAT8, {"parallel": {"recompute": "full"}}],
+    WEIGHTS: [SERIAL],
+    POSITIONS: [PARALLEL, {"model": {"block": "parallel", "positions": "rotary"}}],
     "LAMB": [SERIAL, {"optimizer": {"name": "lamb"}}],
 }
 
@@ -83,8 +94,9 @@ def main() -> int:
         if axis and name not in SEVERAL:
             continue
         try:
-            eager = train(tree_of(parts, "off", axis), STEPS, TIMED, {}, location, groups)
-            graphs = train(tree_of(parts, "auto", axis), STEPS, TIMED, eager.attention, location, groups)
+            fields = FIELDS.get(name, NO_FIELDS)
+            eager = train(tree_of(parts, "off", axis), STEPS, TIMED, {}, location, groups, fields)
+            graphs = train(tree_of(parts, "auto", axis), STEPS, TIMED, eager.attention, location, groups, fields)
         except Exception as error:  # the others are still of interest
             print(f"{name:34} {type(error).__name__}: {str(error).strip().splitlines()[0]}")
             wrong += 1

@@ -36,14 +36,14 @@ REPEATS, ROUNDS = 200, 5  # CUDA takes about a thousand launches before it makes
 
 
 def fill(tensors: list[Tensor]) -> None:
-    """Random numbers for whatever is a plain float; integers are places and keys and stay."""
+    """Replace plain floats by random numbers. Integers are positions and keys and stay."""
     for tensor in tensors:
         if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             tensor.data.normal_()  # which autograd does not take for a change of what it saved
 
 
 def bits(tensors: list[Tensor]) -> list[Tensor]:
-    """What they hold, as bytes, so that NaN is compared too."""
+    """Return the bytes of tensors, so that NaN is compared, too."""
     return [tensor.detach().clone().reshape(-1).view(torch.uint8) for tensor in tensors]
 
 
@@ -53,7 +53,7 @@ def restore(tensors: list[Tensor], stored: list[Tensor]) -> None:
 
 
 def microseconds(call: Callable[[], Any]) -> float:
-    """Of the host, for one of REPEATS calls."""
+    """Return the host's microseconds for one of REPEATS calls."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(REPEATS):
@@ -64,7 +64,7 @@ def microseconds(call: Callable[[], Any]) -> float:
 
 
 def in_c(kernel: Any, grid: Any, arguments: tuple[Any, ...], ours: Callable[[], None]) -> Callable[[], None]:
-    """What `ours` comes to in the end, all of it known: what neither way can do without."""
+    """Return the time of the final C call with known arguments, which both ways need."""
     expected = kernel.forms[tuple(map(type, arguments))].__globals__["known"]
     peers = dict(expected)
     expected.clear()
@@ -87,7 +87,7 @@ class Compared:
         self.case = ""
 
     def launch(self, kernel: Any, grid: Any, *arguments: Any, **meta: Any) -> None:
-        """In the place of Kernel.launch: compare, and launch what was asked for, on what was there."""
+        """Replace Kernel.launch: compare, and launch the requested kernel on the same input."""
         itself = kernel.fn.__name__
         tensors = list({id(a): a for a in arguments if isinstance(a, Tensor)}.values())
         inputs = [tensor.detach().clone() for tensor in tensors]

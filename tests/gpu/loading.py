@@ -144,7 +144,7 @@ def mapped(file: Path) -> memoryview:
 
 
 def names(count: int, size: int) -> list[str]:
-    """Of all processes' tensors, each its own `count` one after the other."""
+    """Return the names of all processes' tensors, each with its own `count` in sequence."""
     return [f"model.{owner}.{number}" for owner in range(size) for number in range(count)]
 
 

@@ -88,11 +88,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="default: half of the preset's, or as many as fit")
     parser.add_argument("--kind", action="append", choices=KINDS, help="default: rank and node")
     parser.add_argument("--kills", type=int, default=3, help="of each kind")
-    parser.add_argument("--seconds", type=float, default=540.0, help="end after that, whatever is missing")
+    parser.add_argument("--seconds", type=float, default=540.0, help="end after that, even if results are missing")
     parser.add_argument("--out", type=Path, default=Path("recovery.json"))
     inputs, settings = parser.parse_known_args(arguments)
     deadline = time.monotonic() + inputs.seconds
-    settings = [f"--model.preset={inputs.preset}", *settings]
+    settings = [f"--model.preset={inputs.preset}"] + settings
     record: dict[str, Any] = {"settings": settings, "starts": [], "kills": []}
     if inputs.out.exists():
         record = json.loads(inputs.out.read_text())
@@ -138,7 +138,7 @@ def run(
         inputs.out.write_text(json.dumps(record, indent=1) + "\n")
 
     begun, injected = time.time(), []
-    job = Launched(file, "recovery", [*settings, f"--model.layers={layers}"], pace=0)
+    job = Launched(file, "recovery", settings + [f"--model.layers={layers}"], pace=0)
     sums = Sums(job.run)
     try:
         with Stacks(job.run) as stacks:
@@ -166,7 +166,7 @@ def run(
             if row is None:
                 return
             rows = [item for item in record["kills"] if (item["kind"], item["number"]) != (kind, number)]
-            record["kills"] = [*rows, {"kind": kind, "number": number, "layers": layers, **row}]
+            record["kills"] = rows + [{"kind": kind, "number": number, "layers": layers, **row}]
             keep()
             report = ", ".join(f"{name} {row[name]:.1f}" for name in SHOWN if row[name] is not None)
             print(f"{kind} {number + 1}: {report or row['failed']}", flush=True)
@@ -190,7 +190,7 @@ def run(
 
 
 def unasked(job: Launched, injected: list[float]) -> list[str]:
-    """What the driver found and did but between a kill and the next first step."""
+    """Return the driver's unexpected verdicts and actions between a kill and the next first step."""
     events = job.events()
     steps = [e.time for e in events if e.kind == "first_step"]
     spans = [(begin, next((end for end in steps if end > begin), float("inf"))) for begin in injected]
@@ -251,7 +251,7 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
 
 
 def has_snapshot(job: Launched) -> bool:
-    """Whether the attempt that runs has a snapshot in memory. A new one begins with none of its own."""
+    """Return whether the running attempt has a snapshot in memory. A new attempt starts without its own."""
     kinds = [e["event"] for e in job.trainer_events() if e["event"] in ("run_started", "resumed", "first_snapshot")]
     return kinds[-1:] == ["first_snapshot"]
 
@@ -273,7 +273,7 @@ class Stacks:
         self._thread.join()
 
     def since(self, begun: float) -> list[str]:
-        """What was seen from then on, with seconds since."""
+        """Return the events from then on, with seconds since."""
         return [f"{at - begun:.1f} s {frames}" for at, frames in self.seen if at >= begun]
 
     def _watch(self) -> None:
@@ -358,7 +358,7 @@ def fitting(file: Path, settings: list[str]) -> int:
     full = load_command_line(str(file), settings).model.layers
     for layers in range(max(1, full // 2), 0, -1):
         try:
-            config, size = prepare(load_command_line(str(file), [*settings, f"--model.layers={layers}"]))
+            config, size = prepare(load_command_line(str(file), settings + [f"--model.layers={layers}"]))
             nodes = config.resilience.nodes + config.resilience.spares
             share = HostShare(size.world, 0, size.world, nodes, uses_gpus=bool(size.devices))
             check_host(lay_out(config, size.world), share, less)

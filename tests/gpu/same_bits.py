@@ -5,7 +5,7 @@
 
 With several processes: in data, tensor or pipeline parallelism of all of them, as the argument says.
 
-First, of one process, every attention kernel that can be had, forward and backward 20 times from the same numbers. Then
+First, of one process, every available attention kernel, forward and backward 20 times from the same numbers. Then
 a few steps of a small model twice from the same start: losses, gradient norms and weights. It ends with 1 if anything
 differs with kernels.deterministic=true.
 """
@@ -26,8 +26,13 @@ from megascale.ops.dispatch import Kernels
 from megascale.rendezvous.groups import shutdown
 from tests.gpu.small_steps import train
 
-AGAIN, STEPS, TIMED = 20, 4, 10
-S, B, N, D = 2048, 2, 16, 128
+AGAIN = 20
+STEPS = 4
+TIMED = 10
+S = 2048
+B = 2
+N = 16
+D = 128
 Case = dict[str, dict[str, Any]]
 CASES: dict[str, Case] = {
     "serial": {},
@@ -81,7 +86,7 @@ def attend(name: str, window: int | None, deterministic: bool) -> tuple[str, flo
                     torch.cuda.synchronize()
                     began = time.perf_counter()
                 out = attention(*qkv.unbind(2), window=window, backend=name)
-                built = [out.detach(), *torch.autograd.grad(out, qkv, upstream)]
+                built = [out.detach()] + list(torch.autograd.grad(out, qkv, upstream))
                 first = first or built
                 differ += not all(map(torch.equal, built, first))
     except Exception as error:  # the others are still of interest
@@ -114,7 +119,9 @@ def main() -> int:
         wrong += kernels() if groups is None else 0
         print(f"{'steps':34} {'same bits':20} {'deterministic':20} {'ms':15} attention")
     for name, case in CASES.items():
-        output, times, names = [], [], []
+        output = []
+        times = []
+        names = []
         for deterministic in (False, True):
             try:
                 tree = tree_of(case, deterministic, axis)

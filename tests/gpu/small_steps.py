@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megascale import config as configuration
+from megascale.core.batch import NO_FIELDS, Batch, SampleFields
 from megascale.core.layout import lay_out
 from megascale.rendezvous.groups import Groups
 from megascale.train.attention_choice import Choices
@@ -18,7 +19,7 @@ from megascale.train.rank_info import RankInfo
 
 @dataclass
 class Steps:
-    """What came of them.
+    """Result of the steps.
 
     Attributes:
         bits: loss and gradient norm of each step, in turn, then the weights of each chunk.
@@ -36,30 +37,52 @@ class Steps:
 
 
 def train(
-    tree: dict[str, Any], steps: int, timed: int, attention: Choices, location: RankInfo, groups: Groups | None
+    tree: dict[str, Any],
+    steps: int,
+    timed: int,
+    attention: Choices,
+    location: RankInfo,
+    groups: Groups | None,
+    fields: SampleFields = NO_FIELDS,
 ) -> Steps:
     """Train a configuration for some steps on tokens that depend on its shapes alone, then time some more.
 
     attention: kernels that another engine has chosen, since two might choose differently.
     """
     layout = lay_out(configuration.from_tree(tree), location.world)
-    engine = Engine(layout, groups, location.device, attention)
-    model, train, data = engine.config.model, engine.config.train, layout.grid.data
+    engine = Engine(layout, groups, location.device, attention, fields=fields)
+    model = engine.config.model
+    train = engine.config.train
+    data = layout.grid.replicas
     count = train.global_batch // train.micro_batch // data
     shape = (steps, data, count, model.sequence_length + 1, train.micro_batch)
     rows = torch.randint(0, model.vocab, shape, generator=torch.Generator().manual_seed(0)).to(location.device)
+    weights = torch.rand(rows[..., 1:, :].shape, generator=torch.Generator().manual_seed(1)).to(location.device)
+    weight_sums = weights.double().sum((2, 3, 4)).tolist()
+    positions = rows[..., 1:, :] % model.sequence_length
     bits: list[torch.Tensor] = []
 
     def step(number: int) -> None:
-        text = rows[number % steps, engine.data_rank]
+        which = number % steps, engine.data_rank
+
+        def read_batch(i: int) -> Batch[torch.Tensor]:
+            text = rows[which][i]
+            batch = Batch(text[:-1], text[1:])
+            if fields.loss_weights:
+                batch = replace(batch, loss_weights=weights[which][i])
+            if fields.positions:
+                batch = replace(batch, positions=positions[which][i])
+            return batch
+
         engine.start_gather()
-        built = engine.step(lambda i: (text[i, :-1], text[i, 1:]), number + 1, 1e-3, has_next_step=True)
+        sum_weights = lambda: weight_sums[which[0]][which[1]]
+        built = engine.step(read_batch, number + 1, 1e-3, has_next_step=True, sum_weights=sum_weights)
         bits.extend((built.loss.clone(), built.grad_norm.clone()))
 
     for number in range(steps):
         step(number)
     engine.synchronize()
-    result = [*bits, *(flat.params.clone() for flat in engine.flats)]
+    result = bits + [flat.params.clone() for flat in engine.flats]
     torch.cuda.synchronize()
     host, began = 0.0, time.perf_counter()
     for number in range(steps, steps + timed):

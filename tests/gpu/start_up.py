@@ -43,7 +43,7 @@ WATCHED = ("set", "get", "add", "wait", "check", "compare_set", "deleteKey", "ap
 
 
 def settings(url: str, world: int) -> Any:
-    """What `initialise` reads of a configuration."""
+    """Return the settings that `initialise` reads."""
     tensor, pipeline = {1: (1, 1), 2: (1, 2), 4: (2, 2), 8: (2, 2)}.get(world, (1, 1))
     return SimpleNamespace(
         rendezvous=SimpleNamespace(
@@ -56,7 +56,9 @@ def settings(url: str, world: int) -> Any:
             group_timeout=20.0,
             expiry=3600.0,
         ),
-        parallel=SimpleNamespace(tensor=tensor, pipeline=pipeline, virtual_stages=2, data=None, gpus_per_host=8),
+        parallel=SimpleNamespace(
+            tensor=tensor, pipeline=pipeline, schedule="auto", virtual_stages=2, data=None, gpus_per_host=8
+        ),
         model=SimpleNamespace(tied_embeddings=True),
         overlap=SimpleNamespace(channels=lambda axis: None),
         train=SimpleNamespace(name="gpu-start-up"),
@@ -93,9 +95,11 @@ class Calls:
         return call
 
     def take(self) -> dict[str, Any]:
-        """What came since the last time."""
+        """Return the records since the last call."""
         result = {"calls": self.count, "seconds": round(self.seconds, 4), "keys": self.keys[:60]}
-        self.count, self.seconds, self.keys = {}, 0.0, []
+        self.count = {}
+        self.seconds = 0.0
+        self.keys = []
         return result
 
 
@@ -188,15 +192,12 @@ def p2p_channels(groups: Any, tensor: Any) -> None:
     import torch.distributed as dist
 
     handles, locations = [], []
-    for send, receive in (
-        (groups.send_forward, groups.recv_forward),
-        (groups.send_backward, groups.recv_backward),
-    ):
-        if send is not None:
-            handles.append(dist.isend(tensor, send.peer, group=send.group))
-        if receive is not None:
+    for (use, _), channel in groups.p2p.items():
+        if use.startswith("send_"):
+            handles.append(dist.isend(tensor, channel.peer, group=channel.group))
+        else:
             locations.append(torch.empty_like(tensor))
-            handles.append(dist.irecv(locations[-1], receive.peer, group=receive.group))
+            handles.append(dist.irecv(locations[-1], channel.peer, group=channel.group))
     for handle in handles:
         handle.wait()
 
@@ -256,7 +257,7 @@ class Redis:
 
     def start(self) -> None:
         arguments = ["--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"]
-        self.process = subprocess.Popen([self.program, *arguments], stdout=subprocess.DEVNULL)
+        self.process = subprocess.Popen([self.program] + arguments, stdout=subprocess.DEVNULL)
         for _ in range(500):
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1).close()

@@ -20,7 +20,7 @@ WORDS = ["--preset=tiny", "--train.device=cpu", "--model.vocab_size=256", "--kil
 
 
 def rested(command: list[str], *, stdout: IO[bytes], env: dict[str, str], **_: object) -> Forked:
-    """In place of subprocess.Popen: the job forked, and not at full speed while it is started anew."""
+    """Replace subprocess.Popen: the job is forked, and runs slowly during the restart."""
     more = {"MEGASCALE_TEST_REST": "0.05", NEW_SERVICES: "1"}
     return Forked(command[3:], env=env | more, before=PACED, output=Path(stdout.name))
 
@@ -29,12 +29,12 @@ def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_ke
     pytest.importorskip("fastapi", reason="the extra driver is not installed")
     monkeypatch.setattr(launched, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": rested}))
     out = tmp_path / "recovery.json"
-    arguments = [*WORDS, f"--out={out}"]
-    assert recovery.main([*arguments, "--seconds=1"]) == 0  # nothing can be done in that time, and nothing is begun
+    arguments = WORDS + [f"--out={out}"]
+    assert recovery.main(arguments + ["--seconds=1"]) == 0  # nothing can be done in that time, and nothing is begun
     assert "missing: rank 1, node 1; call again" in capsys.readouterr().out
-    assert recovery.main([*arguments, "--kind=rank", "--seconds=400"]) == 0
+    assert recovery.main(arguments + ["--kind=rank", "--seconds=400"]) == 0
     record = json.loads(out.read_text())
-    assert recovery.main([*arguments, "--seconds=400"]) == 0  # goes on with the node
+    assert recovery.main(arguments + ["--seconds=400"]) == 0  # goes on with the node
     rank, node = json.loads(out.read_text())["kills"]
     assert [rank] == record["kills"]
     assert (rank["kind"], rank["target"], rank["verdict"], rank["actions"]) == (
@@ -51,10 +51,10 @@ def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_ke
     output = capsys.readouterr().out
     assert "in all, s" in output
     assert "missing" not in output
-    assert recovery.main([*arguments, "--seconds=400"]) == 0
+    assert recovery.main(arguments + ["--seconds=400"]) == 0
     assert len(json.loads(out.read_text())["starts"]) == 2  # no job was started for it
     with pytest.raises(SystemExit, match="name another file"):
-        recovery.main([*arguments, "--train.micro_batch=4"])
+        recovery.main(arguments + ["--train.micro_batch=4"])
 
 
 def test_as_many_layers_as_the_machine_holds(tmp_path, monkeypatch):
@@ -66,7 +66,7 @@ def test_as_many_layers_as_the_machine_holds(tmp_path, monkeypatch):
         monkeypatch.setattr(start_driver, "gpu_count", lambda: 2)
         file = tmp_path / "job.toml"
         file.write_text(recovery.SETTINGS.format(folder=tmp_path))
-        return recovery.fitting(file, ["--model.preset=gpt-13b", *arguments])
+        return recovery.fitting(file, ["--model.preset=gpt-13b"] + list(arguments))
 
     assert layers(1000, 139) == 20
     assert layers(256, 139) < layers(256, 139, "--checkpoint.slots=1") < 20

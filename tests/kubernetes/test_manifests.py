@@ -1,4 +1,4 @@
-"""Whether a real API server takes what `launch --dry-run` prints and the kustomize base: its own dry run says so."""
+"""Manifests of `launch --dry-run` and the kustomize base: a real API server accepts them in its own dry run."""
 
 from __future__ import annotations
 

@@ -49,6 +49,27 @@ CONFIGS = {
         "sliding_window": 4,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "qwen3": {
+        **SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "intermediate_size": 37,
+        "max_position_embeddings": 32,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "smollm3": {
+        **SIZES,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 37,
+        "max_position_embeddings": 32,
+        "no_rope_layers": [1, 0, 0, 1],
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
 }
 
 

@@ -89,6 +89,16 @@ SETTINGS = {
         {"layer_types": None, "max_window_layers": 1},
         {"head_dim": 10},
     ],
+    "qwen3": [
+        {"use_sliding_window": False, "layer_types": ["full_attention"] * 2},
+        {"attention_bias": True, "layer_types": None, "max_window_layers": 1},
+    ],
+    "smollm3": [
+        {"no_rope_layers": None, "layer_types": None, "use_sliding_window": False},
+        {"no_rope_layers": None, "no_rope_layer_interval": 2, "layer_types": None},
+        {"no_rope_layers": [0, 0, 0, 0], "layer_types": None},
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 10},
+    ],
 }
 
 
@@ -164,15 +174,27 @@ OURS = {
     "gpt_neox": ["block=parallel", "parallel_norms=2", "positions=rotary", "rotary_fraction=0.4"],
     "gpt_neox of the paper's block": ["block=parallel", "positions=rotary", "attention_out_bias=false"],
     "gpt_neox serial": ["positions=rotary", "attention_bias=false", "mlp_bias=false"],
-    "llama": [*LLAMA, "kv_heads=2", "head_dim=10"],
-    "llama with some biases": [*LLAMA, "attention_out_bias=true", "mlp_bias=true", "tied_embeddings=false"],
-    "mistral of a window as long as its samples": [*LLAMA, "window=32"],
-    "mistral of a wide window": [*LLAMA, "window=40"],
+    "llama": LLAMA + ["kv_heads=2", "head_dim=10"],
+    "llama with some biases": LLAMA + ["attention_out_bias=true", "mlp_bias=true", "tied_embeddings=false"],
+    "mistral of a window as long as its samples": LLAMA + ["window=32"],
+    "mistral of a wide window": LLAMA + ["window=40"],
     "gpt2 of a window beyond its positions": ["window=32"],
-    "mistral": [*LLAMA, "kv_heads=2", "window=5", "head_dim=10"],
-    "qwen2": [*LLAMA, "kv_heads=1", "window=5", "window_pattern=SL"],
-    "qwen2 with heads of its own size": [*LLAMA, "window=5", "window_pattern=LS", "head_dim=10"],
-    "qwen2 with its biases": [*LLAMA, "attention_bias=true", "attention_out_bias=false"],
+    "mistral": LLAMA + ["kv_heads=2", "window=5", "head_dim=10"],
+    "qwen2": LLAMA + ["kv_heads=1", "window=5", "layer_pattern=SL"],
+    "qwen2 with heads of its own size": LLAMA + ["window=5", "layer_pattern=LS", "head_dim=10"],
+    "qwen3": LLAMA + ["qk_norm=head", "kv_heads=2", "head_dim=10", "window=5", "layer_pattern=SL"],
+    "smollm3": LLAMA + ["layers=3", "layer_pattern=SNN", "layer_kinds.N.positions=none", "kv_heads=2"],
+    "smollm3 with windows": LLAMA
+    + [
+        "layers=4",
+        "window=5",
+        "layer_pattern=SNGL",
+        "layer_kinds.N.positions=none",
+        "layer_kinds.G.positions=none",
+        "layer_kinds.G.window=0",
+        "head_dim=10",
+    ],
+    "qwen2 with its biases": LLAMA + ["attention_bias=true", "attention_out_bias=false"],
 }
 
 
@@ -217,13 +239,20 @@ def test_the_list_of_logical_tensors_is_the_models(name):
         (["head_dim=8"], "gpt2", ["model.head_dim=8"]),
         (["block=parallel", "positions=rotary"], "gptj", ["rotary_interleaved=False", "attention_bias=True"]),
         (["block=parallel", "positions=rotary", "rotary_base=500"], "gptj", ["rotary_base=500.0"]),
-        ([*LLAMA, "rotary_fraction=0.7"], "llama", ["rotary_fraction=0.7"]),
-        ([*LLAMA, "window=4"], "llama", ["model.window=4", "mistral"]),
-        ([*LLAMA, "window=64"], "llama", ["model.window=64", "mistral"]),
+        (LLAMA + ["rotary_fraction=0.7"], "llama", ["rotary_fraction=0.7"]),
+        (LLAMA + ["window=4"], "llama", ["model.window=4", "mistral"]),
+        (LLAMA + ["window=64"], "llama", ["model.window=64", "mistral"]),
         (["positions=rotary", "window=64"], "gpt_neox", ["model.window=64"]),
-        ([*LLAMA, "window=4", "window_pattern=SL"], "mistral", ["window_pattern='SL'", "qwen2"]),
-        ([*LLAMA, "attention_bias=true"], "mistral", ["attention_bias=True", "llama"]),
+        (LLAMA + ["window=4", "layer_pattern=SL"], "mistral", ["layer_pattern='SL'", "qwen2"]),
+        (LLAMA + ["attention_bias=true"], "mistral", ["attention_bias=True", "llama"]),
         (["positions=none"], None, ["model.positions='none'"]),
+        (
+            LLAMA + ["layer_pattern=SA", "layer_kinds.A.rotary_base=500"],
+            None,
+            ["model.layer_kinds.A={'rotary_base': 500.0}"],
+        ),
+        (LLAMA + ["layer_pattern=A", "layer_kinds.A.window=3"], "mistral", ["model.layer_kinds.A={'window': 3}"]),
+        (LLAMA + ["layer_pattern=SN", "layer_kinds.N.positions=none"], "llama", ["model.layer_kinds.N", "smollm3"]),
         ([], "bert", ["bert", "gpt2"]),
     ],
 )
@@ -458,7 +487,7 @@ def test_integers_are_no_weights(copy):
 
 
 def test_files_without_the_prefix_and_with_buffers_are_read(copy):
-    """As the published GPT-2 has them."""
+    """The published GPT-2 has such files."""
     folder = copy("gpt2")
     expected = read_folder(folder).tensors
     tensors = load_file(folder / "model.safetensors")

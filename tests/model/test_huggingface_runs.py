@@ -137,7 +137,7 @@ def test_an_export_that_fails_leaves_nothing(tmp_path):
             (tmp_path / name).mkdir()
         with pytest.raises(MegascaleError, match=r"--out=.*out cannot be written: .*No space"):
             api.export_model(tmp_path / "runs" / "a", tmp_path / "out", file_bytes=9000, progress=full)
-        assert sorted(p.name for p in tmp_path.iterdir()) == [*present, "runs", "theirs"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == (present + ["runs", "theirs"])
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -150,7 +150,7 @@ def test_an_export_whose_checkpoint_training_removes_takes_the_next(tokens, tmp_
 
     def train(done: int, total: int) -> None:
         if checkpoint.steps(run / "checkpoints") != [4]:
-            api.train(api.load_config(run / "config.toml", [*arguments, "--train.steps=4"]))
+            api.train(api.load_config(run / "config.toml", arguments + ["--train.steps=4"]))
 
     api.export_model(run, tmp_path / "out", file_bytes=9000, progress=train)
     model, _ = restore_model(run, step=4)
@@ -275,9 +275,9 @@ def test_sampling_draws_what_it_says():
     assert drawn(temperature=0) == [1, 0, 0, 0]
     assert drawn(temperature=1, top_k=0) == pytest.approx(logits.exp().tolist(), abs=0.04)
     assert drawn(temperature=2, top_k=0) == pytest.approx((logits / 2).softmax(0).tolist(), abs=0.04)
-    assert drawn(temperature=1, top_k=2) == pytest.approx([*logits[:2].softmax(0).tolist(), 0, 0], abs=0.04)
+    assert drawn(temperature=1, top_k=2) == pytest.approx(logits[:2].softmax(0).tolist() + [0, 0], abs=0.04)
     # 0.64 alone is below 0.7, so the second is in; 0.0 still leaves the likeliest.
-    assert drawn(temperature=1, top_k=0, top_p=0.7) == pytest.approx([*logits[:2].softmax(0).tolist(), 0, 0], abs=0.04)
+    assert drawn(temperature=1, top_k=0, top_p=0.7) == pytest.approx(logits[:2].softmax(0).tolist() + [0, 0], abs=0.04)
     assert drawn(temperature=1, top_k=0, top_p=0.0) == [1, 0, 0, 0]
 
 

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale import config
+from megascale.core.batch import Batch
 from megascale.core.flops import count_parameters
+from megascale.core.inventory import resolve_layers
 from megascale.model.context import ForwardContext, KVCache
 from megascale.model.transformer import Chunk
 from megascale.ops.gradient_sink import detach, main_grad_of
@@ -37,8 +39,26 @@ SHAPES = {
         "--model.head_dim=6",
         "--model.kv_heads=2",
         "--model.window=3",
-        "--model.window_pattern=SLS",
+        "--model.layer_pattern=SLS",
         "--model.layers=3",
+    ],
+    "mixed": [  # a window, a base and a rotated width of its own in one layer, no positions in the other
+        "--model.layers=3",
+        "--model.positions=rotary",
+        "--model.layer_pattern=GNS",
+        "--model.layer_kinds.G.window=3",
+        "--model.layer_kinds.G.rotary_base=50",
+        "--model.layer_kinds.G.rotary_fraction=0.5",
+        "--model.layer_kinds.G.kv_heads=2",
+        "--model.layer_kinds.N.positions=none",
+        "--model.layer_kinds.N.ffn_hidden=24",
+    ],
+    "qwen3": ["--model.norm=rmsnorm", "--model.positions=rotary", "--model.qk_norm=head", "--model.kv_heads=2"],
+    "parallel with norms of queries and keys": [
+        "--model.block=parallel",
+        "--model.positions=rotary",
+        "--model.layer_pattern=SN",
+        "--model.layer_kinds.N.qk_norm=head",
     ],
     "llama": [
         "--model.norm=rmsnorm",
@@ -57,7 +77,7 @@ def make(*overrides: str, dtype: torch.dtype = torch.float64, buffers: bool = Tr
     """A small whole model."""
     small = ["--model.hidden=16", "--model.layers=2", "--model.heads=4", "--model.sequence_length=12"]
     small += ["--model.vocab_size=21", "--model.vocab_multiple=8", "--model.init_std=0.3"]
-    model = config.load(None, [*small, *overrides]).model
+    model = config.load(None, small + list(overrides)).model
     chunk = Chunk(model, range(model.layers), first=True, last=True, dtype=dtype)
     ParamAndGradBuffer(chunk, torch.device("cpu"))
     initialise(chunk, 3)
@@ -86,20 +106,20 @@ def test_gradients_of_a_block_pass_gradcheck(shape):
     block = chunk.blocks[0]
     weights = tuple(block.parameters())
     x = torch.randn(5, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    rotary = chunk._rotary(5, x.device, ForwardContext())
+    rotary = chunk._rotary.select(0, 5, x.device)[0]
 
     def run(x, *ignored):
         return block(x, rotary, ForwardContext())
 
-    assert torch.autograd.gradcheck(run, (x, *weights), fast_mode=True)
+    assert torch.autograd.gradcheck(run, (x,) + weights, fast_mode=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_buffers_hold_autograds_gradients(shape):
     inputs, targets = batch()
     plain, flat = make(*SHAPES[shape], buffers=False), make(*SHAPES[shape])
-    plain(inputs, targets).sum().backward()
-    flat(inputs, targets).sum().backward()
+    plain(inputs, Batch(targets=targets)).sum().backward()
+    flat(inputs, Batch(targets=targets)).sum().backward()
     for p, q in zip(plain.parameters(), flat.parameters(), strict=True):
         assert q.grad is None
         torch.testing.assert_close(main_grad_of(q), p.grad, rtol=1e-12, atol=1e-12)
@@ -119,19 +139,19 @@ def test_no_token_sees_its_future(shape):
 @pytest.mark.parametrize("shape", ["serial", "parallel", "llama"])
 def test_a_window_of_the_whole_sequence_is_full_attention(shape):
     inputs, targets = batch()
-    full = make(*SHAPES[shape])(inputs, targets)
-    wide = make(*SHAPES[shape], "--model.window=12")(inputs, targets)
-    narrow = make(*SHAPES[shape], "--model.window=3")(inputs, targets)
+    full = make(*SHAPES[shape])(inputs, Batch(targets=targets))
+    wide = make(*SHAPES[shape], "--model.window=12")(inputs, Batch(targets=targets))
+    narrow = make(*SHAPES[shape], "--model.window=3")(inputs, Batch(targets=targets))
     torch.testing.assert_close(wide, full, rtol=0, atol=0)
     assert (narrow[:3] - full[:3]).abs().max() < 1e-12
     assert (narrow[3:] - full[3:]).abs().max() > 1e-6
 
 
 def test_each_layer_sees_its_own_window():
-    """Of a token far back only the layers of full attention know, and through them those behind."""
+    """Only layers of full attention, and layers behind them, depend on a distant token."""
     far = []
     for pattern in ("S", "SSL", "LSS"):
-        chunk = make("--model.window=2", f"--model.window_pattern={pattern}", "--model.layers=3")
+        chunk = make("--model.window=2", f"--model.layer_pattern={pattern}", "--model.layers=3")
         inputs, _ = batch(1)
         changed = inputs.clone()
         changed[0] = (changed[0] + 1) % 21
@@ -141,9 +161,36 @@ def test_each_layer_sees_its_own_window():
     assert far == [3, 11, 11]
 
 
-def test_window_pattern_alternates_layers():
-    model = config.load(None, ["--model.window=8", "--model.window_pattern=SSL", "--model.layers=5"]).model
-    assert [model.layer_window(i) for i in range(5)] == [8, 8, None, 8, 8]
+def test_layer_pattern_alternates_layers():
+    model = config.load(None, ["--model.window=8", "--model.layer_pattern=SSL", "--model.layers=5"]).model
+    assert [layer.window for layer in resolve_layers(model)] == [8, 8, None, 8, 8]
+
+
+def test_a_layer_of_a_kind_is_the_layer_of_a_model_of_that_kind():
+    """A model of mixed layers computes what layers of uniform models with its weights compute in turn."""
+    mixed = make(*SHAPES["mixed"])
+    inputs, _ = batch()
+    token_embedding = mixed.token_embedding
+    assert token_embedding is not None
+    x = token_embedding[inputs]
+    for index, letter in enumerate("GNS"):
+        uniform = Chunk(mixed.model.resolve_kind(letter), range(1), first=False, last=False, dtype=torch.float64)
+        block = uniform.blocks[0].to_empty(device="cpu")
+        block.load_state_dict(mixed.blocks[index].state_dict())
+        x = uniform(x)
+    assert mixed.norm is not None
+    torch.testing.assert_close(mixed(inputs), mixed.norm(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_cache_keeps_no_more_than_a_window_sees(window):
+    chunk = make(f"--model.window={window}", "--model.layer_pattern=SL")
+    cache = KVCache()
+    inputs, _ = batch()
+    for start in range(0, 12, 4):
+        chunk(inputs[start : start + 4], None, ForwardContext(cache=cache))
+        cache.length = start + 4
+    assert [cache.layers[i][0].shape[0] for i in (0, 1)] == [window - 1, 12]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -165,12 +212,12 @@ def test_dropout_depends_on_the_global_sample_only(start, count):
     """A micro-batch cut out of a batch draws the batch's masks."""
     chunk = make("--model.dropout=0.3")
     inputs, targets = batch(6)
-    full = chunk(inputs, targets, ForwardContext(dropout_key=5))
+    full = chunk(inputs, Batch(targets=targets), ForwardContext(dropout_key=5))
     part = chunk(
         inputs[:, start : start + count],
-        targets[:, start : start + count],
+        Batch(targets=targets[:, start : start + count]),
         ForwardContext(dropout_key=5, sample_start=start),
     )
     torch.testing.assert_close(part, full[:, start : start + count], rtol=1e-10, atol=1e-10)
-    second = chunk(inputs, targets, ForwardContext(dropout_key=6))
+    second = chunk(inputs, Batch(targets=targets), ForwardContext(dropout_key=6))
     assert not torch.allclose(second, full)

@@ -21,7 +21,9 @@ class Device:
     """A stream that does its work in order, and a host that queues it. Times in nanoseconds."""
 
     def __init__(self, drift: float) -> None:
-        self.host, self.busy, self.drift = BEFORE, BEFORE, drift
+        self.host = BEFORE
+        self.busy = BEFORE
+        self.drift = drift
         self.waits = self.made = 0
         self.capturing = False
 
@@ -106,7 +108,7 @@ def step(recorder: DeviceTimers, device: Device, number: int, queue: int, work: 
 
 @pytest.mark.parametrize(("queue", "work"), [(20_000, 3_000_000), (4_000_000, 10_000)])
 def test_times_are_the_device_s_and_lie_on_the_host_s_clock(device, queue, work):
-    """Where the host runs ahead, and where it lags; only the very first mark is waited for."""
+    """The host runs ahead in some steps and lags in others. Only the very first mark is waited for."""
     retained = Kept()
     recorder = DeviceTimers(torch.device("cuda", 0), retained)
     waits, truth = device.waits, {}

@@ -255,10 +255,10 @@ def replayed(rank: int, *each: str) -> CallRecord:
 def test_steps_that_capture_accuse_nobody(departs):
     """Eager steps, one that captures as it replays, then replays alone: only a call that one rank makes is told."""
     usual = ["xxxxxxw", "xxxxxxw", "cfcfcbcbw", "ffbbw", "ffbbw"][:departs]
-    wrong = [*usual[:-1], usual[-1].replace("w", "a")]
+    wrong = usual[:-1] + [usual[-1].replace("w", "a")]
     hang = judge(replayed(0, *usual), replayed(1, *wrong))
     assert (hang.kind, hang.ranks, hang.group) == ("mismatched collective", (1,), "world")
-    # Both stand in the same call: the network, whatever the step before was like.
+    # Both are in the same call: the network, regardless of the step before.
     assert judge(*(replayed(rank, *usual) for rank in range(2))).kind == "network"
 
 
@@ -293,7 +293,7 @@ def test_on_devices_a_rank_that_waits_for_samples_is_named():
 @pytest.mark.parametrize("flight", [True, False])
 def test_on_devices_a_stopped_rank_is_missed_in_what_another_launched(flight):
     """No host waits, and a stopped process gives no flight record."""
-    ahead = record(0, [*steps("grra", "grra"), Call("world", 1, "all_reduce", 24, 2)], None)
+    ahead = record(0, steps("grra", "grra") + [Call("world", 1, "all_reduce", 24, 2)], None)
     stopped = record(1, steps("grra", "gr"), None, also={"world"})
     more = {"rank0": {"process": "running"} | (on_device(ahead, ahead.calls[6]) if flight else {})}
     hang = judge(ahead, stopped, **more, rank1={"process": "stopped"})
@@ -350,10 +350,10 @@ def test_a_call_too_many_in_the_second_step_is_named():
     """The first step makes the same calls in another order, so only their number tells."""
     single = step_of(1, "rg")
     repeated = step_of(2, "gr", start=2)
-    extra = [*single, *repeated, Call("data_reduce/0", 5, "all_reduce", 28, 2)]
+    extra = single + repeated + [Call("data_reduce/0", 5, "all_reduce", 28, 2)]
     world = [Call("world", 1, "all_reduce", 24, 1), Call("world", 2, "all_reduce", 24, 2)]
-    calm = record(0, [*single, world[0], *repeated, world[1]], ("world", 2))
-    wrong = record(1, [*single, world[0], *extra[2:]], ("data_reduce/0", 5))
+    calm = record(0, single + [world[0]] + repeated + [world[1]], ("world", 2))
+    wrong = record(1, single + [world[0]] + extra[2:], ("data_reduce/0", 5))
     hang = judge(calm, wrong)
     assert (hang.kind, hang.ranks, hang.group, hang.sequence) == ("mismatched collective", (1,), "world", 2)
 
@@ -367,7 +367,7 @@ def test_a_circle_that_nothing_explains_names_all_in_it():
 
 def test_another_size_is_a_mismatch_too():
     usual = ["grra"] * 3
-    wrong = [*steps(*usual, "g"), Call("data_reduce/0", 14, "reduce_scatter", 128, 4)]
+    wrong = steps(*usual, "g") + [Call("data_reduce/0", 14, "reduce_scatter", 128, 4)]
     hang = judge(record(0, steps(*usual, "gr"), ("data_reduce/0", 14)), record(1, wrong, ("data_reduce/0", 14)))
     assert (hang.kind, hang.ranks) == ("mismatched collective", (1,))
 

@@ -62,7 +62,7 @@ def test_what_the_kernel_logs_from_now_on_becomes_a_counter(tmp_path):
 
 
 def test_events_of_nvml_come_first(tmp_path):
-    """Where NVML tells them, lines of the kernel would tell them twice."""
+    """Kernel log lines would repeat the events that NVML reports."""
     events = [SimpleNamespace(eventType=8, device=1, eventData=94), SimpleNamespace(eventType=1, device=0, eventData=3)]
 
     def wait(events_set: object, milliseconds: int) -> SimpleNamespace:

@@ -192,7 +192,7 @@ def log_records(data: bytes) -> Iterator[bytes]:
 
 
 def offline_records(run: Path) -> list[dict]:
-    """What offline runs of Weights & Biases keep."""
+    """Return the records of offline runs of Weights & Biases."""
     from wandb.proto import wandb_internal_pb2
 
     result = []

@@ -17,7 +17,7 @@ def times(ranks: int, seed: int = 0, noise: float = 0.015, spread: float = 0.006
 
 
 def test_error_rates_are_what_is_said_of_them():
-    """At most one false alarm in a hundred looks (here: of 200 at most 6), and 10% is found in all."""
+    """At most one false alarm occurs in a hundred analyses (here at most 6 of 200), and 10% is always detected."""
     for item in error_rates(3, {2: 200, 8: 100, 64: 60}):
         assert item["0.0"] <= 0.03, item
         assert item["0.1"] >= (0.9 if item["differ"] else 0.99), item

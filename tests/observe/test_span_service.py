@@ -126,7 +126,7 @@ def test_a_rank_that_dies_loses_nothing_it_wrote(out, tmp_path):
         "for step in range(1, 50): write(ring, step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    paths = os.pathsep.join([str(Path(__file__).parents[2])] + [path for path in sys.path if path])
     done = subprocess.run([sys.executable, str(program)], env=os.environ | {"PYTHONPATH": paths}, timeout=120)
     assert done.returncode == -signal.SIGKILL
     wait_for(lambda: not service_place(out).folder.exists(), "the end of the service")
@@ -152,7 +152,7 @@ def test_a_service_that_cannot_serve_ends(out, tmp_path, fault):
     else:
         (out / "folder.tmp").mkdir(parents=True)
     arguments = [str(where.folder), "--out", str(out), "--job", "job", "--host", "0"]
-    command = [sys.executable, "-m", "megascale.observe.store.span_service", *arguments]
+    command = [sys.executable, "-m", "megascale.observe.store.span_service"] + arguments
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     finally:
@@ -194,7 +194,7 @@ def test_two_hosts_share_one_clock(tmp_path, monkeypatch):
 
 
 def test_a_service_that_cannot_keep_spans_ends(tmp_path: Path) -> None:
-    """One that stayed would take in rings that nobody empties."""
+    """A service that stayed would accept rings that no process empties."""
 
     def serve() -> None:
         service = SpanService(tmp_path, lambda: 1 / 0)  # type: ignore[arg-type, return-value]

@@ -234,7 +234,9 @@ def test_kafka_has_every_row_in_order(tmp_path, brokers):
     )
     consumer.subscribe(["test.spans", "test.rollups", "test.counters"])
     rows: dict[str, list[dict]] = {"test.spans": [], "test.rollups": [], "test.counters": []}
-    keys, messages, deadline = set(), 0, time.monotonic() + 60
+    keys = set()
+    messages = 0
+    deadline = time.monotonic() + 60
     while sum(map(len, rows.values())) < 3004:
         assert time.monotonic() < deadline, {topic: len(match) for topic, match in rows.items()}
         message = consumer.poll(0.5)

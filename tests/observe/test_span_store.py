@@ -1,4 +1,4 @@
-"""From rings to tables: nothing acknowledged is lost or kept twice, nothing torn is read, all of it bounded."""
+"""Span store from rings to tables: nothing acknowledged is lost or doubled, nothing torn is read, all is bounded."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def step_of(ring: SpanRing, step: int, spans: int = 3) -> None:
 
 
 def counted(out: Path) -> dict[str, Any]:
-    """What the tables hold."""
+    """Return the rows of the tables."""
     with SpanTables(out.parent.parent) as tables:
         assert not tables.skipped
         steps = tables.query("SELECT step, count(*) AS n FROM spans GROUP BY step ORDER BY step")
@@ -180,7 +180,9 @@ def test_a_sink_that_is_down_gets_all_of_it_later(out):
         built.append(Unplugged(folder))
         return built[0]
 
-    first, ring, current = ingest(out, sink=sink, segment_seconds=1.0), SpanRing(), 1e9
+    first = ingest(out, sink=sink, segment_seconds=1.0)
+    ring = SpanRing()
+    current = 1e9
     for step in range(1, 6):
         step_of(ring, step)
         first.take_frames(ring)
@@ -215,7 +217,9 @@ def test_a_full_disk_keeps_frames_in_the_ring(out, monkeypatch):
 
 
 def test_the_folder_keeps_its_limit_and_roll_ups_stay_longest(out):
-    first, ring, current = ingest(out, limit=60_000, segment_seconds=1.0), SpanRing(), 1e9
+    first = ingest(out, limit=60_000, segment_seconds=1.0)
+    ring = SpanRing()
+    current = 1e9
     for step in range(1, 60):
         step_of(ring, step, spans=300)
         first.take_frames(ring)
@@ -314,11 +318,9 @@ def test_several_sinks_each_get_each_segment_once(out, monkeypatch):
     span_sinks.register("other", Other, "counts")
     try:
         assert load(None, ["--observe.span_sinks=parquet,other"]).observe.span_sinks == ["parquet", "other"]
-        first, ring, current = (
-            ingest(out, sink=open_span_sinks(["parquet", "other"]), segment_seconds=1.0),
-            SpanRing(),
-            1e9,
-        )
+        first = ingest(out, sink=open_span_sinks(["parquet", "other"]), segment_seconds=1.0)
+        ring = SpanRing()
+        current = 1e9
         for step in range(1, 4):
             step_of(ring, step)
             first.take_frames(ring)
@@ -350,7 +352,9 @@ def test_a_sink_that_is_gone_does_without_what_there_is_no_room_for(out):
     span_sinks.register("away", Away, "is not there")
     try:
         sink = open_span_sinks(["parquet", "away"])
-        first, ring, current = ingest(out, sink=sink, segment_seconds=1.0, limit=1_000_000), SpanRing(), 1e9
+        first = ingest(out, sink=sink, segment_seconds=1.0, limit=1_000_000)
+        ring = SpanRing()
+        current = 1e9
         for step in range(1, 21):
             step_of(ring, step, spans=1000)
             assert first.take_frames(ring)
@@ -370,7 +374,10 @@ def test_a_sink_that_is_gone_does_without_what_there_is_no_room_for(out):
 def test_small_files_are_merged_and_count_once(out, monkeypatch):
     """Whenever somebody dies or looks: while both the merged file and those it was made of are there, too."""
     monkeypatch.setattr(parquet, "_MERGED_FILES", 4)
-    first, ring, current, observed = ingest(out, segment_seconds=1.0), SpanRing(), 1e9, []
+    first = ingest(out, segment_seconds=1.0)
+    ring = SpanRing()
+    current = 1e9
+    observed = []
     unlink = Path.unlink
 
     def looking(path: Path, missing_ok: bool = False) -> None:

@@ -184,7 +184,7 @@ def test_an_engine_times_every_action_of_its_schedule():
     assert (spans["start_ns"] >= step["start_ns"]).all()
     assert (spans["end_ns"] <= step["end_ns"]).all()
     timers.begin_step(2)
-    assert retained.keeping == [1, 0]  # whoever samples with it knows from when to when
+    assert retained.keeping == [1, 0]  # The range of sampled steps is known.
 
 
 # frames -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from megascale.ops.amax import AmaxSlots
 from megascale.ops.embedding import add_rows
 from megascale.ops.float8 import cast
 from megascale.ops.float8.formats import E4M3, E5M2, Format, scale_slots
-from megascale.ops.gradient_sink import GradientSink, attach
+from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 from megascale.ops.peer_max import WORD, PeerMax
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
@@ -36,7 +36,7 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 def collecting(*shape: int) -> torch.Tensor:
     """A parameter that collects its gradient in float32."""
-    built = zeros(*shape)
+    built = SinkParameter(zeros(*shape).detach())
     attach(built, GradientSink(torch.zeros(shape)))
     return built
 
@@ -105,13 +105,16 @@ def with_amax(call: Callable[[], None]) -> Callable[[], None]:
 
 
 def float8_casts(kind: Format) -> None:
-    x, scale, counts = zeros(4096, 5120), torch.ones(()), torch.zeros(2, dtype=torch.long)
+    x = zeros(4096, 5120)
+    scale = torch.ones(())
+    counts = torch.zeros(2, dtype=torch.long)
     cast.cast_by_scale(x, kind, scale)
     cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()))
     cast.cast_by_scale(x, kind, scale, amax=torch.zeros(()), counts=counts)
     cast.cast_by_scale(x, kind, scale, columns=False)
     cast.cast_by_amax(x, kind, previous_scale=scale, counts=counts)
     cast.cast_rows(x, kind, columns=True, counts=counts)
+    cast.cast_rows(x, kind, row_amax=cast.compute_row_amaxes(x), counts=counts)
 
 
 def largest_over_peers() -> None:

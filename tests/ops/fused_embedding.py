@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megascale.ops import dispatch
 from megascale.ops.embedding import RUN, add_rows, embedding, embedding_reference
-from megascale.ops.gradient_sink import GradientSink, attach, detach, sink_of
+from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, detach, sink_of
 from tests.ops.tools import distance
 
 
@@ -24,7 +24,7 @@ def _fused():
 
 
 def weight(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    built = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype).requires_grad_()
+    built = SinkParameter(torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype))
     attach(built, GradientSink(torch.ones(rows, columns)))
     return built
 

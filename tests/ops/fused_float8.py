@@ -21,6 +21,8 @@ from megascale.ops.float8.cast import (
     cast_rows,
     cast_shard,
     compute_amax,
+    compute_column_amaxes,
+    compute_row_amaxes,
     compute_shard_amaxes,
     compute_shard_scales,
     transpose_rows,
@@ -62,7 +64,7 @@ def same(got: torch.Tensor | None, want: torch.Tensor | None) -> None:
 
 
 def both(function, *collected: torch.Tensor):
-    """What the kernels make and what the references make, each with its own copies of the tensors collected into."""
+    """Return the results of kernels and references, each with its own copies of the accumulation tensors."""
     built = []
     for mode in ("fused", "reference"):
         kernels, copies = dispatch.Kernels(mode), [c.clone() for c in collected]
@@ -137,6 +139,20 @@ def test_cast_rows(shape, dtype, kind, seed, hole, power_of_2, wanted):
         )
 
 
+@FEW
+@given(shapes, dtypes, kinds, seeds, holes, st.floats(1, 100))
+def test_cast_rows_by_amaxes_that_ranks_agreed_on(shape, dtype, kind, seed, hole, factor):
+    x = rows_of(shape, dtype, seed, hole)
+    with mock.patch.object(cast, "CHUNK", 64):
+        both(lambda: compute_row_amaxes(x))
+        both(lambda: compute_column_amaxes(x))
+        row_amax, column_amax = compute_row_amaxes(x) * factor, compute_column_amaxes(x) * factor
+        both(
+            lambda counts: cast_rows(x, kind, columns=True, row_amax=row_amax, column_amax=column_amax, counts=counts),
+            torch.zeros(2, dtype=torch.int64),
+        )
+
+
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
 @pytest.mark.parametrize("value", [0.0, 1e-44])
 def test_a_tensor_of_zeros_or_nearly(kind, value):
@@ -161,7 +177,9 @@ def test_every_bfloat16_casts_as_the_reference_does():
 @given(dtypes, seeds, holes)
 def test_shards_are_cast_as_the_matrices_they_are_parts_of(dtype, seed, hole):
     """Three ranks' shards of three matrices, with padding between and behind them; rank 2 has a part of one only."""
-    shapes, starts, ranks = [(70, 64), (3, 5), (64, 128)], [0, 4480, 4544], 3
+    shapes = [(70, 64), (3, 5), (64, 128)]
+    starts = [0, 4480, 4544]
+    ranks = 3
     part = -(-(4544 + 64 * 128) // (64 * ranks)) * 64
     flat = torch.full((part * ranks,), 7e4, dtype=dtype)  # what lies between matters to no matrix
     for i, (shape, start) in enumerate(zip(shapes, starts, strict=True)):

@@ -59,7 +59,9 @@ def right(x: torch.Tensor) -> bool:
 @pytest.mark.parametrize("width", [7, 100, 5120 // 16])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_norms_and_activations_know_what_they_made(width, dtype):
-    x, w, b = random(11, 2, width, dtype=dtype), random(width, dtype=dtype), random(width, dtype=dtype)
+    x = random(11, 2, width, dtype=dtype)
+    w = random(width, dtype=dtype)
+    b = random(width, dtype=dtype)
     # A bias alone would be larger than any result: what lies outside the tensor must not count.
     assert right(layer_norm(x, w, b.detach() + 100, 1e-5))
     assert right(rms_norm(x, w, 1e-5))

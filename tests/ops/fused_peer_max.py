@@ -13,7 +13,7 @@ from megascale.ops.peer_max import RELEASED, WORD, PeerMax
 
 
 def word(call: int, value: float) -> int:
-    """What a rank writes to its peers."""
+    """Return the value that a rank writes to its peers."""
     return call << 32 | int(torch.tensor(value).view(torch.int32))
 
 

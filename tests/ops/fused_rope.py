@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megascale.ops import dispatch
 from megascale.ops.activation import RecomputedActivation, gelu, swiglu
 from megascale.ops.fused_projection import split_fused_projection
-from megascale.ops.gradient_sink import GradientSink, attach, main_grad_of
+from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, main_grad_of
 from megascale.ops.rope import apply_rotary, apply_rotary_reference, find_packed, rotary_tables, split_qkv
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
@@ -35,11 +35,14 @@ def _fused():
     sizes=st.sampled_from([(2, 2), (6, 2), (16, 16), (20, 6), (24, 24), (40, 12)]),
     interleaved=st.booleans(),
     offset=st.integers(0, 9),
+    has_positions=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_apply_rotary_on_a_strided_view(shape, sizes, interleaved, offset, dtype):
+def test_apply_rotary_on_a_strided_view(shape, sizes, interleaved, offset, has_positions, dtype):
     (S, B, N), (D, R) = shape, sizes
     cos, sin = (t[offset : offset + S] for t in rotary_tables(20, R, 100.0, "cpu"))
+    if has_positions:
+        cos, sin = _at_positions(cos, sin, B)
     base = torch.randn(S, B, N + 2, D).to(dtype)
 
     def on_view(function):
@@ -47,6 +50,12 @@ def test_apply_rotary_on_a_strided_view(shape, sizes, interleaved, offset, dtype
 
     compare(on_view(apply_rotary), on_view(apply_rotary_reference), (base,), TOLERANCE[dtype])
     assert dispatch.active()["rotary"] == "triton"
+
+
+def _at_positions(cos, sin, batch):
+    """Tables [S, batch, ...] of samples that each have positions of their own."""
+    positions = torch.randint(0, len(cos), (len(cos), batch))
+    return cos[positions], sin[positions]
 
 
 def _joined(parts):
@@ -60,11 +69,14 @@ def _joined(parts):
     heads=st.sampled_from([(1, 1), (4, 2), (3, 3), (6, 1)]),
     sizes=st.sampled_from([(6, 0), (16, 16), (20, 6), (24, 24)]),
     interleaved=st.booleans(),
+    has_positions=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_split_qkv(shape, heads, sizes, interleaved, dtype):
+def test_split_qkv(shape, heads, sizes, interleaved, has_positions, dtype):
     (S, B), (N, G), (D, R) = shape, heads, sizes
     tables = rotary_tables(S, R, 100.0, "cpu") if R else (None, None)
+    if R and has_positions:
+        tables = _at_positions(*tables, B)
     x = torch.randn(S, B, (N + 2 * G) * D).to(dtype)
 
     def split(qkv):
@@ -150,11 +162,11 @@ def test_an_activation_made_again_gives_the_bits_of_one_that_was_kept(
 
     def run(repeated: bool) -> list[torch.Tensor | None]:
         x, w = inputs.clone().requires_grad_(), weight.clone().requires_grad_()
-        b = None if bias is None else bias.clone().requires_grad_()
+        b = None if bias is None else SinkParameter(bias.clone())
         if collected and b is not None:
             attach(b, GradientSink(torch.ones(b.shape)))
         locations = (None, b) if has_bias == "wide" else (b, None)
-        parts = (x * 1.0, N, G, D, activation, locations[0], *tables, True, locations[1])
+        parts = (x * 1.0, N, G, D, activation, locations[0]) + tables + (True, locations[1])
         *qkv, inner, produce = split_fused_projection(*parts, repeated)
         assert (produce is not None) == repeated
         y = linear_scatter(DEFAULT_PRECISION, inner, w, recompute_fns=(produce,))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megascale.ops import dispatch, norm
 from megascale.ops.activation import gelu, gelu_reference, swiglu, swiglu_reference
 from megascale.ops.fused_projection import split_fused_projection
-from megascale.ops.gradient_sink import GradientSink, attach, main_grad_of
+from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, main_grad_of
 from megascale.ops.norm import (
     add_norm,
     add_norm_reference,
@@ -126,14 +126,16 @@ def test_norms_take_strided_rows_and_expanded_gradients():
 
 
 def test_norm_gradients_repeat_bit_for_bit():
-    x, w, b = torch.randn(500, 24, requires_grad=True), torch.randn(24, requires_grad=True), torch.zeros(24)
+    x = torch.randn(500, 24, requires_grad=True)
+    w = torch.randn(24, requires_grad=True)
+    b = torch.zeros(24)
     runs = [torch.autograd.grad(layer_norm(x, w, b, 1e-5).square().sum(), (x, w)) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def parameter(*shape: int, dtype: torch.dtype, main: bool) -> torch.Tensor:
     """A leaf; with `main` it collects its gradient in float32, on top of what is there, and counts how often."""
-    built = random(*shape, dtype=dtype).requires_grad_()
+    built = SinkParameter(random(*shape, dtype=dtype))
     if main:
         built.told = []
         attach(built, GradientSink(torch.full(shape, 3.0), lambda: built.told.append(1)))

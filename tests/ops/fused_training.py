@@ -10,11 +10,18 @@ import pytest
 import torch
 
 from megascale.config import from_tree
+from megascale.core.batch import Batch
 from megascale.core.layout import lay_out
 from megascale.train.engine import Engine
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "sequence_length": 4, "vocab_size": 64}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "mlp_bias": False, "attention_bias": False}
+# A layer without positions and with norms of queries and keys, behind one with fewer rotated entries.
+MIXED = {
+    "positions": "rotary",
+    "layer_pattern": "FN",
+    "layer_kinds": {"F": {"rotary_fraction": 0.5, "kv_heads": 1}, "N": {"positions": "none", "qk_norm": "head"}},
+}
 
 
 def steps(mode: str, model: dict, recompute: str) -> tuple[list[tuple[float, float]], dict[str, str]]:
@@ -27,7 +34,7 @@ def steps(mode: str, model: dict, recompute: str) -> tuple[list[tuple[float, flo
     }
     engine = Engine(lay_out(from_tree(tree), 1), None, torch.device("cpu"))
     rows = torch.randint(0, 64, (5, 1), generator=torch.Generator().manual_seed(0))
-    report = [engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-3) for step in (1, 2)]
+    report = [engine.step(lambda i: Batch(rows[:-1], rows[1:]), step, 1e-3) for step in (1, 2)]
     return [(float(item.loss), float(item.grad_norm)) for item in report], engine.runtime.kernels.active()
 
 
@@ -41,6 +48,8 @@ def steps(mode: str, model: dict, recompute: str) -> tuple[list[tuple[float, flo
         ({"block": "parallel", "activation": "swiglu", "attention_bias": False}, "selective"),
         ({"block": "parallel", "parallel_norms": 2, "activation": "swiglu"}, "none"),
         (LLAMA, "activation"),
+        (LLAMA | {"qk_norm": "head", "kv_heads": 2}, "none"),
+        ({"block": "parallel", **MIXED}, "none"),
     ],
 )
 def test_fused_steps_are_the_plain_ones(model, recompute):

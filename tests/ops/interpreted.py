@@ -1,4 +1,4 @@
-"""For tests that run Triton kernels on the CPU: import this first, in a process with TRITON_INTERPRET=1."""
+"""Setup of tests that run Triton kernels on the CPU: import it first in a process with TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from megascale.ops.launch import Kernel
 
 
 class _Hopper(DriverBase):
-    """What Triton asks of a driver before it compiles."""
+    """Driver with the members that Triton needs before it compiles."""
 
     def __init__(self) -> None:
         pass

@@ -163,7 +163,9 @@ def test_the_three_gemms_of_a_linear(sizes, row_wise, unset, seed):
     if row_wise:
         x8, w8, dy8 = (cast_rows(t, E4M3, columns=True) for t in (x, w, dy))
     else:
-        x8, w8, dy8 = cast_by_amax(x, E4M3), cast_by_amax(w, E4M3), cast_by_amax(dy, E5M2)
+        x8 = cast_by_amax(x, E4M3)
+        w8 = cast_by_amax(w, E4M3)
+        dy8 = cast_by_amax(dy, E5M2)
     bias = randn(outputs, seed=seed)
     y = gemm.matmul(x8.rows, x8.rows_scale, w8.rows, w8.rows_scale, dtype=torch.float32, bias=bias)
     want = exact(x8.rows, x8.rows_scale) @ exact(w8.rows, w8.rows_scale).t() + bias
@@ -243,11 +245,13 @@ class FakeLibrary(cublaslt._Library):
 
     def __init__(self, result: int = 8) -> None:
         self.log: list[tuple] = []
-        self.path, self.version, self.handles = "fake", 130100, {None: ctypes.c_void_p(7)}
+        self.path = "fake"
+        self.version = 130100
+        self.handles = {None: ctypes.c_void_p(7)}
 
         def back(name, types):
             def call(*arguments):
-                self.log.append((name, *arguments))
+                self.log.append((name,) + arguments)
                 if name.endswith("Create") and len(types) in (3, 5):  # a descriptor or layout: numbered as made
                     ctypes.c_void_p.from_address(arguments[0]).value = 1000 + len(self.log)
                 if name == "cublasLtMatmulAlgoGetHeuristic":

@@ -23,7 +23,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Element
     pytest.importorskip("triton", reason="Triton is not installed")
     pytest.importorskip("triton.runtime.interpreter", reason="this Triton has no interpreter")
     record = tmp_path_factory.mktemp("fused") / "record.xml"
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE)])}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path + [str(HERE)])}
     env.pop("PYTEST_XDIST_WORKER", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={record}"]
     command += [str(HERE / f"{file}.py") for file in FILES]

@@ -43,7 +43,7 @@ def declared(x_ptr, size: tl.int32):
 
 
 class Compiled:
-    """What Triton's `run` returns, as far as launches ask."""
+    """Return value of Triton's `run`, with the members that launches use."""
 
     function, packed_metadata = "function", "metadata"
 
@@ -55,7 +55,7 @@ class Compiled:
 
 
 class Triton:
-    """In the place of JITFunction.run: keeps what it was asked, and gives one `Compiled` for all."""
+    """Replacement of JITFunction.run: it records its arguments and returns the same `Compiled` for all."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
@@ -85,7 +85,7 @@ def by_key(*functions: Any) -> Iterator[Triton]:
 
 
 def binder(function: Any) -> Any:
-    """What binds and specialises arguments in Triton's own launch, for an H200."""
+    """Return the function that binds and specialises arguments in Triton's own launch, for an H200."""
     return create_function_from_signature(function.signature, function.params, make_backend(GPUTarget("cuda", 90, 32)))
 
 
@@ -117,7 +117,7 @@ NUMBERS = [
     1.0,
     0.5,
 ]
-ANY = [*TENSORS, torch.nn.Parameter(TENSORS[0]), None, *NUMBERS]
+ANY = TENSORS + [torch.nn.Parameter(TENSORS[0]), None] + NUMBERS
 PLAIN = (TENSORS[0], TENSORS[4], 3, 5, 0.5, True)
 META = [
     {"WIDE": wide, **block, **warps}
@@ -128,22 +128,22 @@ META = [
 
 
 def launches() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Those that differ from a plain one in any one argument, in any two tensors, or in what is given by name."""
+    """Yield launches that differ from a plain launch in one argument, in two tensors, or in a keyword."""
     for location in range(len(PLAIN)):
         for value in ANY:
-            yield (*PLAIN[:location], value, *PLAIN[location + 1 :]), {"WIDE": 1}
+            yield PLAIN[:location] + (value,) + PLAIN[location + 1 :], {"WIDE": 1}
     for x in ANY:
         for y in ANY:
-            yield (x, y, *PLAIN[2:]), {"WIDE": 1}
+            yield (x, y) + PLAIN[2:], {"WIDE": 1}
     for meta in META:
         yield PLAIN, meta
     for wide in NUMBERS:
-        yield (*PLAIN, wide), {}
-        yield (*PLAIN, 1, wide), {}
+        yield PLAIN + (wide,), {}
+        yield PLAIN + (1, wide), {}
 
 
 def key_of(arguments: tuple[Any, ...], meta: dict[str, Any], device: int = DEVICE) -> Any:
-    """What such a launch is remembered by: types of the positional arguments, and the key of their form."""
+    """Return the key of such a launch: types of the positional arguments, and the key of their form."""
     keys, types = [], tuple(map(type, arguments))
     with mock.patch.dict(vars(torch_private), current_device=lambda: device, current_raw_stream=None):
         form = launch.make_launcher(kernel.params, types, {}, lambda key, *_: keys.append(key))
@@ -172,7 +172,7 @@ def test_what_is_not_specialised_on_shares_a_key():
 @settings(max_examples=50, deadline=None)
 def test_the_compiled_kernel_gets_what_triton_would_pass(data):
     """The second launch is not Triton's, and has the same grid and arguments in the same order."""
-    x, y = data.draw(st.sampled_from(TENSORS)), data.draw(st.sampled_from([None, *TENSORS]))
+    x, y = data.draw(st.sampled_from(TENSORS)), data.draw(st.sampled_from([None] + TENSORS))
     positional = data.draw(st.integers(6, 8))
     arguments = (x, y, data.draw(st.sampled_from([1, 16, 2**40])), 5, 0.5, True, 3, 16)[:positional]
     meta = {"WIDE": 3, "BLOCK": 16}

@@ -17,7 +17,7 @@ from megascale.ops.adam import adamw_apply, lamb_apply, lamb_direction
 from megascale.ops.attention import AttentionChoice, AttentionChooser, AttentionShape, attention, attention_reference
 from megascale.ops.cross_entropy import VocabShard, chunk_tokens, cross_entropy, linear_cross_entropy
 from megascale.ops.dropout import dropout, dropout_add, dropout_key, philox
-from megascale.ops.gradient_sink import GradientSink, attach
+from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 from megascale.ops.norm import add_norm, layer_norm, rms_norm
 from megascale.ops.rope import apply_rotary, rotary_tables, split_qkv
 from megascale.ops.segments import TILE, Segments, square_sums
@@ -30,7 +30,9 @@ def randn(*shape, grad=True, seed=0):
 
 
 def test_gradcheck_of_every_differentiable_operator():
-    x, w, b = randn(3, 2, 8), randn(8, seed=1), randn(8, seed=2)
+    x = randn(3, 2, 8)
+    w = randn(8, seed=1)
+    b = randn(8, seed=2)
     assert gradcheck(lambda *a: layer_norm(*a, 1e-5), (x, w, b))
     assert gradcheck(lambda *a: rms_norm(*a, 1e-5), (x, w))
     assert gradcheck(lambda x, r, w, b, c: add_norm(x, r, w, b, 1e-5, "layernorm", c), (x, randn(3, 2, 8), w, b, b))
@@ -43,7 +45,9 @@ def test_gradcheck_of_every_differentiable_operator():
         assert gradcheck(lambda x, i=interleaved: apply_rotary(x, *tables, i), (randn(3, 1, 2, 6),))
         assert gradcheck(lambda x, i=interleaved: split_qkv(x, 2, 1, *tables, i), (randn(3, 1, 24),))
     for window in (None, 2):
-        q, k, v = randn(4, 1, 2, 4), randn(4, 1, 1, 4, seed=1), randn(4, 1, 1, 4, seed=2)
+        q = randn(4, 1, 2, 4)
+        k = randn(4, 1, 1, 4, seed=1)
+        v = randn(4, 1, 1, 4, seed=2)
         assert gradcheck(lambda *a, w=window: attention(*a, window=w), (q, k, v))
     targets = torch.tensor([[0, 4], [-100, 2], [3, 1]])
     head = lambda x, w, b: linear_cross_entropy(x, w, targets, bias=b, vocab=5, chunk=4)
@@ -83,7 +87,9 @@ def test_attention_window_against_an_explicit_mask(queries, extra, heads, data):
     edges = sorted({1, max(1, keys - 1), keys, keys + 3})
     window = data.draw(st.one_of(st.none(), st.sampled_from(edges), st.integers(1, keys)))
     N, G = heads
-    q, k, v = randn(queries, 2, N, 4), randn(keys, 2, G, 4, seed=1), randn(keys, 2, G, 4, seed=2)
+    q = randn(queries, 2, N, 4)
+    k = randn(keys, 2, G, 4, seed=1)
+    v = randn(keys, 2, G, 4, seed=2)
     out = attention(q, k, v, window=window)
     for i in range(queries):
         at = keys - queries + i
@@ -138,7 +144,9 @@ def test_philox_matches_the_published_vectors():
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 40), st.integers(0, 1000), st.integers(0, 2**62 - 1), st.data())
 def test_a_part_of_the_batch_draws_the_same_dropout(sequence_start, sample_start, key, data):
-    S, B, H = 6, 4, 10
+    S = 6
+    B = 4
+    H = 10
     x = torch.ones(S, B, H, dtype=D)
     full = dropout(x, 0.4, key, sequence_start, sample_start)
     s = data.draw(st.integers(0, S - 1))
@@ -169,7 +177,7 @@ def test_dropout_statistics():
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 7), st.sampled_from([None, 1, 3]), st.booleans(), st.booleans())
 def test_head_gives_the_plain_loss_whatever_the_chunks(tokens, chunk, has_bias, promised):
-    x, w = randn(tokens, 6), randn(11, 6, seed=1)
+    x, w = randn(tokens, 6), SinkParameter(randn(11, 6, seed=1).detach())
     b = randn(11, seed=2) if has_bias else None
     targets = torch.randint(0, 9, (tokens,), generator=torch.Generator().manual_seed(tokens))
     targets[0] = -100
@@ -178,7 +186,7 @@ def test_head_gives_the_plain_loss_whatever_the_chunks(tokens, chunk, has_bias, 
     sink = attach(w, GradientSink(torch.zeros_like(w), lambda: called.append(1)))
     loss = linear_cross_entropy(x, w, targets, bias=b, vocab=9, chunk=chunk, token_grad=upstream if promised else None)
     inputs = [t for t in (x, b) if t is not None]
-    grads = torch.autograd.grad(loss, [*inputs, w], upstream, allow_unused=True)
+    grads = torch.autograd.grad(loss, inputs + [w], upstream, allow_unused=True)
     assert grads[-1] is None
     assert called == [1]
     want = cross_entropy(torch.nn.functional.linear(x, w, b), targets, 9)
@@ -190,7 +198,9 @@ def test_head_gives_the_plain_loss_whatever_the_chunks(tokens, chunk, has_bias, 
 
 
 def test_head_refuses_a_gradient_it_was_not_promised():
-    x, w, targets = randn(3, 4), randn(5, 4), torch.tensor([0, 1, 2])
+    x = randn(3, 4)
+    w = randn(5, 4)
+    targets = torch.tensor([0, 1, 2])
     loss = linear_cross_entropy(x, w, targets, token_grad=torch.tensor(0.5))
     with pytest.raises(RuntimeError, match="not token_grad"):
         loss.sum().backward()
@@ -201,13 +211,17 @@ def test_vocabulary_shards_give_the_whole_heads_loss_and_gradients(promised):
     """Four shards in lock step, the last of them padding only; all-reduces as sums over threads' turns."""
     import threading
 
-    V, ranks, vocab = 4, 4, 11
+    V = 4
+    ranks = 4
+    vocab = 11
     x, w = randn(5, 6), randn(V * ranks, 6, seed=1)
     targets = torch.tensor([0, 10, 5, -100, 7])
     upstream = torch.rand(5, dtype=D)
     want = cross_entropy(x @ w.T, targets, vocab)
     expected = torch.autograd.grad(want, (x, w), upstream)
-    barrier, slots, results = threading.Barrier(ranks), [None] * ranks, [None] * ranks
+    barrier = threading.Barrier(ranks)
+    slots = [None] * ranks
+    results = [None] * ranks
 
     def reduce(rank, tensor, how):
         slots[rank] = tensor.clone()
@@ -224,7 +238,7 @@ def test_vocabulary_shards_give_the_whole_heads_loss_and_gradients(promised):
         loss = linear_cross_entropy(
             my_x, local, targets, vocab=vocab, chunk=2, shard=shard, token_grad=upstream if promised else None
         )
-        results[rank] = (loss.detach(), *torch.autograd.grad(loss, (my_x, local), upstream))
+        results[rank] = (loss.detach(),) + torch.autograd.grad(loss, (my_x, local), upstream)
 
     threads = [threading.Thread(target=work, args=(r,)) for r in range(ranks)]
     for t in threads:

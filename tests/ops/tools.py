@@ -25,7 +25,7 @@ def compare(
     def run(function: Callable[..., Tensor], inputs: list[Tensor | None], upstream: Tensor) -> list[Tensor]:
         y = function(*inputs)
         expected = [t for t in inputs if t is not None]
-        return [y, *torch.autograd.grad(y, expected, upstream.to(y.dtype))]
+        return [y] + list(torch.autograd.grad(y, expected, upstream.to(y.dtype)))
 
     supplied = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
     wide = [None if t is None else t.detach().double().requires_grad_() for t in tensors]

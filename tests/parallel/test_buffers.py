@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.config import from_tree
+from megascale.core.batch import Batch
 from megascale.model.transformer import Chunk
 from megascale.ops.gradient_sink import main_grad_of
 from megascale.parallel import data_parallel
@@ -97,7 +98,7 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
         if limit is not None and len(span.members) > 1:
             assert used[-1][1] - span.start <= limit
         shards = [layout.shard(number, rank, ranks) for rank in range(ranks)]
-        assert [start for start, _ in shards] == [span.start, *(stop for _, stop in shards[:-1])]
+        assert [start for start, _ in shards] == ([span.start] + [stop for _, stop in shards[:-1]])
         assert shards[-1][1] == span.stop
         if limit is None:  # of one kind all are in one bucket
             assert kinds not in [{members[i].region for i in peer.members} for peer in layout.buckets[:number]]
@@ -143,7 +144,7 @@ def backward(data: DataParallel, last: bool) -> None:
     if last:
         data.arm_reductions(0)
     data.begin_backward(0)
-    data.buffers[0].module(tokens, tokens).sum().backward()
+    data.buffers[0].module(tokens, Batch(tokens, tokens)).sum().backward()
     data.end_backward(0)
 
 
@@ -190,7 +191,7 @@ def test_several_contributions_to_one_gradient_are_summed(micro_batches):
             if micro_batch == micro_batches - 1:
                 data.arm_reductions(0)
             data.begin_backward(0)
-            loss = flat.module(tokens, tokens).sum()
+            loss = flat.module(tokens, Batch(tokens, tokens)).sum()
             # Later operators go backward first, so that this gradient comes before that of the GEMM.
             (loss + penalty * matrix.square().sum()).backward()
             data.end_backward(0)
@@ -225,7 +226,8 @@ def test_a_forward_waits_for_each_block_when_it_is_next(monkeypatch, tied):
     data = DataParallel([flat])
     data.start_gather(0)
     data.await_parameters(0)
-    module(torch.zeros(8, 1, dtype=torch.long), torch.zeros(8, 1, dtype=torch.long))
+    tokens = torch.zeros(8, 1, dtype=torch.long)
+    module(tokens, Batch(tokens, tokens))
     assert not data.is_gathering(0)
     sent = [where for subject, where in log if subject == "sent"]
     assert len(sent) == len(flat.layout.buckets) == len({where for what, where in log if what == "arrived"})

@@ -1,4 +1,4 @@
-"""What runs is what the schedule says: when buckets leave, on two data-parallel ranks, seen by the record of calls."""
+"""Bucket collectives on two data-parallel ranks: they leave as the schedule states, by the record of calls."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ Save = Callable[[int, torch.Tensor], None]  # number of a call, what it gave
 
 
 def expected(op: str, data: torch.Tensor, rank: int) -> torch.Tensor:
-    """What a call gives a rank; data [size, size, *SHAPE]: what each rank has for each."""
+    """Return the expected result of a call; data [size, size, *SHAPE] is each rank's data for each."""
     if op.startswith("scatter"):
         return data[:, rank].sum(0)
     if op == "all to all":

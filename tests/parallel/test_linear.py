@@ -7,7 +7,7 @@ import torch
 
 from megascale.config import from_tree
 from megascale.errors import ConfigError
-from megascale.ops.gradient_sink import GradientSink, attach, main_grad_of, sink_of
+from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, main_grad_of, sink_of
 from megascale.ops.linear import Operand
 from megascale.ops.side_stream import InlineStream
 from megascale.parallel.collectives import SINGLE_RANK, Axis
@@ -22,8 +22,9 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_linear_accumulates_into_sinks(dtype):
-    x, w, b = randn(3, 2, 8).to(dtype), randn(5, 8, seed=1).to(dtype), randn(5, seed=2).to(dtype)
-    x, w, b = (t.detach().requires_grad_() for t in (x, w, b))
+    x = randn(3, 2, 8).to(dtype).requires_grad_()
+    w = SinkParameter(randn(5, 8, seed=1).to(dtype))
+    b = SinkParameter(randn(5, seed=2).to(dtype))
     plain = gather_linear(x, w, b)
     assert torch.equal(plain, torch.nn.functional.linear(x, w, b))
     dy = randn(3, 2, 5, seed=3).to(dtype)
@@ -95,9 +96,8 @@ def leaves(y: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("of_x", [True, False])
 def test_autograd_knows_a_parameter_with_a_sink_only_where_nothing_else_asks_for_backward(of_x):
-    x, w, v = (t.requires_grad_() for t in (randn(3, 2, 8), randn(5, 8, seed=1), randn(4, 5, seed=2)))
-    b = randn(5, seed=3).requires_grad_()
-    x.requires_grad_(of_x)
+    x = randn(3, 2, 8).requires_grad_(of_x)
+    w, v, b = (SinkParameter(t) for t in (randn(5, 8, seed=1), randn(4, 5, seed=2), randn(5, seed=3)))
     y = linear_scatter(make_linears("default", SINGLE_RANK), gather_linear(x, w, b), v)
     assert leaves(y) == 3 + of_x
     want = torch.autograd.grad(y.sum(), (w, b, v))
@@ -132,10 +132,7 @@ class _Given(LinearPrecision):
         self, x: torch.Tensor, weight: torch.Tensor, amax: object = None, for_gather: bool = False
     ) -> Operand:
         self.given.append(amax)
-        return x, x.detach() * 2
-
-    def select_saved(self, x: Operand) -> Operand:
-        return (x[1] / 2,)
+        return Operand(x, wgrad=Operand(x.detach() * 2 / 2))
 
 
 def test_what_a_producer_knows_reaches_the_precision_and_what_it_keeps_is_all_that_backward_has():

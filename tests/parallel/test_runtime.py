@@ -1,4 +1,4 @@
-"""What a rank runs with is its engine's: two engines of one process never meet."""
+"""Runtimes of engines: two engines of one process never share state."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megascale.config import from_tree
+from megascale.core.batch import Batch
 from megascale.core.calls import NullCallLog
 from megascale.errors import ConfigError
 from megascale.ops import dispatch
@@ -93,10 +94,10 @@ def test_engines_of_two_threads_have_each_their_own_kernels():
 def test_an_engine_evaluates_and_fails_with_its_own_kernels_and_leaves_none_behind():
     _, engine = two_modes()
     rows = torch.zeros(engine.config.model.sequence_length, 1, dtype=torch.int64)
-    engine.sum_losses(rows, rows)
+    engine.sum_losses(Batch(rows, rows))
     assert set(run_for(engine).values()) == {"reference (kernels.mode)"}
 
-    def no_batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def no_batch(i: int) -> Batch[torch.Tensor]:
         assert dispatch.mode() == "reference"
         raise LookupError(i)
 
@@ -133,7 +134,7 @@ def test_torch_is_deterministic_while_an_engine_that_wants_it_works(monkeypatch:
     assert report[0].losses == report[1].losses
     assert report[0].norms == report[1].norms
 
-    def fails(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def fails(i: int) -> Batch[torch.Tensor]:
         assert told_torch() == (True, False)
         raise LookupError(i)
 
@@ -143,7 +144,9 @@ def test_torch_is_deterministic_while_an_engine_that_wants_it_works(monkeypatch:
 
 
 def test_torch_is_deterministic_until_the_last_thread_that_wants_it_has_left() -> None:
-    kernels, inside, leave = dispatch.Kernels(deterministic=True), Event(), Event()
+    kernels = dispatch.Kernels(deterministic=True)
+    inside = Event()
+    leave = Event()
 
     def hold() -> bool:
         with kernels.as_current():

@@ -26,7 +26,7 @@ _rng = random.Random(os.urandom(8))
 
 
 def _pause(share: float) -> None:
-    """With the probability of `share` up to 10 ms; a fifth of these longer, a few much longer."""
+    """Pause up to 10 ms with the probability `share`. A fifth of the pauses are longer, a few much longer."""
     drawn = _rng.random() / share
     if drawn < 1.0:
         sleep(_rng.random() * (0.01 if drawn < 0.8 else 0.06 if drawn < 0.99 else 0.4))

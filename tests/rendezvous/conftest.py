@@ -36,7 +36,9 @@ class Server:
     """A redis-server on loopback that can be killed, stopped and started again on its port."""
 
     def __init__(self, folder, *options: str, tls: bool = False) -> None:
-        self.folder, self.options, self.tls = folder, options, tls
+        self.folder = folder
+        self.options = options
+        self.tls = tls
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -47,7 +49,9 @@ class Server:
 
     def start(self) -> None:
         port = ["--port", "0", "--tls-port", str(self.port)] if self.tls else ["--port", str(self.port)]
-        arguments = [str(REDIS), "--bind", "127.0.0.1", *port, "--save", "", "--dir", str(self.folder), *self.options]
+        arguments = (
+            [str(REDIS), "--bind", "127.0.0.1"] + port + ["--save", "", "--dir", str(self.folder)] + list(self.options)
+        )
         self.process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
@@ -157,7 +161,7 @@ class Ranks:
             self._answers.put((rank, error if isinstance(error, Exception) else RuntimeError(repr(error))))
 
     def results(self, count: int, seconds: float = 60) -> dict[int, Any]:
-        """What `count` ranks returned or raised; AssertionError if they take longer: nothing may hang."""
+        """Return the results or exceptions of `count` ranks. Raise AssertionError if they hang."""
         result: dict[int, Any] = {}
         deadline = time.monotonic() + seconds
         while len(result) < count:

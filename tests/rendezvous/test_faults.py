@@ -1,4 +1,4 @@
-"""What goes wrong with a Redis server: each ends in recovery or in an error that names it, and never hangs."""
+"""Faults of a Redis server: each ends in recovery or in an error that names it, and never hangs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_restart_without_memory_while_others_wait(redis_server, opened):
     assert server.ask("DBSIZE") is not None
     deadline = time.monotonic() + 10
     while b.link.restarts == 0 or a.link.restarts == 0:
-        assert time.monotonic() < deadline, "nobody noticed the restart"
+        assert time.monotonic() < deadline, "no rank noticed the restart"
         time.sleep(0.01)
     assert b.get("before") == b"1"
     assert b.add("count", 1) == 3
@@ -120,7 +120,7 @@ def test_what_a_log_had_not_got_yet_is_made_again(redis_server, opened):
 
 
 def test_an_old_snapshot_does_not_bring_back_old_values(redis_server, opened):
-    """Without a log of changes the server may come back with an hour-old picture; that is no memory."""
+    """Without a log of changes the server may restart with an hour-old state, which counts as lost."""
     server = redis_server()
     a, b = opened(server), opened(server)
     a.set("k", "old")
@@ -429,7 +429,7 @@ def certificates(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tls")
 
     def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+        subprocess.run(["openssl"] + list(arguments), cwd=folder, check=True, capture_output=True)
 
     for name in ("ca", "stranger"):
         openssl(

@@ -1,4 +1,4 @@
-"""What a user types: a training run over Redis through a server restart, and the bench of starts."""
+"""Commands of users: a training run over Redis through a server restart, and the bench of starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_training_run_over_redis_through_a_server_restart(tiny, tmp_path, redi
     arguments = ["train", tiny, "--train.steps=30", "--parallel.tensor=2", "--checkpoint.interval=0"]
     url = f"--rendezvous.url=redis://:s3cret@127.0.0.1:{server.port}"
     metrics = tmp_path / "runs" / "redis" / "metrics.jsonl"
-    run = Forked([*arguments, url, "--train.name=redis"], before=PACED, output=tmp_path / "out.txt")
+    run = Forked(arguments + [url, "--train.name=redis"], before=PACED, output=tmp_path / "out.txt")
     try:
         deadline = time.monotonic() + 120
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
@@ -47,7 +47,7 @@ def test_a_training_run_over_redis_through_a_server_restart(tiny, tmp_path, redi
 @needs_redis
 def test_the_bench_of_starts(tmp_path):
     arguments = "init --ranks 64,128 --store tcp,tcp-legacy,redis --calls 3 --repeat 1 --out"
-    done = CliRunner().invoke(app, [*arguments.split(), str(tmp_path / "init.json")])
+    done = CliRunner().invoke(app, arguments.split() + [str(tmp_path / "init.json")])
     assert done.exception is None, done.output
     record = json.loads((tmp_path / "init.json").read_text())
     assert (tmp_path / "init.png").stat().st_size > 10_000
@@ -82,6 +82,6 @@ def test_the_papers_number_of_calls():
     ],
 )
 def test_bad_words(arguments, output):
-    result = CliRunner().invoke(app, ["init", *arguments.split()])
+    result = CliRunner().invoke(app, ["init"] + arguments.split())
     assert isinstance(result.exception, MegascaleError)
     assert output in str(result.exception)

@@ -47,7 +47,10 @@ class Come(threading.Thread):
 
     def __init__(self, server: dist.TCPStore, rank: int, world: int = 2, timeout: float = 20) -> None:
         super().__init__(daemon=True)
-        self.store, self.rank, self.world, self.timeout = connect(server), rank, world, timeout
+        self.store = connect(server)
+        self.rank = rank
+        self.world = world
+        self.timeout = timeout
         self.error: Exception | None = None
         self.superseded = 0
         self.start()

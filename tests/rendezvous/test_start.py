@@ -39,7 +39,10 @@ def use_groups(rank: int, world: int, overrides: list[str], pause: str = "") -> 
         dist.all_reduce(total, group=group)
         observed[kind] = [r for r in range(world) if int(total.item()) >> r & 1]
     for direction in ("forward", "backward"):
-        sender, receiver = getattr(groups, f"send_{direction}"), getattr(groups, f"recv_{direction}")
+        sender, receiver = (
+            next((channel for (use, _), channel in groups.p2p.items() if use == f"{end}_{direction}"), None)
+            for end in ("send", "recv")
+        )
         work = []
         if sender is not None:
             work.append(dist.isend(torch.tensor([float(rank)]), sender.peer, group=sender.group))
@@ -263,7 +266,7 @@ def test_a_second_attempt_after_a_crash(ranks, redis_server, monkeypatch):
 
 @needs_redis
 def test_the_same_attempt_started_again_after_a_crash(ranks, redis_server):
-    """Nobody counted the attempt up; the second start still does not take the first one's keys for its own."""
+    """The attempt was not increased; the second start still does not take the first one's keys for its own."""
     server = redis_server()
     overrides = [f"rendezvous.url={server.url}"]
     ranks.start(die, range(3), 3, overrides)
@@ -279,7 +282,7 @@ def test_one_process_needs_no_address(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     groups = start(0, 1, [])
-    assert groups.p2p_channels() == []
+    assert groups.p2p == {}
     assert groups.by_kind == {}
     shutdown(groups)
     with pytest.raises(ConfigError, match="MASTER_ADDR and MASTER_PORT are not set"):
@@ -369,7 +372,7 @@ def test_a_store_that_other_machines_reach_is_told(monkeypatch, caplog):
 
 
 def test_torchs_own_words_for_a_taken_port_are_known():
-    """Where it is not loopback torch opens the listener itself."""
+    """Outside loopback torch opens the listener itself."""
     with socket.create_server(("0.0.0.0", 0)) as stored:
         used = dist.DistNetworkError
         with pytest.raises(used) as error:

@@ -206,7 +206,7 @@ def test_through_prefix_stores_as_torch_uses_it(pair):
 
 
 def test_a_store_lives_as_long_as_torch_uses_it(opened, redis_server):
-    """torch keeps the C++ half only; nobody here holds the Python half."""
+    """torch keeps only the C++ half, and no reference here holds the Python half."""
     server = redis_server()
     prefix = dist.PrefixStore("p", opened(server).clone())
     clone = prefix.clone()
@@ -216,7 +216,7 @@ def test_a_store_lives_as_long_as_torch_uses_it(opened, redis_server):
 
 def test_torchs_own_barrier_over_many_threads(pair):
     a, b = pair
-    stores = [a, b, *(a.clone() for _ in range(6))]
+    stores = [a, b] + [a.clone() for _ in range(6)]
     passed: list[int] = []
 
     def come(index: int) -> None:

@@ -39,8 +39,10 @@ class Launched(JobEvents):
 
     def __init__(self, file: Path, name: str, *arguments: str, cwd: Path, new: bool, before: str) -> None:
         self.run = cwd / "runs" / name
-        self.cwd, self.new, self.before = cwd, new, f"{PACED}\n{before}"
-        self.words = ["launch", str(file), f"--train.name={name}", *QUICK, *arguments]
+        self.cwd = cwd
+        self.new = new
+        self.before = f"{PACED}\n{before}"
+        self.words = ["launch", str(file), f"--train.name={name}"] + QUICK + list(arguments)
         self.seen = 0
         self.output = cwd / f"{name}.out"
         self.process = self.start()
@@ -51,7 +53,7 @@ class Launched(JobEvents):
         more = {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "XDG_CACHE_HOME": str(self.cwd / "cache")}
         more["MEGASCALE_TEST_REST"] = "0.1"  # what a test does to a job takes time and not steps
         paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        return os.environ | more | {"PYTHONPATH": os.pathsep.join([*paths, str(Path(__file__).parents[1] / "paced")])}
+        return os.environ | more | {"PYTHONPATH": os.pathsep.join(paths + [str(Path(__file__).parents[1] / "paced")])}
 
     def start(self) -> subprocess.Popen[bytes] | Forked:
         """The driver, for the first time or again."""
@@ -59,7 +61,7 @@ class Launched(JobEvents):
             more: dict[str, Any] = {"env": self.environment, "before": self.before, "output": self.output}
             self.process = Forked(self.words, cwd=self.cwd, **more)
             return self.process
-        command = [sys.executable, "-m", COMMAND, *self.words]
+        command = [sys.executable, "-m", COMMAND] + self.words
         with open(self.output, "ab") as out:
             self.process = subprocess.Popen(
                 command, cwd=self.cwd, env=self.environment, stdout=out, stderr=out, start_new_session=True
@@ -80,14 +82,14 @@ class Launched(JobEvents):
 
     def story(self) -> str:
         lines = [f"{e.id} {e.kind} {e.action} {e.nodes} {e.evidence}" for e in self.events()]
-        return "\n".join([*lines, self.output.read_text()[-6000:]])
+        return "\n".join(lines + [self.output.read_text()[-6000:]])
 
     def until_step(self, step: int) -> None:
         metrics = self.run / "metrics.jsonl"
         self.wait(lambda: metrics.exists() and f'"step": {step},' in metrics.read_text(), f"step {step}")
 
     def pid(self, rank: int) -> int:
-        """Of a rank's newest process, whichever folder its node has."""
+        """Return the process id of a rank's newest process in any node's folder."""
 
         def find() -> int:
             folders = [self.run, *self.run.parent.glob(f"{self.run.name}.apart/*/runs/{self.run.name}")]
@@ -124,7 +126,7 @@ class Launched(JobEvents):
 
 @pytest.fixture
 def launch(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Starts jobs; whatever still runs at the end is killed."""
+    """Start jobs. Kill all remaining processes at the end."""
     pytest.importorskip("fastapi")
     started: list[Launched] = []
 

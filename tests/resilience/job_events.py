@@ -11,7 +11,7 @@ from megascale.resilience.driver.state.journal_reader import read_journal_events
 
 
 class JobEvents:
-    """What tests of launched jobs wait for; whoever starts the job says where it is and how long to wait.
+    """Events that tests of launched jobs wait for. The subclass has the job's address and the time limit.
 
     Attributes:
         run: its run folder.

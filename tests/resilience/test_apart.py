@@ -86,7 +86,7 @@ def test_kill_hang_new_driver_and_hot_update_leave_the_weights_of_an_undisturbed
     assert {"host=0@n0", "host=1@n1"} <= folders <= {"host=0@n0", "host=1@n1", "host=0@n2"}
     assert sorted(f.name for f in (job.run / "status").iterdir()) == ["rank-0.evidence", "rank-1.evidence"]  # the hang
 
-    calm = ["train", tiny, "--train.name=calm", "--parallel.data=2", *WORDS]
+    calm = ["train", tiny, "--train.name=calm", "--parallel.data=2"] + WORDS
     for more in ([f"--train.steps={resumed[0]['step']}"], [f"--train.steps={last}", "--lr.peak=0.005"]):
         done = megascale(*calm, *more)
         assert done.returncode == 0, done.stderr
@@ -122,7 +122,7 @@ def test_faults_hangs_copies_and_plots_need_no_shared_folder(launch, megascale):
     job.until("first_step", attempt=3)
     job.process.send_signal(signal.SIGINT)
     assert job.finish() == 130, job.story()
-    after = megascale("hang", job.run)  # nobody is left to ask
+    after = megascale("hang", job.run)  # No process is left to ask.
     assert after.returncode == 1
     assert "as their agents saw the ranks at" in after.stdout
     assert "rank 1" in after.stdout.splitlines()[0]

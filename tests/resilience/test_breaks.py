@@ -129,7 +129,7 @@ def test_a_command_with_a_password_starts_itself_anew_without(tmp_path, argument
     """Its configuration is a pipe: while it waits there, its words and its environment can be read."""
     file = tmp_path / "a.toml"
     os.mkfifo(file)
-    command = [sys.executable, "-m", "megascale.cli.main", "launch", str(file), *arguments]
+    command = [sys.executable, "-m", "megascale.cli.main", "launch", str(file)] + list(arguments)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         with open(file, "w") as out:  # returns when it has come to read
             observed = _words(Path(f"/proc/{process.pid}"))

@@ -46,7 +46,7 @@ def site(launch, tmp_path: Path) -> Iterator[Callable[..., Site]]:
         (tmp_path / "kubeconfig").write_text(server.kubeconfig())
         paths = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
         more = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache"), "MEGASCALE_TEST_REST": "0.1"}
-        more["PYTHONPATH"] = os.pathsep.join([*paths, str(Path(__file__).parents[1] / "paced")])
+        more["PYTHONPATH"] = os.pathsep.join(paths + [str(Path(__file__).parents[1] / "paced")])
         kubelets = Kubelets(store, tmp_path / "pods", more)
         kubelets.start()
 
@@ -90,7 +90,7 @@ def test_deleted_pod_is_replaced_by_a_spare_and_a_new_driver_takes_over(site):
 
 
 def test_pod_whose_kubelet_is_dead_is_moved_once_its_agent_has_ended_and_then_removed(site):
-    """Nobody but the driver tells the agent, and nobody but the agent that its ranks have ended: long before its lease
+    """Only the driver tells the agent, and only the agent reports that its ranks have ended: long before its lease
     is over, which would be longer than this test waits."""
     cluster = site(3, "--resilience.agent_lease=1000", "--resilience.grace_period=20")
     job = cluster.launch("kube", "--nodes=2", "--spares=1", "--checkpoint.interval=0")

@@ -119,7 +119,7 @@ def test_agents_are_started_by_ssh_and_what_becomes_of_their_machines_is_seen(ma
         driver.until(lambda told: len([w for w in told if w.get("joined") == "n1"]) == 2)
 
         machines["n0"].power_off()
-        assert not driver.fence("n0")  # nobody can know what runs there
+        assert not driver.fence("n0")  # Its processes cannot be known.
         assert driver.fence("n1")
         machines["n0"].heal()
         machines["n0"].power_on()

@@ -21,7 +21,9 @@ def placed(path: Path, *nodes: str) -> str:
 
 def test_ranks_go_where_the_file_says_with_the_environment_of_tune(launch, megascale, tiny, tmp_path):
     """The files are those that `megascale network` writes."""
-    file, environment, names = tmp_path / "placement.json", tmp_path / "network.env", tmp_path / "names.txt"
+    file = tmp_path / "placement.json"
+    environment = tmp_path / "network.env"
+    names = tmp_path / "names.txt"
     names.write_text("n0\nn1\nn2\n")
     fabric = [f"--set={each}" for each in ("hosts=3", "nics=1", "hosts_per_set=3", "leaf_split=1")]
     laid = ["--placement=random", "--seed=2", f"--names={names}", f"--out={file}", "--parallel.gpus_per_host=1"]
@@ -57,7 +59,7 @@ def test_ranks_go_where_the_file_says_with_the_environment_of_tune(launch, megas
 
 
 def parent(pid: int) -> int:
-    """Of a living process."""
+    """Return the parent of a living process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 

@@ -1,4 +1,4 @@
-"""The smallest service: it says what it is told, and ends a moment after the last one has left."""
+"""The smallest service: it echoes messages, and ends a moment after its last client."""
 
 from __future__ import annotations
 

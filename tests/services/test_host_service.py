@@ -1,4 +1,4 @@
-"""The life of a service: found or started by whoever comes, one a folder, deaf to strangers, gone at the end."""
+"""Life of a service: any client finds or starts it, one per folder. It ignores strangers and ends with its clients."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_process_of_another_user_is_not_talked_to(monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def echo(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
-    """Where a reception over TCP listens that takes those who know the token."""
+    """Return the address of a server over TCP that accepts clients with the token."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def meet(sock: socket.socket) -> Conversation:
@@ -182,7 +182,7 @@ def test_a_flood_of_silent_strangers_keeps_nobody_out(echo) -> None:
     silent[0].settimeout(20)
     greeted = silent[0].recv(1000)
     assert not greeted or not silent[0].recv(1000)  # the first to come is the first to go
-    for sock in [*silent, before]:
+    for sock in silent + [before]:
         sock.close()
 
 

@@ -63,7 +63,7 @@ messages = trees | st.builds(Other, st.booleans())
 
 
 def read(data: bytes) -> Message | None:
-    """What is read; None if it is refused, which must be by ProtocolError only and take memory of its size only."""
+    """Return the read message, or None if ProtocolError refuses it. The memory is bounded by its size."""
     tracemalloc.start()
     try:
         return SCHEMA.decode(data)

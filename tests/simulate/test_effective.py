@@ -27,7 +27,9 @@ def test_faults_come_as_often_as_they_should():
 
 def test_first_order_loss():
     """Half an interval, detection, restart and manual work a fault; a stall an interval."""
-    work, hosts, interval = 30 * DAY, 500, 900.0
+    work = 30 * DAY
+    hosts = 500
+    interval = 900.0
     faults = FaultRates(spares=1000)
     outcome = simulate_run(work, hosts, faults, interval, trials=300)
     rate = hosts / (faults.host_mtbf_days * DAY)

@@ -77,15 +77,15 @@ def test_the_event_level_slows_the_stage_and_the_replica_that_are_slow(scenario)
 
 
 def test_the_command_shows_both_networks():
-    arguments = ["simulate", "step", *WORDS, "--gpus", str(GPUS), "--fabric", "megascale", "--starts", "2"]
+    arguments = ["simulate", "step"] + WORDS + ["--gpus", str(GPUS), "--fabric", "megascale", "--starts", "2"]
     arguments += [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
     shown = CliRunner().invoke(
-        app, [*arguments, "--placement", "random", "--outage", "core0@0:60", "--against", "none"]
+        app, arguments + ["--placement", "random", "--outage", "core0@0:60", "--against", "none"]
     )
     assert shown.exit_code == 0, shown.output
     assert "down: core0" in shown.output
     assert "calibrated" in shown.output
-    record = strict_json.loads(CliRunner().invoke(app, [*arguments, "--against", "none", "--json"]).output)[0]
+    record = strict_json.loads(CliRunner().invoke(app, arguments + ["--against", "none", "--json"]).output)[0]
     assert len(record["network"]["seconds"]) == 2
     assert record["network"]["slowdowns"]["pipeline"]["calibrated"] >= 1
     assert record["seconds"] in record["network"]["seconds"]

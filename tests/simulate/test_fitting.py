@@ -77,7 +77,7 @@ def test_bands_hold_the_step_and_widen_with_the_residuals():
 
 
 def test_bands_of_the_uncalibrated_reach_further_up():
-    """With nothing fitted steps take longer than predicted: P90 lies further away than P10."""
+    """Without a fit, steps take longer than predicted: P90 lies further away than P10."""
     cluster = load_cluster("a100-hdr")
     low, high = band_width(cluster, case(), Calibration("none", cluster.name)).around(10.0)
     assert 10.0 / low < 1.06 < 1.09 < high / 10.0

@@ -26,7 +26,7 @@ def test_nics_half_as_fast_cost_the_same_on_both_levels_to_a_point(software, dat
 
 
 def test_a_longer_start_never_makes_a_step_shorter():
-    """The first gather is charged whatever else a step's ends take."""
+    """The first gather is charged regardless of the other work at a step's ends."""
     single, cluster = case(data=192, batch=6144), calm()
     seconds = [float(step_parts(cluster, single, Constants(fixed=f)).total) for f in (0.0, 0.05, 0.2, 1.0)]
     events = [simulate(cluster, single, Constants(fixed=f)).seconds for f in (0.0, 0.05, 0.2, 1.0)]

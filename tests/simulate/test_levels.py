@@ -76,7 +76,9 @@ def test_free_communication_gives_the_ideal_bubble(shape):
     single = build(shape, MEGASCALE)
     free = with_part(calm(), "inside", bus=[[2, 1e12]], p2p_gbs=1e12, latency_us=0.0, hop_us=0.0)
     free = with_part(free, "between", gbs=1e12, bus=[[2, 1e12]], p2p_gbs=1e12, latency_us=0.0, hop_us=0.0)
-    p, v, m = int(single.pipeline), int(single.virtual), int(single.microbatches)
+    p = int(single.pipeline)
+    v = int(single.virtual)
+    m = int(single.microbatches)
     parts, times = step_parts(free, single), stage_times(free, single)
     busy = m * float(times.forward + times.backward)
     idle = ideal_bubble(p, v, m) * busy

@@ -26,7 +26,7 @@ def measured(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         # Its two processes fork from the suite's server, which has torch.
         patch.setattr("torch.multiprocessing.spawn", partial(start_processes, start_method="forkserver"))
-        done = CliRunner().invoke(app, [*arguments, "--out", str(folder), "--json"], catch_exceptions=False)
+        done = CliRunner().invoke(app, arguments + ["--out", str(folder), "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return folder, json.loads(done.stdout)
 
@@ -76,4 +76,4 @@ def test_wrong_devices_are_refused():
         (["--like", "nowhere"], "neither a shipped"),
     ):
         with pytest.raises(ConfigError, match=output):
-            CliRunner().invoke(app, ["simulate", "measure", "--seconds", "0.01", *arguments], catch_exceptions=False)
+            CliRunner().invoke(app, ["simulate", "measure", "--seconds", "0.01"] + arguments, catch_exceptions=False)

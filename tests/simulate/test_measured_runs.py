@@ -31,7 +31,7 @@ ONE_GPU = ["--gpus", "8", "--parallel.tensor=1", "--parallel.pipeline=1", "--par
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
+    return CliRunner().invoke(app, ["simulate"] + list(arguments), catch_exceptions=False)
 
 
 def write_run(folder, settings, seconds, world, steps=20):
@@ -139,7 +139,7 @@ def test_search_finds_layouts_that_fit(scenario):
     seconds = [r.seconds for r in results]
     assert seconds == sorted(seconds)
     assert all(r.memory_gib <= 80 and r.scenario.gpus == 3072 for r in results)
-    # The paper's own layout is among what was searched and is no faster than the best.
+    # The search includes the paper's own layout, which is not faster than the best.
     paper = run(Scenario(**{**vars(scenario), "gpus": 3072}))
     assert seconds[0] <= paper.seconds * 1.0001
 
@@ -147,7 +147,9 @@ def test_search_finds_layouts_that_fit(scenario):
 def test_search_chooses_what_to_recompute():
     """Half of gpt-13b on eight H100s: a larger micro-batch that fits by recomputing is faster than a smaller one."""
     arguments = ["model.preset=gpt-13b", "train.precision=bfloat16", "train.global_batch=64"]
-    config, cluster, base = configuration.load(None, arguments), load_cluster("h100-dgx"), stack("megascale-h200")
+    config = configuration.load(None, arguments)
+    cluster = load_cluster("h100-dgx")
+    base = stack("megascale-h200")
     calibration = load_calibration("h100-engine", "h100-host")
     scenario = Scenario(config, 8, cluster, calibration, engine_software(config, base), base=base)
     fastest = {}
@@ -186,7 +188,7 @@ def test_search_prices_the_files_precision_and_kinds_that_are_known():
 
 def test_search_takes_long_rounds_where_the_network_is_slow():
     arguments = ["model.preset=gpt-13b", "train.precision=bfloat16", "parallel.reduce_dtype=bfloat16"]
-    config = configuration.load(None, [*arguments, "train.global_batch=64", "parallel.recompute=selective"])
+    config = configuration.load(None, arguments + ["train.global_batch=64", "parallel.recompute=selective"])
     fast = load_cluster("h200-host")
     slow = fast.model_copy(update={"inside": fast.inside.model_copy(update={"bus": [[2, 11.2]], "p2p_gbs": 11.0})})
     for cluster, expected in ((fast, False), (slow, True)):
@@ -246,7 +248,7 @@ def test_the_configuration_decides_what_it_names():
     assert software.window == config.model.window
     assert software.tp_overlap
     plain = ["overlap.tensor=off", "overlap.data=false", "kernels.mode=reference", "kernels.attention=flash"]
-    off = engine_software(configuration.load(EXAMPLE, [*plain, "parallel.zero=0", "model.block=serial"]), MEGASCALE)
+    off = engine_software(configuration.load(EXAMPLE, plain + ["parallel.zero=0", "model.block=serial"]), MEGASCALE)
     assert (off.tp_overlap, off.dp_overlap, off.fused_operators, off.parallel_block) == (False,) * 4
     assert off.attention == "flash2"
     assert not off.distributed_optimizer
@@ -330,7 +332,7 @@ def test_compare_explains_a_run(tmp_path):
     ("arguments", "code", "output"),
     [
         (["step", EXAMPLE, "--gpus", "100"], 3, "cannot be laid out"),
-        (["step", EXAMPLE, *ONE_GPU], 3, "GiB"),
+        (["step", EXAMPLE] + ONE_GPU, 3, "GiB"),
         (["step", EXAMPLE, "--gpus", "256", "--cluster", "moon"], 2, "neither a shipped cluster"),
         (["step", EXAMPLE, "--gpus", "256", "--software", "magic"], 2, "unknown"),
         (["step", EXAMPLE, "--gpus", "256", "--level", "deep"], 2, "closed or event"),

@@ -30,8 +30,8 @@ H200 = load_cluster("h200-host")
 
 
 def step_json(*arguments: str) -> list[dict]:
-    """What `simulate step --json` prints of both stacks."""
-    done = CliRunner().invoke(app, ["simulate", "step", *arguments, "--json"], catch_exceptions=False)
+    """Return the JSON of `simulate step --json` for both stacks."""
+    done = CliRunner().invoke(app, ["simulate", "step"] + list(arguments) + ["--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -94,7 +94,7 @@ def test_a_varied_setting_changes_the_stack_that_it_decides():
 @pytest.mark.parametrize("name", ["float8", "default"])
 def test_a_step_hangs_on_the_gpu_s_peak_in_either_precision(name):
     arguments = [word.removeprefix("--") for word in FLOAT8 if "=" in word]
-    config = configuration.load(None, [*arguments, f"train.linear_precision={name}"])
+    config = configuration.load(None, arguments + [f"train.linear_precision={name}"])
     base = stack("megascale-h200")
     calibration = load_calibration("h200-engine", H200.name)
     changes = sensitivities(Scenario(config, 2, H200, calibration, engine_software(config, base), base=base))
@@ -139,7 +139,7 @@ def test_full_sharding_on_the_command_line():
     with pytest.raises(ConfigError, match="closed form only"):
         CliRunner().invoke(
             app,
-            ["simulate", "step", *SHARDED, "--software", "megatron-fsdp", "--no-memory", "--level", "event"],
+            ["simulate", "step"] + SHARDED + ["--software", "megatron-fsdp", "--no-memory", "--level", "event"],
             catch_exceptions=False,
         )
 
@@ -151,7 +151,7 @@ def test_memory_of_another_stack_is_not_claimed():
     (result,) = step_json(*SHARDED, *arguments)
     assert result["memory_gib"] > 80
     assert any("memory is this engine's" in text for text in result["cautions"])
-    shown = CliRunner().invoke(app, ["simulate", "step", *SHARDED, *arguments], catch_exceptions=False).stdout
+    shown = CliRunner().invoke(app, ["simulate", "step"] + SHARDED + arguments, catch_exceptions=False).stdout
     assert "memory of the fullest rank, this engine's" in shown
     (local,) = step_json(*SHARDED, "--no-memory")
     assert not any("memory" in text for text in local["cautions"])
@@ -176,7 +176,7 @@ def test_each_stack_has_its_own_constants_and_a_band_by_what_is_known_of_it():
     moon = machine.model_copy(update={"name": "moon"})
     far = width(moon, Calibration("none", "moon"), "megascale")
     assert "no step of machine moon" in far.reasons[0]
-    # Constants of another stack, and of another stack on a machine that nobody measured.
+    # Constants of another stack, and of another stack on an unmeasured machine.
     engine = load_calibration("h100-engine", machine.name)
     local, second, worst = (
         width(cluster, engine, family)
@@ -245,14 +245,14 @@ def test_experts_add_weights_and_exchanges_but_no_work():
 
 
 def scenario(*settings: str, **more) -> Scenario:
-    config = configuration.load(None, ["model.preset=gpt-13b", "train.global_batch=64", *settings])
+    config = configuration.load(None, ["model.preset=gpt-13b", "train.global_batch=64"] + list(settings))
     return Scenario(
         config, 8, H200, Calibration("none", "h200-host"), engine_software(config, stack("megascale-h200")), **more
     )
 
 
 def test_parameters_travel_as_the_configuration_gathers_them():
-    """In float8 almost half as long; gradients as before."""
+    """Float8 parameters take almost half as long. Gradients take the same time."""
     float8 = "train.linear_precision=float8"
     halved, plain = (scenario(float8, *more).case() for more in (("parallel.gather_precision=float8",), ()))
     assert (halved.gather_bytes, plain.gather_bytes) == (1, 2)

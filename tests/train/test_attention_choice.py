@@ -58,7 +58,7 @@ def kept(run: Path) -> set[str]:
 def test_ranks_that_measure_otherwise_run_the_same_kernel(tiny, tmp_path):
     # Alone rank 0 would take sdpa and rank 1 explicit; with explicit the slower of the two takes 5 ms, not 6.
     starts = [Start(0, 2, before=BEFORE % (1.0, 5.0)), Start(1, 2, before=BEFORE % (6.0, 3.0))]
-    arguments = ["--parallel.data=2", "--train.steps=2", "--model.window=8", "--model.window_pattern=SL"]
+    arguments = ["--parallel.data=2", "--train.steps=2", "--model.window=8", "--model.layer_pattern=SL"]
     for match in run_ranks(tiny, arguments, starts):
         assert match.code == 0, match.said
         assert "ran: ['explicit']" in match.said

@@ -32,8 +32,8 @@ def events(run: Path, name: str) -> list[dict]:
 
 def test_saving_in_the_background_changes_nothing_but_the_wait(tiny, tmp_path):
     options = ["--train.steps=9", "--checkpoint.interval=2"]
-    train(load_config(tiny, [*options, "--train.name=calm"]))
-    train(load_config(tiny, [*options, *BACKGROUND, "--train.name=behind"]))
+    train(load_config(tiny, options + ["--train.name=calm"]))
+    train(load_config(tiny, options + BACKGROUND + ["--train.name=behind"]))
     run = tmp_path / "runs" / "behind"
     same(run, tmp_path / "runs" / "calm")
     saved = events(run, "checkpoint_saved")
@@ -46,10 +46,10 @@ def test_saving_in_the_background_changes_nothing_but_the_wait(tiny, tmp_path):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_killed_run_goes_on_from_memory(tiny, megascale, tmp_path, world):
     options = ["--train.steps=12", "--checkpoint.interval=100", f"--parallel.tensor={world}"]
-    command = ["train", tiny, *options]
+    command = ["train", tiny] + options
     calm = megascale(*command, "--train.name=calm")
     assert calm.returncode == 0, calm.stderr
-    command += ["--train.name=killed", *BACKGROUND, "--checkpoint.memory_interval=1"]
+    command += ["--train.name=killed"] + BACKGROUND + ["--checkpoint.memory_interval=1"]
     run = tmp_path / "runs" / "killed"
     # Resting, so that on a busy machine too a step is copied before the next is done.
     kill_when(run, Forked(command, before=PACED, env={"MEGASCALE_TEST_REST": "0.1"}), 6, 0.0)
@@ -85,7 +85,7 @@ def test_a_last_save_in_the_background_that_fails_is_no_success(tiny, tmp_path):
     train(load_config(tiny, ["--train.steps=2", f"--checkpoint.location={location}"]))
     (location / "step-4").write_text("a file where a folder must come")
     with pytest.raises(TrainingError, match=r"step, 4, failed.*step 2 is kept"):
-        train(load_config(tiny, ["--train.steps=4", f"--checkpoint.location={location}", *BACKGROUND]))
+        train(load_config(tiny, ["--train.steps=4", f"--checkpoint.location={location}"] + BACKGROUND))
     (failed,) = events(tmp_path / "runs" / "tiny", "checkpoint_failed")
     assert failed["step"] == 4
 
@@ -94,7 +94,7 @@ def test_the_service_of_a_finished_run_ends_and_leaves_nothing(tiny, tmp_path):
     from megascale.checkpoint.background import service_protocol
 
     folder = service_protocol.private_folder(tmp_path / "runs" / "tiny")
-    train(load_config(tiny, ["--train.steps=2", *BACKGROUND]))
+    train(load_config(tiny, ["--train.steps=2"] + BACKGROUND))
     deadline = time.monotonic() + 30
     while folder.exists():  # the service's own while it lives
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""How a run ends before its time: what it says is true, an event and a status tell why, and nothing stays open."""
+"""Early ends of a run: message, event and status are true, and no file or process stays open."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def told(run: Path, rank: int = 0) -> tuple[str, str, str, str]:
 @pytest.mark.parametrize("interval", [0, 3])
 def test_an_interruption_without_a_last_checkpoint_says_which_step_is_kept(tiny, tmp_path, interval):
     arguments = ["--train.steps=100000", "--checkpoint.at_end=false", f"--checkpoint.interval={interval}"]
-    process = Forked(["train", tiny, *arguments])
+    process = Forked(["train", tiny] + arguments)
     run = tmp_path / "runs" / "tiny"
     wait_for_step(run, 5, process)
     process.send_signal(signal.SIGTERM)

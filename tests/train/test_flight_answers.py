@@ -22,7 +22,9 @@ def test_a_dump_that_fails_does_not_end_the_answers(tmp_path, monkeypatch, caplo
 
     monkeypatch.setattr(telemetry.torch_private, "dump_flight_recorder", records)
     rank = object.__new__(Telemetry)
-    rank._is_open, rank._pipe, rank._flight = True, tmp_path / "rank-0.ask", tmp_path / "rank-0.json"
+    rank._is_open = True
+    rank._pipe = tmp_path / "rank-0.ask"
+    rank._flight = tmp_path / "rank-0.json"
     os.mkfifo(rank._pipe)
     thread = threading.Thread(target=rank._answer_requests, daemon=True)
     thread.start()

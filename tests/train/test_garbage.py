@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megascale.config import from_tree
+from megascale.core.batch import Batch
 from megascale.core.layout import lay_out
 from megascale.train import host_pauses
 from megascale.train.engine import Engine
@@ -60,7 +61,7 @@ def test_a_step_leaves_no_tensor_to_the_collector(recompute):
     rows = torch.zeros(9, 2, dtype=torch.long)
 
     def step(number: int) -> None:
-        engine.step(lambda i: (rows[:-1], rows[1:]), number, 1e-3)
+        engine.step(lambda i: Batch(rows[:-1], rows[1:]), number, 1e-3)
 
     step(1)
     gc.collect()

@@ -1,4 +1,4 @@
-"""What a rank counts of its own interruptions: collections that Python began, and time without a processor."""
+"""Interruptions of a rank: Python's garbage collections, and time without a processor."""
 
 from __future__ import annotations
 

@@ -18,9 +18,18 @@ from megascale.train.engine import Engine
 from tests.exact.training import STEPS, Told, make_engine, run_step, tokens
 from tests.model.huggingface import transformers
 
-LAYERS, HIDDEN, HEADS, LENGTH, VOCABULARY = 2, 16, 4, 8, 32
-PEAK, WARMUP, DECAY_STEPS = 1e-2, 2, 6
-BETA1, BETA2, EPS, DECAY = 0.9, 0.95, 1e-6, 0.3
+LAYERS = 2
+HIDDEN = 16
+HEADS = 4
+LENGTH = 8
+VOCABULARY = 32
+PEAK = 1e-2
+WARMUP = 2
+DECAY_STEPS = 6
+BETA1 = 0.9
+BETA2 = 0.95
+EPS = 1e-6
+DECAY = 0.3
 CLIP_BELOW, CLIP_ABOVE = 0.05, 1000.0  # below and above the gradient norm of every step
 
 Tensors = dict[str, torch.Tensor]

@@ -30,7 +30,7 @@ def test_what_is_set_is_kept():
 
 
 def test_who_passes_settings_on_does_not_decide_for_devices_elsewhere():
-    """As a driver does for its trainers: float32 once came out of this for every launched job."""
+    """A driver passes settings to its trainers. This once made every launched job train in float32."""
     passed_on = from_tree(tomllib.loads(load(overrides=["--train.steps=3"]).to_toml()))
     assert resolve_precision(passed_on, True).train.precision == "bfloat16"
     for output in ("float32", "bfloat16"):
@@ -43,14 +43,14 @@ def test_who_passes_settings_on_does_not_decide_for_devices_elsewhere():
 
 @pytest.mark.parametrize("command", ["plan", "simulate step", "network placement"])
 def test_what_is_said_of_gpus_is_said_of_bfloat16(command, tmp_path):
-    """Of a machine without any: memory and traffic in float32 would be twice theirs."""
+    """A machine without GPUs plans for bfloat16: memory and traffic of float32 would be twice as large."""
     model = ["--model.preset=gpt-13b", "--model.vocab_size=50304", "--train.global_batch=64", "--parallel.tensor=8"]
     file = tmp_path / "job.toml"
     file.write_text("")
     output = {}
     for precision in ("", "--train.precision=bfloat16", "--train.precision=float32"):
         arguments = [*command.split(), *([str(file)] * command.startswith("network")), "--gpus", "16", "--json", *model]
-        result = CliRunner().invoke(app, [*arguments, *([precision] if precision else [])])
+        result = CliRunner().invoke(app, arguments + ([precision] if precision else []))
         assert result.exit_code == 0, result.output
         output[precision] = result.stdout
     assert output[""] == output["--train.precision=bfloat16"] != output["--train.precision=float32"]
@@ -59,7 +59,7 @@ def test_what_is_said_of_gpus_is_said_of_bfloat16(command, tmp_path):
 def test_a_device_with_bfloat16_trains_in_it(tiny, monkeypatch):
     monkeypatch.setattr(rank_info, "has_bfloat16", lambda device: True)
     for name, arguments, retained in (("own", [], "bfloat16"), ("said", ["--train.precision=fp32"], "float32")):
-        config = load_config(tiny, [f"--train.name={name}", "--train.steps=2", *arguments])
+        config = load_config(tiny, [f"--train.name={name}", "--train.steps=2"] + arguments)
         train(config)
         assert load_config(config.run_folder / "config.toml").train.precision == retained
     local, output = (losses(tiny.parent / "runs" / name) for name in ("own", "said"))
@@ -71,11 +71,11 @@ def test_a_device_with_bfloat16_trains_in_it(tiny, monkeypatch):
 def test_a_bfloat16_run_is_resumed_and_evaluated_as_it_was_trained(tiny, optimizer):
     """Its weights in use are not its master weights, which alone are saved."""
     arguments = ["--train.precision=bfloat16", f"--optimizer.name={optimizer}", "--train.steps=4", "--lr.peak=0.02"]
-    full = load_config(tiny, [*arguments, "--train.name=whole"])
+    full = load_config(tiny, arguments + ["--train.name=whole"])
     trained = train(full).evaluation
     assert evaluate(full.run_folder, device="cpu").loss == trained.loss
-    parts = [*arguments, "--train.name=parts"]
-    train(load_config(tiny, [*parts, "--train.stop_after=2"]))
+    parts = arguments + ["--train.name=parts"]
+    train(load_config(tiny, parts + ["--train.stop_after=2"]))
     resumed = train(load_config(tiny, parts))
     assert losses(load_config(tiny, parts).run_folder) == losses(full.run_folder)
     assert resumed.evaluation.loss == trained.loss

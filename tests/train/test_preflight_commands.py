@@ -32,7 +32,7 @@ MAIN = "sys.argv[1:2] = []; from megascale.cli.main import main; main()"
 
 def limited(files: int, *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     """`megascale WORDS` where a process may have only so many files open."""
-    command = [sys.executable, "-c", f"{LIMITED} {MAIN}", str(files), *map(str, arguments)]
+    command = [sys.executable, "-c", f"{LIMITED} {MAIN}", str(files)] + [str(argument) for argument in arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, timeout=120)
 
@@ -134,7 +134,7 @@ def test_a_wave_ends_with_an_interruption_or_a_failure(monkeypatch):
 def test_several_ranks_train_though_one_starts_at_a_time(tiny, tmp_path):
     before = "from megascale.train import launcher; launcher.wave = lambda cores: 1"
     arguments = ["--parallel.data=2", "--train.steps=2", "--train.micro_batch=1"]
-    command = Forked(["train", tiny, *arguments], before=before, cwd=tmp_path)
+    command = Forked(["train", tiny] + arguments, before=before, cwd=tmp_path)
     assert command.wait(120) == 0, command.communicate()
     assert (tmp_path / "runs" / "tiny" / "checkpoints").is_dir()
 

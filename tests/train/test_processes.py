@@ -1,4 +1,4 @@
-"""What a process finds out about its place."""
+"""Facts that a process determines about its rank and host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's log and a run's events say of themselves: date, attempt, rank; and how TensorBoard groups metrics."""
+"""Headers of a rank's log and a run's events: date, attempt, rank. Groups of metrics in TensorBoard."""
 
 from __future__ import annotations
 

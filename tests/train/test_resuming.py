@@ -1,4 +1,4 @@
-"""What a start may go on from: its own run, model, tokenizer and data. A refused start changes nothing."""
+"""Resumption: a start needs its own run, model, tokenizer and data. A refused start changes nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def again(stopped: Path, tmp_path: Path):
     shutil.copytree(stopped / "runs", tmp_path / "runs")
 
     def start(*options: str) -> Path:
-        train(load_config(stopped / "tiny.toml", [ROTARY, f"--train.runs={tmp_path / 'runs'}", *options]))
+        train(load_config(stopped / "tiny.toml", [ROTARY, f"--train.runs={tmp_path / 'runs'}"] + list(options)))
         return tmp_path / "runs" / "tiny"
 
     start.run = tmp_path / "runs" / "tiny"
@@ -139,14 +139,14 @@ def test_any_optimizer_goes_on_from_any_other_as_the_message_advises(tiny, tmp_p
         advised = str(refusal.value).split()[-1]
         assert advised == "--checkpoint.accept_changes=optimizer.name"
         capsys.readouterr()
-        assert train(load_config(tiny, [*arguments, advised])).finished
+        assert train(load_config(tiny, arguments + [advised])).finished
         output = capsys.readouterr().out
         assert (f"of optimizer.name={after} starts at zero" in output) == ("muon" in (before, after))
 
 
 def test_another_optimizer_goes_on_from_memory(tiny, tmp_path, capsys) -> None:
     options = ["--checkpoint.background=true", "--checkpoint.memory_interval=1", "--checkpoint.interval=100"]
-    train(load_config(tiny, [*options, "--checkpoint.at_end=false", "--checkpoint.linger=20", "--train.stop_after=3"]))
+    train(load_config(tiny, options + ["--checkpoint.at_end=false", "--checkpoint.linger=20", "--train.stop_after=3"]))
     options += ["--optimizer.name=muon", "--checkpoint.accept_changes=optimizer.name", "--checkpoint.linger=1"]
     assert train(load_config(tiny, options)).finished
     assert "after step 2 from memory" in capsys.readouterr().out
@@ -188,17 +188,17 @@ def test_another_tokenizer_is_refused_and_never_mixed_in(tiny, tokenizers, tmp_p
     named = tmp_path / "mine.json"
     shutil.copy(tokenizers / "one.json", named)
     options = ["--train.steps=4", "--model.vocab_size=264", f"--data.tokenizer={named}"]
-    train(load_config(tiny, [*options, "--train.stop_after=2"]))
+    train(load_config(tiny, options + ["--train.stop_after=2"]))
     run = tmp_path / "runs" / "tiny"
     before = state_of(run)
     with pytest.raises(DataError, match=r"another tokenizer than data\.tokenizer=.*two\.json"):
-        train(load_config(tiny, [*options, f"--data.tokenizer={tokenizers}/two.json"]))
+        train(load_config(tiny, options + [f"--data.tokenizer={tokenizers}/two.json"]))
     assert state_of(run) == before
     list(generate(run, "some", tokens=3, device="cpu"))
     # The same tokenizer may lie elsewhere.
     moved = tmp_path / "moved.json"
     shutil.copy(tokenizers / "one.json", moved)
-    assert train(load_config(tiny, [*options, f"--data.tokenizer={moved}"])).step == 4
+    assert train(load_config(tiny, options + [f"--data.tokenizer={moved}"])).step == 4
     # Another in its place, and in that of the run's copy, is noticed before a word is made of it.
     for file in (moved, named, run / "tokenizer.json"):
         shutil.copy(tokenizers / "two.json", file)
@@ -214,7 +214,7 @@ def test_a_shared_location_is_one_runs_only(tiny, tmp_path) -> None:
     stored = state_of(tmp_path / "shared")
     for more in ([], ["--checkpoint.resume=false"]):
         with pytest.raises(DataError, match=r"another run \('first'\).*own checkpoint\.location.*accept_changes=run"):
-            train(load_config(tiny, ["--train.name=second", location, *more]))
+            train(load_config(tiny, ["--train.name=second", location] + more))
         assert state_of(tmp_path / "shared") == stored
         assert not (tmp_path / "runs" / "second" / "config.toml").exists()
     # On purpose it may start from there; the place is then the second's, and the first is told.
@@ -230,10 +230,10 @@ def test_two_runs_that_begin_at_one_location(tiny, tmp_path) -> None:
     """Before either has saved there is no checkpoint to tell whose the place is."""
     options = ["--train.steps=2", "--checkpoint.at_end=false", "--checkpoint.interval=0"]
     options.append(f"--checkpoint.location={tmp_path / 'shared'}")
-    train(load_config(tiny, [*options, "--train.name=first"]))
+    train(load_config(tiny, options + ["--train.name=first"]))
     with pytest.raises(DataError, match="another run"):
-        train(load_config(tiny, [*options, "--train.name=second"]))
-    assert train(load_config(tiny, [*options, "--train.name=first"])).step == 2
+        train(load_config(tiny, options + ["--train.name=second"]))
+    assert train(load_config(tiny, options + ["--train.name=first"])).step == 2
 
 
 def test_a_run_begun_anew_is_another(again) -> None:
@@ -277,14 +277,14 @@ def test_settings_that_this_version_does_not_know(again, capsys) -> None:
 def test_memory_is_judged_as_storage_is(tiny, tmp_path) -> None:
     options = ["--checkpoint.background=true", "--checkpoint.memory_interval=1", "--checkpoint.interval=100"]
     options += ["--checkpoint.at_end=false", "--checkpoint.linger=20"]
-    train(load_config(tiny, [*options, "--train.stop_after=3"]))
+    train(load_config(tiny, options + ["--train.stop_after=3"]))
     run = tmp_path / "runs" / "tiny"
     before = state_of(run)
     with pytest.raises(DataError, match=r"'memory, step 2' is of another model: model\.tied_embeddings was true"):
-        train(load_config(tiny, [*options, "--model.tied_embeddings=false"]))
+        train(load_config(tiny, options + ["--model.tied_embeddings=false"]))
     assert state_of(run) == before
-    train(load_config(tiny, [*options, "--train.stop_after=1"]))
-    train(load_config(tiny, [*options, "--train.stop_after=1", "--checkpoint.resume=false"]))
+    train(load_config(tiny, options + ["--train.stop_after=1"]))
+    train(load_config(tiny, options + ["--train.stop_after=1", "--checkpoint.resume=false"]))
     # What the run before left in memory is not gone on from by the one that was begun anew.
     train(load_config(tiny, ["--checkpoint.background=true", "--checkpoint.linger=1"]))
     result = [(r["event"], r.get("step", 0)) for r in lines(run / "events.jsonl")]

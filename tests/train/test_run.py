@@ -89,8 +89,8 @@ def kill_when(run: Path, process: Forked, step: int, delay: float) -> None:
 def test_killed_and_restarted_equals_undisturbed_bit_for_bit(tiny, tmp_path):
     rng = random.Random(os.getpid())
     dropout = ["--model.dropout=0.1", "--train.steps=14", "--checkpoint.interval=3"]
-    train(load_config(tiny, [*dropout, "--train.name=calm"]))
-    command = ["train", tiny, *dropout, "--train.name=killed"]
+    train(load_config(tiny, dropout + ["--train.name=calm"]))
+    command = ["train", tiny] + dropout + ["--train.name=killed"]
     run = tmp_path / "runs" / "killed"
     for step in sorted(rng.sample(range(2, 13), 2)):
         kill_when(run, Forked(command), step, rng.random() * 0.02)
@@ -105,7 +105,7 @@ def test_killed_and_restarted_equals_undisturbed_bit_for_bit(tiny, tmp_path):
 
 def test_an_interruption_saves_and_the_same_command_goes_on(tiny, tmp_path):
     options = ["--train.steps=100000", "--checkpoint.interval=0"]
-    process = Forked(["train", tiny, *options])
+    process = Forked(["train", tiny] + options)
     run = tmp_path / "runs" / "tiny"
     while process.poll() is None and not (
         (run / "metrics.jsonl").exists() and '"step": 5,' in (run / "metrics.jsonl").read_text()

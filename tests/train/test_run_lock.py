@@ -1,4 +1,4 @@
-"""Who trains in a run folder: a second is told who the first is, and the lock ends with its holder, however it ends."""
+"""Lock of a run folder: a second process gets the name of the first, and the lock ends with its holder."""
 
 from __future__ import annotations
 

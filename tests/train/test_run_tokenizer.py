@@ -43,7 +43,7 @@ def train(**sections: dict[str, object]) -> None:
         "train": {"name": "a", "steps": 1, "micro_batch": 1, "global_batch": 2, "threads": 1, "device": "cpu"},
         "observe": {"tensorboard": False, "spans": 0},
     }
-    api.train(from_tree({name: tree.get(name, {}) | sections.get(name, {}) for name in {*tree, *sections}}))
+    api.train(from_tree({name: tree.get(name, {}) | sections.get(name, {}) for name in tree.keys() | sections.keys()}))
 
 
 def text_of(run: str | Path) -> str:
@@ -118,7 +118,7 @@ def test_a_tiktoken_encoding_is_kept(work):
 
 
 def test_a_tokenizer_that_is_lost_is_not_left_out_in_silence(work):
-    """As of a run that an older version trained, which kept none."""
+    """An older version trained the run and stored no tokenizer."""
     train()
     for file in ("runs/a/tokenizer.json", "ds/tokenizer.json"):
         Path(file).unlink()

@@ -1,4 +1,4 @@
-"""What a run's ranks tell of their steps: in its metrics, in its spans folder, and to `megascale spans`."""
+"""Spans of a run's ranks: in its metrics, in its spans folder, and in `megascale spans`."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_rank_that_ends_leaves_its_span_service(monkeypatch):
     link = SimpleNamespace(close=lambda: closed.append("link"))
     monkeypatch.setattr(RankTimers, "_connect", lambda *arguments: link)
     runtime = Runtime()
-    timers = RankTimers(load(None, []), RankInfo(0, 1, 0, 1, torch.device("cpu")), runtime, Grid(1, 1, 1, 1), 0)
+    timers = RankTimers(load(None, []), RankInfo(0, 1, 0, 1, torch.device("cpu")), runtime, Grid(ranks_per_host=1), 0)
     assert runtime.recorder is timers.timers
     timers.close()
     assert closed == ["link"]

@@ -52,7 +52,7 @@ def test_a_run_is_replayed_asked_and_written_down(megascale, run, tmp_path):
 
 
 def _a_timeline(megascale, run, tmp_path):
-    """Of the same run: what each rank's step was made of adds up, and the files say the same."""
+    """Check the timeline of the same run: each rank's parts add up, and the files agree."""
     events, picture = tmp_path / "step.json.gz", tmp_path / "step.png"
     report = megascale("timeline", run, "--step", "4", "--json", "--out", events, "--out", picture)
     assert report.returncode == 0, report.stderr

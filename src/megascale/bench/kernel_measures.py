@@ -32,7 +32,7 @@ from megascale.ops.adam import adamw_apply, adamw_apply_reference, lamb_apply, l
 from megascale.ops.attention_backends import BACKENDS, candidates
 from megascale.ops.cross_entropy import linear_cross_entropy, loss_and_gradient_
 from megascale.ops.dropout import dropout, keep_mask_reference
-from megascale.ops.gradient_sink import GradientSink, attach
+from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 from megascale.ops.reduce import column_sum
 from megascale.ops.rope import split_qkv
 from megascale.ops.segments import Segments, square_sums
@@ -130,6 +130,7 @@ def measure_head(bench: Bench) -> None:
     compiled = bench.compiled(plain, "cross entropy")
     if compiled is not None:
         bench.seconds(row, "compiled", lambda: torch.autograd.grad(compiled(leaf), leaf))
+    w = SinkParameter(w.detach())
     attach(w, GradientSink(torch.zeros(w.shape, device=device)))
     flops = 6 * T * H * w.shape[0]
 

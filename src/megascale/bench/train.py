@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.core import strict_json
+from megascale.core.batch import Batch
 from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def measure(
             if step == warmup + 1:
                 first_start = start
             engine.start_gather()
-            result = engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, has_next_step=True)
+            result = engine.step(lambda i: Batch(rows[:-1], rows[1:]), step, 1e-4, has_next_step=True)
             garbage.collect(step)  # as in training
             losses.append(float(result.loss))  # waits for the update, not for work that overlaps the next step
             if step > warmup:
@@ -252,17 +253,17 @@ def _host_seconds(engine: Engine, rows: torch.Tensor, step: int) -> float:
 
     waited = 0.0
 
-    def batch(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_batch(i: int) -> Batch[torch.Tensor]:
         nonlocal waited
         start = time.perf_counter()
         torch.cuda.synchronize(rows.device)
         waited += time.perf_counter() - start
-        return rows[:-1], rows[1:]
+        return Batch(rows[:-1], rows[1:])
 
     torch.cuda.synchronize(rows.device)
     start = time.perf_counter()
     engine.start_gather()
-    result = engine.step(batch, step, 1e-4, has_next_step=True)
+    result = engine.step(read_batch, step, 1e-4, has_next_step=True)
     elapsed = time.perf_counter() - start - waited
     float(result.loss)
     return elapsed
@@ -277,7 +278,7 @@ def _profile(engine: Any, rows: Any, step: int, out: Path, rank: int, cuda: bool
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as recorded:
         engine.start_gather()
-        engine.step(lambda i: (rows[:-1], rows[1:]), step, 1e-4, has_next_step=True)
+        engine.step(lambda i: Batch(rows[:-1], rows[1:]), step, 1e-4, has_next_step=True)
         if cuda:
             torch.cuda.synchronize()
     if rank:

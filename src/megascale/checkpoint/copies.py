@@ -93,7 +93,9 @@ class ShardCopier:
         with torch.no_grad():
             target = shard.tensor.detach()
         # A copy within one device is too short to be cut.
-        parts = [common] if tensor.is_cuda else split_box(common, tensor.element_size(), _PIECE_BYTES)
+        parts = [common]
+        if not tensor.is_cuda:
+            parts = list(split_box(common, tensor.element_size(), _PIECE_BYTES))
         for part in parts:
             copy = self._submit(target[box_slices(shard.box, part)], tensor[box_slices(box, part)])
             self._current_round.append(copy)

@@ -168,7 +168,7 @@ def load(
             try:
                 new_optimizer = accept(commit.state, name)
             except DataError as error:
-                raise DataError("; ".join([*damages, str(error)])) from None
+                raise DataError("; ".join(damages + [str(error)])) from None
         if commit.step or initial is None:
             filled = shards
         else:

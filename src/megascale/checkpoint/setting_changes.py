@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from megascale.config import CHANGEABLE_KEYS, Config, ModelConfig, OptimizerConfig, Section, from_tree
+from megascale.config.model_section import LayerKind
 from megascale.config.parts import OPTIMIZERS
 from megascale.errors import ConfigError
 
@@ -134,19 +135,33 @@ def _effective_values(config: Config) -> dict[str, Any]:
     return values | {f"optimizer.{key}": None for key in _unused_optimizer_keys(config.optimizer)}
 
 
+def _list_layer_effects(model: ModelConfig) -> list[dict[str, Any]]:
+    """Return the settings of every layer that kinds of layers may change."""
+    kinds = {}
+    for letter in set(model.layer_pattern):
+        kind = model.resolve_kind(letter)
+        effects = {key: getattr(kind, key) for key in LayerKind.model_fields} | _effective_layer(kind)
+        kinds[letter] = effects
+    return [kinds[letter] for letter in model.layer_letters()]
+
+
 def _effective_model(model: ModelConfig) -> dict[str, Any]:
+    values = _effective_layer(model)
+    if model.block != "parallel":
+        values["parallel_norms"] = None
+    layers = _list_layer_effects(model)
+    return values | {"layer_pattern": layers, "layer_kinds": layers}
+
+
+def _effective_layer(model: ModelConfig) -> dict[str, Any]:
     values: dict[str, Any] = {
         "kv_heads": model.num_kv_heads,
         "head_dim": model.head_size,
         "ffn_hidden": model.ffn,
         "attention_out_bias": model.out_bias,
     }
-    if model.block != "parallel":
-        values["parallel_norms"] = None
     if model.positions != "rotary":
         values |= {"rotary_fraction": None, "rotary_base": None, "rotary_interleaved": None}
-    if model.window is None:
-        values["window_pattern"] = None
     return values
 
 
@@ -178,7 +193,7 @@ def explain_changes(name: str, changes: Sequence[Change], accepted: Sequence[str
         )
     open_changes = [change for change in changes if change.kind == "asked" and change.key not in accepted]
     if open_changes:
-        keys = ",".join([*accepted, *(change.key for change in open_changes)])
+        keys = ",".join(list(accepted) + [change.key for change in open_changes])
         return (
             f"this start would not go on as the checkpoint {name!r} was trained: "
             f"{'; '.join(map(str, open_changes))}. Samples could be trained twice, never or otherwise than before. Set "

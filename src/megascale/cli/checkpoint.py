@@ -79,8 +79,10 @@ def inspect(
         values = _escape(f"{saved} in the checkpoint, {present} in config.toml")
         console.print(f"[yellow]{_escape(key)}[/]: {values}", highlight=False)
     if not differences and newest.state.get("config"):
-        has_file = _find_config_file(path) is not None
-        console.print("configuration: as in config.toml" if has_file else "configuration: saved, without config.toml")
+        if _find_config_file(path) is not None:
+            console.print("configuration: as in config.toml")
+        else:
+            console.print("configuration: saved, without config.toml")
 
 
 def _escape(text: str) -> str:

@@ -149,7 +149,7 @@ def format_optional(value: Any, pattern: str) -> str:
 def join_arguments(file: object, overrides: Sequence[str]) -> list[str]:
     """Return FILE, if it is given, and the overrides as arguments of a command."""
     if file:
-        return [str(file), *overrides]
+        return [str(file)] + list(overrides)
     return list(overrides)
 
 

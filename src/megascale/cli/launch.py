@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import click
 import typer
 from typer.core import TyperCommand
 
@@ -29,7 +28,7 @@ def register(app: typer.Typer) -> None:
 class LaunchCommand(TyperCommand):
     """The command `launch`, whose words after `--` are another trainer's command line."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words before `--`, and keep the others as `ctx.obj`."""
         if "--" in args:
             position = args.index("--")

@@ -222,9 +222,9 @@ def placement(
             tiers = list(zip(sent["data"], sent["pipeline"], strict=True))
             cells = [f"{data / 1e12:.2f} + {pipeline / 1e12:.2f}" for data, pipeline in tiers[1:]]
             total = sum(map(sum, tiers))
-            rows.append([name, *cells, f"{sum(tiers[-1]) / total:.1%}"])
+            rows.append([name] + cells + [f"{sum(tiers[-1]) / total:.1%}"])
         title = f"TB of a step through each tier, data + pipeline, {gpus:,} GPUs"
-        _print_table(title, ["placement", *CROSSINGS[1:], "share over core"], rows)
+        _print_table(title, ["placement"] + list(CROSSINGS[1:]) + ["share over core"], rows)
     if plot is not None:
         from megascale.simulate.fabric.fabric_plots import bars
 
@@ -271,7 +271,7 @@ def ecmp(
         cells = []
         for row in rows:
             figures = [f"{row['hashed'][key]:.3f} / {row['closed'][key]:.3f}" for key in keys]
-            cells.append([str(row["queue_pairs"]), *figures, f"{row['path_worst']:.2f}"])
+            cells.append([str(row["queue_pairs"])] + figures + [f"{row['path_worst']:.2f}"])
         _print_table(
             f"{rows[0]['flows']} flows over {rows[0]['uplinks']} uplinks that carry {rows[0]['capacity']:g} each; "
             f"hashed {draws} times / closed form",

@@ -366,7 +366,7 @@ def _print_sweep(rows: list[dict[str, Any]], keys: list[str], skipped: list[str]
     from megascale.simulate import render
 
     short_keys = [".".join(key.split(".")[-2:]) for key in keys]
-    headers = [*short_keys, "software", "step, s", "P10-P90", "MFU", "tokens/s", "GiB"]
+    headers = short_keys + ["software", "step, s", "P10-P90", "MFU", "tokens/s", "GiB"]
     cells = []
     for row in rows:
         figures = [

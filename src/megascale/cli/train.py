@@ -68,7 +68,7 @@ def train(
                 config.data, config.model.sequence_length, needs_tokenizer=config.train.sample_prompt is not None
             )
             arguments = join_arguments(file, context.args)
-            raise typer.Exit(launcher.launch(["train", *arguments], layout, saves_checkpoints=True))
+            raise typer.Exit(launcher.launch(["train"] + arguments, layout, saves_checkpoints=True))
     is_leader = os.environ.get("RANK", "0") == "0"
     description = api.describe(config)
     if is_leader:

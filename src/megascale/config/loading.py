@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megascale.config.base import check_encoding
+from megascale.config.model_section import LayerKind
 from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, LR_SCHEDULES, OPTIMIZERS, SINKS, SPAN_SINKS
 from megascale.config.registry import Registry
 from megascale.config.suggestions import find_field, format_question, list_keys, suggest_for_section, suggest_keys
@@ -72,9 +73,13 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_
         tree = read_toml(file, "configuration file")
     for override in overrides:
         section, key, value = _parse_override(override)
-        table = tree.setdefault(section, {})
+        table = tree
+        *parents, name = [section, *key.split(".")]
+        for parent in parents:
+            if isinstance(table, dict):
+                table = table.setdefault(parent, {})
         if isinstance(table, dict):
-            table[key] = value
+            table[name] = value
     if keep_unknown_parts:
         return _validate_known_parts(tree)
     return from_tree(tree)
@@ -86,7 +91,7 @@ def load_command_line(file: str | Path | None, extra: list[str]) -> Config:
     If overrides precede FILE, the first of them is passed as `file`. Raises ConfigError for other arguments.
     """
     if file is not None and str(file).startswith("--"):
-        extra = [str(file), *extra]
+        extra = [str(file)] + extra
         file = None
     overrides: list[str] = []
     arguments = iter(extra)
@@ -194,6 +199,9 @@ def _explain_unknown(path: Sequence[str], value: Any) -> str:
         hint = format_question(suggest_for_section(path[0], value))
         return f"there is no section [{path[0]}]; {hint or 'known: ' + ', '.join(Config.model_fields)}"
     section, key = path[:2]
+    if len(path) > 2:
+        known = ", ".join(LayerKind.model_fields)
+        return f"there is no key {'.'.join(path)} (value {value!r}); keys of [{'.'.join(path[:-1])}]: {known}"
     hint = format_question(suggest_keys(key, section))
     listing = f"keys of [{section}]: {', '.join(list_keys(section))}"
     return f"there is no key {'.'.join(path)} (value {value!r}); {hint or listing}"

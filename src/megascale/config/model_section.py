@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -9,6 +10,38 @@ from pydantic import AfterValidator, Field, model_validator
 from megascale.config.base import MAX_COUNT, MAX_LAYERS, Section
 from megascale.config.parts import ACTIVATIONS, ATTENTIONS, BLOCKS, MLPS, NORMS
 from megascale.errors import ConfigError
+
+
+class LayerKind(Section):
+    """Settings in which a kind of layer differs from [model]; an unset key has the value of [model]."""
+
+    attention: Annotated[str, AfterValidator(ATTENTIONS.validate_name)] | None = Field(
+        None, description="attention of these layers"
+    )
+    mlp: Annotated[str, AfterValidator(MLPS.validate_name)] | None = Field(None, description="MLP of these layers")
+    window: int | None = Field(
+        None, ge=0, le=MAX_COUNT, description="sliding window of these layers; 0: full attention"
+    )
+    positions: Literal["rotary", "none"] | None = Field(
+        None, description="rotated queries and keys in these layers, or none"
+    )
+    rotary_fraction: float | None = Field(None, gt=0, le=1, description="fraction of each head that is rotated")
+    rotary_base: float | None = Field(None, gt=0, description="base of the rotary angles")
+    kv_heads: int | None = Field(None, ge=1, le=1_000_000, description="key/value heads")
+    head_dim: int | None = Field(None, ge=1, le=1_000_000, description="width of a head")
+    qk_norm: Literal["none", "head"] | None = Field(None, description="norms of queries and keys")
+    ffn_hidden: int | None = Field(None, ge=1, le=100_000_000, description="width inside the MLP")
+
+
+class LayerKinds(dict[str, LayerKind]):
+    """Kinds of layers by letter; hashable, because functions of the model are cached."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
+# Kinds that exist without being defined.
+BUILTIN_KINDS = {"S": LayerKind(), "L": LayerKind(window=0)}
 
 
 class ModelConfig(Section):
@@ -62,16 +95,25 @@ class ModelConfig(Section):
     attention_bias: bool = Field(True, description="biases on query, key and value")
     attention_out_bias: bool | None = Field(None, description="bias on the attention output; default: attention_bias")
     mlp_bias: bool = Field(True, description="biases in the MLP")
+    qk_norm: Literal["none", "head"] = Field(
+        "none", description="norms of queries and keys before their rotation; head: over each head (Qwen3)"
+    )
     head_bias: bool = Field(False, description="bias on the logits (GPT-J)")
     tied_embeddings: bool = Field(True, description="logits use the token embedding")
     window: int | None = Field(
         None, ge=1, le=MAX_COUNT, description="sliding window: a query sees itself and the window-1 tokens before it"
     )
-    window_pattern: str = Field(
+    layer_pattern: str = Field(
         "S",
-        pattern="^[SL]+$",
+        pattern="^[A-Z]+$",
         max_length=MAX_LAYERS,
-        description="pattern that is repeated over layers: S = sliding window, L = full attention",
+        description="kinds of layers, repeated over the layers: S = as [model] says, L = the same without its window, "
+        "another letter = as [model.layer_kinds.LETTER] says",
+    )
+    layer_kinds: Annotated[dict[str, LayerKind], AfterValidator(LayerKinds)] = Field(
+        default_factory=LayerKinds,
+        description="settings of a kind of layer that differ from [model]: [model.layer_kinds.L] with some of "
+        + ", ".join(LayerKind.model_fields),
     )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="dropout probability on embeddings and residual branches; attention has none"
@@ -120,17 +162,60 @@ class ModelConfig(Section):
         """Vocabulary rounded up to `vocab_multiple`; rows beyond `vocab` exist in memory only."""
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
-    def layer_window(self, layer: int) -> int | None:
-        """Return the sliding window of `layer` (from 0) in tokens, or None for full attention.
+    def resolve_kind(self, letter: str) -> ModelConfig:
+        """Return the settings of the layers of a kind, as a model whose layers are all of it."""
+        overrides = BUILTIN_KINDS.get(letter, LayerKind()).model_dump(exclude_none=True)
+        if letter in self.layer_kinds:
+            overrides |= self.layer_kinds[letter].model_dump(exclude_none=True)
+        if overrides.get("window") == 0:
+            overrides["window"] = None
+        return self.model_copy(update={**overrides, "layer_pattern": "S", "layer_kinds": LayerKinds()})
 
-        A window as long as the training sequence remains a window, because generation may exceed that length.
-        """
-        if self.window_pattern[layer % len(self.window_pattern)] == "L":
-            return None
-        return self.window
+    def layer_letters(self) -> Iterator[str]:
+        """Yield the kind of each layer."""
+        for layer in range(self.layers):
+            yield self.layer_pattern[layer % len(self.layer_pattern)]
 
     @model_validator(mode="after")
     def _check_shapes(self) -> ModelConfig:
+        self._check_layer()
+        defined_kinds = {*BUILTIN_KINDS, *self.layer_kinds}
+        for letter in sorted(set(self.layer_pattern) - defined_kinds):
+            raise ValueError(
+                f"model.layer_pattern={self.layer_pattern!r} has the kind {letter}, which is not defined; define "
+                f"[model.layer_kinds.{letter}], or use the kinds {', '.join(sorted(defined_kinds))}"
+            )
+        for letter, kind in self.layer_kinds.items():
+            self._check_kind(letter, kind)
+        return self
+
+    def _check_kind(self, letter: str, kind: LayerKind) -> None:
+        """Raise ValueError unless the pattern uses the kind and every setting of it has an effect."""
+        name = f"model.layer_kinds.{letter}"
+        if letter not in self.layer_pattern:
+            raise ValueError(
+                f"{name} is defined, and model.layer_pattern={self.layer_pattern!r} has no such layer; use the letter "
+                f"in model.layer_pattern, or remove {name}"
+            )
+        if kind.positions is not None and self.positions == "learned":
+            raise ValueError(
+                f"{name}.positions={kind.positions} with model.positions=learned, whose positions hold for all layers; "
+                "set model.positions to rotary or none"
+            )
+        resolved = self.resolve_kind(letter)
+        for key in ("rotary_base", "rotary_fraction"):
+            if getattr(kind, key) is not None and resolved.positions != "rotary":
+                raise ValueError(
+                    f"{name}.{key}={getattr(kind, key)} has no effect, since the positions of these layers are "
+                    f"{resolved.positions}; set {name}.positions=rotary, or remove {name}.{key}"
+                )
+        try:
+            resolved._check_layer()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    def _check_layer(self) -> None:
+        """Raise ValueError unless the sizes of a layer fit each other."""
         if self.head_dim is None and self.hidden % self.heads:
             raise ValueError(
                 f"model.hidden={self.hidden} is not divisible by model.heads={self.heads}; "
@@ -143,7 +228,6 @@ class ModelConfig(Section):
             )
         if self.positions == "rotary":
             self._check_rotary_width()
-        return self
 
     def _check_rotary_width(self) -> None:
         """Raise ValueError unless rotary positions rotate at least one pair of each head."""

@@ -284,7 +284,8 @@ class KubernetesConfig(Section):
     shm: str = Field(
         "",
         pattern=r"^([0-9]+[KMGT]i?)?$",
-        description="size of /dev/shm, such as 64Gi; empty: half of the pod's memory",
+        description="size of /dev/shm, such as 64Gi; empty: the pod's memory limit, or the machine's allocatable "
+        "memory if the pod has no limit",
     )
     host_network: bool = Field(
         False, description="pods use their machine's network, which RDMA without its own CNI requires"

@@ -28,6 +28,7 @@ _ALIASES: dict[str, str] = {
     "model.norm_eps": "layer_norm_eps layernorm_epsilon rms_norm_eps",
     "model.activation": "activation_function hidden_act act_fn",
     "model.tied_embeddings": "tie_embeddings tie_word_embeddings weight_tying untie_embeddings_and_output_weights",
+    "model.layer_pattern": "window_pattern layer_types",
     "model.window": "sliding_window attention_window",
     "model.dropout": "dropout_rate hidden_dropout attention_dropout resid_pdrop attn_pdrop",
     "model.init_std": "initializer_range init_method_std",

@@ -188,8 +188,8 @@ class TrainConfig(Section):
         10,
         ge=0,
         le=MAX_COUNT,
-        description="consecutive steps with a non-finite gradient, each skipped, after which training ends with an "
-        "error; 0: never",
+        description="consecutive steps with a non-finite gradient or without loss weights, each skipped, after which "
+        "training ends with an error; 0: never",
     )
     micro_batch: int = Field(8, ge=1, le=1_000_000, description="sequences per forward pass of a rank")
     global_batch: int = Field(8, ge=1, le=100_000_000, description="sequences per step over all ranks")

@@ -131,6 +131,8 @@ class Config(Section):
         tree = self.model_dump(exclude_none=True)
         if "precision" not in self.train.model_fields_set:
             del tree["train"]["precision"]
+        if not self.model.layer_kinds:
+            del tree["model"]["layer_kinds"]
         return tomli_w.dumps(tree)
 
     def write(self, file: Path) -> None:

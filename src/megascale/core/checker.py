@@ -4,10 +4,10 @@ Model of the machine. Each stage is a process that walks its action list. Each c
 FIFO of posted sends and receives. Transport is pessimistic (*rendezvous*): a transfer takes place only when the send is
 at the head of its FIFO and the matching receive at the head of the other end's. Transitions:
 
-- *step of a stage*: it passes its next action. SEND_* and RECV_* are posted and never block. FORWARD and BACKWARD need
-  their own receive delivered. If they produce a message, they also need the send SEND_SLOTS messages earlier on the
-  same channel delivered (its buffer is free). Without overlap (`Schedule.exposed`) they also need the stage's earlier
-  sends delivered. GATHER_PARAMS and REDUCE_GRADS are posted and never block.
+- *step of a stage*: it passes its next action. SEND_* and RECV_* are posted and never block. FORWARD, BACKWARD and
+  BACKWARD_INPUT need their own receive delivered. If they produce a message, they also need the send SEND_SLOTS
+  messages earlier on the same channel delivered (its buffer is free). Without overlap (`Schedule.exposed`) all computes
+  also need the stage's earlier sends delivered. GATHER_PARAMS and REDUCE_GRADS are posted and never block.
 - *delivery on a communicator*: the two heads are a send and a receive that match; both are removed.
 
 Why one maximal run decides for every timing. (1) An enabled transition stays enabled until it is taken: a step waits
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megascale.core.schedule import SEND_SLOTS, Action, ActionKind, Channel, Schedule
+from megascale.core.schedule import COMPUTES, RECEIVES, SEND_SLOTS, SENDS, Action, ActionKind, Channel, Schedule
 from megascale.errors import MegascaleError
 
 # Maps a channel to the communicator of its messages.
@@ -87,26 +87,13 @@ def check_schedule(
 def check_order(schedule: Schedule) -> None:
     """Check each stage's list separately. Raises ScheduleError at the first fault.
 
-    Every micro-batch runs forward and backward once in every chunk, forward before backward; each compute has the
-    its receive before it and its send after it, and no other; parameters are gathered once before a
-    chunk's first forward; a reduction is armed for each chunk's last backward alone, or for each one.
+    Every micro-batch runs forward and backward once in every chunk, forward before backward. A backward may be two
+    actions, that of the input before that of the weights. Each compute has its receive before it and its send after it,
+    and no other. Neighbouring chunks of one stage run in order. Parameters are gathered once, before a chunk's first
+    forward. A reduction is armed for each chunk's last backward of weights alone, or for each.
     """
     for stage in range(schedule.stages):
         _check_stage(schedule, stage)
-
-
-def has_message(schedule: Schedule, stage: int, kind: ActionKind) -> np.ndarray:
-    """Return which chunks 0..v-1 of a stage have a SEND or RECV of this kind: [v] booleans.
-
-    The model's first chunk neither receives activations nor sends a gradient; the last chunk is the reverse.
-    """
-    g = np.arange(schedule.virtual_stages) * schedule.stages + stage
-    lacks_first_chunk = kind in (ActionKind.RECV_FORWARD, ActionKind.SEND_BACKWARD)
-    if lacks_first_chunk:
-        excluded = 0
-    else:
-        excluded = schedule.chunks - 1
-    return (schedule.stages > 1) & (g != excluded)
 
 
 def _check_stage(schedule: Schedule, stage: int) -> None:
@@ -126,17 +113,7 @@ def _check_stage(schedule: Schedule, stage: int) -> None:
     position = np.zeros_like(count)
     position[kind, chunk, i] = np.arange(len(table))
 
-    expected = np.zeros_like(count)
-    for k in ActionKind:
-        if k.is_compute:
-            expected[k, :, :m] = 1
-        elif k.is_send or k.is_receive:
-            expected[k, :, :m] = has_message(schedule, stage, k)[:, None]
-    expected[ActionKind.GATHER_PARAMS, :, m] = 1
-    reduce = ActionKind.REDUCE_GRADS
-    once = count[reduce, :, m] == 1
-    expected[reduce, :, m] = once
-    expected[reduce, :, :m] = ~once[:, None]
+    expected = _expected_counts(schedule, stage, count)
     for wrong, word in ((count < expected, "lacks"), (count > expected, "has a needless")):
         if wrong.any():
             which, c, j = (int(n) for n in np.unravel_index(int(wrong.argmax()), wrong.shape))
@@ -152,38 +129,92 @@ def _check_stage(schedule: Schedule, stage: int) -> None:
 
     pos = position[:, :, :m]
     exists = expected[:, :, :m].astype(bool)
-    for first, then in (
-        (ActionKind.RECV_FORWARD, ActionKind.FORWARD),
-        (ActionKind.FORWARD, ActionKind.SEND_FORWARD),
-        (ActionKind.FORWARD, ActionKind.BACKWARD),
-        (ActionKind.RECV_BACKWARD, ActionKind.BACKWARD),
-        (ActionKind.BACKWARD, ActionKind.SEND_BACKWARD),
-    ):
+    for first, then in _ORDERED_PAIRS:
         require_order(first, then, pos[first], pos[then], exists[first] & exists[then])
     gathered = np.broadcast_to(position[ActionKind.GATHER_PARAMS, :, m:], (v, m))
     require_order(
         ActionKind.GATHER_PARAMS, ActionKind.FORWARD, gathered, pos[ActionKind.FORWARD], exists[ActionKind.FORWARD]
     )
-    # A reduction arms the chunk's next backward, so the positions of both must alternate.
-    backwards = np.sort(pos[ActionKind.BACKWARD], axis=1)
-    each = np.take_along_axis(pos[reduce], np.argsort(pos[ActionKind.BACKWARD], axis=1), axis=1)
-    arms = np.where(once[:, None], position[reduce, :, m:], each)
-    previous_backwards = np.concatenate([np.full((v, 1), -1), backwards[:, :-1]], axis=1)
-    stray = (arms < previous_backwards) | (arms > backwards)
+    is_split = exists[ActionKind.BACKWARD_WEIGHT]
+    weight_backwards = np.where(is_split, pos[ActionKind.BACKWARD_WEIGHT], pos[ActionKind.BACKWARD])
+    _check_reductions(stage_name, count[ActionKind.REDUCE_GRADS], position[ActionKind.REDUCE_GRADS], weight_backwards)
+    # No message enforces the order between neighbouring chunks of one stage, so the list itself must.
+    neighbours = np.flatnonzero(np.diff(schedule.chunk_map.positions[stage]) == 1)
+    f = pos[ActionKind.FORWARD]
+    b = np.where(is_split, pos[ActionKind.BACKWARD_INPUT], pos[ActionKind.BACKWARD])
+    for c in neighbours.tolist():
+        after, before = slice(c + 1, c + 2), slice(c, c + 1)
+        every = np.ones((1, m), dtype=bool)
+        for kind_of_order, earlier, later, later_chunk in (
+            (ActionKind.FORWARD, f[before], f[after], c + 1),
+            (ActionKind.BACKWARD, b[after], b[before], c),
+        ):
+            late = every & (earlier >= later)
+            if late.any():
+                action = Action(kind_of_order, later_chunk, int(late.argmax()))
+                raise ScheduleError(f"{stage_name} has {action} before its {kind_of_order.label}")
+
+
+# Actions of one chunk and micro-batch: the first stands before the second if the list has both.
+_ORDERED_PAIRS = (
+    (ActionKind.RECV_FORWARD, ActionKind.FORWARD),
+    (ActionKind.FORWARD, ActionKind.SEND_FORWARD),
+    (ActionKind.FORWARD, ActionKind.BACKWARD),
+    (ActionKind.RECV_BACKWARD, ActionKind.BACKWARD),
+    (ActionKind.BACKWARD, ActionKind.SEND_BACKWARD),
+    (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT),
+    (ActionKind.RECV_BACKWARD, ActionKind.BACKWARD_INPUT),
+    (ActionKind.BACKWARD_INPUT, ActionKind.SEND_BACKWARD),
+    (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT),
+)
+
+
+def _expected_counts(schedule: Schedule, stage: int, count: np.ndarray) -> np.ndarray:
+    """Return how often the list must have each action, given what it has: [kinds, v, m + 1]."""
+    m = schedule.microbatches
+    expected = np.zeros_like(count)
+    expected[ActionKind.FORWARD, :, :m] = 1
+    halves = count[ActionKind.BACKWARD_INPUT] + count[ActionKind.BACKWARD_WEIGHT]
+    is_split = ((count[ActionKind.BACKWARD] == 0) & (halves > 0))[:, :m]
+    expected[ActionKind.BACKWARD, :, :m] = ~is_split
+    expected[ActionKind.BACKWARD_INPUT, :, :m] = is_split
+    expected[ActionKind.BACKWARD_WEIGHT, :, :m] = is_split
+    for kind in (*SENDS, *RECEIVES):
+        expected[kind, :, :m] = schedule.has_message(stage, kind)[:, None]
+    expected[ActionKind.GATHER_PARAMS, :, m] = 1
+    once = count[ActionKind.REDUCE_GRADS, :, m] == 1
+    expected[ActionKind.REDUCE_GRADS, :, m] = once
+    expected[ActionKind.REDUCE_GRADS, :, :m] = ~once[:, None]
+    return expected
+
+
+def _check_reductions(stage_name: str, count: np.ndarray, position: np.ndarray, backwards: np.ndarray) -> None:
+    """Check that each reduction arms the right backward. Raises ScheduleError at the first that does not.
+
+    A reduction arms the chunk's next backward of weights, so the positions of both must alternate.
+
+    Args:
+        count, position: of the REDUCE_GRADS of each chunk and micro-batch, the whole step's last: [v, m + 1].
+        backwards: position of each chunk's backward of weights: [v, m].
+    """
+    v, m = backwards.shape
+    once = count[:, m] == 1
+    order = np.argsort(backwards, axis=1)
+    sorted_backwards = np.take_along_axis(backwards, order, axis=1)
+    each = np.take_along_axis(position[:, :m], order, axis=1)
+    arms = np.where(once[:, None], position[:, m:], each)
+    previous = np.concatenate([np.full((v, 1), -1), sorted_backwards[:, :-1]], axis=1)
+    stray = (arms < previous) | (arms > sorted_backwards)
     stray[:, :-1] &= ~once[:, None]
-    if stray.any():
-        c, order = (int(n) for n in np.unravel_index(int(stray.argmax()), stray.shape))
-        if once[c]:
-            j = -1
-        else:
-            j = int(np.argsort(pos[ActionKind.BACKWARD][c])[order])
-        target = "last backward" if once[c] else "backward"
-        raise ScheduleError(f"{stage_name} has {Action(reduce, c, j)} not right before the chunk's {target}")
-    if schedule.stages == 1:
-        # No messages enforce the order between chunks, so the list itself must.
-        f, b = pos[ActionKind.FORWARD], pos[ActionKind.BACKWARD]
-        require_order(ActionKind.FORWARD, ActionKind.FORWARD, f[:-1], f[1:], exists[ActionKind.FORWARD][1:])
-        require_order(ActionKind.BACKWARD, ActionKind.BACKWARD, b[1:], b[:-1], exists[ActionKind.BACKWARD][1:])
+    if not stray.any():
+        return
+    c, rank = (int(n) for n in np.unravel_index(int(stray.argmax()), stray.shape))
+    if once[c]:
+        j, target = -1, "last backward"
+    else:
+        j, target = int(order[c, rank]), "backward"
+    reduction = Action(ActionKind.REDUCE_GRADS, c, j)
+    raise ScheduleError(f"{stage_name} has {reduction} not right before the chunk's {target}")
 
 
 @dataclass(frozen=True)
@@ -223,50 +254,54 @@ class Machine:
 
     def _compile(self, stage: int, communicator: CommunicatorOf, numbers: dict[Hashable, int]) -> None:
         schedule, table = self.schedule, self.schedule.table[stage]
-        comm_by_kind = {}
-        for kind in ActionKind:
-            if (kind.is_send or kind.is_receive) and (table[:, 0] == kind).any():
-                key = communicator(schedule.channel(stage, Action(kind, 0, 0)))
-                comm_by_kind[int(kind)] = numbers.setdefault(key, len(numbers))
+        comms: dict[tuple[int, int], int] = {}  # of each kind and chunk that has messages
+        for kind in (*SENDS, *RECEIVES):
+            for chunk in np.unique(table[table[:, 0] == kind, 1]).tolist():
+                key = communicator(schedule.channel(stage, Action(kind, chunk, 0)))
+                comms[int(kind), chunk] = numbers.setdefault(key, len(numbers))
         self.ends += [[] for _ in range(len(numbers) - len(self.ends))]
-        stage_ends = {comm: _End(stage, [], [], []) for comm in comm_by_kind.values()}
+        stage_ends = {comm: _End(stage, [], [], []) for comm in comms.values()}
         received: dict[tuple[int, int, int], tuple[int, int]] = {}
         send_numbers: dict[tuple[int, int, int], int] = {}
-        sends: dict[int, list[tuple[int, int]]] = {}
+        sends: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by kind and communicator
         messages = _number_messages(schedule, stage).tolist()
         rows = table.tolist()
         waits: list[tuple[tuple[int, int], ...]] = [()] * len(rows)
+        row_comms = _find_communicators(table, comms)
+        self.posts[stage] = row_comms
+        send_kinds = {int(kind) for kind in SENDS}
+        compute_kinds = {int(kind) for kind in COMPUTES}
         for position, (kind, chunk, i) in enumerate(rows):
-            comm = comm_by_kind.get(kind)
-            if comm is None:
-                if schedule.exposed and ActionKind(kind).is_compute:
+            comm = row_comms[position]
+            if comm < 0:
+                if schedule.exposed and kind in compute_kinds:
                     # Sends of one channel are delivered in order, so the last one implies the earlier ones.
                     waits[position] = tuple(channel_sends[-1] for channel_sends in sends.values())
                 continue
             end = stage_ends[comm]
-            is_send = ActionKind(kind).is_send
+            is_send = kind in send_kinds
             delivery = (comm, len(end.positions) + 1)
             if is_send:
-                send_numbers[kind, chunk, i] = len(sends.setdefault(kind, []))
-                sends[kind].append(delivery)
+                send_numbers[kind, chunk, i] = len(sends.setdefault((kind, comm), []))
+                sends[kind, comm].append(delivery)
             else:
                 received[kind, chunk, i] = delivery
             end.positions.append(position)
             end.sends.append(is_send)
             end.messages.append(messages[position])
-            self.posts[stage][position] = comm
-        inputs = {0: int(ActionKind.RECV_FORWARD), 1: int(ActionKind.RECV_BACKWARD)}
-        outputs = {0: int(ActionKind.SEND_FORWARD), 1: int(ActionKind.SEND_BACKWARD)}
         for position, (kind, chunk, i) in enumerate(rows):
-            if kind in inputs:
+            if kind in _MESSAGES:
                 needs = []
-                message = (inputs[kind], chunk, i)
+                receive, send = _MESSAGES[kind]
+                message = (receive, chunk, i)
                 if message in received:
                     needs.append(received[message])
-                slot_holder = send_numbers.get((outputs[kind], chunk, i), -1) - self.send_slots
+                slot_holder = send_numbers.get((send, chunk, i), -1) - self.send_slots
                 if slot_holder >= 0:
-                    needs.append(sends[outputs[kind]][slot_holder])
+                    needs.append(sends[send, comms[send, chunk]][slot_holder])
                 self.needs[stage][position] = tuple(needs) + waits[position]
+            else:
+                self.needs[stage][position] = waits[position]
         for comm, end in stage_ends.items():
             self.ends[comm].append(end)
 
@@ -356,10 +391,31 @@ class Machine:
         return "; ".join(stuck) or "some messages are never delivered"
 
 
+# Kind of compute -> kinds of its input's receive and of its result's send.
+_MESSAGES: dict[int, tuple[int, int]] = {
+    int(ActionKind.FORWARD): (int(ActionKind.RECV_FORWARD), int(ActionKind.SEND_FORWARD)),
+    int(ActionKind.BACKWARD): (int(ActionKind.RECV_BACKWARD), int(ActionKind.SEND_BACKWARD)),
+    int(ActionKind.BACKWARD_INPUT): (int(ActionKind.RECV_BACKWARD), int(ActionKind.SEND_BACKWARD)),
+}
+
+
+def _find_communicators(table: np.ndarray, communicators: dict[tuple[int, int], int]) -> list[int]:
+    """Return the communicator of each action of a list, -1 for those that are no transfers.
+
+    Args:
+        communicators: by kind and chunk.
+    """
+    by_kind = np.full((len(ActionKind), int(table[:, 1].max(initial=0)) + 1), -1)
+    for (kind, chunk), communicator in communicators.items():
+        by_kind[kind, chunk] = communicator
+    result: list[int] = by_kind[table[:, 0], table[:, 1]].tolist()
+    return result
+
+
 def _number_messages(schedule: Schedule, stage: int) -> np.ndarray:
     """Return a number for the message of each SEND and RECV in a stage's list, equal on both sides."""
     kind, chunk, i = schedule.table[stage].astype(np.int64).T
-    g = chunk * schedule.stages + stage
+    g = schedule.chunk_map.positions[stage, chunk]
     # The sender's chunk numbers a message: an activation comes from the previous chunk, a gradient from the next.
     g -= kind == ActionKind.RECV_FORWARD
     g += kind == ActionKind.RECV_BACKWARD

@@ -21,6 +21,7 @@ class Event(StrEnum):
     CHECKPOINT_SKIPPED = "checkpoint_skipped"
     REPLICA_FAILED = "replica_failed"
     EVALUATED = "evaluated"
+    STEP_WITHOUT_WEIGHTS = "step_without_weights"  # the loss weights of a step's targets sum to 0
     NONFINITE_LOSS = "nonfinite_loss"
     INTERRUPTED = "interrupted"
     RUN_FAILED = "run_failed"

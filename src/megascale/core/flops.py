@@ -17,12 +17,14 @@ from megascale.core.inventory import (
     ATTENTION_PARTS,
     MLP_PARTS,
     LogicalTensor,
+    count_distinct_layers,
     embedding_tensors,
     head_tensors,
     layer_inventory,
     norm_tensors,
     output_matrix,
 )
+from megascale.core.layer_spec import LayerSpec
 
 CONVENTION = "full attention, windows by area, no recompute"
 
@@ -47,15 +49,14 @@ class FlopCount:
         return 3 * self.forward
 
 
-def layer_flops(model: ModelConfig, layer: int) -> FlopCount:
-    """Return the FLOPs of one transformer block."""
-    tensors = layer_inventory(model)
-    scores = ATTENTION_PARTS[model.attention].flops(model, layer)
-    mlp_extra = MLP_PARTS[model.mlp].flops(model, layer)
+@lru_cache(maxsize=256)
+def layer_flops(layer: LayerSpec, sequence: int) -> FlopCount:
+    """Return the FLOPs of a layer for a token of a sequence of `sequence` tokens."""
+    tensors = layer_inventory(layer)
     return FlopCount(
         projections=_gemm_flops(tensors.attention),
-        attention=scores,
-        mlp=_gemm_flops(tensors.mlp) + mlp_extra,
+        attention=ATTENTION_PARTS[layer.mixer.name].flops(layer, sequence),
+        mlp=_gemm_flops(tensors.mlp) + MLP_PARTS[layer.feed_forward.name].flops(layer, sequence),
         logits=0.0,
     )
 
@@ -67,11 +68,9 @@ def _gemm_flops(tensors: tuple[LogicalTensor, ...]) -> float:
 @lru_cache(maxsize=256)
 def flops_per_token(model: ModelConfig) -> FlopCount:
     """Return the FLOPs of the whole model at its training sequence length."""
-    # Layers repeat with the window's pattern, so the count of a deep model takes no longer than of a shallow one.
-    period = len(model.window_pattern)
     counts = []
-    for i in range(min(period, model.layers)):
-        counts.append((len(range(i, model.layers, period)), layer_flops(model, i)))
+    for layer, number in count_distinct_layers(model):
+        counts.append((number, layer_flops(layer, model.sequence_length)))
     return FlopCount(
         projections=sum(n * layer.projections for n, layer in counts),
         attention=sum(n * layer.attention for n, layer in counts),
@@ -82,8 +81,10 @@ def flops_per_token(model: ModelConfig) -> FlopCount:
 
 def count_parameters(model: ModelConfig, embeddings: bool = True) -> int:
     """Return the number of trained parameters, without padding rows."""
-    total = model.layers * sum(tensor.elements for tensor in layer_inventory(model))
-    outer = list(norm_tensors(model, "norm"))
+    total = 0
+    for layer, number in count_distinct_layers(model):
+        total += number * sum(tensor.elements for tensor in layer_inventory(layer))
+    outer = norm_tensors(model.norm, model.hidden, "norm")
     if embeddings:
         outer += embedding_tensors(model) + head_tensors(model)
     return total + sum(tensor.elements for tensor in outer)

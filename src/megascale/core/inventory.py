@@ -2,21 +2,24 @@
 
 Modules, FLOPs, memory, traffic, checkpoints and the names of Hugging Face files derive from it.
 
-A block has two parts, attention and MLP, behind norms. The inventory of each part stands in a registry under the name
-of its setting, so that a plugin's part brings its own inventory (see tests/extend).
+A layer has two parts, a mixer (attention) and a feed-forward (MLP), behind norms. `resolve_layers` returns their
+specifications. The inventory of each part stands in a registry under the name of its setting, so that a plugin's part
+brings its own inventory (see tests/extend).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from megascale.config import ModelConfig
 from megascale.config.parts import ATTENTIONS, BLOCKS, MLPS, NORMS
 from megascale.config.registry import Registry
+from megascale.core.layer_spec import AttentionSpec, DenseSpec, LayerSpec, NormsSpec
 from megascale.core.tensors import Box, Piece
 
 TOKENS = "embedding.token.weight"
@@ -121,16 +124,18 @@ class PartInventory:
     """Inventory of an attention or an MLP.
 
     Attributes:
-        tensors: maps (model, name of the layer) to the part's logical tensors.
+        tensors: maps (layer, name of the layer) to the part's logical tensors.
         saved_activations: activations that the part saves, without those of the norm before it.
-        flops: forward FLOPs per token in a layer of that index, without those of its matrices.
+        flops: maps (layer, sequence length) to forward FLOPs per token, without those of its matrices.
         splits_fused_projection: whether it can read its half of a parallel block's fused projection.
+        make_spec: makes the part's specification from the settings of its layers; None: as the built-in part does.
     """
 
-    tensors: Callable[[ModelConfig, str], list[LogicalTensor]]
-    saved_activations: Callable[[ModelConfig], list[SavedActivation]]
-    flops: Callable[[ModelConfig, int], float] = lambda model, layer: 0.0
+    tensors: Callable[[LayerSpec, str], list[LogicalTensor]]
+    saved_activations: Callable[[LayerSpec], list[SavedActivation]]
+    flops: Callable[[LayerSpec, int], float] = lambda layer, sequence: 0.0
     splits_fused_projection: bool = False
+    make_spec: Callable[[ModelConfig], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ class BlockInventory:
     """
 
     norm_count: Callable[[ModelConfig], int]
-    collectives: Callable[[ModelConfig], tuple[int, int]]
+    collectives: Callable[[LayerSpec], tuple[int, int]]
     is_parallel: bool
     can_split: bool = False
 
@@ -160,42 +165,50 @@ def linear_tensors(
     return tensors
 
 
-def output_init_std(model: ModelConfig) -> float:
-    """Return the initial standard deviation of matrices that add to the residual stream (GPT-2)."""
-    return model.init_std / (2 * model.layers) ** 0.5
-
-
-def norm_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
-    """Return the tensors of one norm."""
-    tensors = [LogicalTensor(f"{name}.weight", (model.hidden,), init_value=1.0)]
-    if NORMS[model.norm].bias:
-        tensors.append(LogicalTensor(f"{name}.bias", (model.hidden,)))
+def norm_tensors(norm: str, hidden: int, name: str) -> list[LogicalTensor]:
+    """Return the tensors of one norm, whose kind is a value of model.norm."""
+    tensors = [LogicalTensor(f"{name}.weight", (hidden,), init_value=1.0)]
+    if NORMS[norm].bias:
+        tensors.append(LogicalTensor(f"{name}.bias", (hidden,)))
     return tensors
 
 
 # built-in parts --------------------------------------------------------------------------------------------------
 
 
-def _attention_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
-    h = model.hidden
-    d = model.head_size
+def _attention_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
+    mixer = layer.mixer
+    d = mixer.head_size
     tensors: list[LogicalTensor] = []
-    for part, heads in (("query", model.heads), ("key", model.num_kv_heads), ("value", model.num_kv_heads)):
-        tensors += linear_tensors(f"{name}.attention.{part}", heads * d, h, 0, model.attention_bias, model.init_std)
-    output_std = output_init_std(model)
-    return tensors + linear_tensors(f"{name}.attention.output", h, model.heads * d, 1, model.out_bias, output_std)
+    for part, heads in (("query", mixer.heads), ("key", mixer.kv_heads), ("value", mixer.kv_heads)):
+        part_name = f"{name}.attention.{part}"
+        tensors += linear_tensors(part_name, heads * d, layer.hidden, 0, mixer.input_bias, layer.init_std)
+    if mixer.qk_norm:
+        for part in ("query", "key"):
+            tensors += norm_tensors(layer.norms.name, d, f"{name}.attention.{part}_norm")
+    return tensors + linear_tensors(
+        f"{name}.attention.output",
+        rows=layer.hidden,
+        columns=mixer.heads * d,
+        partition_dim=1,
+        bias=mixer.output_bias,
+        std=layer.output_init_std,
+    )
 
 
-def _attention_saved_activations(model: ModelConfig) -> list[SavedActivation]:
-    d = model.head_size
-    saved = [
-        SavedActivation("query_key_value", (model.heads + 2 * model.num_kv_heads) * d, "columns", has_gradient=True)
-    ]
-    if model.positions == "rotary":
-        saved.append(SavedActivation("rotated_query_key", (model.heads + model.num_kv_heads) * d, "columns"))
-    output_width = model.heads * d
+def _attention_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
+    mixer = layer.mixer
+    d = mixer.head_size
+    saved = [SavedActivation("query_key_value", (mixer.heads + 2 * mixer.kv_heads) * d, "columns", has_gradient=True)]
+    normed_heads = mixer.heads + mixer.kv_heads
+    if mixer.rope is not None or mixer.qk_norm:
+        saved.append(SavedActivation("rotated_query_key", normed_heads * d, "columns"))
+    if mixer.qk_norm:
+        statistics = normed_heads * layer.norms.moments
+        saved.append(SavedActivation("query_key_norm_statistics", statistics, "columns", is_statistic=True))
+    output_width = mixer.heads * d
     saved.append(SavedActivation("attention_output", output_width, "columns", has_gradient=True, gemm_input="also"))
-    saved.append(SavedActivation("attention_logsumexp", model.heads, "columns", is_statistic=True))
+    saved.append(SavedActivation("attention_logsumexp", mixer.heads, "columns", is_statistic=True))
     return saved
 
 
@@ -207,30 +220,28 @@ def window_area_fraction(sequence: int, window: int | None) -> float:
     return area / (sequence * (sequence + 1) / 2)
 
 
-def _score_flops(model: ModelConfig, layer: int) -> float:
-    s = model.sequence_length
-    q = model.heads * model.head_size
-    return 4.0 * s * q * window_area_fraction(s, model.layer_window(layer))
+def _score_flops(layer: LayerSpec, sequence: int) -> float:
+    mixer = layer.mixer
+    return 4.0 * sequence * mixer.heads * mixer.head_size * window_area_fraction(sequence, mixer.window)
 
 
-def _mlp_tensors(model: ModelConfig, name: str) -> list[LogicalTensor]:
-    h = model.hidden
-    f = model.ffn
-    bias = model.mlp_bias
+def _mlp_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
+    h = layer.hidden
+    part = layer.feed_forward
+    f = part.width
     tensors: list[LogicalTensor] = []
-    if model.has_gated_mlp:
-        tensors += linear_tensors(f"{name}.mlp.gate", f, h, 0, bias, model.init_std)
-    tensors += linear_tensors(f"{name}.mlp.in", f, h, 0, bias, model.init_std)
-    return tensors + linear_tensors(f"{name}.mlp.out", h, f, 1, bias, output_init_std(model))
+    if part.is_gated:
+        tensors += linear_tensors(f"{name}.mlp.gate", f, h, 0, part.bias, layer.init_std)
+    tensors += linear_tensors(f"{name}.mlp.in", f, h, 0, part.bias, layer.init_std)
+    return tensors + linear_tensors(f"{name}.mlp.out", h, f, 1, part.bias, layer.output_init_std)
 
 
-def _mlp_saved_activations(model: ModelConfig) -> list[SavedActivation]:
-    width_in = model.ffn * (2 if model.has_gated_mlp else 1)
+def _mlp_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
     return [
-        SavedActivation("mlp_in", width_in, "columns", has_gradient=True),
+        SavedActivation("mlp_in", layer.feed_forward.input_width, "columns", has_gradient=True),
         SavedActivation(
             "mlp_activation",
-            model.ffn,
+            layer.feed_forward.width,
             "columns",
             recompute_name="activation",
             has_gradient=True,
@@ -247,19 +258,19 @@ ATTENTION_PARTS: Registry[PartInventory] = Registry(ATTENTIONS.key, {"causal": _
 MLP_PARTS: Registry[PartInventory] = Registry(MLPS.key, {"dense": _DENSE_MLP})
 
 
-def has_fused_projection(model: ModelConfig) -> bool:
+def has_fused_projection(layer: LayerSpec) -> bool:
     """Return whether a parallel block has one projection for both parts: they share a norm, and both can read it."""
-    parts = (ATTENTION_PARTS[model.attention], MLP_PARTS[model.mlp])
-    return model.parallel_norms == 1 and all(part.splits_fused_projection for part in parts)
+    parts = (ATTENTION_PARTS[layer.mixer.name], MLP_PARTS[layer.feed_forward.name])
+    return layer.norms.count == 1 and all(part.splits_fused_projection for part in parts)
 
 
 BLOCK_PARTS: Registry[BlockInventory] = Registry(
     BLOCKS.key,
     {
-        "serial": BlockInventory(lambda model: 2, lambda model: (2, 2), is_parallel=False, can_split=True),
+        "serial": BlockInventory(lambda model: 2, lambda layer: (2, 2), is_parallel=False, can_split=True),
         "parallel": BlockInventory(
             lambda model: model.parallel_norms,
-            lambda model: (1 if has_fused_projection(model) else 2, 1),
+            lambda layer: (1 if has_fused_projection(layer) else 2, 1),
             is_parallel=True,
         ),
     },
@@ -290,51 +301,80 @@ class LayerInventory:
         return self.norm1 + self.attention, self.norm2 + self.mlp
 
 
-@lru_cache(maxsize=512)
-def layer_inventory(model: ModelConfig, layer: int = 0) -> LayerInventory:
-    """Return the tensors of one layer; layers differ in the names only."""
-    name = f"layers.{layer}"
-    has_second_norm = BLOCK_PARTS[model.block].norm_count(model) == 2
-    return LayerInventory(
-        norm1=tuple(norm_tensors(model, f"{name}.norm1")),
-        norm2=tuple(norm_tensors(model, f"{name}.norm2")) if has_second_norm else (),
-        attention=tuple(ATTENTION_PARTS[model.attention].tensors(model, name)),
-        mlp=tuple(MLP_PARTS[model.mlp].tensors(model, name)),
+def _resolve_layer(model: ModelConfig, layers: int) -> LayerSpec:
+    """Return the layer of a model whose layers are all alike, as a part of a model of `layers` layers."""
+    attention = ATTENTION_PARTS[model.attention]
+    mlp = MLP_PARTS[model.mlp]
+    return LayerSpec(
+        hidden=model.hidden,
+        init_std=model.init_std,
+        output_init_std=model.init_std / (2 * layers) ** 0.5,
+        mixer=(attention.make_spec or AttentionSpec.from_model)(model),
+        feed_forward=(mlp.make_spec or DenseSpec.from_model)(model),
+        norms=NormsSpec(model.block, model.norm, model.norm_eps, BLOCK_PARTS[model.block].norm_count(model)),
     )
 
 
 @lru_cache(maxsize=256)
-def layer_saved_activations(model: ModelConfig) -> tuple[SavedActivation, ...]:
-    """Return the activations that a layer's forward saves, in the order of the table in core/memory.py."""
-    attention, mlp = half_saved_activations(model)
-    return attention + (mlp[1:] if BLOCK_PARTS[model.block].is_parallel else mlp)
+def resolve_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Return the specification of every layer, from the model's pattern and kinds of layers."""
+    kinds = {letter: _resolve_layer(model.resolve_kind(letter), model.layers) for letter in set(model.layer_pattern)}
+    return tuple(kinds[letter] for letter in model.layer_letters())
 
 
 @lru_cache(maxsize=256)
-def half_saved_activations(model: ModelConfig) -> tuple[tuple[SavedActivation, ...], tuple[SavedActivation, ...]]:
+def count_distinct_layers(model: ModelConfig) -> tuple[tuple[LayerSpec, int], ...]:
+    """Return each different layer of a model once, with the number of layers that equal it."""
+    return tuple(Counter(resolve_layers(model)).items())
+
+
+@lru_cache(maxsize=512)
+def layer_inventory(layer: LayerSpec, index: int = 0) -> LayerInventory:
+    """Return the tensors of a layer; equal layers differ in the names only, by their index."""
+    name = f"layers.{index}"
+    norms = layer.norms
+    return LayerInventory(
+        norm1=tuple(norm_tensors(norms.name, layer.hidden, f"{name}.norm1")),
+        norm2=tuple(norm_tensors(norms.name, layer.hidden, f"{name}.norm2")) if norms.count == 2 else (),
+        attention=tuple(ATTENTION_PARTS[layer.mixer.name].tensors(layer, name)),
+        mlp=tuple(MLP_PARTS[layer.feed_forward.name].tensors(layer, name)),
+    )
+
+
+@lru_cache(maxsize=256)
+def layer_saved_activations(layer: LayerSpec) -> tuple[SavedActivation, ...]:
+    """Return the activations that a layer's forward saves, in the order of the table in core/memory.py."""
+    attention, mlp = half_saved_activations(layer)
+    return attention + (mlp[1:] if BLOCK_PARTS[layer.norms.block].is_parallel else mlp)
+
+
+@lru_cache(maxsize=256)
+def half_saved_activations(layer: LayerSpec) -> tuple[tuple[SavedActivation, ...], tuple[SavedActivation, ...]]:
     """Return the saved activations of a layer's attention and of its MLP; each begins with the stream it reads."""
-    attention = [SavedActivation("input", model.hidden, "sequence"), *_norm_saved_activations(model, "")]
-    attention += ATTENTION_PARTS[model.attention].saved_activations(model)
-    mlp = [SavedActivation("middle", model.hidden, "sequence")]
-    if BLOCK_PARTS[model.block].norm_count(model) == 2:
-        mlp += _norm_saved_activations(model, "second_")
-    mlp += MLP_PARTS[model.mlp].saved_activations(model)
+    attention = [SavedActivation("input", layer.hidden, "sequence"), *_norm_saved_activations(layer, "")]
+    attention += ATTENTION_PARTS[layer.mixer.name].saved_activations(layer)
+    mlp = [SavedActivation("middle", layer.hidden, "sequence")]
+    if layer.norms.count == 2:
+        mlp += _norm_saved_activations(layer, "second_")
+    mlp += MLP_PARTS[layer.feed_forward.name].saved_activations(layer)
     return tuple(attention), tuple(mlp)
 
 
-def _norm_saved_activations(model: ModelConfig, prefix: str) -> list[SavedActivation]:
-    moments = 2 if NORMS[model.norm].bias else 1
-    return [
-        SavedActivation(f"{prefix}norm_statistics", moments, "sequence", is_statistic=True, recompute_name="norms"),
-        SavedActivation(f"{prefix}norm_output", model.hidden, "sequence", recompute_name="norms", gemm_input="only"),
-    ]
+def _norm_saved_activations(layer: LayerSpec, prefix: str) -> list[SavedActivation]:
+    statistics = SavedActivation(
+        f"{prefix}norm_statistics", layer.norms.moments, "sequence", is_statistic=True, recompute_name="norms"
+    )
+    output = SavedActivation(
+        f"{prefix}norm_output", layer.hidden, "sequence", recompute_name="norms", gemm_input="only"
+    )
+    return [statistics, output]
 
 
 @lru_cache(maxsize=256)
-def gradient_widths(model: ModelConfig) -> tuple[int, int]:
+def gradient_widths(layer: LayerSpec) -> tuple[int, int]:
     """Return the values per token whose gradients exist during backward of the attention, and of the MLP."""
-    attention = ATTENTION_PARTS[model.attention].saved_activations(model)
-    mlp = MLP_PARTS[model.mlp].saved_activations(model)
+    attention = ATTENTION_PARTS[layer.mixer.name].saved_activations(layer)
+    mlp = MLP_PARTS[layer.feed_forward.name].saved_activations(layer)
     return (
         sum(activation.width for activation in attention if activation.has_gradient),
         sum(activation.width for activation in mlp if activation.has_gradient),
@@ -374,9 +414,9 @@ def output_matrix(model: ModelConfig) -> LogicalTensor:
 def list_tensors(model: ModelConfig) -> Iterator[LogicalTensor]:
     """Yield every logical tensor of a model, in model order."""
     yield from embedding_tensors(model)
-    for layer in range(model.layers):
-        yield from layer_inventory(model, layer)
-    yield from norm_tensors(model, "norm")
+    for index, layer in enumerate(resolve_layers(model)):
+        yield from layer_inventory(layer, index)
+    yield from norm_tensors(model.norm, model.hidden, "norm")
     yield from head_tensors(model)
 
 

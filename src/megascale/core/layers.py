@@ -14,8 +14,10 @@ from itertools import accumulate
 from typing import Literal
 
 from megascale.config import ModelConfig, ParallelConfig
+from megascale.core.chunk_map import ChunkMap, make_chunk_map
 from megascale.core.flops import flops_per_token
 from megascale.core.inventory import BLOCK_PARTS
+from megascale.core.schedule_registry import chunk_map_of
 from megascale.errors import FitError
 
 Half = Literal["both", "attention", "mlp"]
@@ -71,12 +73,45 @@ class ChunkLayers:
         return halves / 2 if halves % 2 else halves // 2
 
 
+@dataclass(frozen=True)
+class LayerSums:
+    """Sums of a quantity over the layers of chunks.
+
+    Attributes:
+        running: sums over the first 0, 1, ... whole layers of the model.
+        attention, mlp: quantity of each layer's attention alone and of its MLP alone, for divided layers.
+    """
+
+    running: tuple[float, ...]
+    attention: tuple[float, ...]
+    mlp: tuple[float, ...]
+
+    @classmethod
+    def collect(cls, parts: Sequence[tuple[float, float, float]]) -> LayerSums:
+        """Make the sums from a quantity of each layer: of the whole layer, of its attention and of its MLP."""
+        layers, attention, mlp = zip(*parts, strict=True)
+        return cls(tuple(accumulate(layers, initial=0)), attention, mlp)
+
+    def of_chunk(self, layers: ChunkLayers) -> float:
+        """Return the sum over the layers of a chunk."""
+        if layers.stop_half <= layers.first_half:
+            return 0
+        first = (layers.first_half + 1) // 2
+        stop = layers.stop_half // 2
+        total = self.running[max(first, stop)] - self.running[first]
+        if layers.first_half % 2:
+            total += self.mlp[first - 1]
+        if layers.stop_half % 2:
+            total += self.attention[stop]
+        return total
+
+
 def split_layers(
     layers: int,
     chunks: int,
     embedding_cost: float = 0.0,
     logits_cost: float = 0.0,
-    stages: int | None = None,
+    chunk_map: ChunkMap | None = None,
     explicit: Sequence[int | float] | None = None,
 ) -> list[int | float]:
     """Return the number of layers of each chunk, in model order.
@@ -87,29 +122,31 @@ def split_layers(
 
     Args:
         layers: transformer blocks in the model.
-        chunks: stages x chunks per stage; chunk g lies on stage g mod stages.
+        chunks: stages x chunks per stage.
         embedding_cost, logits_cost: work of the embedding (first chunk) and the logits (last), in layers.
-        stages: pipeline stages; default: one chunk per stage.
+        chunk_map: the stage of each chunk; default: one chunk per stage.
         explicit: the user's own split, checked and returned; it may divide layers into halves.
 
     Raises FitError if there are fewer layers than chunks or `explicit` does not add up.
     """
-    stages = chunks if stages is None else stages
     if explicit is not None:
         return _check_split(list(explicit), layers, chunks)
-    virtual_stages = chunks // stages
+    chunk_map = chunk_map or make_chunk_map(chunks, 1)
+    stages, virtual_stages = chunk_map.stages, chunk_map.virtual_stages
     if layers < chunks:
         raise FitError(
             f"model.layers={layers} cannot fill parallel.pipeline={stages} x parallel.virtual_stages={virtual_stages} "
             f"= {chunks} model chunks with a layer each; use at most {layers} chunks or give parallel.layer_split"
         )
     extra_costs = [[0.0] * virtual_stages for _ in range(stages)]
-    extra_costs[0][0] += embedding_cost
-    extra_costs[-1][-1] += logits_cost
+    extra_costs[chunk_map.first_stage][0] += embedding_cost
+    extra_costs[chunk_map.last_stage][-1] += logits_cost
     stage_counts = _balance(layers, [sum(costs) for costs in extra_costs], minimum=virtual_stages)
     split: list[int | float] = [0] * chunks
     for stage, count in enumerate(stage_counts):
-        split[stage::stages] = _balance(count, extra_costs[stage], minimum=1)
+        chunk_counts = _balance(count, extra_costs[stage], minimum=1)
+        for position, chunk_count in zip(chunk_map.stage_chunks(stage), chunk_counts, strict=True):
+            split[position] = chunk_count
     return split
 
 
@@ -150,19 +187,18 @@ def _check_split(split: list[int | float], layers: int, chunks: int) -> list[int
 
 
 def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[ChunkLayers]:
-    """Return the layers of each model chunk, in model order; chunk g lies on stage g mod parallel.pipeline.
+    """Return the layers of each model chunk, in model order.
 
     Logits weigh as their share of FLOPs; the embedding look-up costs almost nothing. Raises the FitError of
     `split_layers`, and FitError if the split would divide a block that cannot be divided.
     """
     flops = flops_per_token(model)
     logits_cost = flops.logits / ((flops.forward - flops.logits) / model.layers)
-    chunk_count = parallel.pipeline * parallel.virtual_stages
     if parallel.layer_split is None:
         explicit = None
     else:
         explicit = tuple(parallel.layer_split)
-    chunks = _make_chunks(model.layers, chunk_count, logits_cost, parallel.pipeline, explicit)
+    chunks = _make_chunks(model.layers, chunk_map_of(parallel), logits_cost, explicit)
     if not BLOCK_PARTS[model.block].can_split and any(chunk.stop_half % 2 for chunk in chunks):
         raise FitError(
             f"parallel.layer_split={parallel.layer_split} puts a layer's attention and its MLP into different chunks, "
@@ -171,11 +207,17 @@ def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[ChunkLay
     return list(chunks)
 
 
+def assign_stage_layers(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[ChunkLayers]:
+    """Return the layers of each chunk of a stage, chunk 0 first. Raises the errors of `assign_layers`."""
+    layers = assign_layers(model, parallel)
+    return [layers[position] for position in chunk_map_of(parallel).stage_chunks(stage)]
+
+
 # Cached because the memory estimate of every stage asks for the same split.
 @lru_cache(maxsize=64)
 def _make_chunks(
-    layers: int, chunks: int, logits_cost: float, stages: int, explicit: tuple[int | float, ...] | None
+    layers: int, chunk_map: ChunkMap, logits_cost: float, explicit: tuple[int | float, ...] | None
 ) -> tuple[ChunkLayers, ...]:
-    split = split_layers(layers, chunks, 0.0, logits_cost, stages, explicit)
+    split = split_layers(layers, chunk_map.chunks, 0.0, logits_cost, chunk_map, explicit)
     halves = [round(2 * count) for count in split]
     return tuple(ChunkLayers(stop - count, stop) for stop, count in zip(accumulate(halves), halves, strict=True))

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from math import gcd, isqrt
 
 from megascale.config import Config, ModelConfig, ParallelConfig
+from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Grid
 from megascale.core.layers import ChunkLayers, assign_layers
 from megascale.core.memory import MemoryEstimate
 from megascale.core.rank_memory import estimate_rank_memory
 from megascale.core.schedule import Schedule
-from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, build_schedule
+from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, build_schedule, chunk_map_of
 from megascale.errors import FitError
 
 # Forward passes in a step's schedule over all stages; published runs have some thousands.
@@ -28,13 +29,18 @@ class Layout:
         config: the resolved configuration.
         grid: sizes of the axes.
         microbatches: micro-batches per data-parallel rank and step.
-        layers: layers of each model chunk, in model order; chunk g lies on stage g mod grid.pipeline.
+        layers: layers of each model chunk, in model order; `chunk_map` has their stages.
     """
 
     config: Config
     grid: Grid
     microbatches: int
     layers: tuple[ChunkLayers, ...]
+
+    @property
+    def chunk_map(self) -> ChunkMap:
+        """Stage and number of each model chunk."""
+        return chunk_map_of(self.config.parallel)
 
     def schedule(self) -> Schedule:
         """Return the pipeline schedule of a step, proven by the checker. Raises ScheduleError if it deadlocks."""
@@ -91,7 +97,7 @@ class Layout:
 
     def stage_layers(self, stage: int) -> list[ChunkLayers]:
         """Return the layers of each chunk of a stage, chunk 0 first."""
-        return list(self.layers[stage :: self.grid.pipeline])
+        return [self.layers[position] for position in self.chunk_map.stage_chunks(stage)]
 
 
 def lay_out(config: Config, world: int) -> Layout:
@@ -105,6 +111,7 @@ def lay_out(config: Config, world: int) -> Layout:
     faults = _tensor_faults(config.model, parallel.tensor)
     if parallel.virtual_stages > 1 and parallel.pipeline == 1:
         faults += _one_stage_faults(parallel)
+    faults += _placement_faults(config)
     if parallel.micro_batch_group_size is not None and parallel.virtual_stages == 1:
         faults.append(
             f"parallel.micro_batch_group_size={parallel.micro_batch_group_size} orders the chunks of "
@@ -149,6 +156,19 @@ def _schedule_faults(config: Config, data: int, microbatches: int) -> list[str]:
     ]
 
 
+def _placement_faults(config: Config) -> list[str]:
+    """Return why a stage cannot hold both ends of the model."""
+    parallel = config.parallel
+    has_both_ends = parallel.pipeline > 1 and len(chunk_map_of(parallel).end_stages) == 1
+    if not (has_both_ends and config.model.tied_embeddings and parallel.zero == 2):
+        return []
+    return [
+        f"model.tied_embeddings=true with parallel.schedule={parallel.schedule} puts both uses of the embedding on one "
+        "stage, in different chunks, and parallel.zero=2 has no gradients of one chunk during the backward of another; "
+        "set --parallel.zero=1, or --model.tied_embeddings=false"
+    ]
+
+
 def _one_stage_faults(parallel: ParallelConfig) -> list[str]:
     """Return the settings that exclude several chunks on a single stage; such chunks only help with large groups."""
     chunks = f"parallel.virtual_stages={parallel.virtual_stages} with parallel.pipeline=1"
@@ -172,6 +192,9 @@ def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:
     if model.num_kv_heads != model.heads:
         sizes["model.kv_heads"] = model.num_kv_heads
     sizes["model.ffn_hidden"] = model.ffn
+    for letter, kind in model.layer_kinds.items():
+        kind_sizes = {"kv_heads": kind.kv_heads, "ffn_hidden": kind.ffn_hidden}
+        sizes |= {f"model.layer_kinds.{letter}.{key}": size for key, size in kind_sizes.items() if size is not None}
     sizes["model.sequence_length"] = model.sequence_length
     faults = []
     common = gcd(*sizes.values(), model.padded_vocab)

@@ -11,7 +11,8 @@ training precision, statistics in float32.
 | norm statistics | s/t, b (twice for LayerNorm) | the same |
 | norm output | s/t, b, h | weight gradient of [QKV] or [QKV, MLP in]; gathered again in backward |
 | query, key, value | s, b, (q + 2k)/t | attention |
-| rotated query, key | s, b, (q + k)/t | rotary positions only: the GEMM result above stays for its value part |
+| rotated query, key | s, b, (q + k)/t | rotary positions or norms of query and key only; the GEMM result above stays |
+| query, key norm statistics | s, b, heads/t | norms of query and key only (twice for LayerNorm) |
 | attention output | s, b, q/t | attention; weight gradient of the output GEMM |
 | attention logsumexp | b, heads/t, s | attention (flash: no s x s matrix) |
 | middle | s/t, b, h | serial block: residual stream between attention and MLP, for the second norm |
@@ -30,12 +31,13 @@ input only.
 Every chunk except the model's last also saves its output, from which autograd starts (on one stage it is the next
 chunk's input). The last chunk adds the final norm's input and statistics, its output for the whole sequence, and the
 loss's log-sum-exp. Logits exist for some tokens at a time, in the training precision, and their gradient overwrites
-them. The number of micro-batches in flight follows from the schedule's lists.
+them. The number of micro-batches in flight follows from the schedule's lists. If a backward is two actions, the inputs
+and output gradients of linear layers wait between them for the weight gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import ceil, prod
@@ -50,6 +52,7 @@ from megascale.core.inventory import (
     BLOCK_PARTS,
     TOKENS,
     LogicalTensor,
+    count_distinct_layers,
     count_elements,
     embedding_tensors,
     gradient_widths,
@@ -59,9 +62,22 @@ from megascale.core.inventory import (
     layer_saved_activations,
     norm_tensors,
     output_matrix,
+    resolve_layers,
 )
-from megascale.core.layers import ChunkLayers, Half, assign_layers
-from megascale.core.schedule import SEND_SLOTS, ActionKind, Schedule
+from megascale.core.layer_spec import LayerSpec
+from megascale.core.layers import ChunkLayers, Half, LayerSums, assign_layers, assign_stage_layers
+from megascale.core.schedule import (
+    COMPUTES,
+    INPUT_BACKWARDS,
+    RECEIVES,
+    SEND_SLOTS,
+    SENDS,
+    Action,
+    ActionKind,
+    Schedule,
+    select_kinds,
+)
+from megascale.core.schedule_registry import chunk_map_of
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # The loss takes as many tokens at a time as have logits of this size (ops/cross_entropy.py).
@@ -91,7 +107,7 @@ class MemoryEstimate:
         weight_copies: copies of matrices in the format that GEMMs read, if train.linear_precision makes any. If
             data-parallel ranks gather float8, one of the two copies is the receive buffer.
         gradients: float32 gradient buffer. ZeRO-2: its shard, and two buffers of the largest chunk's size, one that
-            backward fills while the other is in flight.
+            backward fills while the other is in flight. With split backwards there is one more than chunks.
         optimizer: float32 master weights (16-bit training) and the optimizer's state, sharded from ZeRO-1 on. It is the
             mean over data-parallel ranks, which differ by a bucket's share if tensors have different state.
         activations: saved activations at the schedule's peak, without logits.
@@ -127,12 +143,43 @@ class MemoryEstimate:
 # parameters ------------------------------------------------------------------------------------------------------
 
 
-# The counts are cached because a search asks for every stage of many layouts.
+# The sums are cached because a search asks for every stage of many layouts.
 @lru_cache(maxsize=256)
-def _half_counts(model: ModelConfig, tensor: int) -> tuple[int, int]:
-    """Return the parameters on one rank of a layer's attention with its norm, and of its MLP with its norm."""
-    attention, mlp = layer_inventory(model).halves
-    return count_elements(attention, tensor), count_elements(mlp, tensor)
+def _parameter_sums(model: ModelConfig, tensor: int) -> LayerSums:
+    """Return the sums of parameters on one rank; norms count to the part behind them."""
+    return _sum_tensors(model, lambda tensors: count_elements(tensors, tensor))
+
+
+@lru_cache(maxsize=256)
+def _matrix_sums(model: ModelConfig, tensor: int) -> LayerSums:
+    """Return the sums of elements of linear layers' matrices on one rank."""
+    return _sum_tensors(model, lambda tensors: count_elements((t for t in tensors if t.is_gemm_weight), tensor))
+
+
+@lru_cache(maxsize=256)
+def _state_sums(model: ModelConfig, tensor: int, optimizer: str) -> LayerSums:
+    """Return the sums of a matrix optimizer's state on one rank, beyond the state of as many vector elements."""
+    state_names = OPTIMIZERS[optimizer].state_names
+    per_vector_element = len(state_names("norm.weight", (model.hidden,)))
+
+    def count(tensors: Sequence[LogicalTensor]) -> int:
+        total = 0
+        for matrix in tensors:
+            if matrix.decay:
+                extra = len(state_names(matrix.name, matrix.shape)) - per_vector_element
+                total += prod(matrix.local_shape(tensor)) * extra
+        return total
+
+    return _sum_tensors(model, count)
+
+
+def _sum_tensors(model: ModelConfig, count: Callable[[Sequence[LogicalTensor]], int]) -> LayerSums:
+    """Return the sums of a count of tensors. Layers that equal each other are counted once."""
+    counts: dict[LayerSpec, tuple[int, int, int]] = {}
+    for layer, _ in count_distinct_layers(model):
+        attention, mlp = (count(half) for half in layer_inventory(layer).halves)
+        counts[layer] = (attention + mlp, attention, mlp)
+    return LayerSums.collect([counts[layer] for layer in resolve_layers(model)])
 
 
 @lru_cache(maxsize=256)
@@ -140,48 +187,48 @@ def _outer_counts(model: ModelConfig, tensor: int) -> tuple[int, int, int]:
     """Return the parameters on one rank of the embeddings, of norm and head, and of the logits' matrix."""
     return (
         count_elements(embedding_tensors(model), tensor),
-        count_elements((*norm_tensors(model, "norm"), *head_tensors(model)), tensor),
+        count_elements((*norm_tensors(model.norm, model.hidden, "norm"), *head_tensors(model)), tensor),
         count_elements((output_matrix(model),), tensor),
     )
 
 
-def count_layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
+def count_layer_parameters(layer: LayerSpec, tensor: int = 1) -> int:
     """Return the parameters of one layer on one tensor-parallel rank, with replicated norms and row-parallel biases."""
-    return sum(_half_counts(model, tensor))
+    return count_elements(layer_inventory(layer), tensor)
 
 
 def count_chunk_parameters(
-    model: ModelConfig, layers: ChunkLayers, chunk: int, chunks: int, tensor: int = 1, stages: int | None = None
+    model: ModelConfig,
+    layers: ChunkLayers,
+    chunk: int,
+    chunks: int,
+    tensor: int = 1,
+    duplicates_tied: bool | None = None,
 ) -> int:
     """Return the parameters of global chunk `chunk` on one tensor-parallel rank, with the vocabulary's padding.
 
-    Tied embeddings on more than one stage (default: one stage per chunk) are held by the first and the last chunk.
+    Args:
+        duplicates_tied: whether the first and the last chunk both hold tied embeddings, because they are on different
+            stages (default: with more than one chunk).
     """
+    if duplicates_tied is None:
+        duplicates_tied = chunks > 1
     embeddings, head, logits = _outer_counts(model, tensor)
-    count = _sum_halves(layers, _half_counts(model, tensor))
+    count = int(_parameter_sums(model, tensor).of_chunk(layers))
     if chunk == 0:
         count += embeddings
     if chunk == chunks - 1:
         count += head
-        if model.tied_embeddings and (stages or chunks) > 1:
+        if model.tied_embeddings and duplicates_tied:
             count += logits
     return count
 
 
-def _sum_halves(layers: ChunkLayers, per_half: tuple[int, int]) -> int:
-    """Return a chunk's total of a quantity per (attention, MLP).
-
-    Blocks that cannot be divided have whole layers only, so it does not matter to which half their parts count.
-    """
-    attention, mlp = per_half
-    return layers.attention_count * attention + layers.mlp_count * mlp
-
-
-def _count_table_elements(model: ModelConfig, chunk: int, chunks: int, tensor: int, stages: int) -> int:
+def _count_table_elements(model: ModelConfig, chunk: int, chunks: int, tensor: int, duplicates_tied: bool) -> int:
     """Return a chunk's elements of embeddings and output matrix."""
     embeddings, _, logits = _outer_counts(model, tensor)
     count = embeddings if chunk == 0 else 0
-    if chunk == chunks - 1 and (not model.tied_embeddings or stages > 1):
+    if chunk == chunks - 1 and (not model.tied_embeddings or duplicates_tied):
         count += logits
     return count
 
@@ -193,78 +240,69 @@ def count_stage_parameters(model: ModelConfig, parallel: ParallelConfig, stage: 
 
 def count_stage_matrix_elements(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Return the elements of a stage's linear layers' matrices on one tensor-parallel rank, vocabulary excluded."""
-    attention, mlp = layer_inventory(model).halves
-    per_half = (_count_matrices(attention, parallel.tensor), _count_matrices(mlp, parallel.tensor))
-    return sum(_sum_halves(layers, per_half) for layers in assign_layers(model, parallel)[stage :: parallel.pipeline])
-
-
-def _count_matrices(tensors: Iterable[LogicalTensor], ranks: int) -> int:
-    return count_elements((tensor for tensor in tensors if tensor.is_gemm_weight), ranks)
+    sums = _matrix_sums(model, parallel.tensor)
+    return int(sum(sums.of_chunk(layers) for layers in assign_stage_layers(model, parallel, stage)))
 
 
 def _count_parameters_by_chunk(model: ModelConfig, parallel: ParallelConfig, stage: int) -> list[int]:
-    p = parallel.pipeline
-    chunks = p * parallel.virtual_stages
+    chunk_map = chunk_map_of(parallel)
     layers = assign_layers(model, parallel)
-    counts = []
-    for g in range(stage, chunks, p):
-        counts.append(count_chunk_parameters(model, layers[g], g, chunks, parallel.tensor, p))
-    return counts
+    duplicates_tied = len(chunk_map.end_stages) > 1
+    return [
+        count_chunk_parameters(model, layers[g], g, chunk_map.chunks, parallel.tensor, duplicates_tied=duplicates_tied)
+        for g in chunk_map.stage_chunks(stage)
+    ]
 
 
 # optimizer state -------------------------------------------------------------------------------------------------
 
 
 def count_state_elements(
-    optimizer: str, model: ModelConfig, parameters: int, layers: tuple[int, int], tables: int, tensor: int = 1
+    optimizer: str, model: ModelConfig, parameters: int, chunks: Iterable[ChunkLayers], tables: int, tensor: int = 1
 ) -> int:
     """Return the elements of state that `optimizer` holds for a part of the model, without master weights.
 
     Args:
         parameters: elements of all tensors of the part.
-        layers: number of layers' attentions, and of layers' MLPs, in the part.
+        chunks: layers of the part.
         tables: elements of its matrices outside layers: embeddings and output.
         tensor: tensor-parallel ranks that divide the layers' matrices.
     """
     state_names = OPTIMIZERS[optimizer].state_names
-    h = model.hidden
-    per_vector_element = len(state_names("norm.weight", (h,)))
-    per_table_element = len(state_names(TOKENS, (model.padded_vocab, h)))
+    per_vector_element = len(state_names("norm.weight", (model.hidden,)))
+    per_table_element = len(state_names(TOKENS, (model.padded_vocab, model.hidden)))
     count = parameters * per_vector_element + tables * (per_table_element - per_vector_element)
-    for layer_count, half in zip(layers, layer_inventory(model).halves, strict=True):
-        for matrix in half:
-            if matrix.decay:
-                extra = len(state_names(matrix.name, matrix.shape)) - per_vector_element
-                count += layer_count * prod(matrix.local_shape(tensor)) * extra
-    return count
+    sums = _state_sums(model, tensor, optimizer)
+    return count + int(sum(sums.of_chunk(layers) for layers in chunks))
 
 
 def count_checkpoint_elements(optimizer: str, model: ModelConfig) -> int:
     """Return the elements of a checkpoint: master weights and the optimizer's state."""
     parameters = count_parameters(model)
     tables = parameters - count_parameters(model, embeddings=False) - (model.vocab if model.head_bias else 0)
-    return parameters + count_state_elements(optimizer, model, parameters, (model.layers, model.layers), tables)
+    layers = ChunkLayers.from_range(range(model.layers))
+    return parameters + count_state_elements(optimizer, model, parameters, [layers], tables)
 
 
 def _count_stage_state(model: ModelConfig, parallel: ParallelConfig, stage: int, optimizer: str) -> int:
     """Return the elements of optimizer state of a stage on one tensor-parallel rank, before sharding."""
-    p = parallel.pipeline
-    chunks = p * parallel.virtual_stages
-    stage_layers = assign_layers(model, parallel)[stage::p]
-    counts = (
-        sum(layers.attention_count for layers in stage_layers),
-        sum(layers.mlp_count for layers in stage_layers),
+    chunk_map = chunk_map_of(parallel)
+    stage_layers = assign_stage_layers(model, parallel, stage)
+    duplicates_tied = len(chunk_map.end_stages) > 1
+    tables = sum(
+        _count_table_elements(model, g, chunk_map.chunks, parallel.tensor, duplicates_tied)
+        for g in chunk_map.stage_chunks(stage)
     )
-    tables = sum(_count_table_elements(model, g, chunks, parallel.tensor, p) for g in range(stage, chunks, p))
     parameters = count_stage_parameters(model, parallel, stage)
-    return count_state_elements(optimizer, model, parameters, counts, tables, parallel.tensor)
+    return count_state_elements(optimizer, model, parameters, stage_layers, tables, parallel.tensor)
 
 
 # activations -----------------------------------------------------------------------------------------------------
 
 
 def layer_saved_tensors(
-    model: ModelConfig,
+    layer: LayerSpec,
+    sequence: int,
     tensor: int,
     micro_batch: int,
     precision: str,
@@ -275,14 +313,15 @@ def layer_saved_tensors(
     """Return the tensors that one layer's forward of one micro-batch saves on one rank, as in this module's table.
 
     Args:
+        sequence: tokens of a sample.
         half: "attention" or "mlp" for one half of a divided layer.
     """
-    s = model.sequence_length
+    s = sequence
     b = micro_batch
     itemsize = DTYPE_BYTES[precision]
-    activations = layer_saved_activations(model)
+    activations = layer_saved_activations(layer)
     if half != "both":
-        activations = half_saved_activations(model)[half == "mlp"]
+        activations = half_saved_activations(layer)[half == "mlp"]
     if recompute == "full":
         activations = activations[:1]
     elif recompute != "none":
@@ -306,31 +345,21 @@ def _sum_bytes(tensors: Iterable[SavedTensor]) -> int:
     return sum(tensor.bytes for tensor in tensors)
 
 
-@dataclass(frozen=True)
-class SavedBytes:
-    """Bytes that a forward of one micro-batch saves: of a whole layer, of its attention only, of its MLP only."""
-
-    layer: int
-    attention: int
-    mlp: int
-
-    @classmethod
-    def count(
-        cls, model: ModelConfig, tensor: int, micro_batch: int, precision: str, recompute: str, linear_precision: str
-    ) -> SavedBytes:
-        """Count the bytes; the arguments are those of `layer_saved_tensors`."""
-        arguments = (model, tensor, micro_batch, precision, recompute, linear_precision)
-        return cls(
-            layer=_sum_bytes(layer_saved_tensors(*arguments, "both")),
-            attention=_sum_bytes(layer_saved_tensors(*arguments, "attention")),
-            mlp=_sum_bytes(layer_saved_tensors(*arguments, "mlp")),
+# Cached because the estimates of all stages of a layout ask for the same sums.
+@lru_cache(maxsize=64)
+def sum_saved_bytes(
+    model: ModelConfig, tensor: int, micro_batch: int, precision: str, recompute: str, linear_precision: str
+) -> LayerSums:
+    """Return the sums of the bytes that a forward of one micro-batch saves in layers; see `layer_saved_tensors`."""
+    parts: dict[LayerSpec, tuple[int, int, int]] = {}
+    for layer, _ in count_distinct_layers(model):
+        arguments = (layer, model.sequence_length, tensor, micro_batch, precision, recompute, linear_precision)
+        parts[layer] = (
+            _sum_bytes(layer_saved_tensors(*arguments, "both")),
+            _sum_bytes(layer_saved_tensors(*arguments, "attention")),
+            _sum_bytes(layer_saved_tensors(*arguments, "mlp")),
         )
-
-    def of_chunk(self, layers: ChunkLayers) -> int:
-        """Return the bytes that a chunk's layers save."""
-        attention_only = layers.attention_count - layers.whole_count
-        mlp_only = layers.mlp_count - layers.whole_count
-        return layers.whole_count * self.layer + attention_only * self.attention + mlp_only * self.mlp
+    return LayerSums.collect([parts[layer] for layer in resolve_layers(model)])
 
 
 def head_saved_tensors(model: ModelConfig, tensor: int, micro_batch: int, precision: str) -> list[SavedTensor]:
@@ -384,31 +413,39 @@ def estimate_stage_memory(
     state = _count_stage_state(model, parallel, stage, optimizer)
     if itemsize < master_itemsize:
         state += parameters
-    saved = SavedBytes.count(model, t, micro_batch, precision, parallel.recompute, linear_precision)
-    all_saved = _sum_bytes(layer_saved_tensors(model, t, micro_batch, precision, "none", linear_precision))
+    saved = sum_saved_bytes(model, t, micro_batch, precision, parallel.recompute, linear_precision)
+    all_saved = sum_saved_bytes(model, t, micro_batch, precision, "none", linear_precision)
+    stage_chunks = assign_stage_layers(model, parallel, stage)
+    stage_layers = sorted({index for layers in stage_chunks for index, _ in layers})
 
     s = model.sequence_length
     hidden_bytes = s * micro_batch * model.hidden * itemsize
     message = s // t * micro_batch * model.hidden * itemsize
     logits = 0
-    if stage == schedule.stages - 1:
+    if stage == schedule.chunk_map.last_stage:
         logits = min(s * micro_batch * (model.padded_vocab // t) * itemsize, MAX_LOGITS_BYTES)
-    workspace = s * micro_batch * _workspace_width(model, t, side_stream) * itemsize + all_saved - saved.layer
+    specs = resolve_layers(model)
+    workspace = 0
+    for spec, index in {specs[i]: i for i in stage_layers}.items():
+        gradients = s * micro_batch * _workspace_width(spec, t, side_stream) * itemsize
+        recomputed = all_saved.running[index + 1] - all_saved.running[index]
+        recomputed -= saved.running[index + 1] - saved.running[index]
+        workspace = max(workspace, gradients + int(recomputed))
     graph_buffers = 0
     if graphs:
-        in_flight = _count_in_flight(schedule, stage)
+        in_flight = schedule.count_in_flight(stage)
         graph_buffers = (in_flight - 1) * (workspace + logits)
         if schedule.chunks > 1:
             graph_buffers += 3 * in_flight * message  # input, gradient of the output, gradient of the input
         if grid.shards > 1:
-            stage_layers = assign_layers(model, parallel)[stage :: schedule.stages]
-            layer_count = sum(layers.layer_count for layers in stage_layers)
-            graph_buffers += ceil(layer_count / schedule.virtual_stages) * saved.layer + workspace + logits
+            layer_count = sum(layers.layer_count for layers in stage_chunks)
+            layer_bytes = max((saved.running[i + 1] - saved.running[i] for i in stage_layers), default=0)
+            graph_buffers += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
     matrices = count_stage_matrix_elements(model, parallel, stage)
     return MemoryEstimate(
         weights=itemsize * parameters,
         weight_copies=LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices,
-        gradients=_gradient_bytes(model, parallel, grid, stage, master_itemsize),
+        gradients=_gradient_bytes(model, parallel, grid, schedule, stage, master_itemsize),
         optimizer=master_itemsize * (state * shard // parameters if parallel.zero else state),
         activations=_peak_activation_bytes(model, parallel, schedule, stage, micro_batch, precision, saved),
         logits=logits,
@@ -419,7 +456,9 @@ def estimate_stage_memory(
     )
 
 
-def _gradient_bytes(model: ModelConfig, parallel: ParallelConfig, grid: Grid, stage: int, master_itemsize: int) -> int:
+def _gradient_bytes(
+    model: ModelConfig, parallel: ParallelConfig, grid: Grid, schedule: Schedule, stage: int, master_itemsize: int
+) -> int:
     """Return the bytes of gradient buffers of a stage."""
     by_chunk = _count_parameters_by_chunk(model, parallel, stage)
     parameters = sum(by_chunk)
@@ -427,7 +466,9 @@ def _gradient_bytes(model: ModelConfig, parallel: ParallelConfig, grid: Grid, st
         return master_itemsize * parameters
     shard = -(-parameters // grid.shards)
     two_chunks = 2 * max(by_chunk)
-    buffers = shard + two_chunks if parallel.zero == 2 else parameters
+    # With split backwards each chunk may hold a buffer of the pool, and another one is in flight.
+    pool_size = schedule.virtual_stages + 1 if schedule.splits_backward else 2
+    buffers = shard + pool_size * max(by_chunk) if parallel.zero == 2 else parameters
     total = master_itemsize * buffers
     if parallel.reduce_dtype == "bfloat16":
         # Rounded copies in flight: of a whole stage at the end of a step, of two chunks with ZeRO-2.
@@ -435,11 +476,11 @@ def _gradient_bytes(model: ModelConfig, parallel: ParallelConfig, grid: Grid, st
     return total
 
 
-def _workspace_width(model: ModelConfig, tensor: int, side_stream: bool) -> int:
+def _workspace_width(spec: LayerSpec, tensor: int, side_stream: bool) -> int:
     """Return the values per token that live inside one layer's backward at once."""
-    is_parallel = BLOCK_PARTS[model.block].is_parallel
-    layer = layer_inventory(model)
-    attention, mlp = (width // tensor for width in gradient_widths(model))
+    is_parallel = BLOCK_PARTS[spec.norms.block].is_parallel
+    layer = layer_inventory(spec)
+    attention, mlp = (width // tensor for width in gradient_widths(spec))
     # A parallel block's two branches go backward through one GEMM, so both gradients live at once.
     width = attention + mlp if is_parallel else max(attention, mlp)
     if not side_stream:
@@ -448,41 +489,29 @@ def _workspace_width(model: ModelConfig, tensor: int, side_stream: bool) -> int:
     projected = layer.attention + layer.mlp if is_parallel else layer.mlp
     columns = sum(w.shape[0] // tensor for w in projected if w.is_gemm_weight and w.partition_dim == 0)
     inner = max((w.shape[1] // tensor for w in layer.mlp if w.is_gemm_weight and w.partition_dim == 1), default=0)
-    return width + (model.hidden + columns) + (model.hidden + inner)
-
-
-def _direction_signs(schedule: Schedule, stage: int) -> np.ndarray:
-    """Return +1 for each FORWARD of a stage's list, -1 for each BACKWARD and 0 for other actions: [actions]."""
-    kinds = schedule.table[stage][:, 0]
-    return np.where(kinds == ActionKind.FORWARD, 1, np.where(kinds == ActionKind.BACKWARD, -1, 0))
-
-
-def _count_in_flight(schedule: Schedule, stage: int) -> int:
-    """Return the maximum number of micro-batches, over all chunks, between forward and backward."""
-    return int(_direction_signs(schedule, stage).cumsum().max())
+    return width + (spec.hidden + columns) + (spec.hidden + inner)
 
 
 def _count_pipeline_buffers(schedule: Schedule, stage: int) -> int:
     """Return the number of message buffers of a stage."""
-    kinds = set(np.unique(schedule.table[stage][:, 0]).tolist())
-    send_kinds = {ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD} & kinds
-    count = SEND_SLOTS * len(send_kinds)
-    count += _count_posted(schedule, stage, ActionKind.RECV_FORWARD)
-    count += _count_posted(schedule, stage, ActionKind.RECV_BACKWARD)
+    kinds, chunks, _ = schedule.table[stage].T
+    count = 0
+    for send in SENDS:
+        sent = np.unique(chunks[kinds == send]).tolist()
+        channels = {schedule.channel(stage, Action(send, chunk, microbatch=0)) for chunk in sent}
+        count += SEND_SLOTS * len(channels)
+    for receive, computes in zip(RECEIVES, ((ActionKind.FORWARD,), INPUT_BACKWARDS), strict=True):
+        count += _count_posted(schedule, stage, receive, computes)
     # A received activation becomes the saved input; a gradient is in use while others are posted.
     return count + (ActionKind.RECV_BACKWARD in kinds)
 
 
-def _count_posted(schedule: Schedule, stage: int, receive: ActionKind) -> int:
+def _count_posted(schedule: Schedule, stage: int, receive: ActionKind, computes: tuple[ActionKind, ...]) -> int:
     """Return the maximum number of receives of a kind that are posted or have arrived while the stage computes."""
     kind, chunk, _ = schedule.table[stage].T
-    if receive == ActionKind.RECV_FORWARD:
-        compute, boundary = ActionKind.FORWARD, 0
-    else:
-        compute, boundary = ActionKind.BACKWARD, schedule.chunks - 1
-    consumed = (kind == compute) & (chunk * schedule.stages + stage != boundary)
+    consumed = select_kinds(kind, *computes) & schedule.has_message(stage, receive)[chunk]
     waiting = ((kind == receive).astype(int) - consumed).cumsum()
-    return int(waiting[kind <= ActionKind.BACKWARD].max())
+    return int(waiting[select_kinds(kind, *COMPUTES)].max())
 
 
 def _peak_activation_bytes(
@@ -492,17 +521,42 @@ def _peak_activation_bytes(
     stage: int,
     micro_batch: int,
     precision: str,
-    saved: SavedBytes,
+    saved: LayerSums,
 ) -> int:
-    """Return the maximum over the schedule of the bytes of saved activations."""
-    p = schedule.stages
+    """Return the maximum over the schedule of the bytes of saved activations.
+
+    Between the two halves of a backward, the factors of weight gradients take the place of the saved activations.
+    """
     head = _sum_bytes(head_saved_tensors(model, parallel.tensor, micro_batch, precision))
     output = 0
-    if p > 1:
+    if schedule.stages > 1:
         output = model.sequence_length // parallel.tensor * micro_batch * model.hidden * DTYPE_BYTES[precision]
     layers = assign_layers(model, parallel)
     sizes = []
-    for g in range(stage, schedule.chunks, p):
-        sizes.append(saved.of_chunk(layers[g]) + (head if g == schedule.chunks - 1 else output))
-    chunk = schedule.table[stage][:, 1]
-    return int((_direction_signs(schedule, stage) * np.array(sizes)[chunk]).cumsum().max())
+    factor_sizes = []
+    factors = _factor_sums(model, parallel.tensor)
+    for g in schedule.chunk_map.stage_chunks(stage):
+        sizes.append(int(saved.of_chunk(layers[g])) + (head if g == schedule.chunks - 1 else output))
+        factor_sizes.append(int(factors.of_chunk(layers[g])))
+    kind, chunk, _ = schedule.table[stage].T
+    changes = schedule.in_flight_steps(stage) * np.array(sizes)[chunk]
+    queued = (kind == ActionKind.BACKWARD_INPUT).astype(int) - (kind == ActionKind.BACKWARD_WEIGHT)
+    tokens_bytes = model.sequence_length * micro_batch * DTYPE_BYTES[precision]
+    changes = changes + queued * tokens_bytes * np.array(factor_sizes)[chunk]
+    return int(changes.cumsum().max())
+
+
+@lru_cache(maxsize=256)
+def _factor_sums(model: ModelConfig, tensor: int) -> LayerSums:
+    """Return the sums of values per token from which weight gradients of layers are computed.
+
+    A column-parallel group of matrices shares its gathered input. A row-parallel one has a gathered output gradient.
+    """
+
+    def count(tensors: Sequence[LogicalTensor]) -> int:
+        columns = [matrix.shape for matrix in tensors if matrix.is_gemm_weight and matrix.partition_dim == 0]
+        rows = [matrix.shape for matrix in tensors if matrix.is_gemm_weight and matrix.partition_dim == 1]
+        width = sum(shape[0] for shape in columns) // tensor + max((shape[1] for shape in columns), default=0)
+        return width + sum(shape[1] // tensor + shape[0] for shape in rows)
+
+    return _sum_tensors(model, count)

@@ -6,10 +6,14 @@ run: kernels.graphs=auto uses graphs if their buffers fit.
 
 from __future__ import annotations
 
+from typing import Any
+
 from megascale.config import Config
 from megascale.config.parts import ACTIVATIONS, ATTENTIONS, BLOCKS, LINEAR_PRECISIONS, MLPS, NORMS
+from megascale.config.registry import Registry
 from megascale.core.flops import layer_flops
 from megascale.core.grid import Grid
+from megascale.core.inventory import count_distinct_layers
 from megascale.core.memory import MemoryEstimate, estimate_stage_memory
 from megascale.core.schedule import Schedule
 
@@ -31,10 +35,12 @@ def estimate_rank_memory(
     Returns:
         The estimate, and why the chunks are not CUDA graphs ("" if they are).
     """
-    if gpus:
-        reason = explain_no_graphs(config, grid)
-    else:
+    if not gpus:
         reason = "CUDA graphs need a GPU"
+    elif schedule.splits_backward:
+        reason = f"parallel.schedule={config.parallel.schedule} computes weight gradients in actions of their own"
+    else:
+        reason = explain_no_graphs(config, grid)
     if reason:
         return _estimate(config, grid, schedule, stage, graphs=False), reason
     memory = _estimate(config, grid, schedule, stage, graphs=True)
@@ -88,7 +94,9 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
     if part:
         return f"{part} is registered by a package and may depend on the step; set --kernels.graphs=on if it does not"
     tokens = config.model.sequence_length * config.train.micro_batch
-    if layer_flops(config.model, 0).training * tokens / tensor > MAX_GRAPH_FLOPS:
+    sequence = config.model.sequence_length
+    layer_work = min(layer_flops(layer, sequence).training for layer, _ in count_distinct_layers(config.model))
+    if layer_work * tokens / tensor > MAX_GRAPH_FLOPS:
         return "a layer's micro-batch keeps the GPU busy for longer than its launches take"
     return ""
 
@@ -99,14 +107,14 @@ def _find_registered_part(config: Config) -> str:
     A replay would repeat the random numbers and the sample index of the captured micro-batch.
     """
     model = config.model
-    parts = (
+    parts: list[tuple[Registry[Any], str]] = [
         (ACTIVATIONS, model.activation),
         (NORMS, model.norm),
-        (ATTENTIONS, model.attention),
-        (MLPS, model.mlp),
         (BLOCKS, model.block),
         (LINEAR_PRECISIONS, config.train.linear_precision),
-    )
+    ]
+    for layer, _ in count_distinct_layers(model):
+        parts += [(ATTENTIONS, layer.mixer.name), (MLPS, layer.feed_forward.name)]
     for registry, name in parts:
         if name not in registry.builtin_names:
             return f"{registry.key}={name}"

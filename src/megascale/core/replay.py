@@ -4,8 +4,8 @@ The planner, the simulator and the what-if analysis use it. Resources of a stage
 for parameter gathers, one for gradient reductions, and one for each of its channels. Work on a stream runs in list
 order. An action starts when its stream is free and
 
-- FORWARD/BACKWARD: its message has arrived, its chunk's parameters are gathered (first forward), its send buffer is
-  free, and without overlap (Schedule.exposed) the stage's earlier sends have arrived;
+- FORWARD and all BACKWARDs: its message has arrived, its chunk's parameters are gathered (first forward), its send
+  buffer is free, and without overlap (Schedule.exposed) the stage's earlier sends have arrived;
 - SEND/RECV: the compute before it in the stage's list has ended. The transfer starts when both sides have posted;
 - GATHER_PARAMS: the compute before it in the list has ended; REDUCE_GRADS: the backward that it arms has ended
   (data-parallel peers run in step; `simulate` adds that buckets leave within that backward).
@@ -22,12 +22,22 @@ from functools import cached_property
 
 import numpy as np
 
-from megascale.core.schedule import SEND_SLOTS, Action, ActionKind, Schedule
+from megascale.core.schedule import (
+    COMPUTES,
+    INPUT_BACKWARDS,
+    RECEIVES,
+    SEND_SLOTS,
+    SENDS,
+    WEIGHT_BACKWARDS,
+    Action,
+    ActionKind,
+    Schedule,
+    peer_offset,
+    select_kinds,
+)
 
 STREAMS = ("compute", "send", "gather", "reduce")
-_STREAM_OF_KIND = np.array([0, 0, 1, 1, 1, 1, 2, 3])
-_SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
-_RECEIVES = (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD)
+_STREAM_KINDS = (COMPUTES, (*SENDS, *RECEIVES), (ActionKind.GATHER_PARAMS,), (ActionKind.REDUCE_GRADS,))
 
 DurationOf = Callable[[int, Action], float]
 
@@ -46,9 +56,10 @@ class ActionGraph:
         predecessors: [actions, 7] indices whose end an action's start awaits, -1 where none. Column 0: the compute
             before it in the list (for a reduction the backward that it arms). Columns 1 to 3: for compute its transfer,
             its gather and the send that must free a buffer; for a transfer (column 1) the compute before its RECV on
-            the other stage. Column 4: the previous action on the stream. Columns 5 and 6: the last forward and backward
-            sends that compute awaits without overlap.
+            the other stage. Column 4: the previous action on the stream. Columns 5 to 5 + send_channels: the last send
+            on each of the stage's channels, which compute awaits without overlap.
         levels: indices in topological order, level by level; no action awaits one of its own level.
+        send_channels: largest number of channels on which a stage sends.
     """
 
     schedule: Schedule
@@ -59,6 +70,7 @@ class ActionGraph:
     partner: np.ndarray
     predecessors: np.ndarray
     levels: tuple[np.ndarray, ...]
+    send_channels: int
 
     @classmethod
     def compile(cls, schedule: Schedule) -> ActionGraph:
@@ -67,9 +79,11 @@ class ActionGraph:
         stage = np.repeat(np.arange(schedule.stages), action_counts)
         kind, chunk, microbatch = np.concatenate(schedule.table).T.astype(np.int64)
         partner = _partners(schedule, stage, kind, chunk, microbatch)
-        predecessors = _dependencies(schedule, stage, kind, chunk, microbatch, partner)
-        levels = _topological_levels(predecessors, ~np.isin(kind, _RECEIVES))
-        return cls(schedule, stage, kind, chunk, microbatch, partner, predecessors, levels)
+        channel = _send_channels(stage, kind, partner)
+        predecessors = _dependencies(schedule, stage, kind, chunk, microbatch, partner, channel)
+        levels = _topological_levels(predecessors, ~select_kinds(kind, *RECEIVES))
+        send_channels = int(channel.max(initial=-1)) + 1
+        return cls(schedule, stage, kind, chunk, microbatch, partner, predecessors, levels, send_channels)
 
     def with_extra_waits(self, extra: np.ndarray) -> ActionGraph:
         """Return the graph with more waits: action n also awaits the actions extra[n], [actions, k], -1 where none.
@@ -77,7 +91,7 @@ class ActionGraph:
         For engines with more waits than the schedule, such as blocking exchanges. Raises ValueError if that deadlocks.
         """
         predecessors = np.concatenate([self.predecessors, extra], axis=1)
-        levels = _topological_levels(predecessors, ~np.isin(self.kind, _RECEIVES))
+        levels = _topological_levels(predecessors, ~select_kinds(self.kind, *RECEIVES))
         return replace(self, predecessors=predecessors, levels=levels)
 
     @property
@@ -88,7 +102,25 @@ class ActionGraph:
     @cached_property
     def stream(self) -> np.ndarray:
         """Index into STREAMS of each action."""
-        return _STREAM_OF_KIND[self.kind]
+        streams = np.zeros(len(ActionKind), dtype=np.int64)
+        for index, kinds in enumerate(_STREAM_KINDS):
+            streams[list(kinds)] = index
+        return streams[self.kind]
+
+    @cached_property
+    def is_compute(self) -> np.ndarray:
+        """True for actions on the compute stream: [actions]."""
+        return select_kinds(self.kind, *COMPUTES)
+
+    @cached_property
+    def is_send(self) -> np.ndarray:
+        """True for SENDs: [actions]."""
+        return select_kinds(self.kind, *SENDS)
+
+    @cached_property
+    def position(self) -> np.ndarray:
+        """Position in the model of each action's chunk: [actions]."""
+        return self.schedule.chunk_map.positions[self.stage, self.chunk]
 
     def durations(
         self,
@@ -98,11 +130,28 @@ class ActionGraph:
         send_backward: object = 0.0,
         gather: object = 0.0,
         reduce: object = 0.0,
+        weight_share: float = 0.5,
     ) -> np.ndarray:
-        """Return durations [actions] from scalars or arrays [stages, virtual stages] per kind; a RECV has none."""
+        """Return durations [actions] from scalars or arrays [stages, virtual stages] per kind; a RECV has none.
+
+        Args:
+            weight_share: share of a backward that computes gradients of weights, for backwards in two halves.
+        """
         shape = (self.schedule.stages, self.schedule.virtual_stages)
-        costs = (forward, backward, send_forward, 0.0, send_backward, 0.0, gather, reduce)
-        table = np.stack([np.broadcast_to(np.asarray(c, dtype=float), shape) for c in costs])
+        backward = np.asarray(backward, dtype=float)
+        costs: dict[ActionKind, object] = {
+            ActionKind.FORWARD: forward,
+            ActionKind.BACKWARD: backward,
+            ActionKind.BACKWARD_INPUT: backward * (1 - weight_share),
+            ActionKind.BACKWARD_WEIGHT: backward * weight_share,
+            ActionKind.SEND_FORWARD: send_forward,
+            ActionKind.SEND_BACKWARD: send_backward,
+            ActionKind.GATHER_PARAMS: gather,
+            ActionKind.REDUCE_GRADS: reduce,
+        }
+        table = np.zeros((len(ActionKind), *shape))
+        for kind, cost in costs.items():
+            table[kind] = np.asarray(cost, dtype=float)
         return table[self.kind, self.stage, self.chunk]
 
 
@@ -136,7 +185,7 @@ class Timeline:
     def stream_time(self, stream: str) -> np.ndarray:
         """Return the busy time of a stream of each stage (transfers count at the sender): [stages, ...]."""
         graph = self.graph
-        selected = (graph.stream == STREAMS.index(stream)) & ~np.isin(graph.kind, _RECEIVES)
+        selected = (graph.stream == STREAMS.index(stream)) & ~select_kinds(graph.kind, *RECEIVES)
         total = np.zeros((graph.schedule.stages, *self.end.shape[1:]))
         np.add.at(total, graph.stage[selected], (self.end - self.transfer_start)[selected])
         return total
@@ -158,14 +207,15 @@ class Timeline:
         """
         graph = self.graph
         replicas = self.end.shape[1:]
-        compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
+        compute = np.flatnonzero(graph.is_compute)
         previous = graph.predecessors[compute, 0]
         idle_from = np.where(_as_column(previous >= 0, len(replicas)), self.end[previous], 0.0)
         gap = self.start[compute] - idle_from
         stages = graph.stage[compute]
         shape = (graph.schedule.stages, *replicas)
         idle = {name: np.zeros(shape) for name in ("send", "gather", "reduce", "bubble")}
-        for name, columns in (("gather", (2,)), ("send", (1, 3, 5, 6))):
+        last_sends = range(5, 5 + graph.send_channels)
+        for name, columns in (("gather", (2,)), ("send", (1, 3, *last_sends))):
             for column in columns:
                 cause = graph.predecessors[compute, column]
                 overlap_end = np.minimum(self.end[cause], self.start[compute])
@@ -190,7 +240,7 @@ class Timeline:
         """
         graph = self.graph
         overlaps = np.zeros(graph.action_count)
-        real = ~np.isin(graph.kind, _RECEIVES)
+        real = ~select_kinds(graph.kind, *RECEIVES)
         for s in range(graph.schedule.stages):
             in_stage = (graph.stage == s) & real
             actions = np.flatnonzero(in_stage & (graph.stream == STREAMS.index(stream)))
@@ -229,7 +279,7 @@ def replay_schedule(schedule: Schedule | ActionGraph, durations: np.ndarray | Du
     for level in graph.levels:
         end[level] = end[predecessors[level]].max(axis=1) + durations[level]
     transfer_start = end[:-1] - durations
-    receives = np.flatnonzero(np.isin(graph.kind, _RECEIVES))
+    receives = np.flatnonzero(select_kinds(graph.kind, *RECEIVES))
     sends = graph.partner[receives]
     end[receives] = end[sends]
     transfer_start[receives] = transfer_start[sends]
@@ -279,17 +329,16 @@ def _partners(
 
     Raises ValueError if there is none.
     """
-    p = schedule.stages
+    chunk_map = schedule.chunk_map
+    stage_of, number_of = np.array(chunk_map.stage_of), chunk_map.numbers
     partner = np.full(len(kind), -1)
-    pairs = (
-        (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD, 1),
-        (ActionKind.SEND_BACKWARD, ActionKind.RECV_BACKWARD, -1),
-    )
-    for send, receive, step in pairs:
+    for send, receive in zip(SENDS, RECEIVES, strict=True):
         sends = np.flatnonzero(kind == send)
         receives = np.flatnonzero(kind == receive)
-        target = chunk[sends] * p + stage[sends] + step
-        send_keys = _compute_key(schedule, target % p, target // p, microbatch[sends])
+        target = chunk_map.positions[stage[sends], chunk[sends]] + peer_offset(send)
+        if ((target < 0) | (target >= schedule.chunks)).any():
+            raise ValueError(f"the schedule {schedule.name} sends beyond the model's ends")
+        send_keys = _compute_key(schedule, stage_of[target], number_of[target], microbatch[sends])
         receive_keys = _compute_key(schedule, stage[receives], chunk[receives], microbatch[receives])
         order = np.argsort(receive_keys)
         if len(sends) != len(receives) or not np.array_equal(np.sort(send_keys), receive_keys[order]):
@@ -300,6 +349,31 @@ def _partners(
     return partner
 
 
+def _send_channels(stage: np.ndarray, kind: np.ndarray, partner: np.ndarray) -> np.ndarray:
+    """Return for each SEND the number, on its stage, of its channel (kind and peer's stage), else -1: [actions]."""
+    channel = np.full(len(kind), -1)
+    sends = np.flatnonzero(select_kinds(kind, *SENDS))
+    if not len(sends):
+        return channel
+    stages = int(stage.max()) + 1
+    keys = (stage[sends] * len(ActionKind) + kind[sends]) * stages + stage[partner[sends]]
+    channels, which = np.unique(keys, return_inverse=True)
+    channel_stages = channels // (len(ActionKind) * stages)
+    numbers = np.arange(len(channels)) - np.searchsorted(channel_stages, channel_stages)
+    channel[sends] = numbers[which]
+    return channel
+
+
+def _previous_of_group(group: np.ndarray, count: int = 1) -> np.ndarray:
+    """Return for each element the index of the `count`-th element before it with the same group, or -1."""
+    order = np.argsort(group, kind="stable")
+    previous = np.full(len(group), -1)
+    later, earlier = order[count:], order[:-count]
+    is_same_group = group[later] == group[earlier]
+    previous[later[is_same_group]] = earlier[is_same_group]
+    return previous
+
+
 def _dependencies(
     schedule: Schedule,
     stage: np.ndarray,
@@ -307,10 +381,13 @@ def _dependencies(
     chunk: np.ndarray,
     microbatch: np.ndarray,
     partner: np.ndarray,
+    channel: np.ndarray,
 ) -> np.ndarray:
-    """Build the array `ActionGraph.predecessors`."""
-    predecessors = np.full((len(kind), 7), -1)
-    predecessors[:, 0] = _previous_marked(kind <= ActionKind.BACKWARD, stage)
+    """Build the array `ActionGraph.predecessors`. `channel`: see `_send_channels`."""
+    channels = int(channel.max(initial=-1)) + 1
+    predecessors = np.full((len(kind), 5 + channels), -1)
+    is_compute = select_kinds(kind, *COMPUTES)
+    predecessors[:, 0] = _previous_marked(is_compute, stage)
     key_count = schedule.stages * schedule.virtual_stages * schedule.microbatches
     key = _compute_key(schedule, stage, chunk, np.maximum(microbatch, 0))
     chunk_key = stage * schedule.virtual_stages + chunk
@@ -319,25 +396,28 @@ def _dependencies(
         indices = np.flatnonzero(kind == action_kind)
         index_by_key[action_kind] = np.full(key_count, -1)
         index_by_key[action_kind][key[indices]] = indices
-        if action_kind > ActionKind.BACKWARD:
-            # Work of one kind on a stage is one stream: its channel, its gathers or its reductions.
-            is_same_stage = np.diff(stage[indices], prepend=-1) == 0
-            predecessors[indices, 4] = np.where(is_same_stage, np.roll(indices, 1), -1)
-    for compute, send, receive in (
-        (ActionKind.FORWARD, ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD),
-        (ActionKind.BACKWARD, ActionKind.SEND_BACKWARD, ActionKind.RECV_BACKWARD),
+    # Work of one kind on a stage is one stream: its gathers or its reductions, or the transfers of a channel.
+    peer_stage = np.where(partner >= 0, stage[partner], 0)
+    streamed = np.flatnonzero(~is_compute)
+    stream = (kind[streamed] * schedule.stages + stage[streamed]) * schedule.stages + peer_stage[streamed]
+    previous = _previous_of_group(stream)
+    predecessors[streamed, 4] = np.where(previous >= 0, streamed[previous], -1)
+    for computes, send, receive in (
+        ((ActionKind.FORWARD,), ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD),
+        (INPUT_BACKWARDS, ActionKind.SEND_BACKWARD, ActionKind.RECV_BACKWARD),
     ):
-        indices = np.flatnonzero(kind == compute)
-        received = index_by_key[receive][key[indices]]
-        predecessors[indices, 1] = np.where(received >= 0, partner[received], -1)
         sends = np.flatnonzero(kind == send)
-        # The send that used this buffer before: SEND_SLOTS earlier among the stage's sends of this kind.
-        slot_sends = np.full(len(sends), -1)
-        is_same_stage = stage[sends[SEND_SLOTS:]] == stage[sends[:-SEND_SLOTS]]
-        slot_sends[SEND_SLOTS:] = np.where(is_same_stage, sends[:-SEND_SLOTS], -1)
-        predecessors[index_by_key[compute][key[sends]], 3] = slot_sends
+        # The send that used this buffer before: SEND_SLOTS earlier on the channel.
+        earlier = _previous_of_group(stage[sends] * max(channels, 1) + channel[sends], SEND_SLOTS)
+        slot_sends = np.where(earlier >= 0, sends[earlier], -1) if len(sends) else earlier
+        for compute in computes:
+            indices = np.flatnonzero(kind == compute)
+            received = index_by_key[receive][key[indices]]
+            predecessors[indices, 1] = np.where(received >= 0, partner[received], -1)
+            senders = index_by_key[compute][key[sends]]
+            predecessors[senders[senders >= 0], 3] = slot_sends[senders >= 0]
     reduces = np.flatnonzero(kind == ActionKind.REDUCE_GRADS)
-    backwards = np.flatnonzero(kind == ActionKind.BACKWARD)
+    backwards = np.flatnonzero(select_kinds(kind, *WEIGHT_BACKWARDS))
     # A reduction arms the chunk's next backward in the list: search among all, sorted by chunk and then by position.
     by_chunk = np.lexsort((backwards, chunk_key[backwards]))
     order = chunk_key * len(kind) + np.arange(len(kind))
@@ -351,24 +431,24 @@ def _dependencies(
     gather_by_chunk[chunk_key[gathers]] = gathers
     predecessors[first_forwards, 2] = gather_by_chunk[chunk_key[first_forwards]]
     # A transfer also awaits the compute before its RECV on the other side.
-    sends = np.flatnonzero(np.isin(kind, _SENDS))
+    sends = np.flatnonzero(channel >= 0)
     predecessors[sends, 1] = predecessors[partner[sends], 0]
     if schedule.exposed:
-        for column, send in enumerate(_SENDS, start=5):
-            predecessors[:, column] = _last_send(kind, stage, send)
+        for number in range(channels):
+            predecessors[:, 5 + number] = _last_send(is_compute, stage, channel == number)
     return predecessors
 
 
-def _last_send(kind: np.ndarray, stage: np.ndarray, send: ActionKind) -> np.ndarray:
-    """Return for each compute the last earlier send of this kind on its stage: [actions], -1 where none."""
-    sends = np.flatnonzero(kind == send)
-    computes = np.flatnonzero(kind <= ActionKind.BACKWARD)
+def _last_send(is_compute: np.ndarray, stage: np.ndarray, is_send: np.ndarray) -> np.ndarray:
+    """Return for each compute the last earlier one of the sends `is_send` on its stage: [actions], -1 where none."""
+    sends = np.flatnonzero(is_send)
+    computes = np.flatnonzero(is_compute)
     last = np.searchsorted(sends, computes) - 1
     if len(sends):
         candidates = sends[np.maximum(last, 0)]
     else:
         candidates = np.zeros_like(computes)
-    waits = np.full(len(kind), -1)
+    waits = np.full(len(stage), -1)
     waits[computes] = np.where((last >= 0) & (stage[candidates] == stage[computes]), candidates, -1)
     return waits
 

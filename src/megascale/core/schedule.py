@@ -6,15 +6,22 @@ timeline compares a run with it. `schedule_registry` names the schedules that a 
 Meaning of the actions (the contract with the executor):
 
 - FORWARD and BACKWARD run one after another on the stage's compute stream, in list order.
-- RECV_* posts the receive now; the FORWARD or BACKWARD of the same chunk and micro-batch awaits it.
+- BACKWARD_INPUT and BACKWARD_WEIGHT are the two halves of a BACKWARD. The first computes the gradient of the chunk's
+  input, and queues the gradients of linear layers' weights. The second computes these, at any time after the first
+  (Qi et al. 2023, zero bubble). Each backward of a list may be whole or in two halves.
+- RECV_* posts the receive now; the FORWARD, BACKWARD or BACKWARD_INPUT of the same chunk and micro-batch awaits it.
 - SEND_* starts the send now. It is awaited only when its buffer is needed again: before the compute whose result is the
   message SEND_SLOTS later on the same channel. Without overlap (`Schedule.exposed`, non-overlapped) every compute also
   awaits the sends before it.
 - GATHER_PARAMS starts the gather of the chunk's parameters, bucket by bucket in the order in which its first FORWARD
   needs them; that forward awaits each bucket before its use. The list's first gather (`Schedule.first_gather`) starts
   during the previous step's update, if that step knows that another follows: a bucket leaves once its shard is updated.
-- REDUCE_GRADS arms the chunk's buckets. It stands before the BACKWARD that completes their gradients, the chunk's last
-  (ZeRO-2: before every one). Within that backward a bucket is reduced as soon as it is full; the optimizer awaits it.
+- REDUCE_GRADS arms the chunk's buckets. It stands before the BACKWARD or BACKWARD_WEIGHT that completes their
+  gradients, the chunk's last (ZeRO-2: before every one). Within that backward a bucket is reduced as soon as it is
+  full; the optimizer awaits it.
+
+A chunk's neighbours in the model are where the schedule's placement puts them (`chunk_map`). Between two chunks of one
+stage nothing is sent: the list runs them in order, and the second takes the first one's result.
 
 A receive is posted one compute slot before its message can arrive, in warm-up, steady and cool-down phases alike, and
 never in one operation with a send. So no compute waits for a transfer that it does not need (MegaScale section 3.2),
@@ -29,10 +36,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from megascale.core.chunk_map import ChunkMap, Placement, make_chunk_map, round_robin
 from megascale.errors import FitError
 
 # Buffers of a channel on the sending side: one in flight, one being filled. A compute that fills a buffer waits for the
@@ -41,7 +50,7 @@ SEND_SLOTS = 2
 
 
 class ActionKind(IntEnum):
-    """Kind of an action; `label` is its name in spans."""
+    """Kind of an action, with its code in tables. Codes are stable; `label` is the name in records."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -51,6 +60,8 @@ class ActionKind(IntEnum):
     RECV_BACKWARD = 5
     GATHER_PARAMS = 6
     REDUCE_GRADS = 7
+    BACKWARD_INPUT = 8
+    BACKWARD_WEIGHT = 9
 
     @property
     def label(self) -> str:
@@ -59,18 +70,45 @@ class ActionKind(IntEnum):
 
     @property
     def is_compute(self) -> bool:
-        """True for FORWARD and BACKWARD."""
-        return self <= ActionKind.BACKWARD
+        """True for FORWARD and all kinds of BACKWARD."""
+        return self in COMPUTES
 
     @property
     def is_send(self) -> bool:
         """True for SEND_FORWARD and SEND_BACKWARD."""
-        return self in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
+        return self in SENDS
 
     @property
     def is_receive(self) -> bool:
         """True for RECV_FORWARD and RECV_BACKWARD."""
-        return self in (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD)
+        return self in RECEIVES
+
+
+COMPUTES = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
+RECEIVES = (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD)
+# Backwards that compute the gradient of a chunk's input, and backwards that complete the gradients of its weights.
+INPUT_BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+WEIGHT_BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+# Kind of transfer -> kind on the other side, and the peer's position in the model relative to the chunk's.
+_OPPOSITES = {
+    ActionKind.SEND_FORWARD: (ActionKind.RECV_FORWARD, 1),
+    ActionKind.RECV_FORWARD: (ActionKind.SEND_FORWARD, -1),
+    ActionKind.SEND_BACKWARD: (ActionKind.RECV_BACKWARD, -1),
+    ActionKind.RECV_BACKWARD: (ActionKind.SEND_BACKWARD, 1),
+}
+
+
+def select_kinds(kinds: np.ndarray, *selected: ActionKind) -> np.ndarray:
+    """Return which of the codes `kinds` are one of `selected`: booleans of its shape."""
+    table = np.zeros(len(ActionKind), dtype=bool)
+    table[list(selected)] = True
+    return table[kinds]
+
+
+def peer_offset(kind: ActionKind) -> int:
+    """Return the position of a transfer's other chunk relative to its own: 1 for the next, -1 for the previous."""
+    return _OPPOSITES[kind][1]
 
 
 class Action(NamedTuple):
@@ -106,11 +144,12 @@ class Schedule:
     Attributes:
         name: name of its generator.
         stages: p, number of pipeline stages.
-        virtual_stages: v, model chunks per stage. Chunk c of stage s is global chunk c * p + s.
+        virtual_stages: v, model chunks per stage.
         microbatches: m, micro-batches in a step.
         table: for each stage an int32 array [actions, 3] of (kind, chunk, microbatch); `schedule[stage]` gives the same
             as a tuple of Action.
         exposed: whether every compute awaits all sends before it. `without_overlap` sets it.
+        placement: stage of each model chunk.
     """
 
     name: str
@@ -119,6 +158,7 @@ class Schedule:
     microbatches: int
     table: tuple[np.ndarray, ...]
     exposed: bool = False
+    placement: Placement = round_robin
 
     def replace_actions(self, actions: Sequence[Iterable[Action]]) -> Schedule:
         """Return this schedule with other actions, one list per stage."""
@@ -138,61 +178,66 @@ class Schedule:
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Schedule)
-            and (self.stages, self.virtual_stages, self.microbatches)
-            == (other.stages, other.virtual_stages, other.microbatches)
+            and (self.chunk_map, self.microbatches) == (other.chunk_map, other.microbatches)
             and all(np.array_equal(a, b) for a, b in zip(self.table, other.table, strict=True))
         )
 
     __hash__ = None  # type: ignore[assignment]
 
     @property
+    def chunk_map(self) -> ChunkMap:
+        """Stage and number of each model chunk."""
+        return make_chunk_map(self.stages, self.virtual_stages, self.placement)
+
+    @property
     def chunks(self) -> int:
         """Number of model chunks over all stages."""
         return self.stages * self.virtual_stages
 
+    @cached_property
+    def splits_backward(self) -> bool:
+        """True if some backwards are two actions, one for input gradients and one for weight gradients."""
+        return any((table[:, 0] == ActionKind.BACKWARD_WEIGHT).any() for table in self.table)
+
     def global_chunk(self, stage: int, chunk: int) -> int:
         """Return the position of a stage's chunk in the model."""
-        return chunk * self.stages + stage
+        return int(self.chunk_map.positions[stage, chunk])
+
+    def has_message(self, stage: int, kind: ActionKind) -> np.ndarray:
+        """Return which chunks of a stage have a SEND or RECV of this kind: [v] booleans.
+
+        A chunk has none if there is no neighbour in that direction, or if the neighbour is on the same stage.
+        """
+        chunk_map = self.chunk_map
+        neighbours = chunk_map.positions[stage] + peer_offset(kind)
+        exists = (neighbours >= 0) & (neighbours < self.chunks)
+        peer_stages = np.array(chunk_map.stage_of)[neighbours % self.chunks]
+        return exists & (peer_stages != stage)
 
     def channel(self, stage: int, action: Action) -> Channel:
         """Return the communicator of a SEND or RECV of `stage`. Raises ValueError for other actions."""
-        next_stage = (stage + 1) % self.stages
-        previous_stage = (stage - 1) % self.stages
-        if action.kind == ActionKind.SEND_FORWARD:
-            return Channel("forward", stage, next_stage)
-        if action.kind == ActionKind.RECV_FORWARD:
-            return Channel("forward", previous_stage, stage)
-        if action.kind == ActionKind.SEND_BACKWARD:
-            return Channel("backward", stage, previous_stage)
-        if action.kind == ActionKind.RECV_BACKWARD:
-            return Channel("backward", next_stage, stage)
-        raise ValueError(f"{action} moves nothing between stages")
+        peer_stage, _ = self.peer(stage, action)
+        if action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD):
+            direction = "forward"
+        else:
+            direction = "backward"
+        if action.kind.is_send:
+            return Channel(direction, stage, peer_stage)
+        return Channel(direction, peer_stage, stage)
 
     def peer(self, stage: int, action: Action) -> tuple[int, Action]:
         """Return the matching action on the other side as (stage, action).
 
-        Stage p-1 sends the output of its chunk c forward to chunk c+1 of stage 0, and gets that gradient back. Raises
-        ValueError if `action` is not a SEND or RECV.
+        Raises ValueError if `action` moves nothing between stages.
         """
-        channel = self.channel(stage, action)
-        if action.kind.is_send:
-            peer_stage = channel.target
-        else:
-            peer_stage = channel.source
-        kind, chunk, microbatch = action
-        # Sending forward or receiving a gradient talks to a later chunk. Crossing the ring's end changes the chunk.
-        is_peer_later = kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_BACKWARD)
-        if is_peer_later and stage == self.stages - 1:
-            chunk += 1
-        elif not is_peer_later and stage == 0:
-            chunk -= 1
-        opposite = {
-            ActionKind.SEND_FORWARD: ActionKind.RECV_FORWARD,
-            ActionKind.RECV_FORWARD: ActionKind.SEND_FORWARD,
-            ActionKind.SEND_BACKWARD: ActionKind.RECV_BACKWARD,
-            ActionKind.RECV_BACKWARD: ActionKind.SEND_BACKWARD,
-        }
-        return peer_stage, Action(opposite[kind], chunk, microbatch)
+        neighbour = None
+        if action.kind in _OPPOSITES:
+            opposite, offset = _OPPOSITES[action.kind]
+            neighbour = self.chunk_map.neighbour(stage, action.chunk, offset)
+        if neighbour is None or neighbour[0] == stage:
+            raise ValueError(f"{action} of stage {stage} moves nothing between stages")
+        peer_stage, peer_chunk = neighbour
+        return peer_stage, Action(opposite, peer_chunk, action.microbatch)
 
     def first_gather(self, stage: int) -> int:
         """Return the chunk of the first GATHER_PARAMS in the stage's list. Raises ValueError if there is none."""
@@ -204,18 +249,18 @@ class Schedule:
 
     def channels(self) -> list[Channel]:
         """Return all channels of this layout, in the order in which communicators are created."""
-        p = self.stages
-        if p == 1:
-            return []
-        senders = range(p if self.virtual_stages > 1 else p - 1)
-        forward = [Channel("forward", s, (s + 1) % p) for s in senders]
+        forward = [Channel("forward", source, target) for source, target in self.chunk_map.edges()]
         return forward + [Channel("backward", channel.target, channel.source) for channel in forward]
+
+    def in_flight_steps(self, stage: int) -> np.ndarray:
+        """Return +1 for each FORWARD of a stage's list, -1 for each backward of its input, else 0: [actions]."""
+        kinds = self.table[stage][:, 0]
+        is_backward = select_kinds(kinds, *INPUT_BACKWARDS)
+        return (kinds == ActionKind.FORWARD).astype(int) - is_backward
 
     def count_in_flight(self, stage: int) -> int:
         """Return the maximum number of chunk-forwards of `stage` whose backward has not run."""
-        kinds = self.table[stage][:, 0]
-        steps = np.where(kinds == ActionKind.FORWARD, 1, np.where(kinds == ActionKind.BACKWARD, -1, 0))
-        return int(steps.cumsum().max(initial=0))
+        return int(self.in_flight_steps(stage).cumsum().max(initial=0))
 
 
 def one_f_one_b(stages: int, microbatches: int, reduce_each_microbatch: bool = False) -> Schedule:
@@ -342,61 +387,112 @@ def _build(
 ) -> Schedule:
     """Build a schedule: place forwards and backwards into compute slots, and transfers around them."""
     forwards, backwards = _orders(p, v, m, micro_batch_group_size)
-    tables = tuple(_build_stage(s, p, v, min(warmup[s], v * m), forwards, backwards, reduce_each) for s in range(p))
-    return Schedule(name, p, v, m, tables)
+    computes = []
+    arrivals = []
+    for stage in range(p):
+        stage_computes, arrival = _order_computes(stage, p, v, min(warmup[stage], v * m), forwards, backwards)
+        computes.append(stage_computes)
+        arrivals.append(arrival)
+    return schedule_computes(name, p, v, m, computes, reduce_each_microbatch=reduce_each, arrivals=arrivals)
+
+
+def _order_computes(
+    s: int, p: int, v: int, warmup: int, forwards: np.ndarray, backwards: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the computes of stage `s` as [2 v m, 3], and the slot in which the message of each can arrive.
+
+    `_orders` gives `forwards` and `backwards`.
+    """
+    n = len(forwards)
+    i = np.arange(n)
+    forward_slot = np.where(i < warmup, i, 2 * i - warmup)
+    backward_slot = np.where(i < n - warmup, warmup + 2 * i + 1, n + i)
+    computes = np.empty((2 * n, 3), dtype=np.int32)
+    computes[forward_slot] = np.insert(forwards[:, :2], 0, ActionKind.FORWARD, axis=1)
+    computes[backward_slot] = np.insert(backwards[:, :2], 0, ActionKind.BACKWARD, axis=1)
+    # A message that crosses the ring's end comes from the previous group.
+    arrival = np.empty(2 * n, dtype=np.int64)
+    arrival[forward_slot] = forward_slot[i - forwards[:, 2] * (s == 0) * (forwards[:, 0] > 0)]
+    arrival[backward_slot] = backward_slot[i - backwards[:, 2] * (s == p - 1) * (backwards[:, 0] < v - 1)]
+    return computes, arrival
 
 
 # Order of actions within a compute slot. The first slot's own receive and gather precede all other actions.
 _OWN_RECV, _OWN_GATHER, _NEXT_GATHER, _NEXT_RECV, _REDUCE, _COMPUTE, _SEND = range(7)
 
 
-def _build_stage(
-    s: int, p: int, v: int, warmup: int, forwards: np.ndarray, backwards: np.ndarray, reduce_each: bool
+def schedule_computes(
+    name: str,
+    stages: int,
+    virtual_stages: int,
+    microbatches: int,
+    computes: Sequence[np.ndarray | Sequence[Action]],
+    placement: Placement = round_robin,
+    reduce_each_microbatch: bool = False,
+    arrivals: Sequence[np.ndarray] | None = None,
+) -> Schedule:
+    """Build a schedule from each stage's computes, by adding transfers, gathers and reductions around them.
+
+    Args:
+        computes: for each stage [computes, 3] of (kind, chunk, microbatch), in order.
+        reduce_each_microbatch: a REDUCE_GRADS before every backward of weights (ZeRO-2), not only a chunk's last.
+        arrivals: for each stage the compute before which the message of each compute is received: [computes]. The
+            default is that compute itself.
+    """
+    schedule = Schedule(name, stages, virtual_stages, microbatches, table=(), placement=placement)
+    tables = []
+    for stage, stage_computes in enumerate(computes):
+        stage_computes = np.asarray(stage_computes, dtype=np.int32).reshape(-1, 3)
+        if arrivals is None:
+            arrival = np.arange(len(stage_computes))
+        else:
+            arrival = arrivals[stage]
+        tables.append(_add_communication(schedule, stage, stage_computes, arrival, reduce_each_microbatch))
+    return replace(schedule, table=tuple(tables))
+
+
+def _add_communication(
+    schedule: Schedule, stage: int, computes: np.ndarray, arrival: np.ndarray, reduce_each: bool
 ) -> np.ndarray:
-    """Return the actions of stage `s` as [actions, 3]; `_orders` gives `forwards` and `backwards`."""
-    forward_lead, backward_lead = forwards[:, 2], backwards[:, 2]
-    forwards, backwards = forwards[:, :2], backwards[:, :2]
-    n = len(forwards)
-    i = np.arange(n)
-    forward_slot = np.where(i < warmup, i, 2 * i - warmup)
-    backward_slot = np.where(i < n - warmup, warmup + 2 * i + 1, n + i)
-    rows: list[np.ndarray] = []
-    keys: list[np.ndarray] = []
+    """Return the actions of a stage as [actions, 3]."""
+    slots = np.arange(len(computes))
+    kinds, chunks, _ = computes.T
+    rows = [computes]
+    keys = [slots * 8 + _COMPUTE]
 
     def put(kind: ActionKind, computes: np.ndarray, slot: np.ndarray, order: int | np.ndarray) -> None:
-        rows.append(np.concatenate([np.full((len(computes), 1), int(kind)), computes], axis=1))
+        rows.append(np.column_stack([np.full(len(computes), int(kind)), computes[:, 1:]]))
         keys.append(slot * 8 + order)
 
-    def receive(kind: ActionKind, computes: np.ndarray, slot: np.ndarray) -> None:
-        put(kind, computes, np.maximum(slot - 1, 0), np.where(slot > 0, _NEXT_RECV, _OWN_RECV))
+    for directions, receive, send in (
+        ((ActionKind.FORWARD,), ActionKind.RECV_FORWARD, ActionKind.SEND_FORWARD),
+        (INPUT_BACKWARDS, ActionKind.RECV_BACKWARD, ActionKind.SEND_BACKWARD),
+    ):
+        is_direction = select_kinds(kinds, *directions)
+        received = slots[is_direction & schedule.has_message(stage, receive)[chunks]]
+        slot = arrival[received]
+        put(receive, computes[received], np.maximum(slot - 1, 0), np.where(slot > 0, _NEXT_RECV, _OWN_RECV))
+        sent = slots[is_direction & schedule.has_message(stage, send)[chunks]]
+        put(send, computes[sent], sent, _SEND)
 
-    put(ActionKind.FORWARD, forwards, forward_slot, _COMPUTE)
-    put(ActionKind.BACKWARD, backwards, backward_slot, _COMPUTE)
-    if p > 1:
-        # The model's first chunk reads tokens and its last computes the loss, so there is no transfer beyond them.
-        is_first_forward = (forwards[:, 0] == 0) & (s == 0)
-        is_last_forward = (forwards[:, 0] == v - 1) & (s == p - 1)
-        is_first_backward = (backwards[:, 0] == 0) & (s == 0)
-        is_last_backward = (backwards[:, 0] == v - 1) & (s == p - 1)
-        # A message that crosses the ring's end comes from the previous group.
-        forward_needed = forward_slot[i - forward_lead * (s == 0) * (forwards[:, 0] > 0)]
-        backward_needed = backward_slot[i - backward_lead * (s == p - 1) * (backwards[:, 0] < v - 1)]
-        receive(ActionKind.RECV_FORWARD, forwards[~is_first_forward], forward_needed[~is_first_forward])
-        put(ActionKind.SEND_FORWARD, forwards[~is_last_forward], forward_slot[~is_last_forward], _SEND)
-        receive(ActionKind.RECV_BACKWARD, backwards[~is_last_backward], backward_needed[~is_last_backward])
-        put(ActionKind.SEND_BACKWARD, backwards[~is_first_backward], backward_slot[~is_first_backward], _SEND)
-
-    chunks = np.stack([np.arange(v), np.full(v, -1)], axis=1)
     # A chunk's parameters are gathered one chunk ahead, the first two at the start of the step.
-    first = np.array([forward_slot[forwards[:, 0] == c].min() for c in range(v)])
-    ahead = np.concatenate([[0], first[:-1]])
-    put(ActionKind.GATHER_PARAMS, chunks, ahead, np.where(np.arange(v) == 0, _OWN_GATHER, _NEXT_GATHER))
+    forwards = slots[kinds == ActionKind.FORWARD]
+    gathered, first = np.unique(chunks[forwards], return_index=True)
+    by_first_use = np.argsort(first)
+    first_slots = forwards[first[by_first_use]]
+    whole_steps = np.column_stack([gathered, gathered, np.full(len(gathered), -1)])[by_first_use]
+    ahead = np.concatenate([[0], first_slots[:-1]])
+    order = np.where(np.arange(len(ahead)) == 0, _OWN_GATHER, _NEXT_GATHER)
+    put(ActionKind.GATHER_PARAMS, whole_steps, ahead, order)
+    backwards = slots[select_kinds(kinds, *WEIGHT_BACKWARDS)]
     if reduce_each:
-        put(ActionKind.REDUCE_GRADS, backwards, backward_slot, _REDUCE)
+        put(ActionKind.REDUCE_GRADS, computes[backwards], backwards, _REDUCE)
     else:
-        last = np.array([backward_slot[backwards[:, 0] == c].max() for c in range(v)])
-        put(ActionKind.REDUCE_GRADS, chunks, last, _REDUCE)
-    order = np.argsort(np.concatenate(keys), kind="stable")
-    table = np.concatenate(rows)[order].astype(np.int32)
+        reduced, from_end = np.unique(chunks[backwards[::-1]], return_index=True)
+        last_slots = backwards[::-1][from_end]
+        put(
+            ActionKind.REDUCE_GRADS, np.column_stack([reduced, reduced, np.full(len(reduced), -1)]), last_slots, _REDUCE
+        )
+    table = np.concatenate(rows)[np.argsort(np.concatenate(keys), kind="stable")].astype(np.int32)
     table.setflags(write=False)
     return table

@@ -2,21 +2,24 @@
 
 Training, planner, preflight and simulator all use `build_checked_schedule`, so that none of them runs or prices a list
 of actions that the checker has not proven. Only the memory estimate of many layouts skips the proof. Another package
-adds a schedule:
+adds a schedule, and may use `core/schedule.py::schedule_computes`:
 
     def build_mine(stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size) -> Schedule:
     ...
 
-    SCHEDULES.register("mine", build_mine)
+    SCHEDULES.register("mine", ScheduleDefinition(build_mine))
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megascale.config import ParallelConfig
 from megascale.config.registry import Registry
 from megascale.core.checker import ScheduleError, check_schedule
+from megascale.core.chunk_map import ChunkMap, Placement, make_chunk_map, round_robin
 from megascale.core.schedule import (
     ActionKind,
     Schedule,
@@ -25,11 +28,24 @@ from megascale.core.schedule import (
     pipeline_schedule,
     without_overlap,
 )
-from megascale.errors import FitError
+from megascale.errors import ConfigError, FitError
 
 # Function of (stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size). The last is None
 # if the schedule may choose the size of a group.
-Maker = Callable[[int, int, int, bool, int | None], Schedule]
+Builder = Callable[[int, int, int, bool, int | None], Schedule]
+
+
+@dataclass(frozen=True)
+class ScheduleDefinition:
+    """A named schedule.
+
+    Attributes:
+        build: builds the list of actions.
+        placement: stage of each model chunk. The model's layers, groups and memory depend on it alone.
+    """
+
+    build: Builder
+    placement: Placement = round_robin
 
 
 def _one_f_one_b(
@@ -47,11 +63,20 @@ def _one_f_one_b(
     return one_f_one_b(stages, microbatches, reduce_each_microbatch)
 
 
-SCHEDULES: Registry[Maker] = Registry(
+SCHEDULES: Registry[ScheduleDefinition] = Registry(
     "parallel.schedule",
-    {"auto": pipeline_schedule, "1f1b": _one_f_one_b, "interleaved": interleaved_1f1b},
+    {
+        "auto": ScheduleDefinition(pipeline_schedule),
+        "1f1b": ScheduleDefinition(_one_f_one_b),
+        "interleaved": ScheduleDefinition(interleaved_1f1b),
+    },
     home="megascale.core",
 )
+
+
+def chunk_map_of(parallel: ParallelConfig) -> ChunkMap:
+    """Return the stages of model chunks under parallel.schedule. Raises ConfigError for an unknown name."""
+    return make_chunk_map(parallel.pipeline, parallel.virtual_stages, SCHEDULES[parallel.schedule].placement)
 
 
 @lru_cache(maxsize=64)
@@ -72,14 +97,19 @@ def build_schedule(
 
     Raises ConfigError for an unknown name, ScheduleError if the schedule has other sizes or reductions than requested.
     """
-    builder = SCHEDULES[name]
-    schedule = builder(stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size)
+    definition = SCHEDULES[name]
+    schedule = definition.build(stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size)
     sizes = (schedule.stages, schedule.virtual_stages, schedule.microbatches)
     requested = (stages, virtual_stages, microbatches)
     if sizes != requested:
         raise ScheduleError(
             f"parallel.schedule={name} made {sizes} stages, chunks per stage and micro-batches, but {requested} were "
             "requested; return a schedule of the sizes in the function's arguments"
+        )
+    if schedule.chunk_map != make_chunk_map(stages, virtual_stages, definition.placement):
+        raise ScheduleError(
+            f"parallel.schedule={name} made a schedule whose chunks are on stages {schedule.chunk_map.stage_of}, which "
+            "its placement contradicts; give the schedule and its ScheduleDefinition the same placement"
         )
     for stage, table in enumerate(schedule.table):
         microbatch = table[table[:, 0] == ActionKind.REDUCE_GRADS, 2]
@@ -110,10 +140,19 @@ def build_checked_schedule(
 ) -> Schedule:
     """Build a schedule like `build_schedule` and prove it for any message timing.
 
-    Raises ScheduleError if the schedule can deadlock.
+    Raises ScheduleError if the schedule can deadlock, ConfigError if it can only without overlap.
     """
     schedule = build_schedule(
         name, stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size, overlap
     )
-    check_schedule(schedule)
+    try:
+        check_schedule(schedule)
+    except ScheduleError as error:
+        if overlap:
+            raise
+        check_schedule(replace(schedule, exposed=False))
+        raise ConfigError(
+            f"overlap.pipeline=false: {error}; its transfers need the overlap, so set --overlap.pipeline=true or "
+            "another parallel.schedule"
+        ) from None
     return schedule

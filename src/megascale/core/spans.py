@@ -1,7 +1,8 @@
 """Kinds of spans and axes, the span record, and the interface of the engine's recorder of times.
 
-Timers (observe/rank/timers.py) write spans and roll-ups in binary with the codes below. The numbers are part of the
-format, so new kinds are added at the end. Readers see names.
+Timers (observe/rank/timers.py) write spans and roll-ups in binary with the codes below. The codes are part of the
+format, so new kinds are added at the end. Readers see names. The codes are independent of those of `ActionKind`:
+`SPAN_OF_ACTION` has the span of each action.
 """
 
 from __future__ import annotations
@@ -11,22 +12,22 @@ from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any
 
-from megascale.core.schedule import ActionKind
+from megascale.core.schedule import COMPUTES, ActionKind
 
 SPAN_SCHEMA = 1
 
 
 class SpanKind(IntEnum):
-    """Kinds of spans: the schedule's actions under their own numbers, then the work around and within them."""
+    """Kinds of spans: the schedule's actions, and the work around and within them."""
 
-    FORWARD = ActionKind.FORWARD
-    BACKWARD = ActionKind.BACKWARD
-    SEND_FORWARD = ActionKind.SEND_FORWARD
-    RECV_FORWARD = ActionKind.RECV_FORWARD
-    SEND_BACKWARD = ActionKind.SEND_BACKWARD
-    RECV_BACKWARD = ActionKind.RECV_BACKWARD
-    GATHER_PARAMS = ActionKind.GATHER_PARAMS
-    REDUCE_GRADS = ActionKind.REDUCE_GRADS
+    FORWARD = 0
+    BACKWARD = 1
+    SEND_FORWARD = 2
+    RECV_FORWARD = 3
+    SEND_BACKWARD = 4
+    RECV_BACKWARD = 5
+    GATHER_PARAMS = 6
+    REDUCE_GRADS = 7
     FINISH_REDUCTIONS = 8  # waits for gradient reductions that are still in flight
     CHECKPOINT_STALL = 9  # the update waits for a snapshot of the state
     OPTIMIZER = 10
@@ -40,12 +41,30 @@ class SpanKind(IntEnum):
     GARBAGE_PAUSE = 18  # within a step: automatic garbage collections; roll-ups only
     ALLOCATOR_RETRY = 19  # within a step: retries of the CUDA caching allocator; roll-ups only
     PROCESSOR_WAIT = 20  # within a step: the runnable thread had no CPU; roll-ups only
+    BACKWARD_INPUT = 21  # of a backward in two actions: the gradient of the chunk's input
+    BACKWARD_WEIGHT = 22  # of a backward in two actions: the gradients of linear layers' weights
 
     @property
     def label(self) -> str:
         """Lower-case name, such as `send_forward`."""
         return self.name.lower()
 
+
+SPAN_OF_ACTION = {
+    ActionKind.FORWARD: SpanKind.FORWARD,
+    ActionKind.BACKWARD: SpanKind.BACKWARD,
+    ActionKind.BACKWARD_INPUT: SpanKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT: SpanKind.BACKWARD_WEIGHT,
+    ActionKind.SEND_FORWARD: SpanKind.SEND_FORWARD,
+    ActionKind.RECV_FORWARD: SpanKind.RECV_FORWARD,
+    ActionKind.SEND_BACKWARD: SpanKind.SEND_BACKWARD,
+    ActionKind.RECV_BACKWARD: SpanKind.RECV_BACKWARD,
+    ActionKind.GATHER_PARAMS: SpanKind.GATHER_PARAMS,
+    ActionKind.REDUCE_GRADS: SpanKind.REDUCE_GRADS,
+}
+
+BACKWARD_LABELS = tuple(SPAN_OF_ACTION[kind].label for kind in COMPUTES if kind != ActionKind.FORWARD)
+COMPUTE_LABELS = (SpanKind.FORWARD.label, *BACKWARD_LABELS)
 
 # Spans within an action in which this rank does no work.
 WAIT_KINDS = (SpanKind.WAIT, SpanKind.DATA_WAIT)

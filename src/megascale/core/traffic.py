@@ -7,16 +7,18 @@ that.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from megascale.config import ModelConfig, ParallelConfig
 from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.grid import Grid
-from megascale.core.inventory import BLOCK_PARTS, output_matrix
-from megascale.core.layers import assign_layers
+from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
+from megascale.core.layer_spec import LayerSpec
+from megascale.core.layers import LayerSums, assign_stage_layers
 from megascale.core.memory import DTYPE_BYTES, count_stage_matrix_elements, count_stage_parameters
-from megascale.core.schedule import ActionKind, Schedule
+from megascale.core.schedule import SENDS, Schedule, select_kinds
 from megascale.errors import FitError
 
 
@@ -70,13 +72,27 @@ def check_priced_axes(grid: Grid) -> None:
             )
 
 
-def layer_collectives(model: ModelConfig) -> tuple[int, int]:
+def layer_collectives(layer: LayerSpec) -> tuple[int, int]:
     """Return the (all-gathers, reduce-scatters) of one layer's forward under tensor parallelism.
 
     Serial block: two of each. Parallel block with a shared norm: one of each; with two norms the inputs differ, so two
     gathers. Backward swaps them and gathers the inputs again for the weight gradients.
     """
-    return BLOCK_PARTS[model.block].collectives(model)
+    return BLOCK_PARTS[layer.norms.block].collectives(layer)
+
+
+@lru_cache(maxsize=64)
+def _sum_collectives(model: ModelConfig, forward_passes: int) -> LayerSums:
+    """Return the sums of collectives of forward and backward; half a layer has half of them.
+
+    Backward mirrors the forward and gathers inputs again; full recompute runs the forward twice.
+    """
+    parts = []
+    for layer in resolve_layers(model):
+        gathers, scatters = layer_collectives(layer)
+        count = (gathers + scatters) * (1 + forward_passes) + gathers
+        parts.append((count, count / 2, count / 2))
+    return LayerSums.collect(parts)
 
 
 def estimate_stage_traffic(
@@ -97,18 +113,16 @@ def estimate_stage_traffic(
     itemsize = DTYPE_BYTES[precision]
     master_itemsize = max(4, itemsize)
     hidden_bytes = model.sequence_length * micro_batch * model.hidden * itemsize
-    layers = assign_layers(model, parallel)[stage :: grid.pipeline]
-    layer_count = sum(chunk.layer_count for chunk in layers)
-    gathers, scatters = layer_collectives(model)
-    # Forward, its mirror in backward, inputs gathered again; full recompute runs the forward twice.
-    forward_passes = 2 if parallel.recompute == "full" else 1
-    collectives = round(layer_count * ((gathers + scatters) * (1 + forward_passes) + gathers))
+    layers = assign_stage_layers(model, parallel, stage)
+    sums = _sum_collectives(model, forward_passes=2 if parallel.recompute == "full" else 1)
+    collectives = round(sum(sums.of_chunk(chunk) for chunk in layers))
     # Embedding: scatter forward, gather backward. Logits: gather forward, scatter backward.
-    is_first = stage == 0
-    is_last = stage == grid.pipeline - 1
+    chunk_map = schedule.chunk_map
+    is_first = stage == chunk_map.first_stage
+    is_last = stage == chunk_map.last_stage
     collectives += 2 * is_first + 2 * is_last
     kinds = schedule.table[stage][:, 0]
-    sends = int(((kinds == ActionKind.SEND_FORWARD) | (kinds == ActionKind.SEND_BACKWARD)).sum())
+    sends = int(select_kinds(kinds, *SENDS).sum())
     gather_bytes = 0
     if parallel.zero:
         gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
@@ -118,7 +132,7 @@ def estimate_stage_traffic(
         gradient_itemsize = master_itemsize
     reductions = {0: 2, 1: 1, 2: schedule.microbatches}[parallel.zero]  # an all-reduce counts twice
     embedding_bytes = 0
-    if model.tied_embeddings and grid.pipeline > 1 and (is_first or is_last):
+    if model.tied_embeddings and len(chunk_map.end_stages) > 1 and (is_first or is_last):
         embedding_bytes = master_itemsize * prod(output_matrix(model).local_shape(t))
     ring_share = (grid.shards - 1) / grid.shards
     parameters = count_stage_parameters(model, parallel, stage)

@@ -7,21 +7,23 @@ A part declares the columns of its input projection (`columns`), gets their resu
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from megascale.config.parts import ATTENTIONS, PartFacts
 from megascale.config.registry import Registry
-from megascale.core.inventory import ATTENTION_PARTS, PartInventory
-from megascale.model.context import Branch, ForwardContext, LayerSetup, Rotary
+from megascale.core.inventory import ATTENTION_PARTS, LogicalTensor, PartInventory
+from megascale.model.context import ForwardContext, LayerSetup, Rotary
+from megascale.model.fusion import Branch
+from megascale.model.norm import Norm
 from megascale.ops.attention import attention
-from megascale.ops.rope import split_qkv
+from megascale.ops.rope import apply_rotary, split_qkv
+from megascale.parallel.module import DirectModule
 from megascale.parallel.tensor import RowLinear
 
 
-class CausalAttention(nn.Module):
+class CausalAttention(DirectModule):
     """Causal attention with grouped queries, in the layer's window if it has one.
 
     Attributes:
@@ -32,39 +34,63 @@ class CausalAttention(nn.Module):
 
     def __init__(self, setup: LayerSetup) -> None:
         super().__init__()
-        model = setup.model
-        self.layer = setup.layer
-        self.head_size = model.head_size
-        self.interleaved = model.rotary_interleaved
-        self.window = model.layer_window(setup.layer)
-        self._chooser = setup.axis.runtime.attention
-        self.heads = model.heads // setup.axis.size
-        self.kv_heads = model.num_kv_heads // setup.axis.size
-        self.width = (self.heads + 2 * self.kv_heads) * model.head_size  # columns of this rank
+        spec = setup.layer.mixer
+        self.index = setup.index
+        self.head_size = spec.head_size
+        self.window = spec.window
+        self.interleaved = spec.rope is not None and spec.rope.interleaved
+        self.heads = spec.heads // setup.axis.size
+        self.kv_heads = spec.kv_heads // setup.axis.size
+        self.width = (self.heads + 2 * self.kv_heads) * spec.head_size  # columns of this rank
         self.columns = [t for t in setup.tensors.attention if t.partition_dim == 0]
         self.bias: nn.Parameter | None = None
-        self.out = RowLinear([t for t in setup.tensors.attention if t.partition_dim != 0], setup.linears, setup.dtype)
+        self.query_norm: Norm | None = None
+        self.key_norm: Norm | None = None
+        if spec.qk_norm:
+            self.query_norm = self._make_norm(setup, "query_norm")
+            self.key_norm = self._make_norm(setup, "key_norm")
+        self.out = RowLinear(_select(setup, "output"), setup.linears, setup.dtype)
+        self._chooser = setup.axis.runtime.attention
 
-    @property
-    def residual_bias(self) -> nn.Parameter | None:
-        """Bias that is added to the residual stream together with this part's output."""
-        return self._modules["out"]._parameters.get("bias")  # type: ignore[union-attr]
+    @staticmethod
+    def _make_norm(setup: LayerSetup, part: str) -> Norm:
+        norms = setup.layer.norms
+        return Norm(norms.name, norms.eps, _select(setup, part), setup.dtype)
 
     def forward(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> Branch:
         """Attend from the projection [s, b, (n + 2g) d] of this rank's heads; return their share of the output."""
-        cos, sin = rotary or (None, None)
+        cos, sin = self.select_split_tables(rotary)
         q, k, v = split_qkv(qkv, self.heads, self.kv_heads, cos, sin, self.interleaved)
-        return self.attend(q, k, v, context)
+        return self.attend(q, k, v, rotary, context)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext) -> Branch:
-        """Attend with rotated q [s, b, n, d] and k, v [s, b, g, d]; return the share of this rank's heads."""
+    def select_split_tables(self, rotary: Rotary) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the tables for an operator that rotates queries and keys as it splits a projection.
+
+        Norms of queries and keys come before their rotation, which `attend` then does.
+        """
+        if rotary is None or self.query_norm is not None:
+            return None, None
+        return rotary
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary, context: ForwardContext
+    ) -> Branch:
+        """Attend with q [s, b, n, d] and k, v [s, b, g, d] of a split projection; return this rank's share."""
+        if self.query_norm is not None and self.key_norm is not None:
+            q = self.query_norm(q)
+            k = self.key_norm(k)
+            if rotary is not None:
+                q = apply_rotary(q, *rotary, self.interleaved)
+                k = apply_rotary(k, *rotary, self.interleaved)
         if context.cache is not None:
-            if self.layer in context.cache.layers:
-                old_k, old_v = context.cache.layers[self.layer]
-                k, v = torch.cat([old_k, k]), torch.cat([old_v, v])
-            context.cache.layers[self.layer] = (k, v)
-        weight: Any = self._modules["out"]._parameters["weight"]  # type: ignore[union-attr]
-        return Branch(attention(q, k, v, window=self.window, chooser=self._chooser), weight)
+            k, v = context.cache.extend(self.index, k, v, self.window)
+        mixed = attention(q, k, v, window=self.window, chooser=self._chooser)
+        return Branch(mixed, self.out.weight, self.out.bias)
+
+
+def _select(setup: LayerSetup, part: str) -> list[LogicalTensor]:
+    """Return the attention's tensors of a part."""
+    return [tensor for tensor in setup.tensors.attention if f".attention.{part}." in tensor.name]
 
 
 ATTENTION_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(ATTENTIONS.key, {"causal": CausalAttention})

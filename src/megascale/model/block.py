@@ -2,13 +2,12 @@
 
 Activations are x_SBH = [sequence / tensor ranks, batch, hidden] between layers and [sequence, batch, local heads or
 columns] inside. Serial block: x + Attn(LN x), then x + MLP(LN x). Parallel block (MegaScale section 3.1):
-x + Attn(LN x) + MLP(LN x), with one gather and one scatter per layer. model/context.py describes the fusions.
+x + Attn(LN x) + MLP(LN x), with one gather and one scatter per layer. model/fusion.py has the fusions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,41 +15,40 @@ from torch import nn
 
 from megascale.config.parts import BLOCKS, PartFacts
 from megascale.config.registry import Registry
-from megascale.core.inventory import BLOCK_PARTS, BlockInventory, has_fused_projection
-from megascale.core.layers import Half
+from megascale.core.inventory import BLOCK_PARTS, BlockInventory, LogicalTensor, has_fused_projection
 from megascale.model import attention as attentions
 from megascale.model import mlp as mlps
-from megascale.model.attention import CausalAttention
-from megascale.model.context import (
-    Branch,
-    ForwardContext,
-    LayerSetup,
-    ResidualStream,
-    Rotary,
-    add_residual,
-    is_recomputed,
-    sum_branches,
-)
-from megascale.model.mlp import DenseMlp
-from megascale.model.norm import Norm, norm_and_project
+from megascale.model.context import ForwardContext, LayerSetup, Rotary
+from megascale.model.fusion import Branch, ResidualStream, add_branches, norm_and_project
+from megascale.model.norm import Norm
 from megascale.ops.activation import fuses
 from megascale.ops.fused_projection import split_fused_projection
+from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear
 
 
-class _Parts(nn.Module):
-    """Base of a block or half a block."""
+class Block(DirectModule):
+    """Base of all blocks: the parts of a layer. The parts of a half that is in another chunk are None.
 
-    def __init__(self, setup: LayerSetup, recompute: str) -> None:
+    Parts may come from plugins, so they have no common type.
+    """
+
+    def __init__(self, setup: LayerSetup) -> None:
         super().__init__()
         self.setup = setup
-        self.recompute = recompute
+        self.attention: Any = None
+        self.mlp: Any = None
+        if setup.half != "mlp":
+            self.attention = attentions.ATTENTION_MODULES[setup.layer.mixer.name](setup)
+        if setup.half != "attention":
+            self.mlp = mlps.MLP_MODULES[setup.layer.feed_forward.name](setup)
 
-    @property
-    def part(self) -> dict[str, Any]:
-        """Modules by name. `part["mlp"]` is `self.mlp`, which nn.Module would look up in several dictionaries."""
-        return self._modules
+    def make_norm(self, tensors: Sequence[LogicalTensor]) -> Norm:
+        """Return a norm of the layer."""
+        setup = self.setup
+        norms = setup.layer.norms
+        return Norm(norms.name, norms.eps, tensors, setup.dtype, setup.recomputes("norms"))
 
     def make_projection(self, part: Any) -> ColumnLinear | None:
         """Return the input projection of a part, or None if the part reads the norm."""
@@ -59,103 +57,45 @@ class _Parts(nn.Module):
         return None
 
 
-class Block(_Parts):
-    """Base of all blocks, with attention, MLP and a norm.
-
-    Args:
-        setup: layer and model.
-        recompute: value of parallel.recompute; the chunk recomputes whole layers.
-    """
-
-    def __init__(self, setup: LayerSetup, recompute: str = "none") -> None:
-        super().__init__(setup, recompute)
-        # Parts may come from plugins, so they have no common type.
-        self.attention: Any = attentions.ATTENTION_MODULES[setup.model.attention](setup)
-        self.mlp: Any = mlps.MLP_MODULES[setup.model.mlp](setup)
-        self.norm1 = Norm(setup.model, setup.tensors.norm1, setup.dtype)
-
-
-def _attend(
-    half: _Parts, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool
-) -> ResidualStream:
-    """Return x + Attn(LN x) of a serial block."""
-    setup = half.setup
-    part = half.part
-    attention = part["attention"]
-    x_SBH, qkv = norm_and_project(part["norm1"], part.get("attention_in"), x, half.recompute)
-    y = sum_branches(setup.linears, attention(qkv, rotary, context))
-    return add_residual(setup, y, x_SBH, 0, context, defer_add, attention.residual_bias)
-
-
-def _feed(half: _Parts, x: ResidualStream, context: ForwardContext, defer_add: bool) -> ResidualStream:
-    """Return x + MLP(LN x) of a serial block."""
-    setup = half.setup
-    part = half.part
-    mlp = part["mlp"]
-    mlp_in = part.get("mlp_in")
-    fused = mlp.fuses_bias_gradient(x if isinstance(x, torch.Tensor) else x.y_SBH)
-    x_SBH, inner = norm_and_project(part["norm2"], mlp_in, x, half.recompute, fused)
-    y = sum_branches(setup.linears, mlp(inner, mlp_in, half.recompute))
-    return add_residual(setup, y, x_SBH, 1, context, defer_add, mlp.residual_bias)
-
-
 class SerialBlock(Block):
-    """Serial block: x + Attn(LN x), then x + MLP(LN x)."""
+    """Serial block, or half of it: x + Attn(LN x), then x + MLP(LN x)."""
 
-    def __init__(self, setup: LayerSetup, recompute: str = "none") -> None:
-        super().__init__(setup, recompute)
-        self.norm2 = Norm(setup.model, setup.tensors.norm2, setup.dtype)
-        self.attention_in = self.make_projection(self.attention)
-        self.mlp_in = self.make_projection(self.mlp)
+    def __init__(self, setup: LayerSetup) -> None:
+        super().__init__(setup)
+        if self.attention is not None:
+            self.norm1 = self.make_norm(setup.tensors.norm1)
+        if self.mlp is not None:
+            self.norm2 = self.make_norm(setup.tensors.norm2)
+        if self.attention is not None:
+            self.attention_in = self.make_projection(self.attention)
+        if self.mlp is not None:
+            self.mlp_in = self.make_projection(self.mlp)
 
     def forward(
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
     ) -> ResidualStream:
         """Run the block, [s/t, b, h] -> [s/t, b, h]. With `defer_add` the next norm may compute the last sum."""
-        return _feed(self, _attend(self, x, rotary, context, True), context, defer_add)
-
-
-class SerialAttention(_Parts):
-    """First half of a serial block whose MLP is in another chunk: x + Attn(LN x)."""
-
-    def __init__(self, setup: LayerSetup, recompute: str = "none") -> None:
-        super().__init__(setup, recompute)
-        self.attention: Any = attentions.ATTENTION_MODULES[setup.model.attention](setup)
-        self.norm1 = Norm(setup.model, setup.tensors.norm1, setup.dtype)
-        self.attention_in = self.make_projection(self.attention)
-
-    def forward(
-        self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
-    ) -> ResidualStream:
-        """Run the block like `SerialBlock.forward`."""
-        return _attend(self, x, rotary, context, defer_add)
-
-
-class SerialMlp(_Parts):
-    """Second half of a serial block whose attention is in another chunk: x + MLP(LN x)."""
-
-    def __init__(self, setup: LayerSetup, recompute: str = "none") -> None:
-        super().__init__(setup, recompute)
-        self.mlp: Any = mlps.MLP_MODULES[setup.model.mlp](setup)
-        self.norm2 = Norm(setup.model, setup.tensors.norm2, setup.dtype)
-        self.mlp_in = self.make_projection(self.mlp)
-
-    def forward(
-        self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
-    ) -> ResidualStream:
-        """Run the block like `SerialBlock.forward`."""
-        return _feed(self, x, context, defer_add)
+        setup = self.setup
+        if self.attention is not None:
+            x_SBH, qkv = norm_and_project(self.norm1, self.attention_in, x)
+            attended = self.attention(qkv, rotary, context)
+            x = add_branches(setup, x_SBH, [attended], context, defer_add=defer_add or self.mlp is not None)
+        if self.mlp is not None:
+            x_SBH, inner = norm_and_project(self.norm2, self.mlp_in, x, reader=self.mlp)
+            fed = self.mlp(inner, self.mlp_in)
+            x = add_branches(setup, x_SBH, [fed], context, site=1, defer_add=defer_add)
+        return x
 
 
 class ParallelBlock(Block):
     """Parallel block x + Attn(LN x) + MLP(LN x) with a projection, and possibly a norm, for each part."""
 
-    def __init__(self, setup: LayerSetup, recompute: str = "none") -> None:
-        super().__init__(setup, recompute)
+    def __init__(self, setup: LayerSetup) -> None:
+        super().__init__(setup)
+        self.norm1 = self.make_norm(setup.tensors.norm1)
+        self.norm2 = self.norm1
         if setup.tensors.norm2:
-            self.norm2 = Norm(setup.model, setup.tensors.norm2, setup.dtype)
-        else:
-            self.norm2 = self.norm1
+            self.norm2 = self.make_norm(setup.tensors.norm2)
         self.attention_in = self.make_projection(self.attention)
         self.mlp_in = self.make_projection(self.mlp)
 
@@ -163,66 +103,18 @@ class ParallelBlock(Block):
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
     ) -> ResidualStream:
         """Run the block like `SerialBlock.forward`."""
-        setup = self.setup
-        part = self.part
-        recompute = self.recompute
-        attention = part["attention"]
-        mlp = part["mlp"]
-        mlp_in = part.get("mlp_in")
-        x_SBH, qkv = norm_and_project(part["norm1"], part.get("attention_in"), x, recompute)
-        fused = mlp.fuses_bias_gradient(x_SBH)
-        _, inner = norm_and_project(part["norm2"], mlp_in, x_SBH, recompute, fused)
-        attended = attention(qkv, rotary, context)
-        y = sum_branches(setup.linears, attended, mlp(inner, mlp_in, recompute))
-        return add_residual(setup, y, x_SBH, 0, context, defer_add, attention.residual_bias, mlp.residual_bias)
-
-
-OPERATOR = "split fused projection"
-
-
-def fuses_split(mlp: DenseMlp, x: ResidualStream) -> bool:
-    """Return whether splitting a fused projection also computes the gradient of its bias."""
-    return fuses(mlp.activation, OPERATOR, x if isinstance(x, torch.Tensor) else x.y_SBH)
-
-
-def split_projection(
-    fused_SBC: torch.Tensor,
-    into: ColumnLinear,
-    attention: CausalAttention,
-    mlp: DenseMlp,
-    rotary: Rotary,
-    context: ForwardContext,
-    recompute: str,
-) -> tuple[Branch, Branch]:
-    """Return the branches of a parallel block from its fused QKV+MLP projection."""
-    if attention.bias is not None:
-        # Only the attention's half has a bias, so the halves are separated first.
-        width = attention.width
-        qkv = fused_SBC[..., :width] + attention.bias
-        return attention(qkv, rotary, context), mlp(fused_SBC[..., width:], None, recompute)
-    cos, sin = rotary or (None, None)
-    q, k, v, inner, activation = split_fused_projection(
-        fused_SBC,
-        attention.heads,
-        attention.kv_heads,
-        attention.head_size,
-        mlp.activation,
-        mlp.bias,
-        cos,
-        sin,
-        attention.interleaved,
-        into.bias if fuses_split(mlp, fused_SBC) else None,
-        is_recomputed(recompute, "activation"),
-    )
-    weight: Any = mlp._modules["out"]._parameters["weight"]  # type: ignore[union-attr]
-    return attention.attend(q, k, v, context), Branch(inner, weight, activation)
+        x_SBH, qkv = norm_and_project(self.norm1, self.attention_in, x)
+        _, inner = norm_and_project(self.norm2, self.mlp_in, x_SBH, reader=self.mlp)
+        branches = [self.attention(qkv, rotary, context), self.mlp(inner, self.mlp_in)]
+        return add_branches(self.setup, x_SBH, branches, context, defer_add=defer_add)
 
 
 class FusedParallelBlock(Block):
     """Parallel block x + Attn(LN x) + MLP(LN x) with one projection for both parts."""
 
-    def __init__(self, setup: LayerSetup, recompute: str = "none") -> None:
-        super().__init__(setup, recompute)
+    def __init__(self, setup: LayerSetup) -> None:
+        super().__init__(setup)
+        self.norm1 = self.make_norm(setup.tensors.norm1)
         # A fused projection has one bias; if only one part has a bias (GPT-J), that part adds it.
         parts = [self.attention, self.mlp]
         part_biases = [[tensor for tensor in part.columns if not tensor.is_gemm_weight] for part in parts]
@@ -237,53 +129,63 @@ class FusedParallelBlock(Block):
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
     ) -> ResidualStream:
         """Run the block like `SerialBlock.forward`."""
-        setup = self.setup
-        part = self.part
-        recompute = self.recompute
-        attention = part["attention"]
-        mlp = part["mlp"]
-        into = part["into"]
-        fused_bias = attention.bias is None and fuses_split(mlp, x)
-        x_SBH, fused = norm_and_project(part["norm1"], into, x, recompute, fused_bias)
-        branches = split_projection(fused, into, attention, mlp, rotary, context, recompute)
-        y = sum_branches(setup.linears, *branches)
-        return add_residual(setup, y, x_SBH, 0, context, defer_add, attention.residual_bias, mlp.residual_bias)
+        x_SBH, columns = norm_and_project(self.norm1, self.into, x, reader=self)
+        branches = self.split(columns, rotary, context)
+        return add_branches(self.setup, x_SBH, branches, context, defer_add=defer_add)
+
+    def fuses_bias_gradient(self, x: torch.Tensor) -> bool:
+        """Return whether splitting the projection also computes the gradient of its bias."""
+        return self.attention.bias is None and fuses(self.mlp.activation, "split fused projection", x)
+
+    def split(self, columns: torch.Tensor, rotary: Rotary, context: ForwardContext) -> list[Branch]:
+        """Return the branches of both parts from their projection [s, b, columns/t]."""
+        attention = self.attention
+        mlp = self.mlp
+        if attention.bias is not None:
+            # Only the attention's half has a bias, so the halves are separated first.
+            qkv = columns[..., : attention.width] + attention.bias
+            return [attention(qkv, rotary, context), mlp(columns[..., attention.width :], None)]
+        cos, sin = attention.select_split_tables(rotary)
+        q, k, v, inner, activation = split_fused_projection(
+            columns,
+            attention.heads,
+            attention.kv_heads,
+            attention.head_size,
+            mlp.activation,
+            mlp.bias,
+            cos,
+            sin,
+            attention.interleaved,
+            self.into.bias if self.fuses_bias_gradient(columns) else None,
+            mlp.is_recomputed and torch.is_grad_enabled(),
+        )
+        return [attention.attend(q, k, v, rotary, context), Branch(inner, mlp.out.weight, mlp.out.bias, activation)]
 
 
-def parallel_block(setup: LayerSetup, recompute: str = "none") -> Block:
+def make_parallel_block(setup: LayerSetup) -> Block:
     """Make a parallel block, with one projection for both parts if they share a norm and can read it."""
-    if has_fused_projection(setup.model):
-        return FusedParallelBlock(setup, recompute)
-    return ParallelBlock(setup, recompute)
+    if has_fused_projection(setup.layer):
+        return FusedParallelBlock(setup)
+    return ParallelBlock(setup)
 
 
-Make = Callable[[LayerSetup, str], nn.Module]
-
-BLOCK_MODULES: Registry[Make] = Registry(BLOCKS.key, {"serial": SerialBlock, "parallel": parallel_block})
-# Attention half and MLP half of the blocks that a chunk boundary may divide (BlockInventory.can_split).
-HALF_BLOCK_MODULES: dict[str, tuple[Make, Make]] = {"serial": (SerialAttention, SerialMlp)}
+BLOCK_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(
+    BLOCKS.key, {"serial": SerialBlock, "parallel": make_parallel_block}
+)
 
 
 def register(
-    name: str, make: Make, inventory: BlockInventory, description: str = "", halves: tuple[Make, Make] | None = None
+    name: str, make: Callable[[LayerSetup], nn.Module], inventory: BlockInventory, description: str = ""
 ) -> None:
-    """Register a value of model.block; make(setup, recompute) returns the block of a layer.
+    """Register a value of model.block; make(setup) returns the block of a layer.
 
-    Args:
-        halves: the same for its attention and for its MLP; without them no chunk boundary divides the block.
+    With `inventory.can_split` a chunk boundary may divide the block, and `setup.half` says which half is made.
     """
     BLOCKS.register(name, PartFacts(description))
-    BLOCK_PARTS.register(name, replace(inventory, can_split=halves is not None))
+    BLOCK_PARTS.register(name, inventory)
     BLOCK_MODULES.register(name, make)
-    if halves is not None:
-        HALF_BLOCK_MODULES[name] = halves
 
 
-def make_block(setup: LayerSetup, recompute: str = "none", half: Half = "both") -> nn.Module:
-    """Return the block of model.block, or half of it."""
-    if half == "both":
-        return BLOCK_MODULES[setup.model.block](setup, recompute)
-    make_attention, make_mlp = HALF_BLOCK_MODULES[setup.model.block]
-    if half == "attention":
-        return make_attention(setup, recompute)
-    return make_mlp(setup, recompute)
+def make_block(setup: LayerSetup) -> nn.Module:
+    """Return the block of a layer, or half of it."""
+    return BLOCK_MODULES[setup.layer.norms.block](setup)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,13 +10,15 @@ from torch import nn
 from megascale.config.parts import MLPS, PartFacts
 from megascale.config.registry import Registry
 from megascale.core.inventory import MLP_PARTS, PartInventory
-from megascale.model.context import Branch, LayerSetup, is_recomputed
+from megascale.model.context import LayerSetup
+from megascale.model.fusion import Branch
 from megascale.ops import activation as activations
 from megascale.ops.activation import RecomputedActivation, activate, fuses
+from megascale.parallel.module import DirectModule
 from megascale.parallel.tensor import ColumnLinear, RowLinear
 
 
-class DenseMlp(nn.Module):
+class DenseMlp(DirectModule):
     """MLP with one input matrix (two with a gate) and one output matrix.
 
     Attributes:
@@ -29,16 +30,12 @@ class DenseMlp(nn.Module):
 
     def __init__(self, setup: LayerSetup) -> None:
         super().__init__()
-        self.activation = setup.model.activation
+        self.activation = setup.layer.feed_forward.activation
+        self.is_recomputed = setup.recomputes("activation")
         self._operator = activations.KINDS[self.activation].operator
         self.columns = [t for t in setup.tensors.mlp if t.partition_dim == 0]
         self.bias: nn.Parameter | None = None
         self.out = RowLinear([t for t in setup.tensors.mlp if t.partition_dim != 0], setup.linears, setup.dtype)
-
-    @property
-    def residual_bias(self) -> nn.Parameter | None:
-        """Bias that is added to the residual stream together with this part's output."""
-        return self._modules["out"]._parameters.get("bias")  # type: ignore[union-attr]
 
     def fuses_bias_gradient(self, x: torch.Tensor) -> bool:
         """Return whether the activation computes the gradient of its GEMM's bias, which it does if it is fused.
@@ -47,21 +44,18 @@ class DenseMlp(nn.Module):
         """
         return fuses(self.activation, self._operator, x)
 
-    def forward(self, inner: torch.Tensor, projection: ColumnLinear | None, recompute: str) -> Branch:
+    def forward(self, inner: torch.Tensor, projection: ColumnLinear | None) -> Branch:
         """Return this rank's share of the output for `inner`, [s, b, f/t] (gated: twice as wide).
 
         Args:
             projection: linear layer that made `inner`, including its bias; None for half of a fused projection.
         """
         is_bias_added = projection is not None and self.fuses_bias_gradient(inner)
-        if projection is not None and is_bias_added:
-            bias = projection._parameters.get("bias")
-        else:
-            bias = self.bias
-        weight: Any = self._modules["out"]._parameters["weight"]  # type: ignore[union-attr]
-        if is_recomputed(recompute, "activation"):
-            return Branch(inner, weight, RecomputedActivation(self.activation, bias, is_bias_added))
-        return Branch(activate(self.activation, inner, bias, is_bias_added), weight)
+        bias = projection.bias if projection is not None and is_bias_added else self.bias
+        if self.is_recomputed and torch.is_grad_enabled():
+            recompute_fn = RecomputedActivation(self.activation, bias, is_bias_added)
+            return Branch(inner, self.out.weight, self.out.bias, recompute_fn)
+        return Branch(activate(self.activation, inner, bias, is_bias_added), self.out.weight, self.out.bias)
 
 
 MLP_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(MLPS.key, {"dense": DenseMlp})

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megascale.config import ModelConfig
 from megascale.config.parts import NORMS, NormFacts
 from megascale.config.registry import Registry
 from megascale.core.inventory import LogicalTensor
-from megascale.model.context import ResidualStream, is_recomputed
 from megascale.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter
-from megascale.parallel.tensor import ColumnLinear
 
 
 @dataclass(frozen=True)
@@ -55,43 +52,36 @@ def register(name: str, operators: NormOperators, bias: bool) -> None:
     NORM_OPERATORS.register(name, operators)
 
 
-class Norm(nn.Module):
-    """Norm over hidden, on this rank's part of the sequence."""
+class Norm(DirectModule):
+    """Norm over hidden, on this rank's part of the sequence.
 
-    def __init__(self, model: ModelConfig, tensors: Sequence[LogicalTensor], dtype: torch.dtype) -> None:
+    Args:
+        name: value of model.norm.
+        tensors: its weight, and its bias if it has one.
+        is_recomputed: whether backward recomputes the norm instead of saving it.
+    """
+
+    def __init__(
+        self, name: str, eps: float, tensors: Sequence[LogicalTensor], dtype: torch.dtype, is_recomputed: bool = False
+    ) -> None:
         super().__init__()
-        self.eps, self._operators = model.norm_eps, NORM_OPERATORS[model.norm]
+        self.eps = eps
+        self.is_recomputed = is_recomputed
+        self._operators = NORM_OPERATORS[name]
         weight, *bias = tensors
         self.weight = local_parameter([weight], 0, 1, dtype)
         self.bias = local_parameter(bias, 0, 1, dtype) if bias else None
 
+    @property
+    def adds(self) -> bool:
+        """True if it computes a sum and its norm in one pass."""
+        return self._operators.add_norm is not None
+
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Return the norm of x."""
-        parameters: Any = (
-            self._parameters
-        )  # faster than `self.weight`, which nn.Module looks up in several dictionaries
-        return self._operators.norm(x_SBH, parameters["weight"], parameters.get("bias"), self.eps)
+        return self._operators.norm(x_SBH, self.weight, self.bias, self.eps)
 
-    def add_and_norm(self, x: ResidualStream) -> tuple[Tensor, Tensor]:
-        """Return x and its norm. A deferred sum and its norm are computed in one pass, forward and backward."""
-        if isinstance(x, Tensor):
-            return x, self(x)
-        if self._operators.add_norm is None:
-            total = x.add()
-            return total, self(total)
-        weight: Any = self._parameters["weight"]
-        bias = self._parameters.get("bias")
-        return self._operators.add_norm(x.y_SBH, x.residual_SBH, weight, bias, self.eps, x.bias)
-
-
-def norm_and_project(
-    norm: Norm, projection: ColumnLinear | None, x: ResidualStream, recompute: str, fused_bias_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the residual stream, and the projection of its norm (without a projection, the norm)."""
-    if projection is None:
-        return norm.add_and_norm(x)
-    if is_recomputed(recompute, "norms"):
-        x_SBH = x if isinstance(x, Tensor) else x.add()
-        return x_SBH, projection.forward(x_SBH, norm, fused_bias_gradient)
-    x_SBH, normed = norm.add_and_norm(x)
-    return x_SBH, projection.forward(normed, None, fused_bias_gradient)
+    def add_and_norm(self, y_SBH: Tensor, residual_SBH: Tensor, y_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return residual + y + y_bias and its norm, computed in one pass, forward and backward."""
+        assert self._operators.add_norm is not None
+        return self._operators.add_norm(y_SBH, residual_SBH, self.weight, self.bias, self.eps, y_bias)

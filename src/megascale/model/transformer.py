@@ -13,20 +13,23 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megascale.config import ModelConfig
-from megascale.core.inventory import LogicalTensor, embedding_tensors, head_tensors, norm_tensors
+from megascale.core.batch import Batch
+from megascale.core.inventory import LogicalTensor, embedding_tensors, head_tensors, norm_tensors, resolve_layers
 from megascale.core.layers import ChunkLayers
 from megascale.model.block import make_block
-from megascale.model.context import EVALUATION, ForwardContext, LayerSetup, ResidualStream, Rotary
+from megascale.model.context import EVALUATION, ForwardContext, LayerSetup
+from megascale.model.fusion import ResidualStream, add_and_norm
 from megascale.model.norm import Norm
+from megascale.model.rotary import RotaryTables
 from megascale.ops.dropout import dropout, dropout_key
-from megascale.ops.rope import rotary_tables
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.linear import make_linears
+from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter, spec_of
 from megascale.parallel.tensor import ColumnLinear, RowLinear, vocabulary_embedding, vocabulary_logits, vocabulary_loss
 
 
-class Chunk(nn.Module):
+class Chunk(DirectModule):
     """Consecutive blocks; `first` adds the embeddings, `last` the final norm and the loss.
 
     Args:
@@ -70,14 +73,18 @@ class Chunk(nn.Module):
         self.position_embedding = self._local(positions[0]) if first and positions else None
         if isinstance(layers, range):
             layers = ChunkLayers.from_range(layers)
-        self.blocks = nn.ModuleList(
-            make_block(LayerSetup(model, i, self.linears, dtype, axes or {}), recompute, half) for i, half in layers
-        )
-        self.norm = Norm(model, norm_tensors(model, "norm"), dtype) if last else None
+        specs = resolve_layers(model)
+        setups = [
+            LayerSetup(specs[index], index, self.linears, dtype, model.dropout, recompute, half, axes or {})
+            for index, half in layers
+        ]
+        self.blocks = nn.ModuleList(make_block(setup) for setup in setups)
+        self._rotary = RotaryTables([setup.layer.rope for setup in setups], model.sequence_length, dtype)
+        norm = norm_tensors(model.norm, model.hidden, "norm")
+        self.norm = Norm(model.norm, model.norm_eps, norm, dtype) if last else None
         head = {tensor.name: self._local(tensor) for tensor in head_tensors(model)} if last else {}
         self.head = head.get("head.weight")
         self.head_bias = head.get("head.bias")
-        self._rotary_tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self.pre_forward_gather: Callable[[int], None] = lambda unit: None
 
     def forward_units(self) -> list[list[nn.Parameter]]:
@@ -104,43 +111,46 @@ class Chunk(nn.Module):
         return local_parameter([tensor], self.axis.rank, self.axis.size, self.dtype)
 
     def forward(
-        self, x: torch.Tensor, targets_SB: torch.Tensor | None = None, context: ForwardContext = EVALUATION
+        self, x: torch.Tensor, batch: Batch[torch.Tensor] | None = None, context: ForwardContext = EVALUATION
     ) -> torch.Tensor:
         """Run the chunk.
 
         Args:
             x: tokens [s, b] for the first chunk, else x_SBH [s/t, b, h].
-            targets_SB: next tokens [s, b] for the last chunk; None returns the normed hidden states.
+            batch: the micro-batch; blocks read its positions, and the last chunk its targets. Without targets the
+                last chunk returns the normed hidden states.
         Returns:
             x_SBH, or on the last chunk with targets the loss of every token [s, b] in float32 or wider.
         """
         self.pre_forward_gather(0)
         if self.first:
             x = self._embed(x, context)
-        rotary = self._rotary(x.shape[0] * self.axis.size, x.device, context)
+        past = context.past_length
+        positions = None if batch is None else batch.positions
+        rotary = self._rotary.select(past, past + x.shape[0] * self.axis.size, x.device, positions)
         recompute_layers = self.recompute == "full" and torch.is_grad_enabled()
         stream: ResidualStream = x
         for i, block in enumerate(self.blocks):
             self.pre_forward_gather(i + 1)
             if recompute_layers:
-                stream = checkpoint(block, stream, rotary, context, use_reentrant=False, preserve_rng_state=False)
+                stream = checkpoint(block, stream, rotary[i], context, use_reentrant=False, preserve_rng_state=False)
             else:
                 # A norm follows every sum but the last, and computes it.
-                stream = block(stream, rotary, context, defer_add=self.last or i + 1 < len(self.blocks))
+                stream = block(stream, rotary[i], context, defer_add=self.last or i + 1 < len(self.blocks))
         self.pre_forward_gather(len(self.blocks) + 1)
         if not self.last:
             assert isinstance(stream, torch.Tensor)
             return stream
         assert self.norm is not None
-        _, x = self.norm.add_and_norm(stream)
-        if targets_SB is None:
+        _, x = add_and_norm(self.norm, stream)
+        if batch is None or batch.targets is None:
             return x
         token_grad = context.token_grad if torch.is_grad_enabled() else None
         return vocabulary_loss(
             x,
             self.output_weight,
             self.head_bias,
-            targets_SB,
+            batch.targets,
             self.model.vocab,
             self.axis,
             token_grad,
@@ -165,23 +175,9 @@ class Chunk(nn.Module):
         assert self.token_embedding is not None
         x = vocabulary_embedding(tokens_SB, self.token_embedding, self.axis)
         if self.position_embedding is not None:
-            past = 0 if context.cache is None else context.cache.length
-            start = past + self.axis.rank * x.shape[0]
+            start = context.past_length + self.axis.rank * x.shape[0]
             x = x + self.position_embedding[start : start + x.shape[0], None, :]
         if self.model.dropout and context.dropout_key is not None:
             key = dropout_key(context.dropout_key, self.model.layers, 0)
             x = dropout(x, self.model.dropout, key, self.axis.rank * x.shape[0], context.sample_start)
         return x
-
-    def _rotary(self, length: int, device: torch.device, context: ForwardContext) -> Rotary:
-        model = self.model
-        if model.positions != "rotary":
-            return None
-        past = 0 if context.cache is None else context.cache.length
-        if device not in self._rotary_tables or self._rotary_tables[device][0].shape[0] < past + length:
-            width = int(model.head_size * model.rotary_fraction)
-            table_length = max(model.sequence_length, past + length)
-            table_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-            self._rotary_tables[device] = rotary_tables(table_length, width, model.rotary_base, device, table_dtype)
-        cos, sin = self._rotary_tables[device]
-        return cos[past : past + length], sin[past : past + length]

@@ -95,6 +95,6 @@ class ClockBounds:
         if slowest <= fastest:
             self._slowest, self._fastest = slowest, fastest
         if not self._anchors or now - self._anchors[-1][0] >= _ANCHOR_NS:
-            self._anchors = [*self._anchors[-_MAX_ANCHORS + 1 :], (now, low, high)]
+            self._anchors = self._anchors[-_MAX_ANCHORS + 1 :] + [(now, low, high)]
         elif high - low < self._anchors[-1][2] - self._anchors[-1][1]:
             self._anchors[-1] = (now, low, high)

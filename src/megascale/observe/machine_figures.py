@@ -221,10 +221,9 @@ def measure_machine(device: torch.device, seconds: float, processes: int) -> dic
     Args:
         processes: ranks of the collectives; a pair and all of them are measured, and none with one process.
     """
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-    else:
-        properties = None
+    is_cuda = device.type == "cuda"
+    properties = torch.cuda.get_device_properties(device) if is_cuda else None
+    megabytes = 64 if is_cuda else 1
     worlds = sorted({n for n in (2, processes) if 2 <= n <= processes})
     sustained_tflops, watts = measure_sustained(device, seconds)
     gemms = measure_gemms(device, seconds)
@@ -244,7 +243,5 @@ def measure_machine(device: torch.device, seconds: float, processes: int) -> dic
         "copy_gbs": copy_gbs,
         "add_gbs": add_gbs,
         "launch_us": measure_launch(device, seconds),
-        "collectives": measure_collectives(device.type == "cuda", worlds, 64 if device.type == "cuda" else 1)
-        if worlds
-        else [],
+        "collectives": measure_collectives(is_cuda, worlds, megabytes),
     }

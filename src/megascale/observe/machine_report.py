@@ -27,8 +27,8 @@ def examine_machine() -> list[Finding]:
     """Check Python, PyTorch, devices, memory, disk and optional packages."""
     import torch
 
-    findings = [_check_python(), Finding("PyTorch", torch.__version__, "good"), *_check_devices()]
-    findings += [_check_cpu(), _check_shared_memory(), _check_disk(), *_check_programs(), *_check_packages()]
+    findings = [_check_python(), Finding("PyTorch", torch.__version__, "good")] + _check_devices()
+    findings += [_check_cpu(), _check_shared_memory(), _check_disk()] + _check_programs() + _check_packages()
     return findings
 
 
@@ -90,10 +90,14 @@ def _check_disk() -> Finding:
 
 def _check_programs() -> list[Finding]:
     programs = {"redis-server": "start-up through redis:// needs a server (apt-get install redis-server)"}
-    return [
-        Finding(name, path, "good") if (path := shutil.which(name)) else Finding(name, "not found", "missing", lack)
-        for name, lack in programs.items()
-    ]
+    findings = []
+    for name, lack in programs.items():
+        path = shutil.which(name)
+        if path:
+            findings.append(Finding(name, path, "good"))
+        else:
+            findings.append(Finding(name, "not found", "missing", lack))
+    return findings
 
 
 def _check_packages() -> list[Finding]:
@@ -102,7 +106,10 @@ def _check_packages() -> list[Finding]:
         "tensorboard": "no TensorBoard files are written",
         "matplotlib": "no plots are drawn",
     }
-    return [
-        Finding(name, "installed", "good") if importlib.util.find_spec(name) else Finding(name, "none", "missing", lack)
-        for name, lack in packages.items()
-    ]
+    findings = []
+    for name, lack in packages.items():
+        if importlib.util.find_spec(name):
+            findings.append(Finding(name, "installed", "good"))
+        else:
+            findings.append(Finding(name, "none", "missing", lack))
+    return findings

@@ -211,7 +211,7 @@ def _choose_limits(curves: list[Curves], smoothing: float) -> tuple[float, float
         values = sorted(v for v in c.loss if not math.isnan(v))
         if values:
             cut = len(values) // 200
-            shown += [values[cut], values[-1 - cut], *smooth(c.loss, smoothing)]
+            shown += [values[cut], values[-1 - cut]] + smooth(c.loss, smoothing)
     positive = [v for v in shown if v > 0]
     if positive:
         return (min(positive) / 1.03, max(positive) * 1.03)

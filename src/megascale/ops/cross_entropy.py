@@ -359,7 +359,7 @@ class _Head:
         if self.dx_TH is not None:
             self.gemms.dgrad(gradient, self.weight, self.dx_TH[chunk])
         if self.dw is not None:
-            self.gemms.accumulate_wgrad(self.dw, gradient, x)
+            self.gemms.accumulate_wgrad(self.dw, gradient.for_wgrad(), x.for_wgrad())
         if self.db is not None:
             column_sum(grad_TV, self.db)
 

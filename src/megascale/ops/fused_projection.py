@@ -184,7 +184,7 @@ def split_fused_projection(
     """
     width = (heads + 2 * groups) * head_size
     if cos is not None and sin is not None:
-        cos, sin = check_tables(cos, sin, fused_SBC.shape[0])
+        cos, sin = check_tables(cos, sin, fused_SBC.shape)
     is_supported = fused_SBC.numel() and fused_SBC.is_contiguous()
     if is_supported and fuses(activation, "split fused projection", fused_SBC, mlp_bias, cos, fused_bias):
         gradient = _FusedGradient(fused_SBC.shape, width, fused_bias)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def _ignore() -> None: ...
@@ -31,27 +31,29 @@ class GradientSink:
     overwrite: bool = False
     by_gemm: bool = False
 
-    def take_overwrite(self) -> bool:
-        """Return whether the calling GEMM overwrites `main_grad`; the next one adds."""
-        overwrite = self.overwrite
-        self.overwrite = False
-        self.by_gemm = True
-        return overwrite
+
+class SinkParameter(nn.Parameter):
+    """A parameter whose gradient operators may add to a sink; None: autograd accumulates it."""
+
+    gradient_sink: GradientSink | None = None
 
 
 def attach(parameter: Tensor, sink: GradientSink) -> GradientSink:
-    """Let operators add the parameter's gradient to `sink`."""
-    parameter.gradient_sink = sink  # type: ignore[attr-defined]
+    """Let operators add the parameter's gradient to `sink`; the parameter must be a `SinkParameter`."""
+    assert isinstance(parameter, SinkParameter), type(parameter)
+    parameter.gradient_sink = sink
     return sink
 
 
 def detach(parameter: Tensor) -> None:
     """Remove the parameter's sink, so that autograd accumulates its gradient."""
-    del parameter.gradient_sink  # type: ignore[attr-defined]
+    assert isinstance(parameter, SinkParameter), type(parameter)
+    parameter.gradient_sink = None
 
 
 def sink_of(parameter: Tensor) -> GradientSink | None:
     """Return the parameter's sink, or None without one."""
+    # Not isinstance, which torch answers for parameters in Python: this runs for each operator of a micro-batch.
     return getattr(parameter, "gradient_sink", None)
 
 
@@ -61,12 +63,12 @@ def tracked(x: Tensor, parameter: Tensor | None) -> Tensor | None:
     With a sink, the backward that computes x's gradient handles the parameter's gradient too. Each tracked parameter
     costs a node and a hook per micro-batch. Operators get untracked parameters through a non-tensor argument.
     """
-    if parameter is None or (x.requires_grad and sink_of(parameter) is not None):
+    if parameter is None or (x.requires_grad and getattr(parameter, "gradient_sink", None) is not None):
         return None
     return parameter
 
 
 def main_grad_of(parameter: Tensor) -> Tensor | None:
     """Return the buffer of the parameter's gradient, or None without a sink."""
-    sink = sink_of(parameter)
+    sink: GradientSink | None = getattr(parameter, "gradient_sink", None)
     return None if sink is None else sink.main_grad

@@ -6,7 +6,7 @@ subclasses run them in other types, such as float8 (parallel/linear.py chooses).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,31 @@ from torch.nn import functional as F
 
 from megascale.ops.dispatch import CURRENT
 
-# A matrix as GEMMs read it. The first tensor has a row for each token and travels between tensor-parallel ranks. The
-# others, such as a scale, hold for all rows.
-Operand = tuple[Tensor, ...]
+
+class Operand(NamedTuple):
+    """A matrix as GEMMs read it: a row for each token, which travels between tensor-parallel ranks with its scales.
+
+    Attributes:
+        data: [..., N], cut along the sequence where ranks gather it.
+        scale: the factors from `data` to the values: None, one for the matrix [] (the same on all ranks that share the
+            matrix), one per row [..., 1], or one per block of a row [..., blocks].
+        wgrad: the matrix as the weight's gradient reads it; None if that reads this operand.
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+    wgrad: Operand | None = None
+
+    def select_rows(self, start: int, stop: int) -> Operand:
+        """Return the rows from `start` to `stop` of dimension 0, with their scales."""
+        scale = self.scale
+        if scale is not None and scale.dim():
+            scale = scale[start:stop]
+        return Operand(self.data[start:stop], scale)
+
+    def for_wgrad(self) -> Operand:
+        """Return the operand that the weight's gradient reads, which backward keeps of an input."""
+        return self if self.wgrad is None else self.wgrad
 
 
 def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, overwrite: bool = False) -> None:
@@ -71,21 +93,22 @@ class Gemms:
 
         Args:
             amax: amax of x, if its producer collected it.
-            for_gather: x is a shard that tensor-parallel ranks gather.
+            for_gather: x holds whole rows of this rank's part of the sequence, which tensor-parallel ranks gather.
+                Otherwise it holds this rank's columns of every row.
         """
-        return (x,)
+        return Operand(x)
 
     def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
-        """Return dy as `dgrad` and `accumulate_wgrad` read it."""
-        return (dy,)
+        """Return dy as `dgrad` and `accumulate_wgrad` read it, or with `for_gather` as ranks gather it."""
+        return Operand(dy)
 
     def forward(
         self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
     ) -> Tensor:
         """Compute x @ weight.T + bias; with `add` without the bias."""
         if out is None:
-            return F.linear(x[0], weight, bias)
-        out, rows = out.flatten(0, -2), x[0].flatten(0, -2)
+            return F.linear(x.data, weight, bias)
+        out, rows = out.flatten(0, -2), x.data.flatten(0, -2)
         if add:
             return out.addmm_(rows, weight.t())
         if bias is None:
@@ -95,10 +118,14 @@ class Gemms:
     def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
         """Compute dy @ weight."""
         if out is None:
-            return torch.matmul(dy[0], weight)
-        out, rows = out.flatten(0, -2), dy[0].flatten(0, -2)
+            return torch.matmul(dy.data, weight)
+        out, rows = out.flatten(0, -2), dy.data.flatten(0, -2)
         return out.addmm_(rows, weight) if add else torch.mm(rows, weight, out=out)
 
     def accumulate_wgrad(self, main_grad: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
-        """Add wgrad dy.T @ x to main_grad [O, I], float32 or wider, or overwrite it."""
-        accumulate_mm(main_grad, dy[0].flatten(0, -2).t(), x[0].flatten(0, -2), overwrite)
+        """Add wgrad dy.T @ x to main_grad [O, I], float32 or wider, or overwrite it.
+
+        Args:
+            dy, x: as `Operand.for_wgrad` returns them.
+        """
+        accumulate_mm(main_grad, dy.data.flatten(0, -2).t(), x.data.flatten(0, -2), overwrite)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.dispatch import cdiv, jit, tl, use_fused
-from megascale.ops.gradient_sink import sink_of
+from megascale.ops.gradient_sink import GradientSink, sink_of
 
 PARTS = 264  # partial sums of a backward kernel at most: two per SM of an H100 or H200
 
@@ -147,7 +147,7 @@ def bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
     """Return the gradient of bias [O] from dy [..., O], or None without a bias or if its sink takes it."""
     if bias is None:
         return None
-    sink = sink_of(bias)
+    sink: GradientSink | None = getattr(bias, "gradient_sink", None)
     if sink is None:
         return column_sum(dy.flatten(0, -2))
     column_sum(dy.flatten(0, -2), sink.main_grad)

@@ -26,11 +26,13 @@ def rotary_tables(
 
 
 def apply_rotary_reference(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first 2 x cos.shape[1] entries of the last dimension by the tables' angles; copy the others."""
-    width = 2 * cos.shape[1]
+    """Rotate the first 2 x cos.shape[-1] entries of the last dimension by the tables' angles; copy the others."""
+    width = 2 * cos.shape[-1]
     wide = torch.promote_types(x_SBND.dtype, cos.dtype)
     rotated, unrotated = x_SBND[..., :width].to(wide), x_SBND[..., width:]
-    cos, sin = cos[:, None, None, :], sin[:, None, None, :]
+    if cos.dim() == 2:
+        cos, sin = cos[:, None], sin[:, None]
+    cos, sin = cos[:, :, None], sin[:, :, None]
     if interleaved:
         first, second = rotated[..., 0::2], rotated[..., 1::2]
     else:
@@ -57,6 +59,8 @@ def _rotate_kernel(
     out_ptr,
     cos_ptr,
     sin_ptr,
+    table_s,
+    table_b,
     batch,
     heads,
     x_s,
@@ -81,8 +85,9 @@ def _rotate_kernel(
     out_row = out_ptr + s * out_s + b * out_b + head[:, None] * out_n
     if HALF > 0:
         pair = tl.arange(0, BLOCK_HALF)
-        cos = tl.load(cos_ptr + s * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-        sin = tl.load(sin_ptr + s * HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+        angle = s * table_s + b * table_b + pair
+        cos = tl.load(cos_ptr + angle, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+        sin = tl.load(sin_ptr + angle, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
         if INVERSE:
             sin = -sin
         if INTERLEAVED:
@@ -108,7 +113,11 @@ def _rotate_kernel(
 def _rotate(x: Tensor, out: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool, inverse: bool) -> None:
     """Write x into out, rotated by the tables' angles (or their opposites if `inverse`); out may be x."""
     S, B, N, D = x.shape
-    half = 0 if cos is None else cos.shape[1]
+    half = table_s = table_b = 0
+    if cos is not None:
+        half = cos.shape[-1]
+        table_s = cos.stride(0)
+        table_b = cos.stride(1) if cos.dim() == 3 else 0
     is_in_place = out.data_ptr() == x.data_ptr()
     copied = 0 if is_in_place else D - 2 * half
     if x.numel() == 0 or (half == 0 and copied == 0):
@@ -121,6 +130,8 @@ def _rotate(x: Tensor, out: Tensor, cos: Tensor | None, sin: Tensor | None, inte
         out,
         cos,
         sin,
+        table_s,
+        table_b,
         B,
         N,
         *x.stride()[:3],
@@ -139,10 +150,10 @@ def _adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def check_tables(cos: Tensor, sin: Tensor, positions: int) -> tuple[Tensor, Tensor]:
-    """Return contiguous tables. Raises ValueError unless they have a row for each position."""
-    if cos.shape != sin.shape or cos.shape[0] != positions:
-        raise ValueError(f"rotary tables {tuple(cos.shape)}, {tuple(sin.shape)} do not have {positions} rows")
+def check_tables(cos: Tensor, sin: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Return contiguous tables. Raises ValueError unless they have a row for each position of [S, B]."""
+    if cos.shape != sin.shape or cos.shape[:-1] not in (shape[:1], shape[:2]):
+        raise ValueError(f"rotary tables {tuple(cos.shape)}, {tuple(sin.shape)} do not have {shape[0]} rows")
     return cos.contiguous(), sin.contiguous()
 
 
@@ -241,11 +252,11 @@ def apply_rotary(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) ->
 
     Args:
         x_SBND: [sequence, batch, heads, head size], of any stride.
-        cos, sin: rows of `rotary_tables` for the S positions of x (slice them for a cache or a sequence shard). The
-            first 2 x cos.shape[1] entries of a head are rotated.
+        cos, sin: rows of `rotary_tables` for the S positions of x (slice them for a cache or a sequence shard), or for
+            the positions of each sample, [S, B, ...]. The first 2 x cos.shape[-1] entries of a head are rotated.
         interleaved: rotate neighbouring pairs (GPT-J) instead of halves.
     """
-    cos, sin = check_tables(cos, sin, x_SBND.shape[0])
+    cos, sin = check_tables(cos, sin, x_SBND.shape)
     if use_fused("rotary", x_SBND, cos):
         return _Rotary.apply(x_SBND, cos, sin, interleaved)
     return apply_rotary_reference(x_SBND, cos, sin, interleaved)
@@ -277,7 +288,7 @@ def split_qkv(
         cos, sin, interleaved: as in `apply_rotary`; no tables for no rotation.
     """
     if cos is not None and sin is not None:
-        cos, sin = check_tables(cos, sin, qkv_SBC.shape[0])
+        cos, sin = check_tables(cos, sin, qkv_SBC.shape)
     if qkv_SBC.is_contiguous() and use_fused("split qkv", qkv_SBC, cos):
         return _SplitQKV.apply(qkv_SBC, heads, groups, cos, sin, interleaved)
     return split_qkv_reference(qkv_SBC, heads, groups, cos, sin, interleaved)

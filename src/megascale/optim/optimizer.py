@@ -81,6 +81,7 @@ class ShardedOptimizer:
         piggybacked_scalars: torch.Tensor | None = None,
         on_shard_updated: Callable[[FlatShard], None] = lambda shard: None,
         finish_tied: Callable[[], None] = lambda: None,
+        needs_last_scalar: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Clip and update in place; a step whose norm is not finite changes nothing.
 
@@ -89,6 +90,7 @@ class ShardedOptimizer:
             on_shard_updated: called for each shard after its update.
             finish_tied: waits for the gradients of a tied embedding, which are in flight while other norms are
                 computed.
+            needs_last_scalar: a step in which the sum of the last scalar (the loss weights) is zero changes nothing.
 
         Returns:
             The norm of the whole model's gradient before clipping, and the sum of `piggybacked_scalars`, on the device.
@@ -98,6 +100,9 @@ class ShardedOptimizer:
         if self.config.clip:
             grad_scale = (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
         skip = ~torch.isfinite(norm)
+        if needs_last_scalar:
+            assert summed_scalars is not None
+            skip |= summed_scalars[-1] == 0
         self.rule.update(UpdateStep(learning_rate, step, grad_scale, skip), on_shard_updated)
         return norm, summed_scalars
 

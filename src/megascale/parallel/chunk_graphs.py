@@ -32,10 +32,11 @@ from megascale.parallel.collectives import all_reduce
 from megascale.parallel.exchange import CapturedCalls
 from megascale.parallel.pipeline import EagerRunner, Forward
 from megascale.parallel.runtime import Runtime
+from megascale.parallel.weight_gradients import WeightGradientQueue
 
 EAGER_STEPS = 2  # of an engine: the first counts gradients and chooses kernels; the second runs as all later ones do
 
-# (chunk, micro-batch, input or None) -> the tensors that the chunk reads: its input and, on the model's last, targets.
+# (chunk, micro-batch, input or None) -> the tensors that the chunk reads: its input and fields of the micro-batch.
 Inputs = Callable[[int, int, Tensor | None], tuple[Tensor, ...]]
 # (chunk, inputs) -> its output, as Forward's. The same for every micro-batch and step.
 Compute = Callable[[int, tuple[Tensor, ...]], Tensor]
@@ -218,8 +219,8 @@ class ChunkGraphs:
         """Return the runner of the next step's micro-batches; `eagerly` replays none of them."""
         self._steps += 1
         if not self.enabled or self.failure or eagerly or self._steps <= EAGER_STEPS:
-            return EagerRunner(forward)
-        return GraphedRunner(forward, inputs, self)
+            return EagerRunner(forward, self._runtime.weight_gradients)
+        return GraphedRunner(forward, inputs, self, self._runtime.weight_gradients)
 
     def end_step(self) -> None:
         """Free the memory that eager micro-batches used once captured ones hold memory of their own."""
@@ -370,8 +371,10 @@ class ChunkGraphs:
 class GraphedRunner(EagerRunner):
     """Runs the micro-batches of one step by replays, except those that have to be eager."""
 
-    def __init__(self, forward: Forward, inputs: Inputs, graphs: ChunkGraphs) -> None:
-        super().__init__(forward)
+    def __init__(
+        self, forward: Forward, inputs: Inputs, graphs: ChunkGraphs, weight_gradients: WeightGradientQueue
+    ) -> None:
+        super().__init__(forward, weight_gradients)
         self._inputs = inputs
         self._graphs = graphs
         self._replayed: dict[tuple[int, int], tuple[int, CapturedMicrobatch]] = {}

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from megascale.core.schedule import WEIGHT_BACKWARDS, ActionKind
 from megascale.parallel.buffers import FlatShard, ParamAndGradBuffer
 from megascale.parallel.collectives import (
     Pending,
@@ -30,59 +31,93 @@ class _ChunkBuckets:
     """Communication in flight for the buckets of one chunk, and the gradient counts of the present backward.
 
     Attributes:
-        contributions: additions to each parameter's gradient per micro-batch, learnt in the first one.
+        contributions: additions to each parameter's gradient by a backward of each kind, learnt in the first one.
         counts: additions to each parameter's gradient in the present backward.
-        complete_at: parameters of each bucket that get a gradient. A parameter may get none because another chunk's
-            copy is in use.
+        kind: kind of the present backward.
+        complete_at: parameters of each bucket that get a gradient by a backward of each kind. A parameter may get none
+            because another chunk's copy is in use.
         incomplete: parameters of each bucket whose gradient is not complete in the present backward.
         unit_buckets: buckets that each unit of the forward needs.
         armed: whether the next backward, or the present one, is reduced.
         reduce_as_filled: whether the present backward reduces buckets as they fill.
+        has_grads: ZeRO-2: whether the chunk holds a gradient buffer of the pool.
     """
 
     def __init__(self, buffer: ParamAndGradBuffer, float8: bool) -> None:
         self.buffer = buffer
         self.float8 = Float8Gather(buffer) if float8 else None
-        self.contributions = [0] * len(buffer.parameters)
+        self.contributions: dict[ActionKind, list[int]] = {}
         self.counts = [0] * len(buffer.parameters)
-        self.complete_at = [0] * len(buffer.layout.buckets)
+        self.kind = ActionKind.BACKWARD
+        self.complete_at: dict[ActionKind, list[int]] = {}
         self.incomplete: list[int] = []
         self.unit_buckets: list[list[int]] = []
         self.armed = False
         self.reduce_as_filled = False
+        self.has_grads = False
         self.reducing: dict[int, Pending] = {}
         self.gathering: dict[int, Pending] = {}
 
+    def microbatch_contributions(self) -> list[int]:
+        """Return the additions to each parameter's gradient per micro-batch, all 0 while unknown."""
+        whole_backward = self.contributions.get(ActionKind.BACKWARD)
+        if whole_backward is not None:
+            return whole_backward
+        halves = [self.contributions.get(kind) for kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)]
+        if None in halves:
+            return [0] * len(self.counts)
+        return [sum(counts) for counts in zip(*halves, strict=True)]  # type: ignore[arg-type]
+
+    def learn_contributions(self, kind: ActionKind) -> None:
+        """Record the additions of the present backward if it is the first of its kind."""
+        if kind in self.contributions:
+            return
+        self.contributions[kind] = list(self.counts)
+        spans = self.buffer.layout.buckets
+        self.complete_at[kind] = [sum(1 for i in span.members if self.counts[i]) for span in spans]
+
 
 class GradientPool:
-    """Two gradient buffers that the chunks of a rank use in turn (ZeRO-2).
+    """Gradient buffers that the chunks of a rank use in turn (ZeRO-2).
 
-    One chunk's backward fills a buffer while the other buffer is reduced. `drain` finishes a user's reductions.
+    One chunk's backward fills a buffer while another buffer is reduced. Two suffice if backwards are whole. In two
+    halves, every chunk may hold a buffer between them. `drain` finishes a user's reductions.
     """
 
     def __init__(
         self,
         buffers: Sequence[ParamAndGradBuffer],
         drain: Callable[[ParamAndGradBuffer, dict[int, Pending]], None],
+        count: int = 2,
     ) -> None:
         size = max(buffer.layout.size for buffer in buffers)
         dtype, device = buffers[0].grad_dtype, buffers[0].params.device
-        self.buffers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(2)]
-        self._users: list[tuple[ParamAndGradBuffer, dict[int, Pending]] | None] = [None, None]
+        self.buffers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(count)]
+        self._users: list[tuple[ParamAndGradBuffer, dict[int, Pending]] | None] = [None] * count
+        self._is_filled = [True] * count  # whether no backward adds to the buffer any more
         self._drain_user = drain
         self._index = 0
 
     def take(self, user: ParamAndGradBuffer) -> tuple[torch.Tensor, dict[int, Pending]]:
         """Return a zeroed buffer and a dictionary for its reductions, after draining its last user."""
-        self._index = 1 - self._index
+        count = len(self.buffers)
+        candidates = ((self._index + offset) % count for offset in range(1, count + 1))
+        self._index = next(index for index in candidates if self._is_filled[index])
         self._drain(self._index)
         reducing: dict[int, Pending] = {}
         self._users[self._index] = (user, reducing)
+        self._is_filled[self._index] = False
         return self.buffers[self._index][: user.layout.size].zero_(), reducing
 
+    def mark_filled(self, user: ParamAndGradBuffer) -> None:
+        """Record that the user's gradients are being reduced, so that its buffer may be drained and taken."""
+        for index, entry in enumerate(self._users):
+            if entry is not None and entry[0] is user:
+                self._is_filled[index] = True
+
     def drain(self) -> None:
-        """Drain both buffers."""
-        for index in (0, 1):
+        """Drain all buffers."""
+        for index in range(len(self.buffers)):
             self._drain(index)
 
     def _drain(self, index: int) -> None:
@@ -99,6 +134,7 @@ class DataParallel:
         overlap: reduce buckets as they fill and gather ahead; without it both are awaited at once.
         reduce_dtype: communication dtype of gradients; None for their own.
         float8: gather the buckets of linear layers' matrices as float8, in which the chunks compute.
+        splits_backward: whether the schedule has backwards in two halves.
     """
 
     def __init__(
@@ -107,6 +143,7 @@ class DataParallel:
         overlap: bool = True,
         reduce_dtype: torch.dtype | None = None,
         float8: bool = False,
+        splits_backward: bool = False,
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
@@ -122,7 +159,10 @@ class DataParallel:
                 chunk.unit_buckets = chunk.buffer.find_unit_buckets()
             if chunk.unit_buckets:
                 chunk.buffer.module.pre_forward_gather = partial(self._await_unit, chunk)  # type: ignore[assignment]
-        self.pool = GradientPool(buffers, self._drain) if buffers[0].zero == 2 else None
+        self.pool = None
+        if buffers[0].zero == 2:
+            pool_size = len(buffers) + 1 if splits_backward else 2
+            self.pool = GradientPool(buffers, self._drain, pool_size)
 
     # gradients ---------------------------------------------------------------------------------------------------
 
@@ -130,43 +170,44 @@ class DataParallel:
         """Zero the gradients of the last step."""
         for chunk in self._chunks:
             self._runtime.stream.synchronize()
-            chunk.buffer.zero_grads(chunk.contributions)
+            chunk.buffer.zero_grads(chunk.microbatch_contributions())
 
     def arm_reductions(self, chunk: int) -> None:
         """Run REDUCE_GRADS: the chunk's next backward completes its gradients (ZeRO-2: this micro-batch's)."""
         self._chunks[chunk].armed = True
 
-    def begin_backward(self, chunk: int) -> None:
-        """Prepare for a micro-batch's backward of the chunk."""
+    def begin_backward(self, chunk: int, kind: ActionKind = ActionKind.BACKWARD) -> None:
+        """Prepare for a micro-batch's backward of the chunk, or for one half of it."""
         buckets = self._chunks[chunk]
         buffer = buckets.buffer
+        buckets.kind = kind
         buckets.counts = [0] * len(buffer.parameters)
-        if self.pool is not None:
+        if self.pool is not None and not buckets.has_grads:
+            buckets.has_grads = True
             grads, buckets.reducing = self.pool.take(buffer)
             buffer.set_grads(grads)
-        buckets.reduce_as_filled = self.overlap and buckets.armed and any(buckets.contributions)
-        buckets.incomplete = buckets.complete_at.copy()
+        completes_weights = kind in WEIGHT_BACKWARDS
+        buckets.reduce_as_filled = (
+            self.overlap and buckets.armed and completes_weights and kind in buckets.contributions
+        )
+        buckets.incomplete = list(buckets.complete_at.get(kind, ()))
 
     def _mark(self, buckets: _ChunkBuckets, index: int) -> None:
         """Count a contribution to a gradient; the last one of an armed bucket starts its reduction."""
         buckets.counts[index] += 1
-        if buckets.reduce_as_filled and buckets.counts[index] == buckets.contributions[index]:
+        if buckets.reduce_as_filled and buckets.counts[index] == buckets.contributions[buckets.kind][index]:
             bucket = buckets.buffer.bucket_of[index]
             buckets.incomplete[bucket] -= 1
             if not buckets.incomplete[bucket] and not _needs_sums(buckets.buffer, bucket):
                 self._reduce(buckets, bucket)
 
-    def end_backward(self, chunk: int) -> None:
+    def end_backward(self, chunk: int, kind: ActionKind = ActionKind.BACKWARD) -> None:
         """Learn the contributions of a micro-batch, and reduce the armed buckets that are not in flight."""
         buckets = self._chunks[chunk]
         buffer = buckets.buffer
-        if not any(buckets.contributions):
-            buckets.contributions = list(buckets.counts)
-            buckets.complete_at = [
-                sum(1 for i in span.members if buckets.contributions[i]) for span in buffer.layout.buckets
-            ]
+        buckets.learn_contributions(kind)
         buckets.reduce_as_filled = False
-        if not buckets.armed:
+        if not buckets.armed or kind not in WEIGHT_BACKWARDS:
             return
         buckets.armed = False
         self._runtime.stream.synchronize()
@@ -180,6 +221,9 @@ class DataParallel:
                 self._reduce(buckets, bucket)
                 if not self.overlap:
                     buckets.reducing[bucket].wait()
+        if self.pool is not None:
+            buckets.has_grads = False
+            self.pool.mark_filled(buffer)
 
     def finish_reductions(self) -> None:
         """Wait until this rank's shards hold the sum over data-parallel ranks.

@@ -9,6 +9,9 @@ Tensor-wise, the ranks that share a tensor agree on its amax, so that results do
 that tensor parallelism gathers travel as bytes, half of bfloat16's, and are transposed on arrival. The same holds for
 weights that data-parallel ranks gather as bytes (parallel/float8_gather.py). Backward keeps the transposed float8 copy
 of an activation, half of its size in bfloat16.
+
+Row-wise, a rank casts whole rows alone: an input travels as bytes with its rows' scales, and a gradient, which its
+weight's gradient reads in `train.precision`, is cast on arrival. Only the ranks that share rows agree on their amaxes.
 """
 
 from __future__ import annotations
@@ -17,17 +20,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megascale.errors import ConfigError, TrainingError
 from megascale.ops import dispatch
 from megascale.ops.amax import attached_amax
 from megascale.ops.float8 import gemm
-from megascale.ops.float8.cast import cast_by_amax, cast_rows, compute_amax, transpose_rows
-from megascale.ops.float8.formats import E4M3, E5M2, Float8, Format
+from megascale.ops.float8.cast import (
+    cast_by_amax,
+    cast_rows,
+    compute_amax,
+    compute_column_amaxes,
+    compute_row_amaxes,
+    transpose_rows,
+)
+from megascale.ops.float8.formats import ALIGNED, E4M3, E5M2, Float8, Format
 from megascale.ops.linear import Gemms, Operand
-from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce_amax
+from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce_amax, all_reduce_small
 from megascale.parallel.linear_precision import LinearPrecision
+from megascale.parallel.parameters import spec_of
 
 
 class _Float8Linears(LinearPrecision, ABC):
@@ -102,7 +114,7 @@ class _Float8Linears(LinearPrecision, ABC):
 
     @abstractmethod
     def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
-        """Return an operand's float8 rows [rows, N], of `kind`, and their scale or scales."""
+        """Return an operand's float8 rows [rows, N], of `kind`, and their scale [] or scales [rows, 1]."""
 
     def forward(
         self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
@@ -132,7 +144,7 @@ class _Float8Linears(LinearPrecision, ABC):
         rows, scale = self.rows(x, kind)
         if out is None:
             y = gemm.matmul(rows, scale, w, w_scale, dtype=dtype, fast=fast, bias=bias)
-            return y.view(*x[0].shape[:-1], -1)
+            return y.view(*x.data.shape[:-1], -1)
         return gemm.matmul_out(out.flatten(0, -2), rows, scale, w, w_scale, fast=fast, bias=bias, add=add)
 
     def count_casts(self, on: bool) -> None:
@@ -161,9 +173,8 @@ class _Float8Linears(LinearPrecision, ABC):
 class TensorWiseFloat8(_Float8Linears):
     """One scale per matrix, from its own amax.
 
-    An operand is (rows, scale, columns): float8 [..., N], float32 [], float8 [N, rows]. An operand that will be
-    gathered has no columns, and rows as bytes; `finish_gather` makes the columns of all. Backward keeps (columns,
-    scale).
+    An operand's data are float8 [..., N], and its weight's gradient reads their transpose, float8 [N, rows]. An operand
+    that will be gathered has its data as bytes and no transpose, which `finish_gather` makes of all rows.
     """
 
     recipe = "one scale a matrix"
@@ -225,9 +236,9 @@ class TensorWiseFloat8(_Float8Linears):
         assert q.rows_scale is not None
         rows = q.rows.view(x.shape)
         if for_gather:
-            return rows.view(torch.uint8), q.rows_scale
+            return Operand(rows.view(torch.uint8), q.rows_scale)
         assert q.columns is not None
-        return rows, q.rows_scale, q.columns
+        return Operand(rows, q.rows_scale, wgrad=Operand(q.columns, q.rows_scale))
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: Tensor | None = None, for_gather: bool = False) -> Operand:
         """See Gemms. amax: x's largest magnitude, float32 []."""
@@ -237,60 +248,77 @@ class TensorWiseFloat8(_Float8Linears):
         return self._operand(dy, E5M2, None, for_gather)
 
     def finish_gather(self, x: Operand) -> Operand:
-        if len(x) == 3 or x[0].dtype != torch.uint8:
-            return x
-        return x[0], x[1], transpose_rows(x[0].flatten(0, -2))
-
-    def select_saved(self, x: Operand) -> Operand:
-        return (x[2], x[1]) if len(x) == 3 else x
+        return Operand(transpose_rows(x.data.flatten(0, -2)), x.scale)
 
     def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
-        return x[0].flatten(0, -2).view(kind.dtype), x[1]
+        assert x.scale is not None
+        return x.data.flatten(0, -2).view(kind.dtype), x.scale
 
     def accumulate_wgrad(self, main_grad: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
-        x_columns = x[2] if len(x) == 3 else x[0]
-        dy_columns = dy[2].view(E5M2.dtype)
-        gemm.matmul_into(main_grad, dy_columns, dy[1], x_columns.view(E4M3.dtype), x[1], overwrite=overwrite)
+        assert dy.scale is not None
+        assert x.scale is not None
+        dy_columns, x_columns = dy.data.view(E5M2.dtype), x.data.view(E4M3.dtype)
+        gemm.matmul_into(main_grad, dy_columns, dy.scale, x_columns, x.scale, overwrite=overwrite)
 
 
 class RowWiseFloat8(_Float8Linears):
-    """A power-of-two scale for each row that a GEMM reads; weight gradients stay in bfloat16.
+    """A power-of-two scale for each row that a GEMM reads; weight gradients stay in `train.precision`.
 
-    An operand is (x, rows, scales): the input, float8 [rows, N], float32 [rows, 1]. Backward keeps x.
+    An operand's data are float8 bytes [..., N] with scales [..., 1], and its weight's gradient reads the tensor itself.
+    A gradient that will be gathered is that tensor alone.
     """
 
     recipe = "a scale a row, weight gradients in train.precision"
 
-    def check(self, matrices: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:
-        if self.axis.size > 1:
-            raise ConfigError(
-                f"train.linear_precision='float8_rowwise' has no tensor parallelism, and parallel.tensor is "
-                f"{self.axis.size}: the ranks of a cut row would have to agree on its scale; set "
-                "--train.linear_precision=float8 or --parallel.tensor=1"
-            )
-        super().check(matrices, tokens, device)
+    def _make_weight(self, weight: Tensor) -> Float8:
+        """Cast a weight; ranks that hold parts of a row, or of a column, agree on its amax."""
+        if self.axis.size == 1:
+            return self.cast_weight(weight.detach())
+        cut = spec_of(weight).cut_dimension
+        values = weight.detach()
+        row_amax = column_amax = None
+        if cut == 1:
+            row_amax = self._agree(compute_row_amaxes(values))
+        elif cut == 0:
+            column_amax = self._agree(compute_column_amaxes(values))
+        return cast_rows(values, E4M3, columns=True, row_amax=row_amax, column_amax=column_amax)
 
     def cast_weight(self, weight: Tensor) -> Float8:
         return cast_rows(weight, E4M3, columns=True)
 
-    def _operand(self, x: Tensor) -> Operand:
+    def _agree(self, amaxes: Tensor) -> Tensor:
+        """Return the amaxes of rows (or columns) that tensor-parallel ranks hold parts of."""
+        return all_reduce_small(amaxes, self.axis, dist.ReduceOp.MAX)
+
+    def _operand(self, x: Tensor, is_cut: bool) -> Operand:
+        """Cast x; is_cut: each tensor-parallel rank holds a part of every row."""
         x = x.detach()
-        q = cast_rows(x, E4M3, counts=self._counts_for(x))
+        row_amax = None
+        if is_cut and self.axis.size > 1:
+            row_amax = self._agree(compute_row_amaxes(x))
+        q = cast_rows(x, E4M3, row_amax=row_amax, counts=self._counts_for(x))
         assert q.rows is not None
         assert q.rows_scale is not None
-        return x, q.rows, q.rows_scale
+        rows, scales = q.rows.view(torch.uint8).view(x.shape), q.rows_scale.view(*x.shape[:-1], 1)
+        return Operand(rows, scales, wgrad=Operand(x))
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: object = None, for_gather: bool = False) -> Operand:
-        return self._operand(x)
+        return self._operand(x, is_cut=not for_gather)
 
     def prepare_gradient(self, dy: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
-        return self._operand(dy)
+        if for_gather and self.axis.size > 1:
+            return Operand(dy.detach())
+        return self._operand(dy, is_cut=not for_gather)
 
-    def select_saved(self, x: Operand) -> Operand:
-        return x[:1]
+    def prepare_gathered_gradient(self, dy: Operand) -> Operand:
+        return self._operand(dy.data, is_cut=False)
+
+    def prepare_recomputed(self, x: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
+        return Operand(x.detach())
 
     def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
-        return x[1], x[2]
-
-    def accumulate_wgrad(self, main_grad: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
-        super().accumulate_wgrad(main_grad, dy[:1], x[:1], overwrite)
+        assert x.scale is not None
+        scales = x.scale.view(-1, 1)
+        if scales.data_ptr() % ALIGNED:
+            scales = scales.clone()  # of a part of the rows, at an address that cuBLASLt rejects
+        return x.data.flatten(0, -2).view(kind.dtype), scales

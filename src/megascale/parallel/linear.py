@@ -1,9 +1,9 @@
 """Registry of linear precisions: the values of `train.linear_precision`.
 
 Column-, row- and vocabulary-parallel layers (parallel/tensor.py) run all their GEMMs through a `LinearPrecision`. An
-operand is a tuple of tensors. The first is cut along the sequence and travels between tensor-parallel ranks, also in
-float8. Scales that all ranks agree on are further tensors; scales of rows are part of the first. A registered part is
-a subclass that runs GEMMs in another type, or computes weight gradients later. Its name is in config/parts.py.
+`Operand` (ops/linear.py) holds a matrix and its scales: one that all ranks agree on, or scales of each row, which
+travel with the rows between tensor-parallel ranks. A registered part is a subclass that runs GEMMs in another type.
+Its name is in config/parts.py.
 """
 
 from __future__ import annotations

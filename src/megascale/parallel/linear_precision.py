@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megascale.ops.gradient_sink import GradientSink, sink_of
+from megascale.ops.gradient_sink import GradientSink
 from megascale.ops.linear import Gemms, Operand
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 
@@ -63,12 +63,16 @@ class LinearPrecision(Gemms):
         """Return this rank's counts, float64 [3]: numbers clipped, flushed to zero, cast; None if not counting."""
         return None
 
-    def finish_gather(self, x: Operand) -> Operand:
-        """Return an operand whose first tensor has been gathered, as `accumulate_wgrad` reads it."""
-        return x
+    def prepare_recomputed(self, x: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
+        """Return a recomputed input as the weight's gradient reads it, before a gather that may follow."""
+        return self.prepare_input(x, weight, None, for_gather).for_wgrad()
 
-    def select_saved(self, x: Operand) -> Operand:
-        """Return the tensors of forward's operand that backward needs. Backward gathers them again if they were cut."""
+    def prepare_gathered_gradient(self, dy: Operand) -> Operand:
+        """Return gathered rows of a gradient, prepared with `for_gather`, as `dgrad` reads them."""
+        return dy
+
+    def finish_gather(self, x: Operand) -> Operand:
+        """Return a gathered operand as `accumulate_wgrad` reads it."""
         return x
 
     def wgrad(
@@ -77,8 +81,7 @@ class LinearPrecision(Gemms):
         """Compute the gradient of weight [O, I] from dy [..., O] and x [..., I].
 
         With a sink the gradient is added there (or written, if the sink is empty) on the side stream
-        (ops/side_stream.py) after the event `after`. A layer whose weight gradient is computed later calls
-        `accumulate_gradient` later.
+        (ops/side_stream.py) after the event `after`, or queued (weight_gradients.py).
 
         Args:
             x: the operand, or a function that waits for it.
@@ -86,7 +89,9 @@ class LinearPrecision(Gemms):
         Returns:
             The gradient, or None where the weight's sink takes it.
         """
-        sink = sink_of(weight)
+        if dy.wgrad is not None:
+            dy = dy.wgrad
+        sink: GradientSink | None = getattr(weight, "gradient_sink", None)
         if sink is not None:
             self.accumulate_gradient(sink, dy, x, after)
             return None
@@ -97,13 +102,20 @@ class LinearPrecision(Gemms):
     def accumulate_gradient(
         self, sink: GradientSink, dy: Operand, x: Operand | Callable[[], Operand], after: object = None
     ) -> None:
-        """Add a weight's gradient to its sink, and notify it."""
+        """Add a weight's gradient to its sink and notify it, or queue that while the runtime's queue is deferring."""
+        runtime = self.axis.runtime
+        if runtime.weight_gradients.is_deferring:
+            operand = x if isinstance(x, tuple) else x()
+            runtime.weight_gradients.add(partial(self.accumulate_gradient, sink, dy, operand), dy, operand)
+            return
         main_grad = sink.main_grad
-        overwrite = sink.take_overwrite()
+        overwrite = sink.overwrite
+        sink.overwrite = False  # the next GEMM adds
+        sink.by_gemm = True
         work: Callable[[], None]
         if isinstance(x, tuple):
             work = partial(self.accumulate_wgrad, main_grad, dy, x, overwrite)
         else:
             work = lambda: self.accumulate_wgrad(main_grad, dy, x(), overwrite)
-        self.axis.runtime.stream.run(work, after)
+        runtime.stream.run(work, after)
         sink.ready()

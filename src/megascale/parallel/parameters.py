@@ -17,6 +17,7 @@ from megascale.config.axes import AXES
 from megascale.core.inventory import LogicalTensor
 from megascale.core.tensors import Piece
 from megascale.errors import ConfigError
+from megascale.ops.gradient_sink import SinkParameter
 from megascale.parallel.collectives import Axis
 
 
@@ -34,6 +35,15 @@ class ParameterSpec:
     init_std: float | None = None
     init_value: float = 0.0
     cut_axes: tuple[str, ...] = ()
+
+    @property
+    def cut_dimension(self) -> int | None:
+        """The first dimension along which this rank holds a part of the logical tensors; None if it holds all."""
+        for piece in self.pieces:
+            for dimension, (size, whole) in enumerate(zip(piece.box.sizes, piece.shape, strict=True)):
+                if size < whole:
+                    return dimension
+        return None
 
     @property
     def replicated_axes(self) -> tuple[str, ...]:
@@ -57,8 +67,8 @@ class ParameterSpec:
         return not any(position.get(name, 0) for name in self.replicated_axes if name not in AXES.shards)
 
 
-class LocalParameter(nn.Parameter):
-    """A parameter that knows which pieces of which logical tensors it holds.
+class LocalParameter(SinkParameter):
+    """A parameter that knows which pieces of which logical tensors it holds; in training it has a gradient sink.
 
     Attributes:
         spec: its pieces, initial values and cuts.

@@ -2,14 +2,15 @@
 
 Sends and receives are never fused. Each directed edge has a communicator for each direction of travel (a P2P stream).
 A receive is posted where the schedule says and awaited by the compute that consumes it. A send is awaited only when
-its buffer is needed again or, without overlap, before the next compute. The executor does not distinguish 1F1B from
-interleaved schedules and computes no rank. On a single stage one chunk hands its results to the next.
+its buffer is needed again or, without overlap, before the next compute. The executor knows no schedule by name and
+computes no rank. Neighbouring chunks of one stage hand their results to each other.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megascale.core.schedule import SEND_SLOTS, ActionKind, Schedule
-from megascale.core.spans import SpanAxis
+from megascale.core.schedule import INPUT_BACKWARDS, SEND_SLOTS, ActionKind, Schedule, peer_offset
+from megascale.core.spans import SPAN_OF_ACTION, SpanAxis
 from megascale.parallel.collectives import Pending
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.runtime import Runtime, Transfer
+from megascale.parallel.weight_gradients import WeightGradientQueue
 
 _LABELS = {kind: kind.label.encode() for kind in ActionKind}
 
@@ -31,10 +33,16 @@ Forward = Callable[[int, int, Tensor | None], Tensor]
 
 
 class EagerRunner:
-    """Runs forward and backward of one step's micro-batches, in the order of the schedule, operator by operator."""
+    """Runs forward and backward of one step's micro-batches, in the order of the schedule, operator by operator.
 
-    def __init__(self, forward: Forward) -> None:
+    Args:
+        forward: runs a chunk.
+        weight_gradients: the rank's queue of weight gradients.
+    """
+
+    def __init__(self, forward: Forward, weight_gradients: WeightGradientQueue) -> None:
         self._forward = forward
+        self._weight_gradients = weight_gradients
         self._in_flight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
 
     def forward(self, chunk: int, i: int, x: Tensor | None) -> Tensor:
@@ -65,8 +73,20 @@ class EagerRunner:
         torch.autograd.backward(y, grad)
         return None if x is None else x.grad
 
+    def backward_input(self, chunk: int, i: int, grad: Tensor | None) -> Tensor | None:
+        """Run the backward of micro-batch `i`, but queue the weight gradients of linear layers.
 
-@dataclass(frozen=True)
+        Arguments and result are those of `backward`.
+        """
+        with self._weight_gradients.defer(chunk, i):
+            return self.backward(chunk, i, grad)
+
+    def backward_weight(self, chunk: int, i: int) -> None:
+        """Compute the weight gradients that `backward_input` of micro-batch `i` has queued."""
+        self._weight_gradients.flush(chunk, i)
+
+
+@dataclass(frozen=True, eq=False)
 class P2PStream:
     """One end of a communicator of two ranks that carries one direction of one edge.
 
@@ -78,14 +98,8 @@ class P2PStream:
     name: str = ""
 
 
-@dataclass(frozen=True)
-class P2PStreams:
-    """The P2P streams of a stage; None where it has no neighbour."""
-
-    send_forward: P2PStream | None = None
-    recv_forward: P2PStream | None = None
-    send_backward: P2PStream | None = None
-    recv_backward: P2PStream | None = None
+# The P2P streams of a stage, by kind of transfer and stage at the other end.
+P2PStreams = Mapping[tuple[ActionKind, int], P2PStream]
 
 
 class _StepState:
@@ -95,10 +109,7 @@ class _StepState:
         self.received: dict[tuple[ActionKind, int, int], Pending] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.grads: dict[tuple[int, int], Tensor] = {}
-        self.sending: dict[ActionKind, deque[Pending]] = {
-            ActionKind.SEND_FORWARD: deque(),
-            ActionKind.SEND_BACKWARD: deque(),
-        }
+        self.sending: dict[P2PStream, deque[Pending]] = {}
         self.loss: Tensor | None = None
         self.started: set[int] = set()  # chunks that have run a forward
 
@@ -125,6 +136,8 @@ class PipelineExecutor:
         runtime: Runtime | None = None,
     ) -> None:
         self.runtime = runtime or Runtime()
+        if schedule.splits_backward:
+            self.runtime.weight_gradients.limit_bytes = sys.maxsize  # the schedule bounds the queue
         self.schedule = schedule
         self.stage = stage
         self.streams = streams
@@ -134,10 +147,10 @@ class PipelineExecutor:
         self.actions = schedule[stage]
         self.first_gather = schedule.first_gather(stage)
         self.bytes = dtype.itemsize * torch.Size(shape).numel()
-        self._is_single_stage = schedule.stages == 1
-        global_chunks = [schedule.global_chunk(stage, chunk) for chunk in range(schedule.virtual_stages)]
-        self._is_first = [chunk == 0 for chunk in global_chunks]
-        self._is_last = [chunk == schedule.chunks - 1 for chunk in global_chunks]
+        # (stage, chunk) of the previous and the next chunk in the model, or None, of each chunk of this stage.
+        chunks = range(schedule.virtual_stages)
+        self._previous = [schedule.chunk_map.neighbour(stage, chunk, -1) for chunk in chunks]
+        self._next = [schedule.chunk_map.neighbour(stage, chunk, 1) for chunk in chunks]
 
     def run(self, chunks: EagerRunner, data: DataParallel) -> Tensor | None:
         """Run one step over all micro-batches.
@@ -153,20 +166,24 @@ class PipelineExecutor:
         recorder = self.runtime.recorder
         for index, (kind, chunk, i) in enumerate(self.actions):
             self.runtime.calls.set_action(_LABELS[kind], chunk, i, index)
-            recorder.begin_action(kind, chunk, i)
+            recorder.begin_action(SPAN_OF_ACTION[kind], chunk, i)
             if kind.is_compute and self.schedule.exposed:
                 for queue in step.sending.values():
                     self._limit_sends(queue, 0)
             if kind == ActionKind.FORWARD:
                 self._run_forward(step, chunks, data, chunk, i)
-            elif kind == ActionKind.BACKWARD:
-                self._run_backward(step, chunks, data, chunk, i)
+            elif kind in INPUT_BACKWARDS:
+                self._run_backward(step, chunks, data, kind, chunk, i)
+            elif kind == ActionKind.BACKWARD_WEIGHT:
+                data.begin_backward(chunk, kind)
+                chunks.backward_weight(chunk, i)
+                data.end_backward(chunk, kind)
             elif kind.is_receive:
-                step.received[kind, chunk, i] = self._receive(kind)
+                step.received[kind, chunk, i] = self._receive(kind, chunk)
             elif kind == ActionKind.SEND_FORWARD:
-                step.sending[kind].append(self._send(kind, step.outputs[chunk, i]))
+                self._start_send(step, kind, chunk, step.outputs[chunk, i])
             elif kind == ActionKind.SEND_BACKWARD:
-                step.sending[kind].append(self._send(kind, step.grads.pop((chunk, i))))
+                self._start_send(step, kind, chunk, step.grads.pop((chunk, i)))
             elif kind == ActionKind.GATHER_PARAMS:
                 data.start_gather(chunk)
             elif kind == ActionKind.REDUCE_GRADS:
@@ -181,28 +198,37 @@ class PipelineExecutor:
             step.started.add(chunk)
             data.await_parameters(chunk)
         x = None
-        if not self._is_first[chunk]:
-            if self._is_single_stage:
-                x = step.outputs[chunk - 1, i]
+        previous = self._previous[chunk]
+        if previous is not None:
+            previous_stage, previous_chunk = previous
+            if previous_stage == self.stage:
+                x = step.outputs[previous_chunk, i]
             else:
                 x = step.received.pop((ActionKind.RECV_FORWARD, chunk, i)).wait()
-        self._limit_sends(step.sending[ActionKind.SEND_FORWARD], SEND_SLOTS - 1)
+        self._free_send_buffer(step, ActionKind.SEND_FORWARD, self._next[chunk])
         y = chunks.forward(chunk, i, x)
         step.outputs[chunk, i] = y
-        if self._is_last[chunk]:
+        if self._next[chunk] is None:
             step.loss = y if step.loss is None else step.loss + y
 
-    def _run_backward(self, step: _StepState, chunks: EagerRunner, data: DataParallel, chunk: int, i: int) -> None:
+    def _run_backward(
+        self, step: _StepState, chunks: EagerRunner, data: DataParallel, kind: ActionKind, chunk: int, i: int
+    ) -> None:
         grad = None
-        if not self._is_last[chunk]:
-            if self._is_single_stage:
-                grad = step.grads.pop((chunk + 1, i))
+        following = self._next[chunk]
+        if following is not None:
+            next_stage, next_chunk = following
+            if next_stage == self.stage:
+                grad = step.grads.pop((next_chunk, i))
             else:
                 grad = step.received.pop((ActionKind.RECV_BACKWARD, chunk, i)).wait()
-        self._limit_sends(step.sending[ActionKind.SEND_BACKWARD], SEND_SLOTS - 1)
-        data.begin_backward(chunk)
-        x_grad = chunks.backward(chunk, i, grad)
-        data.end_backward(chunk)
+        self._free_send_buffer(step, ActionKind.SEND_BACKWARD, self._previous[chunk])
+        data.begin_backward(chunk, kind)
+        if kind == ActionKind.BACKWARD_INPUT:
+            x_grad = chunks.backward_input(chunk, i, grad)
+        else:
+            x_grad = chunks.backward(chunk, i, grad)
+        data.end_backward(chunk, kind)
         del step.outputs[chunk, i]
         if x_grad is not None:
             step.grads[chunk, i] = x_grad
@@ -213,17 +239,27 @@ class PipelineExecutor:
         outputs = []
         for i in range(microbatches):
             y = None
-            for chunk in range(self.schedule.virtual_stages):
-                x = y if self._is_single_stage else None
+            for chunk, (previous, following) in enumerate(zip(self._previous, self._next, strict=True)):
+                x = None
                 self.runtime.calls.set_action(b"evaluate", chunk, i)
-                if not self._is_single_stage and not self._is_first[chunk]:
-                    x = self._receive(ActionKind.RECV_FORWARD).wait()
+                if previous is not None:
+                    # The previous chunk of the same stage has run just before.
+                    x = y if previous[0] == self.stage else self._receive(ActionKind.RECV_FORWARD, chunk).wait()
                 y = forward(chunk, i, x)
-                if self._is_last[chunk]:
+                if following is None:
                     outputs.append(y)
-                elif not self._is_single_stage:
-                    self._send(ActionKind.SEND_FORWARD, y).wait()
+                elif following[0] != self.stage:
+                    self._send(self._stream(ActionKind.SEND_FORWARD, chunk), y).wait()
         return outputs
+
+    def _start_send(self, step: _StepState, kind: ActionKind, chunk: int, tensor: Tensor) -> None:
+        stream = self._stream(kind, chunk)
+        step.sending.setdefault(stream, deque()).append(self._send(stream, tensor))
+
+    def _free_send_buffer(self, step: _StepState, kind: ActionKind, target: tuple[int, int] | None) -> None:
+        """Wait until a result that `kind` sends to the chunk `target` has a free buffer."""
+        if target is not None and target[0] != self.stage:
+            self._limit_sends(step.sending.get(self.streams[kind, target[0]], deque()), SEND_SLOTS - 1)
 
     @staticmethod
     def _limit_sends(queue: deque[Pending], limit: int) -> None:
@@ -231,19 +267,22 @@ class PipelineExecutor:
         while len(queue) > limit:
             queue.popleft().wait()
 
-    def _stream(self, kind: ActionKind) -> P2PStream:
-        stream: P2PStream | None = getattr(self.streams, kind.label)
-        assert stream is not None, f"stage {self.stage} has no P2P stream for {kind.label}"
-        return stream
+    def _stream(self, kind: ActionKind, chunk: int) -> P2PStream:
+        """Return the stream on which `chunk` has a transfer of this kind."""
+        if peer_offset(kind) > 0:
+            neighbour = self._next[chunk]
+        else:
+            neighbour = self._previous[chunk]
+        assert neighbour is not None, f"chunk {chunk} of stage {self.stage} has no {kind.label}"
+        return self.streams[kind, neighbour[0]]
 
-    def _receive(self, kind: ActionKind) -> Pending:
-        stream = self._stream(kind)
+    def _receive(self, kind: ActionKind, chunk: int) -> Pending:
+        stream = self._stream(kind, chunk)
         buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         transfer = self._transfer(stream, "recv")
         return Pending(buffer, dist.irecv(buffer, stream.peer, group=stream.group), transfer)
 
-    def _send(self, kind: ActionKind, tensor: Tensor) -> Pending:
-        stream = self._stream(kind)
+    def _send(self, stream: P2PStream, tensor: Tensor) -> Pending:
         tensor = tensor.contiguous()
         transfer = self._transfer(stream, "send")
         # The pending send keeps the tensor alive until it has left.

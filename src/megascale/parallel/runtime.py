@@ -15,6 +15,7 @@ from megascale.ops import side_stream
 from megascale.ops.attention import AttentionChooser
 from megascale.ops.dispatch import Kernels
 from megascale.ops.side_stream import InlineStream, SideStream
+from megascale.parallel.weight_gradients import WeightGradientQueue
 
 
 def _make_inline_stream() -> InlineStream:
@@ -29,6 +30,7 @@ class Runtime:
         calls: record of the calls that the engine starts and waits for; a trainer sets it.
         recorder: timers of the calls; a trainer sets it.
         stream: runs GEMMs that nothing waits for yet.
+        weight_gradients: weight gradients that the schedule computes later.
         attention: chooses the attention kernel of each shape.
         kernels: chooses all other operators and records the choices; current while an engine works (ops/dispatch.py).
     """
@@ -36,6 +38,7 @@ class Runtime:
     calls: NullCallLog = field(default_factory=NullCallLog)
     recorder: Recorder = field(default_factory=Recorder)
     stream: InlineStream = field(default_factory=_make_inline_stream)
+    weight_gradients: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     attention: AttentionChooser = field(default_factory=AttentionChooser)
     kernels: Kernels = field(default_factory=Kernels)
     _side: SideStream | None = None  # kept when turned off, because cuBLAS has a workspace for each stream

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megascale import torch_private
 from megascale.core.inventory import LogicalTensor
@@ -44,9 +43,44 @@ from megascale.parallel.collectives import (
 from megascale.parallel.exchange import WriteParts
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.linear_precision import LinearPrecision
+from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter
 
 RecomputeFn = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _start_gather(x: Operand, axis: Axis, gather: Callable[[torch.Tensor, Axis], Pending]) -> Callable[[], Operand]:
+    """Start to gather an operand's rows, with their scales; the returned function waits for the gathered operand."""
+    gathering = gather(x.data, axis)
+    scale = x.scale
+    if scale is None or not scale.dim():
+        return lambda: Operand(gathering.wait(), scale)
+    gathering_scales = gather(scale, axis)
+    return lambda: Operand(gathering.wait(), gathering_scales.wait())
+
+
+def _exchange_and_consume(x: Operand, axis: Axis, consume: Callable[[Operand, int], None], keep_own: bool) -> Operand:
+    """Gather an operand by the axis's exchange, with consume(shard, rank) for each rank's rows as they arrive.
+
+    Returns:
+        The gathered operand; without `keep_own` this rank's own rows of it are not written.
+    """
+    scale = x.scale
+    if scale is None or not scale.dim():
+        data = gather_and_consume(x.data, axis, lambda rows, rank: consume(Operand(rows, scale), rank), keep_own)
+        return Operand(data, scale)
+    n = x.data.shape[0]
+    # Copies run in order, so that the scales of a peer's rows have arrived before the rows.
+    gathering_scales = exchange_gather(scale, axis)
+
+    def consume_rows(rows: torch.Tensor, rank: int) -> None:
+        if rank == axis.rank:
+            consume(Operand(rows, scale), rank)
+        else:
+            consume(Operand(rows, gathering_scales.wait()[rank * n : (rank + 1) * n]), rank)
+
+    data = gather_and_consume(x.data, axis, consume_rows, keep_own)
+    return Operand(data, gathering_scales.wait())
 
 
 def _gathered_gemm(
@@ -54,25 +88,25 @@ def _gathered_gemm(
 ) -> torch.Tensor:
     """Return linear(all-gathered x, weight, bias) in the type of `like`, with the gather hidden per `axis.overlap`."""
     axis = linears.axis
-    shard, *scales = x
     linears.prepare_weights((weight,))
     if axis.overlap == "off":
-        return linears.forward((all_gather(shard, axis).wait(), *scales), weight, bias)
-    n = shard.shape[0]
-    y = like.new_empty((axis.size * n, *shard.shape[1:-1], weight.shape[0]))
+        return linears.forward(_start_gather(x, axis, all_gather)(), weight, bias)
+    n = x.data.shape[0]
+    y = like.new_empty((axis.size * n, *x.data.shape[1:-1], weight.shape[0]))
 
-    def multiply(rows: torch.Tensor, rank: int) -> None:
-        linears.forward((rows, *scales), weight, bias, y[rank * n : (rank + 1) * n])
+    def multiply(rows: Operand, rank: int) -> None:
+        linears.forward(rows, weight, bias, y[rank * n : (rank + 1) * n])
 
-    if can_exchange(axis, shard.nbytes):
-        gather_and_consume(shard, axis, multiply, keep_own=False)
+    if axis.exchange is not None and can_exchange(axis, x.data.nbytes):
+        _exchange_and_consume(x, axis, multiply, keep_own=False)
         return y
-    gathering = all_gather(shard, axis)
-    multiply(shard, axis.rank)  # this rank's shard needs no communication
-    gathered = gathering.wait()
-    for start, stop in ((0, axis.rank * n), ((axis.rank + 1) * n, axis.size * n)):
+    wait = _start_gather(x, axis, all_gather)
+    local = slice(axis.rank * n, (axis.rank + 1) * n)
+    linears.forward(x, weight, bias, y[local])  # this rank's shard needs no communication
+    gathered = wait()
+    for start, stop in ((0, local.start), (local.stop, axis.size * n)):
         if start < stop:
-            linears.forward((gathered[start:stop], *scales), weight, bias, y[start:stop])
+            linears.forward(gathered.select_rows(start, stop), weight, bias, y[start:stop])
     return y
 
 
@@ -84,7 +118,7 @@ def _reduce_scattered_gemm(
     has_next_gemm: whether another GEMM follows that can hide the collective.
     """
     shard_shape = (shape[0] // axis.size, *shape[1:])
-    if can_exchange(axis, math.prod(shard_shape) * like.element_size()):
+    if axis.exchange is not None and can_exchange(axis, math.prod(shard_shape) * like.element_size()):
         if has_next_gemm:
             return exchange_scatter(write, shard_shape, like, axis)
         return Pending(scatter_now(write, shard_shape, like, axis))
@@ -94,12 +128,10 @@ def _reduce_scattered_gemm(
     return Pending(pending.wait()) if axis.overlap == "off" else pending
 
 
-def _select_rows(x: Operand, axis: Axis, rank: int | None) -> Operand:
-    """Return a GEMM's operand with the rows of one rank, or of all ranks for None."""
-    if rank is None:
-        return x
-    n = x[0].shape[0] // axis.size
-    return (x[0][rank * n : (rank + 1) * n], *x[1:])
+def _select_part(x: Operand, axis: Axis, rank: int) -> Operand:
+    """Return a GEMM's operand with the rows of one rank."""
+    n = x.data.shape[0] // axis.size
+    return x.select_rows(rank * n, (rank + 1) * n)
 
 
 # Autograd functions take parameters in `args` next to the tensors that autograd tracks (gradient_sink.py::tracked).
@@ -117,7 +149,8 @@ class _GatherLinear(torch.autograd.Function):
         ctx.args = weight, bias, linears, recompute_fn, needs_bias_grad
         if recompute_fn is None:
             operand = linears.prepare_input(x, weight, amax, True)
-            ctx.save_for_backward(*linears.select_saved(operand))
+            saved = operand if operand.wgrad is None else operand.wgrad
+            ctx.save_for_backward(saved.data, saved.scale)
         else:
             operand = linears.prepare_input(recompute_fn(x), weight, amax, True)
             ctx.save_for_backward(x)
@@ -127,14 +160,15 @@ class _GatherLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        saved: Operand = ctx.saved_tensors
         weight, bias, linears, recompute_fn, needs_bias_grad = ctx.args
         leaf: torch.Tensor | None = None
-        if recompute_fn is not None:
-            leaf = saved[0].detach().requires_grad_()
+        if recompute_fn is None:
+            saved = Operand(*ctx.saved_tensors)
+        else:
+            leaf = ctx.saved_tensors[0].detach().requires_grad_()
             with torch.enable_grad():
                 recomputed = recompute_fn(leaf)
-            saved = linears.select_saved(linears.prepare_input(recomputed.detach(), weight, None, True))
+            saved = linears.prepare_recomputed(recomputed.detach(), weight, True)
         if linears.axis.size == 1:
             gradient = linears.prepare_gradient(dy, weight)
             ready = linears.axis.runtime.stream.record_event()  # both operands of the weight's gradient exist by then
@@ -154,22 +188,22 @@ def _scattered_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the gradients of an input that was gathered and of the weight."""
     axis = linears.axis
-    shard, *scales = saved
     linears.prepare_weights((weight,))
     # Before the gather, behind which an all-reduce of the scale would wait.
     gradient = linears.prepare_gradient(dy, weight)
-    gather = exchange_gather if can_exchange(axis, shard.nbytes) else all_gather
-    gathering = gather(shard, axis)
+    has_exchange = axis.exchange is not None and can_exchange(axis, saved.data.nbytes)
+    wait = _start_gather(saved, axis, exchange_gather if has_exchange else all_gather)
     if axis.overlap == "off":
-        gathering.wait()
+        wait()
     ready = axis.runtime.stream.record_event()
 
     def write_dgrad(out: torch.Tensor, rank: int | None) -> None:
-        linears.dgrad(_select_rows(gradient, axis, rank), weight, out)
+        part = gradient if rank is None else _select_part(gradient, axis, rank)
+        linears.dgrad(part, weight, out)
 
     # The scatter is in flight while the weight's gradient is computed.
     scattering = _reduce_scattered_gemm(write_dgrad, (*dy.shape[:-1], weight.shape[1]), dy, axis, has_next_gemm=True)
-    dw = linears.wgrad(weight, gradient, lambda: linears.finish_gather((gathering.wait(), *scales)), ready)
+    dw = linears.wgrad(weight, gradient, lambda: linears.finish_gather(wait()), ready)
     return scattering.wait(), dw
 
 
@@ -179,20 +213,19 @@ class _LinearScatter(torch.autograd.Function):
     def forward(ctx: Any, args: tuple[Any, ...], *tensors: torch.Tensor | None) -> torch.Tensor:
         linears, weights, recompute_fns, amaxes = args
         xs: Any = tensors[: len(weights)]
-        saved: list[torch.Tensor] = []
-        ends: list[int] = []
+        saved: list[torch.Tensor | None] = []
         operands: list[Operand] = []
         for x, weight, recompute_fn, amax in zip(xs, weights, recompute_fns, amaxes, strict=True):
             if recompute_fn is None:
                 operand = linears.prepare_input(x, weight, amax)
-                saved += linears.select_saved(operand)
+                kept = operand if operand.wgrad is None else operand.wgrad
+                saved += (kept.data, kept.scale)
             else:
                 operand = linears.prepare_input(recompute_fn(x), weight, amax)
-                saved.append(x)
+                saved += (x, None)
             operands.append(operand)
-            ends.append(len(saved))
         ctx.save_for_backward(*saved)
-        ctx.args = linears, weights, recompute_fns, ends
+        ctx.args = linears, weights, recompute_fns
         if linears.axis.size == 1:
             y: torch.Tensor = linears.forward(operands[0], weights[0])
             for i in range(1, len(weights)):
@@ -204,27 +237,25 @@ class _LinearScatter(torch.autograd.Function):
         def write_sum(out: torch.Tensor, rank: int | None) -> None:
             for i, (operand, weight) in enumerate(zip(operands, weights, strict=True)):
                 # Adding in the GEMM avoids a concatenation.
-                linears.forward(_select_rows(operand, linears.axis, rank), weight, None, out, i > 0)
+                part = operand if rank is None else _select_part(operand, linears.axis, rank)
+                linears.forward(part, weight, None, out, i > 0)
 
         shape = (*xs[0].shape[:-1], weights[0].shape[0])
         return _reduce_scattered_gemm(write_sum, shape, xs[0], linears.axis, has_next_gemm=False).wait()
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        linears, weights, recompute_fns, ends = ctx.args
+        linears, weights, recompute_fns = ctx.args
         saved = ctx.saved_tensors
-        gradient, operand_grads = _gathered_input_gradients(dy, weights, linears)
-        dxs: list[Any] = []
+        gradient, dxs = _gathered_input_gradients(dy, weights, linears)
         dws: list[Any] = []
-        start = 0
-        for stop, dx, weight, recompute_fn in zip(ends, operand_grads, weights, recompute_fns, strict=True):
-            x: Operand = saved[start:stop]
-            if recompute_fn is not None:
-                recomputed, dx = recompute_fn.with_gradient(x[0], dx)
-                x = linears.select_saved(linears.prepare_input(recomputed, weight))
-            dxs.append(dx)
+        for i, (weight, recompute_fn) in enumerate(zip(weights, recompute_fns, strict=True)):
+            if recompute_fn is None:
+                x = Operand(saved[2 * i], saved[2 * i + 1])
+            else:
+                recomputed, dxs[i] = recompute_fn.with_gradient(saved[2 * i], dxs[i])
+                x = linears.prepare_recomputed(recomputed, weight)
             dws.append(linears.wgrad(weight, gradient, x))
-            start = stop
         return None, *dxs, *dws
 
 
@@ -233,22 +264,23 @@ def _gathered_input_gradients(
 ) -> tuple[Operand, list[torch.Tensor]]:
     """Return all-gathered dy, and dy @ weight for each weight; an exchange multiplies each shard as it arrives."""
     axis = linears.axis
-    gradient = linears.prepare_gradient(dy, weights[0], True)
+    shard = linears.prepare_gradient(dy, weights[0], True)
     if axis.size == 1:
-        return gradient, [linears.dgrad(gradient, weight) for weight in weights]
-    shard, *scales = gradient
+        return shard, [linears.dgrad(shard, weight) for weight in weights]
     linears.prepare_weights(weights)
-    if not can_exchange(axis, shard.nbytes):
-        gathered: Operand = (all_gather(shard, axis).wait(), *scales)
-        return linears.finish_gather(gathered), [linears.dgrad(gathered, weight) for weight in weights]
-    n = shard.shape[0]
+    if axis.exchange is None or not can_exchange(axis, shard.data.nbytes):
+        gathered = _start_gather(shard, axis, all_gather)()
+        gradient = linears.prepare_gathered_gradient(gathered)
+        return linears.finish_gather(gathered), [linears.dgrad(gradient, weight) for weight in weights]
+    n = dy.shape[0]
     dxs = [dy.new_empty((axis.size * n, *dy.shape[1:-1], weight.shape[1])) for weight in weights]
 
-    def multiply(rows: torch.Tensor, rank: int) -> None:
+    def multiply(rows: Operand, rank: int) -> None:
+        gradient = linears.prepare_gathered_gradient(rows)
         for weight, dx in zip(weights, dxs, strict=True):
-            linears.dgrad((rows, *scales), weight, dx[rank * n : (rank + 1) * n])
+            linears.dgrad(gradient, weight, dx[rank * n : (rank + 1) * n])
 
-    return linears.finish_gather((gather_and_consume(shard, axis, multiply, keep_own=True), *scales)), dxs
+    return linears.finish_gather(_exchange_and_consume(shard, axis, multiply, keep_own=True)), dxs
 
 
 def gather_linear(
@@ -294,7 +326,7 @@ def linear_scatter(
     return _LinearScatter.apply(args, *xs, *[tracked(x, weight) for x, weight in zip(xs, weights, strict=True)])
 
 
-class ColumnLinear(nn.Module):
+class ColumnLinear(DirectModule):
     """One GEMM whose output columns are stacked logical tensors, each cut over the tensor axis.
 
     Args:
@@ -318,7 +350,7 @@ class ColumnLinear(nn.Module):
         return gather_linear(x_SBH, weight, params.get("bias"), self.linears, recompute_fn, None, fused_bias_gradient)
 
 
-class RowLinear(nn.Module):
+class RowLinear(DirectModule):
     """A matrix [h, k] whose columns are cut over the tensor axis, for `linear_scatter`.
 
     The consumer of the residual sum adds the bias, because it belongs to the sum over ranks.

@@ -10,10 +10,11 @@ costs two or three rounds instead of one round per stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megascale.config.axes import AXES
+from megascale.core.chunk_map import ChunkMap, make_chunk_map
 from megascale.core.grid import Coordinate, Grid
 
 DIRECTIONS = ("forward", "backward")
@@ -55,41 +56,45 @@ def group_axes() -> dict[str, tuple[str, ...]]:
     return own_groups | shared_groups
 
 
-def edge_rounds(stages: int, ring: bool) -> list[list[tuple[int, int]]]:
-    """Return directed stage pairs (i, i + 1) in rounds; no stage is twice in a round. `ring` adds (stages - 1, 0)."""
-    if stages < 2:
-        return []
-    chain = [(stage, stage + 1) for stage in range(stages - 1)]
-    rounds = [chain[0::2], chain[1::2]]
-    if ring:
-        closing_edge = (stages - 1, 0)
-        # An even cycle takes two colours, an odd one three; two stages have met in (0, 1).
-        if stages % 2 == 0:
-            rounds[1].append(closing_edge)
+def edge_rounds(edges: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Return directed stage pairs in rounds; no stage is twice in a round."""
+    rounds: list[list[tuple[int, int]]] = []
+    for edge in edges:
+        for round_ in rounds:
+            if not any(stage in other for other in round_ for stage in edge):
+                round_.append(edge)
+                break
         else:
-            rounds.append([closing_edge])
-    return [edges for edges in rounds if edges]
+            rounds.append([edge])
+    return rounds
 
 
-def plan_groups(grid: Grid, virtual_stages: int = 1, tied: bool = False) -> list[GroupSpec]:
-    """Return every group of the job in the fixed order. Axes of size 1 need no communication and have no group."""
+def plan_groups(grid: Grid, chunk_map: ChunkMap | None = None, tied: bool = False) -> list[GroupSpec]:
+    """Return every group of the job in the fixed order. Axes of size 1 need no communication and have no group.
+
+    Args:
+        chunk_map: stage of each model chunk; default: one chunk per stage.
+        tied: whether the stages of the model's first and last chunk share a tied embedding.
+    """
+    chunk_map = chunk_map or make_chunk_map(grid.pipeline, 1)
     plan = [GroupSpec(kind, tuple(ranks)) for kind, axes in _axis_kinds(grid) for ranks in grid.groups(axes)]
     columns = [grid.coordinate(ranks[0]) for ranks in grid.groups("pipeline")]
-    if _has_embedding_group(grid, tied):
-        plan += [_embedding_spec(grid, column) for column in columns]
-    for edges, direction in _channel_rounds(grid, virtual_stages):
+    if _has_embedding_group(chunk_map, tied):
+        plan += [_embedding_spec(grid, chunk_map, column) for column in columns]
+    for edges, direction in _channel_rounds(chunk_map):
         plan += [_channel(grid, edge, direction, column) for edge in edges for column in columns]
     return plan
 
 
-def rank_groups(grid: Grid, rank: int, virtual_stages: int = 1, tied: bool = False) -> list[GroupSpec]:
+def rank_groups(grid: Grid, rank: int, chunk_map: ChunkMap | None = None, tied: bool = False) -> list[GroupSpec]:
     """Return the groups of one rank as `plan_groups` lists them, without building the groups of other ranks."""
+    chunk_map = chunk_map or make_chunk_map(grid.pipeline, 1)
     coordinate = grid.coordinate(rank)
     stage = coordinate.pipeline
     specs = [GroupSpec(kind, tuple(grid.group(axes, rank))) for kind, axes in _axis_kinds(grid)]
-    if _has_embedding_group(grid, tied) and stage in (0, grid.pipeline - 1):
-        specs.append(_embedding_spec(grid, coordinate))
-    for edges, direction in _channel_rounds(grid, virtual_stages):
+    if _has_embedding_group(chunk_map, tied) and stage in chunk_map.end_stages:
+        specs.append(_embedding_spec(grid, chunk_map, coordinate))
+    for edges, direction in _channel_rounds(chunk_map):
         specs += [_channel(grid, edge, direction, coordinate) for edge in edges if stage in edge]
     return specs
 
@@ -99,18 +104,17 @@ def _axis_kinds(grid: Grid) -> list[tuple[str, tuple[str, ...]]]:
     return [(kind, axes) for kind, axes in group_axes().items() if grid.count(axes) > 1]
 
 
-def _has_embedding_group(grid: Grid, tied: bool) -> bool:
-    return tied and grid.pipeline > 1
+def _has_embedding_group(chunk_map: ChunkMap, tied: bool) -> bool:
+    return tied and len(chunk_map.end_stages) > 1
 
 
-def _embedding_spec(grid: Grid, column: Coordinate) -> GroupSpec:
-    first = grid.rank(column.move(pipeline=0))
-    last = grid.rank(column.move(pipeline=grid.pipeline - 1))
-    return GroupSpec("embedding", (first, last))
+def _embedding_spec(grid: Grid, chunk_map: ChunkMap, column: Coordinate) -> GroupSpec:
+    ranks = [grid.rank(column.move(pipeline=stage)) for stage in chunk_map.end_stages]
+    return GroupSpec("embedding", tuple(sorted(ranks)))
 
 
-def _channel_rounds(grid: Grid, virtual_stages: int) -> Iterator[tuple[list[tuple[int, int]], str]]:
-    for edges in edge_rounds(grid.pipeline, ring=virtual_stages > 1):
+def _channel_rounds(chunk_map: ChunkMap) -> Iterator[tuple[list[tuple[int, int]], str]]:
+    for edges in edge_rounds(chunk_map.edges()):
         for direction in DIRECTIONS:
             yield edges, direction
 

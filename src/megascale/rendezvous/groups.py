@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megascale import torch_private
+from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Coordinate, Grid
 from megascale.errors import TrainingError
 from megascale.rendezvous.agree import format_ranks
@@ -51,10 +52,9 @@ class Groups:
         device: device of this rank's tensors.
         world: the default group (cpu:gloo and, on a GPU, cuda:nccl).
         by_kind: groups by the kinds of `group_plan.group_axes`; a kind whose axes have size 1 is absent. The kind
-            embedding joins the first and the last stage, for tied embeddings.
-        send_forward, recv_forward, send_backward, recv_backward: pipeline P2P channels. `send_forward` carries
-            activations to the next stage, `recv_backward` their gradients back. With virtual stages the last
-            stage's next is the first.
+            embedding joins the stages of the model's first and last chunk, for tied embeddings.
+        p2p: pipeline P2P channels, by use and stage at the other end. `send_forward` carries activations to a stage,
+            `recv_backward` their gradients back, and `recv_forward` and `send_backward` are the other ends.
         timings: seconds by phase of the start.
         store: for small agreements outside of tensors.
         root_store: the store that holds the keys of `store` and of torch; for `shutdown`.
@@ -66,18 +66,10 @@ class Groups:
     device: torch.device
     world: dist.ProcessGroup | None = None
     by_kind: dict[str, dist.ProcessGroup] = field(default_factory=dict)
-    send_forward: P2PChannel | None = None
-    recv_forward: P2PChannel | None = None
-    send_backward: P2PChannel | None = None
-    recv_backward: P2PChannel | None = None
+    p2p: dict[tuple[str, int], P2PChannel] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     store: dist.Store | None = None
     root_store: dist.Store | None = field(default=None, repr=False)
-
-    def p2p_channels(self) -> list[P2PChannel]:
-        """Return the P2P channels of this rank."""
-        channels = (self.send_forward, self.recv_forward, self.send_backward, self.recv_backward)
-        return [channel for channel in channels if channel is not None]
 
     def report(self) -> str:
         """Return the start-up line: milliseconds by phase."""
@@ -89,7 +81,7 @@ def make_groups(
     grid: Grid,
     rank: int,
     *,
-    virtual_stages: int = 1,
+    chunk_map: ChunkMap | None = None,
     tied: bool = False,
     device: torch.device | str = "cpu",
     timeout: timedelta = timedelta(minutes=10),
@@ -101,6 +93,7 @@ def make_groups(
     Every rank of the world must call this with the same arguments but `rank`.
 
     Args:
+        chunk_map: stage of each model chunk; default: one chunk per stage.
         timeout: time after which collectives on these groups abort.
         store: becomes `Groups.store`.
         channels: largest number of NCCL channels by kind of group; None or a missing kind leaves the choice to NCCL.
@@ -111,7 +104,7 @@ def make_groups(
     device = torch.device(device)
     groups = Groups(grid, rank, grid.coordinate(rank), device, dist.group.WORLD, store=store)
     began = time.perf_counter()
-    specs = rank_groups(grid, rank, virtual_stages, tied)
+    specs = rank_groups(grid, rank, chunk_map, tied)
     members = []
     for spec in specs:
         with _explain_failure(spec, rank, timeout):
@@ -163,9 +156,10 @@ def _assign(groups: Groups, spec: GroupSpec, group: dist.ProcessGroup) -> None:
         return
     sender, receiver = spec.ranks
     if sender == groups.rank:
-        setattr(groups, f"send_{spec.kind}", P2PChannel(group, receiver))
+        use, peer = f"send_{spec.kind}", receiver
     else:
-        setattr(groups, f"recv_{spec.kind}", P2PChannel(group, sender))
+        use, peer = f"recv_{spec.kind}", sender
+    groups.p2p[use, groups.grid.coordinate(peer).pipeline] = P2PChannel(group, peer)
 
 
 def _new_group(

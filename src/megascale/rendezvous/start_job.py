@@ -20,6 +20,7 @@ import megascale
 from megascale import torch_private
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.grid import Grid
+from megascale.core.schedule_registry import chunk_map_of
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, wait_for_readers
 from megascale.rendezvous.group_plan import DIRECTIONS
@@ -86,7 +87,7 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
         groups = make_groups(
             grid,
             rank,
-            virtual_stages=config.parallel.virtual_stages,
+            chunk_map=chunk_map_of(config.parallel),
             tied=config.model.tied_embeddings,
             device=device,
             timeout=timedelta(seconds=settings.group_timeout),

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from megascale.config import ModelConfig
-from megascale.core.inventory import window_area_fraction
+from megascale.core.inventory import resolve_layers, window_area_fraction
+from megascale.core.layer_spec import AttentionSpec, DenseSpec
 from megascale.simulate.software import ATTENTION_KERNELS, RECOMPUTE, Software
 
 
@@ -109,18 +110,10 @@ class Case:
         The software decides block and window: set them from the model's own where a run is to be priced as it is.
         `middle` and `last` default to layers / pipeline.
         """
-        if software.window is None:
-            share = 1.0
-        else:
-            resized = model.model_copy(update={"window": software.window})
-            share = float(
-                np.mean(
-                    [
-                        window_area_fraction(resized.sequence_length, resized.layer_window(i))
-                        for i in range(resized.layers)
-                    ]
-                )
-            )
+        layers = resolve_layers(model.model_copy(update={"window": software.window}))
+        share = float(np.mean([window_area_fraction(model.sequence_length, layer.window) for layer in layers]))
+        attentions = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
+        dense = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, DenseSpec)]
         if software.float8:
             slower = software.float8_host
         else:
@@ -129,9 +122,9 @@ class Case:
             layers=model.layers,
             hidden=model.hidden,
             heads=model.heads,
-            query=model.heads * model.head_size,
-            kv=model.num_kv_heads * model.head_size,
-            ffn=model.ffn,
+            query=_mean([mixer.heads * mixer.head_size for mixer in attentions], model.heads * model.head_size),
+            kv=_mean([mixer.kv_heads * mixer.head_size for mixer in attentions], model.num_kv_heads * model.head_size),
+            ffn=_mean([part.width for part in dense], model.ffn),
             gated=model.has_gated_mlp,
             vocab=model.padded_vocab,
             sequence=model.sequence_length,
@@ -246,3 +239,12 @@ class Case:
             & (self.batch >= self.data * self.micro)
             & ((self.virtual == 1) | (self.pipeline > 1) | (self.micro_batch_group_size > 0))
         )
+
+
+def _mean(widths: Sequence[int], default: int) -> int | float:
+    """Return the mean width over layers, as an integer if all are equal; `default` without layers."""
+    if not widths:
+        return default
+    if len(set(widths)) == 1:
+        return widths[0]
+    return sum(widths) / len(widths)

@@ -90,7 +90,7 @@ def simulate(
         durations = _stretched(cluster, graph, durations, times)
 
     slow = _slowness(cluster, case, slow_hosts or {})
-    compute = graph.kind <= ActionKind.BACKWARD
+    compute = graph.is_compute
     # Replicas whose hosts are alike run alike: replay one of each kind.
     if uneven is None:
         sends = np.ones(len(slow))
@@ -129,13 +129,14 @@ def _durations(
 ) -> np.ndarray:
     """Seconds of each action of a replica of healthy hosts; shares: [stages] of collectives' times."""
     p, v = graph.schedule.stages, graph.schedule.virtual_stages
+    last_stage = graph.schedule.chunk_map.last_stage
     if layers is None:
         layers = np.full((p, v), float(case.middle) / v)
-        layers[-1] = float(case.last) / v
+        layers[last_stage] = float(case.last) / v
     fewer = float(case.last) - float(case.middle)
     forward, backward = layers * float(times.layer_forward), layers * float(times.layer_backward)
-    forward[-1, -1] += float(times.last_forward) - fewer * float(times.layer_forward)
-    backward[-1, -1] += float(times.last_backward) - fewer * float(times.layer_backward)
+    forward[last_stage, -1] += float(times.last_forward) - fewer * float(times.layer_forward)
+    backward[last_stage, -1] += float(times.last_backward) - fewer * float(times.layer_backward)
     transfer = float(times.transfer)
     if blocking:
         # Chunks interleaved: one exchange for a forward and a backward; both sends share the NIC.
@@ -157,7 +158,7 @@ def _durations(
     gathers, reduces = gather * shares[:, None], reduce * shares[:, None]
     durations = graph.durations(forward + share, backward + share, transfer, transfer, gathers, reduces)
     if not blocking:
-        durations[_sends(graph) & ~_between_hosts(cluster, case, graph)] = float(times.near_transfer)
+        durations[graph.is_send & ~_between_hosts(cluster, case, graph)] = float(times.near_transfer)
     if case.dp_overlap and v == 1:
         # A single chunk's parameters come in buckets, all but the first behind the first forward.
         only = graph.kind == ActionKind.GATHER_PARAMS
@@ -166,18 +167,12 @@ def _durations(
     return durations
 
 
-def _sends(graph: ActionGraph) -> np.ndarray:
-    """[actions] whether each is a transfer to a neighbour stage."""
-    is_send: np.ndarray = (graph.kind == ActionKind.SEND_FORWARD) | (graph.kind == ActionKind.SEND_BACKWARD)
-    return is_send
-
-
 def _between_hosts(cluster: ClusterSpec, case: Case, graph: ActionGraph) -> np.ndarray:
     """[actions] whether each is a transfer to a stage on another host."""
-    p = graph.schedule.stages
-    host = np.arange(p) * int(case.tensor) * int(case.replicas) // cluster.gpus_per_host
-    step = np.where(graph.kind == ActionKind.SEND_FORWARD, 1, -1)
-    return _sends(graph) & (host[graph.stage] != host[(graph.stage + step) % p])
+    stages = np.arange(graph.schedule.stages)
+    host = stages * int(case.tensor) * int(case.replicas) // cluster.gpus_per_host
+    # The partner of an action that is no transfer is the last one, whose stage does not count.
+    return graph.is_send & (host[graph.stage] != host[graph.stage[graph.partner]])
 
 
 def _tail_seconds(case: Case) -> float:
@@ -197,14 +192,18 @@ def blocking_waits(graph: ActionGraph) -> np.ndarray:
     sends = np.full(graph.action_count, -1)
     m, v = graph.schedule.microbatches, graph.schedule.virtual_stages
     key = (graph.stage * v + graph.chunk) * m + graph.microbatch
-    for kind, send in ((ActionKind.FORWARD, ActionKind.SEND_FORWARD), (ActionKind.BACKWARD, ActionKind.SEND_BACKWARD)):
+    for kind, send in (
+        (ActionKind.FORWARD, ActionKind.SEND_FORWARD),
+        (ActionKind.BACKWARD, ActionKind.SEND_BACKWARD),
+        (ActionKind.BACKWARD_INPUT, ActionKind.SEND_BACKWARD),
+    ):
         sent = np.flatnonzero(graph.kind == send)
         by_key = np.full(graph.schedule.stages * v * m, -1)
         by_key[key[sent]] = sent
         done = np.flatnonzero(graph.kind == kind)
         sends[done] = by_key[key[done]]
     # The compute actions of a stage one after another, with the one before and the one before that.
-    compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
+    compute = np.flatnonzero(graph.is_compute)
     current = compute[1:]
     last = compute[:-1]
     before = np.concatenate([compute[:1], compute[:-2]])
@@ -219,7 +218,7 @@ def blocking_waits(graph: ActionGraph) -> np.ndarray:
 
 def _stretched(cluster: ClusterSpec, graph: ActionGraph, durations: np.ndarray, times: StageTimes) -> np.ndarray:
     """Return durations with overlap: collectives slow compute, transfers share the NIC with collectives."""
-    compute = graph.kind <= ActionKind.BACKWARD
+    compute = graph.is_compute
     longer = durations
     for _ in range(PASSES):
         timeline = replay_schedule(graph, longer)
@@ -261,7 +260,7 @@ def _reduced(graph: ActionGraph, timeline: Timeline, case: Case, times: StageTim
     stages = graph.schedule.stages
     done = np.zeros(stages)
     if not case.dp_overlap:
-        compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
+        compute = np.flatnonzero(graph.is_compute)
         np.maximum.at(done, graph.stage[compute], timeline.end[compute].max(axis=1))
         return done + float(times.scatter) * shares
     reduces = np.flatnonzero(graph.kind == ActionKind.REDUCE_GRADS)

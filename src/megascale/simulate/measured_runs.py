@@ -77,7 +77,7 @@ class Prediction:
         """
         has_graphs_setting = any(setting.startswith("--kernels.graphs=") for setting in self.settings)
         return configuration.load(
-            None, [*self.settings, *([] if has_graphs_setting else [f"--kernels.graphs={graphs}"])]
+            None, list(self.settings) + ([] if has_graphs_setting else [f"--kernels.graphs={graphs}"])
         )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from megascale.core.chrome_trace import Record, name_tracks, write_trace
 from megascale.core.replay import STREAMS
-from megascale.core.schedule import ActionKind
+from megascale.core.schedule import RECEIVES, ActionKind, select_kinds
 from megascale.simulate.step import StepEstimate
 
 _MICRO = 1e6
@@ -22,7 +22,7 @@ def write(result: StepEstimate, path: Path) -> int:
     records: list[Record] = []
     for stage in range(graph.schedule.stages):
         records += name_tracks(stage, f"stage {stage}", dict(enumerate(STREAMS)))
-    receives = np.isin(graph.kind, (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD))
+    receives = select_kinds(graph.kind, *RECEIVES)
     lengths = timeline.end - timeline.transfer_start
     for n in np.flatnonzero(~receives & (lengths > 0)).tolist():
         kind = ActionKind(int(graph.kind[n]))
@@ -39,7 +39,7 @@ def write(result: StepEstimate, path: Path) -> int:
         )
     # Without overlap, and while waiting for other replicas, reductions run after the pipeline's own timeline.
     for stage, reduced in enumerate(event.reduced):
-        is_stage_compute = (graph.stage == stage) & (graph.kind <= ActionKind.BACKWARD)
+        is_stage_compute = (graph.stage == stage) & graph.is_compute
         last = float(timeline.end[is_stage_compute].max())
         if reduced > last:
             records.append(

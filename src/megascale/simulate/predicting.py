@@ -36,7 +36,7 @@ def predict(plan: Path, cluster: str, calibration: str | None, software: str, no
         f"provenance = {_toml(provenance)}",
     ]
     for name, gpus, settings in planned_runs:
-        settings = [*settings, f"train.name={name}"]
+        settings = settings + [f"train.name={name}"]
         config = configuration.load(None, settings)
         result = run(Scenario(config, gpus, machine, constants, engine_software(config, chosen)), "event", fleet=None)
         lines += [

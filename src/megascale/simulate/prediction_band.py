@@ -3,8 +3,8 @@
 A calibration's own residuals say how steps of its series scatter. A band is wider for each of: another series, another
 stack or another machine than the calibration's, no calibration at all, a stack or a machine of which no step was ever
 compared with the model, sizes outside the fitted ranges. Each width below is a quantile of errors on development rows,
-by group of conditions (`benchmarks/simulate/band_evidence.py` computes them, a test holds the two together). `validate` prints
-how many held-out steps lie inside.
+by group of conditions (`benchmarks/simulate/band_evidence.py` computes them, a test holds the two together). `validate`
+prints how many held-out steps lie inside.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MEASURED_PAIRS = {("a100-hdr", "megatron-deepspeed"): (-0.2212, 0.0377)}
 EACH_GPU_DOUBLING = 0.0177
 # For each doubling of size, micro-batches or sequence, and each other kind of layout, outside the fitted rows: assumed.
 EACH_DOUBLING, EACH_KIND = 0.01, 0.01
-# A GPU whose sustained GEMM rate under its power limit nobody measured: ln of measured over predicted, P90 of steps on
+# A GPU without a measured sustained GEMM rate under its power limit: ln of measured over predicted, P90 of steps on
 # H100s priced without that rate.
 NO_POWER = 0.19
 # Relative standard deviation of the time in which hosts launch the same layer (6.8, 7.3 and 8.9 ms, software.py), and

@@ -76,23 +76,25 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
     else:
         memory_label = "memory of the fullest rank, this engine's"
     rows = [
-        ["linear layers in", *(r.scenario.software.precision for r in results)],
-        ["step, s", *(f"[bold]{r.seconds:.3f}[/bold]" for r in results)],
-        ["P10 to P90", *(f"{r.low:.3f} to {r.high:.3f}" for r in results)],
-        ["tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results)],
-        ["MFU", *(f"{100 * r.mfu:.1f}%" for r in results)],
-        [f"days for {tokens:.3g} tokens", *(f"{r.days(tokens):.2f}" for r in results)],
-        [memory_label, *(f"{r.memory_gib:.1f} GiB" for r in results)],
+        ["linear layers in"] + [r.scenario.software.precision for r in results],
+        ["step, s"] + [f"[bold]{r.seconds:.3f}[/bold]" for r in results],
+        ["P10 to P90"] + [f"{r.low:.3f} to {r.high:.3f}" for r in results],
+        ["tokens/s"] + [f"{r.tokens_per_second:,.0f}" for r in results],
+        ["MFU"] + [f"{100 * r.mfu:.1f}%" for r in results],
+        [f"days for {tokens:.3g} tokens"] + [f"{r.days(tokens):.2f}" for r in results],
+        [memory_label] + [f"{r.memory_gib:.1f} GiB" for r in results],
     ]
     if len(results) > 1:
-        rows.append(["time against the first", *(f"{results[0].seconds / r.seconds:.3f}x" for r in results)])
-    show_rows(["", *(r.scenario.label for r in results)], rows, console)
+        rows.append(["time against the first"] + [f"{results[0].seconds / r.seconds:.3f}x" for r in results])
+    show_rows([""] + [r.scenario.label for r in results], rows, console)
     constants = {r.scenario.label: r.scenario.calibration for r in results}
-    described = "; ".join(
-        f"{label}: calibration {constant.name}"
-        + (f" ({len(constant.rows)} rows, spread {constant.spread:.1%})" if constant.fitted else ", nothing fitted")
-        for label, constant in constants.items()
-    )
+    descriptions = []
+    for label, constant in constants.items():
+        fit = ", nothing fitted"
+        if constant.fitted:
+            fit = f" ({len(constant.rows)} rows, spread {constant.spread:.1%})"
+        descriptions.append(f"{label}: calibration {constant.name}{fit}")
+    described = "; ".join(descriptions)
     console.print(
         f"[dim]{results[0].level} level; {described}; MFU: {flops.CONVENTION}; days without failures "
         "(see `simulate effective`)[/dim]",

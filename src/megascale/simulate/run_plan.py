@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megascale import config as configuration
 from megascale.core.schedule import ActionKind
 from megascale.core.untrusted_files import is_small_file
@@ -53,13 +55,13 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
     plan = make_plan(config, world, memory)
     graph, timeline = plan.timeline.graph, plan.timeline
     bars = []
-    if int((graph.kind <= ActionKind.BACKWARD).sum()) <= _MOST_BARS:
+    if int(graph.is_compute.sum()) <= _MOST_BARS:
         bars = [
             [
-                int(graph.stage[n]), int(graph.kind[n] == ActionKind.BACKWARD), int(graph.chunk[n]),
+                int(graph.stage[n]), int(graph.kind[n] != ActionKind.FORWARD), int(graph.chunk[n]),
                 int(graph.microbatch[n]), round(float(timeline.start[n]), 3), round(float(timeline.end[n]), 3),
             ]
-            for n in range(graph.action_count) if graph.kind[n] <= ActionKind.BACKWARD
+            for n in np.flatnonzero(graph.is_compute).tolist()
         ]  # fmt: skip
     report = plan.to_dict() | {"bars": bars, "makespan": float(timeline.makespan), "precision": config.train.precision}
     predicted, reason = None, ""

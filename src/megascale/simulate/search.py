@@ -20,7 +20,7 @@ from megascale.simulate.step import Scenario, StepEstimate, run
 # Layouts priced in one pass of array arithmetic: arrays that stay in the caches.
 BLOCK = 16384
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-# What a row of a layout is made of, in the order of `layouts`.
+# Columns of a layout's row, in the order of `layouts`.
 LAYOUT = ("tensor", "pipeline", "virtual", "micro_batch_group_size", "data", "micro")
 # Long rounds of a pipeline count only where they save this share: what transfers that wait longer take from compute
 # (7% measured on two GPUs over NVLink) is in no formula.

@@ -85,7 +85,7 @@ def waterfall(results: Sequence[StepEstimate], path: Path) -> None:
         axes.set_xlabel("Step time (s)")
         axes.set_xlim(0, longest * 1.14)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_yticks(range(len(parts) + 1), [*(PART_NAMES[p] for p in parts), "step"], fontsize=9)
+        axes.set_yticks(range(len(parts) + 1), [PART_NAMES[p] for p in parts] + ["step"], fontsize=9)
     panels[0][0].invert_yaxis()
     scenario = results[0].scenario
     figure.suptitle(
@@ -111,7 +111,7 @@ def ablation_chart(
     if printed is not None:
         axes.legend(frameon=False, loc="upper left")
     axes.set_xticks(spots + (wide / 2 if printed is not None else 0), names, rotation=25, ha="right", fontsize=9)
-    everything = [*values, *(printed if printed is not None else [])]
+    everything = list(values) + list(printed if printed is not None else [])
     axes.set_ylim(max(0.0, min(everything) - 8), max(everything) + 5)
     axes.set_ylabel("MFU (%), axis not from 0")
     _save(figure, path)
@@ -127,10 +127,10 @@ def sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], path: Path) ->
     figure, (left_axes, right_axes) = plt.subplots(1, 2, figsize=(11, 4.2), dpi=150, layout="constrained")
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row["label"], *(row[k] for k in keys[1:])), []).append(row)
+        groups.setdefault((row["label"],) + tuple(row[k] for k in keys[1:]), []).append(row)
     for group, members in groups.items():
         x = [m[keys[0]] for m in members]
-        label = ", ".join([str(group[0]), *(f"{k}={v}" for k, v in zip(keys[1:], group[1:], strict=True))])
+        label = ", ".join([str(group[0])] + [f"{k}={v}" for k, v in zip(keys[1:], group[1:], strict=True)])
         line = left_axes.plot(x, [m["seconds"] for m in members], marker="o", ms=3.5, label=label)[0]
         left_axes.fill_between(
             x, [m["p10"] for m in members], [m["p90"] for m in members], color=line.get_color(), alpha=0.15, lw=0

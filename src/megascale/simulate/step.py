@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
-from megascale.config import Config
+from megascale.config import Config, ModelConfig
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops
+from megascale.core.inventory import resolve_layers
+from megascale.core.layers import LayerSums
 from megascale.core.layout import Layout
 from megascale.core.rank_memory import estimate_rank_memory, explain_no_graphs
 from megascale.core.traffic import gathers_float8
@@ -66,7 +69,7 @@ class Scenario:
 
     @property
     def beyond_training(self) -> bool:
-        """Return whether sequences are cut or experts are asked for, which training lacks and memory leaves out."""
+        """Return whether sequences are cut or experts are requested, which training lacks and memory leaves out."""
         return max(self.context, self.experts, self.top_k, self.expert_parallel) > 1
 
     def case(self) -> Case:
@@ -74,6 +77,8 @@ class Scenario:
         layout, parallel = self.layout, self.config.parallel
         p, v = parallel.pipeline, parallel.virtual_stages
         counts = self.chunk_layers().sum(axis=1)
+        last_stage = layout.chunk_map.last_stage
+        other_counts = np.delete(counts, last_stage)
         return Case.from_model(
             self.config.model,
             self.software,
@@ -83,8 +88,8 @@ class Scenario:
             data=layout.grid.shards,
             micro=self.config.train.micro_batch,
             batch=self.config.train.global_batch,
-            middle=float(counts[:-1].max()) if p > 1 else float(counts[0]),
-            last=float(counts[-1]),
+            middle=float(other_counts.max()) if p > 1 else float(counts[0]),
+            last=float(counts[last_stage]),
             micro_batch_group_size=parallel.micro_batch_group_size or 0,
             context=self.context,
             experts=self.experts,
@@ -93,24 +98,35 @@ class Scenario:
         )
 
     def chunk_layers(self) -> np.ndarray:
-        """Layers of each chunk, [stages, chunks]; of a divided one its attention's or its MLP's share of the FLOPs."""
-        parallel = self.config.parallel
-        count = flops.layer_flops(self.config.model, 0)
-        attention = (count.projections + count.attention) / count.forward
-        counts = np.array([c.mlp_count + (c.attention_count - c.mlp_count) * attention for c in self.layout.layers])
-        return counts.reshape(parallel.virtual_stages, parallel.pipeline).T
+        """Layers of each chunk by their share of the FLOPs, in mean layers: [stages, chunks]."""
+        layout = self.layout
+        sums = _sum_flops(self.config.model)
+        mean = sums.running[-1] / self.config.model.layers
+        counts = np.array([sums.of_chunk(chunk) / mean for chunk in layout.layers])
+        return counts[layout.chunk_map.positions]
 
     def memory_gib(self) -> float:
         """Memory of the fullest rank with the reserve, by core/memory.py."""
         config, layout = self.config, self.layout
         schedule = layout.unchecked_schedule()  # a search asks for the memory of many; `run` checks the one it prices
-        stages = sorted({0, config.parallel.pipeline // 2, config.parallel.pipeline - 1})
+        stages = sorted({0, config.parallel.pipeline // 2, config.parallel.pipeline - 1, *layout.chunk_map.end_stages})
         model = config.model.model_copy(update={"block": "parallel" if self.software.parallel_block else "serial"})
         software, spare = self.software, (self.cluster.gpu.memory_gib - RESERVE_GIB) * GIB
         graphs = software.launch_us <= MEGASCALE_H200_GRAPHS.launch_us
         config = config.model_copy(update={"model": model})
         largest = max(estimate_rank_memory(config, layout.grid, schedule, s, spare, graphs)[0].total for s in stages)
         return largest / GIB + RESERVE_GIB
+
+
+# Cached because a search asks for it with every layout.
+@lru_cache(maxsize=64)
+def _sum_flops(model: ModelConfig) -> LayerSums:
+    """Return the sums of FLOPs over layers."""
+    parts = []
+    for layer in resolve_layers(model):
+        count = flops.layer_flops(layer, model.sequence_length)
+        parts.append((count.forward, count.projections + count.attention, count.mlp))
+    return LayerSums.collect(parts)
 
 
 @dataclass(frozen=True)
@@ -346,7 +362,7 @@ def run(
             f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)",
         )
     if _asks_float8(scenario.config) and not scenario.software.float8:
-        notes = (*notes, f"{scenario.label} has no float8: it is priced in bfloat16")
+        notes = notes + (f"{scenario.label} has no float8: it is priced in bfloat16",)
     if scenario.beyond_training:
         notes = (
             *notes,

@@ -21,6 +21,8 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
 from megascale.core import strict_json
+from megascale.core.inventory import count_distinct_layers
+from megascale.core.layer_spec import AttentionSpec
 from megascale.core.untrusted_files import read_small_text
 from megascale.errors import ConfigError, MegascaleError
 from megascale.ops import dispatch
@@ -39,15 +41,16 @@ Offer = tuple[str, dict[str, Measurement]]  # kind of device, and shape -> measu
 def list_shapes(config: Config, tensor: int, dtype: torch.dtype) -> list[AttentionShape]:
     """Return every attention shape of training under `tensor`-way tensor parallelism, on any pipeline stage."""
     model, S = config.model, config.model.sequence_length
-    windows: dict[int | None, None] = {}
-    for layer in range(model.layers):
-        window = model.layer_window(layer)
-        windows[None if window is None or window >= S else window] = None
-    heads, kv_heads = model.heads // tensor, model.num_kv_heads // tensor
-    return [
-        AttentionShape(S, config.train.micro_batch, heads, kv_heads, model.head_size, window, dtype)
-        for window in windows
-    ]
+    shapes: dict[AttentionShape, None] = {}
+    for layer, _ in count_distinct_layers(model):
+        mixer = layer.mixer
+        if not isinstance(mixer, AttentionSpec):
+            continue
+        window = None if mixer.window is None or mixer.window >= S else mixer.window
+        heads, kv_heads = mixer.heads // tensor, mixer.kv_heads // tensor
+        shape = AttentionShape(S, config.train.micro_batch, heads, kv_heads, mixer.head_size, window, dtype)
+        shapes[shape] = None
+    return list(shapes)
 
 
 def agree_on_kernels(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 
 from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
+from megascale.core.batch import NO_FIELDS, Batch, SampleFields, check_fields
 from megascale.core.grid import Coordinate
 from megascale.core.layout import Layout
 from megascale.core.rank_memory import GPU_CONTEXT
@@ -34,12 +35,13 @@ from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
 from megascale.train import engine_axes
 from megascale.train.attention_choice import Choices, agree_on_kernels
+from megascale.train.loss_weights import LossWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _REDUCE_DTYPES = {"bfloat16": torch.bfloat16}  # other settings reduce gradients in the type of their buffers
 
-# Micro-batch number -> tokens and targets, each int64 [sequence, micro_batch] on the device.
-ReadBatch = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+# Micro-batch number -> the micro-batch on the device.
+ReadBatch = Callable[[int], Batch[torch.Tensor]]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,13 +63,15 @@ class StepResult:
     """Results of a step, still on the device: reading them makes the host wait.
 
     Attributes:
-        loss: mean over the global batch's tokens, the same on every rank.
+        loss: mean over the global batch's tokens, weighted if they have weights; the same on every rank.
         grad_norm: norm of the whole model's gradient before clipping.
         stop: above 0 if any rank wants to stop after this step; the same on every rank.
         cast_counts: float64 [3]: numbers that casts to float8 clipped, flushed to zero and processed, summed over all
             ranks; zeros where nothing was counted.
         read_checksum: float64: the numbers that `take_read_checksum` of `Engine.step` returned, summed over all ranks;
             empty without it.
+        weight_sum: float64: sum of the loss weights of the global batch, None without weights. If it is 0, the loss is
+            0 and the step has changed nothing.
     """
 
     loss: torch.Tensor
@@ -75,6 +79,7 @@ class StepResult:
     stop: torch.Tensor
     cast_counts: torch.Tensor
     read_checksum: torch.Tensor
+    weight_sum: torch.Tensor | None = None
 
 
 class Engine:
@@ -88,6 +93,7 @@ class Engine:
             are used. With them, or with groups, ranks agree on kernels now. Without, each kernel is chosen when it is
             first needed.
         runtime: recorder, streams and kernels; default: a new one, which records nothing.
+        fields: optional fields that all micro-batches carry.
 
     Attributes:
         attention_choices: attention kernels by kind of device and shape, to be saved with the run.
@@ -107,21 +113,22 @@ class Engine:
         device: torch.device,
         earlier_choices: Choices | None = None,
         runtime: Runtime | None = None,
+        fields: SampleFields = NO_FIELDS,
     ) -> None:
         config, grid = layout.config, layout.grid
+        check_fields(fields, config.model, "data.train", config.data.train)
         rank = groups.rank if groups is not None else 0
         coordinate = grid.coordinate(rank)
         self.config = config
         self.layout = layout
         self.device = device
+        self.fields = fields
         self.dtype = DTYPES[config.train.precision]
         self.data_rank = grid.replica(rank)
         self.tokens_per_step = layout.tokens_per_step
         # Only the last stage has the loss, and along some axes each rank has all of it.
         repeated = [name for name in AXES.stage if AXES[name].repeats_loss]
         self.counts_loss = grid.is_first(repeated, rank)
-        self.is_first_stage = coordinate.pipeline == 0
-        self.is_last_stage = coordinate.pipeline == grid.pipeline - 1
         self.backward_in_own_thread = False
         self.before_update_hooks: list[Callable[[int], None]] = []
         self.after_update_hooks: list[Callable[[int], None]] = []
@@ -141,16 +148,28 @@ class Engine:
         self.flats: list[ParamAndGradBuffer] = []
         self._make_chunks(coordinate.pipeline, axes)
         reduce_dtype = _REDUCE_DTYPES.get(config.parallel.reduce_dtype)
-        self.data_parallel = DataParallel(self.flats, config.overlap.data, reduce_dtype, gathers_in_float8)
+        self.data_parallel = DataParallel(
+            self.flats,
+            config.overlap.data,
+            reduce_dtype=reduce_dtype,
+            float8=gathers_in_float8,
+            splits_backward=layout.schedule().splits_backward,
+        )
         self.optimizer = self._make_optimizer(axes, coordinate)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
+        self._loss_weights: LossWeights | None = None
+        if fields.loss_weights and self.chunks[-1].last:
+            copies = [name for name in AXES.stage if AXES[name].cuts_batch != "samples"]
+            stage = engine_axes.make_axis(self.runtime, groups, "stage")
+            self._loss_weights = LossWeights(stage, grid.is_first(copies, rank), self._loss_dtype, device)
         self._token_gradient = self._make_token_gradient()
         self._token_loss = token_loss.KINDS[config.train.loss]
         # Dropout and captured chunks of a micro-batch depend on the step and on its first sample in the global batch.
         self._first_sample = self.data_rank * layout.samples_per_rank
         self._dropout_key = config.train.seed
         self._read_batch: ReadBatch | None = None
-        self._micro_batches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._micro_batches: dict[int, Batch[torch.Tensor]] = {}
+        self._read_fields = [self._list_read_fields(number) for number in range(len(self.chunks))]
         self.graphs = self._make_graphs()
         if grid.pipeline > 1 and device.type == "cuda":
             self.load_kernels()
@@ -208,8 +227,9 @@ class Engine:
         for number, layers in enumerate(self.layout.stage_layers(stage)):
             global_chunk = schedule.global_chunk(stage, number)
             is_last = global_chunk == schedule.chunks - 1
-            # On a single stage the embedding exists once: the first chunk's buffers hold it and its gradient.
-            shares_embedding = config.model.tied_embeddings and grid.pipeline == 1 and number > 0 and is_last
+            # If one stage has both ends of the model, the first chunk's buffers hold the embedding and its gradient.
+            has_both_ends = is_last and number > 0 and schedule.chunk_map.first_stage == stage
+            shares_embedding = config.model.tied_embeddings and has_both_ends
             with self.runtime.kernels.as_current():
                 chunk = Chunk(
                     config.model,
@@ -238,7 +258,8 @@ class Engine:
 
     def _make_optimizer(self, axes: Axes, coordinate: Coordinate) -> ShardedOptimizer:
         grid = self.layout.grid
-        duplicates_tied = grid.pipeline > 1 and self.is_last_stage
+        has_first, has_last = self.chunks[0].first, self.chunks[-1].last
+        duplicates_tied = has_last and not has_first
         return ShardedOptimizer(
             self.config.optimizer,
             self.flats,
@@ -256,16 +277,24 @@ class Engine:
             layout.schedule(), stage, streams, layout.activation_shape, self.dtype, self.device, self.runtime
         )
 
-    def _make_token_gradient(self) -> torch.Tensor | None:
-        """Return the gradient of each token's loss, which is known before the loss: every token counts the same.
+    @property
+    def _loss_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
 
-        With it the loss makes its gradients while its logits exist. None under ZeRO-2, where gradients have no memory
-        before backward.
+    @property
+    def _knows_token_gradient(self) -> bool:
+        """Whether the loss makes its gradients while its logits exist.
+
+        The gradient of each token's loss is known before the loss. Under ZeRO-2 gradients have no memory before
+        backward.
         """
-        if self.flats[-1].zero == 2:
+        return self.flats[-1].zero != 2
+
+    def _make_token_gradient(self) -> torch.Tensor | None:
+        """Return the gradient of each token's loss if every token counts the same and if it is used, else None."""
+        if not self._knows_token_gradient or self._loss_weights is not None:
             return None
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        return torch.full((), 1 / self.tokens_per_step, dtype=dtype, device=self.device)
+        return torch.full((), 1 / self.tokens_per_step, dtype=self._loss_dtype, device=self.device)
 
     def _make_graphs(self) -> ChunkGraphs | None:
         """Return CUDA graphs of the chunks where they are available. ConfigError if kernels.graphs=on and they are not.
@@ -286,7 +315,7 @@ class Engine:
             self.active["CUDA graphs"] = f"forward and backward of each chunk, from step {EAGER_STEPS + 1} on"
         pipeline = self.pipeline
         return ChunkGraphs(
-            self.flats, pipeline.actions, self._run_chunk_without_dropout, self.runtime, pipeline.shape, self.device
+            self.flats, pipeline.actions, self._run_captured_chunk, self.runtime, pipeline.shape, self.device
         )
 
     def _find_graph_obstacle(self) -> str:
@@ -335,12 +364,17 @@ class Engine:
         self.runtime.calls.set_action(b"kernels")
         model, train = self.config.model, self.config.train
         tokens = torch.zeros(model.sequence_length, train.micro_batch, dtype=torch.int64, device=self.device)
+        batch = Batch(tokens, tokens)
+        if self.fields.loss_weights:
+            batch = replace(batch, loss_weights=torch.zeros(tokens.shape, device=self.device))
+        if self.fields.positions:
+            batch = replace(batch, positions=tokens)
         context = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
         for number, chunk in enumerate(self.chunks):
             x = tokens
             if not chunk.first:
                 x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
-            y = self._run_chunk(number, (x, tokens), context)
+            y = self._run_chunk(number, x, batch, context)
             if self.data_parallel.pool is not None:
                 self.data_parallel.arm_reductions(number)  # a buffer of the pool is reduced before its next use
             self.data_parallel.begin_backward(number)
@@ -370,11 +404,12 @@ class Engine:
         has_next_step: bool = False,
         count_casts: bool = False,
         take_read_checksum: Callable[[], Sequence[float]] = tuple,
+        sum_weights: Callable[[], float] | None = None,
     ) -> StepResult:
         """Run forward and backward over all micro-batches, then the update.
 
         Args:
-            read_batch: returns one of this rank's micro-batches; called only where tokens or targets are needed.
+            read_batch: returns one of this rank's micro-batches; called only where its fields are needed.
             step: number of this optimizer step, from 1; dropout masks depend on it.
             learning_rate: learning rate of this step.
             stop: whether this rank wants to stop; shared with all ranks.
@@ -384,8 +419,13 @@ class Engine:
             count_casts: count the numbers that casts to float8 clip and flush.
             take_read_checksum: returns the checksum of the samples that this rank has read in this step, of the same
                 length on each rank.
+            sum_weights: returns the sum of the loss weights of this rank's micro-batches, if they carry weights;
+                called on the last stage before the first forward.
         """
         self._read_batch = read_batch
+        if self._loss_weights is not None:
+            assert sum_weights is not None, "micro-batches carry loss weights"
+            self._loss_weights.begin_step(sum_weights())
         self._dropout_key = self.config.train.seed + step
         loss = self._run_micro_batches(count_casts)
         self._finish_gradients(step)
@@ -397,6 +437,8 @@ class Engine:
         grad_norm, summed = self._update(learning_rate, step, scalars, has_next_step)
         for hook in self.after_update_hooks:
             hook(step)
+        if self.fields.loss_weights:
+            return StepResult(summed[0], grad_norm, summed[1], summed[2:5], summed[5:-1], summed[-1])
         return StepResult(summed[0], grad_norm, summed[1], summed[2:5], summed[5:])
 
     def _run_micro_batches(self, count_casts: bool) -> torch.Tensor | None:
@@ -406,10 +448,10 @@ class Engine:
             chunk.linears.count_casts(count_casts)
         self.data_parallel.begin_step()
         if self.graphs is None:
-            chunks = EagerRunner(self._forward)
+            chunks = EagerRunner(self._forward, self.runtime.weight_gradients)
         else:
             runs_eagerly = count_casts or self.backward_in_own_thread
-            chunks = self.graphs.begin_step(self._forward, self._take_inputs, eagerly=runs_eagerly)
+            chunks = self.graphs.begin_step(self._forward, self._take_graph_inputs, eagerly=runs_eagerly)
         with torch.autograd.set_multithreading_enabled(self.backward_in_own_thread):
             loss = self.pipeline.run(chunks, self.data_parallel)
         if self.graphs is not None:
@@ -422,41 +464,72 @@ class Engine:
         """Run micro-batch `i` through `chunk`; x: the previous chunk's output, None for the model's first chunk."""
         sample_start = self._first_sample + i * self.config.train.micro_batch
         context = ForwardContext(self._dropout_key, sample_start, self._token_gradient, token_loss=self._token_loss)
-        return self._run_chunk(chunk, self._take_inputs(chunk, i, x), context)
+        return self._run_chunk(chunk, *self._take_inputs(chunk, i, x), context)
 
-    def _take_inputs(self, chunk: int, i: int, x: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that `chunk` reads: `x` or the tokens, and the targets on the model's last chunk."""
+    def _take_inputs(
+        self, chunk: int, i: int, x: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Batch[torch.Tensor] | None]:
+        """Return `x` or the tokens, and micro-batch `i` if the chunk reads one of its fields.
+
+        A micro-batch is read once. With several chunks it stays until the end of the step.
+        """
         is_last = self.chunks[chunk].last
-        if x is not None and not is_last:
-            return (x,)
-        tokens, targets = self._take_micro_batch(i)
-        if x is None:
-            x = tokens
-        if is_last:
-            return x, targets
-        return (x,)
-
-    def _take_micro_batch(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return micro-batch `i`, which is read once; with several chunks it stays until the end of the step."""
+        if x is not None and not is_last and not self.fields.concerns_blocks:
+            return x, None
         if i not in self._micro_batches:
             assert self._read_batch is not None
             if len(self.chunks) == 1:
                 self._micro_batches.clear()
             self._micro_batches[i] = self._read_batch(i)
-        return self._micro_batches[i]
+        batch = self._micro_batches[i]
+        if x is None:
+            assert batch.tokens is not None
+            x = batch.tokens
+        if is_last and self._loss_weights is not None:
+            self._loss_weights.finish_sum()
+        return x, batch
 
-    def _run_chunk(self, chunk: int, inputs: tuple[torch.Tensor, ...], context: ForwardContext) -> torch.Tensor:
+    def _run_chunk(
+        self, chunk: int, x: torch.Tensor, batch: Batch[torch.Tensor] | None, context: ForwardContext
+    ) -> torch.Tensor:
         """Return the chunk's activation, or on the model's last chunk the micro-batch's share of the mean loss."""
         module = self.chunks[chunk]
         if not module.last:
-            return module(inputs[0], None, context)
-        losses = module(inputs[0], inputs[1], context)
-        return (losses * (1 / self.tokens_per_step)).sum()
+            return module(x, batch, context)
+        if self._loss_weights is None:
+            losses = module(x, batch, context)
+            return (losses * (1 / self.tokens_per_step)).sum()
+        assert batch is not None
+        assert batch.loss_weights is not None
+        shares_SB = self._loss_weights.shares(batch.loss_weights)
+        if self._knows_token_gradient:
+            context = replace(context, token_grad=shares_SB)
+        return (module(x, batch, context) * shares_SB).sum()
 
-    def _run_chunk_without_dropout(self, chunk: int, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Run a chunk in the way that a CUDA graph captures: the same for every micro-batch and step."""
+    def _list_read_fields(self, chunk: int) -> list[str]:
+        """Return the fields of a micro-batch that `chunk` reads, other than its tokens."""
+        names = []
+        if self.chunks[chunk].last:
+            names.append("targets")
+            if self.fields.loss_weights:
+                names.append("loss_weights")
+        if self.fields.positions:
+            names.append("positions")
+        return names
+
+    def _take_graph_inputs(self, chunk: int, i: int, x: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that a captured chunk reads: `x` or the tokens, and fields of the micro-batch."""
+        x, batch = self._take_inputs(chunk, i, x)
+        inputs = [x]
+        for name in self._read_fields[chunk]:
+            inputs.append(getattr(batch, name))
+        return tuple(inputs)
+
+    def _run_captured_chunk(self, chunk: int, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Run a chunk in the way that a CUDA graph captures: the same for every micro-batch and step, no dropout."""
         context = ForwardContext(token_grad=self._token_gradient, token_loss=self._token_loss)
-        return self._run_chunk(chunk, inputs, context)
+        batch = Batch(**dict(zip(self._read_fields[chunk], inputs[1:], strict=True)))
+        return self._run_chunk(chunk, inputs[0], batch, context)
 
     def _finish_gradients(self, step: int) -> None:
         """Wait for the reductions of gradients, then call the hooks that look at them."""
@@ -472,15 +545,18 @@ class Engine:
             hook(step)
 
     def _collect_scalars(self, loss: torch.Tensor | None, stop: bool, read_checksum: Sequence[float]) -> torch.Tensor:
-        """Return float64 [5 + checksum]: loss, stop, three counts of casts, checksum; the norm's all-reduce sums them.
+        """Return float64: loss, stop, three counts of casts, checksum, loss weights if samples carry them.
 
-        Values of the host are filled in on the device: a copy from the host's memory would wait for the whole step
-        before the optimizer is launched.
+        The norm's all-reduce sums them. Values of the host are filled in on the device: a copy from the host's memory
+        would wait for the whole step before the optimizer is launched.
         """
-        scalars = torch.zeros(5 + len(read_checksum), dtype=torch.float64, device=self.device)
+        count = 5 + len(read_checksum) + self.fields.loss_weights
+        scalars = torch.zeros(count, dtype=torch.float64, device=self.device)
         scalars[1].fill_(float(stop))
         if loss is not None and self.counts_loss:
             scalars[0] += loss
+        if self._loss_weights is not None:
+            scalars[-1].fill_(self._loss_weights.counted_sum)
         for chunk in self.chunks:
             counts = chunk.linears.cast_counts()
             if counts is not None:
@@ -503,7 +579,7 @@ class Engine:
         recorder = self.runtime.recorder
         recorder.begin_action(SpanKind.OPTIMIZER)
         grad_norm, summed = self.optimizer.step(
-            learning_rate, step, scalars, on_updated, self.data_parallel.finish_tied
+            learning_rate, step, scalars, on_updated, self.data_parallel.finish_tied, self.fields.loss_weights
         )
         self.data_parallel.end_update()
         recorder.end_action()
@@ -552,23 +628,27 @@ class Engine:
 
     @torch.no_grad()
     @with_engine_kernels
-    def sum_losses(self, inputs_SB: torch.Tensor, targets_SB: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all tokens' losses, a float64 scalar that is the same on every rank of this world.
+    def sum_losses(self, batch: Batch[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of all targets' losses, float64 [1], the same on every rank of this world.
 
-        Collective: every rank calls it equally often, with the same shapes.
+        With loss weights float64 [2]: the weighted sum of losses, and the sum of weights.
+        Collective: every rank calls it equally often, with the same shapes and fields.
 
         Args:
-            inputs_SB: this data-parallel rank's tokens [s, b].
-            targets_SB: their targets [s, b]; -100 is ignored.
+            batch: this data-parallel rank's samples.
         """
 
         def forward(chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
-            module = self.chunks[chunk]
-            x = inputs_SB if x is None else x
-            return module(x, targets_SB if module.last else None, EVALUATION)
+            x = batch.tokens if x is None else x
+            return self.chunks[chunk](x, batch, EVALUATION)
 
         outputs = self.pipeline.run_forward(1, forward)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        weights_SB = batch.loss_weights
+        totals = torch.zeros(1 if weights_SB is None else 2, dtype=torch.float64, device=self.device)
         if outputs and self.counts_loss:
-            total += outputs[0].sum(dtype=torch.float64)
-        return all_reduce(total, self.world).wait()
+            if weights_SB is None:
+                totals[0] += outputs[0].sum(dtype=torch.float64)
+            else:
+                totals[0] += (outputs[0].double() * weights_SB).sum()
+                totals[1] += weights_SB.sum(dtype=torch.float64)
+        return all_reduce(totals, self.world).wait()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megascale.config import Config
 from megascale.config.axes import AXES
 from megascale.core.layout import Layout
+from megascale.core.schedule import ActionKind
 from megascale.core.spans import SpanAxis
 from megascale.errors import ConfigError
 from megascale.parallel import symmetric
@@ -22,7 +23,6 @@ from megascale.rendezvous.group_plan import group_axes
 from megascale.rendezvous.groups import Groups
 
 _SWITCH = {True: "on", False: "off"}
-_P2P_NAMES = ("send_forward", "recv_forward", "send_backward", "recv_backward")
 
 
 def make_axis(runtime: Runtime, groups: Groups | None, kind: str) -> Axis:
@@ -118,10 +118,8 @@ def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
 def make_p2p_streams(groups: Groups | None) -> P2PStreams:
     """Return the pipeline's channels: one per directed edge and direction of travel."""
     if groups is None:
-        return P2PStreams()
-    streams = {}
-    for name in _P2P_NAMES:
-        channel = getattr(groups, name)
-        if channel is not None:
-            streams[name] = P2PStream(channel.group, channel.peer, channel.group.group_name)
-    return P2PStreams(**streams)
+        return {}
+    return {
+        (ActionKind[name.upper()], stage): P2PStream(channel.group, channel.peer, channel.group.group_name)
+        for (name, stage), channel in groups.p2p.items()
+    }

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from megascale.config import Config
+from megascale.core.batch import Batch, check_fields
 from megascale.data.dataset.manifest import Compressed, bits_per_byte, find_part
 from megascale.data.dataset.samples import HeldOut
+from megascale.errors import DataError
 from megascale.train.engine import Engine
 
 
@@ -17,9 +21,10 @@ class Evaluation:
     """Result on one token file.
 
     Attributes:
-        loss: mean over targets, in nats per token.
+        loss: mean over targets, weighted if the file provides loss weights, in nats per token.
         tokens: targets that were evaluated.
-        bits_per_byte: bits per byte of the complete file's text; None for a part of it or an unknown size.
+        bits_per_byte: bits per byte of the complete file's text; None for a part of it, an unknown size or a weighted
+            loss.
         compressed: sizes of the same text under zlib and xz, if known.
         complete: whether every window of the file was evaluated.
     """
@@ -48,26 +53,42 @@ def evaluate_file(
         stride: tokens that each window predicts; default: all its tokens.
         option: key or option that named the file, for messages.
 
-    Raises DataError for a token outside the vocabulary.
+    Raises DataError for a token outside the vocabulary and if all loss weights are 0, ConfigError for fields that the
+    model would ignore.
     """
     length, size = config.model.sequence_length, config.train.micro_batch
     held_out = HeldOut(prefix, length, config.model.vocab_size, stride, option)
+    check_fields(held_out.fields, config.model, option, prefix)
     windows = held_out.spread_windows(samples)
     count = len(windows)
     engine.gather_parameters()
-    total = torch.zeros((), dtype=torch.float64, device=engine.device)
+    totals = torch.zeros(1 + held_out.fields.loss_weights, dtype=torch.float64, device=engine.device)
     first = engine.data_rank * size
-    # All data-parallel ranks run equally many rounds; `rows` fills up the last ones.
+    # All data-parallel ranks run equally many rounds; padding fills up the last ones.
     for start in range(first, count + first, size * engine.layout.grid.replicas):
-        rows = held_out.read_windows(windows[start : start + size], size)
-        inputs_SB, targets_SB = (torch.from_numpy(x).t().contiguous().to(engine.device) for x in rows)
-        total += engine.sum_losses(inputs_SB, targets_SB)
+        batch = held_out.read_batch(windows[start : start + size], size)
+        totals += engine.sum_losses(_copy_to_device(batch, engine.device))
     tokens = held_out.count_targets(windows)
-    loss = float(total) / tokens
     is_complete = count == held_out.windows
+    if held_out.fields.loss_weights:
+        weighted_sum, weight_sum = totals.tolist()
+        if not weight_sum:
+            raise DataError(f"{option}: the loss weights of the {tokens:,} targets evaluated in {prefix} sum to 0")
+        return Evaluation(weighted_sum / weight_sum, tokens, None, None, is_complete)
+    loss = float(totals) / tokens
     part = None
     if is_complete:
         part = find_part(prefix)
     if part is None:
         return Evaluation(loss, tokens, None, None, is_complete)
     return Evaluation(loss, tokens, bits_per_byte(loss, tokens, part.bytes, part.lost_bytes), part.compressed)
+
+
+def _copy_to_device(batch: Batch[NDArray[Any]], device: torch.device) -> Batch[torch.Tensor]:
+    """Return a batch of NumPy arrays on the device."""
+    copies: dict[str, torch.Tensor] = {}
+    for field in fields(batch):
+        array = getattr(batch, field.name)
+        if array is not None:
+            copies[field.name] = torch.from_numpy(array).contiguous().to(device)
+    return Batch(**copies)

@@ -8,6 +8,7 @@ again by every rank that starts on its node.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from megascale.core.schedule import ActionKind
 from megascale.core.untrusted_files import read_small_text
 from megascale.data.loader.feed import Feed
 from megascale.parallel.collectives import Axis, Pending, all_reduce
+from megascale.parallel.pipeline import P2PStream
 from megascale.train.engine import Engine
 from megascale.train.rank_info import RankInfo
 
@@ -194,20 +196,17 @@ class FaultInjector:
     def _missing_send(self, fault: dict[str, Any]) -> None:
         """Skip the next send of this stage's schedule, or the one after so many."""
         pipeline = self.engine.pipeline
-        send_kinds = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
-        sends = [action for action in pipeline.actions if action.kind in send_kinds]
         number = int(fault.get("number") or 0)
-        skipped_kind = sends[number].kind
-        skipped_index = sum(action.kind == skipped_kind for action in sends[:number])
-        counts = dict.fromkeys(send_kinds, 0)
+        send_count = sum(action.kind.is_send for action in pipeline.actions)
+        if number >= send_count:
+            raise ValueError(f"a step of this stage has {send_count} sends, so send {number} cannot be skipped")
         send = pipeline._send
+        numbers = itertools.count()
 
-        def skip_send(kind: ActionKind, tensor: torch.Tensor) -> Pending:
-            index = counts[kind]
-            counts[kind] += 1
-            if kind == skipped_kind and index == skipped_index:
+        def skip_send(stream: P2PStream, tensor: torch.Tensor) -> Pending:
+            if next(numbers) == number:
                 return Pending(tensor)
-            return send(kind, tensor)
+            return send(stream, tensor)
 
         pipeline._send = skip_send  # type: ignore[method-assign]
 

@@ -13,11 +13,13 @@ import torch
 from megascale import checkpoint
 from megascale.checkpoint import setting_changes
 from megascale.checkpoint.object_collectives import Peers
+from megascale.core.batch import Batch, check_fields
 from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.flops import CONVENTION, device_peak_tflops, mfu
 from megascale.core.layout import Layout
 from megascale.core.spans import SpanKind
+from megascale.data.dataset.formats import sample_fields
 from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
 from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, error_class_name, make_error
@@ -110,7 +112,7 @@ class Trainer:
         self._read_totals = ReadTotals()  # samples of all steps whose results were read
         self._load_measures: dict[str, float] = {}
         self._data_notes: list[str] = []
-        self._skipped_steps = 0  # steps of this process whose gradient was infinite or NaN
+        self._skipped_steps = 0  # steps of this process with an infinite or NaN gradient, or without loss weights
         self._skipped_in_a_row = 0
         self._stopping = False  # agreed by all ranks
         self._has_reported_active = False
@@ -204,7 +206,9 @@ class Trainer:
         if self.is_leader:
             checkpoints = config.checkpoint.location or self.folder.checkpoints
             earlier_choices = attention_choice.read_choices(self.folder.path, checkpoints, config.checkpoint.resume)
-        self.engine = Engine(self.layout, self.groups, info.device, earlier_choices)
+        if config.data.valid is not None:
+            check_fields(sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
+        self.engine = Engine(self.layout, self.groups, info.device, earlier_choices, fields=self.feed.fields)
         shards = [checkpoint.TensorShard(*parts) for parts in self.engine.optimizer.logical_tensors()]
         self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
         self.checkpoint_policy = CheckpointPolicy(config.checkpoint, self.checkpointer, self.reporter)
@@ -418,7 +422,7 @@ class Trainer:
         cast_interval = self.config.observe.float8_interval
         self.clock.start()
         self.engine.start_gather()
-        self._read_rows = self.feed.batches(self.consumed_samples)
+        self._read_batch = self.feed.batches(self.consumed_samples)
         result = self.engine.step(
             self._read_micro_batch,
             step,
@@ -428,6 +432,7 @@ class Trainer:
             has_next_step=step < train.steps,
             count_casts=cast_interval > 0 and step % cast_interval == 0,
             take_read_checksum=self.feed.checksum.take,
+            sum_weights=self._sum_weights,
         )
         self.clock.stop()
         self.pauses.record(recorder)
@@ -455,15 +460,25 @@ class Trainer:
         if self.fault_injector is not None:
             self.fault_injector.inject_due(step)
 
-    def _read_micro_batch(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read_micro_batch(self, i: int) -> Batch[torch.Tensor]:
         """Return micro-batch `i` of this data-parallel rank's samples of the step, and record the wait for it."""
         calls, recorder = self.engine.runtime.calls, self.engine.runtime.recorder
         calls.begin_data_wait()
         mark = recorder.mark()
-        micro_batch = self._read_rows(i)
+        micro_batch = self._read_batch(i)
         recorder.record_wait(mark, SpanKind.DATA_WAIT)
         calls.end_data_wait()
         return micro_batch
+
+    def _sum_weights(self) -> float:
+        """Return the sum of the loss weights of this rank's samples of the step, and record the wait for it."""
+        calls, recorder = self.engine.runtime.calls, self.engine.runtime.recorder
+        calls.begin_data_wait()
+        mark = recorder.mark()
+        weight_sum = self.feed.sum_weights(self.consumed_samples)
+        recorder.record_wait(mark, SpanKind.DATA_WAIT)
+        calls.end_data_wait()
+        return weight_sum
 
     def _before_update(self) -> None:
         """Let a save that still reads the state finish before the step changes it."""
@@ -524,6 +539,12 @@ class Trainer:
         self._read_totals.sums += sum_step(read_checksum, global_batch)
         read_record = self._read_totals.to_record()
         self.reporter.write_samples(step, pending.first_sample, global_batch, pending.sample_ids, read_record)
+        has_weights = True
+        if result.weight_sum is not None:
+            record["loss_weight"] = float(result.weight_sum)
+            has_weights = record["loss_weight"] > 0
+            if not has_weights:
+                loss = math.nan  # a mean over nothing
         self._stopping = self._stopping or bool(result.stop > 0)
         if self.weight_watch is not None:
             self.status.checksum = self.weight_watch.read_checksum() or self.status.checksum
@@ -536,7 +557,7 @@ class Trainer:
             "seconds": seconds,
             "tokens_per_second": tokens_per_second,
         }
-        if math.isfinite(grad_norm):
+        if math.isfinite(grad_norm) and has_weights:
             self._skipped_in_a_row = 0
         else:
             self._skipped_in_a_row += 1
@@ -552,6 +573,9 @@ class Trainer:
         self.reporter.write_metrics(record)
         for event, details in self.feed.loader_events(seconds):
             self.reporter.write_event(event, step=step, **details)
+        if not has_weights:
+            self._check_weightless_steps(step)
+            return
         if not math.isfinite(loss):
             self._stop_at_loss(step, loss)
         self._loss = loss
@@ -569,14 +593,33 @@ class Trainer:
         )
         raise attach_record(nonfinite, ExitKind.NONFINITE_LOSS, step=step)
 
+    def _check_weightless_steps(self, step: int) -> None:
+        """Report the first of several steps without loss weights. Raise DataError after train.max_skipped_steps."""
+        if self._skipped_in_a_row == 1:
+            self.reporter.write_event(Event.STEP_WITHOUT_WEIGHTS, step=step)
+            self.reporter.log_line(f"step {step} is skipped: the loss weights of its targets sum to 0")
+        if self._has_skipped_too_many(step):
+            raise DataError(
+                f"{self._skipped_in_a_row} steps in a row, up to step {step}, were skipped; the loss weights of the "
+                f"last one's targets sum to 0. {self.checkpoint_policy.describe_latest()}. Check the loss weights of "
+                f"data.train={self.config.data.train}, raise --train.global_batch (now "
+                f"{self.config.train.global_batch}), or raise --train.max_skipped_steps (now "
+                f"{self.config.train.max_skipped_steps}; 0 allows any number)"
+            )
+
+    def _has_skipped_too_many(self, step: int) -> bool:
+        """Return whether the steps skipped up to `step` end the training."""
+        limit = self.config.train.max_skipped_steps
+        skipped_all = step == self.config.train.steps == self._skipped_steps
+        return limit > 0 and (self._skipped_in_a_row >= limit or skipped_all)
+
     def _check_skipped_steps(self, step: int, grad_norm: float) -> None:
         """Report the first of several skipped steps. Raise TrainingError after train.max_skipped_steps in a row."""
         count, limit = self._skipped_in_a_row, self.config.train.max_skipped_steps
         if count == 1:
             self.reporter.write_event(Event.NONFINITE_GRADIENT, step=step, grad_norm=str(grad_norm))
             self.reporter.log_line(f"step {step} is skipped: its gradient norm is {grad_norm}")
-        skipped_all = step == self.config.train.steps == self._skipped_steps
-        if limit and (count >= limit or skipped_all):
+        if self._has_skipped_too_many(step):
             nonfinite = TrainingError(
                 f"the gradients of {count} steps in a row, up to step {step}, are not finite (norm {grad_norm}), "
                 f"so these steps changed nothing and training stopped; {self.checkpoint_policy.describe_latest()}. "

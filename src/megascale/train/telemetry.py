@@ -136,5 +136,5 @@ def _list_groups(groups: Groups | None) -> list[tuple[str, int]]:
         return []
     sizes = [("world", groups.grid.world_size)]
     sizes += [(group.group_name, dist.get_world_size(group)) for group in groups.by_kind.values()]
-    sizes += [(channel.group.group_name, 2) for channel in groups.p2p_channels()]
+    sizes += [(channel.group.group_name, 2) for channel in groups.p2p.values()]
     return sizes

@@ -1,4 +1,4 @@
-"""What the benches read of a launched job."""
+"""Events of a launched job as the benches read them."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.observe import kills
 from benchmarks.observe.command import _show_cost
-from benchmarks.observe.synthetic_spans import Job, made, rows_of_stage
+from benchmarks.observe.synthetic_spans import Job, make_records, rows_of_stage
 from megascale.core import strict_json
 from megascale.core.spans import SpanKind
 
@@ -19,9 +19,9 @@ def test_the_paper_s_job_is_made_of_its_schedule():
     kinds, counts = np.unique(rows[:, 0], return_counts=True)
     assert dict(zip(kinds.tolist(), counts.tolist(), strict=True))[SpanKind.FORWARD] == 6 * 32
     small = Job(data=1, tensor=1)
-    full = list(made(small, 2, full=True))
+    full = list(make_records(small, 2, full=True))
     assert [(rank, step) for rank, step, _ in full] == [(rank, step) for step in (1, 2) for rank in range(8)]
-    totals = {rank: records for rank, step, records in made(small, 1, full=False)}
+    totals = {rank: records for rank, step, records in make_records(small, 1, full=False)}
     for rank, step, records in full[:8]:
         forward = records[records["kind"] == SpanKind.FORWARD]
         row = totals[rank][totals[rank]["kind"] == SpanKind.FORWARD][0]

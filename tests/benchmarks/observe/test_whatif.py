@@ -27,7 +27,7 @@ def test_what_is_off_by_more_than_a_hundredth_is_missed(tmp_path):
     (tmp_path / "result-A.json").write_text(json.dumps(result | {"step_t_noblk": {"0": 1.02 * job.ideal}}))
     assert missed(measure(tmp_path))[0].startswith("A: ideal")
     (tmp_path / "result-A.json").write_text("{}")
-    with pytest.raises(DataError, match="is no result of StragglerAnalysis"):
+    with pytest.raises(DataError, match="is not a result of StragglerAnalysis"):
         measure(tmp_path)
     (tmp_path / "result-A.json").unlink()
     with pytest.raises(DataError, match=r"holds no trace-NAME\.parquet"):

@@ -147,7 +147,7 @@ def test_bands_are_scored_with_their_width(cluster):
 
 
 def test_widths_of_bands_are_what_development_rows_give():
-    """Nobody sets one by hand, or after a look at held-out rows."""
+    """Constants come from fits, not from manual edits or from held-out rows."""
     widths = {
         prediction_band.LEAST: another_series(),
         prediction_band.UNFITTED_STACK: unfitted_stack_spread(),
@@ -192,7 +192,7 @@ def narrow(cluster):
 
 
 def test_the_shipped_calibration_is_what_its_command_gives(cluster):
-    """Nobody edits a fitted constant by hand."""
+    """Fitted constants are not edited by hand."""
     for name, machine, rows, constants in (
         ("a100-roce", "a100-roce", paper_development(), ("fixed",)),
         ("h200-host", "h200-host", h200_peers(), ("compute",)),
@@ -401,7 +401,7 @@ def test_own_runs_are_compared(tmp_path):
     assert check.passed is False
     assert len(check.rows) == 2
     assert any("not measured" in note for note in check.notes)
-    write_run(tmp_path / output[2].name, [*output[2].settings, "parallel.tensor=2"], 1.0, 2)
+    write_run(tmp_path / output[2].name, list(output[2].settings) + ["parallel.tensor=2"], 1.0, 2)
     with pytest.raises(DataError, match="parallel"):
         matching(output, tmp_path)
 

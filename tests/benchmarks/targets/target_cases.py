@@ -12,7 +12,7 @@ def case(name: str = "A", **keys) -> TargetCase:
     )
 
 
-def told(seconds: float, **more) -> dict:
+def make_result(seconds: float, **more) -> dict:
     config = case(arguments=["gpt-1.3b", "--train.micro_batch=4"]).config(1)
     settings = config.model_dump(mode="json", exclude_none=True, include={"model", "train"})
     details = {"settings": settings, "device": "1 x NVIDIA H200", "date": "2026-11-22", "versions": {"torch": "2.11.0"}}
@@ -21,10 +21,10 @@ def told(seconds: float, **more) -> dict:
     return details | more
 
 
-def kept(record: Record, single: TargetCase, *seconds: float, **more) -> None:
+def add_runs(record: Record, single: TargetCase, *seconds: float, **more) -> None:
     replicas = single.replicas(record.gpus)
     for repeat, value in enumerate(seconds):
         record.keep(
             TargetJob(single, repeat, replicas, 1),
-            TargetRun(single.key(replicas), replicas, "", 1.0, told(value, **more)),
+            TargetRun(single.key(replicas), replicas, "", 1.0, make_result(value, **more)),
         )

@@ -25,23 +25,23 @@ from benchmarks.targets.others import load_others
 from benchmarks.targets.runs import Record, TargetJob, TargetRun, choose, missing, run_all
 from megascale.errors import ConfigError, MegascaleError
 from megascale.simulate.planner.layout_cost import DEVICES, make_plan
-from tests.benchmarks.targets.target_cases import case, kept
+from tests.benchmarks.targets.target_cases import add_runs, case
 from tests.forked import BENCHMARKS, Forked
 from tests.test_commands import parse
 
 SMALL = ["--model.layers=1", "--model.hidden=32", "--model.vocab_size=64", "--model.sequence_length=16"]
-ARGUMENTS = json.dumps(["tiny", *SMALL, "--train.micro_batch=1", "--train.threads=1"])
+ARGUMENTS = json.dumps(["tiny"] + SMALL + ["--train.micro_batch=1", "--train.threads=1"])
 
 
 def in_toml(name: str, **keys: str) -> str:
     """A case on the CPU that takes a moment; keys are TOML."""
     report = {"name": f'"{name}"', "title": f'"{name}"', "arguments": ARGUMENTS, "gpus": "0", "batch": "1"}
     report |= {"steps": "2", "warmup": "2", "seconds": "1"} | keys
-    return "\n".join(["[[case]]", *(f"{key} = {value}" for key, value in report.items())]) + "\n"
+    return "\n".join(["[[case]]"] + [f"{key} = {value}" for key, value in report.items()]) + "\n"
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, ["targets", *map(str, arguments)], env={"COLUMNS": "100"})
+    return CliRunner().invoke(app, ["targets"] + [str(argument) for argument in arguments], env={"COLUMNS": "100"})
 
 
 # Cases
@@ -72,7 +72,7 @@ def test_shipped_targets_are_for_one_host_and_what_they_were_set_for():
 
 
 def test_what_gpus_cannot_hold_is_left_out():
-    """On four GPUs a case of two replicas runs with one, which shares its optimizer's state with nobody."""
+    """On four GPUs a case of two replicas runs with one, whose optimizer state is not sharded."""
     cases = [item for item in load(None) if item.name in ("T1", "F3h", "G124")]
     assert targets._fitting(cases, 4, 139.7) == (cases, {})
     fit, too_large = targets._fitting(cases, 4, 79.2)
@@ -80,7 +80,7 @@ def test_what_gpus_cannot_hold_is_left_out():
     assert too_large == {"T1": pytest.approx(103, abs=3)}
     assert targets._fitting(cases, 0, 79.2) == (cases, {})
     fewer = ["--model.layers=20", "--parallel.layer_split=[2,2,2,2,2,2,2,2,3,1]"]
-    halved = cases[0].model_copy(update={"arguments": [*cases[0].arguments, *fewer]})
+    halved = cases[0].model_copy(update={"arguments": cases[0].arguments + fewer})
     assert targets._fitting([halved], 4, 79.2) == ([halved], {})
 
 
@@ -166,7 +166,7 @@ def test_the_list_says_what_to_type(tmp_path):
 def test_the_list_ends_with_the_other_commands():
     """Each is one that there is, with settings that there are."""
     result = invoke("--list")
-    report = result.stdout.partition("Beside these cases:")[2]
+    report = result.stdout.partition("In addition to these cases:")[2]
     assert report.count("python -m benchmarks observe") == 4
     for item in load_others():
         assert f"{item.title}: {item.needs}; {item.goal}" in report
@@ -377,7 +377,7 @@ def test_other_words_and_other_machines(tmp_path):
     assert not record.has_other(case("A", seconds=9, title="other", must={"mfu": 0.5}), 1)
     assert record.runs(new, 1) == {}
     record.keep(TargetJob(new, 1, 1, 1), TargetRun(new.key(1), 1, "", 1.0, {"n": 2}))
-    assert [*Record(tmp_path / "t.json", 2).runs(new, 1)] == [1]
+    assert list(Record(tmp_path / "t.json", 2).runs(new, 1)) == [1]
     assert not Record(tmp_path / "t.json", 2).runs(old, 1)
     with pytest.raises(ConfigError, match="2 GPUs"):
         Record(tmp_path / "t.json", 4)
@@ -409,7 +409,7 @@ def test_real_benches_are_run_kept_and_not_made_again(tmp_path, benchmarks):
     assert "failed" in lines["bad"]
     assert "reached" in lines["other"]
     assert not (tmp_path / "runs").exists()
-    # What is there is not made again.
+    # Existing results are not measured again.
     before = out.read_bytes()
     repeated = bench("--repeats", 1, "--only", "other")
     assert repeated.returncode == 0, repeated.stderr
@@ -432,7 +432,7 @@ def test_real_benches_are_run_kept_and_not_made_again(tmp_path, benchmarks):
 def test_an_interrupted_call_keeps_what_it_has_and_ends_what_runs(tmp_path):
     file, out = tmp_path / "cases.toml", tmp_path / "out.json"
     file.write_text(in_toml("done") + in_toml("endless", steps="1000000", data="2"))
-    kept(Record(out, 0), load(file)[0], 1.0)
+    add_runs(Record(out, 0), load(file)[0], 1.0)
     process = Forked(["targets", "--file", file, "--out", out, "--repeats", "1"], cwd=tmp_path, module=BENCHMARKS)
     try:
         ranks = []
@@ -444,7 +444,7 @@ def test_an_interrupted_call_keeps_what_it_has_and_ends_what_runs(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130, output
-    assert [*json.loads(out.read_text())["cases"]] == ["done"]
+    assert list(json.loads(out.read_text())["cases"]) == ["done"]
     assert "endless" in output.partition("missing")[2]
     assert len(ranks) == 3
     assert not psutil.wait_procs(ranks, timeout=60)[1]  # a killed one takes a moment to be gone

@@ -10,21 +10,23 @@ from benchmarks.targets.predicted import predicted
 from benchmarks.targets.runs import Record
 from benchmarks.training import exposed
 from megascale.core.flops import flops_per_token
-from tests.benchmarks.targets.target_cases import case, kept, told
+from tests.benchmarks.targets.target_cases import add_runs, case, make_result
 
 
 def test_figures_of_steps():
     steps = [1.0] * 50 + [1.02] * 450
-    result = targets_table.figures(case(), told(1.02, all_step_seconds=steps))
+    result = targets_table.figures(case(), make_result(1.02, all_step_seconds=steps))
     assert result["first_over_last"] == pytest.approx(1 - 1 / 1.02)
     assert result["p99_over_median"] == pytest.approx(1.0)
     assert (result["mfu"], result["memory_gib"], result["step_seconds"]) == (0.6, 42.0, 1.02)
-    on_cpu = targets_table.figures(case(), told(1.0, mfu=None, peak_memory_gib=None))
+    on_cpu = targets_table.figures(case(), make_result(1.0, mfu=None, peak_memory_gib=None))
     assert not on_cpu.keys() & {"mfu", "memory_gib"}
-    assert targets_table.of_gemm(told(1.0)) is None
+    assert targets_table.of_gemm(make_result(1.0)) is None
     model = case(arguments=["gpt-1.3b", "--train.micro_batch=4"]).config(1).model
     rate = flops_per_token(model).training
-    share = targets_table.of_gemm(told(1.0, tokens_per_second_per_device=3.0, gemm_flop_per_s=[3 * rate, 5 * rate]))
+    share = targets_table.of_gemm(
+        make_result(1.0, tokens_per_second_per_device=3.0, gemm_flop_per_s=[3 * rate, 5 * rate])
+    )
     assert share == pytest.approx(0.75)
 
 
@@ -47,13 +49,13 @@ def test_ratios_compare_repeats_with_each_other(tmp_path):
     keys = {"arguments": ["tiny", "--train.micro_batch=4"]}
     base, single = case("B", **keys), case("A", **keys, over="B", must={"step_ratio": 1.15, "speed_up": 0.5})
     record = Record(tmp_path / "t.json", 1)
-    kept(record, base, 1.0, 2.0)
-    kept(record, single, 1.1, 2.1, 9.0)  # its third has no partner
+    add_runs(record, base, 1.0, 2.0)
+    add_runs(record, single, 1.1, 2.1, 9.0)  # its third has no partner
     row = targets_table.row(single, record, {"B": base})
     assert row.values["step_ratio"] == pytest.approx((1.1 + 1.05) / 2)
     assert row.values["speed_up"] == pytest.approx((1 / 1.1 + 1 / 1.05) / 2)
     assert [goal[3] for goal in row.goals] == ["reached", "reached"]
-    assert row.apart == pytest.approx((9.0 - 1.1) / 2.1)
+    assert row.relative_spread == pytest.approx((9.0 - 1.1) / 2.1)
 
 
 @pytest.mark.parametrize(
@@ -91,9 +93,9 @@ def test_a_smaller_run_is_told_from_the_targets(tmp_path, name, gpus, output):
 def test_what_was_predicted_stands_by_what_came(tmp_path, capsys):
     cases = [item for item in load(None) if item.name in ("EhT", "EhD")]
     record = Record(tmp_path / "t.json", 2)
-    kept(record, cases[0], 0.85, 0.86)
+    add_runs(record, cases[0], 0.85, 0.86)
     second = case(arguments=["tiny", "--train.micro_batch=4"])
-    targets_table.show([*cases, second], {entry.name: entry for entry in cases}, record)
+    targets_table.show(cases + [second], {entry.name: entry for entry in cases}, record)
     lines = capsys.readouterr().out.splitlines()
     output = predicted(cases[0], 2)
     assert f"{output:.3f}" in next(line for line in lines if line.startswith("EhD "))
@@ -109,7 +111,7 @@ def test_the_table_of_all_shipped_cases_fits_a_hundred_columns(tmp_path, capsys)
     for item in cases:
         if item.bench == "train":
             watched = [[0.5, 1755.0, 690.0, 45.0]] if item.watch else None
-            kept(record, item, 12.345, 12.321, watched=watched)
+            add_runs(record, item, 12.345, 12.321, watched=watched)
     targets_table.show(cases, {entry.name: entry for entry in cases}, record)
     lines = capsys.readouterr().out.splitlines()
     table = lines[1 : next(i for i, line in enumerate(lines) if line.startswith("MFU:"))]

@@ -34,7 +34,7 @@ def test_rows_are_trained_once_and_kept(tiny, benchmarks, tmp_path):
     assert "pipeline overlap" in result.stdout
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert not (tmp_path / "runs").exists()
-    # What is there is not made again, and not mixed with other settings.
+    # Existing results are not measured again, and not mixed with other settings.
     before = (tmp_path / "a.json").read_bytes()
     repeated = benchmarks("ablation", tiny, *arguments)
     assert repeated.returncode == 0, repeated.stderr

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.training.alternate import SETTINGS, change, difference, order, parse
 from megascale.config import ParallelConfig, from_tree
+from megascale.core.batch import Batch
 from megascale.core.layout import lay_out
 from megascale.core.spans import Recorder
 from megascale.errors import ConfigError
@@ -32,8 +33,7 @@ def test_values_take_turns_and_train_alike(benchmarks, tmp_path):
         "--turns=2",
         "--each=2",
         "--parallel.tensor=2",
-        *SMALL,
-    ]
+    ] + SMALL
     result = benchmarks("alternate", *arguments, "--out", tmp_path / "a.json")
     assert result.returncode == 0, result.stderr
     record = json.loads((tmp_path / "a.json").read_text())
@@ -77,10 +77,10 @@ def test_backward_runs_in_the_calling_thread_unless_asked_for_apart(engine):
     rows = torch.arange(9)[:, None]
     observed = []
     engine.chunks[0].token_embedding.register_hook(lambda grad: observed.append(torch._C._is_multithreading_enabled()))
-    for value in (None, *SETTINGS["backward"]):
+    for value in (None,) + SETTINGS["backward"]:
         if value is not None:
             change(engine, "backward")(value)
-        engine.step(lambda i: (rows[:-1], rows[1:]), 1, 0.0)
+        engine.step(lambda i: Batch(rows[:-1], rows[1:]), 1, 0.0)
     assert observed == [False, True, False]
     assert torch._C._is_multithreading_enabled()
 
@@ -91,7 +91,7 @@ def test_an_engine_changes_between_steps(engine):
     for subject in ("none", "full"):
         engine.set_recompute(subject)
         with mock.patch.object(SerialBlock, "forward", autospec=True, side_effect=SerialBlock.forward) as forward:
-            report = engine.step(lambda i: (rows[:-1], rows[1:]), 1, 0.0)
+            report = engine.step(lambda i: Batch(rows[:-1], rows[1:]), 1, 0.0)
         observed[subject] = (forward.call_count, float(report.grad_norm))
     assert (observed["none"][0], observed["full"][0]) == (2, 4)
     assert observed["none"][1] == pytest.approx(observed["full"][1], rel=1e-6)

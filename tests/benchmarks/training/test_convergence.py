@@ -83,7 +83,7 @@ def test_a_tiny_comparison(tmp_path, tokens, benchmarks):
     assert [p.name for p in (tmp_path / "elsewhere").glob("*/")] == ["float8-0.001-0"]
     assert "(one pair)" in done.stdout
     arguments = list(map(str, command))
-    repeated = CliRunner().invoke(app, [*arguments, "--earlier", str(tmp_path / "c.json"), "--model.layers=2"])
+    repeated = CliRunner().invoke(app, arguments + ["--earlier", str(tmp_path / "c.json"), "--model.layers=2"])
     assert isinstance(repeated.exception, ConfigError)
     assert "seed 0, was run with" in str(repeated.exception)
     assert "--model.layers=2" in str(repeated.exception)
@@ -133,8 +133,7 @@ def test_a_bench_that_is_told_to_end_leaves_no_run_behind(tmp_path, tokens):
     shape = ["layers=1", "hidden=32", "heads=2", "sequence_length=16", "vocab_size=64"]
     command = ["convergence", "--data", str(tokens)]
     command += ["--preset", "tiny", "--tokens", "1e8", "--batch", "4", "--folder", str(tmp_path / "runs")]
-    command += [
-        *(f"--model.{word}" for word in shape),
+    command += [f"--model.{word}" for word in shape] + [
         "--train.device=cpu",
         "--train.micro_batch=4",
         "--train.threads=1",
@@ -179,7 +178,7 @@ def test_training_is_what_plain_pytorch_makes_of_it(tmp_path, tokens, megascale,
     result = {}
     ours = megascale("train", *arguments, "--train.name=ours")
     assert ours.returncode == 0, ours.stderr
-    plain.main([*arguments, "--train.name=plain"])
+    plain.main(arguments + ["--train.name=plain"])
     for name in ("ours", "plain"):
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         result[name] = [json.loads(line) for line in lines]
@@ -199,7 +198,7 @@ def test_the_plain_model_names_what_it_does_not_have(tmp_path, monkeypatch, caps
         "--model.vocab_size=64",
         f"--train.runs={tmp_path}",
     ]
-    monkeypatch.setattr("sys.argv", ["plain", *arguments])
+    monkeypatch.setattr("sys.argv", ["plain"] + arguments)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(plain.__file__, run_name="__main__")
     messages = capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_a_stream_is_known_by_the_group_that_a_trace_with_the_hosts_side_names()
 
     gather = "ncclDevKernel_AllGather_RING_LL"
     full = [on(7, gather, "tensor"), on(20, gather, "data_gather"), on(21, "ncclDevKernel_SendRecv", "forward/0-1/0")]
-    serves = exposed.groups_of([*full, on(7, "nvjet"), {"cat": "cpu_op", "name": "nccl:all_gather", "ts": 0, "dur": 1}])
+    serves = exposed.groups_of(full + [on(7, "nvjet"), {"cat": "cpu_op", "name": "nccl:all_gather", "ts": 0, "dur": 1}])
     assert serves == {7: "tensor", 20: "data_gather", 21: "forward/0-1/0"}
     bare = [on(20, gather), on(7, gather), on(21, "ncclDevKernel_SendRecv"), on(22, gather), on(7, "nvjet")]
     assert [b.kind for b in exposed.busy(bare, serves)] == ["data gather", "tensor", "pipeline", "other", COMPUTE]
@@ -78,7 +78,7 @@ def test_what_runs_without_compute_is_exposed_and_shared_by_those_that_wait():
     assert result["data gather"] == {"busy": 0.0, "exposed": 0.0}
 
 
-spans = st.tuples(st.integers(0, 50), st.integers(1, 20), st.sampled_from([COMPUTE, *KINDS]))
+spans = st.tuples(st.integers(0, 50), st.integers(1, 20), st.sampled_from([COMPUTE] + list(KINDS)))
 
 
 @given(st.lists(spans, min_size=1, max_size=30))
@@ -99,7 +99,7 @@ def test_the_meeting_before_the_step_does_not_count():
 
 
 def test_a_step_is_what_lies_between_two_norms():
-    """LAMB's step on the last stage: the tied embedding, the norm, then the trust ratios, whose end is no end."""
+    """LAMB's step on the last stage: the tied embedding, the norm, then the trust ratios, whose end does not count."""
     peers = ["embedding/0", "world", "stage/1"]
     single = [
         BusyTime(0.0, 4.0, COMPUTE), BusyTime(4.0, 5.0, "other", "embedding/0"),
@@ -108,7 +108,7 @@ def test_a_step_is_what_lies_between_two_norms():
         BusyTime(6.5, 8.0, "data gather", "gather"),
     ]  # fmt: skip
     two = [exposed.replace(b, start=b.start + 8.0, stop=b.stop + 8.0) for b in single]
-    step = exposed.between_norms([*single, *two], peers)
+    step = exposed.between_norms(single + two, peers)
     assert max(b.stop for b in step) == 8.0
     times = exposed.shares(step)
     assert times[COMPUTE]["busy"] == 4.0
@@ -116,12 +116,12 @@ def test_a_step_is_what_lies_between_two_norms():
     assert (times["other"]["busy"], times["other waits"]["busy"]) == (2.5, 0.5)
     assert sum(t["exposed"] for t in times.values()) + times[COMPUTE]["busy"] + times[IDLE]["busy"] == 8.0
     running = BusyTime(5.0, 9.0, "data reduce")  # over the edge: only its part
-    assert exposed.between_norms([running, *single, *two][:-1], peers)[0].start == 0.0
-    for wrong in ([*single, *two[:-2]], single):
+    assert exposed.between_norms([running] + single + two[:-1], peers)[0].start == 0.0
+    for wrong in (single + two[:-2], single):
         with pytest.raises(TrainingError, match="two steps"):
             exposed.between_norms(wrong, peers)
     with pytest.raises(TrainingError, match="two steps"):
-        exposed.between_norms([*single, *two], ["embedding/0", "stage/1", "stage/1"])
+        exposed.between_norms(single + two, ["embedding/0", "stage/1", "stage/1"])
 
 
 ms = st.integers(0, 200)
@@ -130,7 +130,10 @@ ms = st.integers(0, 200)
 @given(st.lists(st.tuples(ms, ms, st.integers(1, 50)), min_size=1, max_size=8), st.integers(-5000, 5000))
 def test_a_transfer_waits_until_its_last_member_comes_whatever_the_clocks_say(transfers, skew):
     """Transfers one after another: when each of two members comes, and how long its bytes move."""
-    ours, theirs, meetings, at = [], [], [], 0.0
+    ours = []
+    theirs = []
+    meetings = []
+    at = 0.0
     for a, b, length in transfers:
         met = at + max(a, b)
         ours.append(BusyTime(at + a, met + length, "pipeline", "forward/0-1"))
@@ -201,10 +204,10 @@ def test_calls_are_counted_by_communicator_operation_and_size():
     counting = exposed.Counting()
     for size in (8, 8, 16):
         assert counting.begin_call("data_reduce/0", "reduce_scatter", size) == -1
-    assert json.loads(json.dumps([[*key, n] for key, n in sorted(counting.made.items())])) == [
+    assert json.loads(json.dumps([list(key) + [n] for key, n in sorted(counting.calls.items())])) == [
         ["data_reduce/0", "reduce_scatter", 8, 2],
         ["data_reduce/0", "reduce_scatter", 16, 1],
     ]
     counting.begin_call("world", "all_reduce", 24)
     counting.begin_call("tensor/1", "all_gather", 24)
-    assert counting.others == ["world"]
+    assert counting.other_calls == ["world"]

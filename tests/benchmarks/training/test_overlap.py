@@ -12,7 +12,7 @@ from megascale.config import from_tree
 
 def test_gemms_are_timed_alone_in_communication_and_in_each_way(benchmarks, tmp_path):
     sizes = ["--model.hidden=64", "--model.heads=4", "--model.ffn_hidden=128", "--model.sequence_length=32"]
-    arguments = [*sizes, "--model.vocab_size=64", "--train.device=cpu", "--repeats=2"]
+    arguments = sizes + ["--model.vocab_size=64", "--train.device=cpu", "--repeats=2"]
     result = benchmarks("overlap", "tiny", *arguments, "--out", tmp_path / "a.json")
     assert result.returncode == 0, result.stderr
     record = json.loads((tmp_path / "a.json").read_text())

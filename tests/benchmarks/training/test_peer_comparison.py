@@ -17,7 +17,7 @@ from megascale.errors import ConfigError, TrainingError
 
 def config(preset: str, *arguments: str):
     return load_command_line(
-        None, [f"--model.preset={preset}", "--train.precision=bfloat16", "--model.vocab_size=64000", *arguments]
+        None, [f"--model.preset={preset}", "--train.precision=bfloat16", "--model.vocab_size=64000"] + list(arguments)
     )
 
 
@@ -90,7 +90,9 @@ def test_megatron_adds_weight_gradients_inside_gemms_where_it_can(monkeypatch):
     monkeypatch.delitem(sys.modules, peer_megatron._FUSED, raising=False)
     peer_megatron.fuse_gradients()
     built = sys.modules.pop(peer_megatron._FUSED)
-    total, into, gradient = torch.ones(3, 2), torch.randn(5, 2), torch.randn(5, 3)
+    total = torch.ones(3, 2)
+    into = torch.randn(5, 2)
+    gradient = torch.randn(5, 3)
     built.wgrad_gemm_accum_fp32(into, gradient, total)
     torch.testing.assert_close(total, 1 + gradient.T @ into)
 

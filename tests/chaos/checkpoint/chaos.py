@@ -48,7 +48,7 @@ class Blow:
 
 
 def state_of(step: int, scale: int = 1) -> dict[str, torch.Tensor]:
-    """What a run holds after `step`: any byte of another step shows."""
+    """Return the run's state after `step`: any byte of another step shows."""
     return {
         "model.w": torch.arange(scale * 4096, dtype=torch.float32).reshape(-1, 64) + step,
         "model.b": torch.full((37,), float(step), dtype=torch.float64),
@@ -130,7 +130,7 @@ def _power_cut(root: Path, target: Path, rng: random.Random) -> None:
     after_power_cut(disk.journal[:cut], root, target, rng)
     least = max(step for changes, step in returned if changes <= cut)
     step = check(target, least)
-    # Saving goes on over whatever was left.
+    # Saving continues over all remaining files.
     save_to_storage(LocalStorage(target), step + 1, shards_of(state_of(step + 1)), {"step": step + 1}, _KEEP, Peers())
     if check(target, step + 1) != step + 1:
         raise ValueError("a save after the power cut is not the newest")
@@ -197,7 +197,9 @@ class ChaosRun:
     """A trainer that saves all the time, its service, and what it has reported."""
 
     def __init__(self, folder: Path, rng: random.Random, scale: int = 64) -> None:
-        self.folder, self.rng, self.scale = folder, rng, scale
+        self.folder = folder
+        self.rng = rng
+        self.scale = scale
         self.reported = 0
         self.child: Any = None
         self.reports: Any = None
@@ -296,13 +298,13 @@ class ChaosRun:
             return Blow("leaks", False, f"the service {pid} did not end")
         storage = LocalStorage(self.folder / "checkpoints")
         present, good = folders.list_steps(storage), folders.steps(storage)
-        # What the last, unfinished save left may lie there until the next one.
+        # Files of the last, unfinished save may stay until the next save.
         if len(good) > _KEEP or len(present) > _KEEP + 1:
             return Blow("leaks", False, f"steps {present} are there, {good} of them committed, {_KEEP} wanted")
         return Blow("leaks", True)
 
     def kill(self) -> None:
-        """Whatever happened: leave no process behind."""
+        """Leave no process behind, whatever the outcome."""
         if self.child is not None and self.child.is_alive():
             self.child.kill()
             self.child.join()

@@ -65,7 +65,7 @@ def attack(console: Console, folder: Path, points: int, seed: int) -> list[dict[
         blows = strike(points, folder, seed, report)
     rows = []
     table = Table("attack", "points", "held", title=f"chaos, seed {seed}", box=box.SIMPLE_HEAD, title_justify="left")
-    for kind in (*KINDS, "leaks"):
+    for kind in KINDS + ("leaks",):
         of_kind = [blow for blow in blows if blow.kind == kind]
         notes = [blow.note for blow in of_kind if not blow.held]
         stored = len(of_kind) - len(notes)

@@ -172,7 +172,9 @@ class FaultyDisk(Disk):
     """
 
     def __init__(self, kind: str, when: int) -> None:
-        self.kind, self.when, self.count = kind, when, 0
+        self.kind = kind
+        self.when = when
+        self.count = 0
 
     def _step(self, writes: bool) -> None:
         self.count += 1

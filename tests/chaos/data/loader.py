@@ -4,7 +4,7 @@ Two ranks of a tensor-parallel group train on text that is tokenised on the fly.
 the ranks; after a killed worker the whole run is started again and goes on from its newest checkpoint, half of the time
 with the loader killed too, whose segment the next start must reap. Most kills fall some steps after the one before,
 at any place within a step; some fall at any time, while processes are coming up. The ledger and every loss must be
-those of the run that nobody disturbed, bit for bit; a run that ends before all kills are dealt is followed by another,
+those of the undisturbed run, bit for bit; a run that ends before all kills are dealt is followed by another,
 which counts its text anew.
 """
 
@@ -44,7 +44,10 @@ def run_chaos(folder: Path, kills: int, seed: int, console: Any, steps: int = 30
     calm.train(0, console)
     expected = calm.story()
     dealt = {"loader": 0, "worker": 0}
-    rounds, attempts, restarts, training = 0, 0, 0, 0
+    rounds = 0
+    attempts = 0
+    restarts = 0
+    training = 0
     faults: list[str] = []
     while sum(dealt.values()) < kills:
         run = _Run(folder, f"round-{rounds}", steps, rng)
@@ -58,7 +61,9 @@ def run_chaos(folder: Path, kills: int, seed: int, console: Any, steps: int = 30
             faults.append(f"round {rounds} has {len(story)} steps where the undisturbed run has {len(expected)}")
         for kind, count in run.dealt.items():
             dealt[kind] += count
-        rounds, attempts, restarts = rounds + 1, attempts + run.attempts, restarts + run.restarts()
+        rounds = rounds + 1
+        attempts = attempts + run.attempts
+        restarts = restarts + run.restarts()
         training += run.in_training
         console.print(f"round {rounds}: {run.dealt} in {run.attempts} starts; {'equal' if not faults else faults[-1]}")
     remaining = [str(path) for path in ring.MOUNT.glob(f"{ring.name_prefix()}*") if str(folder).encode() in _head(path)]
@@ -172,7 +177,7 @@ class _Run:
             bad = [process.exitcode for process in ranks if process.exitcode]
             if bad:
                 tail = (self.config.run_folder / "logs" / "chaos.log").read_text().splitlines()[-20:]
-                raise RuntimeError("\n".join([f"ranks ended with {bad} though nobody killed them", *tail]))
+                raise RuntimeError("\n".join([f"ranks ended with {bad} although they were not killed"] + tail))
             return
 
     def _start(self, environment: dict[str, str]) -> list[Any]:
@@ -221,7 +226,9 @@ class _Run:
 
     def _let_train(self, ranks: list[Any], steps: int, more: float) -> bool:
         """Wait until so many steps are done and `more` seconds on, or the ranks have ended (False)."""
-        sentinels, observed, done = [process.sentinel for process in ranks], self._steps(), 0
+        sentinels = [process.sentinel for process in ranks]
+        observed = self._steps()
+        done = 0
         while done < steps:
             if multiprocessing.connection.wait(sentinels, 0.003):
                 return False
@@ -238,7 +245,7 @@ class _Run:
         return 0
 
     def story(self) -> list[tuple[Any, ...]]:
-        """Of each step: its samples as the ledger has them, what ranks have read, loss and gradient norm."""
+        """Return for each step its samples in the ledger, the samples that ranks have read, loss and gradient norm."""
         run = self.config.run_folder
         ledger = [json.loads(line) for line in (run / "samples" / "ledger.jsonl").read_text().splitlines()]
         losses = [strict_json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -105,7 +105,9 @@ def _result(results: Queue[Any], seconds: float, served: Any) -> Any:
 
 def _judge(measures: dict[str, Any], silences: list[tuple[str, float, float]], window: float) -> dict[str, Any]:
     """Match verdicts with silences; times are of this machine's monotonic clock, one for all processes."""
-    late, matched, false = [], set(), 0
+    late = []
+    matched = set()
+    false = 0
     for node, at in measures["verdicts"]:
         cause = next((s for s in silences if s[0] == node and s[1] + window * 0.5 < at < s[2] + 1.0), None)
         if cause is None:
@@ -196,7 +198,10 @@ async def _drive(run: Path, agents: int, seconds: float, window: float) -> dict[
         await asyncio.sleep(0.05)
     joined = time.monotonic()
     await asyncio.sleep(3.0)
-    start, cpu, before, measured.slowest = time.monotonic(), time.process_time(), beats(), 0.0
+    start = time.monotonic()
+    cpu = time.process_time()
+    before = beats()
+    measured.slowest = 0.0
     memory = [_memory()]
     verdicts.clear()
     while time.monotonic() - start < seconds and not work.done():
@@ -261,7 +266,7 @@ async def _crowd(run: Path, numbers: list[int], window: float, silent: float) ->
 
 
 def _heartbeat(name: str, sequence: int, ranks: Sequence[int], step: int, offset: float, **details: Any) -> Heartbeat:
-    """What the agent of a training node says."""
+    """Return a heartbeat of a training node's agent."""
     workers = tuple(
         Worker(rank, 1000 + rank, "running", 0, "train", step, "forward", 3, 0.1, "", 1 << 33, float(step))
         for rank in ranks
@@ -280,7 +285,7 @@ def _heartbeat(name: str, sequence: int, ranks: Sequence[int], step: int, offset
 
 
 def _reading(count: int = 2000) -> dict[str, float]:
-    """What reading one heartbeat costs a driver: CPU microseconds, the least of five rounds, and bytes."""
+    """Return a driver's cost of reading a heartbeat: CPU microseconds, the least of five rounds, and bytes."""
     seconds = dict.fromkeys(range(RANKS), 0.45)
     data = FROM_AGENT.encode(_heartbeat("n17", 44, range(RANKS), 7, 0.5, step_seconds=seconds))
     rounds = []
@@ -293,7 +298,7 @@ def _reading(count: int = 2000) -> dict[str, float]:
 
 
 def _traffic(number: int, offset: float) -> NetworkTraffic:
-    """What a NIC of a training node shows: steady but for some swing."""
+    """Return the traffic of a training node's NIC: steady with a small variation."""
     rate = 8e9 * (1 + 0.1 * offset)
     return NetworkTraffic(f"mlx5_{number}", rate, rate, 0.0, 4 * rate, 0.0, 4 * rate, 0, 100)
 

@@ -30,7 +30,7 @@ def describe_machine() -> dict[str, Any]:
 
 def show(rows: Sequence[Row], kinds: Sequence[str], console: Console | None = None) -> None:
     """Print one line per kind of fault that has rows: counts, seconds by phase as median (worst), lost steps."""
-    heads = ("fault", "right", "same weights", *PHASES.values(), "lost steps", "actions")
+    heads = ["fault", "right", "same weights"] + list(PHASES.values()) + ["lost steps", "actions"]
     table = Table(*heads, title="seconds: median (worst)", box=None, padding=(0, 2))
     for kind in dict.fromkeys(kinds):
         of_kind = [row for row in rows if row["kind"] == kind]

@@ -47,7 +47,7 @@ def main() -> None:
             dist.all_gather(losses, loss.detach())
         time.sleep(REST)
         if rank == 0:
-            print(f"step: {step}  loss: {sum(losses).item():.5f}  grad_norm: 1.0", flush=True)
+            print(f"step: {step}  loss: {torch.stack(losses).mean().item():.5f}  grad_norm: 1.0", flush=True)
             torch.save({"model": model.state_dict(), "step": step}, folder / "checkpoint.tmp")
             os.replace(folder / "checkpoint.tmp", file)
     dist.destroy_process_group()

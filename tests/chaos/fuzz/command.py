@@ -1,4 +1,4 @@
-"""`python -m tests.chaos fuzz`: readers of what may be anybody's, fed with sound input that was changed at random."""
+"""`python -m tests.chaos fuzz`: readers of untrusted files and messages, fed with randomly changed input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STUCK = 300.0  # seconds of any time
 
 @dataclass(frozen=True)
 class FuzzResult:
-    """What a target came to.
+    """Result of a fuzz target.
 
     Attributes:
         target: its name.
@@ -107,9 +107,11 @@ def feed(name: str, seconds: float, seed: int, folder: Path) -> FuzzResult:
     location = folder / "target"
     location.mkdir()
     give = next(target for target in TARGETS if target.name == name).make(location)
-    give(random.Random(seed))  # what is imported at the first input is no cost of it
+    give(random.Random(seed))  # Imports at the first input are not part of its cost.
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    find, at, deadline = "", seed, time.monotonic() + seconds
+    find = ""
+    at = seed
+    deadline = time.monotonic() + seconds
     with open(folder / "seed", "w") as file:
         while True:
             file.seek(0)

@@ -17,7 +17,7 @@ import numpy as np
 from megascale.checkpoint.format.archive import crc32
 
 Columns = dict[str, np.ndarray]
-# What is done to a step's folder.
+# Changes of a step's folder.
 Craft = Callable[[Path], None]
 
 BOMB_BYTES = 256 << 20  # of zeros that a compressed column becomes; the file is a thousandth of it
@@ -150,7 +150,7 @@ def _outside_index_only(location: Path) -> None:
 
 
 def _pipe(location: Path) -> None:
-    """A pipe that nobody writes to, in place of a data file."""
+    """Replace a data file by a pipe without a writer."""
     name = next(name for name in _commit(location)["files"] if name.endswith(".distcp"))
     (location / name).unlink()
     os.mkfifo(location / name)

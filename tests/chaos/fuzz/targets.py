@@ -1,4 +1,4 @@
-"""Readers of what may be anybody's, each fed with something sound that was changed at random.
+"""Readers of untrusted files and messages, each fed with sound input that was changed at random.
 
 A target makes sound input once, then `feed` changes it by a random generator and gives it to the reader, which reads it
 or raises one of its own errors. Anything else, and anything slow, is a find; its seed makes it again.
@@ -28,9 +28,40 @@ class Target:
 
 
 _ODD: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, -(2**63), 2**64, 10**30, 10**400),
-    *(0.5, -0.0, 1e308, math.inf, math.nan, "", "\0", "a" * 5000, "../../etc/passwd", "/", "\ud800", "é", "[/red]"),
-    *([], {}, [[]], {"": {}}, [0] * 100, {"a": None}),
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2**31,
+    2**32 - 1,
+    2**53,
+    2**63 - 1,
+    2**63,
+    -(2**63),
+    2**64,
+    10**30,
+    10**400,
+    0.5,
+    -0.0,
+    1e308,
+    math.inf,
+    math.nan,
+    "",
+    "\0",
+    "a" * 5000,
+    "../../etc/passwd",
+    "/",
+    "\ud800",
+    "é",
+    "[/red]",
+    [],
+    {},
+    [[]],
+    {"": {}},
+    [0] * 100,
+    {"a": None},
 )
 
 
@@ -47,7 +78,7 @@ def odd_json(rng: random.Random, value: Any) -> Any:
         at = rng.randrange(len(value))
         if rng.random() < 0.2:
             return value[:at] + value[at:] * rng.choice((0, 2))
-        return [*value[:at], odd_json(rng, value[at]), *value[at + 1 :]]
+        return value[:at] + [odd_json(rng, value[at])] + value[at + 1 :]
     if rng.random() < 0.1:
         for _ in range(rng.choice((1, 50, 300))):
             value = [value] if rng.random() < 0.5 else {"a": value}
@@ -290,7 +321,7 @@ def _journal(folder: Path) -> Feed:
 
 
 def _frames(folder: Path) -> Feed:
-    """What comes over the ports of driver and services: heads, greetings, and the messages of every protocol."""
+    """Yield messages of the ports of driver and services: heads, greetings, and the messages of every protocol."""
     import msgspec
 
     from megascale.checkpoint.background import service_protocol

@@ -1,4 +1,4 @@
-"""What a stranger does to a port, for some seconds: floods, slow senders, malformed frames, long bodies. No token."""
+"""Attacks on a port without a token, for some seconds: floods, slow senders, malformed frames, long bodies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Attack:
 
 @contextlib.contextmanager
 def _silent(address: tuple[str, int], count: int) -> Iterator[list[socket.socket]]:
-    """Connections that say nothing, as many as can be had."""
+    """Open as many silent connections as possible."""
     stored: list[socket.socket] = []
     try:
         for _ in range(count):
@@ -80,7 +80,9 @@ def drip(address: tuple[str, int], seconds: float) -> str:
 
 def garbage(address: tuple[str, int], seconds: float) -> str:
     """Frames of random bytes, of lengths that lie, and of protocols that are not spoken there."""
-    deadline, count, rng = time.monotonic() + seconds, 0, random.Random(0)
+    deadline = time.monotonic() + seconds
+    count = 0
+    rng = random.Random(0)
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(address, timeout=2) as sock:
             sock.sendall(_frame(rng))
@@ -110,7 +112,7 @@ def _frame(rng: random.Random) -> bytes:
 def _post(address: tuple[str, int], lines: list[str], size: int, seconds: float) -> int:
     """POST `size` bytes as often as there is time; how many were taken at most of one."""
     deadline, most = time.monotonic() + seconds, 0
-    head = "\r\n".join(["POST /v1/job/restart HTTP/1.1", f"Host: {address[0]}", *lines, "", ""]).encode()
+    head = "\r\n".join(["POST /v1/job/restart HTTP/1.1", f"Host: {address[0]}"] + lines + ["", ""]).encode()
     piece = b"[" * _PIECE
     while time.monotonic() < deadline:
         sent = 0
@@ -129,7 +131,7 @@ def long_body(address: tuple[str, int], seconds: float) -> str:
 
 
 def long_chunk(address: tuple[str, int], seconds: float) -> str:
-    """As much, of no length that is said before."""
+    """Send as much without a length in the head."""
     size = 1 << 30
     return f"{_post(address, ['Transfer-Encoding: chunked'], size, seconds) / 2**20:.0f} MiB taken of 1,024"
 

@@ -1,7 +1,7 @@
 """What strangers cost a job that trains: floods, slow senders, malformed frames, long bodies, files that lie.
 
 Every port of the job's services is attacked in turn while it trains; the steps go on, and its weights in the end are
-those of a run that nobody disturbed.
+those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MIB = 64.0  # most that an attack may cost a process
 HEARTBEAT = 1.0  # seconds (resilience.interval): most that it may cost the training or the driver
-_NOBODY = 65534
+_NOBODY_UID = 65534
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class OwnerAnswers:
 
     @staticmethod
     def of(seconds: Sequence[float], unanswered: int) -> OwnerAnswers:
-        """From the seconds of each answer; no number where there was none."""
+        """Return the cost from the seconds of each answer, without a number if there was none."""
         result = sorted(seconds) or [math.nan]
         p99 = result[int(0.99 * (len(result) - 1))]
         return OwnerAnswers(len(seconds) + unanswered, unanswered, result[len(result) // 2], p99, result[-1])
@@ -61,7 +61,7 @@ class OwnerAnswers:
 
 @dataclass(frozen=True)
 class AttackCost:
-    """What one attack on one port came to.
+    """Cost of an attack on a port.
 
     Attributes:
         attack, port: which; the port by who listens there.
@@ -160,7 +160,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
 
     # A constant rate, so that the length of a run changes nothing before its end.
     arguments = ["--checkpoint.interval=20", "--data.loader=host", "--lr.schedule=constant"]
-    job = Launched(file, "attacked", [*arguments, "--train.steps=1000000"], pace=0.05)
+    job = Launched(file, "attacked", arguments + ["--train.steps=1000000"], pace=0.05)
     costs: list[AttackCost] = []
     wrong: list[str] = []
     calm: Launched | None = None
@@ -181,7 +181,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
                 if foreign or (attack.http and not is_api) or (attack.name, named) in observed:
                     continue
                 observed.add((attack.name, named))
-                costs.append(_one(job, port, named, attack, seconds, quiet))
+                costs.append(_measure_attack(job, port, named, attack, seconds, quiet))
                 console.print(f"{attack.name} on {named}: {costs[-1].mib:.1f} MiB, {costs[-1].did}")
                 if job.process.poll() is not None:
                     return costs, [f"{attack.name} on {named} ended the job"], {}
@@ -191,7 +191,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
         if len(attempts) != 1:
             wrong.append(f"the job was started {len(attempts)} times")
         step = latest(job.run / "checkpoints")
-        calm = Launched(file, "calm", [*arguments, f"--train.steps={step}"], pace=0.001)
+        calm = Launched(file, "calm", arguments + [f"--train.steps={step}"], pace=0.001)
         code = calm.end()
         if code or latest(calm.run / "checkpoints") != step:
             wrong.append(f"the quiet run ended with {code} at step {latest(calm.run / 'checkpoints')}, not {step}")
@@ -211,7 +211,7 @@ def _attack(file: Path, seconds: float, console: Any) -> tuple[list[AttackCost],
                 each.process.wait()
 
 
-def _one(job: Launched, port: Any, named: str, attack: Any, seconds: float, quiet: Watched) -> AttackCost:
+def _measure_attack(job: Launched, port: Any, named: str, attack: Any, seconds: float, quiet: Watched) -> AttackCost:
     from tests.chaos.hostile.job_processes import forget_most, memory
 
     forget_most(port.pid)
@@ -291,7 +291,7 @@ def _planted() -> Iterator[int]:
     from tests.chaos.hostile.attacks import plant
 
     names = [f"{name_prefix()}{number:016x}" for number in range(20)]
-    built = plant(str(MOUNT), names, _NOBODY) if not os.geteuid() else 0
+    built = plant(str(MOUNT), names, _NOBODY_UID) if not os.geteuid() else 0
     try:
         yield built
     finally:

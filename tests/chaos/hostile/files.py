@@ -19,7 +19,7 @@ LIMIT = 60.0  # seconds after which a reader that has not refused counts as held
 
 @dataclass(frozen=True)
 class FileCost:
-    """What one file came to.
+    """Cost of reading a file.
 
     Attributes:
         name: what was crafted.
@@ -85,7 +85,7 @@ def measure(name: str, read: Callable[[], list[str]], base: float) -> FileCost:
 
 
 def _checkpoint(folder: Path, sound: Path, craft: Callable[[Path], None] | None) -> list[str]:
-    """What was wrong with how the readers of a checkpoint took one."""
+    """Return the errors of the checkpoint readers for a file."""
     from megascale.checkpoint import inspect
     from megascale.checkpoint.complete_checkpoint import open_checkpoint
     from megascale.checkpoint.format.step_folders import steps

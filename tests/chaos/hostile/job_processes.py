@@ -18,7 +18,7 @@ _LISTENS = "0A"
 
 @dataclass(frozen=True)
 class Port:
-    """Where a process listens. role: what the process is; see `role`."""
+    """Address at which a process listens. role: the role of the process; see `role`."""
 
     pid: int
     role: str
@@ -54,7 +54,7 @@ def role(pid: int, root: int) -> str:
 
 
 def ports(root: int) -> list[Port]:
-    """Where the job's processes listen for TCP."""
+    """Return the TCP addresses at which the job's processes listen."""
     owners: dict[str, int] = {}
     for pid in children(root):
         with contextlib.suppress(OSError):

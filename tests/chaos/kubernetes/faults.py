@@ -19,13 +19,13 @@ _TRAINED = 20  # steps that training goes on where it is to go on
 _DOWN = 60.0  # seconds without an API server
 _SOON = 90.0  # seconds in which something must follow
 _AGENT = "megascale.resilience.agent.pod"
-_MANY = 32  # pods of the job of which all but two are lost
+_POD_COUNT = 32  # pods of the job of which all but two are lost
 _NEVER = "docker.io/local/no-such-image:1"
 
 
 @dataclass
 class Injected:
-    """What was done.
+    """Injected fault.
 
     Attributes:
         at: when, seconds since 1970.
@@ -48,7 +48,7 @@ def _of_rank_1(job: KubernetesJob) -> Injected:
 
 
 def delete_pod(job: KubernetesJob) -> Injected:
-    """As a person does, with the pod's grace period."""
+    """Delete a pod as a person does, with the pod's grace period."""
     injected = _of_rank_1(job)
     job.kubectl("delete", "pod", injected.pod, "--wait=false")
     return injected
@@ -68,8 +68,8 @@ def lose_many(job: KubernetesJob) -> Injected:
     stored = {job.holder(0), job.holder(1)}
     retained.add(job.pod(next(node for node in job.joined() if node not in stored)))
     lost = [pod["metadata"]["name"] for pod in job.pods() if pod["metadata"]["name"] not in retained]
-    if len(lost) != _MANY - 2:
-        injected.wrong.append(f"{len(lost)} pods were there to be lost, not {_MANY - 2}")
+    if len(lost) != _POD_COUNT - 2:
+        injected.wrong.append(f"{len(lost)} pods were there to be lost, not {_POD_COUNT - 2}")
     injected.at = time.time()
     job.kubectl("delete", "pod", *lost, "--force", "--grace-period=0", "--wait=false")
     return injected
@@ -135,7 +135,7 @@ def _taken_over(job: KubernetesJob, injected: Injected) -> Injected:
 
 
 def stick(job: KubernetesJob) -> Injected:
-    """The node's kubelet is gone, its pod is deleted and its processes end, which nobody says: it is Terminating."""
+    """Kill the kubelet, delete the pod and end its processes. No object reports the end: the pod is Terminating."""
     injected = _of_rank_1(job)
     node = job.site.nodes[injected.node]
     node.kill_kubelet()
@@ -193,10 +193,10 @@ def evict(job: KubernetesJob) -> Injected:
     injected = _of_rank_1(job)
     head = [sys.executable, "-m", "megascale.cli.main"]
     access = job.folder / f"{job.name}.access"
-    arguments = job.site.inside([*head, "access", str(job.run), "--act"])
+    arguments = job.site.inside(head + ["access", str(job.run), "--act"])
     access.touch(0o600)
     access.write_text(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
-    arguments = job.site.inside([*head, "evict", str(access), injected.node, "--why", "fan is loud"])
+    arguments = job.site.inside(head + ["evict", str(access), injected.node, "--why", "fan is loud"])
     done = subprocess.run(arguments, capture_output=True, text=True)
     if done.returncode:
         injected.wrong.append(f"megascale evict: {done.stderr.strip()}")
@@ -211,7 +211,7 @@ def make_unhealthy(job: KubernetesJob) -> Injected:
 
 
 def nothing(job: KubernetesJob) -> Injected:
-    """What is wrong was so from the start."""
+    """Inject nothing, because the fault was there from the start."""
     return Injected(time.time())
 
 
@@ -243,7 +243,7 @@ def replaced(job: KubernetesJob, injected: Injected) -> list[str]:
 
 
 def removed(job: KubernetesJob, injected: Injected) -> list[str]:
-    """So it is, and the pod that stayed Terminating is no object any more."""
+    """Check the same, and that the object of the Terminating pod has been deleted."""
     remaining = [pod["metadata"]["name"] for pod in job.pods()]
     return replaced(job, injected) + ([f"{injected.pod} is still Terminating"] if injected.pod in remaining else [])
 
@@ -257,7 +257,7 @@ def replenished(job: KubernetesJob, injected: Injected) -> list[str]:
 
 
 def in_place(job: KubernetesJob, injected: Injected) -> list[str]:
-    """Whatever node."""
+    """Accept any node."""
     return []
 
 
@@ -292,7 +292,7 @@ class KubernetesFault:
 _LOST = ("missed_heartbeat", "process_exit", "node_lost")
 # So many processes on few cores answer late: what is silent counts as lost later.
 _CROWD: tuple[str, ...] = (
-    f"--resilience.spares={_MANY - 2}",
+    f"--resilience.spares={_POD_COUNT - 2}",
     "--kubernetes.one_a_node=false",
     "--resilience.window=30",
 )
@@ -303,7 +303,7 @@ FAULTS: dict[str, KubernetesFault] = {
     "pod-deleted": KubernetesFault(delete_pod, in_place, _LOST),
     "node-off": KubernetesFault(power_off, replaced, _LOST),
     "node-partitioned": KubernetesFault(partition, replaced, _LOST),
-    "node-drained": KubernetesFault(drain, replaced, (*_LOST, "node_cordoned")),
+    "node-drained": KubernetesFault(drain, replaced, _LOST + ("node_cordoned",)),
     "image-missing": KubernetesFault(
         nothing, in_place, ("image_pull_failed",), "stop", words=(f"--kubernetes.image={_NEVER}", _NO_WAIT)
     ),
@@ -317,5 +317,5 @@ FAULTS: dict[str, KubernetesFault] = {
     "stuck-running": KubernetesFault(stick_running, removed, _LOST, steps=200),
     "spare-used": KubernetesFault(force_delete_pod, replenished, _LOST, steps=200),
     "evicted": KubernetesFault(evict, replaced, ("node_evicted",)),
-    "many-lost": KubernetesFault(lose_many, replenished, _LOST, steps=600, words=_CROWD, pods=_MANY),
+    "many-lost": KubernetesFault(lose_many, replenished, _LOST, steps=600, words=_CROWD, pods=_POD_COUNT),
 }

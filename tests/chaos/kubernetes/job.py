@@ -17,7 +17,9 @@ from tests.chaos.kubernetes.site import KubernetesSite, mounts, source
 from tests.chaos.kubernetes.witness import Witness
 from tests.chaos.machines.network import wait
 
-LABEL, SLOT, ROLE = "megascale.dev/job", "megascale.dev/slot", "megascale.dev/role"  # of a job's pods
+LABEL = "megascale.dev/job"
+SLOT = "megascale.dev/slot"
+ROLE = "megascale.dev/role"  # of a job's pods
 
 
 class KubernetesJob(Launched):
@@ -33,25 +35,28 @@ class KubernetesJob(Launched):
     Attributes:
         witness: sees each trainer until `close`.
         step_before: the last step before the fault.
-        outside: whether the driver is no pod.
+        outside: whether the driver runs outside a pod.
     """
 
     outside = True
 
     def __init__(self, site: KubernetesSite, file: Path, name: str, arguments: Sequence[str], pace: float) -> None:
-        self.site, self.name, self.folder = site, name, file.parent
+        self.site = site
+        self.name = name
+        self.folder = file.parent
         self.shared = file.parent / "shared" / name
         self.witness, self.step_before = Witness(name), 0
         site.kubectl("create", "namespace", name)
         local = ["--resilience.cluster=kubernetes", f"--kubernetes.namespace={name}"]
         local += [f"--kubernetes.kubeconfig={site.kubeconfig}"] if self.outside else []
         local += [
-            f"--kubernetes.{key}={v if isinstance(v, str) else json.dumps(v)}" for key, v in here(file.parent).items()
+            f"--kubernetes.{key}={v if isinstance(v, str) else json.dumps(v)}"
+            for key, v in local_settings(file.parent).items()
         ]
         local += [f"--checkpoint.location={self.shared}", "--checkpoint.linger=60"]
         local += [f"--resilience.listen={site.address}"] if self.outside else []
         local.append("--resilience.test_spares=false")
-        super().__init__(file, name, [*local, *arguments], pace)
+        super().__init__(file, name, local + list(arguments), pace)
         self.witness.__enter__()
 
     def start(self) -> Any:
@@ -65,7 +70,7 @@ class KubernetesJob(Launched):
         arguments = [word for word in self.command if not word.startswith("--train.runs=")]
         with open(self.output.with_suffix(".second"), "ab") as out:
             return subprocess.Popen(
-                [*arguments, f"--train.runs={runs}"],
+                arguments + [f"--train.runs={runs}"],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -83,13 +88,13 @@ class KubernetesJob(Launched):
         self.site.kubectl("delete", "namespace", self.name, *removed)
 
     def kubectl(self, *arguments: str) -> str:
-        """What kubectl prints, in the job's namespace."""
+        """Return kubectl's output in the job's namespace."""
         return self.site.kubectl("--namespace", self.name, *arguments)
 
     # what the cluster knows -------------------------------------------------------------------------------------------
 
     def pods(self) -> list[dict[str, Any]]:
-        """Of its nodes, as the API has them."""
+        """Return the pods of the job's nodes, as the API has them."""
         return self.site.get("pods", "-n", self.name, "-l", f"{LABEL}={self.name},{ROLE}=agent")
 
     def holder(self, rank: int) -> str:
@@ -126,12 +131,12 @@ class KubernetesJob(Launched):
         """Nodes whose agents have come since then, seconds since 1970."""
         return sorted({n for e in self.events() if e.kind == "node_joined" and e.time > start for n in e.nodes})
 
-    def said(self) -> str:
+    def driver_output(self) -> str:
         """What the driver said."""
         return self.output.read_text(errors="replace")
 
     def attempts(self) -> int:
-        """How often trainers were started."""
+        """Return the number of starts of the trainers."""
         return sum(e.kind == "attempt_started" for e in self.events())
 
 
@@ -140,22 +145,22 @@ class DriverPodJob(KubernetesJob):
 
     outside = False
 
-    _asked = 0.0  # when the server was asked last, monotonic
+    _requested_at = 0.0  # when the server was asked last, monotonic
 
     def start(self) -> Any:
         """Print the manifests and have the cluster make them; nothing of the job is a child of this process."""
         arguments = self.command[self.command.index(sys.executable) :]
-        done = subprocess.run([*arguments, "--dry-run", "--form", "driver"], capture_output=True, text=True, check=True)
+        done = subprocess.run(arguments + ["--dry-run", "--form", "driver"], capture_output=True, text=True, check=True)
         self.output.with_suffix(".yaml").write_text(done.stdout)
         self.site.kubectl("apply", "--namespace", self.name, "-f", "-", output=done.stdout)
         self.process = subprocess.Popen(["sleep", "0"])  # there is none here
         return self.process
 
     def over(self) -> bool:
-        """As Launched.over: the driver's Job has ended; the server is asked now and then."""
-        if time.monotonic() - self._asked <= 2.0:
+        """Return whether the driver's Job has ended, as Launched.over. The server is asked now and then."""
+        if time.monotonic() - self._requested_at <= 2.0:
             return False
-        self._asked = time.monotonic()
+        self._requested_at = time.monotonic()
         return self.state() != ""
 
     def state(self) -> str:
@@ -171,7 +176,7 @@ class DriverPodJob(KubernetesJob):
             time.sleep(0.5)
         return {"Complete": 0, "Failed": 1}.get(state, -1)
 
-    def said(self) -> str:
+    def driver_output(self) -> str:
         """What the newest driver said."""
         try:
             return self.kubectl("logs", self.driver()["metadata"]["name"])
@@ -186,12 +191,12 @@ class DriverPodJob(KubernetesJob):
         return max(result, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
 
 
-def here(folder: Path) -> dict[str, str | list[str]]:
+def local_settings(folder: Path) -> dict[str, str | list[str]]:
     """Settings of [kubernetes] by which pods run what is installed here.
 
     Args:
         folder: the job's, which pods see as if on shared storage.
     """
-    mounted = [*(f"host:{each}:{each}:ro" for each in mounts()), f"host:{folder}:{folder}"]
+    mounted = [f"host:{each}:{each}:ro" for each in mounts()] + [f"host:{folder}:{folder}"]
     environment = [f"PYTHONPATH={source()}", "OMP_NUM_THREADS=1"]
     return {"image": IMAGE, "python": sys.executable, "mounts": mounted, "environment": environment}

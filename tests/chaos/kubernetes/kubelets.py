@@ -40,7 +40,9 @@ class Kubelets:
     """
 
     def __init__(self, store: Store, folder: Path | None = None, environment: dict[str, str] | None = None) -> None:
-        self._store, self._folder, self._environment = store, folder, environment or {}
+        self._store = store
+        self._folder = folder
+        self._environment = environment or {}
         self.cut: set[str] = set()
         self.broken_images: set[str] = set()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -87,7 +89,7 @@ class Kubelets:
             self._run(name, where, pod)
         elif pod["status"].get("phase") == "Running" and name in self.processes:
             if (code := self.processes[name].poll()) is not None:
-                self._say(name, _ended(code))
+                self._patch_status(name, _ended(code))
             elif self._folder is not None:
                 self._annotate(self._folder / name, pod)
 
@@ -119,13 +121,15 @@ class Kubelets:
         if container["image"] in self.broken_images:
             waiting = {"reason": "ErrImagePull", "message": f"{container['image']}: not found"}
             if not pod["status"].get("containerStatuses"):
-                self._say(name, {"containerStatuses": [{"state": {"waiting": waiting}}]})
+                self._patch_status(name, {"containerStatuses": [{"state": {"waiting": waiting}}]})
             return
         address = self._addresses.setdefault(name, f"127.0.2.{len(self._addresses) % 250 + 1}")
         if self._folder is not None:
             self.processes[name] = self._start(name, where, address, pod, container)
         states = [{"name": "agent", "state": {"running": {"startedAt": "now"}}}]
-        self._say(name, {"phase": "Running", "podIP": address, "startTime": "now", "containerStatuses": states})
+        self._patch_status(
+            name, {"phase": "Running", "podIP": address, "startTime": "now", "containerStatuses": states}
+        )
 
     def _start(self, name: str, where: str, address: str, pod: Json, container: Json) -> subprocess.Popen[bytes]:
         assert self._folder is not None
@@ -157,7 +161,7 @@ class Kubelets:
             )
 
     def _annotate(self, folder: Path, pod: Json) -> None:
-        """What the downward API gives, as it is now."""
+        """Write the current values of the downward API."""
         for key in ("driver", "epoch"):
             file, value = folder / "about" / key, pod["metadata"]["annotations"].get(f"megascale.dev/{key}", "")
             if not file.exists() or file.read_text() != value:
@@ -176,10 +180,10 @@ class Kubelets:
             elif time.monotonic() > self._deadlines[name]:
                 os.killpg(process.pid, signal.SIGKILL)
             return
-        self._say(name, _ended(code or 0))
+        self._patch_status(name, _ended(code or 0))
         self._store.delete("pods", name, 0)
 
-    def _say(self, name: str, status: dict[str, Any]) -> None:
+    def _patch_status(self, name: str, status: dict[str, Any]) -> None:
         self._store.update("pods", name, lambda pod: pod["status"].update(status))
 
 

@@ -69,7 +69,7 @@ class KubernetesFaultSite(FaultSite):
         row: Row = {"verdict": None, "lost": None, "wrong": ["it did not start"]}
         expected = {} if fault.ends == "stop" else self.reference.after(fault.steps)
         kind_of_job = DriverPodJob if fault.driver_pod else KubernetesJob
-        job = kind_of_job(self._site, self._file, name, [f"--train.steps={fault.steps}", *fault.words], PACE)
+        job = kind_of_job(self._site, self._file, name, [f"--train.steps={fault.steps}"] + list(fault.words), PACE)
         try:
             try:
                 row |= _stopped(job, fault) if fault.ends == "stop" else _strike(job, fault)
@@ -84,7 +84,7 @@ class KubernetesFaultSite(FaultSite):
                 few_lost = row["lost"] is None or row["lost"] <= fault.lost
                 row["right"] = bool(row["same"] and few_lost and not row["wrong"] and not row["doubles"])
             if not row["right"]:
-                _tell(row, job, self.folder / name)
+                _write_evidence(row, job, self.folder / name)
         finally:
             job.close()
             self._site.repair()
@@ -123,7 +123,9 @@ def _strike(job: KubernetesJob, fault: KubernetesFault) -> Row:
         return row
     job.until_joined(fault.pods)
     job.until_step(_BEFORE)
-    before, began, job.step_before = job.events()[-1].id, time.time(), job.step()
+    before = job.events()[-1].id
+    began = time.time()
+    job.step_before = job.step()
     verdict = repeated = None
     with Steps(job) as steps:
         injected = fault.strike(job)
@@ -142,7 +144,7 @@ def _strike(job: KubernetesJob, fault: KubernetesFault) -> Row:
 
 
 def _bad(row: Row, fault: KubernetesFault) -> list[str]:
-    """What is wrong whatever the fault was."""
+    """Return the errors that count for every fault."""
     wrong = [f"none of {', '.join(fault.verdicts)} came"] if fault.verdicts and row["verdict"] is None else []
     wrong += ["trainers started again"] if fault.ends == "ride" and row["attempts"] > 1 else []
     wrong += ["trainers did not start again"] if fault.ends == "recover" and row["attempts"] < 2 else []
@@ -163,12 +165,12 @@ def _stopped(job: KubernetesJob, fault: KubernetesFault) -> Row:
     return row
 
 
-def _tell(row: Row, job: KubernetesJob, folder: Path) -> None:
-    """What a person needs to see why: events, what the driver said, the run folder's logs, the cluster's events."""
+def _write_evidence(row: Row, job: KubernetesJob, folder: Path) -> None:
+    """Return evidence for a person: events, the driver's output, logs of the run folder, events of the cluster."""
     report = [f"{e.time:.2f} {e.kind} {e.action} {' '.join(e.nodes)}: {e.evidence}"[:400] for e in job.events()]
-    row["events"], row["said"] = report, job.said()[-1500:]
+    row["events"], row["said"] = report, job.driver_output()[-1500:]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "driver.out").write_text(job.said())
+    (folder / "driver.out").write_text(job.driver_output())
     (folder / "events").write_text("\n".join(report))
     observed = (
         f"{s.born} rank {s.rank} pid {s.pid}: {s.first:.2f} to {s.last:.2f}, step {s.step}"

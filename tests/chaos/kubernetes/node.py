@@ -26,14 +26,14 @@ PODS = "10.244"  # the network of pods: node I has PODS.I.0/24
 SERVICES = "10.96.0.0/16"
 PAUSE, IMAGE = "local/pause:1", "docker.io/local/megascale:1"
 # Of programs that know no other place for them; what each node has there lies in its own folder.
-_OWN: tuple[str, ...] = (
+_OWN_ARGUMENTS: tuple[str, ...] = (
     "/var/lib/kubelet",
     "/var/lib/containerd",
     "/var/lib/cni",
     "/var/log/pods",
     "/var/log/containers",
 )
-_OWN += ("/etc/cni/net.d",)
+_OWN_ARGUMENTS += ("/etc/cni/net.d",)
 _RUN = "/run/containerd"
 SOCKET = f"{_RUN}/containerd.sock"
 _CONTAINERD = f"""version = 2
@@ -83,8 +83,8 @@ conntrack: {{maxPerCore: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}}
 
 
 @dataclass(frozen=True)
-class Given:
-    """What all nodes of a site share.
+class SiteSettings:
+    """Settings that all nodes of a site share.
 
     Attributes:
         programs: folder of kubelet and kube-proxy.
@@ -111,8 +111,10 @@ class KubernetesNode:
     labels: of the node, besides its own.
     """
 
-    def __init__(self, machine: Machine, number: int, inputs: Given, labels: str = "") -> None:
-        self.machine, self.name, self._given = machine, machine.name, inputs
+    def __init__(self, machine: Machine, number: int, inputs: SiteSettings, labels: str = "") -> None:
+        self.machine = machine
+        self.name = machine.name
+        self._given = inputs
         self.number, self._labels = number, labels
         self.folder = machine.folder / "node"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -135,7 +137,7 @@ class KubernetesNode:
     def join(self) -> None:
         """Load the images, and start kubelet and kube-proxy."""
         ctr = ["ctr", "-a", SOCKET]
-        present = self.machine.inside([*ctr, "version"])
+        present = self.machine.inside(ctr + ["version"])
         wait(lambda: subprocess.run(present, capture_output=True).returncode == 0, f"containerd of {self.name}", 60.0)
         self.run(*ctr, "-n", "k8s.io", "images", "import", str(self._given.images))
         self.start_kubelet()
@@ -143,7 +145,7 @@ class KubernetesNode:
         self._daemon("kube-proxy", [str(proxy), f"--config={self.folder}/proxy.yaml", "--v=0"])
         if self._given.gpus:
             arguments = ["-m", "tests.chaos.kubernetes.gpus", str(self._bad), str(self._given.gpus)]
-            self._daemon("gpus", [sys.executable, *arguments])
+            self._daemon("gpus", [sys.executable] + arguments)
 
     @property
     def _bad(self) -> Path:
@@ -158,7 +160,7 @@ class KubernetesNode:
     def _prepare(self) -> None:
         """Files, folders of its own in the machine's view of the file system, and rules of its network."""
         address, folder = self.machine.address, self.folder
-        for location in _OWN:
+        for location in _OWN_ARGUMENTS:
             (folder / location.replace("/", "_")).mkdir(parents=True, exist_ok=True)
             Path(location).mkdir(parents=True, exist_ok=True)
         Path(_RUN).mkdir(parents=True, exist_ok=True)
@@ -168,7 +170,7 @@ class KubernetesNode:
         (folder / "proxy.yaml").write_text(proxy)
         (folder / "_etc_cni_net.d" / "10-pods.conflist").write_text(json.dumps(_network(self.pods)))
         lines = ["set -e", "mount --make-rprivate /"]
-        lines += [f"mount --bind {folder / position.replace('/', '_')} {position}" for position in _OWN]
+        lines += [f"mount --bind {folder / position.replace('/', '_')} {position}" for position in _OWN_ARGUMENTS]
         # Names of pods' networks would stay in the host's folder.
         lines += [
             f"mount -t tmpfs tmpfs {_RUN}",
@@ -195,7 +197,7 @@ class KubernetesNode:
     def _daemon(self, name: str, arguments: Sequence[str]) -> None:
         with open(self.folder / f"{name}.log", "ab") as out:
             self._daemons[name] = subprocess.Popen(
-                [*machines.WITH_US, *self.machine.inside(["nice", "-n", "5", *arguments])],
+                list(machines.WITH_US) + self.machine.inside(["nice", "-n", "5"] + list(arguments)),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -204,7 +206,7 @@ class KubernetesNode:
             )
 
     def run(self, *arguments: str) -> str:
-        """What a command prints on it; TrainingError if it fails."""
+        """Return a command's output on the node. Raise TrainingError if it fails."""
         from megascale.errors import TrainingError
 
         done = subprocess.run(self.machine.inside(arguments), capture_output=True, text=True)
@@ -221,12 +223,12 @@ class KubernetesNode:
 
     @property
     def on(self) -> bool:
-        """Whether the machine has power."""
+        """Return whether the machine has power."""
         return self.machine.init > 0 and Path(f"/proc/{self.machine.init}").exists()
 
     @property
     def has_kubelet(self) -> bool:
-        """Whether one was started and not killed."""
+        """Return whether a kubelet was started and not killed."""
         return "kubelet" in self._daemons
 
     def power_off(self) -> None:
@@ -317,5 +319,8 @@ def _add(
     tar: tarfile.TarFile, path: str, data: bytes, kind: bytes = tarfile.REGTYPE, mode: int = 0o755, to: str = ""
 ) -> None:
     member = tarfile.TarInfo(path)
-    member.size, member.type, member.mode, member.linkname = len(data), kind, mode, to
+    member.size = len(data)
+    member.type = kind
+    member.mode = mode
+    member.linkname = to
     tar.addfile(member, io.BytesIO(data))

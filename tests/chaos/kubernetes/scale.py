@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 def kubernetes(
     nodes: int = typer.Option(1000, min=2, help="Nodes, a pod each."),
     seconds: float = typer.Option(60.0, min=5, help="How long the steady state is watched."),
-    outage: float = typer.Option(5.0, min=0.5, help="Seconds for which the API server answers nobody."),
+    outage: float = typer.Option(5.0, min=0.5, help="Seconds for which the API server answers no request."),
     out: Path = typer.Option(Path("bench-kubernetes.json"), help="JSON file for the figures."),
 ) -> None:
     """Follow many pods on one core: requests a second, how old the driver's table is, watches that expire, an outage.
@@ -172,7 +172,9 @@ async def _drive(pipe: Connection, folder: Path, nodes: int, seconds: float, out
 
     pipe.send("churn")
     lags.clear()
-    requested, cpu, start = cluster.api.requests, time.process_time(), time.monotonic()
+    requested = cluster.api.requests
+    cpu = time.process_time()
+    start = time.monotonic()
     looks = []
     while time.monotonic() - start < seconds:
         at = time.perf_counter()
@@ -216,7 +218,7 @@ async def _until_current(cluster: Any, pipe: Connection) -> float:
 
 
 async def _until_seen(cluster: Any, change: str) -> float:
-    """When a change was seen, on the monotonic clock. TrainingError if it never is."""
+    """Return when a change was seen, on the monotonic clock. Raise TrainingError if it never is."""
     deadline = time.monotonic() + MOST
     while time.monotonic() < deadline:
         if any(pod.address == change for pod in cluster.view.table.pods.values()):

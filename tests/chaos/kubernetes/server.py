@@ -1,7 +1,7 @@
 """A small Kubernetes API server for benches and tests: objects in memory, lists, watches, leases, and no more.
 
 It knows what the driver uses of the API, with versions, conflicts, bookmarks, expired watches (410) and deletion with
-grace, so that a thousand pods can be simulated and outages timed on two cores. It is no substitute for a real one:
+grace, so that a thousand pods can be simulated and outages timed on two cores. It does not replace a real one:
 `python -m tests.chaos faults --site kubernetes` has that.
 """
 
@@ -19,12 +19,12 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 Json = dict[str, Any]
-KEPT = 20_000  # changes that a watch may begin with
+MAX_CHANGES = 20_000  # changes that a watch may begin with
 BOOKMARK = 15.0  # seconds between bookmarks
 
 
 class Refused(Exception):
-    """An answer that is no success: status, reason, message."""
+    """Answer of a failed request: status, reason, message."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class Store:
         self.lock = threading.Condition()
         self.objects: dict[tuple[str, str], Json] = {}
         self.version = 1
-        self.changes: deque[tuple[int, str, str, Json]] = deque(maxlen=KEPT)  # version, kind, event, object
+        self.changes: deque[tuple[int, str, str, Json]] = deque(maxlen=MAX_CHANGES)  # version, kind, event, object
         self.oldest = 0  # changes up to this version are forgotten
         self.admit: Callable[[str, Json], None] = lambda kind, thing: None
 
@@ -58,7 +58,7 @@ class Store:
                 self.objects.pop(key, None)
             else:
                 self.objects[key] = stored
-            if len(self.changes) == KEPT:
+            if len(self.changes) == MAX_CHANGES:
                 self.oldest = self.changes[0][0]
             self.changes.append((self.version, kind, event, stored))
             self.lock.notify_all()
@@ -72,7 +72,7 @@ class Store:
                 raise Refused(409, "AlreadyExists", f'{kind} "{details["name"]}" already exists')
             self.admit(kind, thing)
             details.setdefault("uid", str(uuid.uuid4()))
-            details["creationTimestamp"] = _now()
+            details["creationTimestamp"] = _format_now()
             if kind == "pods":
                 thing["status"] = {"phase": "Pending"}
             return self.put(kind, thing, "ADDED")
@@ -102,7 +102,7 @@ class Store:
             thing = self.get(kind, name)
             bound = kind == "pods" and (thing.get("spec") or {}).get("nodeName")
             if bound and grace != 0:
-                thing["metadata"].setdefault("deletionTimestamp", _now())
+                thing["metadata"].setdefault("deletionTimestamp", _format_now())
                 thing["metadata"]["deletionGracePeriodSeconds"] = grace
                 return self.put(kind, thing)
             return self.put(kind, thing, "DELETED")
@@ -130,7 +130,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it answers."""
+        """Return the server's URL."""
         return f"http://127.0.0.1:{self.port}"
 
     def up(self) -> None:
@@ -141,7 +141,7 @@ class Server:
         threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
 
     def down(self) -> None:
-        """Answer nobody: connections break, new ones are refused."""
+        """Answer no request: connections break, new ones are refused."""
         assert self._http is not None
         self._http.shutdown()
         self._http.server_close()
@@ -312,5 +312,5 @@ def _merge(thing: Json, patch: Json) -> None:
             thing[key] = value
 
 
-def _now() -> str:
+def _format_now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.harness.launched import WAIT, make
 from megascale.resilience.driver.state.journal_reader import read_journal_events
-from tests.chaos.kubernetes.job import ROLE, here
+from tests.chaos.kubernetes.job import ROLE, local_settings
 from tests.chaos.kubernetes.site import KubernetesSite
 from tests.chaos.machines.network import wait
 
@@ -35,7 +35,7 @@ def session(site: KubernetesSite, folder: Path, log: Callable[[str], None]) -> b
     for old, new in _SETTINGS:
         text = text.replace(old, new)
     shared = work / "shared"
-    settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in here(work).items())
+    settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in local_settings(work).items())
     text = text.replace("[checkpoint]\n", f'[checkpoint]\nlocation = "{shared}"\n')
     file.write_text(f'{text}\n[kubernetes]\nnamespace = "team"\n{settings}')
     environment = site.environment | {"KUBECONFIG": str(site.kubeconfig), "OMP_NUM_THREADS": "1"}
@@ -43,7 +43,7 @@ def session(site: KubernetesSite, folder: Path, log: Callable[[str], None]) -> b
     driver = None
 
     def command(line: str) -> list[str]:
-        return site.inside(["bash", "-c", f"cd {work} && {_own(line)}"])
+        return site.inside(["bash", "-c", f"cd {work} && {_clean(line)}"])
 
     def typed(line: str) -> None:
         done = subprocess.run(command(line), capture_output=True, text=True, env=environment)
@@ -51,7 +51,7 @@ def session(site: KubernetesSite, folder: Path, log: Callable[[str], None]) -> b
         for each in (done.stdout + done.stderr).splitlines():
             log(each.rstrip().replace(f"{work}/", ""))
 
-    def until(subject: str, times: int = 1) -> None:
+    def wait_for_event(subject: str, times: int = 1) -> None:
         events = run / "events.jsonl"
         wait(lambda: events.exists() and events.read_text().count(f'"event": "{subject}"') >= times, subject, 3 * WAIT)
 
@@ -67,15 +67,15 @@ def session(site: KubernetesSite, folder: Path, log: Callable[[str], None]) -> b
     launch = _LAUNCH + f" --resilience.listen={site.address}"
     log(f"$ {launch} > demo.out &")
     with open(work / "demo.out", "w") as out:
-        driver = subprocess.Popen(command(f"exec {_own(launch)}"), stdout=out, stderr=out, env=environment)
+        driver = subprocess.Popen(command(f"exec {_clean(launch)}"), stdout=out, stderr=out, env=environment)
     try:
-        until("first_step")
-        until("node_joined", 3)
+        wait_for_event("first_step")
+        wait_for_event("node_joined", 3)
         typed(_PODS)
         typed("megascale access runs/demo > demo.access && chmod 600 demo.access")
         typed("megascale nodes demo.access")
         typed(f"kubectl delete pod {lost()} --wait=false")
-        until("first_step", 2)
+        wait_for_event("first_step", 2)
         typed("megascale events runs/demo | tail -n 12")
         typed(_PODS)
         code = driver.wait(3 * WAIT)
@@ -87,7 +87,7 @@ def session(site: KubernetesSite, folder: Path, log: Callable[[str], None]) -> b
     return code == 0
 
 
-def _own(line: str) -> str:
+def _clean(line: str) -> str:
     """The line with this installation's command."""
     local = f"{shlex.quote(sys.executable)} -m megascale.cli.main "
     return local + line.removeprefix("megascale ") if line.startswith("megascale ") else line

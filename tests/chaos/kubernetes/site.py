@@ -24,9 +24,9 @@ from tests.chaos.kubernetes.node import (
     IMAGE,
     PAUSE,
     SERVICES,
-    Given,
     Image,
     KubernetesNode,
+    SiteSettings,
     write_images,
 )
 from tests.chaos.machines import network as machines
@@ -49,15 +49,15 @@ _FILES = ("etc/passwd", "etc/group", "etc/nsswitch.conf", "etc/ld.so.cache")
 
 
 def programs() -> Path:
-    """Where `scripts/kubernetes-build` puts what it builds."""
+    """Return the folder of the programs that `scripts/kubernetes-build` builds."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("MEGASCALE_KUBERNETES") or cache / "megascale" / "kubernetes")
 
 
 def impossible() -> str:
-    """Why there can be no Kubernetes here, "" if there can."""
+    """Return why Kubernetes cannot run here, or an empty string."""
     folder = programs()
-    if missing := [name for name in (*PROGRAMS, "pause", "VERSION") if not (folder / name).exists()]:
+    if missing := [name for name in PROGRAMS + ("pause", "VERSION") if not (folder / name).exists()]:
         return f"no {missing[0]} in {folder}: scripts/kubernetes-build"
     missing = [name for name in _NEEDS if shutil.which(name) is None]
     if not Path("/usr/lib/cni/bridge").exists():
@@ -80,10 +80,12 @@ class KubernetesSite(Site):
     """
 
     def __init__(self, folder: Path, nodes: int, gpus: int = 0) -> None:
-        self.folder, self.programs, self._gpus = folder, programs(), gpus
+        self.folder = folder
+        self.programs = programs()
+        self._gpus = gpus
         self._group = f"ms-{os.urandom(4).hex()}"
         self.names = [f"k{i + 1}" for i in range(nodes)]
-        self.machines = Machines(folder / "m", ["head", *self.names])
+        self.machines = Machines(folder / "m", ["head"] + self.names)
         self.kubeconfig = folder / "kubeconfig"
         self.environment = {k: v for k, v in os.environ.items() if "PROXY" not in k.upper()} | {"GOMAXPROCS": "2"}
         self.nodes: dict[str, KubernetesNode] = {}
@@ -91,13 +93,13 @@ class KubernetesSite(Site):
 
     @property
     def address(self) -> str:
-        """Of the machine with the control plane."""
+        """Return the address of the machine with the control plane."""
         return self.machines["head"].address
 
     def _start(self) -> None:
         images = self._images()
         self._control_plane()
-        inputs = Given(self.programs, self.kubeconfig, images, self.environment, self._group, self._gpus)
+        inputs = SiteSettings(self.programs, self.kubeconfig, images, self.environment, self._group, self._gpus)
         for number, name in enumerate(self.names, 1):
             self.nodes[name] = KubernetesNode(
                 self.machines[name], number, inputs, f"topology.megascale/switch=s{number % 2}"
@@ -121,7 +123,7 @@ class KubernetesSite(Site):
         pause = Image(PAUSE, {"pause": (self.programs / "pause").read_bytes()}, entry=["/pause"])
         files = {name: Path("/", name).read_bytes() for name in _FILES if Path("/", name).exists()}
         locations = sorted({str(p).strip("/") for m in mounts() for p in (Path(m), *Path(m).parents) if p != Path("/")})
-        local = Image(IMAGE, files, list(dict.fromkeys([*_FOLDERS, *locations])), _LINKS)
+        local = Image(IMAGE, files, list(dict.fromkeys(list(_FOLDERS) + locations)), _LINKS)
         write_images(self.folder / "images.tar", [pause, local])
         return self.folder / "images.tar"
 
@@ -139,8 +141,8 @@ class KubernetesSite(Site):
         self.kubeconfig.chmod(0o600)
         clients, peers = "http://127.0.0.1:12379", "http://127.0.0.1:12380"
         arguments = [f"--data-dir={self.folder}/etcd", f"--listen-client-urls={clients}", f"--listen-peer-urls={peers}"]
-        # What it keeps dies with this folder: no need to wait for the disk, which others use.
-        self._daemon("etcd", [*arguments, f"--advertise-client-urls={clients}", "--unsafe-no-fsync", "--logger=zap"])
+        # Its data is deleted with this folder, so it need not wait for the shared disk.
+        self._daemon("etcd", arguments + [f"--advertise-client-urls={clients}", "--unsafe-no-fsync", "--logger=zap"])
         self.start_api()
         key = f"--service-account-private-key-file={certificates}/sa.key"
         arguments = [f"--kubeconfig={self.kubeconfig}", "--leader-elect=false", "--bind-address=127.0.0.1", "--port=0"]
@@ -151,7 +153,7 @@ class KubernetesSite(Site):
             "--large-cluster-size-threshold=0",
             "--unhealthy-zone-threshold=1",
         ]
-        self._daemon("kube-controller-manager", [*arguments, *local])
+        self._daemon("kube-controller-manager", arguments + local)
         self._daemon("kube-scheduler", arguments)
 
     def start_api(self) -> None:
@@ -181,9 +183,9 @@ class KubernetesSite(Site):
 
     def _daemon(self, name: str, arguments: Sequence[str]) -> None:
         with open(self.folder / f"{name}.log", "ab") as out:
-            command = ["nice", "-n", "5", f"{self.programs}/{name}", *arguments]
+            command = ["nice", "-n", "5", f"{self.programs}/{name}"] + list(arguments)
             self._daemons[name] = subprocess.Popen(
-                [*machines.WITH_US, *self.machines["head"].inside(command)],
+                list(machines.WITH_US) + self.machines["head"].inside(command),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -198,8 +200,8 @@ class KubernetesSite(Site):
         return self.machines["head"].inside(arguments)
 
     def kubectl(self, *arguments: str, output: str | None = None, seconds: float = 60.0) -> str:
-        """What kubectl prints; TrainingError with what it says if it fails. said: on its stdin."""
-        command = self.inside([f"{self.programs}/kubectl", f"--kubeconfig={self.kubeconfig}", *arguments])
+        """Return kubectl's output for `said` on stdin. Raise TrainingError with its message if it fails."""
+        command = self.inside([f"{self.programs}/kubectl", f"--kubeconfig={self.kubeconfig}"] + list(arguments))
         done = subprocess.run(
             command, input=output, capture_output=True, text=True, env=self.environment, timeout=seconds
         )
@@ -230,14 +232,14 @@ class KubernetesSite(Site):
     def until_ready(self, names: Sequence[str], expected: Sequence[str] = ("True",), seconds: float = 120.0) -> None:
         """Wait until Ready of all these is one of `wanted`."""
 
-        def there() -> bool:
+        def is_ready() -> bool:
             current = self.states()
             if all(current.get(name) in expected for name in names):
                 return True
             time.sleep(0.3)
             return False
 
-        wait(there, f"{', '.join(names)} to be Ready {' or '.join(expected)}", seconds)
+        wait(is_ready, f"{', '.join(names)} to be Ready {' or '.join(expected)}", seconds)
 
     def repair(self) -> None:
         """The API answers, every node has power, network, a kubelet and healthy GPUs, and takes pods."""
@@ -266,7 +268,7 @@ class KubernetesSite(Site):
 
 
 def source() -> Path:
-    """Where this package is imported from."""
+    """Return the folder from which this package is imported."""
     import megascale
 
     return Path(megascale.__file__).resolve().parent.parent

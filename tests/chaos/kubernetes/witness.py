@@ -1,4 +1,4 @@
-"""Sees every trainer of a run on this kernel, in whatever container, and what each wrote of itself.
+"""Witness of every trainer of a run on this kernel, in any container, and of its own records.
 
 A trainer keeps its status file mapped (core/status.py): who has it mapped is a trainer of that rank, and what stands in
 it is the trainer's own record. Neither agents nor the cluster are asked.
@@ -18,7 +18,7 @@ _PART = b"fork_server"  # of command lines of trainers and of what forks them
 
 
 @dataclass
-class Seen:
+class Trainer:
     """A trainer's process.
 
     Attributes:
@@ -50,8 +50,8 @@ class Witness:
 
     def __init__(self, run: str) -> None:
         self._mark = f"/{run}/status/rank-"
-        self._seen: dict[tuple[int, int], Seen] = {}
-        self._others: dict[int, int] = {}  # processes that are no trainers, and when they were forked
+        self._trainers: dict[tuple[int, int], Trainer] = {}
+        self._other_processes: dict[int, int] = {}  # processes other than trainers, and when they were forked
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -78,18 +78,18 @@ class Witness:
         try:
             stat = (process / "stat").read_bytes().rsplit(b")", 1)[1].split()
             born, state = int(stat[19]), stat[0]
-            if self._others.get(pid) == born or state == b"Z":
+            if self._other_processes.get(pid) == born or state == b"Z":
                 return
-            observed = self._seen.get((pid, born))
+            observed = self._trainers.get((pid, born))
             if observed is None:
                 if _PART not in (process / "cmdline").read_bytes():
-                    self._others[pid] = born
+                    self._other_processes[pid] = born
                     return
                 if not (file := self._file(process)):  # what forks them, or one that has not opened its file yet
                     return
                 rank = int(file.rsplit("rank-", 1)[1].split(".status")[0])
                 local = int((process / "status").read_text().split("NSpid:")[1].split("\n")[0].split()[-1])
-                observed = self._seen[pid, born] = Seen(
+                observed = self._trainers[pid, born] = Trainer(
                     rank, pid, born, current, current, f"{process}/root{file}", local
                 )
             observed.last = current
@@ -104,7 +104,7 @@ class Witness:
                 return line.split(None, 5)[5]
         return ""
 
-    def _record(self, observed: Seen) -> None:
+    def _record(self, observed: Trainer) -> None:
         from megascale.core.status import read_status
 
         status = read_status(Path(observed.file))
@@ -114,9 +114,9 @@ class Witness:
 
     # what follows from it ---------------------------------------------------------------------------------------------
 
-    def trainers(self, rank: int | None = None) -> list[Seen]:
+    def trainers(self, rank: int | None = None) -> list[Trainer]:
         """All that were seen, oldest first."""
-        result = [each for each in list(self._seen.values()) if rank is None or each.rank == rank]
+        result = [each for each in list(self._trainers.values()) if rank is None or each.rank == rank]
         return sorted(result, key=lambda each: each.born)
 
     def doubles(self) -> list[str]:

@@ -37,7 +37,7 @@ _LOST = ("missed_heartbeat", "process_exit", "node_lost")
 CASES: dict[str, FaultCase] = {
     "kill-rank": FaultCase(("process_killed",)),
     "stop-rank": FaultCase(("hang",)),
-    "kill-agent": FaultCase((*_LOST, "agent_restarted"), options=(("node", "n1"),)),
+    "kill-agent": FaultCase(_LOST + ("agent_restarted",), options=(("node", "n1"),)),
     "kill-node": FaultCase(_LOST, options=(("node", "n1"),), steps=900, spare=True),
     "kill-driver": FaultCase(("driver_took_over",), "ride", options=()),
     "segfault": FaultCase(("segmentation_fault",)),

@@ -33,7 +33,7 @@ _KINDS = {
     "dead reader": "reader",
 }
 _START = 90.0  # seconds that a start and the first steps may take
-_STILL = 1.0  # seconds without movement after which it is a hang
+_HANG_SECONDS = 1.0  # seconds without movement after which it is a hang
 _LOOKS = 3  # at a run of which a rank moved on while it was looked at: it had only been slow, and the hang is to come
 
 CONFIG = """
@@ -132,21 +132,21 @@ def run_case(
     _place_fault(run, case, rank, step, rng, layout)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     more = ["--kernels.graphs=on"] if graphs else []
-    command = [sys.executable, "-m", "megascale.cli.main", "train", str(config), *more]
+    command = [sys.executable, "-m", "megascale.cli.main", "train", str(config)] + more
     with open(folder / "out", "wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
     try:
-        _until(lambda: _reached(run, world, step) or process.poll() is not None, "training did not start", folder)
+        _wait_until(lambda: _reached(run, world, step) or process.poll() is not None, "training did not start", folder)
         if case == "stopped rank":
             time.sleep(rng.uniform(0, 0.3))
             os.kill(_pid(run, rank), signal.SIGSTOP)
         else:
             injected = lambda: any((run / "faults").glob("*.injected"))
-            _until(lambda: injected() or process.poll() is not None, "the fault was not injected", folder)
+            _wait_until(lambda: injected() or process.poll() is not None, "the fault was not injected", folder)
         if process.poll() is not None:
             raise RuntimeError(f"training ended: {(folder / 'out').read_text()[-500:]}")
         for _ in range(_LOOKS):
-            _until(lambda: _stands(run, world), "the run did not come to a stop", folder)
+            _wait_until(lambda: has_stopped(run, world), "the run did not come to a stop", folder)
             started = time.perf_counter()
             scene, hang = hang_report.examine_run(run)
             seconds = time.perf_counter() - started
@@ -186,13 +186,13 @@ def _reached(run: Path, world: int, step: int) -> bool:
     return all(record is not None and record.step >= step for record in _records(run, world))
 
 
-def _stands(run: Path, world: int) -> bool:
+def has_stopped(run: Path, world: int) -> bool:
     before = [record.events for record in _records(run, world)]
-    time.sleep(_STILL)
+    time.sleep(_HANG_SECONDS)
     return before == [record.events for record in _records(run, world)]
 
 
-def _until(ready, subject: str, folder: Path) -> None:
+def _wait_until(ready, subject: str, folder: Path) -> None:
     deadline = time.monotonic() + _START
     while not ready():
         if time.monotonic() > deadline:
@@ -232,11 +232,11 @@ def _name(layout: tuple[int, int, int], graphs: bool) -> str:
 
 
 def _layouts(device: str) -> tuple[tuple[int, int, int], ...]:
-    """Those that a device's ranks are laid out in. Raises ConfigError where there are none."""
+    """Return the layouts of a device's ranks. Raise ConfigError if there are none."""
     if device == "cpu":
         return LAYOUTS
     if device != "cuda":
-        raise ConfigError(f"--device={device} is none that hangs are made on; give cpu or cuda")
+        raise ConfigError(f"--device={device} is unsupported for hangs; give cpu or cuda")
     import torch
 
     gpus = torch.cuda.device_count()

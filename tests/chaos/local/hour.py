@@ -33,7 +33,7 @@ _ONCE = {"exception": 1, "out-of-memory": 1, "full-disk": 1, "flip-weight": 1, "
 _RIDDEN = ("kill-driver", "nan-gradient")  # training goes on without a start
 _NODES = ("kill-agent", "kill-node")
 # Faults come some hundred times as often as in life, so budgets count over minutes in place of an hour.
-_WORDS = ["--train.steps=10000000", "--resilience.budget_seconds=300", "--resilience.checksum_interval=1"]
+_SETTINGS = ["--train.steps=10000000", "--resilience.budget_seconds=300", "--resilience.checksum_interval=1"]
 
 
 def register(app: typer.Typer) -> None:
@@ -68,7 +68,7 @@ def long_run(file: Path, hours: float, every: float, seed: int) -> tuple[dict[st
     """Train for `hours` with a fault every `every` seconds on average; (figures, whether every fault was met)."""
     dice = random.Random(seed)
     begun = time.time()
-    job = Launched(file, "hour", _WORDS, pace=PACE)
+    job = Launched(file, "hour", _SETTINGS, pace=PACE)
     first = job.first(lambda e: e.kind == "first_step")
     rows: list[dict[str, Any]] = []
     try:
@@ -97,14 +97,14 @@ def _faults(job: Launched, deadline: float, every: float, dice: random.Random) -
         kind = dice.choices(list(remaining), list(remaining.values()))[0]
         if kind in _ONCE:
             del remaining[kind]
-        rows.append(_one(job, kind, dice))
+        rows.append(_inject_fault(job, kind, dice))
         print(strict_json.dumps(rows[-1]), flush=True)
         if not rows[-1]["recovered"] and job.process.poll() is not None:
             return rows
         due += dice.expovariate(1 / every)
 
 
-def _one(job: Launched, kind: str, dice: random.Random) -> dict[str, Any]:
+def _inject_fault(job: Launched, kind: str, dice: random.Random) -> dict[str, Any]:
     from megascale.errors import MegascaleError
     from megascale.resilience.faults.inject import Options, inject
 

@@ -42,9 +42,9 @@ class LocalSite(FaultSite):
         case, number = CASES[kind], int(name.rpartition("-")[2])
         expected = self.reference.after(case.steps) if case.same else {}
         tested = str(case.spare).lower()
-        arguments = [f"--train.steps={case.steps}", f"--resilience.test_spares={tested}", *case.words]
+        arguments = [f"--train.steps={case.steps}", f"--resilience.test_spares={tested}"] + list(case.words)
         with _redis(case.redis) as more:
-            job = Launched(self._file, name, [*arguments, *more], own_network=case.own_network)
+            job = Launched(self._file, name, arguments + more, own_network=case.own_network)
             try:
                 return _strike(job, kind, case, number, expected)
             finally:
@@ -136,7 +136,7 @@ def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: We
         "verdicts": result,
         "evidence": list(verdict.evidence)[:2] if verdict else [],
         "failed": [str(error) for error in failed],
-        # What was said instead of what should have been.
+        # Messages in place of the expected ones.
         "events": []
         if right
         else [f"{e.time - injected:.2f} s {e.kind}: {'; '.join(e.evidence)[:300]}" for e in events],

@@ -103,7 +103,7 @@ def restarts(
 
     config = api.resolve(load_command_line(file, context.args))
     local = config.parallel.model_dump(exclude_none=True)
-    layouts = [local, *({"gpus_per_host": config.parallel.gpus_per_host, **_parse(text)} for text in layout)]
+    layouts = [local] + [{"gpus_per_host": config.parallel.gpus_per_host, **_parse(text)} for text in layout]
     with temporary_folder() as folder, Progress(transient=True) as progress:
         configs = [_prepared(config, keys, steps, memory, folder) for keys in layouts]
         for item in configs:
@@ -172,7 +172,9 @@ class RestartedRun:
     def attempt(self, dice: random.Random | None, pace: float) -> Attempt:
         """Start, and with `dice` kill at a random moment, on average `pace` steps on."""
         result = Attempt(self.config.parallel.model_dump(exclude_none=True))
-        resumed_before, begun, started = self._resumes(), self.steps(), time.monotonic()
+        resumed_before = self._resumes()
+        begun = self.steps()
+        started = time.monotonic()
         goal = begun + round(dice.uniform(0.0, 2.0 * pace)) if dice is not None else sys.maxsize
         early = dice is not None and dice.random() < _EARLY
         deadline = time.monotonic() + _GRACE_PERIOD

@@ -39,7 +39,7 @@ class MachinesJob(Launched):
         hosts = machines.hosts_file(NODES)
         more = [f"--resilience.ssh={machines.ssh}", "--resilience.cluster=ssh", f"--resilience.hosts={hosts}"]
         more += [f"--checkpoint.location={self.shared}", "--checkpoint.linger=60", "--resilience.test_spares=false"]
-        super().__init__(file, name, [*more, *arguments], pace)
+        super().__init__(file, name, more + list(arguments), pace)
 
     def start(self) -> Any:
         """The driver, on the machine that it is on now."""
@@ -108,8 +108,8 @@ _LOST = ("missed_heartbeat", "process_exit", "node_lost")
 FAULTS: dict[str, MachineFault] = {
     "machine-gone": MachineFault(lambda m, job: m.power_off(), _LOST),
     "link-cut": MachineFault(cut, _LOST, back=True, steps=700),
-    "one-way-loss": MachineFault(lambda m, job: m.cut(outgoing=False), (*_LOST, "hang")),
+    "one-way-loss": MachineFault(lambda m, job: m.cut(outgoing=False), _LOST + ("hang",)),
     "slow-link": MachineFault(lambda m, job: m.limit(LINK / 10), (), "ride", steps=110),
-    "agent-killed": MachineFault(kill_agent, (*_LOST, "agent_restarted")),
+    "agent-killed": MachineFault(kill_agent, _LOST + ("agent_restarted",)),
     "driver-gone": MachineFault(lambda m, job: job.move(), ("driver_took_over",), "ride", steps=200),
 }

@@ -57,7 +57,7 @@ class MachinesSite(FaultSite):
         expected = self.reference.after(fault.steps)
         shutil.rmtree(network, ignore_errors=True)
         row: Row = {}
-        with Machines(network, [*HEADS, *NODES]) as machines:
+        with Machines(network, list(HEADS) + list(NODES)) as machines:
             for machine in machines:
                 machine.limit(LINK)
             job = MachinesJob(machines, self._file, name, [f"--train.steps={fault.steps}"], PACE)

@@ -1,7 +1,7 @@
 """Most nodes of a job lost at once, as when their switch fails, and given back: how soon all train again.
 
 Two machines of network namespaces hold the agents (one a few, the other those that are lost) and a third the driver;
-nobody but the agents themselves can bring them back (`--cluster manual`).
+only the agents themselves can bring them back (`--cluster manual`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Job(Launched):
         arguments += [f"--parallel.data={nodes}", f"--train.global_batch={nodes}", "--train.micro_batch=1"]
         arguments += [f"--checkpoint.location={file.parent / 'shared'}", "--checkpoint.replicas=false"]
         arguments += ["--checkpoint.memory_interval=0", "--checkpoint.background=false", "--checkpoint.interval=5"]
-        super().__init__(file, "many", [*arguments, f"--train.steps={_STEPS}"], _PACE)
+        super().__init__(file, "many", arguments + [f"--train.steps={_STEPS}"], _PACE)
 
     def start(self) -> Any:
         """The driver, on its machine."""
@@ -145,7 +145,7 @@ def _strike(machines: Machines, job: _Job, nodes: int, seconds: float) -> dict[s
 
 
 def _ranks(job: _Job, event: int) -> int:
-    """Of the attempt whose first step an event tells of."""
+    """Return the ranks of the attempt that has done a first step."""
     return len(next(e for e in reversed(job.events()) if e.kind == "attempt_started" and e.id < event).nodes)
 
 

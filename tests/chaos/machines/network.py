@@ -1,7 +1,7 @@
 """Machines of one kernel: network namespaces with processes, memory file system, name, address and sshd of their own.
 
 A switch in a namespace of its own joins them, so that nothing is added to the host's network and several such
-networks do not meet. What a machine keeps on disk lies in a folder that all see, as on shared storage. Needs root.
+networks do not meet. The disks of all machines are a shared folder. Needs root.
 
 Killing a machine's first process is a power cut: the kernel ends all others, and what lay in memory is gone.
 """
@@ -25,7 +25,7 @@ from megascale.errors import TrainingError
 SSHD = "/usr/sbin/sshd"
 _NET = "10.77.0"
 _NEEDS = ("ip", "nsenter", "unshare", "setpriv", "iptables", "tc", "ssh", "ssh-keygen")
-WITH_US = ("setpriv", "--pdeathsig", "KILL")  # a machine ends with the process that plays it, whatever ends that
+WITH_US = ("setpriv", "--pdeathsig", "KILL")  # A machine ends with the process that simulates it.
 T = TypeVar("T")
 
 
@@ -52,7 +52,9 @@ class Machine:
     """
 
     def __init__(self, name: str, number: int, network: str, folder: Path) -> None:
-        self.name, self.address, self.folder = name, f"{_NET}.{number}", folder
+        self.name = name
+        self.address = f"{_NET}.{number}"
+        self.folder = folder
         self._namespace = f"{network}-{name}"
         self._switch, self._port = f"{network}-sw", f"p{number}"
         self._shell: subprocess.Popen[bytes] | None = None
@@ -84,7 +86,10 @@ class Machine:
         local = ["--mount", "--uts", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
         with open(self.folder / "console", "ab") as out:
             self._shell = subprocess.Popen(
-                [*WITH_US, "nsenter", f"--net=/run/netns/{self._namespace}", "unshare", *local, "bash", "-c", script],
+                list(WITH_US)
+                + ["nsenter", f"--net=/run/netns/{self._namespace}", "unshare"]
+                + local
+                + ["bash", "-c", script],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -100,7 +105,7 @@ class Machine:
             return 0
 
     def power_off(self) -> None:
-        """At once, as when a plug is pulled: nobody says good-bye."""
+        """Cut the power at once, as when a plug is pulled. No process can say good-bye."""
         if self._shell is None:
             return
         # First the network: the kernel closes a killed process's connections, which a machine without power does not.
@@ -112,12 +117,14 @@ class Machine:
 
     @property
     def on(self) -> bool:
-        """Whether it has power."""
+        """Return whether the machine has power."""
         return self._shell is not None
 
     def inside(self, arguments: Sequence[str]) -> list[str]:
         """The command that runs `words` on it."""
-        return ["nsenter", f"--target={self.init}", "--mount", "--uts", "--net", "--pid", "--ipc", "--", *arguments]
+        return ["nsenter", f"--target={self.init}", "--mount", "--uts", "--net", "--pid", "--ipc", "--"] + list(
+            arguments
+        )
 
     # its network ------------------------------------------------------------------------------------------------------
 
@@ -131,7 +138,7 @@ class Machine:
         """No loss, no limit; other rules stay."""
         for chain, device in (("INPUT", "-i"), ("FORWARD", "-i"), ("OUTPUT", "-o"), ("FORWARD", "-o")):
             drop = ["-D", chain, device, "eth0", "-j", "DROP"]
-            while subprocess.run([*self._enter(), "iptables", "-w", *drop], capture_output=True).returncode == 0:
+            while subprocess.run(self._enter() + ["iptables", "-w"] + drop, capture_output=True).returncode == 0:
                 pass
         for space, device in ((self._namespace, "eth0"), (self._switch, self._port)):
             subprocess.run(["tc", "-n", space, "qdisc", "del", "dev", device, "root"], capture_output=True)
@@ -219,7 +226,7 @@ class Machines:
 
 
 def wait(find: Callable[[], T], subject: str, seconds: float = 20.0) -> T:
-    """What `find` finds in the end; TrainingError if it is nothing for that long."""
+    """Return the first result of `find`. Raise TrainingError if there is none in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := find():

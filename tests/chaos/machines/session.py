@@ -28,13 +28,13 @@ class _Terminals:
     """Types commands on machines, in one folder that all see, and says them with what they print."""
 
     def __init__(self, folder: Path, log: Callable[[str], None]) -> None:
-        self.folder, self._say = folder, log
+        self.folder, self._log = folder, log
         local = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "TMPDIR": "/dev/shm"}
         self._environment = os.environ | local | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
 
     def start(self, on: Machine, line: str, out: str) -> subprocess.Popen[bytes]:
         """A command in the background, its output in a file."""
-        self._say(f"{on.name}$ {line} > {out} &")
+        self._log(f"{on.name}$ {line} > {out} &")
         with open(self.folder / out, "ab") as output:
             arguments = on.inside(["bash", "-c", f"cd {self.folder} && exec {line}"])
             return subprocess.Popen(
@@ -45,13 +45,13 @@ class _Terminals:
         """A command, and what it printed."""
         arguments = on.inside(["bash", "-c", f"cd {self.folder} && {line}"])
         done = subprocess.run(arguments, capture_output=True, text=True, env=self._environment)
-        self._say(f"{on.name}$ {line}")
+        self._log(f"{on.name}$ {line}")
         output = (done.stdout + done.stderr).replace(f"{self.folder}/", "")
         for each in output.splitlines():
-            self._say(each.rstrip())
+            self._log(each.rstrip())
         return output
 
-    def until(self, run: str, subject: str, times: int = 1) -> None:
+    def wait_for_event(self, run: str, subject: str, times: int = 1) -> None:
         """Wait for an event."""
         file = self.folder / "runs" / run / "events.jsonl"
         wait(lambda: file.exists() and file.read_text().count(f'"event": "{subject}"') >= times, subject, 3 * WAIT)
@@ -67,7 +67,7 @@ def torchrun_session(folder: Path, log: Callable[[str], None]) -> bool:
     Args:
         folder: to work in; new.
     """
-    terminals = _prepare(folder, log, (*_SETTINGS, *_PLAIN))
+    terminals = _prepare(folder, log, _SETTINGS + _PLAIN)
     with Machines(folder / "machines", ["n0", "n1"]) as machines:
         n0, n1 = machines["n0"], machines["n1"]
 
@@ -98,7 +98,7 @@ def hosts_session(folder: Path, log: Callable[[str], None]) -> bool:
     """
     terminals = _prepare(folder, log, _SETTINGS)
     nodes = ("n0", "n1", "n2")
-    with Machines(folder / "machines", ["head", *nodes]) as machines:
+    with Machines(folder / "machines", ["head"] + list(nodes)) as machines:
         head = machines["head"]
         (folder / "hosts").write_text("".join(f"{n} folder={machines[n].folder}\n" for n in nodes))
         keys = f"IdentityFile {machines.folder}/user_key\nUserKnownHostsFile {machines.folder}/known_hosts\n"
@@ -108,12 +108,12 @@ def hosts_session(folder: Path, log: Callable[[str], None]) -> bool:
         terminals.typed(head, "cat hosts")
         driver = terminals.start(head, _LAUNCH, "demo.out")
         try:
-            terminals.until("demo", "first_step")
-            terminals.until("demo", "node_joined", 3)
+            terminals.wait_for_event("demo", "first_step")
+            terminals.wait_for_event("demo", "node_joined", 3)
             terminals.typed(head, "megascale nodes runs/demo")
             log("(the plug of n1 is pulled)")
             machines["n1"].power_off()
-            terminals.until("demo", "first_step", 2)
+            terminals.wait_for_event("demo", "first_step", 2)
             output = terminals.typed(head, "megascale events runs/demo | tail -n 11")
             code = driver.wait(3 * WAIT)
             terminals.typed(head, "tail -n 2 demo.out")

@@ -18,11 +18,11 @@ STEPS = 120
 _BEFORE = 60  # steps before the fault: one checkpoint, every 50
 _END = 200.0  # seconds
 # The state of a torchrun's job is its checkpoints: no services that outlive it.
-_WORDS = ("--checkpoint.background=false", "--checkpoint.memory_interval=0", "--checkpoint.replicas=false")
+_SETTINGS = ("--checkpoint.background=false", "--checkpoint.memory_interval=0", "--checkpoint.replicas=false")
 
 
 def torchrun(network: Path, file: Path, name: str) -> tuple[dict[str, Any], Path]:
-    """What came of it, and the run folder.
+    """Return the outcome and the run folder.
 
     Args:
         network: folder for the machines.
@@ -62,13 +62,15 @@ def _start(machines: Machines, file: Path, name: str) -> list[subprocess.Popen[b
         arguments = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
         arguments += ["--node-rank", str(rank), "--master-addr", first, "--master-port", "29500"]
         result.append(
-            _run(machine.inside([*arguments, "-m", "megascale", "train", str(file), *_settings(name)]), file, rank)
+            _run(
+                machine.inside(arguments + ["-m", "megascale", "train", str(file)] + list(_settings(name))), file, rank
+            )
         )
     return result
 
 
 def _settings(name: str) -> Sequence[str]:
-    return (f"--train.name={name}", f"--train.steps={STEPS}", *_WORDS)
+    return (f"--train.name={name}", f"--train.steps={STEPS}") + _SETTINGS
 
 
 def _run(arguments: Sequence[str], file: Path, rank: int) -> subprocess.Popen[bytes]:

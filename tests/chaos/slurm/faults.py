@@ -20,7 +20,7 @@ _TRAINED = 20  # steps that training goes on where it is to go on
 
 @dataclass
 class Injected:
-    """What was done.
+    """Injected fault.
 
     Attributes:
         at: when Slurm or the node did it, seconds since 1970: detection counts from there.
@@ -42,7 +42,7 @@ def other(job: SlurmJob) -> str:
 
 
 def set_down(job: SlurmJob) -> Injected:
-    """As an administrator does with a broken node: Slurm kills what runs there, and the job goes on without."""
+    """Set a node down as an administrator does: Slurm kills its processes, and the job continues without it."""
     node, at = other(job), time.time()
     job.site.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     return Injected(at, node)
@@ -180,18 +180,18 @@ def fenced(job: SlurmJob, injected: Injected) -> list[str]:
     late = injected.seen - repeated.time
     wrong = [] if injected.seen else ["no orphan was seen: nothing was tested"]
     wrong += [f"the orphan was there for {late:.1f} s beside its replacement"] if late > 0 else []
-    return [*replaced(job, injected), *wrong]
+    return replaced(job, injected) + wrong
 
 
 def moved(job: SlurmJob, injected: Injected) -> list[str]:
     """A driver on another node has gone on, once, and the ranks of the lost one were replaced."""
     overs = sum(e.kind == "driver_took_over" for e in job.events())
-    return [*replaced(job, injected), *([] if overs == 1 else [f"drivers that took over: {overs}"])]
+    return replaced(job, injected) + ([] if overs == 1 else [f"drivers that took over: {overs}"])
 
 
 def fenced_and_moved(job: SlurmJob, injected: Injected) -> list[str]:
     """Both."""
-    return [*fenced(job, injected), *moved(job, injected)]
+    return fenced(job, injected) + moved(job, injected)
 
 
 def one_job(job: SlurmJob, injected: Injected) -> list[str]:
@@ -205,7 +205,7 @@ def next_job(job: SlurmJob, injected: Injected) -> list[str]:
 
 
 def any_job(job: SlurmJob, injected: Injected) -> list[str]:
-    """Whatever."""
+    """Accept any job."""
     return []
 
 
@@ -241,7 +241,7 @@ FAULTS: dict[str, SlurmFault] = {
     "batch-slurmd-returns": SlurmFault(return_batch_slurmd, moved, _LOST, steps=450),
     "batch-slurmd-returns-later": SlurmFault(return_later, fenced_and_moved, ("node_lost",), steps=450),
     "batch-node-gone": SlurmFault(lose_batch_node, moved, _LOST, steps=450),
-    "drain": SlurmFault(drain, replaced, (*_LOST, "agent_restarted")),
+    "drain": SlurmFault(drain, replaced, _LOST + ("agent_restarted",)),
     "requeue": SlurmFault(requeue, one_job, _SAVED, "next", lost=0),
     "time-limit": SlurmFault(nothing, next_job, _SAVED, "next", 1000, 0, "--time=4 --signal=B:USR1@120"),
     "scancel": SlurmFault(cancel, any_job, _SAVED, "next", lost=0),

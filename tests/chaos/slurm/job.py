@@ -34,21 +34,23 @@ class SlurmJob(Launched):
         id: of the first job in Slurm.
     """
 
-    _asked = 0.0  # when the controller was asked last, monotonic
+    _requested_at = 0.0  # when the controller was asked last, monotonic
 
     def __init__(
         self, site: SlurmSite, file: Path, name: str, arguments: Sequence[str], pace: float, sbatch: str = ""
     ) -> None:
-        self.site, self.name, self.id = site, name, ""
+        self.site = site
+        self.name = name
+        self.id = ""
         local = ["--resilience.cluster=slurm", "--resilience.test_spares=false", f"--resilience.sbatch={sbatch}"]
         local.append("--checkpoint.linger=60")  # a driver that comes up on another node takes some seconds
-        super().__init__(file, name, [*local, *arguments], pace)
+        super().__init__(file, name, local + list(arguments), pace)
 
     def start(self) -> Any:
         """Print the batch script and hand it to sbatch; nothing of the job is a child of this process."""
         self.script = self.output.with_suffix(".sbatch")
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        arguments = [*self.command, "--dry-run"]
+        arguments = self.command + ["--dry-run"]
         self.script.write_text(
             subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment).stdout
         )
@@ -72,7 +74,7 @@ class SlurmJob(Launched):
         return {job: result[job] for job in sorted(result, key=int)}
 
     def batch_node(self) -> str:
-        """Where the driver runs now."""
+        """Return the node on which the driver runs."""
         return self.site.slurm("squeue", "--noheader", "--states=running", f"--name={self.name}", "--format=%B")
 
     def holder(self, rank: int) -> str:
@@ -81,7 +83,7 @@ class SlurmJob(Launched):
         return node
 
     def processes(self, node: str) -> list[str]:
-        """What of this job runs on a node: command lines."""
+        """Return the command lines of the job's processes on a node."""
         arguments = self.site.machines[node].inside(["ps", "-eo", "args"])
         output = subprocess.run(arguments, capture_output=True, text=True).stdout
         return [line for line in output.splitlines() if any(part in line for part in _PARTS)]
@@ -89,10 +91,10 @@ class SlurmJob(Launched):
     # what it does -----------------------------------------------------------------------------------------------------
 
     def over(self) -> bool:
-        """As Launched.over: no job of this run is left; the controller is asked now and then."""
-        if time.monotonic() - self._asked <= _ASK:
+        """Return whether no job of this run is left, as Launched.over. The controller is asked now and then."""
+        if time.monotonic() - self._requested_at <= _ASK:
             return False
-        states, self._asked = self.jobs().values(), time.monotonic()
+        states, self._requested_at = self.jobs().values(), time.monotonic()
         return bool(states) and all(state in ENDED for state in states)
 
     def step(self) -> int:
@@ -115,7 +117,7 @@ class SlurmJob(Launched):
             time.sleep(_ASK)
         return -1
 
-    def said(self) -> str:
+    def driver_output(self) -> str:
         """The end of what its jobs wrote."""
         files = sorted(self.run.parent.glob(f"{self.name}.slurm-*.out"))
         return "\n".join(f"{file.name}: {file.read_text()[-2000:]}" for file in files)

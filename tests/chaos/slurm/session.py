@@ -33,7 +33,7 @@ def session(site: SlurmSite, folder: Path, log: Callable[[str], None]) -> bool:
     run = folder / "runs" / "demo"
 
     def typed(line: str) -> None:
-        arguments = ["bash", "-c", f"cd {folder} && {_own(line)}"]
+        arguments = ["bash", "-c", f"cd {folder} && {_clean(line)}"]
         done = subprocess.run(
             site.machines["head"].inside(arguments), capture_output=True, text=True, env=site.environment
         )
@@ -41,7 +41,7 @@ def session(site: SlurmSite, folder: Path, log: Callable[[str], None]) -> bool:
         for each in (done.stdout + done.stderr).splitlines():
             log(each.rstrip().replace(f"{site.folder}/home", "~").replace(f"{folder}/", ""))
 
-    def until(subject: str, times: int = 1) -> None:
+    def wait_for_event(subject: str, times: int = 1) -> None:
         events = run / "events.jsonl"
         wait(lambda: events.exists() and events.read_text().count(f'"event": "{subject}"') >= times, subject, 3 * WAIT)
 
@@ -49,15 +49,15 @@ def session(site: SlurmSite, folder: Path, log: Callable[[str], None]) -> bool:
     typed(f"{_LAUNCH.format(steps=_STEPS)} --dry-run > job.sbatch")
     typed("grep '^#SBATCH' job.sbatch")
     typed("sbatch job.sbatch")
-    until("first_step")
+    wait_for_event("first_step")
     typed("squeue --name=demo --format='%i %j %T %N'")
     typed("megascale access runs/demo > demo.access && chmod 600 demo.access")
     typed("megascale nodes demo.access")
     typed("scontrol update nodename=n2 state=down reason='fan is loud'")
-    until("first_step", 2)
+    wait_for_event("first_step", 2)
     typed("squeue --name=demo --format='%i %j %T %N'")
     typed("megascale events runs/demo | tail -n 11")
-    until("job_done")
+    wait_for_event("job_done")
     wait(lambda: "COMPLETED" in _state(site), "the job's end", 3 * WAIT)
     typed("squeue --name=demo --states=all --format='%i %j %T %N'")
     typed("tail -4 runs/demo.slurm-*.out")
@@ -71,7 +71,7 @@ def _state(site: SlurmSite) -> str:
     return site.slurm("squeue", "--noheader", "--states=all", "--name=demo", "--format=%T")
 
 
-def _own(line: str) -> str:
+def _clean(line: str) -> str:
     """The line with this installation's command."""
     local = f"{shlex.quote(sys.executable)} -m megascale.cli.main "
     return local + line.removeprefix("megascale ") if line.startswith("megascale ") else line

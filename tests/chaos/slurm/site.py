@@ -55,7 +55,7 @@ PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP
 
 
 def impossible() -> str:
-    """Why there can be no Slurm here, "" if there can."""
+    """Return why Slurm cannot run here, or an empty string."""
     missing = [name for name in _NEEDS if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} not installed (Debian: slurm-wlm and munge)"
@@ -73,7 +73,7 @@ class SlurmSite(Site):
     def __init__(self, folder: Path, nodes: int) -> None:
         self.folder = folder
         self.names = [f"n{i + 1}" for i in range(nodes)]
-        self.machines = Machines(folder / "m", ["head", *self.names])
+        self.machines = Machines(folder / "m", ["head"] + self.names)
         # Nodes keep their things below the home directory and in a /dev/shm that is theirs, as on machines apart.
         local = {"HOME": str(folder / "home"), "TMPDIR": "/dev/shm", "OMP_NUM_THREADS": "1"}
         self.environment = os.environ | local | {"SLURM_CONF": str(folder / "slurm.conf")}
@@ -93,7 +93,7 @@ class SlurmSite(Site):
         key.chmod(0o400)
         self.folder.chmod(0o755)  # munged wants everybody to reach its socket
         files = [f"--{name}={self.folder}/munge.{name}" for name in ("pid-file", "log-file", "seed-file")]
-        munge = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge.sock", *files]
+        munge = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge.sock"] + files
         self._daemon("munged", munge)
         wait(lambda: (self.folder / "munge.sock").exists(), "munged")
         self.start_controller(clean=True)
@@ -105,7 +105,7 @@ class SlurmSite(Site):
         with open(self.folder / f"{name}.out", "ab") as out:
             null = subprocess.DEVNULL
             self._daemons[name] = subprocess.Popen(
-                [*machines.WITH_US, *arguments],
+                list(machines.WITH_US) + list(arguments),
                 stdin=null,
                 stdout=out,
                 stderr=out,
@@ -115,7 +115,7 @@ class SlurmSite(Site):
 
     def start_controller(self, clean: bool = False) -> None:
         """slurmctld; clean: without what it remembers."""
-        self._daemon("slurmctld", self.machines["head"].inside(["slurmctld", "-D", *(["-c"] if clean else [])]))
+        self._daemon("slurmctld", self.machines["head"].inside(["slurmctld", "-D"] + (["-c"] if clean else [])))
 
     def start_slurmd(self, name: str) -> None:
         """A node's slurmd."""
@@ -157,7 +157,7 @@ class SlurmSite(Site):
         self.until_state(self.names, "idle")
 
     def slurm(self, *arguments: str, inside: str = "head", **more: str) -> str:
-        """What a command of Slurm's says; CalledProcessError if it fails."""
+        """Return the output of a Slurm command. Raise CalledProcessError if it fails."""
         command = self.machines[inside].inside(arguments)
         done = subprocess.run(command, capture_output=True, text=True, env=self.environment | more, check=True)
         return done.stdout.strip()
@@ -173,11 +173,11 @@ class SlurmSite(Site):
     def until_state(self, names: Sequence[str], *expected: str, seconds: float = 60.0) -> None:
         """Wait until all these nodes are in one of the states."""
 
-        def there() -> bool:
+        def has_state() -> bool:
             current = self.states()
             return all(current.get(name) in expected for name in names)
 
-        wait(there, f"{', '.join(names)} to be {' or '.join(expected)}", seconds)
+        wait(has_state, f"{', '.join(names)} to be {' or '.join(expected)}", seconds)
 
     def close(self) -> None:
         """End all."""

@@ -70,7 +70,7 @@ class SlurmFaultSite(FaultSite):
         row: Row = {"verdict": None, "lost": None}
         arguments = [f"--train.steps={fault.steps}"]
         if kind == ONE_MACHINE:
-            job: Launched = Launched(self._file, name, [*arguments, "--resilience.test_spares=false"], PACE)
+            job: Launched = Launched(self._file, name, arguments + ["--resilience.test_spares=false"], PACE)
             try:
                 row |= _one_machine(job)
             finally:
@@ -88,7 +88,7 @@ class SlurmFaultSite(FaultSite):
             row["events"] = [
                 f"{e.time:.2f} {e.kind} {e.action} {' '.join(e.nodes)}: {e.evidence}"[:400] for e in job.events()
             ]
-            row["said"] = job.said() if isinstance(job, SlurmJob) else job.output.read_text()[-1500:]
+            row["said"] = job.driver_output() if isinstance(job, SlurmJob) else job.output.read_text()[-1500:]
         return row
 
 

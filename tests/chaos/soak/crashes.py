@@ -1,7 +1,7 @@
 """`python -m tests.chaos soak --parts crashes`: jobs whose ranks end at one step in every start, by one cause each.
 
 Each must end by itself within ten starts, with exit code 1 and a verdict that names the step and the samples that it
-trains. A cause that comes while a checkpoint is saved is no step's fault: that job must end, and name no samples.
+trains. A cause during a save does not belong to a step: that job must end, and name no samples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GRACE_PERIOD = 900.0  # seconds; only a job that never ends takes them
 
 @dataclass(frozen=True)
 class CrashCause:
-    """What ends the ranks. named: whether the verdict must name the step and its samples."""
+    """Cause that ends the ranks. named: whether the verdict must name the step and its samples."""
 
     name: str
     fault: dict[str, Any]
@@ -69,7 +69,7 @@ def run(cases: range, seed: int, folder: Path, report: Report) -> None:
 
 def _case(file: Path, name: str, cause: CrashCause, step: int) -> SoakCase:
     faults = [json.dumps(cause.fault | {"rank": rank, "step": step, "persistent": True}) for rank in cause.ranks]
-    arguments = ["--train.steps=100", "--resilience.test_spares=false", *cause.words]
+    arguments = ["--train.steps=100", "--resilience.test_spares=false"] + list(cause.words)
     job = Launched(file, name, arguments, pace=0.01, faults=faults)
     try:
         code = job.end(GRACE_PERIOD)

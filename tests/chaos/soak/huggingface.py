@@ -22,7 +22,7 @@ from megascale.model.huggingface.import_model import ImportedModel, read_folder
 from megascale.model.transformer import Chunk
 from megascale.parallel.parameters import materialise, piece_views, spec_of
 from tests.chaos.soak.command import Report, SoakCase
-from tests.chaos.soak.huggingface_cases import GONE, Choose, Ours, Theirs, ours, theirs
+from tests.chaos.soak.huggingface_cases import REMOVED, Choose, Ours, Theirs, ours, theirs
 
 CLOSE = 2e-4  # of the largest logit, or absolute below 1: float32, summed in other orders
 
@@ -67,7 +67,7 @@ def _name(drawn: Theirs | Ours) -> str:
     if isinstance(drawn, Ours):
         return f"ours, as {drawn.family}: " + ", ".join(f"{key}={value}" for key, value in drawn.keys.items())
     parts = [f"{key}={value}" for key, value in drawn.settings.items() if not key.endswith("_token_id")]
-    parts += [f"config.json: {key} {'taken out' if v is GONE else f'= {v}'}" for key, v in drawn.edits.items()]
+    parts += [f"config.json: {key} {'taken out' if v is REMOVED else f'= {v}'}" for key, v in drawn.edits.items()]
     return f"theirs, {drawn.family}: " + ", ".join(parts)
 
 
@@ -80,7 +80,7 @@ def _import(transformers: Any, drawn: Theirs, folder: Path) -> tuple[bool, str]:
         torch.nn.init.normal_(p, std=0.3)
     model.save_pretrained(folder / "theirs")
     settings = json.loads((folder / "theirs" / "config.json").read_text()) | drawn.edits
-    retained = {key: value for key, value in settings.items() if value is not GONE}
+    retained = {key: value for key, value in settings.items() if value is not REMOVED}
     (folder / "theirs" / "config.json").write_text(json.dumps(retained))
     try:
         result = read_folder(folder / "theirs")
@@ -137,7 +137,7 @@ def _write(out: Path, family: Family, model: ModelConfig, tensors: Mapping[str, 
 
 
 def _load(transformers: Any, folder: Path) -> Any:
-    """As users load it; every tensor of the model must come from the folder."""
+    """Load as users do. Every tensor of the model must come from the folder."""
     model, result = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, dtype=torch.float32
     )
@@ -173,6 +173,6 @@ def chunk_of(model: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Chunk:
 
 
 def _off(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, against the largest logit where that is above 1; infinite for what is no number."""
+    """Largest difference, against the largest logit where that is above 1; infinite for NaN and infinite values."""
     difference = (result - expected).abs().max() / max(1.0, float(expected.abs().max()))
     return float(torch.nan_to_num(difference, nan=torch.inf))

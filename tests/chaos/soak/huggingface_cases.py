@@ -12,7 +12,7 @@ from typing import Any
 from megascale.model.huggingface.family import GELU
 
 Choose = Callable[[Sequence[Any]], Any]
-GONE = object()  # a key that is taken out of config.json
+REMOVED = object()  # a key that is taken out of config.json
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _GELUS = [name for name in GELU if name != "gelu_fast"]  # its constants are rounded
 
@@ -59,7 +59,9 @@ class Ours:
 def theirs(choose: Choose) -> Theirs:
     """A model of transformers."""
     family = choose(["gpt2", "gptj", "gpt_neox", "llama", "mistral", "qwen2"])
-    heads, size, positions = choose([1, 2, 3, 4]), choose([4, 6, 10]), choose([16, 32])
+    heads = choose([1, 2, 3, 4])
+    size = choose([4, 6, 10])
+    positions = choose([16, 32])
     layers, ffn = choose([1, 2, 3]), choose([7, 37, 64])
     settings: dict[str, Any] = {
         "vocab_size": choose([17, 101]),
@@ -105,7 +107,7 @@ def _gpt2(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> Ed
         [
             ({}, None),
             ({"n_ctx": settings["n_positions"]}, None),
-            ({"layer_norm_epsilon": GONE, "activation_function": GONE}, None),
+            ({"layer_norm_epsilon": REMOVED, "activation_function": REMOVED}, None),
             ({"scale_attn_weights": False}, "scale_attn_weights"),
             ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
             ({"activation_function": choose(["relu", "quick_gelu", "silu"])}, "activation_function"),
@@ -121,9 +123,9 @@ def _gptj(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> Ed
         [
             ({}, None),
             ({"rope_theta": 500.0}, None),  # its class has one base
-            ({"layer_norm_epsilon": GONE, "activation_function": GONE, "n_inner": GONE}, None)
+            ({"layer_norm_epsilon": REMOVED, "activation_function": REMOVED, "n_inner": REMOVED}, None)
             if settings["n_inner"] is None
-            else ({"layer_norm_epsilon": GONE}, None),
+            else ({"layer_norm_epsilon": REMOVED}, None),
             ({"rotary_dim": None}, "rotary_dim"),
             ({"activation_function": "relu"}, "activation_function"),
         ]
@@ -162,7 +164,7 @@ def _gpt_neox(choose: Choose, settings: dict[str, Any], heads: int, size: int) -
         [
             ({}, None),
             (old, None),
-            ({"layer_norm_eps": GONE, "hidden_act": GONE, "use_parallel_residual": GONE}, None),
+            ({"layer_norm_eps": REMOVED, "hidden_act": REMOVED, "use_parallel_residual": REMOVED}, None),
             ({"rope_scaling": dict(rope)}, None),
             ({"partial_rotary_factor": 0.5}, None),  # its class reads rotary_pct
             _scaled(choose),
@@ -176,7 +178,7 @@ def _gpt_neox(choose: Choose, settings: dict[str, Any], heads: int, size: int) -
 
 
 def _llama_like(choose: Choose, settings: dict[str, Any], heads: int) -> list[Edited]:
-    """What Llama, Mistral and Qwen2 have in common."""
+    """Return the settings that Llama, Mistral and Qwen2 share."""
     settings |= {
         "num_key_value_heads": choose([n for n in (1, 2, 3, 4) if not heads % n]),
         "rms_norm_eps": choose([1e-6, 1e-2]),
@@ -191,7 +193,7 @@ def _llama_like(choose: Choose, settings: dict[str, Any], heads: int) -> list[Ed
         ({"rope_parameters": None}, None),
         ({"rope_theta": base}, None),
         ({"rope_scaling": {"type": "default", "rope_theta": base}}, None),
-        ({"rms_norm_eps": GONE, "hidden_act": GONE, "attention_dropout": 0.1}, None),
+        ({"rms_norm_eps": REMOVED, "hidden_act": REMOVED, "attention_dropout": 0.1}, None),
         _scaled(choose),
         ({"rope_scaling": {"rope_type": "default", "rope_theta": base + 1}}, "rope_parameters.rope_theta"),
         ({"rope_theta": base + 1}, "rope_theta"),
@@ -205,8 +207,8 @@ def _llama_like(choose: Choose, settings: dict[str, Any], heads: int) -> list[Ed
 def _llama(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> Edited:
     settings |= {"head_dim": choose([None, 6, 10]), "pretraining_tp": choose([1, 2])}
     settings |= {"attention_bias": choose([False, True]), "mlp_bias": choose([False, True])}
-    # A window is no setting of its class.
-    return choose([*_llama_like(choose, settings, heads), ({"sliding_window": 3, "use_sliding_window": True}, None)])
+    # Its class has no window.
+    return choose(_llama_like(choose, settings, heads) + [({"sliding_window": 3, "use_sliding_window": True}, None)])
 
 
 def _mistral(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> Edited:
@@ -214,10 +216,10 @@ def _mistral(choose: Choose, settings: dict[str, Any], heads: int, size: int) ->
     local: list[Edited] = [
         ({"attention_bias": True, "mlp_bias": True}, None),
         ({"sliding_window": None}, None),
-        ({"sliding_window": GONE}, None),
+        ({"sliding_window": REMOVED}, None),
         ({"use_sliding_window": False}, None),
     ]
-    return choose([*_llama_like(choose, settings, heads), *local])
+    return choose(_llama_like(choose, settings, heads) + local)
 
 
 def _qwen2(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> Edited:
@@ -233,17 +235,17 @@ def _qwen2(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> E
     pair = [_SLIDING] * layers
     local: list[Edited] = [
         ({"sliding_window": None, "layer_types": None}, None),
-        ({"sliding_window": None, "layer_types": GONE, "use_sliding_window": True, "max_window_layers": 0}, None),
-        ({"sliding_window": GONE, "layer_types": GONE, "use_sliding_window": True, "max_window_layers": 0}, None),
-        ({"use_sliding_window": GONE, "layer_types": GONE}, None),
-        ({"max_window_layers": GONE, "layer_types": GONE}, None),
+        ({"sliding_window": None, "layer_types": REMOVED, "use_sliding_window": True, "max_window_layers": 0}, None),
+        ({"sliding_window": REMOVED, "layer_types": REMOVED, "use_sliding_window": True, "max_window_layers": 0}, None),
+        ({"use_sliding_window": REMOVED, "layer_types": REMOVED}, None),
+        ({"max_window_layers": REMOVED, "layer_types": REMOVED}, None),
         ({"attention_bias": False, "mlp_bias": True}, None),
         ({"use_sliding_window": False, "layer_types": pair}, "layer_types"),
         ({"use_sliding_window": True, "sliding_window": None, "layer_types": pair}, "layer_types"),
         ({"layer_types": [_FULL] * (layers + 1)}, "layer_types"),
         ({"layer_types": ["chunked_attention"] * layers}, "layer_types"),
     ]
-    return choose([*_llama_like(choose, settings, heads), *local])
+    return choose(_llama_like(choose, settings, heads) + local)
 
 
 _OF_THEIRS: dict[str, Callable[[Choose, dict[str, Any], int, int], Edited]] = {
@@ -298,7 +300,9 @@ def ours(choose: Choose) -> Ours:
     """A model of ours that a family can say, or that differs from one in a key."""
     family = choose(list(_FAMILIES))
     base, obstacles = _FAMILIES[family]
-    heads, size, sequence = choose([1, 2, 3, 4]), choose([4, 8, 10]), choose([16, 32])
+    heads = choose([1, 2, 3, 4])
+    size = choose([4, 8, 10])
+    sequence = choose([16, 32])
     keys = {
         **base,
         "layers": choose([1, 2, 3]),
@@ -333,7 +337,7 @@ def ours(choose: Choose) -> Ours:
     elif family == "mistral":
         keys["window"] = choose([None, 1, 5, sequence - 1, sequence, sequence + 5])
     else:
-        keys |= {"window": choose([None, 1, 5, sequence, sequence + 5]), "window_pattern": choose(["S", "SL", "LSL"])}
+        keys |= {"window": choose([None, 1, 5, sequence, sequence + 5]), "layer_pattern": choose(["S", "SL", "LSL"])}
         keys["attention_bias"] = choose([True, False])
     refused = None
     if choose([True, False, False, False]):

@@ -28,7 +28,7 @@ _FILE = "journal.sqlite"
 
 
 def run(cases: range, seed: int, folder: Path, report: Report) -> None:
-    """As many damages of one job's journal as there are cases, and a last case that compares its weights."""
+    """Damage one job's journal once for each case. A last case compares its weights."""
     file, rng = make(folder), random.Random(seed)
     arguments = [f"--train.steps={_STEPS}", "--resilience.test_spares=false", "--lr.schedule=constant"]
     job = Launched(file, "disturbed", arguments, pace=0.02)
@@ -69,21 +69,21 @@ def _case(job: Launched, rng: random.Random, old: Path) -> SoakCase:
     wrong = []
     if not _wait(lambda: any(e.kind == "driver_took_over" and e.time > last for e in job.events())):
         wrong.append("no driver took over")
-    _wait(lambda: _phase(job) == "running" and len([e for e in _since(job, last) if e.kind == "node_joined"]) >= 2)
+    _wait(lambda: _phase(job) == "running" and len([e for e in _read_since(job, last) if e.kind == "node_joined"]) >= 2)
     if not _wait(lambda: job.step() > step + _MORE):
         wrong.append(f"no step after {job.step()}")
     if _pids(job) != before:
         wrong.append("its trainers were ended")
     if _attempt(job) != attempt:
         wrong.append(f"attempt {attempt} became {_attempt(job)}")
-    noted = [e.kind for e in _since(job, last) if e.kind.startswith("journal_") or e.kind == "attempt_adopted"]
+    noted = [e.kind for e in _read_since(job, last) if e.kind.startswith("journal_") or e.kind == "attempt_adopted"]
     if wrong:
-        story = [f"{e.kind} {e.evidence}" for e in _since(job, last)]
+        story = [f"{e.kind} {e.evidence}" for e in _read_since(job, last)]
         return SoakCase(subject, False, f"{'; '.join(wrong)}; {story[:20]}")
     return SoakCase(subject, True, f"trainers went on; noted: {', '.join(noted) or 'nothing, as nothing was lost'}")
 
 
-def _since(job: Launched, when: float) -> list[Any]:
+def _read_since(job: Launched, when: float) -> list[Any]:
     return [e for e in job.events() if e.time > when]
 
 
@@ -210,8 +210,8 @@ def _weights(job: Launched, file: Path, code: int, arguments: list[str]) -> Soak
     subject = f"weights after step {step} and the journal's damages"
     if code != 130:
         return SoakCase(subject, False, f"the job ended with {code}: {job.output.read_text()[-2000:]}")
-    command = [sys.executable, "-m", "megascale.cli.main", "train", str(file), "--train.name=calm", *arguments]
-    done = subprocess.run([*command, f"--train.stop_after={step}"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "megascale.cli.main", "train", str(file), "--train.name=calm"] + arguments
+    done = subprocess.run(command + [f"--train.stop_after={step}"], capture_output=True, text=True)
     if done.returncode:
         return SoakCase(subject, False, f"the undisturbed run ended with {done.returncode}: {done.stderr[-2000:]}")
     expected, result = _state(file.parent / "runs" / "calm"), _state(job.run)

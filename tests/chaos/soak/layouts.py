@@ -87,7 +87,7 @@ def draw(chance: random.Random) -> tuple[Tree, int]:
         "mlp_bias": pick((True, False)),
         "head_bias": pick((True, False)),
         "tied_embeddings": pick((True, False)),
-        "window_pattern": pick(("S", "SL")),
+        "layer_pattern": pick(("S", "SL")),
         "dropout": pick((0.0, 0.2)),
         "init_std": 0.2,  # wide enough that softmax and norms are far from linear
     }
@@ -126,7 +126,7 @@ def draw(chance: random.Random) -> tuple[Tree, int]:
 def _split(chance: random.Random, layers: int, chunks: int, divides: bool) -> list[float]:
     """Layers of each chunk, perhaps with halves of one; only the first and the last may be without any."""
     size: float = 0.5 if divides and chance.random() < 0.5 else 1
-    split: list[float] = [0, *[1] * (chunks - 2), 0]
+    split: list[float] = [0, *([1] * (chunks - 2)), 0]
     for _ in range(int((layers - sum(split)) / size)):
         split[chance.randrange(chunks)] += size
     return split
@@ -140,7 +140,9 @@ def one_process(tree: Tree) -> Tree:
 
 def describe(tree: Tree, world: int) -> str:
     """A case in a few words; its folder has all of it."""
-    model, parallel, train = tree["model"], tree["parallel"], tree["train"]
+    model = tree["model"]
+    parallel = tree["parallel"]
+    train = tree["train"]
     arguments = [f"{world} processes TP{parallel['tensor']} PP{parallel['pipeline']}x{parallel['virtual_stages']}"]
     arguments += [f"DP{parallel['data']} ZeRO-{parallel['zero']}, recompute {parallel['recompute']}"]
     arguments += [f"{model['layers']} layers {model['block']} {model['norm']} {model['positions']}"]
@@ -160,7 +162,7 @@ def _config(tree: Tree) -> Config:
 
 
 def _train(context: Any, tree: Tree, world: int, folder: Path) -> list[Tale]:
-    """What each rank tells. RuntimeError with the ranks' own words if one fails or takes too long."""
+    """Return each rank's result. Raise RuntimeError with the ranks' messages if one fails or takes too long."""
     folder.mkdir()
     ranks = [context.Process(target=_rank, args=(rank, world, tree, folder), daemon=True) for rank in range(world)]
     for process in ranks:
@@ -190,7 +192,7 @@ def _train(context: Any, tree: Tree, world: int, folder: Path) -> list[Tale]:
 
 def _rank(rank: int, world: int, tree: Tree, folder: Path) -> None:
     try:
-        _write(folder / f"rank-{rank}.json", _tell(rank, world, tree, folder))
+        _write(folder / f"rank-{rank}.json", _train_rank(rank, world, tree, folder))
     except BaseException:
         (folder / f"rank-{rank}.error").write_text(traceback.format_exc())
         os._exit(1)
@@ -218,7 +220,7 @@ def _read(file: Path) -> Tale:
         )
 
 
-def _tell(rank: int, world: int, tree: Tree, folder: Path) -> Tale:
+def _train_rank(rank: int, world: int, tree: Tree, folder: Path) -> Tale:
     """Train as one rank."""
     import torch
     import torch.distributed as dist
@@ -236,8 +238,8 @@ def _tell(rank: int, world: int, tree: Tree, folder: Path) -> Tale:
         limit = timedelta(seconds=GRACE_PERIOD)
         store = dist.FileStore(str(folder / "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-        tied, virtual = config.model.tied_embeddings, config.parallel.virtual_stages
-        groups = make_groups(layout.grid, rank, virtual_stages=virtual, tied=tied, timeout=limit)
+        tied = config.model.tied_embeddings
+        groups = make_groups(layout.grid, rank, chunk_map=layout.chunk_map, tied=tied, timeout=limit)
     engine = Engine(layout, groups, torch.device("cpu"))
     losses, norms = [], []
     for step in range(1, STEPS + 1):
@@ -258,6 +260,8 @@ def _batches(config: Config, engine: Any, step: int) -> Callable[[int], Any]:
     import numpy as np
     import torch
 
+    from megascale.core.batch import Batch
+
     train, model = config.train, config.model
     share = train.global_batch // engine.layout.grid.data
 
@@ -268,7 +272,7 @@ def _batches(config: Config, engine: Any, step: int) -> Callable[[int], Any]:
             for k in range(train.micro_batch)
         ]
         columns = torch.from_numpy(np.stack(rows)).t().contiguous()
-        return columns[:-1], columns[1:]
+        return Batch(columns[:-1], columns[1:])
 
     return batch
 

@@ -66,8 +66,8 @@ _OF_SEVERAL = ("parallel.tensor", "parallel.pipeline", "parallel.data", "data.lo
 
 
 def state_of(run: Path) -> dict[str, str]:
-    """What a refused start must leave as it is: every file of a run folder but its events, status and logs, and its
-    spans, which the service of the training before may still write; hashed."""
+    """Return the state that a refused start must not change: every file of a run folder but its events,
+    status and logs, and its spans, which the service of the training before may still write; hashed."""
     report = ("events.jsonl", "status", "logs", "flight", "driver", "journal", "spans")
     return {
         str(file.relative_to(run)): hashlib.blake2b(file.read_bytes()).hexdigest()
@@ -139,7 +139,7 @@ def _short(error: Exception) -> str:
 
 
 def _faults(config: Config, key: str, base: Path, hashed: dict[str, str], output: str, started: bool) -> list[str]:
-    """What is wrong with a start that was accepted."""
+    """Return the errors of a start that was accepted."""
     from megascale.data.dataset.ledger import check_ledger
     from megascale.data.dataset.samples import SampleSource
     from megascale.train.run_folder import RunFolder, read_records
@@ -191,8 +191,8 @@ def _train(config: Config) -> str:
 
 
 def _train_processes(file: Path, options: list[str]) -> str:
-    """As `_train`, by the command line, which starts as many processes as the layout has ranks."""
-    command = [sys.executable, "-m", "megascale.cli.main", "train", str(file), *options]
+    """Train as `_train` by the command line, which starts a process for each rank of the layout."""
+    command = [sys.executable, "-m", "megascale.cli.main", "train", str(file)] + options
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     if result.returncode in (2, 3, 4):
@@ -218,7 +218,7 @@ def _another(key: str, config: Config, folder: Path, rng: random.Random) -> str:
         "train.sample_prompt": ["x"],
         "train.stop_after": [10],
         "model.preset": ["gpt2-124m"],
-        "model.window_pattern": ["SL"],
+        "model.layer_pattern": ["SL"],
         "model.kv_heads": [1, 2],
         "model.head_dim": [8, 16],
         "model.ffn_hidden": [32, 64],

@@ -230,7 +230,7 @@ def _save_after_the_first_failed(rank: int, size: int, run: Path, disk: Path, ho
 
 @pytest.mark.parametrize("hosts", [[0, 1], [0, 0], [0, 1, 1, 0]])
 def test_a_full_disk_leaves_no_half_of_a_step(run: Path, small_disk: Path, hosts: list[int]) -> None:
-    """Whatever the others write after the first process has given up goes, too."""
+    """Files that other processes write after the first has given up are removed, too."""
     (small_disk / "filler").write_bytes(b"0" * (1 << 20))
     why = run_group(len(hosts), _save_after_the_first_failed, run, small_disk, hosts)[0]
     assert "is full: a checkpoint needs" in why
@@ -415,7 +415,9 @@ def test_what_killed_services_left_is_swept_and_what_runs_is_not(
 
 def test_services_that_come_and_go_are_one_at_a_time(tmp_path: Path) -> None:
     """Many start while others end and remove the folder: never two at once."""
-    location, inside, most = ServiceLocation(tmp_path / "place", "checkpoint"), 0, 0
+    location = ServiceLocation(tmp_path / "place", "checkpoint")
+    inside = 0
+    most = 0
     guard = threading.Lock()
 
     def come_and_go() -> None:

@@ -92,10 +92,12 @@ def test_pages_that_cannot_be_had_are_told_of(handle):
 
 
 def test_filling_goes_on_meanwhile_and_ends_when_told(handle, monkeypatch):
-    """What was not touched yet is cleared when somebody touches it."""
+    """Untouched pages are cleared at the first access."""
     monkeypatch.setattr(snapshot_memory, "_PIECE_BYTES", mmap.PAGESIZE)
     monkeypatch.setattr(snapshot_memory, "_CLEARING_THREADS", 1)
-    begun, goes_on, real = threading.Semaphore(0), threading.Semaphore(3), snapshot_memory._find_madvise()
+    begun = threading.Semaphore(0)
+    goes_on = threading.Semaphore(3)
+    real = snapshot_memory._find_madvise()
 
     def slow(begin: int, length: int, advice: int) -> int:
         begun.release()

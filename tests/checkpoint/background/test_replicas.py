@@ -72,13 +72,13 @@ def test_a_lost_host_is_replaced_by_its_peers_copies(run: Path) -> None:
 
 
 def _kept_at_each_update(rank: int, size: int, run: Path) -> list[bool]:
-    """Of each update whether the peer's service held the copy of the step before it, complete."""
+    """Return for each update whether the peer's service held the complete copy of the step before it."""
     tensors = logical_state(1)
     config = background(replicas=True, memory_interval=1, location=str(run / "checkpoints"))
     checkpointer = Checkpointer(config, run / f"host-{rank}", cut(tensors, "flat", rank, size))
     checkpointer.prepare()
     assert checkpointer.snapshots is not None
-    checkpointer.snapshots._replica_barrier = ReplicaBarrier(60.0)  # a busy machine is no reason to go on without
+    checkpointer.snapshots._replica_barrier = ReplicaBarrier(60.0)  # A busy machine must not skip the replica.
     peer = service.connect_checkpoint_service(service_protocol.private_folder(run / f"host-{1 - rank}"))
     is_replicated = []
     for step in range(1, 13):
@@ -225,7 +225,7 @@ def snapshot() -> Any:
         _staged(3), size=part.size, generation="00000003-a", state="{}", peer=peer, token=token.hex()
     )
     yield slot, staged, copies
-    for item in [slot, *(copy for slots in copies._slots.values() for copy in slots)]:
+    for item in [slot] + [copy for slots in copies._slots.values() for copy in slots]:
         item.memory.close()
 
 
@@ -276,7 +276,7 @@ def test_a_copy_that_is_not_as_its_checksums_say_does_not_count(snapshot: Any) -
 
 @pytest.mark.parametrize("token", ["", "74" * 16, "no hexadecimal"])
 def test_a_copy_that_cannot_be_sent_is_a_problem_whatever_the_reason(snapshot: Any, token: str) -> None:
-    """Never taken for one that is there: a peer that hangs up at once, or what nobody foresaw."""
+    """A peer that hangs up at once, or fails unexpectedly, does not count as present."""
     slot, staged, _ = snapshot
     crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -287,9 +287,11 @@ def test_a_copy_that_cannot_be_sent_is_a_problem_whatever_the_reason(snapshot: A
 
 
 def test_a_peer_that_takes_nothing_does_not_hold_up_a_snapshot_that_is_given_up(snapshot: Any) -> None:
-    """Whoever starts in the place of a trainer that died waits for its memory."""
+    """The replacement of a dead trainer waits for its memory."""
     slot, staged, copies = snapshot
-    begun, ended, real = threading.Event(), threading.Event(), copies._reserve_slot
+    begun = threading.Event()
+    ended = threading.Event()
+    real = copies._reserve_slot
 
     def room(*arguments: Any) -> Any:
         begun.set()

@@ -71,7 +71,7 @@ def test_memory_is_promised_once(monkeypatch):
         make_slots(3, 1 << 12, NOTHING)
     more = make_slots(2, 1 << 12, NOTHING)
     slots[0].memory.close()
-    for slot in [slots[1], *more, *make_slots(1, 4 << 12, NOTHING)]:
+    for slot in [slots[1]] + more + make_slots(1, 4 << 12, NOTHING):
         slot.memory.close()
 
 
@@ -80,7 +80,9 @@ class Hosts:
     slots and of memory for copies are the real ones."""
 
     def __init__(self, ranks: int, slots: int, above: int = 0) -> None:
-        self.above, self.number, self.nothing = above, above, CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
+        self.above = above
+        self.number = above
+        self.nothing = CheckpointIndex({}, [], {"tensor": np.zeros(0, np.int32)})
         self.local = [[""] * slots for _ in range(ranks)]  # what each service has whole
         self.filled = [[""] * slots for _ in range(ranks)]
         self.copies = Replicas()
@@ -99,7 +101,7 @@ class Hosts:
         room.busy.release()
 
     def images(self) -> tuple[list[set[str]], list[set[str]]]:
-        """Of each rank what is whole, of its own and of its copies."""
+        """Return each rank's complete own images and complete copies."""
         local = [{g for g in of_rank if g} for of_rank in self.local]
         images = self.copies.list_complete()
         return local, [{s.generation for r, s in images if r == rank} for rank in range(len(local))]
@@ -162,7 +164,7 @@ MOVES = st.lists(st.integers(0, 1 << 30), min_size=5, max_size=90)
 @settings(max_examples=300, deadline=None)
 @given(st.integers(2, 3), st.integers(2, 3), MOVES)
 def test_some_image_is_whole_everywhere_whenever_all_are_killed(ranks: int, slots: int, moves: list[int]) -> None:
-    """Of own images and of copies, each for itself: either may be lost."""
+    """Own images and copies are checked separately: either may be lost."""
     hosts, had = Hosts(ranks, slots), [False, False]
 
     def check() -> None:

@@ -34,7 +34,7 @@ def test_a_save_is_skipped_while_memory_is_in_use(run: Path) -> None:
 
 
 def test_memory_comes_into_place_under_the_first_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stays in memory is left out till then, what is to be written waits; the end does not."""
+    """Snapshots in memory are skipped till then, and saves to disk wait. The end of the run does not wait."""
     is_ready, real = threading.Event(), StagingSlot.prepare
 
     def prepare(slot: StagingSlot, sock: Conversation, question: AwaitPages, stop: threading.Event) -> None:

@@ -1,4 +1,4 @@
-"""Checksums of a file's parts make the file's: as zlib has it, and whatever the lengths."""
+"""Checksums of a file's parts combine to the file's, equal to zlib's for all lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that lie are refused by whatever reads one, in a sentence and for no more memory than they take up."""
+"""Crafted checkpoints are refused by every reader, with a sentence and no more memory than their size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOM = 64 << 20  # bytes that reading a crafted checkpoint may take
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a checkpoint of step 1 that nobody has touched."""
+    """Return a run with an intact checkpoint of step 1."""
     run = tmp_path_factory.mktemp("run")
     save(run / "checkpoints", 1, full_shards(logical_state()), {"step": 1}, keep=1)
     return run

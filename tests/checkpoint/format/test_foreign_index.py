@@ -118,7 +118,7 @@ def _tensors() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as torch writes it, with a number that is no tensor."""
+    """Return a checkpoint in torch's format that has a number without a tensor."""
     folder = tmp_path_factory.mktemp("saved") / "dcp"
     torch.manual_seed(0)
     dcp.save(_tensors(), checkpoint_id=str(folder), no_dist=True)

@@ -253,7 +253,7 @@ def test_two_trainings_that_start_at_the_same_moment_on_one_url(s3: str, tiny: P
         *arguments,
     ]
     before = OVERLAP.format(folder=str(tmp_path))
-    started = {name: Forked([*command, f"--train.name={name}"], before=before) for name in ("one", "two")}
+    started = {name: Forked(command + [f"--train.name={name}"], before=before) for name in ("one", "two")}
     outputs = {name: process.communicate(timeout=200)[0] for name, process in started.items()}
     codes = {name: process.wait() for name, process in started.items()}
     assert sorted(codes.values()) == [0, 4], outputs

@@ -58,13 +58,13 @@ def test_each_fault_is_said(source: SampleSource) -> None:
     assert check_ledger([lines[0], lines[1] | {"first": 8}], None).faults == [
         "step 2 begins at sample 8 where 4 is due: it skips some"
     ]
-    assert check_ledger([*lines[:2], lines[2] | {"first": 4}], None).faults == [
+    assert check_ledger(lines[:2] + [lines[2] | {"first": 4}], None).faults == [
         "step 3 begins at sample 4 where 8 is due: it repeats some"
     ]
     assert check_ledger([lines[0], lines[1] | {"ids": lines[0]["ids"]}], source).faults == [
         "step 2 trained other samples than the seed and the files give"
     ]
-    repeated = check_ledger([*lines[:2], lines[1] | {"step": 3}], source)
+    repeated = check_ledger(lines[:2] + [lines[1] | {"step": 3}], source)
     assert repeated.faults[0] == "step 3 begins at sample 4 where 8 is due: it repeats some"
     assert [fault.endswith(" was trained 2 times") for fault in repeated.faults[1:]] == [True] * BATCH
     assert (repeated.samples, repeated.distinct) == (12, 8)

@@ -41,7 +41,7 @@ def test_data_that_is_there_lacks_only_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_data_of_other_machines_is_not_asked_for(tmp_path: Path) -> None:
-    """With a tokenizer of its own a configuration is complete where the data is not, as on a login node."""
+    """A configuration with its own tokenizer is complete without the data, as on a login node."""
     from megascale.data.tokenizer.tokenizer import train_tokenizer
 
     train_tokenizer(["text"], 260).save(tmp_path / "tokenizer.json")

@@ -130,7 +130,7 @@ def test_a_stride_gives_more_context_and_still_every_token_once(
 def test_held_out_without_tokens_or_of_another_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no tokens"):
         HeldOut(write(tmp_path / "e", []), 4)
-    stored = HeldOut(write(tmp_path / "v", [*range(9), 0]), 4, vocab_size=8)
+    stored = HeldOut(write(tmp_path / "v", list(range(9)) + [0]), 4, vocab_size=8)
     assert stored.batch(0, 2)[1].max() == 7
     with pytest.raises(DataError, match=r"token id 8 and model\.vocab_size=8"):
         stored.batch(2, 1)
@@ -138,7 +138,7 @@ def test_held_out_without_tokens_or_of_another_vocabulary(tmp_path: Path) -> Non
 
 def test_a_check_at_the_start_finds_a_bad_id_in_any_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "_SCAN", 3)
-    HeldOut(write(tmp_path / "v", [*range(8)]), 4, vocab_size=8).check()
+    HeldOut(write(tmp_path / "v", list(range(8))), 4, vocab_size=8).check()
     for location in range(8):
         tokens = [8 if i == location else i for i in range(8)]
         stored = HeldOut(write(tmp_path / f"v{location}", tokens), 4, vocab_size=8)

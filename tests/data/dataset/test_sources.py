@@ -81,7 +81,7 @@ def test_parquet_row_groups(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"n": range(202), "body": [*TEXTS, None, " "]}), path, row_group_size=30)
+    pq.write_table(pa.table({"n": range(202), "body": TEXTS + [None, " "]}), path, row_group_size=30)
     for size in (1, 500, 1 << 20):
         assert documents(path, size, "body") == TEXTS
     assert len(cut_pieces(find_files([path]), 1)) == 7
@@ -127,7 +127,7 @@ def as_list(indent: int | None) -> bytes:
 @pytest.mark.parametrize("name", ["a.json", "a.JSONL", "a.json.gz", "a.Json.GZ", "a.jsonlines.zst", "a.JSON.ZST"])
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
 def test_records_by_any_name(tmp_path: Path, name: str, mark: bytes) -> None:
-    """One record per line is read as such whatever the case of the suffix, also with a byte order mark."""
+    """Files of one record per line are read with any case of the suffix, also with a byte order mark."""
     data = mark + jsonl(TEXTS)
     if name.lower().endswith(".gz"):
         data = gzip.compress(data)
@@ -198,7 +198,7 @@ def test_damaged_or_other_records_are_named(tmp_path: Path, data: bytes, output:
 
 
 def test_null_and_empty_texts_are_left_out_and_counted(tmp_path: Path) -> None:
-    """In JSON and parquet alike; lines without characters are no records."""
+    """JSON and parquet behave alike. Lines without characters are not records."""
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
@@ -222,7 +222,7 @@ def test_parquet_text_as_bytes(tmp_path: Path, kind: str) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
-    values = [*(text.encode() for text in TEXTS), None, b"\xff\xfe"]
+    values = [text.encode() for text in TEXTS] + [None, b"\xff\xfe"]
     column = pa.array(values, pa.binary() if kind == "dictionary" else getattr(pa, kind)())
     pq.write_table(
         pa.table({"text": column.dictionary_encode() if kind == "dictionary" else column}), tmp_path / "a.PARQUET"

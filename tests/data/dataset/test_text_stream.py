@@ -1,4 +1,4 @@
-"""Text tokenised on the fly: each token once an epoch, pure in (seed, number), whatever was known; damage is named."""
+"""Text tokenised on the fly: each token once an epoch, pure in (seed, number), for any cache; damage is named."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_when_another_takes_its_place(made:
 
 
 def test_a_tokenizer_replaced_next_to_its_data_set_is_refused(made: Path, tmp_path: Path) -> None:
-    """Before training, and in whatever uses it: the manifest keeps a hash of the tokenizer that made the tokens."""
+    """The check runs before training and in every reader: the manifest has a hash of the tokens' tokenizer."""
     shutil.copytree(made / "a", tmp_path / "a")
     local = tmp_path / "a" / "tokenizer.json"
     settings = tree(made, "x", train=[str(tmp_path / "a" / "train")])
@@ -230,7 +230,7 @@ def test_a_foreign_id_is_named_with_its_place(
 @pytest.mark.parametrize("bad", [-1, -100, 64])
 def test_held_out_data_with_a_foreign_id_ends_the_evaluation(tiny: Path, tmp_path: Path, bad: int) -> None:
     """-100 is what marks places that do not count: it would go by unseen."""
-    valid = write(tmp_path / "bad", [1, 2, 3, bad, *range(40)])
+    valid = write(tmp_path / "bad", [1, 2, 3, bad] + list(range(40)))
     settings = api.load_config(tiny, ["--train.steps=1"])
     api.train(settings)
     named = rf"bad holds token id {bad} and model\.vocab_size=64 \(token 3 "
@@ -244,7 +244,7 @@ def test_held_out_data_with_a_foreign_id_ends_the_evaluation(tiny: Path, tmp_pat
 @pytest.mark.parametrize("key", ["train", "valid"])
 def test_tensor_parallel_ranks_refuse_a_foreign_id(tiny: Path, tmp_path: Path, key: str) -> None:
     """Cut over ranks, an id of no rank would be looked up as zeros."""
-    file = write(tmp_path / "bad", [-3, *range(1, 60)])
+    file = write(tmp_path / "bad", [-3] + list(range(1, 60)))
     value = f'["{file}"]' if key == "train" else file
     arguments = ["--parallel.tensor=2", "--train.steps=4", f"--data.{key}={value}"]
     ranks = run_ranks(tiny, arguments, [Start(0, 2), Start(1, 2)])

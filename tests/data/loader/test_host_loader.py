@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from hypothesis import strategies as st
 
 from megascale import config as configuration
 from megascale.config import Config
+from megascale.core.batch import SampleFields
 from megascale.core.layout import lay_out
 from megascale.data.dataset.indexed import IndexedWriter
+from megascale.data.dataset.sample_fields import Samples
 from megascale.data.dataset.samples import hash_ids
 from megascale.data.loader import host_loader, ring
 from megascale.data.loader.host_loader import LoaderReader
@@ -69,7 +72,7 @@ class Host:
         if rank not in self.readers:
             self.readers[rank] = LoaderReader(self.folder, rank, self.base, self.hang)
         reader = self.readers[rank]
-        tokens = reader.read().tokens.T.astype(np.int64)
+        tokens = reader.read().samples.tokens.T.astype(np.int64)
         reader.release()
         return tokens
 
@@ -179,7 +182,7 @@ def test_nothing_unread_is_overwritten(prefix: str, tmp_path: Path, hosts: list[
         assert np.array_equal(host.read(0), expected(host.plan, 0, 0, number))
     assert not host.readers[0]._is_ready(depth)
     first = slow.read()
-    assert np.array_equal(first.tokens.T, expected(host.plan, 1, 0, 0))
+    assert np.array_equal(first.samples.tokens.T, expected(host.plan, 1, 0, 0))
     slow.release()
     assert np.array_equal(host.read(0), expected(host.plan, 0, 0, depth))
     for number in range(1, depth + 1):
@@ -282,6 +285,7 @@ START = """
 import os, signal, sys
 from pathlib import Path
 from megascale.config import load
+from megascale.core.batch import SampleFields
 from megascale.core.layout import lay_out
 from megascale.data.loader import host_loader
 layout = lay_out(load(sys.argv[1]), 2)
@@ -403,16 +407,25 @@ def test_stale_segments_are_reaped_and_living_ones_kept() -> None:
             name.unlink(missing_ok=True)
 
 
+def make_samples(shape: RingShape, number: int) -> Samples:
+    """Samples of a ring of `shape` whose values depend on their number, row and column."""
+    arrays = {}
+    for name, (dtype, rows) in shape.arrays.items():
+        arrays[name] = (number + np.arange(rows * shape.columns).reshape(rows, shape.columns) / 8).astype(dtype)
+    return Samples(**arrays)
+
+
 @given(
     order=st.lists(st.sampled_from(["put", "a", "b"]), max_size=60),
     depth=st.integers(1, 5),
     rows=st.integers(1, 5),
     columns=st.integers(1, 3),
+    fields=st.builds(SampleFields, st.booleans(), st.booleans(), st.integers(0, 2)),
 )
 @settings(max_examples=80, deadline=None)
-def test_ring_in_any_order(order: list[str], depth: int, rows: int, columns: int) -> None:
+def test_ring_in_any_order(order: list[str], depth: int, rows: int, columns: int, fields: SampleFields) -> None:
     """What is ready is what was put; `put` waits for both readers; neither sees what it has not reached."""
-    shape = RingShape(((0, 1),), depth, rows, columns)
+    shape = RingShape(((0, 1),), depth, rows, columns, fields)
     handle = os.memfd_create("ring")
     os.ftruncate(handle, shape.size)
     built, done = Ring(handle, shape), {"a": 0, "b": 0}
@@ -420,12 +433,13 @@ def test_ring_in_any_order(order: list[str], depth: int, rows: int, columns: int
         put = built.produced(0)
         if subject == "put":
             if put - min(done.values()) < depth:
-                built.put(0, np.full((columns, rows), put), first=7 * put, ids=put, epochs=put / 2)
+                built.put(0, make_samples(shape, put), first=7 * put, ids=put, epochs=put / 2, weight_sum=put / 4)
         elif built.ready(0, done[subject]):
-            tokens, first, ids, epochs = built.slot(0, done[subject])
-            assert tokens.shape == (rows, columns)
-            assert (tokens == done[subject]).all()
-            assert (first, ids, epochs) == (7 * done[subject], done[subject], done[subject] / 2)
+            batch, number = built.slot(0, done[subject]), done[subject]
+            for name, values in asdict(make_samples(shape, number)).items():
+                assert np.array_equal(getattr(batch.samples, name), values), name
+            assert (batch.first, batch.ids) == (7 * number, number)
+            assert (batch.epochs, batch.weight_sum) == (number / 2, number / 4)
             done[subject] += 1
             built.release(0, "ab".index(subject), done[subject])
         else:
@@ -441,8 +455,8 @@ def test_a_loader_killed_anywhere_in_writing(number: int, depth: int, ahead: boo
     class Killed(Exception):
         pass
 
-    def rows(n: int) -> np.ndarray:
-        return np.full((2, 5), n)
+    def rows(n: int) -> Samples:
+        return Samples(np.full((5, 2), n))
 
     for stop in range(1, 40):
         shape = RingShape(((0,),), depth, 5, 2)
@@ -474,18 +488,18 @@ def test_a_loader_killed_anywhere_in_writing(number: int, depth: int, ahead: boo
             sys.settrace(tracing)
         ring = Ring(handle, shape)  # the next loader's, and the readers'
         if ring.ready(0, number):
-            assert (ring.slot(0, number)[0] == number).all()
-            assert ring.slot(0, number)[1:3] == (7 * number, number)
+            assert (ring.slot(0, number).samples.tokens == number).all()
+            assert (ring.slot(0, number).first, ring.slot(0, number).ids) == (7 * number, number)
             if ahead:
                 ring.release(0, 0, number + 1)
         for n in range(ring.released(0, 0), number):
             assert ring.ready(0, n)
-            assert (ring.slot(0, n)[0] == n).all()
+            assert (ring.slot(0, n).samples.tokens == n).all()
         if ring.produced(0) == number:
             ring.put(0, rows(number), 7 * number, number, 0.0)
         assert ring.produced(0) == number + 1
         assert ring.ready(0, number)
-        assert (ring.slot(0, number)[0] == number).all()
+        assert (ring.slot(0, number).samples.tokens == number).all()
         dying.memory, ring.memory = None, None  # type: ignore[assignment]
         os.close(handle)
         if not killed:

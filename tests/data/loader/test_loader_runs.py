@@ -43,11 +43,11 @@ def cli(*arguments: object) -> Result:
 def test_training_through_the_loader(tiny: Path, tmp_path: Path) -> None:
     """Ranks share one copy; gone on as one rank with another batch size, all is as one rank has it."""
     arguments = ["--checkpoint.interval=0", "--train.log_interval=100"]
-    train(load_config(tiny, [*arguments, "--train.name=alone", "--train.steps=3"]))
+    train(load_config(tiny, arguments + ["--train.name=alone", "--train.steps=3"]))
     arguments.append("--train.name=shared")
-    first = run_ranks(tiny, [*arguments, "--parallel.tensor=2", "--train.stop_after=3"], [Start(0, 2), Start(1, 2)])
+    first = run_ranks(tiny, arguments + ["--parallel.tensor=2", "--train.stop_after=3"], [Start(0, 2), Start(1, 2)])
     assert [rank.code for rank in first] == [0, 0], first
-    train(load_config(tiny, [*arguments, "--train.global_batch=8", "--data.loader=host"]))
+    train(load_config(tiny, arguments + ["--train.global_batch=8", "--data.loader=host"]))
     runs = tmp_path / "runs"
     ledgers = [lines(runs / name / "samples" / "ledger.jsonl") for name in ("alone", "shared")]
     assert ledgers[0] == ledgers[1][:3]
@@ -116,14 +116,14 @@ def test_a_run_goes_on_from_a_ledger_that_was_cut(run: Path, cut: int) -> None:
 def test_after_a_change_of_the_data_that_was_accepted_the_totals_begin_anew(run: Path) -> None:
     arguments = [f"--train.runs={run.parent}", "--train.name=run", "--train.steps=8", "--train.eval_samples=1"]
     accepted = "--checkpoint.accept_changes=train.seed,optimizer.beta2"
-    train(load_config(run / "config.toml", [*arguments, "--train.seed=5", "--optimizer.beta2=0.9", accepted]))
+    train(load_config(run / "config.toml", arguments + ["--train.seed=5", "--optimizer.beta2=0.9", accepted]))
     assert [line["read"]["since"] for line in lines(run / "samples" / "ledger.jsonl")] == [0] * 6 + [24] * 2
     proof = cli("data", "ledger", run)
     assert proof.exit_code == 0
     assert "6 steps were trained before a change of the data that was accepted" in proof.output
     assert "tokens of 2 steps read again" in proof.output
     # Another optimizer trains the same samples.
-    train(load_config(run / "config.toml", [*arguments, "--train.steps=9", "--optimizer.beta2=0.8", accepted]))
+    train(load_config(run / "config.toml", arguments + ["--train.steps=9", "--optimizer.beta2=0.8", accepted]))
     assert lines(run / "samples" / "ledger.jsonl")[-1]["read"]["since"] == 24
 
 
@@ -217,7 +217,7 @@ def test_a_changed_file_is_refused_at_the_next_start(tiny: Path, tokens: Path, t
     for name in ("train.bin", "train.idx"):
         (data / name).write_bytes((tokens / name).read_bytes())
     arguments = (f"--data.train=['{data}/train']", "--train.name=changed")
-    train(load_config(tiny, [*arguments, "--train.stop_after=2"]))
+    train(load_config(tiny, list(arguments) + ["--train.stop_after=2"]))
     raw = bytearray((data / "train.bin").read_bytes())
     raw[100] ^= 1
     (data / "train.bin").write_bytes(raw)
@@ -235,11 +235,11 @@ def test_ledger_faults_are_told(tmp_path: Path, tokens: Path) -> None:
     good = [line(step, 4 * step - 4) for step in range(1, 6)]
     result = check_ledger(good, source)
     assert (result.steps, result.samples, result.distinct, result.faults) == (5, 20, 20, [])
-    assert "repeats" in check_ledger([*good, line(6, 16)], source).faults[0]
-    assert "(0, 0," in check_ledger([*good, line(6, 16)], source).faults[1]
-    assert "skips" in check_ledger([*good, line(6, 24)], None).faults[0]
-    assert "follows step" in check_ledger([*good[:2], line(2, 8)], None).faults[0]
-    assert "follows step" in check_ledger([*good[:2], line(4, 8)], None).faults[0]
+    assert "repeats" in check_ledger(good + [line(6, 16)], source).faults[0]
+    assert "(0, 0," in check_ledger(good + [line(6, 16)], source).faults[1]
+    assert "skips" in check_ledger(good + [line(6, 24)], None).faults[0]
+    assert "follows step" in check_ledger(good[:2] + [line(2, 8)], None).faults[0]
+    assert "follows step" in check_ledger(good[:2] + [line(4, 8)], None).faults[0]
     assert "other samples" in check_ledger([good[0] | {"ids": "0" * 16}], source).faults[0]
 
 
@@ -258,7 +258,7 @@ def test_a_slow_loader_is_named_with_its_cause(counter: dict[str, float], why: s
     watch, report = LoaderWatch(), []
     for step in range(1, 40):
         watch.note(0.5 if step == 1 or step > 20 else 0.0001, {k: v * step for k, v in (nothing | counter).items()})
-        report += [(step, *event) for event in watch.loader_events(1.0, 1)]
+        report += [(step,) + event for event in watch.loader_events(1.0, 1)]
     assert [(event, details["cause"]) for _, event, details in report] == [(Event.LOADER_SLOW, why)]
     assert 20 < report[0][0] < 30  # not for the first step, which waits for the loader to come up
     watch.note(0.0, nothing)

@@ -33,17 +33,17 @@ def numbered(engine, batches, number, *given, **more):
     engine.number, seen = number, 0
     return step(engine, batches, number, *given, **more)
 
-def recorded(engine, chunk, inputs, where):
+def recorded(engine, chunk, x, batch, context):
     global seen
     module = engine.chunks[chunk]
     if module.first:
-        print(json.dumps(["tokens", engine.number, inputs[0].T.tolist()]), file=out, flush=True)
+        print(json.dumps(["tokens", engine.number, x.T.tolist()]), file=out, flush=True)
     if module.last:
-        print(json.dumps(["targets", engine.number, inputs[1].T.tolist()]), file=out, flush=True)
+        print(json.dumps(["targets", engine.number, batch.targets.T.tolist()]), file=out, flush=True)
     seen += 1
     if engine.number == {dies} and seen == 2 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    return compute(engine, chunk, inputs, where)
+    return compute(engine, chunk, x, batch, context)
 
 Engine.step, Engine._run_chunk = numbered, recorded
 """
@@ -79,8 +79,8 @@ def test_the_engine_gets_each_sample_once(tiny: Path, tmp_path: Path, loader: st
     single, first_world = ["--parallel.data=2"], 2
     second, second_world = ["--parallel.data=2", f"--parallel.{axis}=2"], 4
     common = [f"--data.loader={loader}", "--train.micro_batch=1", "--train.steps=4"]
-    single = [*common, *single, "--train.global_batch=8"]
-    second = [*common, *second, "--train.global_batch=6"]
+    single = common + single + ["--train.global_batch=8"]
+    second = common + second + ["--train.global_batch=6"]
     assert start(tiny, tmp_path / "one", single, first_world, dies=4) == [-signal.SIGKILL]
     start(tiny, tmp_path / "other", second, second_world)
     source = open_samples(load_config(tiny, second))

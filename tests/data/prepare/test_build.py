@@ -1,4 +1,4 @@
-"""From text to a data set, through the functions and the command line."""
+"""Building a data set from text, by functions and by the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds by worker processes: the same bytes whatever the workers, and nothing lost to a kill."""
+"""Builds by worker processes: the bytes do not depend on the workers, and a kill loses nothing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,12 @@ def test_workers_do_not_change_the_result(tmp_path: Path, corpus: Path, monkeypa
     build(tmp_path / "workers", inputs=[corpus], vocab_size=600, workers=3, progress=False)
     assert contents(tmp_path / "plain") == contents(tmp_path / "workers")
     assert set(contents(tmp_path / "plain")) == {
-        *("dataset.json", "tokenizer.json", "train.bin", "train.idx", "valid.bin", "valid.idx")
+        "dataset.json",
+        "tokenizer.json",
+        "train.bin",
+        "train.idx",
+        "valid.bin",
+        "valid.idx",
     }
     data = [IndexedDataset(tmp_path / "workers" / side) for side in ("train", "valid")]
     assert sum(d.documents for d in data) == 630
@@ -89,7 +94,7 @@ def wait_for(condition, seconds: float = 60) -> None:
 def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, corpus: Path, small: None, monkeypatch) -> None:
     argv = tmp_path / "tokenizer.json"
     build(tmp_path / "whole", inputs=[corpus], tokenizer=argv, workers=2, progress=False)
-    # A pipe that nobody fills stops the build in the middle: workers are busy and some pieces are finished.
+    # A pipe without a writer stops the build in the middle: workers are busy and some pieces are finished.
     os.mkfifo(tmp_path / "gate")
     gate = (
         "import megascale.data.dataset.sources as s, os\n"
@@ -106,9 +111,12 @@ def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, corpus: Path, sma
         + gate.replace("\n", "\n    ").rstrip()
         + "\n"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "patch"), *filter(None, sys.path)])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path / "patch")] + [path for path in sys.path if path]),
+    }
     arguments = [str(tmp_path / "out"), str(corpus), str(argv), str(PIECE)]
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, *arguments], env=environment)
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT] + arguments, env=environment)
     parts = tmp_path / "out" / ".parts"
     finished = lambda: sorted(int(p.stem) for p in parts.glob("0*.json"))
     try:
@@ -173,7 +181,7 @@ def contents_names(folder: Path) -> set[str]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return whether a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:

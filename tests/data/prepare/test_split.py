@@ -1,4 +1,4 @@
-"""The held-out share is met as nearly as documents allow, whatever their sizes, and equal documents stay together."""
+"""The held-out share is as exact as the documents allow, and equal documents stay together."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def of(texts: list[str], share: float) -> Split:
 )
 @settings(max_examples=80, deadline=None)
 def test_known_documents_are_split_by_bytes(sizes: list[int], share: float, repeat: int) -> None:
-    """Whatever the sizes, also with one document that is repeated: within what is asked for, once more at most."""
+    """Sizes vary, and one document may repeat. The split exceeds the request by at most one document."""
     texts = [f"{i}:" + "x" * size for i, size in enumerate(sizes)]
     texts += [texts[0]] * (repeat - 1)
     size = sides(of(texts, share), texts)

@@ -38,10 +38,10 @@ def test_rank_file_with_description(tmp_path: Path) -> None:
     assert isinstance(arguments, TiktokenTokenizer)
     assert arguments.encode("the thing") == [257, 32, 256, 260]
     assert (arguments.vocab_size, arguments.end_of_document) == (271, 270)
-    assert arguments.decode([*arguments.encode("in ✓"), 270]) == f"in ✓{END}"
+    assert arguments.decode(arguments.encode("in ✓") + [270]) == f"in ✓{END}"
     assert 270 not in arguments.encode(END)
     tokens, lengths = arguments.encode_documents(["the", "", END])
-    assert tokens.tolist() == [257, 270, 270, *arguments.encode(END), 270]
+    assert tokens.tolist() == ([257, 270, 270] + arguments.encode(END) + [270])
     assert lengths.tolist() == [2, 1, len(tokens) - 3]
 
 
@@ -66,7 +66,7 @@ def test_data_set_with_it(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def published() -> dict[str, dict]:
-    """What tiktoken's own constructors say of the published encodings, with a small stand-in for their rank files."""
+    """Return the arguments of tiktoken's own constructors for the published encodings, with a small rank file."""
     module = pytest.importorskip("tiktoken_ext.openai_public")
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(module, "load_tiktoken_bpe", lambda *_, **__: RANKS)
@@ -88,7 +88,7 @@ def test_published_encodings_are_known(tmp_path: Path, published: dict[str, dict
 @settings(max_examples=150, deadline=None)
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_their_patterns_cut_text_alike(published: dict[str, dict], name: str, text: str) -> None:
-    """With every pair of bytes a token, the ids show where the pattern cuts."""
+    """Every pair of bytes is a token, so the ids show the cuts of the pattern."""
     ours, theirs = both(name, published[name]["pat_str"])
     assert ours.encode(text) == theirs.encode_ordinary(text)
 

@@ -43,7 +43,7 @@ def test_end_of_document_in_text_is_plain_text() -> None:
 @settings(max_examples=50, deadline=None)
 def test_documents_at_once_equal_one_by_one(texts: list[str]) -> None:
     tokens, lengths = WORDS.encode_documents(texts)
-    assert tokens.tolist() == [i for text in texts for i in [*WORDS.encode(text), WORDS.end_of_document]]
+    assert tokens.tolist() == [i for text in texts for i in WORDS.encode(text) + [WORDS.end_of_document]]
     assert lengths.tolist() == [len(WORDS.encode(text)) + 1 for text in texts]
 
 
@@ -80,14 +80,9 @@ def test_a_configured_end_survives_a_build(tmp_path: Path) -> None:
 
 
 def unigram() -> Library:
-    """As sentencepiece models are converted: whole-word marks, bytes for what the vocabulary lacks."""
-    pieces = [
-        ("<unk>", 0.0),
-        ("</s>", 0.0),
-        ("▁", -2.0),
-        ("▁the", -3.0),
-        ("th", -4.0),
-        *((c, -6.0) for c in "abdehint"),
+    """Return a model as sentencepiece models are converted: whole-word marks, bytes for unknown characters."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -2.0), ("▁the", -3.0), ("th", -4.0)] + [
+        (c, -6.0) for c in "abdehint"
     ]
     pieces += [(f"<0x{b:02X}>", -9.0) for b in range(256)]
     inner = Library(models.Unigram(pieces, unk_id=0, byte_fallback=True))
@@ -185,7 +180,7 @@ def an_end_that_is_not_marked_as_special() -> Library:
     ],
 )
 def test_special_tokens_written_in_a_text_end_no_document(tmp_path: Path, make) -> None:
-    """Whatever the kind of model: a piece, a word or a merge that is a special token's name is not made of text."""
+    """No model kind makes a piece, word or merge with a special token's name from text."""
     inner = make()
     if inner.token_to_id("<s>") is not None:
         number = inner.token_to_id("<s>")
@@ -222,10 +217,10 @@ def test_documents_begin_as_prompts_do(tmp_path: Path, template: str) -> None:
     arguments = load_tokenizer(tmp_path / "tokenizer.json")
     begin = [arguments.vocab_size - 1] * template.split("$A")[0].count("<|begin|>")
     assert list(arguments.begin_of_document) == begin
-    assert arguments.encode_prompt("spam") == [*begin, *arguments.encode("spam")]
+    assert arguments.encode_prompt("spam") == (begin + arguments.encode("spam"))
     texts = ["def spam", "", "eggs"]
     tokens, lengths = arguments.encode_documents(texts)
-    documents = [[*arguments.encode_prompt(text), arguments.end_of_document] for text in texts]
+    documents = [arguments.encode_prompt(text) + [arguments.end_of_document] for text in texts]
     assert tokens.tolist() == [i for document in documents for i in document]
     assert lengths.tolist() == [len(document) for document in documents]
 
@@ -233,9 +228,9 @@ def test_documents_begin_as_prompts_do(tmp_path: Path, template: str) -> None:
 def test_a_begin_that_is_the_end_is_not_repeated(tmp_path: Path) -> None:
     with_begin(f"{END_OF_DOCUMENT} $A", END_OF_DOCUMENT).save(str(tmp_path / "tokenizer.json"))
     arguments = load_tokenizer(tmp_path / "tokenizer.json")
-    assert arguments.encode_prompt("spam") == [arguments.end_of_document, *arguments.encode("spam")]
+    assert arguments.encode_prompt("spam") == ([arguments.end_of_document] + arguments.encode("spam"))
     tokens, _ = arguments.encode_documents(["spam"])
-    assert tokens.tolist() == [*arguments.encode("spam"), arguments.end_of_document]
+    assert tokens.tolist() == (arguments.encode("spam") + [arguments.end_of_document])
 
 
 def test_a_data_set_begins_its_documents_as_the_template_says(tmp_path: Path) -> None:
@@ -259,7 +254,7 @@ def test_long_documents_are_cut_at_lines(monkeypatch: pytest.MonkeyPatch) -> Non
     ids = WORDS.encode(text)
     assert WORDS.decode(ids) == text
     tokens, lengths = WORDS.encode_documents([text, "", text])
-    assert tokens.tolist() == [*ids, 0, 0, *ids, 0]
+    assert tokens.tolist() == (ids + [0, 0] + ids + [0])
     assert lengths.tolist() == [len(ids) + 1, 1, len(ids) + 1]
     monkeypatch.undo()
     lines = WORDS.encode("".join(f"def f{i}(x): return x + {i}\n" for i in range(40)))

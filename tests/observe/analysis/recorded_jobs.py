@@ -19,7 +19,12 @@ NAMES = {
     ActionKind.RECV_BACKWARD: "backward-recv",
 }
 # Seconds: forward, backward, transfer; after the pipeline reduction, norm of the gradients, optimizer.
-FORWARD, BACKWARD, MOVE, REDUCE, CLIP, UPDATE = 1.0, 2.0, 0.05, 0.5, 0.1, 0.4
+FORWARD = 1.0
+BACKWARD = 2.0
+MOVE = 0.05
+REDUCE = 0.5
+CLIP = 0.1
+UPDATE = 0.4
 
 
 class Job:
@@ -65,7 +70,7 @@ class Job:
         self.ideal = float(replay_schedule(self.graph, normal).makespan) + REDUCE + CLIP + UPDATE
         names = ("replica", "stage", "rank", "step", "kind", "sequence", "chunk", "microbatch", "global_chunk")
         self.trace: OperationTrace = make_trace(
-            dict(zip((*names, "start", "duration"), map(np.array, zip(*rows, strict=True)), strict=True))
+            dict(zip(names + ("start", "duration"), map(np.array, zip(*rows, strict=True)), strict=True))
         )
 
     def _record(self, step: int, duration: np.ndarray[Any, Any], rows: list[tuple[Any, ...]]) -> float:

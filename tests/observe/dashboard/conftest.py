@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.observe.dashboard_set import write_metrics, write_ranks
-from benchmarks.observe.synthetic_spans import Job, made
+from benchmarks.observe.synthetic_spans import Job, make_records
 from megascale.core import strict_json
 from megascale.observe.store.frames import ROLLUPS, SPANS
 from megascale.observe.store.ingest import Ingest
@@ -68,7 +68,7 @@ def write_spans(run: Path, job: Job = JOB) -> None:
     ring = SpanRing(body=8 << 20)
     ingest = Ingest(run / "spans" / "host=0", job="made", host=0, hostname="here", sink=ParquetWriter, clock_ns=10**18)
     for kind, full, steps in ((ROLLUPS, False, STEPS), (SPANS, True, 3)):
-        for rank, step, records in made(job, steps, full):
+        for rank, step, records in make_records(job, steps, full):
             ring.rank = rank
             ring.write(kind, step, records, 1000)
             ingest.take_frames(ring)
@@ -119,7 +119,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
         output = folder / f"{len(started)}.out"
         access = [] if "--token-file" in arguments else ["--no-token"]
         process = Forked(
-            ["dashboard", location, "--port=0", "--no-browser", *access, *arguments], output=output, cwd=folder
+            ["dashboard", location, "--port=0", "--no-browser"] + access + list(arguments), output=output, cwd=folder
         )
         started.append(process)
         deadline = time.monotonic() + 60
@@ -138,5 +138,5 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
 
 @pytest.fixture(scope="session")
 def address(serve: Callable[..., str], runs: Path) -> str:
-    """Where the folder of runs is served."""
+    """Return the address of the server for the folder of runs."""
     return serve(runs)

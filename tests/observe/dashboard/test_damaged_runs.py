@@ -32,7 +32,7 @@ from megascale.resilience.driver.state.journal import Journal
 from megascale.simulate.run_plan import run_plan
 from tests.conftest import lines
 from tests.damaged_records import damaged_lines, json_values, limited_memory
-from tests.observe.dashboard.conftest import JOB, made, write_metrics, write_spans
+from tests.observe.dashboard.conftest import JOB, make_records, write_metrics, write_spans
 
 CURVES: dict[str, Any] = {"keys": ["loss", "valid_loss"], "points": 10, "low": None, "high": None}
 OF_FILES: list[tuple[str, dict[str, Any]]] = [
@@ -128,8 +128,8 @@ def command(*arguments: object) -> None:
 
 
 def test_a_sound_run_answers_all(sound):
-    answers = look(sound, [*OF_FILES, *OF_SPANS])
-    assert set(answers) == {question for question, _ in (*OF_FILES, *OF_SPANS)}
+    answers = look(sound, OF_FILES + OF_SPANS)
+    assert set(answers) == {question for question, _ in OF_FILES + OF_SPANS}
     assert answers["overview"]["now"]["phase"] == "done"
     assert answers["spans_heat"]["outliers"]
 
@@ -167,7 +167,7 @@ def test_views_of_damaged_status_files(copied, seed):
     run, draw = copied(), random.Random(seed)
     for file in draw.sample(sorted((run / "status").iterdir()), 3):
         damage(file, draw)
-    assert {"overview", "hang"} <= set(look(run, [*OF_FILES[:2], ("hang", {})]))
+    assert {"overview", "hang"} <= set(look(run, OF_FILES[:2] + [("hang", {})]))
     command("hang", run, "--no-ask", "--watch", 0)
 
 
@@ -213,7 +213,7 @@ def test_views_of_spans_with_extreme_values(copied, seed):
         file.unlink()
     frames = []
     for kind, full, steps in ((ROLLUPS, False, 24), (SPANS, True, 3)):
-        for rank, step, records in made(SMALL, steps, full):
+        for rank, step, records in make_records(SMALL, steps, full):
             records = wrecked(records, draw) if draw.random() < 0.05 else records
             if draw.random() > 0.01:
                 frames.append(pack_frame(FrameHead(kind, 1, len(frames) + 1, rank, 0, step), records))
@@ -264,7 +264,7 @@ def test_a_pipe_in_place_of_any_file_blocks_no_view(copied):
     for file in sorted(file for file in run.rglob("*") if file.is_file()):
         file.unlink()
         os.mkfifo(file)
-    assert "overview" in look(run, [*OF_FILES, *OF_SPANS, ("hang", {})])
+    assert "overview" in look(run, OF_FILES + OF_SPANS + [("hang", {})])
     for name in ("spans", "events", "plot", "jobs", "nodes"):
         command(name, run)
 
@@ -283,7 +283,7 @@ def test_files_of_any_length_take_bounded_memory(copied):
     with SpanTables(run) as tables:
         assert str(host / "spool-000009.bin") not in tables.skipped  # its frames count, up to where it is torn
     with limited_memory(1 << 29):
-        assert "overview" in look(run, [*OF_FILES, ("hang", {})])
+        assert "overview" in look(run, OF_FILES + [("hang", {})])
         command("spans", run)
         command("events", run, "--all")
         command("plot", run)

@@ -1,4 +1,4 @@
-"""Who may ask the dashboard, and what a browser may do with its answers."""
+"""Requests that the dashboard accepts, and the rights of a browser on its answers."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_heat_map_leads_from_the_outlier_to_its_host_and_history(page, address):
     assert page.locator("p[role=status].unseen").inner_text().startswith("rank ")
     page.keyboard.press("Enter")
     page.wait_for_url(lambda url: "rank=" in url)
-    # A link shows the same to whoever follows it.
+    # A link shows the same to every reader.
     page.get_by_label("Figure").select_option("wait.tensor")
     page.get_by_label("By", exact=True).select_option("grid")
     page.get_by_label("from step").fill("2")

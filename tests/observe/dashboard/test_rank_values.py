@@ -119,7 +119,7 @@ def write_attempt(out: Path, attempt: int, steps: range, ranks: int, total_ns: i
 
 
 def test_steps_that_were_done_again_count_once_and_as_their_newest_attempt(tmp_path):
-    """Attempt 1 of four ranks came to step 40, attempt 2 began behind step 10 with two, and waits for nobody."""
+    """Attempt 1 of four ranks came to step 40, attempt 2 began behind step 10 with two, and does not wait."""
     out = tmp_path / "spans" / "host=0"
     write_attempt(out, 1, range(1, 41), 4, 3 * 10**9, 2 * 10**9)
     write_attempt(out, 2, range(11, 21), 2, 10**9)

@@ -126,7 +126,7 @@ def test_the_time_of_a_run_is_told_by_cause(tmp_path):
         }
     )  # fmt: skip
     assert result.share == pytest.approx(0.2)
-    # The same with the job done and launched again 20 s later; an alert is no cause.
+    # The same with the job done and launched again 20 s later; an alert is not a cause.
     events[5:6] = [
         {"event": "hang", "time": 130.0, "action": "alert"}, {"event": "driver_ended", "time": 115.0},
         {"event": "driver_started", "time": 135.0},
@@ -164,7 +164,7 @@ def test_what_a_person_asked_for_is_the_cause_though_steps_followed(tmp_path, re
     assert result.seconds == pytest.approx(
         {TRAINING: 7.0, cause: 21.0, "starting and loading": 5.0, "waiting for nodes": 1.0}
     )
-    # Without a driver nobody is at work meanwhile.
+    # Without a driver no process works meanwhile.
     alone = measure_effective_time(
         metrics.read_columns(), [item for item in events if item["event"] in ("interrupted", "resumed")]
     )
@@ -172,7 +172,7 @@ def test_what_a_person_asked_for_is_the_cause_though_steps_followed(tmp_path, re
         {TRAINING: 7.0, "not running": 23.0, "stopped: interrupted": 1.0, "starting and loading": 1.0}
     )
     # Launched again, and its ranks not started yet.
-    ended = [*events[:-2], {"event": "driver_ended", "time": 107.0}, {"event": "driver_started", "time": 120.0}]
+    ended = events[:-2] + [{"event": "driver_ended", "time": 107.0}, {"event": "driver_started", "time": 120.0}]
     waiting = measure_effective_time(
         {key: column[:5] for key, column in metrics.read_columns().items()}, ended, current_time=124.0
     )
@@ -200,7 +200,7 @@ def test_a_checkpoint_and_the_evaluation_after_it_are_told_apart(tmp_path):
     metrics = MetricColumns(file)
     metrics.refresh()
     saved = [{"event": "run_started", "time": 100.0}, {"event": "checkpoint_saved", "time": 107.0}]
-    ended = [*saved, {"event": "evaluated", "time": 113.0}, {"event": "run_finished", "time": 113.5}]
+    ended = saved + [{"event": "evaluated", "time": 113.0}, {"event": "run_finished", "time": 113.5}]
     result = measure_effective_time(metrics.read_columns(), ended)
     parts = {TRAINING: 5.0, "evaluation": 6.0, "saving checkpoints": 2.0}
     assert result.seconds == pytest.approx(parts | {"between steps": 0.5})
@@ -216,7 +216,7 @@ def test_a_checkpoint_and_the_evaluation_after_it_are_told_apart(tmp_path):
 
 
 def test_what_a_run_does_now_is_its_status(tmp_path):
-    """An evaluation that takes longer than any step is no silence, and is not called what the last event ended."""
+    """An evaluation longer than any step is not silence, and does not count as the phase of the last event."""
     current = time.time()
     add(tmp_path / "metrics.jsonl", {"step": 5, "loss": 1.0, "time": current - 3600.0, "seconds": 1.0})
     add(tmp_path / "events.jsonl", {"event": "run_started", "time": current - 3601.0, "attempt": 0})

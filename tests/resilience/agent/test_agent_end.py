@@ -120,7 +120,7 @@ def test_a_driver_that_hung_up_is_told_when_it_is_back(tmp_path, monkeypatch):
 
 
 def test_an_agent_that_ends_starts_no_ranks(tmp_path, monkeypatch):
-    """What it says of the end of its ranks holds for good."""
+    """Its report of the end of its ranks stays true."""
 
     async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
         driver.answers = False
@@ -150,7 +150,7 @@ def test_without_a_lease_it_waits_for_no_answer(tmp_path, monkeypatch):
 
 
 def garble(folder: Path, pid: int) -> None:
-    """Write a status record whose time is no number, beside a sound record of calls of the same process."""
+    """Write a status record with an invalid time, next to a sound record of calls of the same process."""
     CallLog(folder, 0, 1).close()
     body = json.dumps({"rank": 0, "pid": pid, "phase": "train", "step": 1, "time_ns": "now"}).encode()
     (folder / "rank-0.status").write_bytes(struct.pack("<QI", 2, len(body)) + body)

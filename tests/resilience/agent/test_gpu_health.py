@@ -26,7 +26,10 @@ class Nvml:
     """Two devices. `lost`: those off the bus; `recovery`: action by device; `events`: (device, Xid) to come."""
 
     NVMLError = NvmlError
-    NVML_SUCCESS, NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_TIMEOUT, NVML_ERROR_GPU_IS_LOST = 0, 3, 10, 15
+    NVML_SUCCESS = 0
+    NVML_ERROR_NOT_SUPPORTED = 3
+    NVML_ERROR_TIMEOUT = 10
+    NVML_ERROR_GPU_IS_LOST = 15
     NVML_TEMPERATURE_GPU = NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 0
     NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
     nvmlEventTypeXidCriticalError = 8
@@ -111,7 +114,7 @@ def nvml(monkeypatch):
 
 
 def taken(health: GpuHealth) -> tuple[GpuReport, ...]:
-    """What is answered to questions of now on."""
+    """Return the answers to questions from now on."""
     assert health.wait_for_answer(10)
     health.take()
     assert health.wait_for_answer(10)
@@ -174,7 +177,9 @@ def test_a_neighbours_device_is_not_this_nodes(nvml, monkeypatch, visible, local
 
 
 def test_a_driver_that_does_not_answer_holds_no_heartbeat_up_and_is_told(nvml, monkeypatch):
-    current, answers, requested = [100.0], threading.Event(), threading.Event()
+    current = [100.0]
+    answers = threading.Event()
+    requested = threading.Event()
     real = nvml.nvmlDeviceGetTemperature
 
     def hangs(handle: str, kind: int) -> int:

@@ -40,10 +40,10 @@ def test_the_secret_comes_from_a_private_file_stdin_or_the_environment(tmp_path,
 
 @pytest.mark.parametrize("arguments", [[], ["--secret-file", "/dev/stdin"]])
 def test_an_agent_keeps_no_secret_in_its_environment(arguments):
-    """It waits for a driver, where nobody listens, while other processes can read its environment."""
+    """It waits for a driver at an address without a listener, while other processes can read its environment."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        command = [sys.executable, "-m", "megascale", "agent", f"127.0.0.1:{port}", "--job", "job", *arguments]
+        command = [sys.executable, "-m", "megascale", "agent", f"127.0.0.1:{port}", "--job", "job"] + list(arguments)
         environment = os.environ | {JOB_SECRET_VARIABLE: SECRET}
         process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         with process:

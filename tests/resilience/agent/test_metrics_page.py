@@ -1,4 +1,4 @@
-"""A node's /metrics and /health over a socket, and whoever does not ask as they should."""
+"""A node's /metrics and /health over a socket, and malformed requests."""
 
 from __future__ import annotations
 

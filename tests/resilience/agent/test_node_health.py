@@ -13,7 +13,10 @@ class Hangs(NetworkInterface):
 
     def __init__(self) -> None:
         super().__init__("ib0", [])
-        self.asked, self.answers, self.times, self.over = threading.Event(), threading.Event(), 0, False
+        self.asked = threading.Event()
+        self.answers = threading.Event()
+        self.times = 0
+        self.over = False
 
     def read(self) -> list[int]:
         self.times += 1

@@ -1,4 +1,4 @@
-"""For how long ranks run without an answer of the driver."""
+"""Lease of ranks: the time that they run without an answer of the driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trainers write on one machine comes to the run folder on another: whole, once, in order, whoever dies."""
+"""Files of trainers reach the run folder on another machine: complete, once and in order, despite kills."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ STEPS = ("metrics.jsonl", "samples/ledger.jsonl")
 def test_the_run_folder_tells_the_story_of_a_run_that_goes_back_moves_and_loses_its_driver(tmp_path_factory, story):
     """(steps done, steps lost, what happens then): nothing; another driver; one that did not confirm; another node."""
     folder = tmp_path_factory.mktemp("link")
-    link, number, done = Link(folder / "n0", folder / "run"), 0, 0
+    link = Link(folder / "n0", folder / "run")
+    number = 0
+    done = 0
     link.agent.follow((0,))
     expected: dict[str, list[str]] = {name: [] for name in STEPS}
     log, events = "", ""
@@ -161,7 +163,7 @@ def test_a_node_that_dies_while_it_sends_its_rewritten_steps_again_takes_none_aw
 def test_lines_that_a_crash_has_cut_in_the_run_folder_come_whole(tmp_path):
     link = Link(tmp_path / "n0", tmp_path / "run")
     link.agent.follow((0,))
-    names = (*STEPS, "events.jsonl")
+    names = STEPS + ("events.jsonl",)
     for name in names:
         write(link.here / name, "".join(line(n) for n in (1, 2)))
     link.carry()
@@ -241,7 +243,7 @@ MORE = ("tensorboard/events.out.tfevents.1/../../x", "tensorboard/x", "faults/1.
 
 def test_no_other_file_of_the_run_folder_is_written(tmp_path):
     driver = ReceivedFiles(tmp_path, lambda: "")
-    for name in ("journal.sqlite", "../x", "/etc/x", "driver/token", "logs/rank-0.log/../../x", "checkpoints/x", *MORE):
+    for name in ("journal.sqlite", "../x", "/etc/x", "driver/token", "logs/rank-0.log/../../x", "checkpoints/x") + MORE:
         assert not driver.take(FileData(name, 0, b"x"), lambda *kept: None)
     assert not list(tmp_path.iterdir())
 
@@ -272,7 +274,7 @@ def spans_of(run: Path) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
-    """As they grow, then as tables, whoever drives; and of another node that has the same host's place later."""
+    """Spans arrive as they grow, then as tables, under any driver, also from a later node of the same host."""
     monkeypatch.setattr(sent_files, "SPANS_INTERVAL", 0.0)
     monkeypatch.setattr(sent_files, "PIECE_BYTES", 5000)
     link = Link(tmp_path / "n0", tmp_path / "run")
@@ -358,7 +360,7 @@ def test_a_piece_that_cannot_be_taken_in_keeps_no_later_one_out(tmp_path: Path, 
 @settings(max_examples=60)
 @given(data=st.data())
 def test_figures_of_damaged_records_can_be_sent(tmp_path_factory, data) -> None:
-    """What cannot would end the look at files, and with it all that the driver hears of steps."""
+    """A figure that cannot be sent would end the file reader, and the driver's reports of steps."""
     run = tmp_path_factory.getbasetemp() / "damaged"
     run.mkdir(exist_ok=True)
     sound = [json.loads(line(step)) for step in range(4)]

@@ -1,4 +1,4 @@
-"""What an agent's log says where a heartbeat takes long."""
+"""Log of an agent whose heartbeats take long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node's trainers, real ones: what ended them is reported by number and text, whatever their logs say."""
+"""Real trainers of a node: the cause of their end is reported by number and text, regardless of their logs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_port_that_was_taken_is_nobodys_mistake(tiny, tmp_path):
         second.bind(("127.0.0.1", 0))
         second.listen()
         port = second.getsockname()[1]
-        # What Slurm sends to all processes of a job is no word to the fork server, with which its ranks would end.
+        # A signal that Slurm sends to all processes does not end the fork server, which would end its ranks.
         before = lambda mine: mine._server.send_signal(signal.SIGTERM)
         [verdict] = ended(tmp_path, tiny, "--parallel.data=2", ranks=2, port=port, before=before)
     assert (verdict.kind, verdict.action, verdict.ranks) == ("port_taken", "recover", (0,)), verdict.evidence
@@ -110,7 +110,7 @@ def test_an_import_that_fails_is_told_as_such(tmp_path, monkeypatch):
 
 
 def given_environments(folder: Path, job: str, token: bytes) -> list[dict[str, str]]:
-    """What a node's ranks are given, in place of a fork server that would start them."""
+    """Record the environments of a node's ranks instead of starting them by a fork server."""
     folder.mkdir()
     local = Trainers(folder / "runs" / job, folder, lambda: None)
     orders = FrameReader(TO_FORK_SERVER)
@@ -150,7 +150,7 @@ def test_a_fork_server_uses_its_idle_time_and_still_forks(tmp_path):
     with local, remote, open(tmp_path / "out", "wb") as out:
         names = [str(remote.fileno()), str(os.getpid()), "early:fail", "early:fail_without_log", "early:work"]
         server = subprocess.Popen(
-            [sys.executable, "-m", "megascale.resilience.agent.fork_server", *names],
+            [sys.executable, "-m", "megascale.resilience.agent.fork_server"] + names,
             pass_fds=[remote.fileno()],
             stdout=out,
             stderr=out,
@@ -209,7 +209,7 @@ def test_a_long_exception_in_any_script_fits_the_pipe():
 
 
 def test_a_process_that_a_signal_holds_is_told():
-    """Whatever phase it was in: rules/silence.py gives it no time for that."""
+    """The phase does not matter: rules/silence.py gives a stopped process no extra time."""
     child = os.fork()
     if child == 0:
         signal.pause()
@@ -229,7 +229,7 @@ def test_a_process_that_a_signal_holds_is_told():
 
 
 def test_a_fork_server_whose_answers_cannot_be_read_is_replaced_with_its_ranks(tmp_path, monkeypatch):
-    """How its ranks end would never be known otherwise."""
+    """The end of its ranks would never be known otherwise."""
 
     async def run() -> TrainerProcess:
         changed = asyncio.Event()

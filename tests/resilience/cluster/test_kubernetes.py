@@ -60,7 +60,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 async def until(observed: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """What `seen` gives once it gives something."""
+    """Return the first result of `seen`."""
     async with asyncio.timeout(seconds):
         while not (result := observed()):
             await asyncio.sleep(0.02)

@@ -119,7 +119,7 @@ def test_refusals_and_a_server_that_is_away(api, server):
 
 
 class Heard:
-    """What a watch has brought."""
+    """Events that a watch has brought."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()

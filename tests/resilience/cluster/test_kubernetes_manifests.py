@@ -1,4 +1,4 @@
-"""What is given to Kubernetes: pods, rights, a kustomize base, a JobSet."""
+"""Manifests for Kubernetes: pods, rights, a kustomize base, a JobSet."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_driver_s_manifests_carry_the_files_that_settings_name(tmp_path: Pat
     assert data["pod.yaml"] == "spec: {hostIPC: true}\n"
     assert 'pod = "/etc/megascale/job/pod.yaml"' in data["job.toml"]
     role = result["Role"]["rules"]
-    assert not any("secrets" in rule["resources"] and {"get", "list", "watch"} & {*rule["verbs"]} for rule in role)
+    assert not any("secrets" in rule["resources"] and {"get", "list", "watch"} & set(rule["verbs"]) for rule in role)
     assert not any("*" in rule["verbs"] + rule["resources"] for rule in [*role, *result["ClusterRole"]["rules"]])
     assert result["Job"]["spec"]["template"]["spec"]["serviceAccountName"] == "megascale-driver"
 
@@ -175,7 +175,7 @@ def test_an_agent_of_a_jobset_reads_the_secret_from_its_mounted_file(tmp_path: P
     assert {"name": "secret", "mountPath": "/etc/megascale/secret", "readOnly": True} in agent["volumeMounts"]
     arguments = [word.replace("/etc/megascale/secret", str(tmp_path)) for word in agent["command"]]
     start = arguments.index("python3")
-    result = subprocess.run([*arguments[:start], "cat"], capture_output=True, text=True, check=True)
+    result = subprocess.run(arguments[:start] + ["cat"], capture_output=True, text=True, check=True)
     assert result.stdout == "5" * 64
     assert arguments[-2:] == ["--secret-file", "-"]
 
@@ -198,7 +198,7 @@ def test_the_base_is_rendered_by_kubectl():
     assert done.returncode == 0, done.stderr
     kinds = sorted(each["kind"] for each in yaml.safe_load_all(done.stdout))
     rights = ["ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding", "ServiceAccount"]
-    assert kinds == sorted([*rights, "ConfigMap", "Job", "NetworkPolicy", "PersistentVolumeClaim"])
+    assert kinds == sorted(rights + ["ConfigMap", "Job", "NetworkPolicy", "PersistentVolumeClaim"])
 
 
 # The essentials of jobset.x-k8s.io/v1alpha2, by hand from its Go types: the CRD itself is not had here. Of pods'

@@ -1,4 +1,4 @@
-"""What counts as ended of a job's pods, and what of machines follows from their objects."""
+"""Ended pods of a job, and the state of machines from their objects."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_a_machine_that_was_cut_off_keeps_the_agent_that_it_has(play, tmp_path):
         cluster = make(["n0"])
         assert await cluster.request() == "n0"
         pid = find_agent(tmp_path / "n0")
-        cluster._machines["n0"].running = False  # as after a time in which nobody reached it
+        cluster._machines["n0"].running = False  # as after a time in which it was unreachable
         assert await cluster.request() == "n0"
         assert find_agent(tmp_path / "n0") == pid
 
@@ -145,7 +145,7 @@ def test_machines_that_are_gone_or_barred_are_passed_over(play, tmp_path):
         cluster.exclude_nodes(frozenset({"n1"}))
         assert await cluster.request() == "n2"
         assert await cluster.request() is None
-        assert not await cluster.fence("gone1")  # nobody knows what runs there
+        assert not await cluster.fence("gone1")  # Its processes are unknown.
         assert not await cluster.start_agent("unheard-of")
 
     output = play(scene)

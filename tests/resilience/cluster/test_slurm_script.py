@@ -54,7 +54,10 @@ def sbatch_words(text: str) -> list[str]:
             if line and not line.startswith("#"):
                 break
             continue
-        remaining, word, quote, started = iter(line.removeprefix("#SBATCH")), "", "", False
+        remaining = iter(line.removeprefix("#SBATCH"))
+        word = ""
+        quote = ""
+        started = False
         for character in remaining:
             if character == "\\":
                 word, started = word + next(remaining), True
@@ -80,7 +83,7 @@ WORD = st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1)
 @given(st.lists(WORD, min_size=1), WORD)
 def test_sbatch_reads_every_option_as_it_was_given(values, comment):
     options = [f"--option{number}={value}" for number, value in enumerate(values)]
-    given_words = ["-p", "gpu", "--comment", comment, *options]
+    given_words = ["-p", "gpu", "--comment", comment] + options
     limits = ResilienceConfig(cluster="slurm", sbatch=shlex.join(given_words))
     text = batch_script(Config(resilience=limits), 0, [], [], "")
     assert sbatch_words(text)[-len(given_words) :] == given_words

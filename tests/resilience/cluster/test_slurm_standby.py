@@ -100,7 +100,7 @@ def test_it_runs_the_jobs_script_once_slurm_has_taken_the_drivers_node_and_ends_
     output = (slurm.folder / "out").read_text()
     assert "Slurm has removed n1" in output
     assert "epoch 5" in output
-    # Whoever waits on the lost node may end the job with the code; nobody did, and there is no library here.
+    # A waiter on the lost node may end the job with the code. There was none, and there is no library here.
     assert slurm_standby.read_exit_code(slurm.run, "17", 0) == 3
     assert slurm_standby.read_exit_code(slurm.run, "18", 0) is None
     assert slurm_standby.read_exit_code(slurm.run, "17", 1) is None

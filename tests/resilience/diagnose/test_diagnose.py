@@ -54,7 +54,7 @@ def test_a_calm_machine_passes_and_learns(tmp_path):
 def test_hardware_that_is_not_there_is_absent_and_no_failure():
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA devices")
-    result = [*memory_check.check_host_device(), *memory_check.check_device_pairs()]
+    result = list(memory_check.check_host_device()) + list(memory_check.check_device_pairs())
     assert {c.result for c in result} == {"absent"}
     assert all(c.passed and c.details for c in result)
 
@@ -201,7 +201,7 @@ def test_three_real_nodes_all_reduce(tmp_path):
 
     port = find_free_port()
     command = ["diagnose", "--pairs", f"127.0.0.1:{port}", "--world", 3]
-    nodes = [Forked([*command, "--node", n, "--json"], split=True) for n in range(3)]
+    nodes = [Forked(command + ["--node", n, "--json"], split=True) for n in range(3)]
     results = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0, 0], results
     assert all(json.loads(out)["checks"][0]["measured"] > 0 for out, _ in results)

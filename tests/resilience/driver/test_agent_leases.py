@@ -1,4 +1,4 @@
-"""Which nodes that nobody reaches may still run ranks."""
+"""Unreachable nodes that may still run ranks."""
 
 from __future__ import annotations
 

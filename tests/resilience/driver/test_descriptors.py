@@ -58,7 +58,7 @@ def test_events_are_written_when_all_descriptors_are_taken(run, no_descriptors):
 
 
 def _lines(run: Path) -> list[str]:
-    """Of the events, read with one descriptor more."""
+    """Return the lines of the events, read with one descriptor more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft + 1, hard))
     return (run / "events.jsonl").read_text().splitlines()

@@ -45,7 +45,10 @@ class Played:
     `started` says so by True."""
 
     def __init__(self, run: Path, epoch: int, attempt: int) -> None:
-        self.run, self.epoch, self.attempt, self.port = run, epoch, attempt, 1000
+        self.run = run
+        self.epoch = epoch
+        self.attempt = attempt
+        self.port = 1000
         self.starts: list[Any] = []
         self.sequence = 0
 
@@ -130,7 +133,7 @@ def test_a_driver_whose_journal_was_removed_takes_over_what_its_agent_knows(tmp_
 
 
 def test_a_placement_on_nodes_that_never_come_ends_the_job_before_it_starts(tmp_path):
-    """Of a cluster that does not know its nodes beforehand."""
+    """The cluster does not know its nodes beforehand."""
     agent = Played(tmp_path, epoch=0, attempt=0)
     code, events, _ = driven(
         tmp_path,

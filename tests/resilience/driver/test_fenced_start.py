@@ -1,4 +1,4 @@
-"""Ranks of a node that nobody reaches start elsewhere only when they have surely ended there."""
+"""Ranks of an unreachable node start elsewhere only when they have surely ended there."""
 
 from __future__ import annotations
 

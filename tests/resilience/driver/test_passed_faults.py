@@ -36,7 +36,9 @@ def state(attempt: int, *placement: str) -> JobState:
 
 
 def test_a_fault_follows_its_rank_until_it_is_taken(tmp_path):
-    job, nodes, used = SimpleNamespace(state=state(1, "n0", "n1")), Nodes(), set()
+    job = SimpleNamespace(state=state(1, "n0", "n1"))
+    nodes = Nodes()
+    used = set()
     faults = FaultForwarding(run=tmp_path, job=job, nodes=nodes, taken_faults=used)
     faults.send_new_faults()  # no folder yet
     name = ask(tmp_path, 1, rank=3, node=None, step=9)

@@ -1,4 +1,4 @@
-"""What is said when a driver cannot start."""
+"""Messages of a driver that cannot start."""
 
 from __future__ import annotations
 

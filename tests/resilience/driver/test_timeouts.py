@@ -37,4 +37,4 @@ def test_a_pair_in_the_wrong_order_is_named(settings, keys):
 def test_the_defaults_are_in_order():
     check_timeouts(load(None, []))
     check_timeouts(load(None, ["--checkpoint.background=true", "--resilience.agent_lease=8"]))
-    check_timeouts(load(None, ["--checkpoint.linger=4"]))  # nobody waits for a service that is not there
+    check_timeouts(load(None, ["--checkpoint.linger=4"]))  # No process waits for a missing service.

@@ -60,7 +60,7 @@ def test_every_fault_from_inside_is_one_that_trainers_know():
 
 @pytest.mark.parametrize(("word", "persistent"), [("--persistent", True), (None, False)])
 def test_a_persistent_fault_is_asked_for_by_its_name(run, word, persistent):
-    requested = ["faults", "inject", "spin", "--run", str(run), "--rank", "0", *([word] if word else [])]
+    requested = ["faults", "inject", "spin", "--run", str(run), "--rank", "0"] + ([word] if word else [])
     assert CliRunner().invoke(app, requested).exit_code == 0
     (file,) = (run / "faults").glob("*.json")
     assert json.loads(file.read_text())["persistent"] is persistent

@@ -18,7 +18,7 @@ from megascale.resilience.protocol.agent_messages import JobOffer, Refuse
 from megascale.services.framing import ProtocolError
 from tests.resilience.protocol.test_agent_channel import HELLO, TOKEN, Heard, beat, until
 
-OPEN = "192.0.2.1"  # an address that is not loopback; nobody listens there
+OPEN = "192.0.2.1"  # an address other than loopback, without a listener
 
 
 class Asked(Heard):
@@ -32,7 +32,9 @@ class Relay:
     """Somebody between agent and driver, who keeps what passes and may change it."""
 
     def __init__(self, port: int, change=lambda data, sent: data) -> None:
-        self._to, self._change, self.seen = port, change, bytearray()
+        self._to = port
+        self._change = change
+        self.seen = bytearray()
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def open(self) -> int:

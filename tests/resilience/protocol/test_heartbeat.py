@@ -156,7 +156,7 @@ def test_names_are_kept_once():
 
 
 def test_text_that_is_none_is_fitted():
-    """Names of files, and so words of errors, may hold bytes that are no UTF-8."""
+    """Names of files, and so error messages, may hold bytes that are not UTF-8."""
     worker = Worker(
         0, 1, "exited", 1, error=truncate("OSError: no such file " + b"\xff".decode(errors="surrogateescape"))
     )

@@ -77,7 +77,7 @@ def test_a_rank_that_lost_a_peer_is_not_to_blame():
 
 
 def test_ranks_that_ended_as_they_were_asked_to_are_not_to_blame_however_often():
-    """As of a pod that is deleted twice: the driver hears of the ranks elsewhere first."""
+    """A pod is deleted twice, and the driver hears of the ranks elsewhere first."""
     requested = worker(0, state="exited", code=130, error="Exit: 130")
     first = one(ended(requested), "process_exit")
     assert (first.nodes, first.ranks, first.action, first.person) == ((), (0,), "recover", False)
@@ -158,7 +158,7 @@ def test_a_signal_that_ends_the_survivors_is_no_cause_of_its_own():
 
 
 def test_last_words_are_the_line_that_names_an_error():
-    """What follows it, such as advice of a library, says less."""
+    """Later lines, such as advice of a library, say less."""
     tail = trace("torch.OutOfMemoryError: CUDA out of memory") + "See the documentation for Memory Management.\n"
     assert exits.last_message(worker(1, stderr_tail=tail)) == "torch.OutOfMemoryError: CUDA out of memory"
     assert exits.last_message(worker(1, stderr_tail="error: no such file\nadvice\n")) == "error: no such file"
@@ -199,7 +199,7 @@ def test_a_port_taken_is_tried_again_elsewhere_within_bounds():
     last = one(ended(failed, past=past), "port_taken")
     assert (last.action, last.person) == ("stop", True)
     assert "ports in a row" in last.evidence[-1]
-    between = [*past, (2.0, Verdict("segmentation_fault"))]
+    between = past + [(2.0, Verdict("segmentation_fault"))]
     assert one(ended(failed, past=between), "port_taken").action == "recover"
 
 
@@ -235,7 +235,7 @@ def test_the_same_full_disk_ends_the_job_whatever_the_figures():
 
 
 def test_a_node_that_lacks_memory_where_the_job_has_trained_is_met_by_another():
-    """What one rank lacks it tells all, who end with its words."""
+    """All ranks report the shortage of one rank, and end with its message."""
     arguments = "rank 1 on b7: staging memory for checkpoints could not be had ([Errno 12] 3 of 5 bytes are free)"
     of_it = worker(1, state="exited", code=3, exit=ExitRecord(ExitKind.HOST_MEMORY, rank=1), message=arguments)
     report = worker(0, state="exited", code=3, exit=ExitRecord(ExitKind.REFUSED, rank=1), message=arguments)
@@ -267,7 +267,7 @@ def test_a_node_that_lacks_memory_where_the_job_has_trained_is_met_by_another():
     assert any("settings or data are wrong" in line for v in first for line in v.evidence)
 
 
-MESSAGES = [*foreign_messages.ENDS, *foreign_messages.BROKEN_HARDWARE]
+MESSAGES = list(foreign_messages.ENDS) + list(foreign_messages.BROKEN_HARDWARE)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.pattern)

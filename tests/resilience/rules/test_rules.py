@@ -1,4 +1,4 @@
-"""The rules: each fault gets its verdict with evidence, and calm traces get none, whatever the clocks say."""
+"""The rules: each fault gets its verdict with evidence, and calm traces get none, with any clocks."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_stopped_process_is_given_no_time_for_its_phase():
 
 
 def test_a_first_step_that_hangs_is_known_once_others_were_seen():
-    """Of every start of a job that hangs at one step, not after resilience.first_step each time."""
+    """Every later start that hangs at one step is detected earlier than after resilience.first_step."""
     start = {"job": "starting", "started": 940.0, "first_step": 600.0}
     limit, learned = silence.LONG_FLOOR, {silence.FIRST_STEP: 2.0}
     assert not standing(limit - 0.1, usual_durations=learned, **start)
@@ -215,7 +215,7 @@ def test_traffic_that_stops_recovers_and_traffic_that_drops_alerts():
     assert not with_traffic([0.0] * 40)
     # Nodes on one machine: loopback falls quiet when others that use it end.
     assert not with_traffic(busy + [0.0] * 10, running=10, interface="lo")
-    # Quiet stretches of six heartbeats belong to this run: ten are no stop yet.
+    # Quiet stretches of six heartbeats belong to this run: ten are not yet a stop.
     waves = ([5e8] * 8 + [0.0] * 6) * 4
     assert not [v for v in with_traffic(waves + [0.0] * 10) if v.kind == "traffic_stopped"]
     assert not [v for v in with_traffic(waves + [0.0] * 10, running=10) if v.kind == "traffic_stopped"]
@@ -230,7 +230,7 @@ def measured(losses: list[float], norms: list[float] | None = None, seconds: lis
 def test_losses_norms_and_seconds():
     calm = [4.0 - 0.01 * i for i in range(80)]
     assert not measured(calm)
-    assert one(measured([*calm, 9.0]), "loss_spike").action == "alert"
+    assert one(measured(calm + [9.0]), "loss_spike").action == "alert"
     assert one(measured(calm, [1.0] * 79 + [50.0]), "loss_spike").action == "alert"
     assert one(measured(calm, [1.0] * 79 + [math.nan]), "nonfinite_gradient").action == "alert"
     assert one(measured(calm, [1.0] * 77 + [math.nan] * 3), "nonfinite_gradient").action == "diagnose"
@@ -266,18 +266,18 @@ def test_a_persistently_slow_node_is_evicted():
     assert not computing(usual, usual, [s * 1.05 for s in usual], usual)
     # A stage with the logits takes longer: only ranks of one stage are compared.
     assert not computing(usual, usual, slow, slow, data=2)
-    # Where peers vary as much themselves, nobody stands out.
+    # If peers vary as much themselves, no rank stands out.
     assert not computing([0.1, 0.2] * 15, [0.1, 0.18] * 15, [0.15] * 30, [0.1, 0.19] * 15)
     # A run that stands (rank 0 is stopped) repeats its last step's times: no evidence against the slower of them.
     assert [v.kind for v in computing(usual, usual[:-18] + [0.15] * 18, running=18)] == ["hang"]
     assert [v.kind for v in computing(usual, usual[:-18] + [0.15] * 18)] == ["slow_node"]
-    # A passing slowness is none.
+    # A passing slowness does not count.
     assert not computing(usual, usual, usual[:-5] + [0.3] * 5, usual)
 
 
 @pytest.mark.parametrize("slow_ranks", [(), (17,), (3, 64)])
 def test_thousands_of_ranks_are_judged_as_few_are(slow_ranks, monkeypatch):
-    """What is usual is then worked out once for all; the verdicts are the same."""
+    """The usual durations are computed once for all ranks, and the verdicts are equal."""
     usual = [0.1, 0.11, 0.1, 0.09, 0.1] * 6
     series = [
         [s * 1.4 for s in usual] if rank in slow_ranks else usual for rank in range(metrics_rules.POOLED_RANKS + 6)
@@ -362,7 +362,7 @@ def test_a_calm_run_raises_no_alarm(state):
 @settings(max_examples=60, deadline=None)
 @given(calm_runs(), st.integers(-(10**12), 10**12))
 def test_clocks_change_nothing(state, skew):
-    """Whatever the senders' clocks and wherever the driver's clock begins, the verdicts are the same."""
+    """The verdicts do not depend on the senders' clocks or on the start of the driver's clock."""
     bad = state.members[-1]
     bad.last_seen = state.time - WINDOW - 1.5
     before = rules.judge(state)

@@ -1,4 +1,4 @@
-"""Slow machines in spans: what follows is the policy's, and nothing follows from what is no defect."""
+"""Slow machines in spans: the policy decides the action, and only a defect causes one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_policy_says_what_follows_from_how_much(action):
     assert [v.action for v in judged(SLOW, slow_action=action)] == [action]
     assert [v.action for v in judged(replace(SLOW, slower=0.07), slow_action=action)] == ["alert"]
     assert [v.action for v in judged(replace(SLOW, slower=0.07), slow_action=action, slow_least=0.05)] == [action]
-    # Other processes on a shared machine are nobody's defect, however slow they make it.
+    # Other processes on a shared machine are not a defect, however slow they make it.
     assert judged(replace(SLOW, cause="host: processes"), slow_action=action) == []
 
 
@@ -49,10 +49,10 @@ def test_ranks_of_a_node_are_one_verdict():
 
 
 def test_a_node_is_tested_once():
-    """What passed its self-checks is not stopped for the same again and again."""
+    """A node that passed its self-checks is not stopped for the same reason again."""
     earlier = [(-50.0, "node-1", "slow_node")]
     (verdict,) = judged(SLOW, slow_action="diagnose", incidents=earlier)
     assert (verdict.action, "passed" in verdict.evidence[-1]) == ("alert", True)
     assert judged(SLOW, slow_action="evict", incidents=earlier)[0].action == "evict"
-    # The alert of this attempt is no such test.
+    # The alert of this attempt is not such a test.
     assert judged(SLOW, slow_action="diagnose", incidents=[(50.0, "node-1", "slow_node")])[0].action == "diagnose"

@@ -1,4 +1,4 @@
-"""What a driver has seen, made up for tests of the rules: workers, heartbeats, and a view of a job of them."""
+"""Views of a driver for tests of the rules: workers, heartbeats, and a job's view of them."""
 
 from __future__ import annotations
 

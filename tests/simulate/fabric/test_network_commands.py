@@ -23,7 +23,7 @@ MODEL = ["examples/gpt-175b.toml", "--gpus", "256", "--train.global_batch=256"]
 
 def network(*arguments: str) -> str:
     """Output of a command that succeeds."""
-    result = CliRunner().invoke(app, ["network", *arguments])
+    result = CliRunner().invoke(app, ["network"] + list(arguments))
     if isinstance(result.exception, MegascaleError):
         raise result.exception
     assert result.exit_code == 0, result.output
@@ -73,10 +73,10 @@ def test_tune_writes_the_environment(tmp_path):
         (["topology", "--set", "leaf_split=9"], ConfigError),
         (["topology", "--set", 'failed=["agg0-core9999"]'], ConfigError),
         (["topology", "--set", "hosts_per_set=512"], FitError),
-        (["placement", *MODEL, "--set", "hosts=8"], FitError),
-        (["placement", *MODEL, *SMALL, "--placement", "near"], ConfigError),
-        (["flows", *MODEL, *SMALL, "--vary", "colour=1"], ConfigError),
-        (["flows", *MODEL, *SMALL, "--algorithm", "star"], ConfigError),
+        (["placement"] + MODEL + ["--set", "hosts=8"], FitError),
+        (["placement"] + MODEL + SMALL + ["--placement", "near"], ConfigError),
+        (["flows"] + MODEL + SMALL + ["--vary", "colour=1"], ConfigError),
+        (["flows"] + MODEL + SMALL + ["--algorithm", "star"], ConfigError),
         (["ecmp", "--queue-pairs", "many"], ConfigError),
         (["tune", "--flaps", "nothing.txt"], DataError),
         (["tune", "--flaps", "-1"], ConfigError),
@@ -86,9 +86,9 @@ def test_tune_writes_the_environment(tmp_path):
         (["topology", "--set", "nic_gbps=inf"], ConfigError),
         (["topology", "--set", "cable_ns=-1"], ConfigError),
         (["validate", "--only", "nothing like this"], ConfigError),
-        (["placement", *MODEL, *SMALL, "--names", "none.txt"], ConfigError),
-        (["placement", *MODEL, *SMALL, "--names", "none.txt", "--out", "p.json"], ConfigError),
-        (["placement", *MODEL, *SMALL, "--out", "/nowhere/p.json"], ConfigError),
+        (["placement"] + MODEL + SMALL + ["--names", "none.txt"], ConfigError),
+        (["placement"] + MODEL + SMALL + ["--names", "none.txt", "--out", "p.json"], ConfigError),
+        (["placement"] + MODEL + SMALL + ["--out", "/nowhere/p.json"], ConfigError),
         (["tune", "--flaps", "3", "--adaptive", "maybe"], ConfigError),
         (["packets", "--control", "cubic"], ConfigError),
         (["packets", "--dcqcn", "mine"], ConfigError),

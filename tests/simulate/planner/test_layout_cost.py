@@ -41,7 +41,7 @@ print(json.dumps({
 
 def measured(*arguments: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", MEASURE] + list(arguments), capture_output=True, text=True, timeout=120, check=True
     )
     return json.loads(done.stdout)
 
@@ -224,7 +224,7 @@ def test_graphs_are_left_out_where_they_do_not_fit():
     arguments = ["parallel.virtual_stages=5", "parallel.micro_batch_group_size=8", "parallel.recompute=selective"]
     arguments += ["train.micro_batch=1", "train.global_batch=16", "train.precision=bfloat16", "model.vocab_size=50304"]
     arguments += ["model.preset=gpt-13b", "model.layers=20"]
-    plan = make_plan(load(None, [*arguments, "kernels.graphs=on"]), 2, 120.0)
+    plan = make_plan(load(None, arguments + ["kernels.graphs=on"]), 2, 120.0)
     assert not plan.fits
     assert "--kernels.graphs=auto" in plan.remedies()
     assert plan.memory[0].graph_buffers > 0
@@ -250,7 +250,7 @@ def test_notes():
 def test_bubble_and_idle_of_uneven_stages():
     even = make_plan(load(EXAMPLE, ["model.vocab_size=2"]), 12288, 80.0)
     assert even.bubble == pytest.approx(7 / (6 * 32), rel=2e-3)
-    uneven = make_plan(load(EXAMPLE, ["parallel.layer_split=" + ",".join(["3", *["2"] * 46, "1"])]), 12288, 80.0)
+    uneven = make_plan(load(EXAMPLE, ["parallel.layer_split=" + ",".join(["3"] + (["2"] * 46) + ["1"])]), 12288, 80.0)
     assert uneven.idle > even.idle
 
 
@@ -317,16 +317,16 @@ def test_faster_splits_are_splits_and_are_faster(stages, virtual, batch, more):
 )
 def test_a_step_of_too_many_forward_passes_is_refused_before_its_schedule_is_made(arguments):
     with pytest.raises(FitError, match=r"train.global_batch=\d+ is .* forward passes .* lower train.global_batch to"):
-        lay_out(load(None, ["--model.vocab_size=1000", *arguments]), 8)
+        lay_out(load(None, ["--model.vocab_size=1000"] + list(arguments)), 8)
 
 
 def test_the_deepest_model_and_the_longest_pipeline_are_planned_at_once():
     arguments = ["--model.vocab_size=1000", "--model.layers=10000", "--train.global_batch=4", "--train.micro_batch=1"]
-    layout = lay_out(load(None, [*arguments, "--parallel.pipeline=1000", "--parallel.virtual_stages=10"]), 1000)
+    layout = lay_out(load(None, arguments + ["--parallel.pipeline=1000", "--parallel.virtual_stages=10"]), 1000)
     assert [chunk.layer_count for chunk in layout.layers] == [1] * 10_000
     # Near sizes of a tensor-parallel width that divides nothing: by roots, not by counting to a billion.
     sizes = ["--model.sequence_length=1000000000", "--model.heads=1000000", "--model.hidden=1000000"]
     sizes += ["--model.ffn_hidden=100000000", "--model.vocab_multiple=1000000", "--model.vocab_size=1000000000"]
-    wide = load(None, ["--train.micro_batch=1", "--parallel.tensor=7", *sizes])
+    wide = load(None, ["--train.micro_batch=1", "--parallel.tensor=7"] + sizes)
     with pytest.raises(FitError, match=r"is not divisible by parallel\.tensor=7"):
         lay_out(wide, 7)

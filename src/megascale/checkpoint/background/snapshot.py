@@ -116,7 +116,9 @@ class Snapshots:
             blank = plan.index.with_generation(BLANK, plan.index.columns["crc"])
             self._plan = (plan.index.to_bytes(), make_torch_metadata(blank))
         self._device = next((s.tensor.device for s in shards if s.tensor.is_cuda), torch.device("cpu"))
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)
         self._outcomes: queue.SimpleQueue[SaveOutcome] = queue.SimpleQueue()
         self._current: SnapshotCopy | None = None
         self._replica_barrier = ReplicaBarrier()

@@ -62,11 +62,11 @@ def split_box(box: Box, item: int, limit: int = CHUNK_BYTES) -> Iterator[Box]:
         for i in range(pieces):
             start = box.sizes[0] * i // pieces
             stop = box.sizes[0] * (i + 1) // pieces
-            yield Box((box.offsets[0] + start, *box.offsets[1:]), (stop - start, *box.sizes[1:]))
+            yield Box((box.offsets[0] + start,) + box.offsets[1:], (stop - start,) + box.sizes[1:])
         return
     for row in range(box.sizes[0]):
         for part in split_box(Box(box.offsets[1:], box.sizes[1:]), item, limit):
-            yield Box((box.offsets[0] + row, *part.offsets), (1, *part.sizes))
+            yield Box((box.offsets[0] + row,) + part.offsets, (1,) + part.sizes)
 
 
 def intersect_boxes(a: Box, b: Box) -> Box | None:

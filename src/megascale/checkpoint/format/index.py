@@ -93,7 +93,7 @@ class CheckpointIndex:
         Raises ValueError if it is another kind of file or a number is invalid: every chunk lies inside its tensor and
         refers to an existing tensor and file. Whether chunks fill the tensors is checked by `chunks.check_coverage`.
         """
-        columns = read_npz_columns(data, ("header", *_COLUMNS))
+        columns = read_npz_columns(data, ("header",) + _COLUMNS)
         text = columns.pop("header")
         if text.dtype != np.uint8:
             raise ValueError("its header is not text")

@@ -125,7 +125,7 @@ def _restrict_to_holders(
     extra = [file_holders[in_file[row]] for row in stranded]
     return (
         np.concatenate([rows[can_read], np.repeat(stranded, [len(able) for able in extra])]),
-        np.concatenate([ranks[can_read], *extra]),
+        np.concatenate([ranks[can_read]] + extra),
     )
 
 
@@ -193,7 +193,7 @@ def merge_reads(index: CheckpointIndex, rows: np.ndarray, gap: int = 1 << 16) ->
         start = int(index.columns["data"][row])
         stop = start + index.nbytes(row)
         if result and result[-1][0] == file and 0 <= start - result[-1][2] < gap:
-            result[-1] = (file, result[-1][1], stop, [*result[-1][3], row])
+            result[-1] = (file, result[-1][1], stop, result[-1][3] + [row])
         else:
             result.append((file, start, stop, [row]))
     return result

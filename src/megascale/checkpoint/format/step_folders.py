@@ -182,7 +182,7 @@ def find_steps(path: StorageLike) -> tuple[Storage, list[int]]:
         storage = open_storage(head or ".")
         if storage.list(last):
             return storage, [int(match.group(1))]
-    for folder in (*_configured_location(Path(text)), f"{text}/checkpoints", text):
+    for folder in tuple(_configured_location(Path(text))) + (f"{text}/checkpoints", text):
         storage = open_storage(folder)
         listed = list_steps(storage)
         if listed:

@@ -59,7 +59,7 @@ class _Pickle:
         dims = columns.shape[1]
         dimensions = [_encode_column(columns[:, d]) for d in range(dims)]
         opening, closing = (b"", _TUPLES[dims]) if dims <= 3 else (b"(", b"t")
-        return [self.get("Size") + opening, *dimensions, closing + b"\x85R"]
+        return [self.get("Size") + opening] + dimensions + [closing + b"\x85R"]
 
 
 def make_torch_metadata(index: CheckpointIndex) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megascale.config.registry import Registry
+from megascale.core.batch import SampleFields
 from megascale.data.dataset.indexed import IndexedDataset, pair_paths
 from megascale.data.dataset.token_file import TokenFile
 
@@ -34,6 +35,11 @@ def open_tokens(entry: str | Path) -> TokenFile:
 def token_files(entry: str | Path) -> list[Path]:
     """Return the files of a token file."""
     return _format(entry).files(entry)
+
+
+def sample_fields(entry: str | Path) -> SampleFields:
+    """Return the optional fields of a token file's samples, without opening it."""
+    return _format(entry).fields(entry)
 
 
 def is_text(entry: str | Path) -> bool:

@@ -20,8 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.config import DataConfig
-from megascale.data.dataset.formats import is_text, open_tokens
+from megascale.core.batch import NO_FIELDS, Batch, SampleFields
+from megascale.data.dataset.formats import is_text, open_tokens, sample_fields
 from megascale.data.dataset.metered_files import Meter
+from megascale.data.dataset.sample_fields import FieldReader, Samples
 from megascale.data.dataset.sample_order import SMALLEST, Blend, derive_key, permute
 from megascale.data.dataset.token_file import TokenFile, too_short_error
 from megascale.errors import ConfigError, DataError
@@ -55,6 +57,15 @@ def check_ids(setting: str, file: str, tokens: NDArray, first: int, vocab_size: 
     )
 
 
+def find_fields(data: DataConfig) -> SampleFields:
+    """Return the optional fields that the samples of data.train carry; no file is opened."""
+    fields = NO_FIELDS
+    for entry in data.train:
+        if not is_text(entry):
+            fields |= sample_fields(entry)
+    return fields
+
+
 class SampleSource:
     """Training samples by number.
 
@@ -66,6 +77,7 @@ class SampleSource:
         index: folder for the token counts of text that is tokenised on the fly; None keeps them in memory.
 
     Attributes:
+        fields: optional fields that every sample carries.
         windows: windows of all files; an epoch's samples if there are no weights.
         tokens: tokens in all files.
 
@@ -84,7 +96,10 @@ class SampleSource:
             )
         self.data = data
         self.sequence_length = sequence_length
+        self.fields = find_fields(data)
         self.meter = Meter()
+        self._has_fields = self.fields != NO_FIELDS
+        self._fields_reader = FieldReader(self.fields, sequence_length)
         self._vocab_size = vocab_size
         self._seed = seed
         self._index = index
@@ -210,7 +225,8 @@ class SampleSource:
                 continue
             # Copying from a memory map reads it, so waiting for the disk and copying are one measurement.
             started = time.perf_counter()
-            view = file.read(window * self.sequence_length, self.sequence_length + 1)
+            start = window * self.sequence_length
+            view = file.stream[start : start + self.sequence_length + 1]
             row[:] = view
             self.meter.read_seconds += time.perf_counter() - started
             self.meter.bytes_read += view.nbytes
@@ -222,6 +238,46 @@ class SampleSource:
                 check_ids("data.train", name, tokens, window * self.sequence_length, self._vocab_size)
         return batch
 
+    def read(self, first_sample: int, count: int) -> Samples:
+        """Return samples first_sample and following with their optional fields.
+
+        Raises DataError for a token outside the vocabulary, and for values that a field may not have.
+        """
+        tokens = self.batch(first_sample, count).T
+        if not self._has_fields:
+            return Samples(tokens)
+        fields, reader = self.fields, self._fields_reader
+        weights, positions, boundaries = [], [], []
+        for file, start in self._locate(first_sample, count):
+            if fields.loss_weights:
+                weights.append(reader.weights(file, start + 1, self.sequence_length))
+            if fields.positions:
+                positions.append(reader.positions(file, np.arange(start, start + self.sequence_length)))
+            if fields.max_documents:
+                boundaries.append(reader.boundaries(file, start))
+        return Samples(
+            tokens,
+            loss_weights=np.stack(weights, axis=1) if weights else None,
+            positions=np.stack(positions, axis=1) if positions else None,
+            document_boundaries=np.stack(boundaries, axis=1) if boundaries else None,
+        )
+
+    def sum_weights(self, first_sample: int, count: int) -> float:
+        """Return the sum of the loss weights of samples first_sample and following, without reading their tokens."""
+        total = 0.0
+        for file, start in self._locate(first_sample, count):
+            weights = self._fields_reader.weights(file, start + 1, self.sequence_length)
+            total += float(weights.sum(dtype=np.float64))
+        return total
+
+    def _locate(self, first_sample: int, count: int) -> list[tuple[TokenFile | None, int]]:
+        """Return the file of each sample (None for text) and the offset of its first token."""
+        located: list[tuple[TokenFile | None, int]] = []
+        for _, number, window in self.ids(first_sample, count).tolist():
+            file = self.files[number]
+            located.append((file if isinstance(file, TokenFile) else None, window * self.sequence_length))
+        return located
+
 
 class HeldOut:
     """A token file read in order, each token exactly once as a target.
@@ -232,6 +288,7 @@ class HeldOut:
     window is padded; padding has target IGNORE.
 
     Attributes:
+        fields: optional fields that its batches carry.
         windows: number of windows.
         tokens: number of targets, and of tokens.
         setting: the key or option that named the file.
@@ -255,6 +312,8 @@ class HeldOut:
                 f"--stride={stride} must be between 1 and model.sequence_length={sequence_length}: tokens beyond a "
                 "window would never be predicted"
             )
+        self.fields = sample_fields(prefix)
+        self._fields_reader = FieldReader(self.fields, sequence_length)
         self._file = open_tokens(prefix)
         self.tokens = self._file.tokens
         if not self.tokens:
@@ -304,3 +363,34 @@ class HeldOut:
             inputs[row, 0] = preceding[0]
             inputs[row, 1 : len(tokens)] = tokens[:-1]
         return inputs, targets
+
+    def read_batch(self, windows: Sequence[int], size: int = 0) -> Batch[NDArray[Any]]:
+        """Return `read_windows` as a batch [sequence_length, max(len(windows), size)] with the optional fields.
+
+        Padding has weight 0.
+        """
+        inputs, targets = self.read_windows(windows, size)
+        fields, reader = self.fields, self._fields_reader
+        if fields == NO_FIELDS:
+            return Batch(inputs.T, targets.T)
+        weights = np.zeros(inputs.shape, np.float32)
+        positions = np.tile(np.arange(self.sequence_length, dtype=np.int32), (len(inputs), 1))
+        boundaries = np.tile(reader.boundaries(None, 0), (len(inputs), 1))
+        for row, window in enumerate(windows):
+            start = window * self.stride
+            begin = max(0, start + self.stride - self.sequence_length)
+            stop = min(start + self.stride, self.tokens)
+            if fields.loss_weights:
+                weights[row, start - begin : stop - begin] = reader.weights(self._file, start, stop - start)
+            if fields.positions:
+                numbers = np.arange(begin - 1, stop - 1) % self.tokens  # the input before the first token is the last
+                positions[row, : stop - begin] = reader.positions(self._file, numbers)
+            if fields.max_documents:
+                boundaries[row] = reader.boundaries(self._file, begin - 1)
+        return Batch(
+            inputs.T,
+            targets.T,
+            loss_weights=weights.T if fields.loss_weights else None,
+            positions=positions.T if fields.positions else None,
+            document_boundaries=boundaries.T if fields.max_documents else None,
+        )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from numpy.typing import NDArray
 
+from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.errors import DataError
 
 
@@ -36,11 +37,27 @@ class TokenFile(ABC):
     def files(cls, entry: str | Path) -> list[Path]:
         """Return the files of an entry: a run that resumes is refused if their contents have changed."""
 
-    def read(self, start: int, count: int) -> NDArray:
-        """Return tokens `start : start + count`, a view; IndexError outside."""
-        if start < 0 or count < 0 or start + count > self.tokens:
-            raise IndexError(f"tokens {start}..{start + count} are outside 0..{self.tokens}")
-        return self.stream[start : start + count]
+    # optional fields of its samples -----------------------------------------------------------------------------
+
+    @classmethod
+    def fields(cls, entry: str | Path) -> SampleFields:
+        """Return the optional fields that samples of an entry carry, without opening it: none by default."""
+        return NO_FIELDS
+
+    @property
+    def loss_weights(self) -> NDArray | None:
+        """Weight of each token's loss as a target, finite and at least 0 [tokens]; None: all are 1."""
+        return None
+
+    @property
+    def positions(self) -> NDArray | None:
+        """Position of each token in its document [tokens]; None: samples count from 0."""
+        return None
+
+    @property
+    def document_starts(self) -> NDArray | None:
+        """Ascending offsets of documents in `stream`; None: each sample is one document."""
+        return None
 
 
 def too_short_error(name: str, tokens: int, sequence_length: int) -> DataError:

@@ -13,18 +13,17 @@ from typing import Any
 import torch
 
 from megascale.config import Config
+from megascale.core.batch import NO_FIELDS, Batch
 from megascale.core.events import Event
 from megascale.core.layout import Layout
 from megascale.data.dataset.data_checks import check_run_data
 from megascale.data.dataset.read_checksum import ReadChecksum
+from megascale.data.dataset.sample_fields import Samples
 from megascale.data.dataset.samples import hash_ids
 from megascale.data.loader import host_loader
 from megascale.data.loader.host_loader import LoaderReader
 from megascale.data.loader.host_plan import HostPlan, plan_host
 from megascale.data.loader.ring import MEASURES
-
-# Tokens and targets, int64 [sequence, micro_batch] on the device.
-Batch = tuple[torch.Tensor, torch.Tensor]
 
 SLOW_SHARE = 0.02  # share of the steps' time spent waiting for data above which an event reports it
 _STEPS = 10  # steps that are judged together
@@ -37,6 +36,15 @@ _REMEDIES = {
     "other processes on the CPU": "leave the loader a core: lower train.threads or stop other work on this host",
 }
 
+
+# Micro-batch number -> the micro-batch on the device; tokens, targets and positions are int64.
+ReadBatch = Callable[[int], Batch[torch.Tensor]]
+
+_FIELD_DTYPES = {
+    "loss_weights": torch.float32,
+    "positions": torch.int64,
+    "document_boundaries": torch.int32,
+}
 
 CheckData = Callable[[int], list[str]]  # called with the samples consumed; returns notes on the data
 
@@ -54,10 +62,22 @@ def _check_data(config: Config, leader: bool, consumed: int) -> list[str]:
     )
 
 
+def _copy_fields(samples: Samples, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return copies of the optional fields of samples on the device, by name."""
+    copies: dict[str, torch.Tensor] = {}
+    for name, dtype in _FIELD_DTYPES.items():
+        array = getattr(samples, name)
+        if array is not None:
+            values = torch.from_numpy(array).to(device, non_blocking=True)
+            copies[name] = values.to(dtype, copy=device.type == "cpu")  # the slot of `array` is written again
+    return copies
+
+
 class LocalFeed:
     """Reads samples in this rank on demand; nothing is read ahead.
 
     Attributes:
+        fields: optional fields of the batches.
         checksum: of the samples that were passed to the engine.
     """
 
@@ -65,12 +85,15 @@ class LocalFeed:
         self, plan: HostPlan, data_coordinate: int, device: torch.device, check_data: CheckData | None = None
     ) -> None:
         self.source = plan.open_source()
+        self.fields = plan.shape.fields
+        self._has_fields = self.fields != NO_FIELDS
         self.device = device
         self.checksum = ReadChecksum()
         self._check_data = check_data
         self._micro_batch = plan.shape.columns
         self._global_batch = plan.global_batch
-        self._offset = data_coordinate * (plan.global_batch // plan.data_ranks)
+        self._share = plan.global_batch // plan.data_ranks
+        self._offset = data_coordinate * self._share
         self._seconds = 0.0
 
     def start(self, first: int) -> list[str]:
@@ -82,19 +105,24 @@ class LocalFeed:
             return self._check_data(first)
         return []
 
-    def batches(self, first: int) -> Callable[[int], Batch]:
+    def batches(self, first: int) -> ReadBatch:
         """Return a function of i: micro-batch i of this rank's share of the step that begins at sample `first`."""
 
-        def read_batch(i: int) -> Batch:
+        def read_batch(i: int) -> Batch[torch.Tensor]:
             started = time.perf_counter()
             number = first + self._offset + i * self._micro_batch
-            rows = self.source.batch(number, self._micro_batch)
-            columns = torch.from_numpy(rows).t().contiguous().to(self.device, non_blocking=True)
-            self.checksum.add(number, rows.T)
+            samples = self.source.read(number, self._micro_batch)
+            columns = torch.from_numpy(samples.tokens).contiguous().to(self.device, non_blocking=True)
+            self.checksum.add(number, samples.tokens)
+            optional = _copy_fields(samples, self.device) if self._has_fields else {}
             self._seconds += time.perf_counter() - started
-            return columns[:-1], columns[1:]
+            return Batch(columns[:-1], columns[1:], **optional)
 
         return read_batch
+
+    def sum_weights(self, first: int) -> float:
+        """Return the sum of the loss weights of this rank's share of the step that begins at sample `first`."""
+        return self.source.sum_weights(first + self._offset, self._share)
 
     def ids(self, first: int) -> str:
         """Return the hash of the sample ids of the step that begins at sample `first`."""
@@ -126,6 +154,7 @@ class HostFeed:
     A slot is released when its copy is done. On a GPU this is checked when the next micro-batch is needed.
 
     Attributes:
+        fields: optional fields of the batches.
         checksum: of the samples that were passed to the engine.
     """
 
@@ -139,6 +168,8 @@ class HostFeed:
         check_data: CheckData | None = None,
     ) -> None:
         self.plan = plan
+        self.fields = plan.shape.fields
+        self._has_fields = self.fields != NO_FIELDS
         self.folder = folder
         self.rank = rank
         self.device = device
@@ -188,33 +219,46 @@ class HostFeed:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.address)
             self._pinned = None
 
-    def batches(self, first: int) -> Callable[[int], Batch]:
+    def batches(self, first: int) -> ReadBatch:
         """Return a function that returns this rank's micro-batches of the step in order, each once."""
-        return lambda i: self._next_batch()
+        return self._next_batch
 
-    def _next_batch(self) -> Batch:
+    def sum_weights(self, first: int) -> float:
+        """Return the sum of the loss weights of this rank's share of the step that comes next."""
+        assert self.reader is not None, "a rank between the first and the last stage reads no samples"
+        self._make_room(self.reader)
+        return self.reader.peek().weight_sum
+
+    def _next_batch(self, i: int) -> Batch[torch.Tensor]:
         reader = self.reader
-        assert reader is not None, "a rank between the first and the last stage reads no tokens"
+        assert reader is not None, "a rank between the first and the last stage reads no samples"
+        self._make_room(reader)
+        micro_batch = reader.read()
+        samples = micro_batch.samples
+        self._ids = micro_batch.ids
+        self._epochs = micro_batch.epochs
+        if self.device.type == "cpu":
+            columns = torch.from_numpy(samples.tokens).long()
+            optional = _copy_fields(samples, self.device) if self._has_fields else {}
+            self.checksum.add(micro_batch.first, samples.tokens)
+            reader.release()
+        else:
+            self._pin()
+            columns = torch.from_numpy(samples.tokens).to(self.device, non_blocking=True).long()
+            optional = _copy_fields(samples, self.device) if self._has_fields else {}
+            copied = torch.cuda.Event()
+            copied.record()
+            self._copies.append(copied)
+            self.checksum.add(micro_batch.first, samples.tokens)  # overlaps the copy; the slot is released after both
+        return Batch(columns[:-1], columns[1:], **optional)
+
+    def _make_room(self, reader: LoaderReader) -> None:
+        """Release the slots whose copies are done, and at least as many that the loader can write the next one."""
         while self._copies and self._copies[0].query():
             self._release_copied(reader)
         while len(self._copies) >= self.plan.shape.depth - 1:
             self._copies[0].synchronize()
             self._release_copied(reader)
-        batch = reader.read()
-        self._ids = batch.ids
-        self._epochs = batch.epochs
-        if self.device.type == "cpu":
-            columns = torch.from_numpy(batch.tokens).long()
-            self.checksum.add(batch.first, batch.tokens)
-            reader.release()
-        else:
-            self._pin()
-            columns = torch.from_numpy(batch.tokens).to(self.device, non_blocking=True).long()
-            copied = torch.cuda.Event()
-            copied.record()
-            self._copies.append(copied)
-            self.checksum.add(batch.first, batch.tokens)  # overlaps the copy; the slot is released after both
-        return columns[:-1], columns[1:]
 
     def _release_copied(self, reader: LoaderReader) -> None:
         self._copies.popleft()

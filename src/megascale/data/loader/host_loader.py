@@ -21,9 +21,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megascale.core.layout import Layout
 from megascale.data.loader import ring as rings
 from megascale.data.loader.host_plan import (
@@ -37,7 +34,7 @@ from megascale.data.loader.host_plan import (
     plan_host,
 )
 from megascale.data.loader.loader_service import PLAN, SEGMENT
-from megascale.data.loader.ring import Ring
+from megascale.data.loader.ring import MicroBatch, Ring
 from megascale.errors import MegascaleError, TrainingError, make_error
 from megascale.services import host_service
 from megascale.services.conversation import Conversation, ErrorReply, peer_credentials
@@ -182,23 +179,6 @@ def last_log_lines(folder: Path) -> str:
     return "nothing"
 
 
-@dataclass
-class MicroBatch:
-    """A micro-batch in shared memory: a view that is valid until `LoaderReader.release`.
-
-    Attributes:
-        tokens: int32 [sequence_length + 1, micro_batch].
-        first: number of its first sample.
-        ids: hash of the ids of all samples of the step (for rank 0).
-        epochs: passes over the data at the end of the step (for rank 0).
-    """
-
-    tokens: NDArray[np.int32]
-    first: int
-    ids: int
-    epochs: float
-
-
 class LoaderReader:
     """One rank's end of the ring.
 
@@ -307,12 +287,18 @@ class LoaderReader:
             self._wait(number)
             self.wait_seconds += time.perf_counter() - started
         self._next = number + 1
-        batch = MicroBatch(*self.ring.slot(self.stream, number))
+        batch = self.ring.slot(self.stream, number)
         expected = self.plan.first_sample(self.base, self.stream, number)
         if batch.first != expected:
             raise TrainingError(
                 f"the data loader gave sample {batch.first} where {expected} was due; start the run again"
             )
+        return batch
+
+    def peek(self) -> MicroBatch:
+        """Return the micro-batch that the next `read` returns too, waiting until it is ready."""
+        batch = self.read()
+        self._next -= 1
         return batch
 
     def _is_ready(self, number: int) -> bool:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megascale.config import DataConfig
+from megascale.core.batch import SampleFields
 from megascale.core.layout import Layout
 from megascale.data.dataset.formats import is_text
-from megascale.data.dataset.samples import SampleSource
+from megascale.data.dataset.samples import SampleSource, find_fields
 from megascale.data.loader.ring import RingShape
 from megascale.services.conversation import ErrorReply
 from megascale.services.messages import Count, Message, Schema
@@ -99,7 +100,10 @@ class HostPlan:
         return setting == "host" or gpus or self.is_shared or any(map(is_text, entries))
 
     def reads_tokens(self, rank: int) -> bool:
-        """Return whether a rank needs tokens; ranks between the first and the last pipeline stage do not."""
+        """Return whether a rank needs samples.
+
+        Ranks between the first and the last pipeline stage do not, unless blocks read a field of the samples.
+        """
         return any(rank in ranks for ranks in self.shape.readers)
 
     def first_sample(self, base: int, stream: int, number: int) -> int:
@@ -129,10 +133,11 @@ class HostPlan:
         record: dict[str, Any] = json.loads(text)
         shape = record.pop("shape")
         readers = tuple(tuple(ranks) for ranks in shape.pop("readers"))
+        fields = SampleFields(**shape.pop("fields"))
         return HostPlan(
             data=DataConfig(**record.pop("data")),
             streams=tuple(record.pop("streams")),
-            shape=RingShape(readers, **shape),
+            shape=RingShape(readers, **shape, fields=fields),
             **record,
         )
 
@@ -145,15 +150,18 @@ class HostPlan:
 def plan_host(layout: Layout, first_rank: int, ranks: int) -> HostPlan:
     """Return the plan of the host that runs `ranks` ranks from `first_rank` on."""
     config, grid = layout.config, layout.grid
+    fields = find_fields(config.data)
     streams: dict[int, list[int]] = {}
     for rank in range(first_rank, first_rank + ranks):
-        if grid.coordinate(rank).pipeline in (0, grid.pipeline - 1):
+        reads_ends = grid.coordinate(rank).pipeline in layout.chunk_map.end_stages
+        if reads_ends or fields.concerns_blocks:
             streams.setdefault(grid.replica(rank), []).append(rank)
     shape = RingShape(
         tuple(tuple(streams[data]) for data in sorted(streams)),
         depth=max(4, config.data.ring_steps * layout.microbatches),
         rows=config.model.sequence_length + 1,
         columns=config.train.micro_batch,
+        fields=fields,
     )
     return HostPlan(
         data=config.data,

@@ -81,6 +81,7 @@ class LoaderService:
         self.has_readers = False  # a reader has joined
         self.ending = False
         self._step: tuple[int, int, float] = (-1, 0, 0.0)  # step, hash of its ids, epochs at its end
+        self._weight_sums: dict[int, tuple[int, float]] = {}  # by stream: step, sum of its loss weights
 
     def _create_segment(self) -> tuple[rings.Ring, bool]:
         return rings.create_segment(self.segment, self.plan.shape, self.plan.hash, self.plan.run)
@@ -132,11 +133,12 @@ class LoaderService:
         plan, ring = self.plan, self.ring
         number, base = ring.produced(stream), int(ring.header["base"])
         first = plan.first_sample(base, stream, number)
-        rows = self.source.batch(first, plan.shape.columns)
+        samples = self.source.read(first, plan.shape.columns)
         ids, epochs = self._step_ids(base, number // plan.microbatches) if plan.leader else (0, 0.0)
+        weight_sum = self._sum_step_weights(base, stream, number // plan.microbatches)
         with self.lock:
             if ring.produced(stream) == number:
-                ring.put(stream, rows, first, ids, epochs)
+                ring.put(stream, samples, first, ids, epochs, weight_sum)
             for seat in self.seats[stream]:
                 if seat.bell >= 0:
                     os.eventfd_write(seat.bell, 1)
@@ -152,6 +154,18 @@ class LoaderService:
             ids = self.source.ids(base + step * batch, batch)
             self._step = (step, hash_ids(ids), self.source.count_epochs(base + (step + 1) * batch))
         return self._step[1:]
+
+    def _sum_step_weights(self, base: int, stream: int, step: int) -> float:
+        """Return the sum of the loss weights of a stream's samples in a step; 0 if samples carry no weights."""
+        plan = self.plan
+        if not plan.shape.fields.loss_weights:
+            return 0.0
+        key, weight_sum = self._weight_sums.get(stream, (-1, 0.0))
+        if key != step:
+            first = plan.first_sample(base, stream, step * plan.microbatches)
+            weight_sum = self.source.sum_weights(first, plan.microbatches * plan.shape.columns)
+            self._weight_sums[stream] = (step, weight_sum)
+        return weight_sum
 
     # readers ----------------------------------------------------------------------------------------------------
 

@@ -28,10 +28,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megascale.core.batch import NO_FIELDS, SampleFields
+from megascale.data.dataset.sample_fields import Samples
 from megascale.errors import FitError
 
 MOUNT = Path("/dev/shm")
-MAGIC = b"MSRING1\0"
+MAGIC = b"MSRING2\0"
 _HEADER = np.dtype(
     [
         ("magic", "S8"),
@@ -49,7 +51,7 @@ _HEADER = np.dtype(
     ]
 )
 MEASURES = ("bytes_read", "read_seconds", "unpack_seconds", "encode_seconds", "encode_cpu_seconds", "full_seconds")
-_SLOT = np.dtype([("ready", "<i8"), ("first", "<i8"), ("ids", "<u8"), ("epochs", "<f8")])
+_SLOT = np.dtype([("ready", "<i8"), ("first", "<i8"), ("ids", "<u8"), ("epochs", "<f8"), ("weight_sum", "<f8")])
 _LINE = 64  # bytes of a cache line; words that different processes write are on different lines
 _PAGE = 4096
 _fence_lock = threading.Lock()
@@ -70,17 +72,32 @@ class RingShape:
         readers: ranks that read each stream.
         depth: slots of a stream.
         rows, columns: tokens and samples of a micro-batch; a slot holds int32 [rows, columns].
+        fields: optional fields of the samples, which follow the tokens in a slot.
     """
 
     readers: tuple[tuple[int, ...], ...]
     depth: int
     rows: int
     columns: int
+    fields: SampleFields = NO_FIELDS
+
+    @property
+    def arrays(self) -> dict[str, tuple[str, int]]:
+        """Arrays of a slot by their names in `Samples`: type and rows. All elements have four bytes."""
+        arrays = {"tokens": ("<i4", self.rows)}
+        if self.fields.loss_weights:
+            arrays["loss_weights"] = ("<f4", self.rows - 1)
+        if self.fields.positions:
+            arrays["positions"] = ("<i4", self.rows - 1)
+        if self.fields.max_documents:
+            arrays["document_boundaries"] = ("<i4", self.fields.max_documents + 1)
+        return arrays
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot with its label."""
-        return _round_up(_LINE + 4 * self.rows * self.columns, _LINE)
+        rows = sum(rows for _, rows in self.arrays.values())
+        return _round_up(_LINE + 4 * rows * self.columns, _LINE)
 
     @property
     def control_words(self) -> int:
@@ -105,6 +122,25 @@ class RingShape:
         raise ValueError(f"rank {rank} is not among the readers {self.readers}")
 
 
+@dataclass
+class MicroBatch:
+    """A micro-batch in shared memory: views that are valid until its slot is released.
+
+    Attributes:
+        samples: the samples; tokens are int32.
+        first: number of its first sample.
+        ids: hash of the ids of all samples of the step (for rank 0).
+        epochs: passes over the data at the end of the step (for rank 0).
+        weight_sum: sum of the loss weights of the stream's samples in the step; 0 if samples carry no weights.
+    """
+
+    samples: Samples
+    first: int
+    ids: int
+    epochs: float
+    weight_sum: float
+
+
 class Ring:
     """A mapped segment, made by `create_segment` (the loader) or from an open file (readers)."""
 
@@ -121,8 +157,20 @@ class Ring:
         slots = segment[shape.data_offset :][: len(shape.readers) * shape.depth * shape.slot_bytes]
         slots = slots.reshape(len(shape.readers), shape.depth, shape.slot_bytes)
         self._labels = slots[:, :, : _SLOT.itemsize].view(_SLOT)[..., 0]
-        data = slots[:, :, _LINE : _LINE + 4 * shape.rows * shape.columns].view("<i4")
-        self._data = data.reshape(len(shape.readers), shape.depth, shape.rows, shape.columns)
+        self._arrays: dict[str, NDArray] = {}  # by name: [streams, depth, rows, columns]
+        offset = _LINE
+        for name, (dtype, rows) in shape.arrays.items():
+            stop = offset + 4 * rows * shape.columns
+            data = slots[:, :, offset:stop].view(dtype)
+            self._arrays[name] = data.reshape(len(shape.readers), shape.depth, rows, shape.columns)
+            offset = stop
+        self._samples = [
+            [
+                Samples(**{name: data[stream, slot] for name, data in self._arrays.items()})
+                for slot in range(shape.depth)
+            ]
+            for stream in range(len(shape.readers))
+        ]
 
     @property
     def address(self) -> int:
@@ -139,18 +187,20 @@ class Ring:
         """Let the loader resume at `number`; later slots are written again with the same contents."""
         self._produced[stream] = number
 
-    def put(self, stream: int, rows: NDArray, first: int, ids: int, epochs: float) -> None:
-        """Write the next micro-batch of a stream: tokens [columns, rows] and their label."""
+    def put(self, stream: int, samples: Samples, first: int, ids: int, epochs: float, weight_sum: float = 0.0) -> None:
+        """Write the next micro-batch of a stream: samples and their label."""
         number = self.produced(stream)
         slot = number % self.shape.depth
         label = self._labels[stream, slot]
         if int(label["ready"]) != number + 1:  # a slot that is written again after a rewind stays ready
             label["ready"] = 0
             fence()
-        self._data[stream, slot] = rows.T
+        for name, data in self._arrays.items():
+            data[stream, slot] = getattr(samples, name)
         label["first"] = first
         label["ids"] = ids
         label["epochs"] = epochs
+        label["weight_sum"] = weight_sum
         fence()
         label["ready"] = number + 1
         self._produced[stream] = number + 1
@@ -172,11 +222,17 @@ class Ring:
         fence()
         return is_ready
 
-    def slot(self, stream: int, number: int) -> tuple[NDArray[np.int32], int, int, float]:
-        """Return tokens [rows, columns] (a view), first sample, hash of the step's ids, epochs at the step's end."""
-        label = self._labels[stream, number % self.shape.depth]
-        view = self._data[stream, number % self.shape.depth]
-        return view, int(label["first"]), int(label["ids"]), float(label["epochs"])
+    def slot(self, stream: int, number: int) -> MicroBatch:
+        """Return micro-batch `number`, whose arrays are views of the slot."""
+        slot = number % self.shape.depth
+        label = self._labels[stream, slot]
+        return MicroBatch(
+            self._samples[stream][slot],
+            first=int(label["first"]),
+            ids=int(label["ids"]),
+            epochs=float(label["epochs"]),
+            weight_sum=float(label["weight_sum"]),
+        )
 
     def full(self, stream: int) -> bool:
         """Return whether a stream has no slot that all its readers have released."""

@@ -128,7 +128,7 @@ def build(
     else:
         loaded = None
     if loaded is not None:
-        vocabulary = [loaded.sha256, loaded.end_of_document, *loaded.begin_of_document]
+        vocabulary = [loaded.sha256, loaded.end_of_document] + list(loaded.begin_of_document)
     settings: list[Any] = [vocabulary, None]
     files: list[sources.SourceFile] = []
     if not use_stdlib:

@@ -62,7 +62,7 @@ class Tokenizer(ABC):
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a text to be continued, with the beginning of the tokenizer's own template."""
-        return [*self.begin_of_prompt, *self.encode(text)]
+        return list(self.begin_of_prompt) + self.encode(text)
 
     def encode_documents(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """Return the ids of several documents, each with its begin and end, as one array, and the length of each."""

@@ -89,7 +89,7 @@ def import_tokenizer(folder: Path, out: Path, ends: Sequence[int]) -> tuple[Toke
     try:
         return load_tokenizer(out / TOKENIZER), notes
     except DataError as error:
-        return None, [*notes, str(error)]
+        return None, notes + [str(error)]
 
 
 def export_tokenizer(tokenizer: Tokenizer, source: Path, out: Path, longest: int) -> None:

@@ -59,7 +59,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with self._named_failures():
             self.begin_of_prompt = _begin_of_template(inner)
         special = [number for number, token in inner.get_added_tokens_decoder().items() if token.special]
-        self._encoder = _encoder(inner, record, [*special, self.end_of_document, *self.begin_of_prompt])
+        self._encoder = _encoder(inner, record, special + [self.end_of_document] + list(self.begin_of_prompt))
         self.loses_text = can_lose_text(record, pre_tokenizers.ByteLevel.alphabet())
         self._unknown = unknown_id(record)
         self._byte_level = is_byte_level(record)
@@ -260,7 +260,7 @@ def _rename_tokens(model: dict[str, Any], placeholders: dict[str, str]) -> dict[
 
 def is_byte_level(record: dict[str, Any]) -> bool:
     """Return whether each token of the model is written with one character per byte of UTF-8."""
-    steps = [*_steps(record.get("pre_tokenizer"), "pretokenizers"), *_steps(record.get("normalizer"), "normalizers")]
+    steps = _steps(record.get("pre_tokenizer"), "pretokenizers") + _steps(record.get("normalizer"), "normalizers")
     return record["model"].get("type") == "BPE" and any(step.get("type") == "ByteLevel" for step in steps)
 
 

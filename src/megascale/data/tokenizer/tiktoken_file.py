@@ -108,7 +108,7 @@ class TiktokenTokenizer(Tokenizer):
 
 def _byte_characters() -> dict[int, int]:
     """Return GPT-2's printable character for each byte: the byte itself if it is printable, else one from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    printable = list(range(33, 127)) + list(range(161, 173)) + list(range(174, 256))
     unprintable = (byte for byte in range(256) if byte not in printable)
     return {byte: byte for byte in printable} | {byte: 256 + i for i, byte in enumerate(unprintable)}
 

@@ -11,9 +11,9 @@ from megascale.model.huggingface.family import Family
 from megascale.model.huggingface.gpt2 import GPT2
 from megascale.model.huggingface.gpt_neox import GPT_NEOX
 from megascale.model.huggingface.gptj import GPTJ
-from megascale.model.huggingface.llama import LLAMA, MISTRAL, QWEN2
+from megascale.model.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3
 
-FAMILIES = {family.name: family for family in (GPT2, GPTJ, GPT_NEOX, LLAMA, MISTRAL, QWEN2)}
+FAMILIES = {family.name: family for family in (GPT2, GPTJ, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3)}
 
 
 def family_for(model: ModelConfig, name: str | None = None) -> Family:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from megascale.config import ModelConfig
 from megascale.config.base import MAX_LAYERS
+from megascale.config.model_section import LayerKinds
+from megascale.core.inventory import resolve_layers
 from megascale.errors import DataError
 
 _MAX_VALUE_CHARACTERS = 200  # in a message
@@ -187,7 +189,12 @@ class ConfigKeys:
         return max(rates.values(), default=0.0)
 
     def read_rotary(
-        self, fraction: float, base_key: str, fraction_key: str = "partial_rotary_factor"
+        self,
+        fraction: float,
+        base_key: str,
+        fraction_key: str = "partial_rotary_factor",
+        *,
+        default_base: float = 10000.0,
     ) -> dict[str, Any]:
         """Return the keys of rotary positions as transformers reads them.
 
@@ -205,7 +212,7 @@ class ConfigKeys:
             if rope_type != "default":
                 raise self.make_error(f"{name}.rope_type", rope_type, "scaled rotary positions are not supported")
         table_name, rope = next(iter(tables.items()), ("rope_parameters", {}))
-        base = rope.get("rope_theta") or self.get(base_key, default=10000.0)
+        base = rope.get("rope_theta") or self.get(base_key, default=default_base)
         rotary_fraction = rope.get("partial_rotary_factor") or self.get(fraction_key, default=fraction)
         for name, values in tables.items():
             for key, value in (("rope_theta", base), ("partial_rotary_factor", rotary_fraction)):
@@ -230,14 +237,30 @@ def rotary_width(model: ModelConfig) -> int:
     return int(model.head_size * model.rotary_fraction)
 
 
-def find_unsupported_values(model: ModelConfig, family: str, supported: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Return a sentence for each key of [model] whose value the family does not support."""
+def find_unsupported_values(
+    model: ModelConfig, family: str, supported: Mapping[str, Sequence[Any]], *, allows_unrotated: bool = False
+) -> list[str]:
+    """Return a sentence for each key of [model] whose value the family does not support.
+
+    Args:
+        allows_unrotated: whether layers of the family may be without rotary positions.
+    """
     faults = []
-    for key, values in supported.items():
+    for key, values in {"qk_norm": ["none"], **supported}.items():
         value = getattr(model, key)
         if value not in values:
             allowed = " or ".join(repr(v) for v in values)
             faults.append(f"model.{key}={value!r}, and {family} only has {allowed}")
+    common = resolve_layers(model.model_copy(update={"layer_pattern": "S", "layer_kinds": LayerKinds()}))[0]
+    for letter in sorted(set(model.layer_pattern) & set(model.layer_kinds)):
+        kind = resolve_layers(model.resolve_kind(letter))[0]
+        is_window_shared = kind.window in (None, model.window)
+        mixer = replace(kind.mixer, window=common.mixer.window)
+        if allows_unrotated and mixer.rope is None:
+            mixer = replace(mixer, rope=common.mixer.rope)
+        if not is_window_shared or replace(kind, mixer=mixer) != common:
+            settings = model.layer_kinds[letter].model_dump(exclude_none=True)
+            faults.append(f"model.layer_kinds.{letter}={settings}, and {family} has no such kinds of layers")
     return faults
 
 
@@ -262,7 +285,7 @@ def list_windowed_layers(model: ModelConfig) -> list[bool]:
     A window as long as the training sequence counts, except with learned positions, which end there.
     """
     has_effect = model.positions != "learned" or (model.window or 0) < model.sequence_length
-    return [has_effect and model.layer_window(i) is not None for i in range(model.layers)]
+    return [has_effect and layer.window is not None for layer in resolve_layers(model)]
 
 
 def find_window_faults(model: ModelConfig, family: str) -> list[str]:

@@ -424,9 +424,11 @@ def _standard_error(values: Array) -> float:
 
 def _read_mfu(tables: SpanTables | None, window: tuple[int, int]) -> float:
     """Return the median MFU of a window's steps from the run's metrics, NaN if they do not contain it."""
+    if tables is None:
+        return float("nan")
     values = []
     try:
-        for record in RecordReader(tables.folder.parent / "metrics.jsonl") if tables is not None else ():
+        for record in RecordReader(tables.folder.parent / "metrics.jsonl"):
             mfu = to_float(record.get("mfu"))
             if window[0] <= to_float(record.get("step")) <= window[1] and 0.0 < mfu < 10.0:
                 values.append(mfu)

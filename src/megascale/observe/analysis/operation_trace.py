@@ -28,8 +28,9 @@ from typing import Any
 
 import numpy as np
 
+from megascale.core.chunk_map import Placement, make_chunk_map
 from megascale.errors import DataError
-from megascale.observe.analysis.run_steps import ActionSpan, RankStep, read_rank_steps
+from megascale.observe.analysis.run_steps import ActionSpan, RankStep, read_placement, read_rank_steps
 from megascale.observe.store.parquet import quote_sql
 from megascale.observe.store.tables import SpanTables
 
@@ -37,7 +38,9 @@ Array = np.ndarray[Any, Any]
 
 FORWARD = "forward-compute"
 BACKWARD = "backward-compute"
-COMPUTE = (FORWARD, BACKWARD)
+# Of a backward in two actions: its gradients of weights. The other action is `BACKWARD`.
+WEIGHT = "weight-gradient-compute"
+COMPUTE = (FORWARD, BACKWARD, WEIGHT)
 # Point-to-point kinds: (the compute at this end, whether this end sends, offset of the stage at the other end).
 TRANSFERS = {
     "forward-send": (FORWARD, True, 1),
@@ -79,7 +82,7 @@ _LARGEST = 1 << 20
 
 # A wait shorter than this (ns) was for a message that had already arrived.
 _NO_WAIT = 100_000
-_COMPUTE_KINDS = {"forward": FORWARD, "backward": BACKWARD}
+_COMPUTE_KINDS = {"forward": FORWARD, "backward": BACKWARD, "backward_input": BACKWARD, "backward_weight": WEIGHT}
 _MESSAGE_KINDS = {
     "send_forward": "forward-send",
     "recv_forward": "forward-recv",
@@ -221,7 +224,7 @@ def write_trace(trace: OperationTrace, path: Path) -> int:
 
 def read_run_trace(tables: SpanTables, steps: list[int]) -> OperationTrace:
     """Convert the spans of these steps of a run. DataError if they contain no compute."""
-    builder = _TraceBuilder()
+    builder = _TraceBuilder(read_placement(tables))
     for _, ranks in groupby(read_rank_steps(tables, steps), key=lambda rank_step: rank_step.step):
         builder.add_step(list(ranks))
     return builder.make_trace()
@@ -262,21 +265,21 @@ class _Transfer:
 class _TraceBuilder:
     """Converts the spans of one step after another into rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
         self._rows: list[_Row] = []
         self._transfers: list[_Transfer] = []
         # The following hold the state of the step under way.
-        self._stages = 1
-        self._last_chunk = 0
+        self._chunk_map = make_chunk_map(1, 1)
         self._sides: dict[_SideKey, _Row] = {}
         self._arrivals: dict[_SideKey, tuple[int, int]] = {}  # time of arrival, duration of the wait for it
         self._sequences: Counter[str] = Counter()
 
     def add_step(self, ranks: list[RankStep]) -> None:
         """Add all ranks of one step."""
-        self._stages = max(rank_step.coordinates[1] for rank_step in ranks) + 1
+        stages = max(rank_step.coordinates[1] for rank_step in ranks) + 1
         chunks = [act.chunk for rank_step in ranks for act in rank_step.actions if act.action in _COMPUTE_KINDS]
-        self._last_chunk = max(chunks, default=0) * self._stages + self._stages - 1
+        self._chunk_map = make_chunk_map(stages, max(chunks, default=0) + 1, self._placement)
         self._sides = {}
         self._arrivals = {}
         for rank_step in ranks:
@@ -311,7 +314,7 @@ class _TraceBuilder:
             sequence=self._sequences[kind],
             chunk=chunk,
             microbatch=microbatch,
-            global_chunk=chunk * self._stages + stage if kind in COMPUTE else -1,
+            global_chunk=self._position(stage, chunk) if kind in COMPUTE else -1,
             begin=begin,
             end=max(begin, end),
             waited=waited,
@@ -319,6 +322,12 @@ class _TraceBuilder:
         self._rows.append(row)
         self._sequences[kind] += 1
         return row
+
+    def _position(self, stage: int, chunk: int) -> int:
+        """Return the position in the model of a stage's chunk; -1 for a damaged number."""
+        if not 0 <= chunk < self._chunk_map.virtual_stages:
+            return -1
+        return int(self._chunk_map.positions[stage, chunk])
 
     def _add_rank(self, rank_step: RankStep) -> None:
         tensor, stage, replica = rank_step.coordinates
@@ -332,7 +341,7 @@ class _TraceBuilder:
             elif act.action in _MESSAGE_KINDS:
                 # The sequence identifies the compute of a message; its own chunk and micro-batch do not count.
                 kind = _MESSAGE_KINDS[act.action]
-                key = (replica, tensor, kind, act.chunk * self._stages + stage, act.microbatch)
+                key = (replica, tensor, kind, self._position(stage, act.chunk), act.microbatch)
                 self._sides[key] = self._add_row(rank_step, kind, act.begin, act.end)
             elif act.action == "gather_params":
                 gathers = act.select_transfers("data")
@@ -356,15 +365,20 @@ class _TraceBuilder:
         tensor, stage, replica = rank_step.coordinates
         kind = _COMPUTE_KINDS[act.action]
         input_axes = ("pipeline", "data") if act.action == "forward" else ("pipeline",)
-        begin = max([act.begin, *(wait.end for wait in act.select_waits(*input_axes))])
+        begin = max([act.begin] + [wait.end for wait in act.select_waits(*input_axes)])
         waited = sum(wait.end - wait.begin for wait in act.select_waits("tensor"))
         self._add_row(rank_step, kind, begin, act.end, act.chunk, act.microbatch, waited)
-        global_chunk = act.chunk * self._stages + stage
-        is_first = global_chunk == 0 if kind == FORWARD else global_chunk >= self._last_chunk
-        if self._stages == 1 or is_first:
+        if kind == WEIGHT:
+            return
+        global_chunk = self._position(stage, act.chunk)
+        neighbour = self._chunk_map.neighbour(stage, act.chunk, -1 if kind == FORWARD else 1)
+        if neighbour is None or neighbour[0] == stage:
             return
         messages = act.select_waits("pipeline")
-        arrival = (messages[0].end, messages[0].end - messages[0].begin) if messages else (act.begin, 0)
+        if messages:
+            arrival = (messages[0].end, messages[0].end - messages[0].begin)
+        else:
+            arrival = (act.begin, 0)
         receive = "forward-recv" if kind == FORWARD else "backward-recv"
         self._arrivals[replica, tensor, receive, global_chunk, act.microbatch] = arrival
 
@@ -373,7 +387,7 @@ class _TraceBuilder:
         self._add_row(rank_step, GARBAGE, last_compute_end, last_compute_end)
         previous_end = last_compute_end
         for kind in (NORMS, EMBEDDING, REDUCE, CLIP, OPTIMIZER):
-            if kind == EMBEDDING and rank_step.coordinates[1] not in (0, self._stages - 1):
+            if kind == EMBEDDING and rank_step.coordinates[1] not in self._chunk_map.end_stages:
                 continue
             if kind == REDUCE and kind not in tail:
                 continue

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from megascale.core.calls import MAX_RANKS
+from megascale.core.spans import BACKWARD_LABELS, COMPUTE_LABELS
 from megascale.errors import ConfigError, DataError
 from megascale.observe.analysis.run_steps import parse_step_range
 from megascale.observe.store.tables import SpanTables
@@ -31,7 +32,8 @@ _MAX_STEPS = 1000  # largest default window
 _MINUTE_NS = 60e9
 _SILENT_NS = 10e9  # well above the delay of a rank's roll-ups
 
-_COMPUTE = "action IN ('forward', 'backward')"
+_BACKWARD = f"action IN ({', '.join(map(repr, BACKWARD_LABELS))})"
+_COMPUTE = f"(action = 'forward' OR {_BACKWARD})"
 # SQL aggregates over the roll-ups of a rank and step, by column.
 _SUMS = {
     "step_total": "sum(total_ns) FILTER (WHERE action = 'step')",
@@ -41,7 +43,7 @@ _SUMS = {
     "host": f"sum(host_ns) FILTER (WHERE {_COMPUTE})",
     "count": f"sum(count) FILTER (WHERE {_COMPUTE})",
     "forward": "sum(total_ns - waited_ns) FILTER (WHERE action = 'forward')",
-    "backward": "sum(total_ns - waited_ns) FILTER (WHERE action = 'backward')",
+    "backward": f"sum(total_ns - waited_ns) FILTER (WHERE {_BACKWARD})",
     "update": "sum(total_ns - waited_ns) FILTER (WHERE action = 'optimizer')",
     "samples": "sum(total_ns) FILTER (WHERE action = 'data_wait')",
     "garbage": "sum(total_ns) FILTER (WHERE action = 'garbage')",
@@ -57,7 +59,7 @@ _SUMS = {
 _TIMESTAMPS = ("first", "last")
 _COUNTS = ("count", "pause_count", "retries")
 _ACTIONS = (
-    "forward", "backward", "optimizer", "step", "wait", "data_wait", "garbage", "garbage_pause", "allocator_retry",
+    *COMPUTE_LABELS, "optimizer", "step", "wait", "data_wait", "garbage", "garbage_pause", "allocator_retry",
     "processor_wait", "checkpoint_stall", "finish_reductions",
 )  # fmt: skip
 

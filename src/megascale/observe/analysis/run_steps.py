@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from megascale import config as configuration
+from megascale.core.chunk_map import Placement, round_robin
+from megascale.core.schedule_registry import SCHEDULES
 from megascale.core.spans import SpanKind
-from megascale.errors import ConfigError, DataError
+from megascale.core.untrusted_files import is_small_file
+from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.observe.store.tables import SpanTables
 
 _INNER_KINDS = {SpanKind.WAIT.label, SpanKind.DATA_WAIT.label, SpanKind.TRANSFER.label}
@@ -97,10 +101,31 @@ def choose_sampled_steps(tables: SpanTables, step_range: str, last: int) -> list
     if not chosen:
         shown = [str(step) for step in steps]
         if len(shown) > 8:
-            shown = [*shown[:4], "...", *shown[-3:]]
+            shown = shown[:4] + ["..."] + shown[-3:]
         plural = "s" if len(steps) > 1 else ""
         raise ConfigError(f"--steps={step_range}: spans of all ranks exist for step{plural} {', '.join(shown)} only")
     return chosen
+
+
+def read_placement(tables: SpanTables) -> Placement:
+    """Return the stage of each model chunk under the run's parallel.schedule.
+
+    Without the run's configuration, chunks are taken to pass over the stages in turn. DataError if the schedule is not
+    registered here.
+    """
+    file = tables.folder.parent / "config.toml"
+    if not is_small_file(file):
+        return round_robin
+    try:
+        name = configuration.load(file, keep_unknown_parts=True).parallel.schedule
+    except (MegascaleError, ValueError, RecursionError):
+        return round_robin
+    try:
+        return SCHEDULES[name].placement
+    except ConfigError as error:
+        raise DataError(
+            f"the run's schedule is unknown here ({error}); install the package that registers it"
+        ) from None
 
 
 def parse_step_range(text: str) -> tuple[int, int]:

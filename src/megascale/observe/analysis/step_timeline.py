@@ -17,14 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from megascale.core.chunk_map import Placement, make_chunk_map, round_robin
 from megascale.core.replay import ActionGraph, replay_schedule
-from megascale.core.schedule import ActionKind, Schedule
+from megascale.core.schedule import COMPUTES, RECEIVES, SENDS, ActionKind, Schedule
+from megascale.core.spans import COMPUTE_LABELS, SPAN_OF_ACTION, SpanKind
 from megascale.errors import ConfigError, DataError
 from megascale.observe.analysis.run_steps import (
     ActionSpan,
     InnerSpan,
     RankStep,
     choose_sampled_steps,
+    read_placement,
     read_rank_steps,
 )
 from megascale.observe.store.tables import SpanTables
@@ -35,12 +38,12 @@ _VIEWS = {"pipeline": (1, (2, 0, 1)), "tensor": (0, (2, 1, 0)), "data": (2, (1, 
 # shown ranks, their pipelines and their tensor peers are read.
 _MAX_READ_RANKS = 256
 _NO_WAIT = 100_000  # nanoseconds; a shorter wait was for a message that had already arrived
-_COMPUTES = {"forward": ActionKind.FORWARD, "backward": ActionKind.BACKWARD}
-_SCHEDULE_ACTIONS = _COMPUTES | {
-    "send_forward": ActionKind.SEND_FORWARD,
-    "recv_forward": ActionKind.RECV_FORWARD,
-    "send_backward": ActionKind.SEND_BACKWARD,
-    "recv_backward": ActionKind.RECV_BACKWARD,
+_SCHEDULE_ACTIONS = {SPAN_OF_ACTION[kind].label: kind for kind in (*COMPUTES, *SENDS, *RECEIVES)}
+# Direction of the message that a compute awaits.
+_INPUT_DIRECTIONS = {
+    SpanKind.FORWARD.label: "forward",
+    SpanKind.BACKWARD.label: "backward",
+    SpanKind.BACKWARD_INPUT.label: "backward",
 }
 
 
@@ -156,7 +159,7 @@ def read_step_timeline(tables: SpanTables, step: int | None, ranks: str, view: s
     if missing:
         raise DataError(f"step {number}: spans of rank {missing[0]} were lost; choose another step")
     stages = {rank: place[1] for rank, place in coordinates.items()}
-    return _TimelineBuilder(steps, stages).timeline(number, shown, view)
+    return _TimelineBuilder(steps, stages, read_placement(tables)).timeline(number, shown, view)
 
 
 def _parse_ranks(ranks: str, view: str, coordinates: dict[int, tuple[int, ...]]) -> list[int]:
@@ -192,14 +195,20 @@ _CollectiveKey = tuple[Any, ...]
 class _TimelineBuilder:
     """The steps of the ranks that were read, and the messages and collectives that connect them."""
 
-    def __init__(self, steps: dict[int, RankStep], stage_by_rank: dict[int, int]) -> None:
+    def __init__(
+        self, steps: dict[int, RankStep], stage_by_rank: dict[int, int], placement: Placement = round_robin
+    ) -> None:
         self.steps = steps
         self.stages = max(stage_by_rank.values()) + 1
-        chunks = [act.chunk for rank_step in steps.values() for act in rank_step.actions if act.action in _COMPUTES]
+        chunks = [
+            act.chunk for rank_step in steps.values() for act in rank_step.actions if act.action in COMPUTE_LABELS
+        ]
         self.virtual = 1 + max(chunks, default=0)
+        self.placement = placement
+        self.chunk_map = make_chunk_map(self.stages, self.virtual, placement)
         self.origin = min(rank_step.begin for rank_step in steps.values())
         self.rank_at = {rank_step.coordinates: rank_step.rank for rank_step in steps.values()}
-        # Sends by replica, tensor coordinate, direction, sending global chunk and micro-batch.
+        # Sends by replica, tensor coordinate, direction, position of the sending chunk in the model, and micro-batch.
         self.sends: dict[tuple[int, int, str, int, int], tuple[int, ActionSpan]] = {}
         # Time at which each rank joined a collective.
         self.joined: dict[_CollectiveKey, dict[int, int]] = defaultdict(dict)
@@ -209,8 +218,7 @@ class _TimelineBuilder:
             tensor, stage, data = rank_step.coordinates
             for act in rank_step.actions:
                 if act.action.startswith("send_"):
-                    global_chunk = act.chunk * self.stages + stage
-                    key = (data, tensor, act.action.removeprefix("send_"), global_chunk, act.microbatch)
+                    key = (data, tensor, act.action.removeprefix("send_"), self._position(stage, act), act.microbatch)
                     self.sends[key] = (rank_step.rank, act)
                 self._add_collectives(rank_step, act)
 
@@ -228,6 +236,12 @@ class _TimelineBuilder:
             positions[span.axis] += 1
             self.joined[key][rank_step.rank] = span.begin
             self.collectives[rank_step.rank, span.axis].append((key, span))
+
+    def _position(self, stage: int, act: ActionSpan) -> int:
+        """Return the position in the model of the chunk of an action; beyond the model for a damaged number."""
+        if not 0 <= act.chunk < self.virtual:
+            return self.chunk_map.chunks + 1
+        return int(self.chunk_map.positions[stage, act.chunk])
 
     def timeline(self, number: int, shown: list[int], view: str) -> StepTimeline:
         """Return the timeline of the shown ranks."""
@@ -278,11 +292,12 @@ class _TimelineBuilder:
 
     def _find_message(self, rank_step: RankStep, act: ActionSpan) -> tuple[int, ActionSpan] | None:
         """Return the send of a compute's input as (rank, its action); None without input or if it was not read."""
-        if act.action not in _COMPUTES or self.stages == 1:
+        direction = _INPUT_DIRECTIONS.get(act.action)
+        if direction is None or self.stages == 1:
             return None
         tensor, stage, data = rank_step.coordinates
-        sender_chunk = act.chunk * self.stages + stage + (-1 if act.action == "forward" else 1)
-        return self.sends.get((data, tensor, act.action, sender_chunk, act.microbatch))
+        sender_chunk = self._position(stage, act) + (-1 if direction == "forward" else 1)
+        return self.sends.get((data, tensor, direction, sender_chunk, act.microbatch))
 
     def _explain_waits(self, rank_step: RankStep, act: ActionSpan) -> list[Wait]:
         waits: list[Wait] = []
@@ -369,12 +384,12 @@ class _TimelineBuilder:
             return {}, float("nan"), float("nan")
         graph = self._make_graph(*complete[0])
         plan = replay_schedule(graph, self._measure_durations(graph))
-        computes = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
+        computes = np.flatnonzero(graph.is_compute)
         planned: dict[int, list[PlannedCompute]] = {}
         recorded_seconds = 0.0
         for tensor, data in complete:
             members = [self.steps[self.rank_at[tensor, stage, data]] for stage in range(self.stages)]
-            acts = [act for rank_step in members for act in rank_step.actions if act.action in _COMPUTES]
+            acts = [act for rank_step in members for act in rank_step.actions if act.action in COMPUTE_LABELS]
             # Waits for samples or for work before the step do not belong to the pipeline: begin where work begins.
             first = min(_find_work_begin(act) for act in acts)
             recorded_seconds = max(recorded_seconds, (max(act.end for act in acts) - first) / 1e9)
@@ -383,7 +398,7 @@ class _TimelineBuilder:
                 nodes = computes[graph.stage[computes] == rank_step.coordinates[1]].tolist()
                 planned[rank_step.rank] = [
                     PlannedCompute(
-                        backward=bool(graph.kind[n] == ActionKind.BACKWARD),
+                        backward=bool(graph.kind[n] != ActionKind.FORWARD),
                         chunk=int(graph.chunk[n]),
                         microbatch=int(graph.microbatch[n]),
                         begin=round(begin + plan.start[n]),
@@ -412,7 +427,10 @@ class _TimelineBuilder:
                     f"{microbatches:,} micro-batches of {self.virtual:,} chunks have more passes than recorded"
                 )
             actions = tuple(np.array(rows, dtype=np.int32) for rows in tables)
-            return ActionGraph.compile(Schedule("recorded", self.stages, self.virtual, microbatches, actions))
+            schedule = Schedule(
+                "recorded", self.stages, self.virtual, microbatches, table=actions, placement=self.placement
+            )
+            return ActionGraph.compile(schedule)
         except (ValueError, IndexError) as error:
             raise DataError(f"the recorded actions are not a valid schedule ({error}); choose another step") from None
 
@@ -422,7 +440,7 @@ class _TimelineBuilder:
         transfer_times: list[int] = []
         for rank_step in self.steps.values():
             for act in rank_step.actions:
-                if act.action not in _COMPUTES:
+                if act.action not in COMPUTE_LABELS:
                     continue
                 own_time = act.end - act.begin - act.sum_waits()
                 own_times[rank_step.coordinates[1], act.action, act.chunk].append(own_time)
@@ -431,10 +449,9 @@ class _TimelineBuilder:
                 if message is not None and waits and waits[0].end - waits[0].begin > _NO_WAIT:
                     transfer_times.append(waits[0].end - max(message[1].begin, waits[0].begin))
         durations = np.full(graph.action_count, float(max(0, min(transfer_times, default=0))))
-        for n in range(graph.action_count):
-            kind = ActionKind(int(graph.kind[n]))
-            if kind <= ActionKind.BACKWARD:
-                durations[n] = np.median(own_times[int(graph.stage[n]), kind.label, int(graph.chunk[n])])
+        for n in np.flatnonzero(graph.is_compute).tolist():
+            label = SPAN_OF_ACTION[ActionKind(int(graph.kind[n]))].label
+            durations[n] = np.median(own_times[int(graph.stage[n]), label, int(graph.chunk[n])])
         return durations
 
 
@@ -480,13 +497,13 @@ def _describe(act: ActionSpan) -> str:
 def _sum_by_kind(rank_step: RankStep, waits: list[Wait]) -> dict[str, float]:
     """Split the duration of a rank's step; see Track.seconds."""
     totals: Counter[str] = Counter()
-    names = {"forward": "compute", "backward": "compute", "optimizer": "optimizer"}
+    names = dict.fromkeys(COMPUTE_LABELS, "compute") | {"optimizer": "optimizer"}
     for act in rank_step.actions:
         if act.action in names:
             totals[names[act.action]] += act.end - act.begin - act.sum_waits()
     for wait in waits:
         totals[f"exposed {wait.axis}" if wait.kind == "exposed" else wait.kind] += wait.end - wait.begin
     exposed = sorted(name for name in totals if name.startswith("exposed"))
-    order = ["compute", "bubble", "samples", "optimizer", *exposed]
+    order = ["compute", "bubble", "samples", "optimizer"] + exposed
     totals["other"] = rank_step.end - rank_step.begin - sum(totals[name] for name in order)
-    return {name: totals[name] / 1e9 for name in [*order, "other"]}
+    return {name: totals[name] / 1e9 for name in order + ["other"]}

@@ -114,12 +114,9 @@ def find_stragglers(parts: RankParts, tables: SpanTables | None = None, alarms: 
     links = find_slow_links(parts, {rank.rank for rank in judgement.slow}, alarms)
     persistent = [straggler for straggler in stragglers if straggler.slow_rank.state == "persistent"]
     worst = max((straggler.delay_seconds for straggler in persistent), default=0.0)
-    stragglers = [
-        replace(straggler, delay_seconds=0.0)
-        if straggler in persistent and straggler.delay_seconds != worst
-        else straggler
-        for straggler in stragglers
-    ]
+    for index, straggler in enumerate(stragglers):
+        if straggler in persistent and straggler.delay_seconds != worst:
+            stragglers[index] = replace(straggler, delay_seconds=0.0)
     return Stragglers(parts, judgement, ranks=tuple(stragglers), links=tuple(links))
 
 
@@ -228,7 +225,7 @@ def _merge_whole_hosts(stragglers: list[Straggler], parts: RankParts) -> list[St
                 f"{slow} of the {total} ranks of host {straggler.host} are slow: check its power supply and cooling"
             )
             straggler = replace(
-                straggler, cause=f"{straggler.cause}, whole host", evidence=(*straggler.evidence, sentence)
+                straggler, cause=f"{straggler.cause}, whole host", evidence=straggler.evidence + (sentence,)
             )
         merged.append(straggler)
     return merged
@@ -237,4 +234,4 @@ def _merge_whole_hosts(stragglers: list[Straggler], parts: RankParts) -> list[St
 def _add_counters(straggler: Straggler, parts: RankParts, tables: SpanTables) -> Straggler:
     slow_rank = straggler.slow_rank
     sentences = describe_gpu(tables, parts, slow_rank.rank, slow_rank.first, slow_rank.last)
-    return replace(straggler, evidence=(*straggler.evidence, *sentences))
+    return replace(straggler, evidence=straggler.evidence + tuple(sentences))

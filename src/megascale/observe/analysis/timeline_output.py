@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core.chrome_trace import Record, name_tracks, write_trace
+from megascale.core.spans import BACKWARD_LABELS, COMPUTE_LABELS
 from megascale.errors import ConfigError
 from megascale.observe.analysis.run_steps import ActionSpan
 from megascale.observe.analysis.step_timeline import StepTimeline, Track
@@ -18,7 +19,7 @@ from megascale.observe.analysis.step_timeline import StepTimeline, Track
 # Colours of the first to the last chunk, dark to light.
 _FORWARD = ("#1b3a6b", "#2f6db3", "#5b9bd5", "#86b9e6", "#add2f0")
 _BACKWARD = ("#1e5631", "#2f7d4a", "#4ca66b", "#7fc295", "#a9d8b8")
-_DARK = (*_FORWARD[:2], *_BACKWARD[:2])
+_DARK = _FORWARD[:2] + _BACKWARD[:2]
 _COLOURS = {"bubble": "#e4e4e4", "exposed": "#d9534f", "samples": "#f0ad4e", "optimizer": "#7a5ea8", "other": "#9a8c7c"}
 _WAIT_COLOURS = [_COLOURS[name] for name in ("bubble", "exposed", "samples")]
 _LABELS = {
@@ -128,7 +129,7 @@ class _Band:
             bottom = self.floor + _RECORDED_BOTTOM
             self.axes.broken_barh(spans, (bottom, _RECORDED_HEIGHT), facecolors=colour, edgecolor="none")
         for act in track.actions:
-            if act.action in ("forward", "backward"):
+            if act.action in COMPUTE_LABELS:
                 self._write_microbatch(act)
         self._draw_plan(track)
 
@@ -151,7 +152,7 @@ class _Band:
         waits = sorted((span.begin, span.end) for span in act.inner_spans if span.action != "transfer")
         begin = act.begin
         longest, longest_begin = 0, act.begin
-        for wait_begin, wait_end in [*waits, (act.end, act.end)]:
+        for wait_begin, wait_end in waits + [(act.end, act.end)]:
             longest, longest_begin = max((longest, longest_begin), (wait_begin - begin, begin))
             begin = max(begin, wait_end)
         x = (longest_begin - self.timeline.origin + longest / 2) * _MS
@@ -165,8 +166,8 @@ class _Band:
             self.axes.text(x, y, text, ha="center", va="center", fontsize=size, color="white" if is_dark else "black")
 
     def _action_colour(self, act: ActionSpan) -> str:
-        if act.action in ("forward", "backward"):
-            return self._chunk_colour(act.action == "backward", act.chunk)
+        if act.action in COMPUTE_LABELS:
+            return self._chunk_colour(act.action in BACKWARD_LABELS, act.chunk)
         return _COLOURS["optimizer" if act.action == "optimizer" else "other"]
 
     def _chunk_colour(self, backward: bool, chunk: int) -> str:

@@ -45,6 +45,7 @@ from megascale.observe.analysis.operation_trace import (
     SEPARATE,
     TAIL,
     TRANSFERS,
+    WEIGHT,
     Array,
     OperationTrace,
 )
@@ -309,7 +310,7 @@ def _make_levels(before: list[list[int]], group: Array, sync: Array) -> tuple[Le
         nodes = [node for number in ready for node in members[number]]
         depth = max(1, max(len(before[node]) for node in nodes))
         padded = [before[node] + [len(before)] * (depth - len(before[node])) for node in nodes]
-        first = np.cumsum([0, *(len(members[number]) for number in ready[:-1])])
+        first = np.cumsum([0] + [len(members[number]) for number in ready[:-1]])
         levels.append(Level(np.array(nodes), awaited=np.array(padded).T, first=first, sync=sync[nodes]))
         reached: list[int] = []
         for number in ready:
@@ -348,6 +349,11 @@ class _Dependencies:
         derived_chunk = np.maximum(self.chunk, 0) * stages + self.stage
         self.global_chunk = np.where(recorded_chunk >= 0, recorded_chunk, derived_chunk)
         self.last_chunk = int(self.global_chunk.max())
+        is_compute = np.isin(self.kind, COMPUTE)
+        # Stage of each chunk that computes, by position in the model.
+        self.stage_of_chunk: dict[int, int] = dict(
+            zip(self.global_chunk[is_compute].tolist(), self.stage[is_compute].tolist(), strict=True)
+        )
         self.before: list[list[int]] = [[] for _ in rows]
         # Sides of transfers by kind, global chunk and micro-batch at this end, and the reverse.
         self.sides: dict[tuple[str, int, int], int] = {}
@@ -441,6 +447,8 @@ class _Dependencies:
             nodes = nodes[self.begins[nodes] <= self.begins[computes].max() + _OUTSIDE]
         peer_chunk = self.global_chunk[computes] + offset
         has_peer = (peer_chunk >= 0) & (peer_chunk <= self.last_chunk) & (self.stages > 1)
+        # A chunk hands its result to a neighbour on the same stage without a message.
+        has_peer &= np.array([self.stage_of_chunk.get(chunk) != stage for chunk in peer_chunk.tolist()], dtype=bool)
         if len(nodes) == len(computes):
             selected = np.ones(len(computes), bool)
         elif len(nodes) == has_peer.sum():
@@ -514,7 +522,8 @@ class _Dependencies:
         visited: set[int] = set()
         for node in reductions:
             chunk = int(self.chunk[node])
-            backwards = self.computes[(self.kind[self.computes] == BACKWARD) & (self.chunk[self.computes] == chunk)]
+            is_backward = np.isin(self.kind[self.computes], (BACKWARD, WEIGHT))
+            backwards = self.computes[is_backward & (self.chunk[self.computes] == chunk)]
             if chunk not in visited and len(backwards):
                 self._await_compute(node, int(backwards[np.argmax(self.ends[backwards])]))
             visited.add(chunk)

@@ -112,7 +112,7 @@ class _Replays:
         typical = {}
         for kind in {str(kind) for graph in self.graphs for kind in graph.kind}:
             durations = np.concatenate([graph.own_duration[graph.kind == kind].ravel() for graph in self.graphs])
-            uses_mean = kind in (*COMPUTE, OPTIMIZER, GARBAGE)
+            uses_mean = kind in (COMPUTE + (OPTIMIZER, GARBAGE))
             typical[kind] = float(durations.mean() if uses_mean else np.median(durations))
         return [np.array([typical[str(kind)] for kind in graph.kind]) for graph in self.graphs]
 
@@ -175,23 +175,22 @@ class _Replays:
         by_stage = {stage: self.select_stage(stage) for stage in stages}
         by_replica = {replica: self.select_replica(replica) for replica in replicas}
         nothing: Question = [np.zeros((1, 1, 1), bool) for _ in self.graphs]
-        parts = [*by_kind.values(), *by_stage.values(), *by_replica.values()]
-        ideal, original, *alone_seconds = self.seconds([nothing, _invert(nothing), *parts]).tolist()
+        parts = list(by_kind.values()) + list(by_stage.values()) + list(by_replica.values())
+        ideal, original, *alone_seconds = self.seconds([nothing, _invert(nothing)] + parts).tolist()
         alone = np.array(alone_seconds) / ideal
         alone_stage = alone[len(kinds) : len(kinds) + len(stages)]
         alone_replica = alone[len(kinds) + len(stages) :]
         scores = np.minimum(alone_stage[:, None], alone_replica[None, :])
         order = self._sort_ranks(scores)
         slowest = tuple(order[: -(-len(order) * SLOWEST_PERCENT // 100)])
-        ranks = list(dict.fromkeys([*order[:_REPLAYED_RANKS], *requested]))
+        ranks = list(dict.fromkeys(order[:_REPLAYED_RANKS] + list(requested)))
         by_rank = {rank: self.select_ranks((rank,)) for rank in ranks}
         alone_rank = self.seconds(list(by_rank.values())) / ideal
         # Of the replicas only those that take longest alone are made normal, like the ranks.
         slow_replicas = np.argsort(-alone_replica, kind="stable")[:_REPLAYED_RANKS].tolist()
-        removed = [
-            *by_kind.values(), *by_stage.values(), *(by_replica[replica] for replica in slow_replicas),
-            *by_rank.values(), self.select_ranks(slowest),
-        ]  # fmt: skip
+        removed = list(by_kind.values()) + list(by_stage.values())
+        removed += [by_replica[replica] for replica in slow_replicas]
+        removed += list(by_rank.values()) + [self.select_ranks(slowest)]
         without = iter(self.seconds([_invert(question) for question in removed]).tolist())
 
         def make_part(alone: float, without: float) -> Part:

@@ -301,6 +301,6 @@ def _add_pages(app: FastAPI) -> None:
     async def serve_page() -> FileResponse:
         return page
 
-    for path in ("/", *(f"/{view}" for view in VIEWS)):
+    for path in ("/",) + tuple(f"/{view}" for view in VIEWS):
         app.add_api_route(path, serve_page, include_in_schema=False)
     app.mount("/pages", StaticFiles(directory=PAGES), name="pages")

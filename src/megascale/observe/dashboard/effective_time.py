@@ -106,7 +106,7 @@ def measure_effective_time(
     if len(rows):
         times += [float(ends[0] - durations[0]), float(ends[-1])]
     start = min(times)
-    last = max(times if current_time is None else [*times, current_time])
+    last = max(times if current_time is None else times + [current_time])
     # Gap i is the time before step i; the last gap follows the last step.
     gap_begins = np.maximum.accumulate(np.concatenate([[start], ends]))
     gap_ends = np.append(np.maximum(gap_begins[:-1], ends - durations), last)
@@ -132,7 +132,9 @@ def measure_effective_time(
         is_quiet[final] = False
     seconds[BETWEEN_STEPS] += float(np.maximum(0.0, gaps[is_quiet]).sum())
     causes = sorted((name for name in seconds if name != TRAINING), key=lambda name: -seconds[name])
-    return EffectiveTime(last - start, {name: seconds[name] for name in (TRAINING, *causes) if seconds[name] > 0})
+    return EffectiveTime(
+        last - start, {name: seconds[name] for name in (TRAINING,) + tuple(causes) if seconds[name] > 0}
+    )
 
 
 def _select_usable_rows(columns: dict[str, Array]) -> Array:

@@ -115,7 +115,7 @@ class Questions:
         if question in self._run_questions:
             return strict_json.dumps(self._run_questions[question](run, **options)).encode()
         tables, version = self._open_tables(run)
-        key = (question, run, *sorted(options.items()))
+        key = (question, run) + tuple(sorted(options.items()))
         cached = self._answers.get(key)
         if cached is None or cached[0] != version:
             cached = (version, strict_json.dumps(self._span_questions[question](tables, **options)).encode())

@@ -149,7 +149,7 @@ class RunReader:
         """Return the changing values of a live run, which are sent to every open page."""
         self.refresh()
         job, _ = self.read_job()
-        latest = {key: finite(value) for key, value in self.metrics.latest.items() if key in (*TILES, "step", "time")}
+        latest = {key: finite(value) for key, value in self.metrics.latest.items() if key in (TILES + ("step", "time"))}
         newest = self.events[-1] if self.events else {}
         return {
             "rows": self.metrics.rows,
@@ -199,11 +199,14 @@ class RunReader:
         is_alive = not phase and (age < quiet or self._read_process()[1])
         phase = phase or ("running" if is_alive else "silent")
         attempts = [to_float(event["attempt"]) for event in self.events if "attempt" in event]
+        reason = ""
+        if phase == "silent":
+            reason = "the run has written nothing for a while, and no event marks its end"
         return {
             "phase": phase,
             "alive": is_alive,
             "attempt": max((int(attempt) for attempt in attempts if 0 <= attempt < _MAX_ATTEMPTS), default=1),
-            "why": "the run has written nothing for a while, and no event marks its end" if phase == "silent" else "",
+            "why": reason,
         }
 
     def _read_process(self) -> tuple[str, bool]:

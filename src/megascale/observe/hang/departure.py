@@ -98,7 +98,8 @@ def _find_skipped_transfer(rank: int, record: CallRecord, layout: Layout, steps_
         group = _name_channel(direction, rank, stage, action, layout)
         counts = record.groups.get(group)
         if counts is None:
-            similar = [other for other in passed if other.kind == action.kind]
+            channel = schedule.channel(stage, action)
+            similar = [a for a in passed if a.kind == action.kind and schedule.channel(stage, a) == channel]
             sequence = sum(call.group == group for call in record.calls) + similar.index(action) + 1
         else:
             sequence = counts.started + 1

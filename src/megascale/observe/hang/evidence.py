@@ -188,7 +188,7 @@ def _read_foreign_process(folder: Path, rank: int) -> int:
 
 def _find_world(evidence: dict[int, RankEvidence]) -> int:
     worlds = [item.record.world for item in evidence.values() if item.record and item.record.world <= MAX_RANKS]
-    return max([*worlds, max(evidence) + 1])
+    return max(worlds + [max(evidence) + 1])
 
 
 def _ask_for_stacks(status: Path, flight: Path, evidence: dict[int, RankEvidence]) -> dict[int, RankEvidence]:

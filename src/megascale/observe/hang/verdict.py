@@ -319,10 +319,10 @@ class _Judge:
         ranks = tuple(sorted(self.departures))
         first = self.departures[ranks[0]]
         sentences = [f"rank {rank}: {self.departures[rank].sentence}" for rank in ranks]
-        details = [*sentences[1:], *self._describe_positions(ranks)]
+        details = sentences[1:] + self._describe_positions(ranks)
         silent = tuple(rank for rank in self._unanswered() if rank not in ranks)
         if silent:
-            details += [f"{_list(silent)} did not answer when asked for a stack", *self._describe_stacks(silent)]
+            details += [f"{_list(silent)} did not answer when asked for a stack"] + self._describe_stacks(silent)
         hang = self._blame(first.kind, ranks, sentences[0], details)
         return replace(hang, group=first.due.group, op=first.due.op, sequence=first.due.sequence)
 
@@ -363,7 +363,7 @@ class _Judge:
             f"{_list(self.members.get(first.group, []))} all started {_format_call(first)} and none has left it for "
             f"{first.seconds:.0f} s: check the links between their hosts"
         )
-        evidence = (sentence, *self._describe_chain())
+        evidence = (sentence,) + tuple(self._describe_chain())
         return Hang("network", (), first.group, first.op, first.sequence, self.waits, evidence)
 
     def _unanswered(self) -> tuple[int, ...]:
@@ -379,7 +379,7 @@ class _Judge:
         outside_waits = [wait for wait in self.waits if wait.rank not in ranks]
         direct = [wait for wait in outside_waits if set(wait.on) & set(ranks)]
         indirect = [wait for wait in outside_waits if set(self.members.get(wait.group, ())) & set(ranks)]
-        longest = next(iter([*direct, *indirect]), None)
+        longest = next(iter(direct + indirect), None)
         evidence = [reason]
         group, op, sequence = "", "", 0
         if longest is not None:

@@ -151,7 +151,7 @@ class DeviceTimers(Timers):
         last = pending.marks[-1]
         self._clock.add_lower_bound(latest, bound)
         self._clock.add_upper_bound(last.ns, pending.seen_ns - last.ns)
-        for mark in [*pending.marks[:-1], anchor]:
+        for mark in pending.marks[:-1] + [anchor]:
             self._recycle(mark)
         self._anchor = last
         offset, error = self._clock.estimate(last.ns) or (pending.seen_ns - last.ns, 0)

@@ -58,7 +58,7 @@ class HostCounters:
         kernel_log: Path = Path("/dev/kmsg"),
     ) -> None:
         self._processes = processes
-        self._files = [*_list_nic_files(system), *_list_port_files(system)]
+        self._files = _list_nic_files(system) + _list_port_files(system)
         # Drivers are those of this machine, whichever folder the other counters are read from.
         drivers = [EthtoolCounters(device) for name, device, _, _ in self._files if name == "nic_tx_bytes"]
         self._drivers = [driver for driver in drivers if driver.names]

@@ -260,7 +260,7 @@ def read_segments(folder: Path) -> Iterator[tuple[Path, Segment | str]]:
     """
     orphans = sorted(folder.glob(f"{ORPHAN_PREFIX}*.bin"))
     last = read_last_numbers(folder) if orphans else {}
-    for file in [*(segment_file(folder, number) for number in list_segments(folder)), *orphans]:
+    for file in [segment_file(folder, number) for number in list_segments(folder)] + orphans:
         try:
             segment = read_segment(file)
             if file in orphans:

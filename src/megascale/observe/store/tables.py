@@ -240,7 +240,7 @@ def request_spans(run: Path, steps: int) -> tuple[int, int]:
     for state_file in (run / "spans").glob(f"host=*/{STATE_FILE}"):
         try:
             state = strict_json.loads(read_small_text(state_file))
-            newest = max([newest, *(int(step) for step in state["steps"].values())])
+            newest = max([newest] + [int(step) for step in state["steps"].values()])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             continue
     if not newest:

@@ -3,7 +3,8 @@
 `compute_amax` is the extra pass for scales of the present tensor whose producer did not collect its amax. It also
 accumulates over tensors. `cast_by_amax` computes the scale from an amax on the device. `cast_by_scale` takes a scale
 from earlier steps ("delayed") and can update the amax meanwhile. `cast_rows` gives each row its own scale, and with
-`columns` each column too, for the transposed copy of weights, once per step.
+`columns` each column too, for the transposed copy of weights, once per step. It computes their amaxes itself, except
+where ranks that hold parts of rows (or columns) have agreed on them.
 
 A data-parallel rank casts its flat shard of several matrices after the update (parallel/float8_gather.py).
 `compute_shard_amaxes` computes the amax of its part of each matrix, on which ranks agree, `compute_shard_scales` the
@@ -188,10 +189,28 @@ def _cast_kernel(
 
 
 @jit
+def _row_amax(row_ptr, width, BLOCK: tl.constexpr):
+    """Return the largest magnitude of a row."""
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(row_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, _magnitude_bits(x))
+    return tl.max(largest, 0).to(tl.float32, bitcast=True)
+
+
+@jit
+def _row_amaxes_kernel(x_ptr, amax_ptr, width, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(amax_ptr + row, _row_amax(x_ptr + row * stride, width, BLOCK))
+
+
+@jit
 def _cast_rows_kernel(
     x_ptr,
     rows_ptr,
     scale_ptr,
+    amax_ptr,
     counts_ptr,
     width,
     stride,
@@ -202,16 +221,15 @@ def _cast_rows_kernel(
     SMALLEST: tl.constexpr,
     POWER_OF_2: tl.constexpr,
     COUNT: tl.constexpr,
+    HAS_AMAX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cast one row, which is read twice, the second time from the cache."""
+    """Cast one row. Without its amax the row is read twice, the second time from the cache."""
     row = tl.program_id(0).to(tl.int64)
-    largest = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, width, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, _magnitude_bits(x))
-    amax = tl.max(largest, 0).to(tl.float32, bitcast=True)
+    if HAS_AMAX:
+        amax = tl.load(amax_ptr + row)
+    else:
+        amax = _row_amax(x_ptr + row * stride, width, BLOCK)
     scale = _compute_scale(amax, 1.0, LARGEST, MARGIN, SMALLEST, POWER_OF_2)
     tl.store(scale_ptr + row, scale)
     inverse = tl.math.div_rn(1.0, scale)
@@ -477,12 +495,36 @@ def cast_by_amax(
     return _reference(x_MN, kind, scale, rows, columns, counts)
 
 
+def compute_row_amaxes(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each row of x [..., N], as a matrix, float32 [rows, 1]; NaN if it has one."""
+    x_MN = flat_rows(x)
+    M, N = x_MN.shape
+    if not (x.numel() and use_fused("float8 amax of rows", x)):
+        return amax_reference(x_MN, 1)
+    amax = torch.empty((M, 1), dtype=torch.float32, device=x.device)
+    block = min(CHUNK, max(16, next_power_of_2(N)))
+    _row_amaxes_kernel[(M,)](x_MN, amax, N, x_MN.stride(0), BLOCK=block, num_warps=CHUNK_WARPS)
+    return amax
+
+
+def compute_column_amaxes(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each column of x [..., N], as a matrix, float32 [N, 1]; NaN if it has one."""
+    x_MN = flat_rows(x)
+    if not (x.numel() and use_fused("float8 amax of columns", x)):
+        return amax_reference(x_MN, 0).t().contiguous()
+    amax = torch.zeros((x_MN.shape[1], 1), dtype=torch.float32, device=x.device)
+    _launch_amax(x_MN, amax, columns=True)
+    return amax
+
+
 def cast_rows(
     x: Tensor,
     kind: Format,
     *,
     rows: bool = True,
     columns: bool = False,
+    row_amax: Tensor | None = None,
+    column_amax: Tensor | None = None,
     counts: Tensor | None = None,
     power_of_2: bool = True,
 ) -> Float8:
@@ -490,6 +532,7 @@ def cast_rows(
 
     Args:
         columns: cast the transpose too, with a scale for each of its rows. Neither copy is the other's transpose.
+        row_amax, column_amax: the amaxes, float32 [M, 1] and [N, 1], if other ranks hold parts of the rows or columns.
         counts: int64 [2], of the first of the two copies that is made.
     """
     x_MN = flat_rows(x)
@@ -504,22 +547,22 @@ def cast_rows(
                 x_MN,
                 q,
                 scale,
+                row_amax,
                 counts,
                 N,
                 x_MN.stride(0),
                 **_format_constants(kind, 0, power_of_2, counts),
+                HAS_AMAX=row_amax is not None,
                 BLOCK=min(CHUNK, max(16, next_power_of_2(N))),
                 num_warps=CHUNK_WARPS,
             )
         if columns:
-            amax = torch.zeros((N, 1), dtype=torch.float32, device=x.device)
             scale_t = torch.empty((N, 1), dtype=torch.float32, device=x.device)
-            _launch_amax(x_MN, amax, columns=True)
             _, q_t = _launch_cast(
                 x_MN,
                 kind,
                 _BY_COLUMN_AMAX,
-                amax,
+                compute_column_amaxes(x_MN) if column_amax is None else column_amax,
                 rows=False,
                 columns=True,
                 scale=scale_t,
@@ -528,10 +571,12 @@ def cast_rows(
             )
         return Float8(q, scale, q_t, scale_t)
     if rows:
-        scale = scale_from_amax(amax_reference(x_MN, 1), kind, power_of_2=power_of_2)
+        row_amax = compute_row_amaxes(x_MN) if row_amax is None else row_amax
+        scale = scale_from_amax(row_amax, kind, power_of_2=power_of_2)
         q = quantise_reference(x_MN, scale, kind, counts)
     if columns:
-        scale_t = scale_from_amax(amax_reference(x_MN, 0), kind, power_of_2=power_of_2).t().contiguous()
+        column_amax = compute_column_amaxes(x_MN) if column_amax is None else column_amax
+        scale_t = scale_from_amax(column_amax, kind, power_of_2=power_of_2)
         q_t = quantise_reference(x_MN.t(), scale_t, kind, column_counts).contiguous()
     return Float8(q, scale, q_t, scale_t)
 

@@ -160,7 +160,7 @@ class Connection:
         commands: list[Sequence[Any]] = []
         if address.password is not None:
             user = [address.username] if address.username else []
-            commands.append(["AUTH", *user, address.password])
+            commands.append(["AUTH"] + user + [address.password])
         if address.database:
             commands.append(["SELECT", address.database])
         if not commands and address.tls:

@@ -289,7 +289,7 @@ class RedisConnections:
             door = f"{keys.epoch} {run_id}"
         else:
             door = ""
-        connection.send(("EVAL", REVIVE, len(names), *names, keys.token, self.expiry_ms, run_id, door, DOOR_MS))
+        connection.send(("EVAL", REVIVE, len(names)) + names + (keys.token, self.expiry_ms, run_id, door, DOOR_MS))
         if _read_answer(connection, deadline) == 1:
             log.warning("the Redis server at %s restarted without its memory; ranks write theirs again", self.address)
         with self._lock:
@@ -309,7 +309,7 @@ class RedisConnections:
         if not recent:
             return
         names = list({change.slot.name for change in recent})
-        connection.send(("HMGET", self.keys.done, *names))
+        connection.send(("HMGET", self.keys.done) + tuple(names))
         answers = dict(zip(names, _read_answer(connection, deadline), strict=True))
         logged = {name: int(answer.split(b" ", 1)[0]) if answer else 0 for name, answer in answers.items()}
         lost = [change for change in recent if change.count > logged[change.slot.name]]
@@ -348,12 +348,12 @@ class RedisConnections:
         names = (self.keys.fence, self.keys.index, self.keys.done, *keys)
         parameters = (self.keys.token, slot.name, slot.count, self.expiry_ms, operation, *arguments)
         try:
-            connection.send(("EVALSHA", _CHANGE_SHA, len(names), *names, *parameters))
+            connection.send(("EVALSHA", _CHANGE_SHA, len(names)) + names + parameters)
             return _read_answer(connection, deadline)
         except RedisRefused as error:
             if not str(error).startswith("NOSCRIPT"):
                 raise
-            connection.send(("EVAL", CHANGE, len(names), *names, *parameters))
+            connection.send(("EVAL", CHANGE, len(names)) + names + parameters)
             return _read_answer(connection, deadline)
 
     def _refusal(self, text: str) -> Exception:

@@ -364,7 +364,9 @@ def _bytes(value: str | bytes) -> bytes:
 def open_redis_store(request: StoreRequest) -> dist.Store:
     """Open the Redis store of `rendezvous.url`, as its owner on rank 0. Raises as `rendezvous.stores.open_store`."""
     settings = request.settings
-    password = settings.password.get_secret_value() if settings.password else os.environ.get(PASSWORD_VARIABLE)
+    password = os.environ.get(PASSWORD_VARIABLE)
+    if settings.password:
+        password = settings.password.get_secret_value()
     address = Address.parse(
         settings.url, password, ca=settings.tls_ca, certificate=settings.tls_certificate, key=settings.tls_key
     )

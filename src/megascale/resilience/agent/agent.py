@@ -94,7 +94,9 @@ class Agent:
         }
         tasks = [loop.create_task(keep_running(work, name, log)) for name, work in loops.items()]
         page = MetricsPage(lambda: self.telemetry.newest, lambda: self.link.channel is not None)
-        page_server = await page.serve(self.limits.agent_metrics) if self.limits.agent_metrics else None
+        page_server = None
+        if self.limits.agent_metrics:
+            page_server = await page.serve(self.limits.agent_metrics)
         await self.ended.wait()
         self.telemetry.announce_end()
         if self.trainers.running():

@@ -68,7 +68,10 @@ def serve_request(request: dict[str, Any]) -> None:
     """
     job = from_record(request["job"])
     node = str(request["node"])
-    folder = Path(request["folder"]).expanduser() / node if request["folder"] else default_folder(job.name, node)
+    if request["folder"]:
+        folder = Path(request["folder"]).expanduser() / node
+    else:
+        folder = default_folder(job.name, node)
     if request["do"] == "end":
         write_answer(ended=end_agent(folder))
         return
@@ -98,7 +101,9 @@ def serve_request(request: dict[str, Any]) -> None:
 
 
 def _find_address(interface: str, driver: str) -> str:
-    return get_interface_address(interface) if interface else find_local_address(driver)
+    if interface:
+        return get_interface_address(interface)
+    return find_local_address(driver)
 
 
 def _start_agent(folder: Path, node: str, address: str, request: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -115,7 +120,9 @@ def _wait_for_end(pid: int, child: subprocess.Popen[bytes] | None, folder: Path)
     """Wait for the agent's end; return how it ended. child: None if another connection started the agent."""
     if child is not None:
         code = child.wait()
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code < 0:
+            return f"signal {signal.Signals(-code).name}"
+        return f"exit code {code}"
     try:
         descriptor = os.pidfd_open(pid)
         select.select([descriptor], [], [])

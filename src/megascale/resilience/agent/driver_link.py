@@ -121,7 +121,7 @@ class DriverLink:
 
     async def _run_session(self) -> None:
         job = read_job(self._folder)
-        drivers = (job.driver, *job.alternative_drivers)
+        drivers = (job.driver,) + job.alternative_drivers
         host, port = drivers[self._failed_attempts % len(drivers)]
         async with asyncio.timeout(HANDSHAKE_TIMEOUT):
             reader, writer = await connect(host, port, self._local_address(host))

@@ -125,7 +125,10 @@ class MetricsTail:
             pass
         replaces_earlier = self._send_all
         self._send_all = False
-        steps = tuple(self._steps) if replaces_earlier else tuple(new_steps[-STEP_LIMIT:])
+        if replaces_earlier:
+            steps = tuple(self._steps)
+        else:
+            steps = tuple(new_steps[-STEP_LIMIT:])
         return Steps(steps, replaces_earlier) if steps or replaces_earlier else None
 
     def _read(self, file: BinaryIO) -> list[StepFigures]:

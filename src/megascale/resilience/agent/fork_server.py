@@ -199,7 +199,7 @@ def _to_utf8(text: str) -> str:
 def _set_up_rank(order: Fork) -> None:
     """Set environment, arguments and log of a rank."""
     os.environ.update(order.env)
-    sys.argv = ["megascale", *order.arguments]
+    sys.argv = ["megascale"] + list(order.arguments)
     log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -162,7 +162,9 @@ class _GpuQuery:
         if not values or values[0].nvmlReturn != self._nvml.NVML_SUCCESS:
             return ""
         number = int(values[0].value.uiVal)
-        return NVML_RECOVERY_ACTIONS.get(number, f"recovery action {number}") if number else ""
+        if number:
+            return NVML_RECOVERY_ACTIONS.get(number, f"recovery action {number}")
+        return ""
 
 
 class XidWatch:

@@ -126,7 +126,10 @@ def join_job(
         ConfigError: the driver refuses, or has another secret.
         TrainingError: no driver answers in time.
     """
-    own_address = get_interface_address(interface) if interface and not address else address
+    if interface and not address:
+        own_address = get_interface_address(interface)
+    else:
+        own_address = address
     if own_address:
         _check_own_address(own_address)
     admission = asyncio.run(_request_admission(driver_addresses, job, secret, node, own_address, timeout, report))

@@ -91,7 +91,7 @@ class MetricsPage:
             traffic.add(interface.tx_bytes_per_s, interface=interface.interface, direction="send")
         age = Family("megascale_agent_heartbeat_age_seconds", "gauge", "Time since the newest heartbeat was made.")
         age.add(max(0.0, time.time() - heartbeat.sent_ns / 1e9))
-        return [*families, traffic, age]
+        return families + [traffic, age]
 
 
 class _Exchange(asyncio.Protocol):

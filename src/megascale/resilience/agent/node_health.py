@@ -50,7 +50,7 @@ class NetworkInterface:
         for file in self._files:
             file.seek(0)
             values.append(int(file.read()))
-        return [values[0] * self._scale, values[1] * self._scale, *values[2:]]
+        return [values[0] * self._scale, values[1] * self._scale] + values[2:]
 
     def add_sample(self, values: list[int], current_time: float) -> None:
         """Add counters that were read at time `now`."""
@@ -155,7 +155,10 @@ def versions() -> dict[str, str]:
 
 def hardware() -> dict[str, str]:
     """Return facts about processor, memory and GPUs."""
-    cpu_info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if Path("/proc/cpuinfo").exists():
+        cpu_info = Path("/proc/cpuinfo").read_text()
+    else:
+        cpu_info = ""
     models = [line.partition(":")[2].strip() for line in cpu_info.splitlines() if line.startswith("model name")]
     memory = _memory_bytes()
     facts = {

@@ -69,13 +69,13 @@ SHIPPED = (
     ProgressPattern(
         trainer="Lightning",
         pattern=rf"\bEpoch [0-9]+:.*?\b(?P<step>[0-9]+)/[0-9?]+ \[[0-9:]+<[0-9:?]+"
-        rf"(?:,.*?\bloss(?:_step)?= *(?P<loss>{NUMBER}))?",
+        rf"(?:,.*?loss(?:_step)?= *(?P<loss>{NUMBER}))?",
         example="Epoch 0:  20%|##        | 20/100 [00:14<00:56,  1.42it/s, v_num=0, train_loss_step=7.031]",
     ),
     ProgressPattern(
         trainer="nanochat",
         pattern=rf"\bstep (?P<step>[0-9]+)/[0-9]+ \([^)]*\) \| loss: (?P<loss>{NUMBER})"
-        rf"(?:.*\btok/sec: (?P<tokens_per_second>{NUMBER}))?",
+        rf"(?:.*\bgrad norm: *(?P<grad_norm>{NUMBER}))?(?:.*\btok/sec: (?P<tokens_per_second>{NUMBER}))?",
         example="step 00020/21400 (0.09%) | loss: 7.031250 | grad norm: 0.4123 | lrm: 1.00 | dt: 1403.20ms | "
         "tok/sec: 373,644 | mfu: 48.12 | total time: 0.23m",
     ),

@@ -177,7 +177,7 @@ class SentFiles:
             state.confirmed = state.sent
         file.seek(state.sent)
         data = file.read(size)
-        # A line that is longer than a piece is no record and goes in parts; a last line without end is being written.
+        # A line longer than a piece is not a record and goes in parts; a last line without end is being written.
         if name.endswith(".jsonl") and (b"\n" in data or len(data) < PIECE_BYTES):
             data = data[: data.rfind(b"\n") + 1]
         if not data:

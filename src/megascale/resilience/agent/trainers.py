@@ -152,7 +152,10 @@ class Trainers:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(1.0)
             code = self._server.returncode or 0
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            if code < 0:
+                how = f"signal {signal.Signals(-code).name}"
+            else:
+                how = f"exit code {code}"
             error = self._end_reason or f"its fork server (process {self._server.pid}) ended with {how}"
             self._end_reason = ""
             for trainer in self.running():

@@ -155,7 +155,10 @@ class KubernetesApi:
     def _open(self, method: str, path: str, body: Json | None, timeout: float, query: Json) -> Any:
         self._rate_limit.wait()
         self.requests += 1
-        content_type = "application/strategic-merge-patch+json" if method == "PATCH" else "application/json"
+        if method == "PATCH":
+            content_type = "application/strategic-merge-patch+json"
+        else:
+            content_type = "application/json"
         try:
             return self._client.call_api(
                 path,

@@ -219,7 +219,7 @@ def _driver_pod(config: Config, run: str, overrides: Sequence[str]) -> Json:
         "imagePullPolicy": settings.pull_policy,
         "command": command,
         "env": env,
-        "volumeMounts": [settings_mount, *mounts],
+        "volumeMounts": [settings_mount] + mounts,
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}},
         "securityContext": {"allowPrivilegeEscalation": False},
     }
@@ -228,7 +228,7 @@ def _driver_pod(config: Config, run: str, overrides: Sequence[str]) -> Json:
         "serviceAccountName": "megascale-driver",
         "terminationGracePeriodSeconds": 30,
         "containers": [driver],
-        "volumes": [settings_volume, *volumes],
+        "volumes": [settings_volume] + volumes,
     }
     spec |= {key: node["spec"][key] for key in _SHARED_SPEC if node["spec"].get(key)}
     return {"metadata": {"labels": labels(job, "driver")}, "spec": spec}
@@ -304,7 +304,7 @@ def _jobset_node(config: Config, gpus: int) -> Json:
     command += ["--node", "$(MEGASCALE_NODE)", "--folder", STATE_FOLDER, "--secret-file", "-"]
     # The secret comes on stdin, since a variable would stay in /proc/PID/environ for the agent's life.
     script = f'exec "$@" < {SECRET_FOLDER}/token'
-    node["spec"]["containers"][0]["command"] = ["sh", "-c", script, "agent", *command]
+    node["spec"]["containers"][0]["command"] = ["sh", "-c", script, "agent"] + command
     node["spec"]["restartPolicy"] = "OnFailure"
     metadata = node["metadata"]
     metadata["labels"].pop(QUEUE, None)  # Kueue admits the JobSet as a whole.

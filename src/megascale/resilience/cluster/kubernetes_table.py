@@ -139,7 +139,10 @@ class Machine:
             self.problem = f"machine {self.name} is not ready: {ready.get('message') or 'unknown'}"
         self.labels = thing["metadata"].get("labels") or {}
         self.is_off = any(taint.get("key") == OUT_OF_SERVICE for taint in spec.get("taints") or ())
-        self.drained = "it is unschedulable (cordoned or drained)" if spec.get("unschedulable") else ""
+        if spec.get("unschedulable"):
+            self.drained = "it is unschedulable (cordoned or drained)"
+        else:
+            self.drained = ""
         self.devices = _count(status.get("allocatable"), resource)
         self.capacity = _count(status.get("capacity"), resource)
 

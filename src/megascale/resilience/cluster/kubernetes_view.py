@@ -233,7 +233,10 @@ def judge_refusal(error: KubernetesError, subject: str) -> Verdict:
     """Return the verdict on a request for a pod that the server refused or did not receive."""
     if not error.status or error.status >= 500:
         # A request fails with status 500 if a webhook is unreachable.
-        kind = Event.ADMISSION_DENIED if "webhook" in str(error) else Event.CLUSTER_UNREACHABLE
+        if "webhook" in str(error):
+            kind = Event.ADMISSION_DENIED
+        else:
+            kind = Event.CLUSTER_UNREACHABLE
         return Verdict(kind, action="alert", evidence=(f"{subject}: {error}",))
     if error.status == 403 and _QUOTA.search(str(error)):
         text = f"{subject} was refused, the namespace's quota is reached: {error}; raise the quota or free some of it"

@@ -406,7 +406,7 @@ def _attach_command(host: Host) -> list[str]:
     command = module_command(ATTACH_MODULE, python=host.python)
     path = os.environ.get("PYTHONPATH")
     if path:
-        return ["env", f"PYTHONPATH={path}", *command]
+        return ["env", f"PYTHONPATH={path}"] + command
     return command
 
 

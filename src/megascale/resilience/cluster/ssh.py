@@ -114,7 +114,7 @@ def _address_towards(host: Host, ssh: str) -> str:
     try:
         return find_local_address(host.address or host.host)
     except OSError:  # The name may be defined in ssh's configuration only.
-        command = [*split_command(ssh), "-G", host.host]
+        command = split_command(ssh) + ["-G", host.host]
         settings = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
         name = re.search(r"^hostname (\S+)$", settings, re.MULTILINE)
         return find_local_address(name[1] if name else host.host)

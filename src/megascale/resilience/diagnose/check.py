@@ -51,7 +51,7 @@ class SelfCheck:
 
     @property
     def passed(self) -> bool:
-        """True unless the check failed; absent hardware is no failure."""
+        """True unless the check failed; absent hardware does not fail."""
         return self.result != "failed"
 
 

@@ -20,7 +20,7 @@ def _list_memories() -> list[torch.device]:
     devices = list_devices()
     if devices[0].type == "cpu":
         return devices
-    return [torch.device("cpu"), *devices]
+    return [torch.device("cpu")] + devices
 
 
 def _test_bytes(device: torch.device) -> int:

@@ -103,7 +103,7 @@ def _measure_rdma(device: str, port: int) -> SelfCheck:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         time.sleep(0.5)
-        client = subprocess.run([*command, "127.0.0.1"], capture_output=True, text=True, timeout=20)
+        client = subprocess.run(command + ["127.0.0.1"], capture_output=True, text=True, timeout=20)
     finally:
         server.kill()
         server.wait()

@@ -91,7 +91,7 @@ class Operations:
         self.record_event(Event.EVICTION_ASKED, nodes=(name,), evidence=(reason,))
         if has_ranks and phase is Phase.RUNNING:  # Nothing is broken, so the trainers save first.
             self.recovery.reasons[name] = f"a person: {reason}"
-            self.job.apply(JobEvent.EVICTING, evicting=(*self.job.state.evicting, name))
+            self.job.apply(JobEvent.EVICTING, evicting=self.job.state.evicting + (name,))
             self.attempts.stop(JobEvent.RESTARTED, f"evict {name}: {reason}", save=True)
         elif has_ranks and phase is Phase.STARTING:
             self.recovery.recover((name,), frozenset({name}))

@@ -289,7 +289,7 @@ def _take_journal(run: Path, config: Config) -> tuple[Journal, bool]:
     least_epoch = count_drivers(run)
     with contextlib.suppress(Exception):  # The contact file may be missing or damaged.
         least_epoch = max(least_epoch, contact.read_contact(run).epoch)
-    # Whoever provides the machines may say that an earlier driver has lost its right to the job.
+    # The cluster may report that an earlier driver has lost its right to the job.
     ended = int(os.environ.pop(contact.ENDED_EPOCH, "0"))
     return Journal.take(run, config.resilience.lease, least_epoch, ended)
 

@@ -143,7 +143,10 @@ def _request_from_trainer(run: Path, kind: str, options: Options) -> list[str]:
     temporary = folder / f"{name}.tmp"
     temporary.write_text(json.dumps({"kind": kind, **dataclasses.asdict(options)}))
     os.replace(temporary, folder / f"{name}.json")
-    ranks = f"rank {options.rank}" if options.node is None else f"every rank of {options.node}"
+    if options.node is None:
+        ranks = f"rank {options.rank}"
+    else:
+        ranks = f"every rank of {options.node}"
     step = f"step {options.step}" if options.step else "its next step"
     effects = [f"{ranks} injects {kind} into itself at {step}"]
     if kind == "flip-weight" and not limits.checksum_interval:

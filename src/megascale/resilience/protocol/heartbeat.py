@@ -27,7 +27,6 @@ class Worker(Part, frozen=True):
         state: "running", "exited" (without a signal) or "signalled" (ended by a signal).
         code: exit code, or number of the signal; 0 while the process runs.
         phase, step, action, microbatch: newest record of the status file (core/status.py).
-        completed_steps: steps up to `step` that are complete, for a program that reports a step after its end.
         status_age: seconds since that record changed, on the agent's monotonic clock.
         message: message of the status file, such as the error that the trainer failed with.
         rss: resident memory in bytes.
@@ -38,6 +37,7 @@ class Worker(Part, frozen=True):
         error: the exception that ended it, as "TYPE: TEXT".
         ended_age: seconds since the process ended, on the agent's monotonic clock; 0 while it runs.
         by_agent: the agent or its fork server ended the process.
+        completed_steps: steps up to `step` that are complete, for a program that reports a step after its end.
     """
 
     rank: Count
@@ -48,7 +48,6 @@ class Worker(Part, frozen=True):
     step: Integer = 0
     action: Name = ""
     microbatch: Integer = -1
-    completed_steps: Count = 0
     status_age: Finite = 0.0
     message: Text = ""
     rss: Count = 0
@@ -59,6 +58,7 @@ class Worker(Part, frozen=True):
     error: Text = ""
     ended_age: Finite = 0.0
     by_agent: bool = False
+    completed_steps: Count = 0
 
 
 class LogMatch(Part, frozen=True):

@@ -2,7 +2,7 @@
 
 No rule looks at a node's clock: ages are measured on the agent's and on the driver's monotonic clocks, so that clocks
 that are minutes apart change nothing. No rule acts on what a calm run shows: the first step, an evaluation and a
-checkpoint are no hangs, and a value must leave what was seen before by a margin.
+checkpoint are not hangs, and a value must leave what was seen before by a margin.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ __all__ = ["QUICK", "SLOW", "Rule", "Verdict", "View", "judge", "register_rule"]
 
 # Of equally severe verdicts the first is acted upon: the end of a process tells more than silence.
 _FIRST = ("exits", "silence", "node_signals")
-for _name in dict.fromkeys([*_FIRST, *(module.name for module in pkgutil.iter_modules(__path__))]):
+for _name in dict.fromkeys(list(_FIRST) + [module.name for module in pkgutil.iter_modules(__path__)]):
     import_module(f"{__name__}.{_name}")

@@ -40,7 +40,7 @@ _LEAST_SPAN = 15.0  # seconds that the heartbeats must span
 
 # The confidence from which a finding counts: a driver searches thousands of times a day.
 CONFIDENCE = 0.9999
-_OTHER_PROCESSES = "host: processes"  # Other processes on a shared machine are no defect.
+_OTHER_PROCESSES = "host: processes"  # Other processes on a shared machine are not a defect.
 
 
 @slow
@@ -158,7 +158,7 @@ def _read_series(member: RankView) -> dict[int, _Series]:
     for _, heartbeat in recent:
         ages = {worker.rank: worker.status_age for worker in heartbeat.workers}
         for rank, seconds in heartbeat.step_seconds.items():
-            # A rank that does not move repeats its last step's time, which is no further evidence.
+            # A rank that does not move repeats its last step's time, which is not further evidence.
             if seconds > 0 and ages.get(rank, 0.0) <= max(1.0, 3 * seconds):
                 series[rank].append(seconds)
     return {rank: _Series(member, seconds) for rank, seconds in series.items() if len(seconds) >= SLOW_BEATS}

@@ -13,7 +13,7 @@ from megascale.resilience.rules.view import RankView, Verdict, View
 # A phase may go without change for this many times its longest usual duration, and at least for the floor.
 GRACE_PERIOD = 5.0
 FLOOR = 10.0  # seconds; a hang must be known within 15
-LONG_FLOOR = 60.0  # seconds; a larger checkpoint or evaluation than the last one is no hang
+LONG_FLOOR = 60.0  # seconds; a larger checkpoint or evaluation than the last one is not a hang
 _LONG_PHASES = ("save", "evaluate", "load")
 AHEAD = 2  # steps by which a rank may be ahead of the last step that all have done
 WITNESSES = 4  # nodes whose history is searched if another is silent

@@ -63,7 +63,7 @@ def slow(rule: Rule) -> Rule:
 
 def judge(view: View, rules: Sequence[Rule] | None = None) -> list[Verdict]:
     """Return the verdicts of some rules (None: all) on `view`, unordered. Repeat offenders are judged more severely."""
-    rules = [*QUICK, *SLOW] if rules is None else rules
+    rules = QUICK + SLOW if rules is None else rules
     return evict_repeat_offenders(view, [verdict for rule in rules for verdict in rule(view)])
 
 
@@ -86,4 +86,4 @@ def _evict_if_repeated(view: View, verdict: Verdict) -> Verdict:
         return verdict
     minutes = (view.time - min(times)) / 60
     text = f"offence {len(times) + 1} of {node} in {minutes:.0f} minutes, at most {most_of_others} of any other"
-    return replace(verdict, action="evict", evidence=(*verdict.evidence, text))
+    return replace(verdict, action="evict", evidence=verdict.evidence + (text,))

@@ -59,7 +59,7 @@ def draw_topology(topology: Topology, path: Path) -> None:
         for core in topology.core_links[agg]:
             axes.plot([positions[1][agg], positions[2][core]], [2, 3], color=colour, lw=0.6, alpha=0.8)
     dead = np.flatnonzero(topology.bandwidth == 0)
-    at_node = np.concatenate([np.zeros(topology.nics), *positions])
+    at_node = np.concatenate([np.zeros(topology.nics)] + positions)
     for link in dead[dead >= first]:
         a, b = topology.tail[link], topology.head[link]
         level = 1 if topology.tier[link] == 1 else 2

@@ -90,7 +90,7 @@ def load_fabric(name: str, changes: Mapping[str, Any] | None = None) -> FabricSp
 
 
 def fabric_of(tree: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> FabricSpec:
-    """Validate a file's keys, then lay `changes` over them (their source is whoever gave them)."""
+    """Validate a file's keys, then lay `changes` over them (their source is the caller)."""
     if missing := sorted(set(FabricSpec.model_fields) - _WITHOUT_SOURCE - set(tree.get("sources", {}))):
         raise ConfigError(
             f"fabric {tree.get('name')!r} gives no source for {', '.join(missing[:4])}; add each under [sources], "

@@ -7,7 +7,7 @@ both:  DCQCN runs the rate, Swift the window; a packet goes when both let it.
 cut:   Swift's window alone paces the flow, and a CNP cuts it at once by DCQCN's alpha/2, at most once a round trip;
        alpha decays as in DCQCN.
 
-Nothing may be said of "the" hybrid without naming the rule and both parents' parameters.
+A statement on "the" hybrid must name the rule and both parents' parameters.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy as np
 
 from megascale.simulate.fabric.jit import inlined, memory_view
 
-# What a run was, in `totals`; the last two are the kernel's own: the first free row of the pool, flows not finished.
+# Totals of a run, in `totals`; the last two are the kernel's own: the first free row of the pool, flows not finished.
 (SENT, RESENT, DELIVERED, DROPPED, MARKED, NOTIFIED, PAUSES, OUT_OF_ORDER, DUPLICATE, TIMEOUTS, EVENTS, END, FULL,
  IN_FLIGHT, LOST, WIRE, FREE, UNFINISHED) = range(18)  # fmt: skip
 # Columns of a packet's or event's row; 32 bytes, so that handling one touches one cache line.

@@ -54,12 +54,15 @@ def step_traffic(config: Config, gpus: int) -> StepTraffic:
         reduce_width = width
     else:
         reduce_width = max(4, width)
+    reduce = 0.0
+    gather = 0.0
+    if grid.shards > 1:
+        reduce = float(count * reduce_width)
+        gather = float(gathered_bytes(model, parallel, 0, train.precision, train.linear_precision, grid.shards))
     return StepTraffic(
         grid=grid,
-        reduce=float(count * reduce_width) if grid.shards > 1 else 0.0,
-        gather=float(gathered_bytes(model, parallel, 0, train.precision, train.linear_precision, grid.shards))
-        if grid.shards > 1
-        else 0.0,
+        reduce=reduce,
+        gather=gather,
         activation=model.sequence_length * train.micro_batch * model.hidden * width / grid.tensor,
         transfers=micro_batches * parallel.virtual_stages if grid.pipeline > 1 else 0,
     )

@@ -167,10 +167,8 @@ def build(spec: FabricSpec) -> Topology:
     head = np.concatenate([np.concatenate([y, x]) for x, y, _, _ in ends])
     tier = np.concatenate([np.full(2 * len(x), k) for x, _, k, _ in ends])
     bandwidth = np.concatenate([np.full(2 * len(x), g * GIGABIT) for x, _, _, g in ends])
-    node_names = [
-        *(f"nic{i}" for i in range(n)), *(f"leaf{i}" for i in range(t)), *(f"agg{i}" for i in range(a)),
-        *(f"core{i}" for i in range(cores)),
-    ]  # fmt: skip
+    node_counts = {"nic": n, "leaf": t, "agg": a, "core": cores}
+    node_names = [f"{name}{i}" for name, count in node_counts.items() for i in range(count)]
     bandwidth = _fail(spec, node_names, tail, head, bandwidth)
 
     up_leaf, half = 2 * n, uplinks.size

@@ -119,7 +119,7 @@ class FabricTimes:
             return self.topology
         if failed not in self._fabrics:
             spec = self.topology.spec
-            self._fabrics[failed] = build(spec.model_copy(update={"failed": (*spec.failed, *failed)}))
+            self._fabrics[failed] = build(spec.model_copy(update={"failed": spec.failed + failed}))
         return self._fabrics[failed]
 
     def _measure(

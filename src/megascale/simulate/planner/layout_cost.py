@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
-from megascale.config import Config
+from megascale.config import Config, ModelConfig
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops, inventory
 from megascale.core.inventory import BLOCK_PARTS
@@ -22,7 +22,7 @@ from megascale.core.traffic import TrafficEstimate, check_priced_axes, estimate_
 GIB = 2**30
 # Memory of one device in GiB, as sold, matched against its name.
 DEVICES = {"H200": 141.0, "B200": 180.0, "H100": 80.0, "H800": 80.0, "A100": 80.0, "A800": 80.0, "L40S": 48.0}
-# What the CUDA context, communicators and allocator slack take beyond the counted tensors.
+# Memory of the CUDA context, communicators and allocator slack beyond the counted tensors.
 RESERVE_GIB = 4.0
 # cuDNN's windowed attention works at w / (w + WINDOW_OVERHEAD) of its full attention's rate (H200, cuDNN 9.19, forward
 # and backward: 0.36 of the time at 1,024 of 8,192 tokens, 0.98 at 512 of 2,048). Above WINDOW_PAYS it is not worth it.
@@ -39,6 +39,17 @@ _WORTH = 0.005  # of a step: less is not worth a setting
 def window_time(sequence: int, window: int) -> float:
     """Time of attention in a window of `window` tokens, as a share of full attention's; both by the fastest kernel."""
     return inventory.window_area_fraction(sequence, window) * (1 + WINDOW_OVERHEAD / window)
+
+
+# Cached because a search for a better split asks for it with every move.
+@lru_cache(maxsize=64)
+def _half_work(model: ModelConfig, linear_time: float) -> np.ndarray:
+    """Return the FLOPs of each half of a layer, those of linear layers times `linear_time`: [2 x layers]."""
+    halves = []
+    for layer in inventory.resolve_layers(model):
+        count = flops.layer_flops(layer, model.sequence_length)
+        halves += [linear_time * count.projections + count.attention, linear_time * count.mlp]
+    return np.array(halves)
 
 
 def lay_out_priced(config: Config, gpus: int) -> Layout:
@@ -78,24 +89,20 @@ class LayoutCost:
         return self._work([chunk.layer_count for chunk in self.layout.layers])
 
     def _work(self, split: Sequence[int | float]) -> tuple[np.ndarray, np.ndarray]:
-        model, p = self.config.model, self.layout.grid.pipeline
-        period = [flops.layer_flops(model, i) for i in range(len(model.window_pattern))]
+        model = self.config.model
         if LINEAR_PRECISIONS[self.config.train.linear_precision].float8_gemms == "none":
             linear = 1.0
         else:
             linear = FLOAT8_TIME
-        halves = [
-            half for layer in period for half in (linear * layer.projections + layer.attention, linear * layer.mlp)
-        ]
-        work = np.resize(halves, 2 * model.layers)
+        work = _half_work(model, linear)
         unit = work.sum() / model.layers
         stops = np.cumsum([round(2 * count) for count in split])
         body = np.diff(np.concatenate([[0.0], work.cumsum()])[[0, *stops]]) / unit
         forward = body.copy()
         forward[-1] += LOGITS_TIME * flops.flops_per_token(model).logits / unit
         backward = 2 * forward + (body if self.config.parallel.recompute == "full" else 0)
-        shape = (self.config.parallel.virtual_stages, p)
-        return forward.reshape(shape).T, backward.reshape(shape).T
+        positions = self.layout.chunk_map.positions
+        return forward[positions], backward[positions]
 
     @property
     def stages(self) -> list[int]:

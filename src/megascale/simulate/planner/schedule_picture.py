@@ -54,9 +54,9 @@ def terminal_rows(schedule: Schedule, width: int) -> list[Text] | None:
     rows = []
     for stage in range(schedule.stages):
         row, column = Text(), 0
-        for n in np.flatnonzero((graph.stage == stage) & (graph.kind <= ActionKind.BACKWARD)):
+        for n in np.flatnonzero((graph.stage == stage) & graph.is_compute):
             start, end = round(timeline.start[n]), round(timeline.end[n])
-            backward = graph.kind[n] == ActionKind.BACKWARD
+            backward = graph.kind[n] != ActionKind.FORWARD
             row.append(" " * ((start - column) * scale))
             cells = (end - start) * scale
             label = str(graph.microbatch[n])[-cells if backward else -scale :]
@@ -103,7 +103,7 @@ def _draw_schedule(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-d
     graph = plan.timeline.graph
     v = plan.schedule.virtual_stages
     makespan = float(timeline.makespan)
-    compute = np.flatnonzero(graph.kind <= ActionKind.BACKWARD)
+    compute = np.flatnonzero(graph.is_compute)
     limit = 100.0
     if len(compute) > _DRAWN * plan.schedule.stages:
         limit = 100 * _DRAWN * plan.schedule.stages / len(compute)
@@ -119,15 +119,16 @@ def _draw_schedule(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-d
         ],
         axis=1,
     )
-    shades = [colour(bool(k), int(c), v) for k, c in zip(graph.kind[compute], graph.chunk[compute], strict=True)]
+    backward = graph.kind[compute] != ActionKind.FORWARD
+    shades = [colour(bool(b), int(c), v) for b, c in zip(backward, graph.chunk[compute], strict=True)]
     crowded = len(compute) / plan.schedule.stages > 400
     axes.add_collection(
         PolyCollection(list(corners), facecolors=shades, edgecolors="none" if crowded else "white", lw=0.3)
     )
     # Label forwards, or backwards, if the narrowest has room: a digit is about half a percent of the axis wide.
     room = (0.3 + 0.55 * len(str(plan.schedule.microbatches - 1))) * limit / 100
-    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
-        matching = np.flatnonzero(graph.kind[compute] == kind)
+    for is_backward in (False, True):
+        matching = np.flatnonzero(backward == is_backward)
         if (ends - starts)[matching].min() < room:
             continue
         for n in matching:

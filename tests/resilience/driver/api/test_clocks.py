@@ -22,7 +22,7 @@ class Ahead:
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> bool:
-    """Whether the client takes the server for the one it knows; all in memory."""
+    """Return whether the client accepts the server's proof, all in memory."""
     a, b, c, d = (ssl.MemoryBIO() for _ in range(4))
     near, far = client.wrap_bio(a, b), server.wrap_bio(c, d, server_side=True)
     done = set()

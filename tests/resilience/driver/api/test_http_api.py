@@ -1,4 +1,4 @@
-"""The driver's HTTP API against whatever may be sent to it: schemathesis makes requests from its own description."""
+"""The driver's HTTP API against arbitrary requests, which schemathesis generates from the API's description."""
 
 from __future__ import annotations
 
@@ -38,8 +38,12 @@ class Served:
         run.mkdir(parents=True)
         contact.make_token(run)
         built = access.make_tokens(run)
-        self.run, self.token, self.read_token = run, built.act.decode(), built.read.decode()
-        self.phase, self.ready, self.over = phase, threading.Event(), threading.Event()
+        self.run = run
+        self.token = built.act.decode()
+        self.read_token = built.read.decode()
+        self.phase = phase
+        self.ready = threading.Event()
+        self.over = threading.Event()
         self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self.thread.start()
         assert self.ready.wait(30)

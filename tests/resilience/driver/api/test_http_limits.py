@@ -58,7 +58,7 @@ def _read(sock: socket.socket) -> bytes:
 
 
 def _head(method: str, path: str, *lines: str, host: str = "127.0.0.1") -> bytes:
-    return "\r\n".join([f"{method} {path} HTTP/1.1", f"Host: {host}", *lines, "", ""]).encode()
+    return "\r\n".join([f"{method} {path} HTTP/1.1", f"Host: {host}"] + list(lines) + ["", ""]).encode()
 
 
 def _ask(served: Served, *lines: str, path: str = "/v1/job", method: str = "GET", host: str = "127.0.0.1") -> int:
@@ -227,14 +227,14 @@ def test_pages_of_other_sites_are_turned_away(served):
         ("localhost:80", "https://localhost:80", 403),
         ("localhost:80", "null", 403),
     ):
-        lines = [f"Authorization: Bearer {served.token}", *([f"Origin: {origin}"] if origin else [])]
+        lines = [f"Authorization: Bearer {served.token}"] + ([f"Origin: {origin}"] if origin else [])
         assert _ask(served, *lines, host=host) == code, (host, origin)
 
 
 def test_orders_change_numbers_and_listed_words_only():
     check_settings(["lr.peak=1e-3", "train.eval-interval=5", "lr.schedule=constant", "data.shuffle=false"])
     check_settings(["checkpoint.accept_changes=data.shuffle"])
-    check_settings(["lr.paek=1"])  # whoever loads it says what is wrong
+    check_settings(["lr.paek=1"])  # The loader reports the error.
     config = load(None, [])
     for setting in (
         "data.train=/etc/passwd",
@@ -281,7 +281,7 @@ def test_other_machines_are_spoken_to_over_tls(tmp_path, capsys):
         assert result.url.startswith("https://0.0.0.0:")
         write_contact(result.run, Contact("job", 1, 1, ("", 0), result.url))
         assert send_request(result.run, "GET", "/v1/job")["phase"] == "paused"
-        with _connect(result.url) as sock:  # whoever speaks without it learns nothing
+        with _connect(result.url) as sock:  # Without it a client learns nothing.
             sock.sendall(_head("GET", "/v1/job", f"Authorization: Bearer {result.token}"))
             assert b"HTTP" not in _read(sock)
         # Another that has taken the address is not told the token.

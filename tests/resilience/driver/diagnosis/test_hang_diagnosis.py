@@ -1,4 +1,4 @@
-"""From "nothing moves" to a rank: what the driver learns of a hang."""
+"""Diagnosis of a hang: from ranks without progress to the rank that causes it."""
 
 from __future__ import annotations
 

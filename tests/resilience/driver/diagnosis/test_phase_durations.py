@@ -1,4 +1,4 @@
-"""How long phases last: what recurs is usual, what came once hardly counts."""
+"""Usual durations of phases: repeated durations count, single ones hardly."""
 
 from __future__ import annotations
 

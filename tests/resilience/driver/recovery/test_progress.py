@@ -1,4 +1,4 @@
-"""A job that brings nothing new ends with a verdict, whatever the cause, and the step that ends it is named."""
+"""A job without progress ends with a verdict that names the step, for any cause."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_step_that_kills_every_start_ends_the_job_and_is_named_with_its_sample
     failed = next(e for e in events if e.kind == "job_failed")
     for part in ("no step beyond 7", "ended in step 7", "samples 24 to 27", "SIGSEGV"):
         assert part in failed.evidence[0]
-    # What the verdict names is what an undisturbed run trains in that step.
+    # The verdict names the samples that an undisturbed run trains in that step.
     calm = megascale("train", tmp_path / "tiny.toml", "--train.steps=7", "--train.name=calm", "--parallel.data=2")
     assert calm.returncode == 0, calm.stderr
     ledger = lines(tmp_path / "runs" / "calm" / "samples" / "ledger.jsonl")[6]
@@ -77,7 +77,9 @@ def test_a_start_ends_in_the_step_of_those_to_blame_and_not_while_it_saves_or_lo
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 10)), max_size=60), st.integers(1, 8))
 def test_starts_without_a_new_step_are_counted_whatever_they_ended_for(ends, limit):
     """(furthest step that a start was seen in, step that it ended in) of each: the job ends within the limit."""
-    job, without, furthest = JobState("a"), 0, 0
+    job = JobState("a")
+    without = 0
+    furthest = 0
     for observed, at in ends:
         job = replace(job, step=max(job.step, observed))
         job = replace(job, **progress.count_start(job, at))

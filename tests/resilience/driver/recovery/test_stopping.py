@@ -1,4 +1,4 @@
-"""How long nodes get to stop their ranks before they are taken out."""
+"""Time that nodes get to stop their ranks before they are removed."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def test_a_row_that_turned_into_another_is_damage(tmp_path, change):
     journal.close()
 
 
-@pytest.mark.parametrize("change", [*CHANGES, "UPDATE job SET state = replace(state, 'starting', 'starding')"])
+@pytest.mark.parametrize("change", CHANGES + ["UPDATE job SET state = replace(state, 'starting', 'starding')"])
 def test_reading_a_garbled_row_is_one_paragraph_or_what_it_says(tmp_path, change):
     written(tmp_path).close()
     db = sqlite3.connect(tmp_path / FILE)
@@ -315,11 +315,11 @@ def mount(point: str, kind: str) -> str:
 def test_the_deepest_and_last_mount_tells_what_a_path_lies_on(tmp_path_factory, mounts):
     file = tmp_path_factory.getbasetemp() / "mountinfo"
     root = "/nowhere"
-    file.write_text(mount("/", "ext4") + "".join(mount("/".join([root, *p]), f"kind{k}") for p, k in mounts))
+    file.write_text(mount("/", "ext4") + "".join(mount("/".join([root] + p), f"kind{k}") for p, k in mounts))
     for path in ([], ["a"], ["ab"], ["a b", "a"], ["c\\", "a", "ab", "a"]):
         under = [(len(p), i, k) for i, (p, k) in enumerate(mounts) if path[: len(p)] == p]
         expected = f"kind{max(under)[2]}" if under else "ext4"
-        assert filesystem_type(type(file)("/".join([root, *path])), file) == expected
+        assert filesystem_type(type(file)("/".join([root] + path)), file) == expected
 
 
 def test_which_file_systems_are_shared():
@@ -361,8 +361,14 @@ def test_on_a_network_file_system_the_journal_does_without_a_log_and_says_so(tmp
 @pytest.mark.parametrize(
     "change",
     [
-        *({"event": "\ud800"}, {"evidence": ["\ud800"]}, {"extra": {"a": "\ud800"}}, {"attempt": 1 << 64}),
-        *({"attempt": -1}, {"time": "nan"}, {"time": "1e999"}, {"ranks": [float("inf")]}),
+        {"event": "\ud800"},
+        {"evidence": ["\ud800"]},
+        {"extra": {"a": "\ud800"}},
+        {"attempt": 1 << 64},
+        {"attempt": -1},
+        {"time": "nan"},
+        {"time": "1e999"},
+        {"ranks": [float("inf")]},
     ],
 )
 def test_events_that_no_journal_can_hold_are_left_out(tmp_path, change):

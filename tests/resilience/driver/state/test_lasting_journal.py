@@ -72,10 +72,10 @@ print(json.dumps([behind, journal.behind, said, *found]))
 def on_a_small_disk(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a Python program (text, arguments) where `folder` is a disk of 16 MiB of its own."""
     new = ["unshare", "--map-root-user", "--mount"]
-    if subprocess.run([*new, "mount", "-t", "tmpfs", "none", str(folder)], capture_output=True, check=False).returncode:
+    if subprocess.run(new + ["mount", "-t", "tmpfs", "none", str(folder)], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespaces here")
     shell = f'mount -t tmpfs -o size=16m none "$1" && exec {sys.executable} -c "$0" "$@"'
-    command = [*new, "sh", "-c", shell, arguments[0], str(folder), *arguments[1:]]
+    command = new + ["sh", "-c", shell, arguments[0], str(folder)] + list(arguments[1:])
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -92,7 +92,7 @@ def test_a_full_disk_delays_what_is_written_and_ends_nobody(tmp_path, subject):
     assert not behind_at_the_end, (output, len(kinds), len(shown))
     assert len(output) == 2  # once a minute, and when there is room again
     assert "has no room for the driver's journal" in output[0]
-    assert kinds == shown == ["before", *(f"e{n}" for n in range(200)), "after"]
+    assert kinds == shown == (["before"] + [f"e{n}" for n in range(200)] + ["after"])
     assert (attempt, nodes) == (2, ["n0"])
 
 

@@ -84,7 +84,7 @@ EVENTS = st.lists(st.one_of(job_events(), node_events(), STEPS), max_size=40)
 @given(events=EVENTS, tail=st.integers(1, 6), reopen=st.sets(st.integers(0, 39), max_size=4))
 @settings(max_examples=60, deadline=None)
 def test_the_journal_replays_to_exactly_the_state_of_the_driver(tmp_path_factory, events, tail, reopen):
-    """Whatever happens, whatever is refused, and whenever another driver takes the job over."""
+    """Any events may happen or be refused, and another driver may take over at any point."""
     run = tmp_path_factory.mktemp("run")
     journal, _ = Journal.take(run, 0.05)
     journal.tail = tail
@@ -159,8 +159,8 @@ def test_every_phase_that_has_not_ended_can_end_and_ended_ones_stay():
         observed, frontier = {phase}, [phase]
         while frontier:
             result = [rows[p] for p in frontier for rows in JOB.values() if p in rows]
-            goals = [*ENDED] if GOAL in result else []
-            frontier = [Phase(n) for n in [*result, *goals] if n not in (UNCHANGED, GOAL) and n not in observed]
+            goals = list(ENDED) if GOAL in result else []
+            frontier = [Phase(n) for n in result + goals if n not in (UNCHANGED, GOAL) and n not in observed]
             observed |= set(frontier)
         assert (observed & ENDED) if phase not in ENDED else observed == {phase}
 

@@ -84,7 +84,7 @@ def test_a_signal_that_comes_twice_at_once_still_saves_and_a_later_one_does_not(
 
 
 def test_what_the_cluster_has_end_is_told_so_by_the_driver_too(tmp_path):
-    """A pod whose kubelet is dead, or that was removed by force, trains on: nobody else tells its agent."""
+    """A pod whose kubelet is dead, or that was removed by force, trains on: only the driver tells its agent."""
 
     async def scene(driver, cluster, channels):
         cluster.ending = frozenset({"n1"})

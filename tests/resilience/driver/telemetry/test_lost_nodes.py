@@ -99,7 +99,7 @@ def test_what_still_runs_on_a_node_that_was_taken_away_is_ended_and_replaced(tmp
         assert driver.nodes["n1"].state is NodeState.LOST
         assert driver.job.phase is Phase.STOPPING
 
-        # Its agent lives and comes again: it is told the same, and is no node.
+        # Its agent lives and connects again: it gets the same answer, and does not count as a node.
         repeated = Channel()
         assert driver.admission.handle_hello(repeated, hello("n1", ("n0", "n1"))) == ""
         assert repeated.orders == ["welcome", "stop", "leave"]
@@ -129,7 +129,7 @@ def test_a_node_that_was_taken_away_is_not_waited_for_by_a_driver_that_is_new(tm
 def test_an_end_that_the_cluster_learns_of_late_needs_no_window_of_silence(tmp_path):
     async def scene(driver, cluster, channels):
         driver.telemetry.handle_disconnect("n1", channels["n1"])
-        await asyncio.sleep(0.3)  # the connection has closed; whether the agent has ended nobody knows yet
+        await asyncio.sleep(0.3)  # The connection has closed. It is unknown whether the agent has ended.
         assert driver.nodes["n1"].state is NodeState.UP
         cluster.over.add("n1")
         async with asyncio.timeout(2.0):  # the window is 5 s

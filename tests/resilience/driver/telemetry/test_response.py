@@ -1,4 +1,4 @@
-"""What follows from verdicts, with the driver's other parts replaced by lists of what they were asked for."""
+"""Responses to verdicts. Lists of calls replace the driver's other parts."""
 
 from __future__ import annotations
 

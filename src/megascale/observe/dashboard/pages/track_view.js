@@ -260,7 +260,8 @@ export class TrackView {
     for (let i = after(track.acts, 4, this.from); i < track.acts.length; i++) {
       const [action, chunk, , from, to] = track.acts[i];
       if (from > this.to) break;
-      const colour = action === "forward" || action === "backward" ? action : action === "optimizer" ? "update" : "other";
+      const part = action.startsWith("backward") ? "backward" : action;
+      const colour = part === "forward" || part === "backward" ? part : part === "optimizer" ? "update" : "other";
       const [x0, x1] = [this.px(from), this.px(to)];
       if (colour === name && x1 - end < 0.4) continue;
       (rects[colour + (chunk % 2 && colour !== "other" ? "|" : "")] ??= []).push([x0, Math.max(0.7, x1 - x0)]);

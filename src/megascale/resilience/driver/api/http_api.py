@@ -124,7 +124,7 @@ class LogAnswer(BaseModel):
 
 
 class LookAnswer(BaseModel):
-    """The number of ranks whose agents were asked, and the ranks that they reported about."""
+    """The number of ranks whose agents received the request, and the ranks that they reported about."""
 
     asked: int
     known: list[int]
@@ -150,7 +150,7 @@ class Problem(BaseModel):
 
 
 def _refusals(*codes: int) -> dict[int | str, dict[str, Any]]:
-    return {code: {"model": Problem} for code in (400, 401, 403, 413, *codes)}
+    return {code: {"model": Problem} for code in (400, 401, 403, 413) + codes}
 
 
 def build(driver: Driver, scrapes: metrics.Scrapes) -> FastAPI:

@@ -95,7 +95,7 @@ def _step_families(driver: Driver) -> list[Family]:
         norm.add(last.grad_norm)
         seconds.add(statistics.median(metric.seconds for metric in view.metrics[-50:]))
         step.add(last.step)
-    return [loss, norm, seconds, step, *_compute_families(view)]
+    return [loss, norm, seconds, step] + _compute_families(view)
 
 
 def _compute_families(view: View) -> list[Family]:

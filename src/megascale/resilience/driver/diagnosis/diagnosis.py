@@ -126,17 +126,17 @@ def refine_hang(verdict: Verdict, view: View, scene: Scene, layout: Layout | Non
         layout: of the ranks, None if unknown.
     """
     if not scene.ranks:
-        evidence = (*verdict.evidence, "the hang was not examined: no agent reported what its ranks do")
+        evidence = verdict.evidence + ("the hang was not examined: no agent reported what its ranks do",)
         return replace(verdict, evidence=evidence)
     hang = explain_hang(scene, layout)
     nodes = tuple(dict.fromkeys(member.node for rank in hang.ranks for member in view.members if rank in member.ranks))
-    evidence = (format_headline(hang), *hang.evidence[:10], *verdict.evidence)
+    evidence = (format_headline(hang),) + hang.evidence[:10] + verdict.evidence
     action: Action = "diagnose" if hang.kind == "network" else "recover"
     is_repeated = any(past.kind == Event.HANG and past.cause == hang.kind for _, past in view.past)
     needs_person = hang.kind in _CODE_FAULTS and is_repeated
     if needs_person:
         action = "stop"
-        evidence = (*evidence, "an earlier start hung the same way, so the fault is in the code")
+        evidence = evidence + ("an earlier start hung the same way, so the fault is in the code",)
     refined = replace(
         verdict,
         nodes=nodes,

@@ -91,7 +91,7 @@ class Attempts:
             f"attempt {state.attempt}: {state.world} ranks on {', '.join(state.placement)}, data parallelism "
             f"{state.data}"
         )
-        evidence = (summary, *self._compare_with_placement_file(state.placement))
+        evidence = (summary,) + self._compare_with_placement_file(state.placement)
         self.record_event(Event.ATTEMPT_STARTED, nodes=state.placement, evidence=evidence)
 
     def _compare_with_placement_file(self, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ def apply(run: Path, config: Config, settings: Sequence[str]) -> tuple[Config, t
             )
     unaccepted = [key for key in changed if key in CHANGEABLE_KEYS and key not in new.checkpoint.accept_changes]
     if unaccepted:
-        accepted = ",".join([*new.checkpoint.accept_changes, *unaccepted])
+        accepted = ",".join(new.checkpoint.accept_changes + unaccepted)
         raise ConfigError(
             f"{', '.join(f'{key}={after.get(key)}' for key in unaccepted)} would train samples twice, never or "
             f"differently than before; accept it with checkpoint.accept_changes={accepted} in the same update"
@@ -173,7 +173,10 @@ def check_settings(settings: Sequence[str]) -> None:
         name, _, value = setting.partition("=")
         section, _, key = name.replace("-", "_").partition(".")
         section_field = Config.model_fields.get(section)
-        keys = getattr(section_field.annotation, "model_fields", {}) if section_field is not None else {}
+        if section_field is not None:
+            keys = getattr(section_field.annotation, "model_fields", {})
+        else:
+            keys = {}
         if key in keys and f"{section}.{key}" not in allowed:
             raise ConfigError(
                 f"{name}={value[:100]} cannot be changed by an order: only numbers, yes or no, and listed words can, "

@@ -66,10 +66,11 @@ class Recovery:
         if explains:
             # Ranks had lost contact and no node was to blame. This node was the cause, so that retry costs no budget.
             escalation.refund_last_blameless_use(self.uses)
-            reasons = (*reasons, f"{name} explains why ranks had lost contact; that retry does not count")
+            reasons = reasons + (f"{name} explains why ranks had lost contact; that retry does not count",)
         self.uses.append(Use(at.time, choice.action, name))
         under_way = tuple(entry for entry in job.recovery if entry[0] != name)
-        self.job.apply(JobEvent.RECOVERING, recovery=(*under_way, (name, choice.action)), unexplained=not name)
+        recovery = (*under_way, (name, choice.action))
+        self.job.apply(JobEvent.RECOVERING, recovery=recovery, unexplained=not name)
         self.record_event(
             Event.RECOVERY_ACTION,
             action=choice.action,

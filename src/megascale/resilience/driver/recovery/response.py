@@ -96,7 +96,7 @@ class Response:
         if verdict.kind != Event.SLOW_NODE or verdict.action != "evict" or self.nodes.spares():
             return verdict
         text = "no spare is available to take its ranks, so it continues; it is evicted once there is one"
-        return replace(verdict, action="alert", evidence=(*verdict.evidence, text))
+        return replace(verdict, action="alert", evidence=verdict.evidence + (text,))
 
     def _is_new(self, verdict: Verdict) -> bool:
         key = (self.job.state.attempt, verdict.kind, verdict.nodes, verdict.ranks, verdict.action)

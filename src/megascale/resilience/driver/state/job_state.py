@@ -171,4 +171,6 @@ def from_plain(name: str, value: Any) -> Any:
         return Phase(value)
     if name == "recovery":
         return tuple((str(node), str(action)) for node, action in value)
-    return tuple(value) if name in ("placement", "master", "fresh", "ends", "evicting") else value
+    if name in ("placement", "master", "fresh", "ends", "evicting"):
+        return tuple(value)
+    return value

@@ -204,7 +204,7 @@ class Journal:
             with self._write(lasting=event is not JobEvent.STEP) as db:
                 row = (time.time(), self.epoch, str(event))
                 insert = "INSERT INTO transitions (time, epoch, event, data) VALUES (?, ?, ?, ?)"
-                db.execute(insert, (*row, seal(data, *row)))
+                db.execute(insert, row + (seal(data, *row),))
                 if db.execute("SELECT count(*) FROM transitions").fetchone()[0] >= self.tail:
                     write_job(db, following)
             late_job = None

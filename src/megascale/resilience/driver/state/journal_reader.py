@@ -79,7 +79,7 @@ def unseal(text: str, *columns: Any) -> dict[str, Any]:
 def _checksum(record: dict[str, Any], columns: tuple[Any, ...]) -> int:
     # The record is taken as it is read back: keys become strings, tuples become lists.
     stored = json.loads(strict_json.dumps(record))
-    return zlib.crc32(json.dumps([stored, *columns], sort_keys=True).encode())
+    return zlib.crc32(json.dumps([stored] + list(columns), sort_keys=True).encode())
 
 
 def _read_record(text: str) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def write_node(db: sqlite3.Connection, name: str, record: NodeRecord) -> None:
     """Write the record of one node."""
     columns = (name, record.address, record.state.value, record.reason, float(record.changed_at))
     facts = {**record.facts, "cordoned": record.cordoned}
-    db.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?)", (*columns, seal(facts, *columns)))
+    db.execute("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?, ?)", columns + (seal(facts, *columns),))
 
 
 def read_nodes(db: sqlite3.Connection) -> dict[str, NodeRecord]:
@@ -127,9 +127,9 @@ def read_nodes(db: sqlite3.Connection) -> dict[str, NodeRecord]:
 def write_event(db: sqlite3.Connection, epoch: int, entry: Entry) -> int:
     """Append an event and return its id."""
     lists = [strict_json.dumps(list(values)) for values in (entry.nodes, entry.ranks, entry.evidence)]
-    columns = (entry.time, entry.attempt, entry.kind, entry.action, *lists)
+    columns = (entry.time, entry.attempt, entry.kind, entry.action) + tuple(lists)
     insert = f"INSERT INTO events (epoch, {_EVENT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-    return db.execute(insert, (epoch, *columns, seal(entry.details, *columns))).lastrowid or 0
+    return db.execute(insert, (epoch,) + columns + (seal(entry.details, *columns),)).lastrowid or 0
 
 
 def read_events(db: sqlite3.Connection, after: int, limit: int) -> list[Entry]:

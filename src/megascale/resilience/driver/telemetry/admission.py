@@ -246,7 +246,7 @@ def find_incompatibility(
 def _find_version_difference(
     node: str, package_versions: Facts, driver: Facts, members: list[tuple[str, Facts, Facts]]
 ) -> str:
-    comparisons = [("python", _minor_version), *((name, _release) for name in _RELEASE_PACKAGES)]
+    comparisons = [("python", _minor_version)] + [(name, _release) for name in _RELEASE_PACKAGES]
     for package, shorten in comparisons:
         expected = driver.get(package)
         version = package_versions.get(package)

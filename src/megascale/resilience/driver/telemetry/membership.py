@@ -127,7 +127,10 @@ class Adoption:
         """Make the attempt that agents hold the job's."""
         state = held_attempt.state
         previous = self.job.state
-        event = JobEvent.ADOPTED_RUNNING if held_attempt.has_stepped else JobEvent.ADOPTED
+        if held_attempt.has_stepped:
+            event = JobEvent.ADOPTED_RUNNING
+        else:
+            event = JobEvent.ADOPTED
         changes = {name: getattr(state, name) for name in FIELDS[event]}
         if previous.attempt == state.attempt:
             changes["step"] = max(state.step, previous.step)
@@ -227,7 +230,7 @@ class LostNodes:
             return f"no message from {node.name} for {current_time - node.last_seen:.1f} s"
         if node.state is NodeState.JOINING and current_time > node.deadline:
             problems = [info.reason for info in self.nodes.cluster.nodes() if info.name == node.name and info.reason]
-            return ": ".join([f"the agent of {node.name} did not connect", *problems])
+            return ": ".join([f"the agent of {node.name} did not connect"] + problems)
         return ""
 
     def next_silence(self, current_time: float, default: float) -> float:

@@ -1,0 +1,162 @@
+"""Specifications of layers: a mixer, a feed-forward and norms, each with its own settings. No torch.
+
+`inventory.resolve_layers` makes them from the configuration. Tensors, FLOPs, memory, traffic and modules derive from
+them, so layers of one model may differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megascale.config import ModelConfig
+from megascale.config.parts import ACTIVATIONS, NORMS
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary positions of an attention.
+
+    Attributes:
+        width: rotated entries of a head, the first ones.
+        base: base of the angles.
+        interleaved: whether pairs are neighbours instead of halves of the rotated width.
+    """
+
+    width: int
+    base: float
+    interleaved: bool
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Mixer that attends with grouped queries.
+
+    Attributes:
+        name: registered name, a value of model.attention.
+        window: tokens that a query sees, itself included; None: all before it.
+        rope: rotary positions; None: the attention has no positions.
+        input_bias, output_bias: whether the projections have biases.
+        qk_norm: whether each head of queries and keys has a norm before its rotation, of the kind of the layer's norms.
+    """
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_size: int
+    window: int | None
+    rope: RopeSpec | None
+    input_bias: bool
+    output_bias: bool
+    qk_norm: bool
+
+    @classmethod
+    def from_model(cls, model: ModelConfig) -> AttentionSpec:
+        """Return the attention of a model whose layers are all alike."""
+        rope = None
+        if model.positions == "rotary":
+            width = int(model.head_size * model.rotary_fraction)
+            rope = RopeSpec(width, model.rotary_base, model.rotary_interleaved)
+        return cls(
+            name=model.attention,
+            heads=model.heads,
+            kv_heads=model.num_kv_heads,
+            head_size=model.head_size,
+            window=model.window,
+            rope=rope,
+            input_bias=model.attention_bias,
+            output_bias=model.out_bias,
+            qk_norm=model.qk_norm == "head",
+        )
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """Feed-forward that multiplies every token with all its matrices.
+
+    Attributes:
+        name: registered name, a value of model.mlp.
+        width: columns between its matrices.
+        activation: value of model.activation.
+        bias: whether the projections have biases.
+    """
+
+    name: str
+    width: int
+    activation: str
+    bias: bool
+
+    @classmethod
+    def from_model(cls, model: ModelConfig) -> DenseSpec:
+        """Return the feed-forward of a model whose layers are all alike."""
+        return cls(name=model.mlp, width=model.ffn, activation=model.activation, bias=model.mlp_bias)
+
+    @property
+    def input_width(self) -> int:
+        """Columns of the input projection: twice the width with a gate."""
+        if self.is_gated:
+            return 2 * self.width
+        return self.width
+
+    @property
+    def is_gated(self) -> bool:
+        """True if the activation multiplies two projections."""
+        return ACTIVATIONS[self.activation].gated
+
+
+@dataclass(frozen=True)
+class NormsSpec:
+    """Norms of a layer and their placement.
+
+    Attributes:
+        block: registered name of the composition, a value of model.block.
+        name: registered name of the norm, a value of model.norm.
+        eps: added to the variance.
+        count: number of norms; the second one stands before the feed-forward.
+    """
+
+    block: str
+    name: str
+    eps: float
+    count: int
+
+    @property
+    def moments(self) -> int:
+        """Statistics per token that a norm saves."""
+        if NORMS[self.name].bias:
+            return 2
+        return 1
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Layer of a model; equal layers have equal specifications.
+
+    Attributes:
+        hidden: width of the residual stream.
+        init_std: standard deviation of initial weights.
+        output_init_std: the same for matrices that add to the residual stream (GPT-2).
+        mixer: an AttentionSpec, or what the inventory of a registered attention makes; it has a `name`.
+        feed_forward: a DenseSpec, or what the inventory of a registered MLP makes; it has a `name`.
+        norms: norms and their placement.
+    """
+
+    hidden: int
+    init_std: float
+    output_init_std: float
+    mixer: Any
+    feed_forward: Any
+    norms: NormsSpec
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window of the mixer in tokens; None: full attention, or a mixer without windows.
+
+        A window as long as the training sequence remains a window, because generation may exceed that length.
+        """
+        return getattr(self.mixer, "window", None)
+
+    @property
+    def rope(self) -> RopeSpec | None:
+        """Rotary positions of the mixer, if it has any."""
+        return getattr(self.mixer, "rope", None)
