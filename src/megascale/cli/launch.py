@@ -105,6 +105,10 @@ def launch(
     from megascale.config import load_command_line
 
     config = load_command_line(file, overrides)
+    if config.foreign.per_node is not None:
+        # Clusters request one GPU per rank.
+        parallel = config.parallel.model_copy(update={"gpus_per_host": config.foreign.per_node})
+        config = config.model_copy(update={"parallel": parallel})
     if not dry_run:
         raise typer.Exit(_drive(config, dashboard))
     if config.resilience.cluster == "kubernetes":

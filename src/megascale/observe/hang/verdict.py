@@ -339,7 +339,7 @@ class _Judge:
     def find_absent(self) -> Hang | None:
         """Find ranks without any record."""
         ranks = tuple(sorted(set(range(self.scene.world)) - set(self.records)))
-        if not ranks:
+        if not ranks or not self.records:
             return None
         return self._blame("silent", ranks, f"{_list(ranks)} left no record, and all other ranks did", [])
 
@@ -438,8 +438,13 @@ class _Judge:
         return [
             f"rank {rank} stands at {describe_position(self.scene.ranks[rank])}"
             for rank in ranks
-            if rank in self.scene.ranks
+            if rank in self.scene.ranks and not self._is_foreign(rank)
         ]
+
+    def _is_foreign(self, rank: int) -> bool:
+        """Return whether a rank runs another trainer, which writes no position."""
+        evidence = self.scene.ranks[rank]
+        return evidence.record is None and evidence.status is None and bool(evidence.own_pid)
 
     def _describe_stacks(self, ranks: tuple[int, ...]) -> list[str]:
         stacks = [(rank, self.scene.ranks[rank].stack) for rank in ranks if rank in self.scene.ranks]

@@ -129,9 +129,6 @@ def _prepare_foreign(config: Config, gpus: int, shared: bool) -> Config:
     slots = config.resilience.nodes + config.resilience.spares
     per_node = config.foreign.per_node or (gpus // slots if shared else gpus) or 1
     config = _update(config, "parallel", tensor=1, pipeline=1, context=1, data=per_node * config.resilience.nodes)
-    # A command that sees no use for GPUs may run more ranks than there are GPUs.
-    if gpus and config.train.device == "cpu":
-        config = _update(config, "parallel", gpus_per_host=per_node)
     # The world keeps its size, because only this package's trainer can resume with another one.
     config = _update(config, "resilience", preload=False, min_data=per_node * config.resilience.nodes)
     folder = config.foreign.folder or os.getcwd()
