@@ -204,6 +204,13 @@ class ForeignConfig(Section):
         "optionally loss, grad_norm, tokens_per_second",
     )
 
+    pause: float = Field(
+        0.0,
+        ge=0,
+        description="seconds without a step that are no hang, such as the longest save or evaluation; 0: five times "
+        "the longest usual step, at least 10",
+    )
+
     _paths = field_validator("folder")(expand_home)
 
     @model_validator(mode="after")
