@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 from torch import nn
 
@@ -11,10 +12,16 @@ class DirectModule(nn.Module):
     """Module whose parameters and submodules are attributes of the instance, too.
 
     nn.Module looks them up in `__getattr__`, which Python calls at each access: some hundred times per step, on the
-    thread that launches kernels. Replace them by assignment only; `to_empty` and the like would leave the old ones.
+    thread that launches kernels.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if value is None or isinstance(value, (nn.Module, nn.Parameter)):
             self.__dict__[name] = value
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Apply `fn` to all tensors, as `to` and `to_empty` do, which may replace parameters."""
+        super()._apply(fn, recurse)
+        self.__dict__.update(self.named_parameters(recurse=False))
+        return self
