@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer.core import TyperCommand
 
 from megascale.cli.common import OVERRIDES, join_arguments, make_console, require
 from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
     from megascale.config import Config
+    from megascale.core.layout import Layout
+    from megascale.resilience.driver.start_driver import Size
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command(context_settings=OVERRIDES)(launch)
+    app.command(cls=LaunchCommand, context_settings=OVERRIDES)(launch)
     app.command()(agent)
+
+
+class LaunchCommand(TyperCommand):
+    """The command `launch`, whose words after `--` are another trainer's command line."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words before `--`, and keep the others as `ctx.obj`."""
+        if "--" in args:
+            position = args.index("--")
+            ctx.obj = args[position + 1 :]
+            args = args[:position]
+        return super().parse_args(ctx, args)
 
 
 def launch(
@@ -35,6 +52,9 @@ def launch(
     dry_run: bool = typer.Option(
         False, "--dry-run", help="With slurm, kubernetes: print the batch script or the manifests; start nothing."
     ),
+    per_node: int = typer.Option(
+        None, "--per-node", min=1, help="With -- COMMAND: ranks per node. Default: one per GPU."
+    ),
     form: str = typer.Option(
         "nodes",
         "--form",
@@ -48,7 +68,12 @@ def launch(
     driver dies, the same command takes over the running job. Ctrl-C saves and ends; the same command resumes. Settings
     are given as --section.key=value, as for `train`; [resilience] has the windows and budgets.
 
+    Words after `--` are the command of another trainer, which then runs in torchrun's environment instead of this
+    package's trainer (docs/keep-your-trainer.md).
+
     Examples:
+
+      megascale launch --nodes 2 --spares 1 --per-node 8 -- python train.py --config base.yaml
 
       megascale launch examples/stdlib.toml --nodes 4 --spares 1 --train.micro_batch=1
 
@@ -71,9 +96,19 @@ def launch(
     options = {"nodes": nodes, "spares": spares, "cluster": cluster, "hosts": hosts}
     overrides = [f"--resilience.{key}={value}" for key, value in options.items() if value is not None]
     overrides = context.args + overrides
+    if context.obj is not None:
+        overrides += _describe_command(context.obj, per_node)
+    elif per_node is not None:
+        raise ConfigError(
+            f"--per-node={per_node} is for another trainer's command; add -- COMMAND, or use parallel.data"
+        )
     from megascale.config import load_command_line
 
     config = load_command_line(file, overrides)
+    if config.foreign.per_node is not None:
+        # Clusters request one GPU per rank.
+        parallel = config.parallel.model_copy(update={"gpus_per_host": config.foreign.per_node})
+        config = config.model_copy(update={"parallel": parallel})
     if not dry_run:
         raise typer.Exit(_drive(config, dashboard))
     if config.resilience.cluster == "kubernetes":
@@ -82,23 +117,27 @@ def launch(
         _print_batch_script(config, join_arguments(file, overrides))
 
 
+def _describe_command(command: list[str], per_node: int | None) -> list[str]:
+    """Return the settings of another trainer's command line."""
+    if not command:
+        raise ConfigError("-- is not followed by a command; write -- python train.py, for example")
+    overrides = [f"--foreign.command={json.dumps(command)}"]
+    if per_node is not None:
+        overrides.append(f"--foreign.per_node={per_node}")
+    return overrides
+
+
 def _drive(config: Config, dashboard: int | None) -> int:
     """Check the job, run its driver, and return the exit code."""
-    from megascale import api
-    from megascale.config import resolve_precision
-    from megascale.core.layout import lay_out
-    from megascale.core.preflight import HostShare, check_host
-    from megascale.data.dataset.data_checks import check_data
-
     require("fastapi", "driver")
     from megascale.resilience.driver import start_driver
     from megascale.resilience.driver.launch_checks import check_timeouts, read_job_files
 
     config, size = start_driver.prepare(config)
     check_timeouts(config)  # the cluster may have set some of them
-    has_gpus = bool(size.devices)
-    resolved = resolve_precision(api.resolve(config), has_gpus)
-    layout = lay_out(resolved, size.world)  # one error message, before any process starts
+    is_foreign = bool(config.foreign.command)
+    if not is_foreign:
+        resolved, layout = _lay_out(config, size)  # one error message, before any process starts
     console = make_console(soft_wrap=True)
 
     def log_line(source: str, text: str) -> None:
@@ -111,19 +150,35 @@ def _drive(config: Config, dashboard: int | None) -> int:
         read_job_files(config)
     if start_driver.uses_other_machines(config):
         log_line("driver", "data, memory and disks are those of other machines: each rank checks its own")
-    elif not is_running:
-        check_data(
-            resolved.data, resolved.model.sequence_length, needs_tokenizer=resolved.train.sample_prompt is not None
-        )
-        local_nodes = config.resilience.nodes + config.resilience.spares
-        share = HostShare(size.world, 0, size.world, nodes=local_nodes, uses_gpus=has_gpus)
-        check_host(layout, share, report=lambda line: log_line("driver", line))
+    elif not is_running and not is_foreign:
+        _check_machine(resolved, layout, size, lambda line: log_line("driver", line))
     if dashboard is None:
         return start_driver.drive(config, size, log_line)
     from megascale.cli.dashboard import serving
 
     with serving(config.run_folder, dashboard):
         return start_driver.drive(config, size, log_line)
+
+
+def _lay_out(config: Config, size: Size) -> tuple[Config, Layout]:
+    """Return the resolved configuration and the layout of this package's trainer."""
+    from megascale import api
+    from megascale.config import resolve_precision
+    from megascale.core.layout import lay_out
+
+    resolved = resolve_precision(api.resolve(config), bool(size.devices))
+    return resolved, lay_out(resolved, size.world)
+
+
+def _check_machine(config: Config, layout: Layout, size: Size, report: Callable[[str], None]) -> None:
+    """Check that this machine has the data, the memory and the disks that the job needs."""
+    from megascale.core.preflight import HostShare, check_host
+    from megascale.data.dataset.data_checks import check_data
+
+    check_data(config.data, config.model.sequence_length, needs_tokenizer=config.train.sample_prompt is not None)
+    nodes = config.resilience.nodes + config.resilience.spares
+    share = HostShare(size.world, 0, size.world, nodes=nodes, uses_gpus=bool(size.devices))
+    check_host(layout, share, report=report)
 
 
 def _print_manifests(config: Config, form: str) -> None:

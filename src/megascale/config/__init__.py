@@ -7,7 +7,7 @@ from megascale.config.base import Section
 from megascale.config.loading import from_tree, list_presets, load, load_command_line, read_preset
 from megascale.config.model_section import ModelConfig
 from megascale.config.parallel_sections import OverlapConfig, ParallelConfig
-from megascale.config.resilience_section import KubernetesConfig, ResilienceConfig
+from megascale.config.resilience_section import ForeignConfig, KubernetesConfig, ResilienceConfig
 from megascale.config.run_sections import (
     CHANGEABLE_KEYS,
     CheckpointConfig,
@@ -23,6 +23,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "ForeignConfig",
     "KernelsConfig",
     "KubernetesConfig",
     "LrConfig",

@@ -49,6 +49,10 @@ class ResilienceConfig(Section):
         1, ge=1, le=30_000, description="nodes that hold ranks; on one machine a node is a group of processes"
     )
     spares: int = Field(0, ge=0, le=30_000, description="standby nodes with all modules imported")
+    preload: bool = Field(
+        True,
+        description="import this package's trainer on each node in advance; false for another trainer's command",
+    )
     test_spares: bool = Field(
         True, description="run the self-checks on spares while they wait, and remove a spare that fails"
     )
@@ -212,6 +216,55 @@ class ResilienceConfig(Section):
                 raise ValueError(
                     f"resilience.log_patterns has {pattern!r}, which is not a regular expression: {error}"
                 ) from None
+        return self
+
+
+class ForeignConfig(Section):
+    """Another trainer's command under the driver (`megascale launch --per-node K -- COMMAND`)."""
+
+    command: list[str] = Field(
+        default_factory=list, description="command of each rank, such as python train.py; empty: this package's trainer"
+    )
+    per_node: int | None = Field(None, ge=1, le=4096, description="ranks per node; default: one per GPU")
+    folder: str = Field("", description="working directory of the command; default: the launching shell's")
+    patterns: list[str] = Field(
+        default_factory=list,
+        description="regular expressions of progress lines, tried before the shipped ones; groups: step, and "
+        "optionally loss, grad_norm, tokens_per_second",
+    )
+
+    pause: float = Field(
+        0.0,
+        ge=0,
+        description="seconds without a step that are no hang, such as the longest save or evaluation; 0: five times "
+        "the longest usual step, at least 10",
+    )
+
+    _paths = field_validator("folder")(expand_home)
+
+    @model_validator(mode="after")
+    def _check_patterns(self) -> ForeignConfig:
+        for pattern in self.patterns:
+            try:
+                groups = re.compile(pattern).groupindex
+            except re.error as error:
+                raise ValueError(
+                    f"foreign.patterns has {pattern!r}, which is not a regular expression: {error}"
+                ) from None
+            if "step" not in groups:
+                raise ValueError(
+                    f"foreign.patterns has {pattern!r} without a group for the step; write (?P<step>[0-9]+) where the "
+                    "number of the step stands"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_command(self) -> ForeignConfig:
+        if self.per_node is not None and not self.command:
+            raise ValueError(
+                f"foreign.per_node={self.per_node} without a command; add -- COMMAND to the command line, or set "
+                "foreign.command"
+            )
         return self
 
 

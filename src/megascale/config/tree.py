@@ -18,7 +18,7 @@ from megascale.config.parallel_sections import (
     ParallelConfig,
 )
 from megascale.config.parts import LINEAR_PRECISIONS, OPTIMIZERS
-from megascale.config.resilience_section import KubernetesConfig, ResilienceConfig
+from megascale.config.resilience_section import ForeignConfig, KubernetesConfig, ResilienceConfig
 from megascale.config.run_sections import CheckpointConfig, ObserveConfig, RendezvousConfig
 from megascale.config.training_sections import DataConfig, KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
 from megascale.errors import FitError
@@ -39,6 +39,7 @@ class Config(Section):
     rendezvous: RendezvousConfig = RendezvousConfig()
     observe: ObserveConfig = ObserveConfig()
     resilience: ResilienceConfig = ResilienceConfig()
+    foreign: ForeignConfig = ForeignConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 
     @property

@@ -34,6 +34,8 @@ _Step = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 # Phase of a rank that failed within a step; its status names that step. After phase "failed" it is the last step done.
 FAILED_IN_STEP = "failed in step"
+# Phase of another trainer's rank that shows no steps.
+UNOBSERVED = "unobserved"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from megascale.core.grid import Grid
+from megascale.core.status import UNOBSERVED
 from megascale.resilience import rules
 from megascale.resilience.protocol.heartbeat import GpuReport, Heartbeat, LogMatch, NetworkTraffic
 from megascale.resilience.rules import metrics_rules, silence
@@ -158,6 +159,32 @@ def test_a_first_step_that_hangs_is_known_once_others_were_seen():
     assert one(standing(101, usual_durations={silence.FIRST_STEP: 20.0}, **start), "hang")
     assert not standing(limit + 5, usual_durations={"train": 2.0}, **start)
     assert not standing(limit + 5, "load", usual_durations=learned, **start)
+
+
+def test_ranks_that_print_no_step_are_judged_by_those_that_do():
+    silent = {"phase": UNOBSERVED, "step": 0, "status_age": 0.1}
+
+    def judge(age: float, **changes) -> list[Verdict]:
+        beats = {
+            0: [heartbeat(0, 1, [worker(0, status_age=age)])],
+            1: [heartbeat(1, 1, [worker(1, **silent)])],
+        }
+        return rules.judge(view(beats, **changes))
+
+    assert not judge(silence.FLOOR - 1)
+    assert "step 10" in one(judge(silence.FLOOR + 1), "hang").evidence[1]
+
+
+def test_a_start_without_a_recognised_step_is_an_alert_while_logs_grow():
+    def judge(age: float) -> Verdict:
+        quiet = {"phase": UNOBSERVED, "step": 0, "status_age": age}
+        beats = {n: [heartbeat(n, 1, [worker(n, **quiet)])] for n in range(2)}
+        return one(rules.judge(view(beats, phase="starting", started=1000.0 - 70)), "start_too_slow")
+
+    growing = judge(1.0)
+    assert growing.action == "alert"
+    assert "foreign.patterns" in growing.evidence[0]
+    assert judge(69.0).action == "recover"
 
 
 def test_log_lines_and_devices():

@@ -30,9 +30,11 @@ log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 3.0  # a signal may have to wait while the rank is inside a driver's call
 _POLL_SECONDS = 0.02
+# Offset from SIGRTMIN of the signal that another trainer's ranks answer with their stack.
+FOREIGN_STACK_SIGNAL = 13
 _MAX_FRAMES = 8
 _MAX_STACK_BYTES = 1 << 20
-_RANK_FILE = re.compile(r"rank-(\d+)\.(?:status|calls|json|evidence)|nccl_trace_rank_(\d+)|rank-(\d+)")
+_RANK_FILE = re.compile(r"rank-(\d+)\.(?:status|calls|json|evidence|process)|nccl_trace_rank_(\d+)|rank-(\d+)")
 
 
 def collect_evidence(
@@ -154,13 +156,34 @@ def _read_rank(folder: Path, rank: int) -> RankEvidence:
     file = folder / f"rank-{rank}.calls"
     record = read_calls(file)
     evidence = RankEvidence(rank, status=read_status(folder / f"rank-{rank}.status"), record=record)
-    if record is None or record.host != socket.gethostname()[:40]:
+    if record is None:
+        pid = _read_foreign_process(folder, rank)
+        if not pid:
+            return evidence
+        return replace(evidence, own_pid=abs(pid), process=read_process_state(pid) if pid > 0 else "gone")
+    if record.host != socket.gethostname()[:40]:
         return evidence
     evidence = replace(evidence, process=read_process_state(record.pid, str(file.resolve())))
     waiting = record.waiting
     if waiting and waiting.group == READER and waiting.pid and evidence.process != "unknown":
         evidence = replace(evidence, reader=read_process_state(waiting.pid))
     return evidence
+
+
+def _read_foreign_process(folder: Path, rank: int) -> int:
+    """Return the process id of a rank of another trainer on this host, negative if it has ended; 0 if there is none.
+
+    The rank writes the file at its start (resilience/agent/site/sitecustomize.py): process id, birth and host.
+    """
+    fields = _read_text(folder / f"rank-{rank}.process").split()
+    if len(fields) != 3 or not fields[0].isdigit() or fields[2] != socket.gethostname():
+        return 0
+    pid = int(fields[0])
+    try:
+        birth = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return -pid
+    return pid if birth == fields[1] else -pid
 
 
 def _find_world(evidence: dict[int, RankEvidence]) -> int:
@@ -173,16 +196,21 @@ def _ask_for_stacks(status: Path, flight: Path, evidence: dict[int, RankEvidence
     signalled: set[int] = set()
     dumping: set[int] = set()
     for rank, item in evidence.items():
-        if item.process != "running" or item.record is None or not hasattr(signal, "SIGUSR2"):
+        if item.process != "running" or not item.pid or not hasattr(signal, "SIGUSR2"):
+            continue
+        number = int(signal.SIGUSR2) if item.record is not None else _find_stack_signal(item.pid)
+        if not number:
             continue
         signalled.add(rank)
         (flight / f"rank-{rank}.json").unlink(missing_ok=True)
         with suppress(OSError):
             os.truncate(status / f"rank-{rank}.stack", 0)
-            _signal_main_thread(item.record.pid)
+            _signal_main_thread(item.pid, number)
         with suppress(OSError):  # without a reader of the pipe the rank has ended or has no recorder
             os.close(os.open(status / f"rank-{rank}.ask", os.O_WRONLY | os.O_NONBLOCK))
             dumping.add(rank)
+        if item.record is None:
+            _ask_nccl_watchdog(status / f"nccl-{rank}.pipe")
     unanswered = _wait_for_answers(status, flight, signalled, dumping)
     for rank, item in evidence.items():
         if rank in unanswered:
@@ -218,16 +246,40 @@ def _read_text(stack: Path) -> str:
         return ""
 
 
-def _signal_main_thread(pid: int) -> None:
-    """Ask a process for its stack. OSError if the process is gone.
+def _find_stack_signal(pid: int) -> int:
+    """Return the signal by which a rank of another trainer gives its stack, 0 if it does not handle it.
+
+    A signal without a handler would end the process.
+    """
+    number = int(signal.SIGRTMIN) + FOREIGN_STACK_SIGNAL
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        caught = int(next(line for line in lines if line.startswith("SigCgt:")).split()[1], 16)
+    except (OSError, StopIteration, ValueError, IndexError):
+        return 0
+    return number if caught >> (number - 1) & 1 else 0
+
+
+def _ask_nccl_watchdog(pipe: Path) -> None:
+    """Ask torch's watchdog for its flight record, which it writes without the interpreter."""
+    with suppress(OSError):
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(descriptor, b"1\n")
+        finally:
+            os.close(descriptor)
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Ask a process for its stack by signal `number`. OSError if the process is gone.
 
     While the main thread is inside the kernel, the kernel would deliver a signal to any other thread, for example a
     thread of a library without a Python stack.
     """
     tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)  # Linux with glibc 2.30 or newer
     if tgkill is None:
-        os.kill(pid, signal.SIGUSR2)
-    elif tgkill(pid, pid, int(signal.SIGUSR2)):
+        os.kill(pid, number)
+    elif tgkill(pid, pid, number):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
@@ -240,9 +292,9 @@ def _parse_stack(text: str) -> tuple[str, ...]:
 def _dump_with_py_spy(evidence: RankEvidence) -> tuple[str, ...]:
     """Return the stack of a process that cannot answer, if py-spy is installed and permitted."""
     program = shutil.which("py-spy")
-    if program is None or evidence.record is None:
+    if program is None or not evidence.pid:
         return ()
-    command = [program, "dump", "--nonblocking", "--pid", str(evidence.record.pid)]
+    command = [program, "dump", "--nonblocking", "--pid", str(evidence.pid)]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -254,7 +306,7 @@ def _dump_with_py_spy(evidence: RankEvidence) -> tuple[str, ...]:
 
 def _read_kernel_state(evidence: RankEvidence) -> tuple[str, ...]:
     """Return the state of a main thread that does not answer, and the kernel function in which it waits."""
-    process = Path("/proc") / str(evidence.record.pid if evidence.record else 0)
+    process = Path("/proc") / str(evidence.pid)
     try:
         letter = (process / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -39,6 +39,7 @@ class RankEvidence:
         reader: state of the process that reads its samples, if it waits for one.
         flight: content of torch's flight recorder.
         moving: it made progress while it was watched.
+        own_pid: process id of a rank of another trainer, which has no record of its own; 0 if unknown.
     """
 
     rank: int
@@ -50,6 +51,12 @@ class RankEvidence:
     reader: ProcessState = "unknown"
     flight: FlightDump | None = None
     moving: bool = False
+    own_pid: int = 0
+
+    @property
+    def pid(self) -> int:
+        """The process id of the rank, 0 if unknown."""
+        return self.record.pid if self.record is not None else self.own_pid
 
 
 @dataclass(frozen=True)

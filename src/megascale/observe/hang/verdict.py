@@ -97,7 +97,10 @@ def load_layout(folder: Path, world: int) -> Layout | None:
     if not is_small_file(file):
         return None
     try:
-        return lay_out(configuration.load(file, keep_unknown_parts=True), world)
+        config = configuration.load(file, keep_unknown_parts=True)
+        if config.foreign.command:
+            return None  # another trainer's ranks follow no schedule of this package
+        return lay_out(config, world)
     except (MegascaleError, ValueError, RecursionError):
         return None
 
@@ -279,8 +282,7 @@ class _Judge:
         stopped = tuple(item.rank for item in alive if item.process == "stopped")
         if stopped:
             reason = f"the process of {_list(stopped)} is stopped (state T: SIGSTOP or a debugger)"
-            records = [self.scene.ranks[rank].record for rank in stopped]
-            pids = " ".join(str(record.pid) for record in records if record)
+            pids = " ".join(str(self.scene.ranks[rank].pid) for rank in stopped if self.scene.ranks[rank].pid)
             return self._blame("stopped", stopped, reason, [f"kill -CONT {pids} resumes it"])
         return None
 
@@ -337,7 +339,7 @@ class _Judge:
     def find_absent(self) -> Hang | None:
         """Find ranks without any record."""
         ranks = tuple(sorted(set(range(self.scene.world)) - set(self.records)))
-        if not ranks:
+        if not ranks or not self.records:
             return None
         return self._blame("silent", ranks, f"{_list(ranks)} left no record, and all other ranks did", [])
 
@@ -436,8 +438,13 @@ class _Judge:
         return [
             f"rank {rank} stands at {describe_position(self.scene.ranks[rank])}"
             for rank in ranks
-            if rank in self.scene.ranks
+            if rank in self.scene.ranks and not self._is_foreign(rank)
         ]
+
+    def _is_foreign(self, rank: int) -> bool:
+        """Return whether a rank runs another trainer, which writes no position."""
+        evidence = self.scene.ranks[rank]
+        return evidence.record is None and evidence.status is None and bool(evidence.own_pid)
 
     def _describe_stacks(self, ranks: tuple[int, ...]) -> list[str]:
         stacks = [(rank, self.scene.ranks[rank].stack) for rank in ranks if rank in self.scene.ranks]

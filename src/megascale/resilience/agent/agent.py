@@ -72,7 +72,7 @@ class Agent:
         self.state = ""  # the job's state when the trainers were started, "" after an order to stop
         self.ended = asyncio.Event()
         changed = asyncio.Event()
-        self.trainers = Trainers(self.run_folder, folder, changed.set, job.shared)
+        self.trainers = Trainers(self.run_folder, folder, changed.set, job.shared, job.limits)
         self.lease = RankLease(self.limits.agent_lease, self.limits.orphan, self.trainers.kill_from_thread)
         self.link = DriverLink(folder, address, self._make_hello, self._begin_session, self._obey, self.lease)
         self.telemetry = Telemetry(job, node, address, pod, self.trainers, self.link, changed, self.lease)

@@ -30,8 +30,8 @@ class LogTail:
         self._position = start
         self._partial_line = b""
 
-    def read_lines(self) -> list[str]:
-        """Return the complete lines since the last call."""
+    def read_lines(self, at_carriage_returns: bool = False) -> list[str]:
+        """Return the complete lines since the last call; with `at_carriage_returns`, states of progress bars too."""
         try:
             with open(self._path, "rb", opener=open_regular) as file:
                 size = file.seek(0, os.SEEK_END)
@@ -45,7 +45,10 @@ class LogTail:
         except OSError:
             return []
         self._position += len(data)
-        lines = (self._partial_line + data).split(b"\n")
+        data = self._partial_line + data
+        if at_carriage_returns:
+            data = data.replace(b"\r", b"\n")
+        lines = data.split(b"\n")
         self._partial_line = lines.pop()[-_LOG_CHUNK:]
         return [line.decode(errors="replace").rstrip("\r") for line in lines]
 

@@ -42,7 +42,6 @@ from megascale.services.host_service import die_with_parent
 from megascale.services.messages import FrameReader, Message
 
 ENTRY = "megascale.cli.main"
-COMMAND = "megascale.cli.train"  # loaded by ENTRY
 _IDLE_SECONDS = 1.0  # time without an order before MODULE:FUNCTION names are called
 
 
@@ -63,6 +62,7 @@ class ForkServer:
         self._orders = FrameReader(TO_FORK_SERVER)
         self._reports = FrameReader(FROM_CHILD)
         self._last_words: dict[int, LastWords] = {}  # by process id
+        self._programs: set[int] = set()  # process ids of children that execute another program
 
     def serve(self) -> None:
         """Import the modules, then fork on request until the agent closes its end."""
@@ -90,7 +90,7 @@ class ForkServer:
 
     def _import_modules(self) -> None:
         try:
-            for name in [ENTRY, COMMAND] + self._modules:
+            for name in self._modules:
                 importlib.import_module(name)
         except BaseException as error:
             tail = _to_utf8(traceback.format_exc()[-4000:])
@@ -109,6 +109,10 @@ class ForkServer:
                 return
             if not pid:
                 return
+            if pid in self._programs:
+                self._programs.discard(pid)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)  # a wrapper script leaves its children in its process group
             with contextlib.suppress(BlockingIOError):
                 # A child writes its message at once and before its end.
                 while data := os.read(self._report_read, 65536):
@@ -121,6 +125,8 @@ class ForkServer:
         server = os.getpid()
         pid = os.fork()
         if pid:
+            if order.executes:
+                self._programs.add(pid)
             self._send(Forked(order.rank, order.attempt, pid))
             return
         code = 1
@@ -130,6 +136,8 @@ class ForkServer:
             os.setsid()
             self._release_in_child()
             _set_up_rank(order)
+            if order.executes:
+                _execute(order)
             code = self._run_trainer()
         except BaseException as error:
             report_exception(self._report_write, error)  # before the traceback, which may fail on a full disk
@@ -201,6 +209,17 @@ def _set_up_rank(order: Fork) -> None:
     os.close(null)
     # The agent reads the log while it grows, so each line is written at once.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _execute(order: Fork) -> None:
+    """Replace this process by another trainer's program. Raise OSError if that is impossible.
+
+    The process stays the leader of its group, and the kernel still ends it with the server.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python keeps ignoring a signal that its parent ignored
+    if order.folder:
+        os.chdir(order.folder)
+    os.execvpe(order.arguments[0], order.arguments, os.environ)
 
 
 def main() -> None:

@@ -247,7 +247,7 @@ class Telemetry:
         """
         if self._link.channel is None:
             return 0
-        if 0 in self._trainers.trainers:
+        if self._trainers.program.writes_metrics(self._trainers.trainers):
             steps = self._metrics.read_new_steps()
             if steps is not None:
                 self._link.send(steps)

@@ -11,18 +11,23 @@ import socket
 import subprocess
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from megascale.config import ForeignConfig, ResilienceConfig
 from megascale.core.addresses import find_interface, is_loopback
-from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.core.failure import FailureLog, free_bytes
 from megascale.core.python_process import module_command
 from megascale.core.secrets import REPLICA_VARIABLE
-from megascale.core.status import read_status
-from megascale.core.untrusted_files import open_regular
+from megascale.resilience.agent.rank_programs import (
+    ForeignProgram,
+    OwnTrainer,
+    Progress,
+    RankProgram,
+    TrainerProcess,
+)
 from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import (
     FROM_FORK_SERVER,
@@ -33,84 +38,11 @@ from megascale.resilience.protocol.fork_messages import (
     Forked,
     ForkServerReady,
 )
-from megascale.resilience.protocol.heartbeat import TAIL_CHARACTERS, Worker, truncate
+from megascale.resilience.protocol.heartbeat import Worker, truncate
 from megascale.services.messages import FrameReader, Message
 from megascale.services.shared_token import derive_token
 
 log = logging.getLogger("megascale.agent")
-# Modules that the fork server imports once. They are given by name, since this package must not import the trainer.
-PRELOAD = (
-    "megascale.api",
-    "megascale.cli.train",
-    "rich.table",
-    "megascale.train.loop",
-    "megascale.train.rank_info",
-    "megascale.ops.launch:warm_up_forks",
-)
-
-
-class Progress(NamedTuple):
-    """The fields of a status record that change while a trainer makes progress."""
-
-    phase: str = ""
-    step: int = 0
-    action: str = ""
-    microbatch: int = -1
-    message: str = ""
-    time_ns: int = 0
-
-
-@dataclass
-class TrainerProcess:
-    """The process of one rank.
-
-    Attributes:
-        log_start: offset in the log where the output of this attempt begins.
-        pid: process id, 0 before the fork.
-        status: wait status, None while the process runs.
-        progress: newest status record, None before the first.
-        changed: time of its last change, on the monotonic clock.
-        first_step: the first step of this attempt, -1 before it.
-        checksum: "STEP:VALUE", the newest checksum of weights, or "".
-        record, error: fault and exception that ended the process.
-        ended: time of the end, on the monotonic clock.
-        by_agent: the agent ended the process.
-        tail: text that replaces the end of the log for a process that wrote none.
-    """
-
-    rank: int
-    log: Path
-    log_start: int
-    pid: int = 0
-    status: int | None = None
-    progress: Progress | None = None
-    changed: float = 0.0
-    first_step: int = -1
-    checksum: str = ""
-    compute_seconds: float = 0.0
-    record: ExitRecord = NO_RECORD
-    error: str = ""
-    ended: float = 0.0
-    by_agent: bool = False
-    tail: str = ""
-
-    def end(self, status: int, **fields: Any) -> None:
-        """Record the end of the process with its wait status and further fields."""
-        self.status = status
-        self.ended = time.monotonic()
-        for name, value in fields.items():
-            setattr(self, name, value)
-
-    def read_tail(self) -> str:
-        """Return the end of the output that this attempt wrote into the rank's log."""
-        try:
-            with open(self.log, "rb", opener=open_regular) as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(self.log_start, size - TAIL_CHARACTERS))
-                text = file.read(TAIL_CHARACTERS).decode(errors="replace")
-        except OSError:
-            return ""
-        return truncate(text, TAIL_CHARACTERS)
 
 
 class Trainers:
@@ -121,15 +53,28 @@ class Trainers:
         folder: the node's own folder, which receives the settings of each start order.
         on_change: called when a process has started or ended.
         shared: `run` is the folder that the settings name; otherwise trainers get an override.
+        limits: the configuration section [resilience].
+
+    Attributes:
+        program: the program of the present attempt's ranks.
     """
 
-    def __init__(self, run: Path, folder: Path, on_change: Callable[[], None], shared: bool = True) -> None:
+    def __init__(
+        self,
+        run: Path,
+        folder: Path,
+        on_change: Callable[[], None],
+        shared: bool = True,
+        limits: ResilienceConfig = ResilienceConfig(),
+    ) -> None:
         self.run = run
         self.folder = folder
         self.attempt = 0
         self.trainers: dict[int, TrainerProcess] = {}
         self._on_change = on_change
         self._shared = shared
+        self._limits = limits
+        self.program: RankProgram = OwnTrainer(run, folder / "job.toml", shared)
         self._server: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -145,9 +90,10 @@ class Trainers:
         own_end, server_end = socket.socketpair()
         own_end.setblocking(False)
         module = "megascale.resilience.agent.fork_server"
+        modules = OwnTrainer.modules if self._limits.preload else ForeignProgram.modules
         with open(self.folder / "forkserver.log", "ab") as out:
             self._server = subprocess.Popen(
-                module_command(module, str(server_end.fileno()), str(os.getpid()), *PRELOAD),
+                module_command(module, str(server_end.fileno()), str(os.getpid()), *modules),
                 pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -232,7 +178,7 @@ class Trainers:
     # an attempt -----------------------------------------------------------------------------------------------------
 
     def start(self, order: Start, address: str, token: bytes) -> None:
-        """Fork the ranks of an attempt.
+        """Start the ranks of an attempt.
 
         Args:
             order: the driver's start order.
@@ -245,15 +191,8 @@ class Trainers:
             self.start_server()
         logs = self.run / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        if not self._shared and order.identity:
-            # Checkpoints outside the run folder belong to this run, also on a node that has rank 0 for the first time.
-            (self.run / "identity").write_text(order.identity + "\n")
-        settings = self.folder / "job.toml"
-        settings.write_text(order.settings, encoding="utf-8")
-        arguments = ["train", str(settings)]
-        if not self._shared:
-            arguments.append(f"--train.runs={self.run.parent}")
-        arguments += order.words
+        self.program = self._choose_program(order)
+        self.program.prepare(order)
         common = order.env | {
             "LOCAL_WORLD_SIZE": str(len(order.ranks)),
             "WORLD_SIZE": str(order.world),
@@ -272,7 +211,14 @@ class Trainers:
             log_start = log_file.stat().st_size if log_file.exists() else 0
             self.trainers[rank] = TrainerProcess(rank, log_file, log_start, changed=time.monotonic())
             env = common | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-            self._send(Fork(rank, self.attempt, env, tuple(arguments), str(log_file)))
+            self._send(self.program.make_fork(rank, self.attempt, env, log_file))
+
+    def _choose_program(self, order: Start) -> RankProgram:
+        tree = tomllib.loads(order.settings)
+        foreign = ForeignConfig.model_validate(tree.get("foreign", {}))
+        if foreign.command:
+            return ForeignProgram(self.run, foreign, self._limits.no_progress_limit)
+        return OwnTrainer(self.run, self.folder / "job.toml", self._shared)
 
     def _send(self, order: Fork) -> None:
         assert self._socket is not None
@@ -317,7 +263,7 @@ class Trainers:
                 trainer.by_agent = True
                 pids.add(trainer.pid)
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(trainer.pid, number)
+                    self.program.signal(trainer.pid, number)
         return pids
 
     # telemetry --------------------------------------------------------------------------------------------------------
@@ -355,20 +301,8 @@ class Trainers:
         return free_bytes([self.run, self.run / "logs", self.run / "checkpoints", tempfile.gettempdir(), "/dev/shm"])
 
     def _update(self, trainer: TrainerProcess) -> None:
-        """Read the status file of a rank."""
-        status = read_status(self.run / "status" / f"rank-{trainer.rank}.status")
-        if status is None or status.pid != trainer.pid:
-            return
-        progress = Progress(status.phase, status.step, status.action, status.microbatch, status.message, status.time_ns)
-        if progress != trainer.progress:
-            trainer.progress = progress
-            trainer.changed = time.monotonic()
-            if status.phase == "train" and trainer.first_step < 0:
-                trainer.first_step = status.step
-        if status.exit is not None:
-            trainer.record = status.exit  # it names the rank, which the exception itself may not
-        trainer.checksum = status.checksum
-        trainer.compute_seconds = status.compute_seconds
+        """Read the progress of a rank."""
+        self.program.read_progress(trainer)
 
     def _describe(self, trainer: TrainerProcess) -> Worker:
         self._update(trainer)
@@ -400,6 +334,7 @@ class Trainers:
             step=progress.step,
             action=truncate(progress.action, 200),
             microbatch=progress.microbatch,
+            completed_steps=progress.completed_steps,
             status_age=current_time - trainer.changed,
             message=truncate(progress.message),
             rss=usage.resident_bytes,

@@ -15,6 +15,8 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import tomli_w
+
 from megascale.config import Config, load
 from megascale.config.registry import load_plugins
 from megascale.core import run_lock
@@ -128,6 +130,8 @@ def prepare(config: Config) -> tuple[Config, Size]:
     if cluster.agent_lease is not None and config.resilience.agent_lease is None:
         lease = max(cluster.agent_lease, 2 * config.resilience.interval)
         config = _update(config, "resilience", agent_lease=lease)
+    if config.foreign.command:
+        config = _prepare_foreign(config, gpus, shared=elsewhere is None)
     size = compute_size(config, gpus, shared=elsewhere is None)
     if elsewhere is not None:
         config = _listen_to_network(config, address)
@@ -135,6 +139,17 @@ def prepare(config: Config) -> tuple[Config, Size]:
         # Nodes on one machine share its cores.
         config = _update(config, "train", threads=max(1, (os.cpu_count() or 1) // size.world))
     return _update(config, "parallel", data=size.data, gpus_per_host=size.ranks_per_node), size
+
+
+def _prepare_foreign(config: Config, gpus: int, shared: bool) -> Config:
+    """Return the configuration for another trainer's command: its ranks are one data-parallel group for the driver."""
+    slots = config.resilience.nodes + config.resilience.spares
+    per_node = config.foreign.per_node or (gpus // slots if shared else gpus) or 1
+    config = _update(config, "parallel", tensor=1, pipeline=1, context=1, data=per_node * config.resilience.nodes)
+    # The world keeps its size, because only this package's trainer can resume with another one.
+    config = _update(config, "resilience", preload=False, min_data=per_node * config.resilience.nodes)
+    folder = config.foreign.folder or os.getcwd()
+    return _update(config, "foreign", per_node=per_node, folder=folder)
 
 
 def _cluster_class(config: Config) -> type[Cluster]:
@@ -243,6 +258,8 @@ def _drive(run: Path, config: Config, size: Size, log_line: LogLine, warning: st
             log_line("driver", differences)
         copy_job_files(config, run)
         config.write(settings)
+        if config.foreign.command:
+            _write_foreign_config(config, run)
         state = new
     else:
         state = replace(stored, attempt=attempt)
@@ -272,6 +289,13 @@ def _drive(run: Path, config: Config, size: Size, log_line: LogLine, warning: st
         if journal.behind:
             log_line("driver", f"{no_room(run)}. The last events are not in the journal")
         journal.close()
+
+
+def _write_foreign_config(config: Config, run: Path) -> None:
+    """Write RUN/config.toml for another trainer's command; the other sections describe this package's trainer only."""
+    tree = config.model_dump(exclude_none=True, include={"resilience", "foreign"})
+    tree["train"] = {"name": config.train.name, "runs": config.train.runs}
+    (run / "config.toml").write_text(tomli_w.dumps(tree), encoding="utf-8")
 
 
 def _take_journal(run: Path, config: Config) -> tuple[Journal, bool]:

@@ -19,7 +19,9 @@ class Fork(Message, frozen=True):
 
     Attributes:
         env: variables added to the environment.
-        arguments: command line after `megascale`.
+        arguments: command line after `megascale`, or a whole command line with `executes`.
+        executes: execute `arguments` as a program instead of this package's command line.
+        folder: working directory of such a program, "": the server's.
         log: file that receives stdout and stderr.
     """
 
@@ -28,6 +30,8 @@ class Fork(Message, frozen=True):
     env: Annotated[dict[_Argument, _Argument], Meta(max_length=4096)]
     arguments: Annotated[tuple[_Argument, ...], Meta(max_length=4096)]
     log: Path
+    executes: bool = False
+    folder: Path = ""
 
 
 class ForkServerReady(Message, frozen=True):

@@ -37,6 +37,7 @@ class Worker(Part, frozen=True):
         error: the exception that ended it, as "TYPE: TEXT".
         ended_age: seconds since the process ended, on the agent's monotonic clock; 0 while it runs.
         by_agent: the agent or its fork server ended the process.
+        completed_steps: steps up to `step` that are complete, for a program that reports a step after its end.
     """
 
     rank: Count
@@ -57,6 +58,7 @@ class Worker(Part, frozen=True):
     error: Text = ""
     ended_age: Finite = 0.0
     by_agent: bool = False
+    completed_steps: Count = 0
 
 
 class LogMatch(Part, frozen=True):

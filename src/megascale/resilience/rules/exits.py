@@ -20,6 +20,7 @@ from itertools import takewhile
 from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind
 from megascale.core.failure import DISK_FULL_ERRNOS, MIN_FREE_BYTES
+from megascale.core.status import UNOBSERVED
 from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_INTERRUPTED, EXIT_USAGE
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.foreign_messages import END_MARK, EXCEPTION_LINE, Fault, find_fault
@@ -367,4 +368,5 @@ def _describe(member: RankView, worker: Worker, cause: Cause) -> str:
         except ValueError:
             end = f"signal {worker.code}"
     process = f"rank {worker.rank} (process {worker.pid} on {member.node})"
-    return f"{process} ended with {end} in step {worker.step}: {cause.description}"
+    step = "" if worker.phase == UNOBSERVED else f" in step {worker.step}"
+    return f"{process} ended with {end}{step}: {cause.description}"

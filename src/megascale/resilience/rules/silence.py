@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megascale.core.events import Event
-from megascale.core.status import FAILED_IN_STEP
+from megascale.core.status import FAILED_IN_STEP, UNOBSERVED
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.table import quick
 from megascale.resilience.rules.view import RankView, Verdict, View
@@ -85,8 +85,10 @@ def slow_start(view: View) -> list[Verdict]:
     """Return a verdict if no step came within the time for a start; it names the ranks that are furthest behind."""
     if view.phase != "starting" or view.time - view.started <= view.first_step:
         return []
-    order = ("", "start", "load", "train")
     workers = [worker for _, worker in view.workers()]
+    if any(worker.phase == UNOBSERVED for worker in workers):
+        return _judge_unobserved_start(view)
+    order = ("", "start", "load", "train")
     positions = {worker.rank: order.index(worker.phase) for worker in workers if worker.phase in order}
     least = min(positions.values(), default=0)
     behind = tuple(rank for rank, position in positions.items() if position == least)
@@ -99,6 +101,19 @@ def slow_start(view: View) -> list[Verdict]:
     return [Verdict(Event.START_TOO_SLOW, (), tuple(absent) or behind, "recover", tuple(evidence))]
 
 
+def _judge_unobserved_start(view: View) -> list[Verdict]:
+    """Judge the start of another trainer's ranks of which none shows a step: it may be fine, or hang without output."""
+    ages = [status_age(view, member, worker) for member, worker in view.workers()]
+    text = (
+        f"no step was seen within resilience.first_step={view.first_step:g} s: no line of the logs matched "
+        "a progress pattern; set foreign.patterns, or call megascale.watch.step in the trainer"
+    )
+    if min(ages) <= view.first_step:
+        text += "; its logs grow, so it continues, and hangs are not noticed"
+        return [Verdict(Event.START_TOO_SLOW, (), (), "alert", (text,))]
+    return [Verdict(Event.START_TOO_SLOW, (), (), "recover", (text, f"no log has grown for {min(ages):.0f} s"))]
+
+
 @quick
 def hang(view: View) -> list[Verdict]:
     """Return a verdict if every rank's last status is older than its phase may go without a new one.
@@ -108,13 +123,17 @@ def hang(view: View) -> list[Verdict]:
     """
     if view.phase == "starting":
         # Loading may wait for storage, but a first step that takes far longer than the job's others is a hang.
-        if FIRST_STEP not in view.usual_durations or any(worker.phase != "train" for _, worker in view.workers()):
+        phases = {worker.phase for _, worker in view.workers()}
+        if FIRST_STEP not in view.usual_durations or phases != {"train"}:
             return []
     elif view.phase != "running":
         return []
     running = [(member, worker) for member, worker in view.workers() if worker.state == "running"]
     if not running or len(running) < len(view.workers()):
         return []
+    if any(worker.phase == "train" for _, worker in running):
+        # Another trainer's ranks that print nothing move with those that print their steps.
+        running = [(member, worker) for member, worker in running if worker.phase != UNOBSERVED]
     # The others may wait for a stopped process in any phase, a save for example.
     is_stopped = view.phase == "running" and any(w.stopped and status_age(view, m, w) > FLOOR for m, w in running)
     ages = [status_age(view, member, worker) for member, worker in running]
@@ -147,7 +166,7 @@ def status_age(view: View, member: RankView, worker: Worker) -> float:
 
 def allowed_age(view: View, worker: Worker) -> float:
     """Return the seconds that a worker's phase may go without change; an unseen phase may last as a first step."""
-    if worker.phase in ("start", "", "done", "failed", FAILED_IN_STEP):
+    if worker.phase in ("start", "", "done", "failed", FAILED_IN_STEP, UNOBSERVED):
         return view.first_step
     if view.phase == "starting":
         usual = view.usual_durations.get(FIRST_STEP, view.first_step)

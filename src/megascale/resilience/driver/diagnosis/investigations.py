@@ -104,6 +104,8 @@ class RankInvestigation:
 
     def _lay_out(self, data: int, world: int) -> Layout | None:
         config = self.settings.config
+        if config.foreign.command:
+            return None  # another trainer's ranks follow no schedule of this package
         parallel = config.parallel.model_copy(update={"data": data})
         try:
             return lay_out(config.model_copy(update={"parallel": parallel}), world)

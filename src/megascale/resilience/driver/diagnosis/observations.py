@@ -19,7 +19,7 @@ from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.driver.state.transitions import JobEvent
 from megascale.resilience.protocol.agent_messages import Steps
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
-from megascale.resilience.rules.silence import FIRST_STEP
+from megascale.resilience.rules.silence import FIRST_STEP, GRACE_PERIOD
 from megascale.resilience.rules.view import Metric, SlowFinding, View
 
 METRICS_LIMIT = 400  # remembered steps
@@ -102,7 +102,7 @@ class Observations:
             window=limits.window,
             interval=limits.interval,
             first_step=limits.first_step,
-            usual_durations=self._durations.usual(),
+            usual_durations=self._usual_durations(),
             incidents=list(self.response.incidents),
             past=list(self.response.past),
             metrics=list(self._metrics),
@@ -110,6 +110,14 @@ class Observations:
             slow_action=limits.slow_action,
             slow_least=limits.slow_least,
         )
+
+    def _usual_durations(self) -> dict[str, float]:
+        """Return the longest usual duration of each phase; another trainer's steps may pause as long as configured."""
+        durations = self._durations.usual()
+        pause = self.settings.config.foreign.pause
+        if pause:
+            durations["train"] = max(durations.get("train", 0.0), pause / GRACE_PERIOD)
+        return durations
 
     def learn_durations(self, previous: Heartbeat | None, heartbeat: Heartbeat) -> None:
         """Learn from two successive heartbeats how long trainers stay in a phase that they then leave."""
@@ -142,7 +150,7 @@ class Observations:
             current = worker.step if worker.phase == "train" else worker.step - 1
             first = self._first_steps.setdefault(worker.rank, current)
             self.job.advance(worker.step)
-            has_done_step = worker.step > first or worker.phase != "train"
+            has_done_step = worker.step > first or worker.phase != "train" or worker.completed_steps > 0
             if self.job.phase is Phase.STARTING and has_done_step:
                 self.job.apply(JobEvent.FIRST_STEP)
                 seconds = current_time - self.attempts.started

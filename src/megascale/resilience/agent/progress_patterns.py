@@ -1,0 +1,114 @@
+"""The table of progress lines that other trainers print, from which the agent reads steps and metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NUMBER = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|nan|inf)"
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True)
+class ProgressPattern:
+    """A progress line of one trainer.
+
+    Attributes:
+        trainer: the program that prints it.
+        pattern: regular expression with a group `step`, and optionally the groups of `Reading`.
+        example: a line that the pattern matches.
+        is_last_rank: the program prints it on the last rank, not on the first.
+    """
+
+    trainer: str
+    pattern: str
+    example: str
+    is_last_rank: bool = False
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The content of a progress line; None for a number that the line lacks."""
+
+    step: int
+    loss: float | None = None
+    grad_norm: float | None = None
+    tokens_per_second: float | None = None
+    is_last_rank: bool = False
+
+
+SHIPPED = (
+    ProgressPattern(
+        trainer="megascale.watch",
+        pattern=rf"^megascale step: (?P<step>[0-9]+) loss: (?P<loss>{NUMBER})"
+        rf"(?: tokens_per_second: (?P<tokens_per_second>{NUMBER}))?",
+        example="megascale step: 20 loss: 7.03125 tokens_per_second: 7123.0",
+    ),
+    ProgressPattern(
+        trainer="torchtitan",
+        pattern=rf"step: *(?P<step>[0-9]+) +loss: *(?P<loss>{NUMBER})(?: +grad_norm: *(?P<grad_norm>{NUMBER}))?"
+        rf"(?:.*\btps: *(?P<tokens_per_second>{NUMBER}))?",
+        example="[titan] 2026-09-02 10:11:12,345 - root - INFO - step: 20  loss:  7.0312  grad_norm:  1.2345  "
+        "memory: 36.98GiB(46.74%)  tps: 7,123  tflops: 412.30  mfu: 41.69%",
+    ),
+    ProgressPattern(
+        trainer="Megatron-LM",
+        pattern=rf"\biteration +(?P<step>[0-9]+)/ *[0-9]+ \|(?:.*\blm loss: *(?P<loss>{NUMBER}))?"
+        rf"(?:.*\bgrad norm: *(?P<grad_norm>{NUMBER}))?",
+        example=" [2026-09-02 10:11:12] iteration       20/     100 | consumed samples:          320 | elapsed time "
+        "per iteration (ms): 812.3 | learning rate: 1.0E-04 | global batch size:    16 | lm loss: 1.041232E+01 | "
+        "loss scale: 1.0 | grad norm: 4.512 | number of skipped iterations:   0 |",
+        is_last_rank=True,
+    ),
+    ProgressPattern(
+        trainer="Hugging Face Trainer",
+        pattern=rf"(?P<step>[0-9]+)/[0-9]+ \[[0-9:]+<[0-9:?]+, *{NUMBER} *(?:it/s|s/it)",
+        example=" 20%|##        | 20/100 [00:14<00:56,  1.42it/s]",
+    ),
+    ProgressPattern(
+        trainer="Lightning",
+        pattern=rf"\bEpoch [0-9]+:.*?\b(?P<step>[0-9]+)/[0-9?]+ \[[0-9:]+<[0-9:?]+"
+        rf"(?:,.*?loss(?:_step)?= *(?P<loss>{NUMBER}))?",
+        example="Epoch 0:  20%|##        | 20/100 [00:14<00:56,  1.42it/s, v_num=0, train_loss_step=7.031]",
+    ),
+    ProgressPattern(
+        trainer="nanochat",
+        pattern=rf"\bstep (?P<step>[0-9]+)/[0-9]+ \([^)]*\) \| loss: (?P<loss>{NUMBER})"
+        rf"(?:.*\bgrad norm: *(?P<grad_norm>{NUMBER}))?(?:.*\btok/sec: (?P<tokens_per_second>{NUMBER}))?",
+        example="step 00020/21400 (0.09%) | loss: 7.031250 | grad norm: 0.4123 | lrm: 1.00 | dt: 1403.20ms | "
+        "tok/sec: 373,644 | mfu: 48.12 | total time: 0.23m",
+    ),
+)
+
+
+class ProgressReader:
+    """Reader of progress lines: the user's patterns first, then the shipped ones. The first row that matches counts."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        own = [ProgressPattern("foreign.patterns", pattern, example="") for pattern in patterns]
+        rows = (*own, *sorted(SHIPPED, key=lambda row: row.trainer == "Hugging Face Trainer"))
+        self._rows = [(re.compile(row.pattern), row) for row in rows]
+
+    def read(self, line: str) -> Reading | None:
+        """Return the content of a progress line, None for another line. A progress bar's last state counts."""
+        line = _COLOUR.sub("", line.rstrip("\r").rpartition("\r")[2])[:4000]
+        for pattern, row in self._rows:
+            match = pattern.search(line)
+            if match is not None:
+                return _convert(match, row)
+        return None
+
+
+def _convert(match: re.Match[str], row: ProgressPattern) -> Reading | None:
+    groups = match.groupdict()
+    try:
+        step = int(groups["step"])
+        numbers = {
+            name: float(groups[name].replace(",", ""))
+            for name in ("loss", "grad_norm", "tokens_per_second")
+            if groups.get(name)
+        }
+    except (TypeError, ValueError):
+        return None
+    return Reading(step, is_last_rank=row.is_last_rank, **numbers)

@@ -1,0 +1,362 @@
+"""The programs that ranks run: this package's trainer, or another trainer's command.
+
+A program makes the order by which the fork server starts a rank, and reads the progress of the rank's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from megascale.config import ForeignConfig
+from megascale.core.exit_record import NO_RECORD, ExitRecord
+from megascale.core.secrets import REPLICA_VARIABLE
+from megascale.core.status import UNOBSERVED, read_status
+from megascale.core.untrusted_files import open_regular
+from megascale.resilience.agent.file_tails import LogTail
+from megascale.resilience.agent.progress_patterns import ProgressReader, Reading
+from megascale.resilience.protocol.agent_messages import Start
+from megascale.resilience.protocol.fork_messages import Fork
+from megascale.resilience.protocol.heartbeat import TAIL_CHARACTERS, truncate
+
+# Folder of the module that Python imports at the start of another trainer's ranks.
+SITE_FOLDER = Path(__file__).parent / "site"
+
+
+class Progress(NamedTuple):
+    """The fields of a status record that change while a trainer makes progress."""
+
+    phase: str = ""
+    step: int = 0
+    action: str = ""
+    microbatch: int = -1
+    message: str = ""
+    time_ns: int = 0
+    completed_steps: int = 0
+
+
+@dataclass
+class TrainerProcess:
+    """The process of one rank.
+
+    Attributes:
+        log_start: offset in the log where the output of this attempt begins.
+        pid: process id, 0 before the fork.
+        status: wait status, None while the process runs.
+        progress: newest status record, None before the first.
+        changed: time of its last change, on the monotonic clock.
+        first_step: the first step of this attempt, -1 before it.
+        checksum: "STEP:VALUE", the newest checksum of weights, or "".
+        record, error: fault and exception that ended the process.
+        ended: time of the end, on the monotonic clock.
+        by_agent: the agent ended the process.
+        tail: text that replaces the end of the log for a process that wrote none.
+    """
+
+    rank: int
+    log: Path
+    log_start: int
+    pid: int = 0
+    status: int | None = None
+    progress: Progress | None = None
+    changed: float = 0.0
+    first_step: int = -1
+    checksum: str = ""
+    compute_seconds: float = 0.0
+    record: ExitRecord = NO_RECORD
+    error: str = ""
+    ended: float = 0.0
+    by_agent: bool = False
+    tail: str = ""
+
+    def end(self, status: int, **fields: Any) -> None:
+        """Record the end of the process with its wait status and further fields."""
+        self.status = status
+        self.ended = time.monotonic()
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def advance(self, progress: Progress) -> None:
+        """Store new progress and the time of its change."""
+        if progress == self.progress:
+            return
+        self.progress = progress
+        self.changed = time.monotonic()
+        if progress.phase == "train" and self.first_step < 0:
+            self.first_step = progress.step - progress.completed_steps
+
+    def read_tail(self) -> str:
+        """Return the end of the output that this attempt wrote into the rank's log."""
+        try:
+            with open(self.log, "rb", opener=open_regular) as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(self.log_start, size - TAIL_CHARACTERS))
+                text = file.read(TAIL_CHARACTERS).decode(errors="replace")
+        except OSError:
+            return ""
+        return truncate(text, TAIL_CHARACTERS)
+
+
+class RankProgram(ABC):
+    """A program that ranks run.
+
+    Attributes:
+        modules: imported by the fork server before the first order; MODULE:FUNCTION is called when it is idle.
+    """
+
+    modules: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def prepare(self, order: Start) -> None:
+        """Write what the ranks of a start order read, before any of them starts."""
+
+    @abstractmethod
+    def make_fork(self, rank: int, attempt: int, environment: Mapping[str, str], log: Path) -> Fork:
+        """Return the order that starts a rank."""
+
+    @abstractmethod
+    def read_progress(self, trainer: TrainerProcess) -> None:
+        """Update what is known about the progress of a rank."""
+
+    def writes_metrics(self, ranks: Collection[int]) -> bool:
+        """Return True if a node with these ranks writes the run's metrics.jsonl."""
+        return 0 in ranks
+
+    def signal(self, pid: int, number: int) -> None:
+        """Send a signal to a rank's process. Raise ProcessLookupError if it has ended."""
+        os.kill(pid, number)
+
+
+class OwnTrainer(RankProgram):
+    """This package's trainer: forked with everything imported. Its status files show its progress.
+
+    Args:
+        run: the folder that trainers write to.
+        settings: file that receives the configuration.
+        shared: `run` is the folder that the settings name; otherwise trainers get an override.
+    """
+
+    # They are given by name, since this package must not import the trainer.
+    modules = (
+        "megascale.cli.main",
+        "megascale.cli.train",
+        "megascale.api",
+        "rich.table",
+        "megascale.train.loop",
+        "megascale.train.rank_info",
+        "megascale.ops.launch:warm_up_forks",
+    )
+
+    def __init__(self, run: Path, settings: Path, shared: bool) -> None:
+        self._run = run
+        self._settings = settings
+        self._shared = shared
+        self._arguments: tuple[str, ...] = ()
+
+    def prepare(self, order: Start) -> None:
+        """Write the configuration and the run's identity."""
+        if not self._shared and order.identity:
+            # Checkpoints outside the run folder belong to this run, also on a node that has rank 0 for the first time.
+            (self._run / "identity").write_text(order.identity + "\n")
+        self._settings.write_text(order.settings, encoding="utf-8")
+        arguments = ["train", str(self._settings)]
+        if not self._shared:
+            arguments.append(f"--train.runs={self._run.parent}")
+        self._arguments = (*arguments, *order.words)
+
+    def make_fork(self, rank: int, attempt: int, environment: Mapping[str, str], log: Path) -> Fork:
+        """Return the order to fork a rank of `megascale train`."""
+        return Fork(rank, attempt, dict(environment), self._arguments, str(log))
+
+    def read_progress(self, trainer: TrainerProcess) -> None:
+        """Read the status file of a rank."""
+        status = read_status(self._run / "status" / f"rank-{trainer.rank}.status")
+        if status is None or status.pid != trainer.pid:
+            return
+        trainer.advance(
+            Progress(status.phase, status.step, status.action, status.microbatch, status.message, status.time_ns)
+        )
+        if status.exit is not None:
+            trainer.record = status.exit  # it names the rank, which the exception itself may not
+        trainer.checksum = status.checksum
+        trainer.compute_seconds = status.compute_seconds
+
+
+class ForeignProgram(RankProgram):
+    """Another trainer's command, in torchrun's environment.
+
+    Its progress is read from the lines of its log, or from the status file that `megascale.watch` writes. A rank that
+    shows neither is unobserved: its progress is the growth of its log.
+
+    Args:
+        run: the run folder on this node.
+        foreign: the configuration section [foreign].
+        restarts: number of starts without a new step after which the driver ends the job.
+    """
+
+    def __init__(self, run: Path, foreign: ForeignConfig, restarts: int) -> None:
+        self._foreign = foreign
+        self._restarts = restarts
+        self._status = run / "status"
+        self._flight = run / "flight"
+        self._reader = ProgressReader(foreign.patterns)
+        self._metrics = MetricsWriter(run / "metrics.jsonl")
+        self._last_rank = 0
+        self._has_metrics = False
+        self._environment: dict[str, str] = {}
+        self._logs: dict[int, LogTail] = {}
+        self._lines: dict[int, int] = {}
+
+    def prepare(self, order: Start) -> None:
+        """Make the folders of the diagnosis, and remove files that describe processes of an earlier attempt."""
+        for folder in (self._status, self._flight):
+            folder.mkdir(exist_ok=True)
+        for rank in order.ranks:
+            files = [*self._status.glob(f"rank-{rank}.*"), *self._flight.glob(f"rank-{rank}.*")]
+            for file in (*files, self._flight / f"nccl_trace_rank_{rank}"):
+                file.unlink(missing_ok=True)
+        self._last_rank = order.world - 1
+        self._environment = self._make_environment(order)
+
+    def _make_environment(self, order: Start) -> dict[str, str]:
+        """Return torchrun's variables and those of the diagnosis. The user's own values of the latter count."""
+        own = {
+            # Names before and after torch 2.9.
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(self._flight / "nccl_trace_rank_"),
+            "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(self._status / "nccl-"),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if len(order.ranks) > 1:
+            own["OMP_NUM_THREADS"] = "1"  # as torchrun, so that the threads of several ranks do not share cores
+        variables = {name: value for name, value in own.items() if name not in os.environ}
+        paths = [str(SITE_FOLDER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        variables |= {
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "MEGASCALE_STATUS": str(self._status),
+            "MEGASCALE_FLIGHT": str(self._flight),
+            "GROUP_RANK": str(order.ranks[0] // len(order.ranks)),
+            "GROUP_WORLD_SIZE": str(order.world // len(order.ranks)),
+            "ROLE_NAME": "default",
+            "ROLE_WORLD_SIZE": str(order.world),
+            "TORCHELASTIC_RESTART_COUNT": str(order.attempt - 1),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._restarts),
+            "TORCHELASTIC_RUN_ID": order.job,
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store at MASTER_PORT
+        }
+        return variables
+
+    def make_fork(self, rank: int, attempt: int, environment: Mapping[str, str], log: Path) -> Fork:
+        """Return the order to execute the command as a rank."""
+        log_start = log.stat().st_size if log.exists() else 0
+        self._logs[rank] = LogTail(log, log_start)
+        self._lines[rank] = 0
+        variables = self._environment | dict(environment) | {"ROLE_RANK": str(rank)}
+        del variables[REPLICA_VARIABLE]  # a secret of this package's checkpoint services, which do not run
+        return Fork(
+            rank=rank,
+            attempt=attempt,
+            env=variables,
+            arguments=tuple(self._foreign.command),
+            log=str(log),
+            executes=True,
+            folder=self._foreign.folder,
+        )
+
+    def writes_metrics(self, ranks: Collection[int]) -> bool:
+        """Return True if a rank of this node has printed the run's metrics."""
+        return self._has_metrics
+
+    def signal(self, pid: int, number: int) -> None:
+        """Signal the rank's process group, since the command may be a script that started the trainer."""
+        os.killpg(pid, number)
+
+    def read_progress(self, trainer: TrainerProcess) -> None:
+        """Read the new lines of a rank's log and the file of `megascale.watch`."""
+        lines = self._logs[trainer.rank].read_lines(at_carriage_returns=True)
+        self._lines[trainer.rank] += len(lines)
+        readings = [reading for reading in map(self._reader.read, lines) if reading is not None]
+        status = read_status(self._status / f"rank-{trainer.rank}.status")
+        if status is not None:
+            trainer.compute_seconds = status.compute_seconds
+            trainer.advance(Progress("train", status.step, time_ns=status.time_ns, completed_steps=1))
+        elif readings:
+            trainer.advance(Progress("train", readings[-1].step, completed_steps=1))
+        elif trainer.progress is None or trainer.progress.phase == UNOBSERVED:
+            trainer.advance(Progress(UNOBSERVED, 0, action=f"{self._lines[trainer.rank]} lines of output"))
+        self._write_metrics(trainer.rank, readings)
+
+    def _write_metrics(self, rank: int, readings: Sequence[Reading]) -> None:
+        printed = [r for r in readings if rank == (self._last_rank if r.is_last_rank else 0)]
+        if printed:
+            self._has_metrics = True
+            self._metrics.write(printed)
+
+
+class MetricsWriter:
+    """Writer of metrics.jsonl for one attempt of a trainer that does not write it.
+
+    A resumed trainer repeats steps, so the first step of an attempt removes the earlier records from that step on.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._last: tuple[int, float] | None = None  # step, and the time of its line on the monotonic clock
+
+    def write(self, readings: Sequence[Reading]) -> None:
+        """Append steps that were read together. The step time is the mean since the last step that was read before."""
+        current_time = time.monotonic()
+        seconds: float | None = None
+        if self._last is None:
+            self._remove_from(readings[0].step)
+        elif readings[-1].step > self._last[0]:
+            seconds = (current_time - self._last[1]) / (readings[-1].step - self._last[0])
+        previous = self._last[0] if self._last is not None else -1
+        lines = []
+        for reading in readings:
+            if reading.step > previous:
+                previous = reading.step
+                lines.append(_format_record(reading, seconds))
+        self._last = (previous, current_time)
+        with contextlib.suppress(OSError), open(self._file, "a") as file:
+            file.writelines(lines)
+
+    def _remove_from(self, step: int) -> None:
+        """Remove the records of `step` and later steps."""
+        try:
+            lines = self._file.read_text().splitlines(keepends=True)
+        except OSError:
+            return
+        kept = [line for line in lines if _read_step(line) < step]
+        temporary = self._file.with_suffix(".tmp")
+        with contextlib.suppress(OSError):
+            temporary.write_text("".join(kept))
+            os.replace(temporary, self._file)
+
+
+def _format_record(reading: Reading, seconds: float | None) -> str:
+    record: dict[str, float | int | None] = {
+        "step": reading.step,
+        "time": time.time(),
+        "loss": reading.loss,
+        "grad_norm": reading.grad_norm,
+        "tokens_per_second": reading.tokens_per_second,
+        "seconds": seconds,
+    }
+    return json.dumps({name: value for name, value in record.items() if value is not None}) + "\n"
+
+
+def _read_step(line: str) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return -1

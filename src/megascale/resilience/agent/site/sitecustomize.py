@@ -1,0 +1,98 @@
+"""Prepare a rank of another trainer so that the agent can ask what it does. Python imports this module at its start.
+
+The module needs the standard library only, since the trainer may use another environment. It answers two requests while
+the main thread is blocked: a signal for the stack, and an opened pipe for the calls of torch's flight recorder. Neither
+needs ptrace.
+"""
+
+import faulthandler
+import importlib.machinery
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import time
+
+STACK_SIGNAL = signal.SIGRTMIN + 13  # no library is known to use it
+
+
+def _run_shadowed_module() -> None:
+    """Run the environment's own sitecustomize, which this one hides."""
+    own_folder = os.path.dirname(os.path.abspath(__file__))
+    folders = [folder for folder in sys.path if os.path.abspath(folder) != own_folder]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", folders)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def _read_birth() -> str:
+    """Return when this process started, in clock ticks since boot."""
+    with open("/proc/self/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[19].decode()
+
+
+def _claim_rank(prefix: str) -> bool:
+    """Become the rank's process unless a parent, such as a launcher script's Python, has done so."""
+    try:
+        descriptor = os.open(prefix + ".process", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return False
+    host = os.uname().nodename
+    os.write(descriptor, f"{os.getpid()} {_read_birth()} {host}\n".encode())
+    os.close(descriptor)
+    return True
+
+
+def _answer_requests(pipe: str, flight: str) -> None:
+    """Write torch's flight record whenever a process opens the pipe."""
+    while True:
+        try:
+            with open(pipe) as file:  # sleeps until a writer opens the pipe
+                file.read()
+            temporary = flight + ".tmp"
+            with open(temporary, "w") as file:
+                file.write(_dump_flight_recorder())
+            os.replace(temporary, flight)
+        except OSError:
+            if not os.path.exists(pipe):
+                return
+            time.sleep(0.1)
+
+
+def _dump_flight_recorder() -> str:
+    """Return the calls as JSON: NCCL's if there are any, else gloo's. CUDA builds have separate recorders."""
+    module = sys.modules.get("torch._C._distributed_c10d")
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(module, name, None)
+        records = dump() if dump is not None else ""
+        text = records.decode() if isinstance(records, bytes) else records
+        if '"entries"' in text:
+            return text
+    return '{"entries": [], "pg_config": {}}'
+
+
+def _prepare_rank() -> None:
+    """Register the handler of the signal and start the thread that answers the pipe."""
+    rank = os.environ.get("RANK", "")
+    status = os.environ.get("MEGASCALE_STATUS", "")
+    if not rank.isdigit() or not os.path.isdir(status):
+        return
+    prefix = os.path.join(status, f"rank-{rank}")
+    stacks = open(prefix + ".stack", "a")  # noqa: SIM115 - open while the process lives
+    # Other threads change their frames while these are walked, so only the main thread's stack is safe.
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
+    if not _claim_rank(prefix):
+        return
+    pipe = prefix + ".ask"
+    os.mkfifo(pipe, 0o600)
+    flight = os.path.join(os.environ["MEGASCALE_FLIGHT"], f"rank-{rank}.json")
+    arguments = (pipe, flight)
+    threading.Thread(target=_answer_requests, args=arguments, name="megascale-flight", daemon=True).start()
+
+
+try:
+    _prepare_rank()
+except (OSError, ValueError, KeyError) as error:
+    print(f"megascale: this rank cannot be asked for its stack: {error!r}", file=sys.stderr)
+_run_shadowed_module()

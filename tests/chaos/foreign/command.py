@@ -1,0 +1,199 @@
+"""`python -m tests.chaos foreign`: a trainer without MegaScale under the driver, broken with real faults.
+
+A right result has the verdict of its fault, names the rank, and ends with the expected exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+
+from benchmarks.harness.temporary import temporary_folder
+from megascale.core import strict_json
+from megascale.resilience.driver.state.journal_reader import Entry, read_journal_events
+
+TRAINER = Path(__file__).with_name("train.py")
+TIMEOUT = 240.0  # seconds of a run
+LAST_STEP = 40
+NODES = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault.
+
+    Attributes:
+        fault: argument of the trainer.
+        verdict: event that the driver must record.
+        sentence: part of its evidence.
+        exit_code: of the job.
+    """
+
+    fault: str
+    verdict: str
+    sentence: str = ""
+    exit_code: int = 0
+
+
+CASES = {
+    "kill": Case("none", "process_killed", "SIGKILL"),
+    "hang: skipped collective": Case("skip", "hang", "mismatched collective"),
+    "hang: stopped before it": Case("sleep", "hang", "break_rank"),
+    "hang: loop in Python": Case("loop", "hang", "break_rank"),
+    "crash loop": Case("raise", "user_error", "KeyError", exit_code=1),
+    "out of memory": Case("memory", "out_of_memory", "CUDA out of memory"),
+    "node gone": Case("none", "node_lost"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one run.
+
+    Attributes:
+        case: the fault.
+        rank: where it was injected.
+        is_right: verdict, rank and exit code are the expected ones.
+        seconds: from the last step before the fault to the verdict.
+        verdict: the decisive evidence, or the end of the output.
+    """
+
+    case: str
+    rank: int
+    is_right: bool
+    seconds: float
+    verdict: str
+
+
+class ForeignJob:
+    """A launched job of the small trainer in `folder`."""
+
+    def __init__(self, folder: Path, fault: str, rank: int, steps: int = LAST_STEP, nodes: int = NODES) -> None:
+        self.run = folder / "runs" / "foreign"
+        self.output = folder / "output"
+        command = [sys.executable, "-m", "megascale.cli.main", "launch", f"--nodes={nodes}", "--spares=1"]
+        command += ["--per-node=1", "--train.name=foreign", "--resilience.test_spares=false"]
+        command += ["--resilience.interval=0.3", "--train.device=cpu", "--"]
+        command += [sys.executable, str(TRAINER), str(steps), str(folder), fault, str(rank)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        with open(self.output, "wb") as out:
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out)
+
+    def wait(self, find: Callable[[], object], subject: str) -> None:
+        """Wait until `find` returns a true value. Raise RuntimeError if the job ends first, or after TIMEOUT."""
+        deadline = time.monotonic() + TIMEOUT
+        while not find():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise RuntimeError(f"{subject} did not come: {self.output.read_text()[-3000:]}")
+            time.sleep(0.05)
+
+    def events(self, kind: str = "") -> list[Entry]:
+        """Return the events of a kind, or all."""
+        if not (self.run / "journal.sqlite").exists():
+            return []
+        return [event for event in read_journal_events(self.run) if kind in ("", event.kind)]
+
+    def step(self) -> int:
+        """Return the last step in the run's metrics, 0 before the first."""
+        try:
+            lines = (self.run / "metrics.jsonl").read_text().splitlines()
+            return int(json.loads(lines[-1])["step"])
+        except (OSError, IndexError):
+            return 0
+
+    def kill_rank(self, rank: int) -> None:
+        """Kill the process of a rank."""
+        pid = int((self.run / "status" / f"rank-{rank}.process").read_text().split()[0])
+        os.kill(pid, signal.SIGKILL)
+
+    def lose_node(self, node: str) -> None:
+        """Kill the agent of a node, and let no agent start there."""
+        folder = self.run / "nodes" / node
+        (folder / "down").touch()
+        os.kill(json.loads((folder / "agent.json").read_text())["pid"], signal.SIGKILL)
+
+    def finish(self) -> int:
+        """Wait for the end and return the exit code."""
+        return self.process.wait(TIMEOUT)
+
+    def close(self) -> None:
+        """End what still runs."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def run_case(name: str, folder: Path, rank: int) -> Outcome:
+    """Launch the trainer, break it and compare the driver's verdict with the fault."""
+    case = CASES[name]
+    job = ForeignJob(folder, case.fault, rank)
+    try:
+        job.wait(lambda: job.step() >= 6, "step 6")
+        if name == "kill":
+            job.kill_rank(rank)
+        elif name == "node gone":
+            job.lose_node(f"n{rank}")
+        broken = time.time()
+        job.wait(lambda: job.events(case.verdict) or job.process.poll() is not None, "a verdict")
+        seconds = time.time() - broken
+        code = job.finish()
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return Outcome(name, rank, False, 0.0, str(error)[-1500:])
+    finally:
+        job.close()
+    verdicts = job.events(case.verdict)
+    if not verdicts:
+        return Outcome(name, rank, False, seconds, job.output.read_text()[-1500:])
+    verdict = verdicts[0]
+    evidence = " | ".join(verdict.evidence)
+    names_rank = verdict.ranks == (rank,) or (name == "node gone" and verdict.nodes == (f"n{rank}",))
+    is_right = names_rank and case.sentence in evidence and code == case.exit_code
+    return Outcome(name, rank, is_right, seconds, f"ranks {verdict.ranks}, exit code {code}: {evidence}")
+
+
+def foreign(
+    runs: int = typer.Option(5, "--runs", min=1, help="Runs per fault."),
+    kind: str = typer.Option("", "--kind", help="Only the faults whose names contain this text."),
+    seed: int = typer.Option(0, "--seed", help="Determines the ranks."),
+    out: Path = typer.Option(None, "--out", help="Write the outcomes as JSON.", show_default=False),
+) -> None:
+    """Break a trainer that does not know MegaScale, and check each verdict, the named rank and the end of the job."""
+    generator = random.Random(seed)
+    outcomes = []
+    for name in [name for name in CASES if kind in name]:
+        for _ in range(runs):
+            with temporary_folder("megascale-foreign-") as folder:
+                outcome = run_case(name, Path(folder), generator.randrange(NODES))
+            outcomes.append(outcome)
+            word = "right" if outcome.is_right else "WRONG"
+            typer.echo(f"{word}  {name:26} rank {outcome.rank}  {outcome.seconds:5.1f} s  {outcome.verdict[:160]}")
+            if not outcome.is_right:
+                typer.echo(outcome.verdict)
+    for name in dict.fromkeys(outcome.case for outcome in outcomes):
+        of_case = [outcome for outcome in outcomes if outcome.case == name]
+        right = sum(outcome.is_right for outcome in of_case)
+        slowest = max(outcome.seconds for outcome in of_case)
+        typer.echo(f"{name:26} {right} of {len(of_case)} right, slowest verdict {slowest:.1f} s")
+    if out is not None:
+        out.write_text(strict_json.dumps([asdict(outcome) for outcome in outcomes]))
+    if not all(outcome.is_right for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(foreign)

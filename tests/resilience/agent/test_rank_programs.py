@@ -1,0 +1,141 @@
+"""Another trainer's command as a rank: torchrun's environment, progress from its log, metrics of repeated steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megascale.config import ForeignConfig
+from megascale.core.secrets import REPLICA_VARIABLE
+from megascale.core.status import UNOBSERVED
+from megascale.observe.hang.evidence import collect_evidence
+from megascale.resilience.agent.progress_patterns import Reading
+from megascale.resilience.agent.rank_programs import SITE_FOLDER, ForeignProgram, MetricsWriter, TrainerProcess
+from megascale.resilience.protocol.agent_messages import Start
+
+ORDER = Start(epoch=1, attempt=3, job="j", ranks=(2, 3), world=4, master=("h", 29500), settings="")
+COMMON = {REPLICA_VARIABLE: "secret", "RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> ForeignProgram:
+    foreign = ForeignConfig(command=["python", "train.py"], per_node=2, folder="/work")
+    program = ForeignProgram(tmp_path, foreign, restarts=5)
+    program.prepare(ORDER)
+    return program
+
+
+def test_the_environment_is_that_of_torchrun_without_secrets(program, tmp_path):
+    fork = program.make_fork(2, 3, COMMON, tmp_path / "rank-2.log")
+    assert fork.executes
+    assert (fork.arguments, fork.folder) == (("python", "train.py"), "/work")
+    expected = {
+        "GROUP_RANK": "1",
+        "ROLE_RANK": "2",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "5",
+        "TORCHELASTIC_RUN_ID": "j",
+        "RANK": "2",
+    }
+    assert expected.items() <= fork.env.items()
+    assert REPLICA_VARIABLE not in fork.env
+    assert fork.env["PYTHONPATH"].split(os.pathsep)[0] == str(SITE_FOLDER)
+
+
+def test_progress_is_the_log_until_a_step_is_printed(program, tmp_path):
+    log = tmp_path / "rank-3.log"
+    log.write_text("step: 5 loss: 1.0 of an earlier attempt\n")
+    program.make_fork(3, 3, COMMON, log)
+    trainer = TrainerProcess(3, log, log.stat().st_size)
+    program.read_progress(trainer)
+    assert trainer.progress is not None
+    assert trainer.progress.phase == UNOBSERVED
+    with open(log, "a") as out:
+        out.write("loading\n")
+    program.read_progress(trainer)
+    assert trainer.progress.action == "1 lines of output"
+    with open(log, "a") as out:
+        out.write("step: 6 loss: 1.0\rstep: 7 loss: 0.5\n")
+    program.read_progress(trainer)
+    assert (trainer.progress.phase, trainer.progress.step, trainer.progress.completed_steps) == ("train", 7, 1)
+    assert not program.writes_metrics([2, 3])  # rank 0 prints the metrics of such lines
+
+
+def test_the_last_rank_writes_the_metrics_of_megatron(program, tmp_path):
+    log = tmp_path / "rank-3.log"
+    program.make_fork(3, 3, COMMON, log)
+    log.write_text(" iteration        9/     100 | lm loss: 1.5E+00 | grad norm: 2.0 |\n")
+    program.read_progress(TrainerProcess(3, log, 0))
+    assert program.writes_metrics([2, 3])
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (record["step"], record["loss"], record["grad_norm"]) == (9, 1.5, 2.0)
+
+
+def test_a_resumed_attempt_replaces_the_steps_that_it_repeats(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    first = MetricsWriter(file)
+    first.write([Reading(1, loss=1.0), Reading(2, loss=2.0)])
+    first.write([Reading(2, loss=9.0), Reading(3, loss=3.0)])
+    MetricsWriter(file).write([Reading(2, loss=2.5)])
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(record["step"], record["loss"]) for record in records] == [(1, 1.0), (2, 2.5)]
+
+
+def test_a_rank_gives_its_stack_and_keeps_the_sitecustomize_of_its_environment(tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import sys; sys.own = 1")
+    for name in ("status", "flight"):
+        (tmp_path / name).mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time\ndef wait_here():\n    print(sys.own, flush=True)\n    time.sleep(60)\nwait_here()\n"
+    )
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(SITE_FOLDER), str(own)]),
+        "RANK": "0",
+        "MEGASCALE_STATUS": str(tmp_path / "status"),
+        "MEGASCALE_FLIGHT": str(tmp_path / "flight"),
+    }
+    process = subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        evidence = collect_evidence(tmp_path, watch_seconds=0).ranks[0]
+        assert (evidence.process, evidence.answered, evidence.pid) == ("running", True, process.pid)
+        assert any("wait_here" in frame for frame in evidence.stack)
+        assert evidence.flight is not None
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 10
+        while collect_evidence(tmp_path, ask=False, watch_seconds=0).ranks[0].process != "stopped":
+            assert time.monotonic() < deadline
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+    assert collect_evidence(tmp_path, watch_seconds=0).ranks[0].process == "gone"
+
+
+def test_a_rank_without_the_handler_is_not_signalled(tmp_path):
+    (tmp_path / "status").mkdir()
+    process = subprocess.Popen([sys.executable, "-S", "-c", "print(1, flush=True); input()"], stdin=-1, stdout=-1)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        birth = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        record = f"{process.pid} {birth} {os.uname().nodename}\n"
+        (tmp_path / "status" / "rank-0.process").write_text(record)
+        evidence = collect_evidence(tmp_path, watch_seconds=0).ranks[0]
+        assert (evidence.process, evidence.answered) == ("running", None)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()

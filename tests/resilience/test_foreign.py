@@ -1,0 +1,63 @@
+"""A trainer without MegaScale under the driver: a killed rank and a hang are named, and the trainer resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megascale.cli.main import main
+from megascale.config import load
+from tests.chaos.foreign.command import ForeignJob
+
+
+@pytest.fixture
+def launch_foreign(tmp_path: Path) -> Iterator:
+    pytest.importorskip("fastapi")
+    jobs = []
+
+    def begin(fault: str, rank: int) -> ForeignJob:
+        jobs.append(ForeignJob(tmp_path, fault, rank, steps=14, nodes=2))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.close()
+
+
+def test_a_killed_rank_is_named_and_the_trainer_resumes(launch_foreign):
+    job = launch_foreign("none", 1)
+    job.wait(lambda: job.step() >= 6, "step 6")
+    job.kill_rank(1)
+    assert job.finish() == 0, job.output.read_text()
+    (killed,) = job.events("process_killed")
+    assert killed.ranks == (1,)
+    assert job.step() == 14
+    log = (job.run / "logs" / "rank-0.log").read_text()
+    assert log.count("step: 1 ") == 1
+    config = load(job.run / "config.toml")
+    assert config.foreign.per_node == 1
+    assert config.foreign.command[-1] == "1"
+
+
+def test_a_rank_that_stops_before_a_collective_is_named_with_its_stack(launch_foreign):
+    job = launch_foreign("sleep", 1)
+    assert job.finish() == 0, job.output.read_text()
+    hang = job.events("hang")[0]
+    assert hang.ranks == (1,), hang.evidence
+    text = " ".join(hang.evidence)
+    assert "all_gather" in text
+    assert "break_rank" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["--"], "is not followed by a command"), (["--per-node", "2"], "is for another trainer's command")],
+)
+def test_an_incomplete_command_line_is_refused(words, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["megascale", "launch", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
