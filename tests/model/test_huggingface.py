@@ -23,10 +23,10 @@ from megascale.model.huggingface.family import (
     StoredWeight,
     join_weight,
     linear_weights,
-    rotary_fraction_of,
     split_weight,
 )
 from megascale.model.huggingface.import_model import read_folder
+from megascale.model.huggingface.rotary import rotary_fraction_of
 from megascale.parallel.parameters import spec_of
 from tests.chaos.soak.huggingface import case
 from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
@@ -194,6 +194,13 @@ OURS = {
         "layer_kinds.G.window=0",
         "head_dim=10",
     ],
+    "llama with scaled positions": LLAMA
+    + ["rotary_scaling.method=llama3", "rotary_scaling.factor=4", "rotary_scaling.original_length=16"]
+    + ["rotary_scaling.low_frequency_factor=1", "rotary_scaling.high_frequency_factor=4", "rotary_base=50"],
+    "mistral with scaled positions": LLAMA
+    + ["rotary_scaling.method=yarn", "rotary_scaling.factor=4", "rotary_scaling.original_length=16", "window=5"],
+    "olmo2": LLAMA + ["qk_norm=projection", "norm_placement=post", "kv_heads=2", "head_dim=10"],
+    "seed_oss": LLAMA + ["attention_bias=true", "attention_out_bias=false", "hidden=26", "head_dim=10"],
     "qwen2 with its biases": LLAMA + ["attention_bias=true", "attention_out_bias=false"],
 }
 
@@ -239,6 +246,8 @@ def test_the_list_of_logical_tensors_is_the_models(name):
         (["head_dim=8"], "gpt2", ["model.head_dim=8"]),
         (["block=parallel", "positions=rotary"], "gptj", ["rotary_interleaved=False", "attention_bias=True"]),
         (["block=parallel", "positions=rotary", "rotary_base=500"], "gptj", ["rotary_base=500.0"]),
+        (LLAMA + ["norm_placement=post"], "llama", ["norm_placement='post'"]),
+        (LLAMA + ["norm_placement=both"], "olmo2", ["norm_placement='both'", "qk_norm='none'"]),
         (LLAMA + ["rotary_fraction=0.7"], "llama", ["rotary_fraction=0.7"]),
         (LLAMA + ["window=4"], "llama", ["model.window=4", "mistral"]),
         (LLAMA + ["window=64"], "llama", ["model.window=64", "mistral"]),
