@@ -181,6 +181,7 @@ def _reader(config: Config, data: Path) -> Callable[[Engine, int], Any]:
     import numpy as np
     import torch
 
+    from megascale.core.batch import Batch
     from megascale.data.dataset.formats import open_tokens
 
     stream, length = open_tokens(data).stream, config.model.sequence_length
@@ -189,14 +190,14 @@ def _reader(config: Config, data: Path) -> Callable[[Engine, int], Any]:
         micro, batch = engine.config.train.micro_batch, engine.config.train.global_batch
         locations = np.random.default_rng(step).integers(0, len(stream) - length, batch)
 
-        def of(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def read_batch(i: int) -> Batch[torch.Tensor]:
             rows = np.stack(
                 [stream[p : p + length + 1].astype(np.int64) for p in locations[i * micro : (i + 1) * micro]]
             )
             columns = torch.from_numpy(rows).t().contiguous().to(engine.device)
-            return columns[:-1], columns[1:]
+            return Batch(columns[:-1], columns[1:])
 
-        return of
+        return read_batch
 
     return read
 

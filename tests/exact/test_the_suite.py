@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from megascale.config import from_tree
+from megascale.core.schedule import ActionKind
 from megascale.model import transformer
 from megascale.optim import optimizer, sharded_lamb
 from megascale.parallel import data_parallel
@@ -56,9 +57,9 @@ def buckets_go_out_before_they_are_full() -> Iterator[None]:
     """Every backward is armed, the first as well."""
     begin, reduce = data_parallel.DataParallel.begin_backward, data_parallel.DataParallel._reduce
 
-    def begin_armed(self: data_parallel.DataParallel, chunk: int) -> None:
+    def begin_armed(self: data_parallel.DataParallel, chunk: int, kind: ActionKind) -> None:
         self.arm_reductions(chunk)
-        begin(self, chunk)
+        begin(self, chunk, kind)
 
     def reduce_now(self: data_parallel.DataParallel, buckets: Any, bucket: int) -> None:
         reduce(self, buckets, bucket)

@@ -64,12 +64,8 @@ def test_a_cluster_and_a_rule_of_another_package_run_a_job(package, launch):  # 
     arguments = ["--nodes=1", "--resilience.cluster=told", "--train.steps=100000", "--checkpoint.interval=0"]
     job = launch("extended", *arguments)
     result = job.until("fifth_step")
-    assert (result.nodes, result.ranks, result.action, result.evidence) == (
-        ("n0",),
-        (0,),
-        "recover",
-        ("five are enough",),
-    )
+    assert (result.nodes, result.action, result.evidence) == (("n0",), "recover", ("five are enough",))
+    assert result.ranks in ((0,), (1,))  # either may be the first that the driver hears of
     assert job.until("recovery_action").action == "retry"  # the verdict is acted upon like any other
     assert (job.run / "asked").read_text().splitlines() == ["request", "start n0", "fence n0"]
     job.process.terminate()

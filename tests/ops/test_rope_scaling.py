@@ -72,6 +72,6 @@ def test_tables_have_the_factor_and_linear_scaling_stretches_positions():
     ],
 )
 def test_keys_that_do_not_fit_the_method_are_named(keys: dict[str, Any], named: str):
-    with pytest.raises(ValueError, match="model.rotary_scaling") as error:
+    with pytest.raises(ValueError, match=r"model\.rotary_scaling") as error:
         RotaryScaling(**keys)
     assert named in str(error.value)

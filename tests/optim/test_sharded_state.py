@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.config import ModelConfig, OptimizerConfig, from_tree
-from megascale.config.parts import OPTIMIZERS
 from megascale.core.tensors import Piece
 from megascale.model.transformer import Chunk
 from megascale.ops.gradient_sink import main_grad_of
@@ -21,6 +20,9 @@ from megascale.optim.sharded_muon import assign_owners, batch_matrices
 from megascale.parallel.buffers import TIED, Axes, Extent, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
 from megascale.parallel.parameters import ParameterSpec, initialise, piece_views, spec_of
+
+# Not OPTIMIZERS.names(): tests of plugins register others in the same process.
+OPTIMIZER_NAMES = ("adamw", "lamb", "muon")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -201,7 +203,7 @@ def test_lamb_counts_replicated_tensors_on_the_first_tensor_rank_only():
 # state and weights in use --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS.names())
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 def test_weights_in_use_are_the_rounded_master_weights(name):
     """After each step, and after a checkpoint has been loaded into the master weights."""
     buffer = make_buffer(make_model(), range(2), dtype=torch.bfloat16)
@@ -222,7 +224,7 @@ def test_weights_in_use_are_the_rounded_master_weights(name):
 
 
 @pytest.mark.parametrize("bucket_elements", [500, None])
-@pytest.mark.parametrize("name", OPTIMIZERS.names())
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 def test_a_checkpoint_gets_each_tensor_with_its_state(name, bucket_elements):
     """After one step without clipping: weights, and moments or momentum, under the name of their tensor."""
     config = OptimizerConfig(name=name, clip=0.0, beta1=0.9, beta2=0.99)
@@ -270,7 +272,7 @@ def test_a_shard_has_as_few_parts_as_its_states_allow():
         assert edges[1:-1:2] == edges[2::2]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS.names())
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 def test_updated_shards_are_reported_in_the_order_of_the_next_forward(name):
     model = make_model(layers=4)
     buffers = [make_buffer(model, range(2)), make_buffer(model, range(2, 4))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,13 @@ from megascale.config import from_tree
 from megascale.train import reporter as module
 from megascale.train.reporter import Reporter
 from megascale.train.run_folder import RunFolder
+
+
+@pytest.fixture(autouse=True)
+def without_nccl_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove what trainings in this process have set."""
+    for name in [name for name in os.environ if name.startswith("NCCL_")]:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture

@@ -225,21 +225,22 @@ def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # n
     tensors = operands(d8, x8, "ab")
     want = dequantise(tensors[0], tensors[1]) @ dequantise(tensors[2], tensors[3]).t()
     _timed(bench, row("dw += float32", "bfloat16"), flops, lambda: linear.accumulate_mm(main, dy.t(), x))
-    gemm.matmul_into(main, *tensors, overwrite=True)
+    accumulate = functools.partial(gemm.matmul_into, main, *tensors)
+    accumulate(overwrite=True)
     into = row("dw = float32, precise", result=main, want=want)
-    gemm.matmul_into(main, *tensors)
+    accumulate()
     added_to = row("dw += float32, precise", result=main / 2, want=want)
     del want
-    _timed(bench, into, flops, lambda: gemm.matmul_into(main, *tensors, overwrite=True))
-    _timed(bench, added_to, flops, lambda: gemm.matmul_into(main, *tensors))
-    _timed(bench, row("dw += float32, fast"), flops, lambda: gemm.matmul_into(main, *tensors, fast=True))
+    _timed(bench, into, flops, functools.partial(accumulate, overwrite=True))
+    _timed(bench, added_to, flops, accumulate)
+    _timed(bench, row("dw += float32, fast"), flops, functools.partial(accumulate, fast=True))
     added = lambda: main.add_(gemm.matmul(*tensors, dtype=torch.float32))
     _timed(bench, row("dw, float32, precise, and an addition"), flops, added)
     if device.type == "cuda":
         best = cublaslt.tune(main, *tensors)
         if best:
             tuned = row(f"dw += float32, precise, proposal {best + 1}")
-            _timed(bench, tuned, flops, lambda: gemm.matmul_into(main, *tensors))
+            _timed(bench, tuned, flops, accumulate)
         cublaslt.set_algorithms({})
 
 

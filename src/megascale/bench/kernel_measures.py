@@ -74,9 +74,10 @@ def measure_case(bench: Bench, case: KernelCase) -> None:
     for name, function in variants.items():
         if function is None:
             continue
-        bench.seconds(forward, name, functools.partial(function, *inputs))
+        call = functools.partial(function, *inputs)
+        bench.seconds(forward, name, call)
         try:
-            out = _tuple(function(*inputs))
+            out = _tuple(call())
         except Exception as error:
             backward.error += f"{name}: {error}"
             continue
@@ -84,7 +85,7 @@ def measure_case(bench: Bench, case: KernelCase) -> None:
         gradients = functools.partial(torch.autograd.grad, out, inputs, upstream, retain_graph=True)
         bench.seconds(backward, name, gradients)
         if name == "fused":
-            forward.host = timing.host_seconds(functools.partial(function, *inputs))
+            forward.host = timing.host_seconds(call)
             backward.host = timing.host_seconds(gradients)
         del out, upstream, gradients
 

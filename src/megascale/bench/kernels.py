@@ -66,8 +66,9 @@ def show(result: dict[str, Any]) -> None:
         f"TFLOP/s in a burst, {result['gemm_held_flop_per_s'] / 1e12:.0f} held, "
         f"{result['gemm_held_again_flop_per_s'] / 1e12:.0f} held at the end; {result['seconds']:.0f} s in all"
     )
-    for line in [*result.get("attention", []), *filter(None, [result.get("float8")])]:
-        console.print(line, soft_wrap=True, markup=False)
+    for line in result.get("attention", []) + [result.get("float8")]:
+        if line:
+            console.print(line, soft_wrap=True, markup=False)
 
 
 def register(app: typer.Typer) -> None:

@@ -19,10 +19,11 @@ from megascale.model.fusion import Branch
 from megascale.model.norm import Norm, norm_projections
 from megascale.ops.attention import attention
 from megascale.ops.rope import apply_rotary, split_qkv
+from megascale.parallel.module import DirectModule
 from megascale.parallel.tensor import RowLinear
 
 
-class CausalAttention(nn.Module):
+class CausalAttention(DirectModule):
     """Causal attention with grouped queries, in the layer's window if it has one.
 
     Attributes:

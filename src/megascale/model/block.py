@@ -23,11 +23,12 @@ from megascale.model.fusion import Branch, ResidualStream, add_branches, norm_an
 from megascale.model.norm import Norm
 from megascale.ops.activation import fuses
 from megascale.ops.fused_projection import split_fused_projection
+from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import ColumnLinear
 
 
-class Block(nn.Module):
+class Block(DirectModule):
     """Base of all blocks: the parts of a layer. The parts of a half that is in another chunk are None.
 
     Parts may come from plugins, so they have no common type.

@@ -14,10 +14,11 @@ from megascale.model.context import LayerSetup
 from megascale.model.fusion import Branch
 from megascale.ops import activation as activations
 from megascale.ops.activation import RecomputedActivation, activate, fuses
+from megascale.parallel.module import DirectModule
 from megascale.parallel.tensor import ColumnLinear, RowLinear
 
 
-class DenseMlp(nn.Module):
+class DenseMlp(DirectModule):
     """MLP with one input matrix (two with a gate) and one output matrix.
 
     Attributes:

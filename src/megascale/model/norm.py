@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megascale.config.parts import NORMS, NormFacts
 from megascale.config.registry import Registry
 from megascale.core.inventory import LogicalTensor
 from megascale.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megascale.parallel.collectives import SINGLE_RANK, Axis
+from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import rms_norm_columns
 
@@ -53,7 +54,7 @@ def register(name: str, operators: NormOperators, bias: bool) -> None:
     NORM_OPERATORS.register(name, operators)
 
 
-class Norm(nn.Module):
+class Norm(DirectModule):
     """Norm over hidden, on this rank's part of the sequence.
 
     Args:

@@ -24,11 +24,12 @@ from megascale.model.rotary import RotaryTables
 from megascale.ops.dropout import dropout, dropout_key
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.linear import make_linears
+from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter, spec_of
 from megascale.parallel.tensor import ColumnLinear, RowLinear, vocabulary_embedding, vocabulary_logits, vocabulary_loss
 
 
-class Chunk(nn.Module):
+class Chunk(DirectModule):
     """Consecutive blocks; `first` adds the embeddings, `last` the final norm and the loss.
 
     Args:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megascale import torch_private
 from megascale.core.inventory import LogicalTensor
@@ -45,6 +44,7 @@ from megascale.parallel.collectives import (
 from megascale.parallel.exchange import WriteParts
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.linear_precision import LinearPrecision
+from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter
 
 RecomputeFn = Callable[[torch.Tensor], torch.Tensor]
@@ -327,7 +327,7 @@ def linear_scatter(
     return _LinearScatter.apply(args, *xs, *[tracked(x, weight) for x, weight in zip(xs, weights, strict=True)])
 
 
-class ColumnLinear(nn.Module):
+class ColumnLinear(DirectModule):
     """One GEMM whose output columns are stacked logical tensors, each cut over the tensor axis.
 
     Args:
@@ -351,7 +351,7 @@ class ColumnLinear(nn.Module):
         return gather_linear(x_SBH, weight, params.get("bias"), self.linears, recompute_fn, None, fused_bias_gradient)
 
 
-class RowLinear(nn.Module):
+class RowLinear(DirectModule):
     """A matrix [h, k] whose columns are cut over the tensor axis, for `linear_scatter`.
 
     The consumer of the residual sum adds the bias, because it belongs to the sum over ranks.
