@@ -86,7 +86,7 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
 
 def make_theirs(family: str, settings: dict[str, Any], dtype: torch.dtype) -> Any:
     """Make a random model of `transformers` with eager attention."""
-    config = transformers.AutoConfig.for_model(family, **NO_TOKENS, **settings)
+    config = transformers.AutoConfig.for_model(family, **(NO_TOKENS | settings))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
     torch.manual_seed(1)
     for p in model.parameters():

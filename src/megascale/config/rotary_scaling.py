@@ -9,13 +9,13 @@ from pydantic import Field, model_validator
 from megascale.config.base import MAX_COUNT, Section
 
 # Keys that each method requires, and keys that it may have.
-_REQUIRED = {
+REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
     "llama3": ("factor", "original_length", "low_frequency_factor", "high_frequency_factor"),
     "yarn": ("factor", "original_length"),
 }
-_OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "is_range_rounded")}
+_OPTIONAL_KEYS = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "is_range_rounded")}
 
 
 class RotaryScaling(Section):
@@ -47,8 +47,8 @@ class RotaryScaling(Section):
     @model_validator(mode="after")
     def _check_keys(self) -> RotaryScaling:
         name = f"model.rotary_scaling of method {self.method}"
-        required = _REQUIRED[self.method]
-        known = (*required, *_OPTIONAL.get(self.method, ()))
+        required = REQUIRED_KEYS[self.method]
+        known = (*required, *_OPTIONAL_KEYS.get(self.method, ()))
         for key, value in self:
             if key in required and value is None:
                 raise ValueError(f"{name} has no {key}; set it, as config.json of the original model does")

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.config.rotary_scaling import RotaryScaling
+from megascale.config.rotary_scaling import REQUIRED_KEYS, RotaryScaling
 from megascale.model.huggingface.family import ConfigKeys
 
 # Keys of a table of rotary positions that all types have.
@@ -93,7 +93,10 @@ def _read_scaling(keys: ConfigKeys, name: str, rope: dict[str, Any]) -> dict[str
     scaling = {ours: rope[theirs] for ours, theirs in names.items() if rope.get(theirs) is not None}
     if "original_length" in names:
         scaling["original_length"] = _read_original_length(keys, name, rope)
-    if rope_type == "yarn" and "attention_factor" not in scaling and "factor" in scaling:
+    missing = [names[key] for key in REQUIRED_KEYS[rope_type] if key not in scaling]
+    if missing:
+        raise keys.make_error(f"{name}.rope_type", rope_type, f"the table has no {missing[0]}")
+    if rope_type == "yarn" and "attention_factor" not in scaling:
         scaling["attention_factor"] = _yarn_attention_factor(rope)
     return {"method": rope_type, **scaling}
 
