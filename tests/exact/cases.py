@@ -308,6 +308,12 @@ def cases(draw: st.DrawFn) -> Case:
         "dropout": pick(0.0, 0.2),
         "vocab_size": pick(21, 32),
     }
+    if model["norm"] == "rmsnorm":
+        model["qk_norm"] = pick("none", "head", "projection")
+    if model["block"] == "serial":
+        model["norm_placement"] = pick("pre", "post", "both")
+    if positions == "rotary":
+        model["rotary_scaling"] = pick(None, YARN, LLAMA3)
     if positions == "learned":
         model["layer_pattern"] = pick("S", "SL")
     else:
