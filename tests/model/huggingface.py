@@ -62,7 +62,7 @@ CONFIGS = {
     "olmo2": {**SIZES, "num_key_value_heads": 2, "intermediate_size": 37, "max_position_embeddings": 32},
     "seed_oss": {
         **SIZES,
-        "hidden_size": 26,
+        "hidden_size": 30,
         "num_key_value_heads": 2,
         "head_dim": 10,
         "intermediate_size": 37,
