@@ -231,8 +231,12 @@ def _obstacle(name: str, config: Config) -> str:
     model = config.model
     if model.block == "parallel" or model.window is not None:
         return "it has no parallel block and no sliding window; compare with --model.block=serial and no window"
-    if model.layer_kinds or model.qk_norm != "none":
-        return "its layers are alike, without norms of queries and keys; leave out model.layer_kinds and model.qk_norm"
+    has_other_norms = model.qk_norm != "none" or model.norm_placement != "pre"
+    if model.layer_kinds or has_other_norms or model.rotary_scaling is not None:
+        return (
+            "its layers are alike; leave out model.layer_kinds, model.qk_norm, model.norm_placement and "
+            "model.rotary_scaling"
+        )
     llama = (model.norm, model.activation, model.positions) == ("rmsnorm", "swiglu", "rotary")
     biased = model.attention_bias or model.mlp_bias
     if name == "torchtitan" and (not llama or biased or model.tied_embeddings):

@@ -39,6 +39,8 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "model.layer_pattern": ("S",),
     "model.layer_kinds": ({},),
     "model.qk_norm": ("none",),
+    "model.norm_placement": ("pre",),
+    "model.rotary_scaling": (None,),
     "optimizer.name": ("adamw",),
     "train.precision": ("float32", "bfloat16"),
 }

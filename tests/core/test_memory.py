@@ -117,6 +117,8 @@ def test_parameters_match_the_model():
         {"ffn_hidden": 192, "attention_bias": False, "mlp_bias": False},
         {"block": "parallel", "dropout": 0.1},
         {"qk_norm": "head"},
+        {"norm_placement": "post"},
+        {"norm_placement": "both", "half": "mlp"},
         {"half": "attention"},
         {"half": "mlp"},
     ],

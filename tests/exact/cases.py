@@ -89,6 +89,17 @@ KINDS: dict[str, Any] = {
     },
 }
 
+# OLMo 2's norms, which tensor-parallel ranks compute together.
+POST_NORMS: dict[str, Any] = {"norm": "rmsnorm", "norm_placement": "post", "qk_norm": "projection", "kv_heads": 2}
+YARN = {"method": "yarn", "factor": 4.0, "original_length": 4}
+LLAMA3 = {
+    "method": "llama3",
+    "factor": 4.0,
+    "original_length": 8,
+    "low_frequency_factor": 1.0,
+    "high_frequency_factor": 4.0,
+}
+
 HARD = {
     # Padding: 17 tokens in 32 rows over 4 ranks leave one row to the third and none to the fourth.
     "vocabulary not divisible, a rank of padding only": case(
@@ -238,6 +249,27 @@ HARD = {
     "kinds of layers": case(
         2, 2, 1, microbatches=3, model={**KINDS, "layers": 4, "norm": "rmsnorm", "activation": "swiglu"}
     ),
+    "norms on sums and over projections": case(
+        2, 2, 2, microbatches=2, model={**POST_NORMS, "rotary_scaling": YARN, "positions": "rotary", "layers": 3}
+    ),
+    "norms on sums, halves of layers, dropout": case(
+        2,
+        2,
+        1,
+        microbatches=3,
+        virtual=2,
+        model={**POST_NORMS, "norm_placement": "both", "dropout": 0.2},
+        parallel={"layer_split": [0.5, 1.5, 1.5, 0.5]},
+    ),
+    "scaled positions in one kind of layer, gathers exposed": case(
+        2,
+        1,
+        2,
+        microbatches=2,
+        zero=2,
+        model={"positions": "rotary", "layer_pattern": "SY", "layer_kinds": {"Y": {"rotary_scaling": LLAMA3}}},
+        overlap={"tensor": "off"},
+    ),
     "kinds of parallel layers": case(
         2, 1, 2, microbatches=2, zero=2, model={**KINDS, "block": "parallel", "layers": 3}, optimizer={"name": "muon"}
     ),
@@ -276,6 +308,12 @@ def cases(draw: st.DrawFn) -> Case:
         "dropout": pick(0.0, 0.2),
         "vocab_size": pick(21, 32),
     }
+    if model["norm"] == "rmsnorm":
+        model["qk_norm"] = pick("none", "head", "projection")
+    if model["block"] == "serial":
+        model["norm_placement"] = pick("pre", "post", "both")
+    if positions == "rotary":
+        model["rotary_scaling"] = pick(None, YARN, LLAMA3)
     if positions == "learned":
         model["layer_pattern"] = pick("S", "SL")
     else:

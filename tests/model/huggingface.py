@@ -59,6 +59,15 @@ CONFIGS = {
         "sliding_window": 4,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "olmo2": {**SIZES, "num_key_value_heads": 2, "intermediate_size": 37, "max_position_embeddings": 32},
+    "seed_oss": {
+        **SIZES,
+        "hidden_size": 30,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "intermediate_size": 37,
+        "max_position_embeddings": 32,
+    },
     "smollm3": {
         **SIZES,
         "num_hidden_layers": 4,

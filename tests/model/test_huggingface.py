@@ -23,10 +23,10 @@ from megascale.model.huggingface.family import (
     StoredWeight,
     join_weight,
     linear_weights,
-    rotary_fraction_of,
     split_weight,
 )
 from megascale.model.huggingface.import_model import read_folder
+from megascale.model.huggingface.rotary import rotary_fraction_of
 from megascale.parallel.parameters import spec_of
 from tests.chaos.soak.huggingface import case
 from tests.model.huggingface import CLOSE, CONFIGS, chunk_of, difference, load, small, transformers
@@ -175,7 +175,7 @@ OURS = {
     "gpt_neox of the paper's block": ["block=parallel", "positions=rotary", "attention_out_bias=false"],
     "gpt_neox serial": ["positions=rotary", "attention_bias=false", "mlp_bias=false"],
     "llama": LLAMA + ["kv_heads=2", "head_dim=10"],
-    "llama with some biases": LLAMA + ["attention_out_bias=true", "mlp_bias=true", "tied_embeddings=false"],
+    "seed_oss with some biases": LLAMA + ["attention_out_bias=true", "mlp_bias=true", "tied_embeddings=false"],
     "mistral of a window as long as its samples": LLAMA + ["window=32"],
     "mistral of a wide window": LLAMA + ["window=40"],
     "gpt2 of a window beyond its positions": ["window=32"],
@@ -194,6 +194,13 @@ OURS = {
         "layer_kinds.G.window=0",
         "head_dim=10",
     ],
+    "llama with scaled positions": LLAMA
+    + ["rotary_scaling.method=llama3", "rotary_scaling.factor=4", "rotary_scaling.original_length=16"]
+    + ["rotary_scaling.low_frequency_factor=1", "rotary_scaling.high_frequency_factor=4", "rotary_base=50"],
+    "mistral with scaled positions": LLAMA
+    + ["rotary_scaling.method=yarn", "rotary_scaling.factor=4", "rotary_scaling.original_length=16", "window=5"],
+    "olmo2": LLAMA + ["qk_norm=projection", "norm_placement=post", "kv_heads=2", "head_dim=10"],
+    "seed_oss": LLAMA + ["attention_bias=true", "attention_out_bias=false", "hidden=26", "head_dim=10"],
     "qwen2 with its biases": LLAMA + ["attention_bias=true", "attention_out_bias=false"],
 }
 
@@ -239,6 +246,8 @@ def test_the_list_of_logical_tensors_is_the_models(name):
         (["head_dim=8"], "gpt2", ["model.head_dim=8"]),
         (["block=parallel", "positions=rotary"], "gptj", ["rotary_interleaved=False", "attention_bias=True"]),
         (["block=parallel", "positions=rotary", "rotary_base=500"], "gptj", ["rotary_base=500.0"]),
+        (LLAMA + ["norm_placement=post"], "llama", ["norm_placement='post'"]),
+        (LLAMA + ["norm_placement=both"], "olmo2", ["norm_placement='both'", "qk_norm='none'"]),
         (LLAMA + ["rotary_fraction=0.7"], "llama", ["rotary_fraction=0.7"]),
         (LLAMA + ["window=4"], "llama", ["model.window=4", "mistral"]),
         (LLAMA + ["window=64"], "llama", ["model.window=64", "mistral"]),
@@ -354,9 +363,10 @@ def copy(saved, tmp_path):
     ("family", "changes", "named"),
     [
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, ["rope_parameters.rope_type='llama3'"]),
-        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, ["rope_scaling"]),
-        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, ["rope_scaling.rope_type='linear'"]),
-        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["rope_scaling.rope_type='yarn'"]),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, ["rope_scaling.rope_type='dynamic'"]),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2, "beta": 1}}, ["rope_parameters.beta=1"]),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, ["rope_parameters=", "rope_scaling gives"]),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["rope_parameters=", "rope_scaling gives"]),
         ("mistral", {"rope_scaling": {"type": "default", "rope_theta": 5.0}}, ["rope_parameters.rope_theta=10000"]),
         ("llama", {"rope_theta": 5.0}, ["rope_theta=5.0", "rope_parameters", "10000"]),
         ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["rope_parameters", "layers"]),

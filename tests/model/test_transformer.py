@@ -54,6 +54,21 @@ SHAPES = {
         "--model.layer_kinds.N.ffn_hidden=24",
     ],
     "qwen3": ["--model.norm=rmsnorm", "--model.positions=rotary", "--model.qk_norm=head", "--model.kv_heads=2"],
+    "olmo2": [
+        "--model.norm=rmsnorm",
+        "--model.positions=rotary",
+        "--model.qk_norm=projection",
+        "--model.norm_placement=post",
+        "--model.kv_heads=2",
+    ],
+    "norms on both sides": ["--model.norm_placement=both", "--model.positions=rotary", "--model.qk_norm=head"],
+    "scaled positions in one layer": [
+        "--model.positions=rotary",
+        "--model.layer_pattern=SY",
+        "--model.layer_kinds.Y.rotary_scaling.method=yarn",
+        "--model.layer_kinds.Y.rotary_scaling.factor=4",
+        "--model.layer_kinds.Y.rotary_scaling.original_length=8",
+    ],
     "parallel with norms of queries and keys": [
         "--model.block=parallel",
         "--model.positions=rotary",

@@ -161,7 +161,7 @@ def _effective_layer(model: ModelConfig) -> dict[str, Any]:
         "attention_out_bias": model.out_bias,
     }
     if model.positions != "rotary":
-        values |= {"rotary_fraction": None, "rotary_base": None, "rotary_interleaved": None}
+        values |= {"rotary_fraction": None, "rotary_base": None, "rotary_interleaved": None, "rotary_scaling": None}
     return values
 
 

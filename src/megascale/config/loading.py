@@ -17,6 +17,7 @@ from megascale.config.base import check_encoding
 from megascale.config.model_section import LayerKind
 from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, LR_SCHEDULES, OPTIMIZERS, SINKS, SPAN_SINKS
 from megascale.config.registry import Registry
+from megascale.config.rotary_scaling import RotaryScaling
 from megascale.config.suggestions import find_field, format_question, list_keys, suggest_for_section, suggest_keys
 from megascale.config.text_files import read_toml
 from megascale.config.tree import Config
@@ -200,7 +201,8 @@ def _explain_unknown(path: Sequence[str], value: Any) -> str:
         return f"there is no section [{path[0]}]; {hint or 'known: ' + ', '.join(Config.model_fields)}"
     section, key = path[:2]
     if len(path) > 2:
-        known = ", ".join(LayerKind.model_fields)
+        table = RotaryScaling if path[-2] == "rotary_scaling" else LayerKind
+        known = ", ".join(table.model_fields)
         return f"there is no key {'.'.join(path)} (value {value!r}); keys of [{'.'.join(path[:-1])}]: {known}"
     hint = format_question(suggest_keys(key, section))
     listing = f"keys of [{section}]: {', '.join(list_keys(section))}"

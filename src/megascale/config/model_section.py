@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
 from megascale.config.base import MAX_COUNT, MAX_LAYERS, Section
 from megascale.config.parts import ACTIVATIONS, ATTENTIONS, BLOCKS, MLPS, NORMS
+from megascale.config.rotary_scaling import RotaryScaling
 from megascale.errors import ConfigError
 
 
@@ -27,9 +28,10 @@ class LayerKind(Section):
     )
     rotary_fraction: float | None = Field(None, gt=0, le=1, description="fraction of each head that is rotated")
     rotary_base: float | None = Field(None, gt=0, description="base of the rotary angles")
+    rotary_scaling: RotaryScaling | None = Field(None, description="scaling of the rotary angles")
     kv_heads: int | None = Field(None, ge=1, le=1_000_000, description="key/value heads")
     head_dim: int | None = Field(None, ge=1, le=1_000_000, description="width of a head")
-    qk_norm: Literal["none", "head"] | None = Field(None, description="norms of queries and keys")
+    qk_norm: Literal["none", "head", "projection"] | None = Field(None, description="norms of queries and keys")
     ffn_hidden: int | None = Field(None, ge=1, le=100_000_000, description="width inside the MLP")
 
 
@@ -79,6 +81,11 @@ class ModelConfig(Section):
         description="layernorm: subtracts the mean and divides by the deviation; rmsnorm: divides by the root mean "
         "square (Llama)",
     )
+    norm_placement: Literal["pre", "post", "both"] = Field(
+        "pre",
+        description="norms of a serial block; pre: before attention and MLP; post: on what they add to the residual "
+        "stream (OLMo 2); both",
+    )
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance inside norms")
     activation: Annotated[str, AfterValidator(ACTIVATIONS.validate_name)] = Field(
         "gelu", description="activation of the MLP: gelu (erf), gelu_tanh (GPT-2's), swiglu (gated, Llama)"
@@ -92,11 +99,18 @@ class ModelConfig(Section):
         10000.0, gt=0, description="base of the rotary angles (rope theta); larger for longer sequences"
     )
     rotary_interleaved: bool = Field(False, description="rotate neighbouring pairs (GPT-J) instead of halves")
+    rotary_scaling: RotaryScaling | None = Field(
+        None,
+        description="scaling of the rotary angles for a longer context: [model.rotary_scaling] with a method and some "
+        "of " + ", ".join(key for key in RotaryScaling.model_fields if key != "method"),
+    )
     attention_bias: bool = Field(True, description="biases on query, key and value")
     attention_out_bias: bool | None = Field(None, description="bias on the attention output; default: attention_bias")
     mlp_bias: bool = Field(True, description="biases in the MLP")
-    qk_norm: Literal["none", "head"] = Field(
-        "none", description="norms of queries and keys before their rotation; head: over each head (Qwen3)"
+    qk_norm: Literal["none", "head", "projection"] = Field(
+        "none",
+        description="norms of queries and keys before their rotation; head: over each head (Qwen3); projection: over "
+        "all heads (OLMo 2)",
     )
     head_bias: bool = Field(False, description="bias on the logits (GPT-J)")
     tied_embeddings: bool = Field(True, description="logits use the token embedding")
@@ -164,9 +178,9 @@ class ModelConfig(Section):
 
     def resolve_kind(self, letter: str) -> ModelConfig:
         """Return the settings of the layers of a kind, as a model whose layers are all of it."""
-        overrides = BUILTIN_KINDS.get(letter, LayerKind()).model_dump(exclude_none=True)
-        if letter in self.layer_kinds:
-            overrides |= self.layer_kinds[letter].model_dump(exclude_none=True)
+        overrides: dict[str, Any] = {}
+        for kind in (BUILTIN_KINDS.get(letter, LayerKind()), self.layer_kinds.get(letter, LayerKind())):
+            overrides |= {key: value for key, value in kind if value is not None}
         if overrides.get("window") == 0:
             overrides["window"] = None
         return self.model_copy(update={**overrides, "layer_pattern": "S", "layer_kinds": LayerKinds()})
@@ -187,6 +201,12 @@ class ModelConfig(Section):
             )
         for letter, kind in self.layer_kinds.items():
             self._check_kind(letter, kind)
+        resolved = [self.resolve_kind(letter).positions for letter in set(self.layer_pattern)]
+        if self.rotary_scaling is not None and "rotary" not in resolved:
+            raise ValueError(
+                f"model.rotary_scaling has no effect, since model.positions={self.positions}; set "
+                "model.positions=rotary, or remove [model.rotary_scaling]"
+            )
         return self
 
     def _check_kind(self, letter: str, kind: LayerKind) -> None:
@@ -203,7 +223,7 @@ class ModelConfig(Section):
                 "set model.positions to rotary or none"
             )
         resolved = self.resolve_kind(letter)
-        for key in ("rotary_base", "rotary_fraction"):
+        for key in ("rotary_base", "rotary_fraction", "rotary_scaling"):
             if getattr(kind, key) is not None and resolved.positions != "rotary":
                 raise ValueError(
                     f"{name}.{key}={getattr(kind, key)} has no effect, since the positions of these layers are "
@@ -225,6 +245,16 @@ class ModelConfig(Section):
             raise ValueError(
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.num_kv_heads}; "
                 "choose a number of key/value heads that divides heads"
+            )
+        if self.qk_norm == "projection" and self.norm != "rmsnorm":
+            raise ValueError(
+                f"model.qk_norm=projection needs model.norm=rmsnorm, and model.norm is {self.norm}; set "
+                "model.norm=rmsnorm or model.qk_norm=head"
+            )
+        if self.norm_placement != "pre" and self.block != "serial":
+            raise ValueError(
+                f"model.norm_placement={self.norm_placement} needs model.block=serial, and model.block is "
+                f"{self.block}; set model.block=serial or model.norm_placement=pre"
             )
         if self.positions == "rotary":
             self._check_rotary_width()

@@ -198,6 +198,8 @@ def _describe_type(annotation: Any) -> tuple[str, bool, tuple[str, ...]]:
         return "table", False, ()
     if origin is list:
         return f"list of {_describe_type(arguments[0])[0]}", False, ()
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "table", False, ()
     return _TYPE_NAMES.get(annotation, "text"), False, ()
 
 

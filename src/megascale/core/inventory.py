@@ -183,9 +183,12 @@ def _attention_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
     for part, heads in (("query", mixer.heads), ("key", mixer.kv_heads), ("value", mixer.kv_heads)):
         part_name = f"{name}.attention.{part}"
         tensors += linear_tensors(part_name, heads * d, layer.hidden, 0, mixer.input_bias, layer.init_std)
-    if mixer.qk_norm:
-        for part in ("query", "key"):
-            tensors += norm_tensors(layer.norms.name, d, f"{name}.attention.{part}_norm")
+    for part, heads in (("query", mixer.heads), ("key", mixer.kv_heads)):
+        norm_name = f"{name}.attention.{part}_norm"
+        if mixer.qk_norm == "head":
+            tensors += norm_tensors(layer.norms.name, d, norm_name)
+        elif mixer.qk_norm == "projection":
+            tensors.append(LogicalTensor(f"{norm_name}.weight", (heads * d,), 0, init_value=1.0))
     return tensors + linear_tensors(
         f"{name}.attention.output",
         rows=layer.hidden,
@@ -204,7 +207,8 @@ def _attention_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
     if mixer.rope is not None or mixer.qk_norm:
         saved.append(SavedActivation("rotated_query_key", normed_heads * d, "columns"))
     if mixer.qk_norm:
-        statistics = normed_heads * layer.norms.moments
+        # A norm over the projection has one statistic for all heads.
+        statistics = 2 if mixer.qk_norm == "projection" else normed_heads * layer.norms.moments
         saved.append(SavedActivation("query_key_norm_statistics", statistics, "columns", is_statistic=True))
     output_width = mixer.heads * d
     saved.append(SavedActivation("attention_output", output_width, "columns", has_gradient=True, gemm_input="also"))
@@ -288,17 +292,21 @@ class LayerInventory:
     norm2: tuple[LogicalTensor, ...]
     attention: tuple[LogicalTensor, ...]
     mlp: tuple[LogicalTensor, ...]
+    post_norm1: tuple[LogicalTensor, ...] = ()
+    post_norm2: tuple[LogicalTensor, ...] = ()
 
     def __iter__(self) -> Iterator[LogicalTensor]:
         yield from self.norm1
         yield from self.norm2
         yield from self.attention
         yield from self.mlp
+        yield from self.post_norm1
+        yield from self.post_norm2
 
     @property
     def halves(self) -> tuple[tuple[LogicalTensor, ...], tuple[LogicalTensor, ...]]:
-        """Tensors of the attention with its norm, and of the MLP with its norm."""
-        return self.norm1 + self.attention, self.norm2 + self.mlp
+        """Tensors of the attention with its norms, and of the MLP with its norms."""
+        return self.norm1 + self.attention + self.post_norm1, self.norm2 + self.mlp + self.post_norm2
 
 
 def _resolve_layer(model: ModelConfig, layers: int) -> LayerSpec:
@@ -311,7 +319,13 @@ def _resolve_layer(model: ModelConfig, layers: int) -> LayerSpec:
         output_init_std=model.init_std / (2 * layers) ** 0.5,
         mixer=(attention.make_spec or AttentionSpec.from_model)(model),
         feed_forward=(mlp.make_spec or DenseSpec.from_model)(model),
-        norms=NormsSpec(model.block, model.norm, model.norm_eps, BLOCK_PARTS[model.block].norm_count(model)),
+        norms=NormsSpec(
+            model.block,
+            model.norm,
+            model.norm_eps,
+            count=BLOCK_PARTS[model.block].norm_count(model),
+            placement=model.norm_placement,
+        ),
     )
 
 
@@ -333,11 +347,17 @@ def layer_inventory(layer: LayerSpec, index: int = 0) -> LayerInventory:
     """Return the tensors of a layer; equal layers differ in the names only, by their index."""
     name = f"layers.{index}"
     norms = layer.norms
+
+    def make_norm(part: str, exists: bool) -> tuple[LogicalTensor, ...]:
+        return tuple(norm_tensors(norms.name, layer.hidden, f"{name}.{part}")) if exists else ()
+
     return LayerInventory(
-        norm1=tuple(norm_tensors(norms.name, layer.hidden, f"{name}.norm1")),
-        norm2=tuple(norm_tensors(norms.name, layer.hidden, f"{name}.norm2")) if norms.count == 2 else (),
+        norm1=make_norm("norm1", norms.has_pre),
+        norm2=make_norm("norm2", norms.has_pre and norms.count == 2),
         attention=tuple(ATTENTION_PARTS[layer.mixer.name].tensors(layer, name)),
         mlp=tuple(MLP_PARTS[layer.feed_forward.name].tensors(layer, name)),
+        post_norm1=make_norm("post_norm1", norms.has_post),
+        post_norm2=make_norm("post_norm2", norms.has_post),
     )
 
 
@@ -351,12 +371,20 @@ def layer_saved_activations(layer: LayerSpec) -> tuple[SavedActivation, ...]:
 @lru_cache(maxsize=256)
 def half_saved_activations(layer: LayerSpec) -> tuple[tuple[SavedActivation, ...], tuple[SavedActivation, ...]]:
     """Return the saved activations of a layer's attention and of its MLP; each begins with the stream it reads."""
-    attention = [SavedActivation("input", layer.hidden, "sequence"), *_norm_saved_activations(layer, "")]
-    attention += ATTENTION_PARTS[layer.mixer.name].saved_activations(layer)
-    mlp = [SavedActivation("middle", layer.hidden, "sequence")]
-    if layer.norms.count == 2:
+    norms = layer.norms
+    # Without a norm before it, a part's projection reads the stream itself.
+    stream_use: Literal["no", "only"] = "no" if norms.has_pre else "only"
+    attention = [SavedActivation("input", layer.hidden, "sequence", gemm_input=stream_use)]
+    mlp = [SavedActivation("middle", layer.hidden, "sequence", gemm_input=stream_use)]
+    if norms.has_pre:
+        attention += _norm_saved_activations(layer, "")
+    if norms.has_pre and norms.count == 2:
         mlp += _norm_saved_activations(layer, "second_")
+    attention += ATTENTION_PARTS[layer.mixer.name].saved_activations(layer)
     mlp += MLP_PARTS[layer.feed_forward.name].saved_activations(layer)
+    if norms.has_post:
+        attention += _post_norm_saved_activations(layer, "")
+        mlp += _post_norm_saved_activations(layer, "second_")
     return tuple(attention), tuple(mlp)
 
 
@@ -368,6 +396,13 @@ def _norm_saved_activations(layer: LayerSpec, prefix: str) -> list[SavedActivati
         f"{prefix}norm_output", layer.hidden, "sequence", recompute_name="norms", gemm_input="only"
     )
     return [statistics, output]
+
+
+def _post_norm_saved_activations(layer: LayerSpec, prefix: str) -> list[SavedActivation]:
+    return [
+        SavedActivation(f"{prefix}post_norm_input", layer.hidden, "sequence"),
+        SavedActivation(f"{prefix}post_norm_statistics", layer.norms.moments, "sequence", is_statistic=True),
+    ]
 
 
 @lru_cache(maxsize=256)

@@ -7,10 +7,11 @@ them, so layers of one model may differ.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megascale.config import ModelConfig
 from megascale.config.parts import ACTIVATIONS, NORMS
+from megascale.config.rotary_scaling import RotaryScaling
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,13 @@ class RopeSpec:
         width: rotated entries of a head, the first ones.
         base: base of the angles.
         interleaved: whether pairs are neighbours instead of halves of the rotated width.
+        scaling: scaling of the angles; None: none.
     """
 
     width: int
     base: float
     interleaved: bool
+    scaling: RotaryScaling | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class AttentionSpec:
         window: tokens that a query sees, itself included; None: all before it.
         rope: rotary positions; None: the attention has no positions.
         input_bias, output_bias: whether the projections have biases.
-        qk_norm: whether each head of queries and keys has a norm before its rotation, of the kind of the layer's norms.
+        qk_norm: norms of queries and keys before their rotation, of the kind of the layer's norms: over each head, or
+            over the whole projection; None: none.
     """
 
     name: str
@@ -48,7 +52,7 @@ class AttentionSpec:
     rope: RopeSpec | None
     input_bias: bool
     output_bias: bool
-    qk_norm: bool
+    qk_norm: Literal["head", "projection"] | None
 
     @classmethod
     def from_model(cls, model: ModelConfig) -> AttentionSpec:
@@ -56,7 +60,7 @@ class AttentionSpec:
         rope = None
         if model.positions == "rotary":
             width = int(model.head_size * model.rotary_fraction)
-            rope = RopeSpec(width, model.rotary_base, model.rotary_interleaved)
+            rope = RopeSpec(width, model.rotary_base, model.rotary_interleaved, model.rotary_scaling)
         return cls(
             name=model.attention,
             heads=model.heads,
@@ -66,7 +70,7 @@ class AttentionSpec:
             rope=rope,
             input_bias=model.attention_bias,
             output_bias=model.out_bias,
-            qk_norm=model.qk_norm == "head",
+            qk_norm=None if model.qk_norm == "none" else model.qk_norm,
         )
 
 
@@ -112,13 +116,25 @@ class NormsSpec:
         block: registered name of the composition, a value of model.block.
         name: registered name of the norm, a value of model.norm.
         eps: added to the variance.
-        count: number of norms; the second one stands before the feed-forward.
+        count: number of norms before parts; the second one stands before the feed-forward.
+        placement: value of model.norm_placement; "post" has no norms before parts.
     """
 
     block: str
     name: str
     eps: float
     count: int
+    placement: Literal["pre", "post", "both"] = "pre"
+
+    @property
+    def has_pre(self) -> bool:
+        """True if norms stand before the parts."""
+        return self.placement != "post"
+
+    @property
+    def has_post(self) -> bool:
+        """True if norms stand on what the parts add to the residual stream."""
+        return self.placement != "pre"
 
     @property
     def moments(self) -> int:

@@ -12,9 +12,10 @@ training precision, statistics in float32.
 | norm output | s/t, b, h | weight gradient of [QKV] or [QKV, MLP in]; gathered again in backward |
 | query, key, value | s, b, (q + 2k)/t | attention |
 | rotated query, key | s, b, (q + k)/t | rotary positions or norms of query and key only; the GEMM result above stays |
-| query, key norm statistics | s, b, heads/t | norms of query and key only (twice for LayerNorm) |
+| query, key norm statistics | s, b, heads/t | norms of query and key only (twice for LayerNorm; over projections: 2) |
 | attention output | s, b, q/t | attention; weight gradient of the output GEMM |
 | attention logsumexp | b, heads/t, s | attention (flash: no s x s matrix) |
+| post norm input, statistics | s/t, b, h and s/t, b | norms on what a part adds only; likewise for the MLP |
 | middle | s/t, b, h | serial block: residual stream between attention and MLP, for the second norm |
 | second norm statistics, output | as above | serial block, or parallel block with two norms |
 | MLP in | s, b, f/t (twice if gated) | backward of the activation |
@@ -38,7 +39,7 @@ and output gradients of linear layers wait between them for the weight gradients
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil, prod
 
@@ -323,7 +324,7 @@ def layer_saved_tensors(
     if half != "both":
         activations = half_saved_activations(layer)[half == "mlp"]
     if recompute == "full":
-        activations = activations[:1]
+        activations = (replace(activations[0], gemm_input="no"),)  # the whole layer reads it
     elif recompute != "none":
         recomputed = ("norms", "activation") if recompute == "selective" else (recompute,)
         activations = tuple(a for a in activations if a.recompute_name not in recomputed)

@@ -16,7 +16,7 @@ from megascale.config.registry import Registry
 from megascale.core.inventory import ATTENTION_PARTS, LogicalTensor, PartInventory
 from megascale.model.context import ForwardContext, LayerSetup, Rotary
 from megascale.model.fusion import Branch
-from megascale.model.norm import Norm
+from megascale.model.norm import Norm, norm_projections
 from megascale.ops.attention import attention
 from megascale.ops.rope import apply_rotary, split_qkv
 from megascale.parallel.module import DirectModule
@@ -42,20 +42,22 @@ class CausalAttention(DirectModule):
         self.heads = spec.heads // setup.axis.size
         self.kv_heads = spec.kv_heads // setup.axis.size
         self.width = (self.heads + 2 * self.kv_heads) * spec.head_size  # columns of this rank
-        self.columns = [t for t in setup.tensors.attention if t.partition_dim == 0]
+        self.columns = [tensor for part in ("query", "key", "value") for tensor in _select(setup, part)]
         self.bias: nn.Parameter | None = None
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
-        if spec.qk_norm:
+        self.norms_projections = spec.qk_norm == "projection"
+        if spec.qk_norm is not None:
             self.query_norm = self._make_norm(setup, "query_norm")
             self.key_norm = self._make_norm(setup, "key_norm")
+        self._axis = setup.axis
         self.out = RowLinear(_select(setup, "output"), setup.linears, setup.dtype)
         self._chooser = setup.axis.runtime.attention
 
     @staticmethod
     def _make_norm(setup: LayerSetup, part: str) -> Norm:
         norms = setup.layer.norms
-        return Norm(norms.name, norms.eps, _select(setup, part), setup.dtype)
+        return Norm(norms.name, norms.eps, _select(setup, part), setup.dtype, axis=setup.axis)
 
     def forward(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> Branch:
         """Attend from the projection [s, b, (n + 2g) d] of this rank's heads; return their share of the output."""
@@ -77,8 +79,11 @@ class CausalAttention(DirectModule):
     ) -> Branch:
         """Attend with q [s, b, n, d] and k, v [s, b, g, d] of a split projection; return this rank's share."""
         if self.query_norm is not None and self.key_norm is not None:
-            q = self.query_norm(q)
-            k = self.key_norm(k)
+            if self.norms_projections:
+                q, k = norm_projections(q, k, self.query_norm, self.key_norm, self._axis)
+            else:
+                q = self.query_norm(q)
+                k = self.key_norm(k)
             if rotary is not None:
                 q = apply_rotary(q, *rotary, self.interleaved)
                 k = apply_rotary(k, *rotary, self.interleaved)

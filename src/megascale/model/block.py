@@ -58,18 +58,30 @@ class Block(DirectModule):
 
 
 class SerialBlock(Block):
-    """Serial block, or half of it: x + Attn(LN x), then x + MLP(LN x)."""
+    """Serial block, or half of it: x + Attn(LN x), then x + MLP(LN x).
+
+    With norms on what the parts add: x + LN Attn(x), then x + LN MLP(x); or both norms.
+    """
 
     def __init__(self, setup: LayerSetup) -> None:
         super().__init__(setup)
+        tensors = setup.tensors
         if self.attention is not None:
-            self.norm1 = self.make_norm(setup.tensors.norm1)
+            self.norm1 = self._make_optional_norm(tensors.norm1)
+            self.post_norm1 = self._make_optional_norm(tensors.post_norm1)
         if self.mlp is not None:
-            self.norm2 = self.make_norm(setup.tensors.norm2)
+            self.norm2 = self._make_optional_norm(tensors.norm2)
+            self.post_norm2 = self._make_optional_norm(tensors.post_norm2)
         if self.attention is not None:
             self.attention_in = self.make_projection(self.attention)
         if self.mlp is not None:
             self.mlp_in = self.make_projection(self.mlp)
+
+    def _make_optional_norm(self, tensors: Sequence[LogicalTensor]) -> Norm | None:
+        """Return a norm of the layer, or None without tensors."""
+        if tensors:
+            return self.make_norm(tensors)
+        return None
 
     def forward(
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
@@ -79,11 +91,18 @@ class SerialBlock(Block):
         if self.attention is not None:
             x_SBH, qkv = norm_and_project(self.norm1, self.attention_in, x)
             attended = self.attention(qkv, rotary, context)
-            x = add_branches(setup, x_SBH, [attended], context, defer_add=defer_add or self.mlp is not None)
+            x = add_branches(
+                setup,
+                x_SBH,
+                [attended],
+                context,
+                post_norm=self.post_norm1,
+                defer_add=defer_add or self.mlp is not None,
+            )
         if self.mlp is not None:
             x_SBH, inner = norm_and_project(self.norm2, self.mlp_in, x, reader=self.mlp)
             fed = self.mlp(inner, self.mlp_in)
-            x = add_branches(setup, x_SBH, [fed], context, site=1, defer_add=defer_add)
+            x = add_branches(setup, x_SBH, [fed], context, post_norm=self.post_norm2, site=1, defer_add=defer_add)
         return x
 
 

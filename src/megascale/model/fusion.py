@@ -73,13 +73,19 @@ def add_and_norm(norm: Norm, x: ResidualStream) -> tuple[Tensor, Tensor]:
 
 
 def norm_and_project(
-    norm: Norm, projection: ColumnLinear | None, x: ResidualStream, reader: ProjectionReader | None = None
+    norm: Norm | None, projection: ColumnLinear | None, x: ResidualStream, reader: ProjectionReader | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual stream, and the projection of its norm (without a projection, the norm).
+    """Return the residual stream, and the projection of its norm (without a projection, the norm; without a norm, of
+    the stream).
 
     Args:
         reader: part that reads the projection and may compute the gradient of its bias.
     """
+    if norm is None:
+        x_SBH = x if isinstance(x, Tensor) else x.add()
+        if projection is None:
+            return x_SBH, x_SBH
+        return x_SBH, projection(x_SBH, None, reader is not None and reader.fuses_bias_gradient(x_SBH))
     if projection is None:
         return add_and_norm(norm, x)
     fused = reader is not None and reader.fuses_bias_gradient(x if isinstance(x, Tensor) else x.y_SBH)
@@ -119,12 +125,14 @@ def add_branches(
     branches: Sequence[Branch | Tensor],
     context: ForwardContext,
     *,
+    post_norm: Norm | None = None,
     site: int = 0,
     defer_add: bool = False,
 ) -> ResidualStream:
     """Return residual + dropout(sum of the branches with their biases), in one pass if fused.
 
     Args:
+        post_norm: norm of the sum of the branches, if the layer has one.
         site: number of the sum in its layer, which selects the dropout mask.
         defer_add: whether the next norm may compute the sum.
     """
@@ -136,6 +144,9 @@ def add_branches(
                 bias = branch.bias
             else:
                 bias = bias + branch.bias
+    if post_norm is not None:
+        y_SBH = post_norm(y_SBH if bias is None else y_SBH + bias)
+        bias = None
     if context.dropout_key is None or not setup.dropout:
         deferred = DeferredResidualAdd(y_SBH, residual_SBH, bias)
         return deferred if defer_add else deferred.add()

@@ -12,8 +12,10 @@ from megascale.config.parts import NORMS, NormFacts
 from megascale.config.registry import Registry
 from megascale.core.inventory import LogicalTensor
 from megascale.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter
+from megascale.parallel.tensor import rms_norm_columns
 
 
 @dataclass(frozen=True)
@@ -59,18 +61,25 @@ class Norm(DirectModule):
         name: value of model.norm.
         tensors: its weight, and its bias if it has one.
         is_recomputed: whether backward recomputes the norm instead of saving it.
+        axis: the tensor-parallel axis, if it may divide the weight.
     """
 
     def __init__(
-        self, name: str, eps: float, tensors: Sequence[LogicalTensor], dtype: torch.dtype, is_recomputed: bool = False
+        self,
+        name: str,
+        eps: float,
+        tensors: Sequence[LogicalTensor],
+        dtype: torch.dtype,
+        is_recomputed: bool = False,
+        axis: Axis = SINGLE_RANK,
     ) -> None:
         super().__init__()
         self.eps = eps
         self.is_recomputed = is_recomputed
         self._operators = NORM_OPERATORS[name]
         weight, *bias = tensors
-        self.weight = local_parameter([weight], 0, 1, dtype)
-        self.bias = local_parameter(bias, 0, 1, dtype) if bias else None
+        self.weight = local_parameter([weight], axis.rank, axis.size, dtype)
+        self.bias = local_parameter(bias, axis.rank, axis.size, dtype) if bias else None
 
     @property
     def adds(self) -> bool:
@@ -85,3 +94,15 @@ class Norm(DirectModule):
         """Return residual + y + y_bias and its norm, computed in one pass, forward and backward."""
         assert self._operators.add_norm is not None
         return self._operators.add_norm(y_SBH, residual_SBH, self.weight, self.bias, self.eps, y_bias)
+
+
+def norm_projections(
+    q_SBND: Tensor, k_SBGD: Tensor, query_norm: Norm, key_norm: Norm, axis: Axis
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys, each normed over all heads, of which this rank has a part."""
+    q, k = q_SBND.flatten(-2), k_SBGD.flatten(-2)
+    if axis.size == 1:
+        q, k = query_norm(q), key_norm(k)
+    else:
+        q, k = rms_norm_columns(q, k, query_norm.weight, key_norm.weight, query_norm.eps, axis)
+    return q.view(q_SBND.shape), k.view(k_SBGD.shape)

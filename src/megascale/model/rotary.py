@@ -47,7 +47,7 @@ class RotaryTables:
         key = (rope, device)
         if key not in self._tables or self._tables[key][0].shape[0] < stop:
             length = max(self._length, stop)
-            self._tables[key] = rotary_tables(length, rope.width, rope.base, device, self._dtype)
+            self._tables[key] = rotary_tables(length, rope.width, rope.base, device, self._dtype, rope.scaling)
         cos, sin = self._tables[key]
         cos, sin = cos[start:stop], sin[start:stop]
         if positions is None:

@@ -13,16 +13,30 @@ import torch
 from torch import Tensor
 
 from megascale import torch_private
+from megascale.config.rotary_scaling import RotaryScaling
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
+from megascale.ops.rope_scaling import scale_frequencies
 
 
 def rotary_tables(
-    length: int, rotary_dim: int, base: float, device: torch.device | str, dtype: torch.dtype = torch.float32
+    length: int,
+    rotary_dim: int,
+    base: float,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    scaling: RotaryScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [length, rotary_dim / 2] of position * base^(-2i / rotary_dim), computed in float64."""
+    """Return cosines and sines [length, rotary_dim / 2] of position * base^(-2i / rotary_dim), computed in float64.
+
+    With `scaling` the frequencies are scaled, and both tables have the factor of rotated queries and keys.
+    """
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
-    angle = torch.arange(length, dtype=torch.float64, device=device)[:, None] * base**-exponent
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    frequencies = base**-exponent
+    factor = 1.0
+    if scaling is not None:
+        frequencies, factor = scale_frequencies(frequencies, base, scaling)
+    angle = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequencies
+    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 
 def apply_rotary_reference(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

@@ -143,7 +143,7 @@ def _rope(choose: Choose, **more: Any) -> dict[str, Any]:
 
 def _scaled(choose: Choose) -> Edited:
     """Scaled positions, in the place where older files have them, beside the new one or alone."""
-    kind = choose(["linear", "dynamic"])
+    kind = choose(["proportional", "dynamic"])
     scaling = {choose(["type", "rope_type"]): kind, "factor": 4.0}
     alone = {"rope_parameters": None} if choose([True, False]) else {}
     return {"rope_scaling": scaling, **alone}, "rope_scaling.rope_type"
@@ -168,6 +168,8 @@ def _gpt_neox(choose: Choose, settings: dict[str, Any], heads: int, size: int) -
             ({"rope_scaling": dict(rope)}, None),
             ({"partial_rotary_factor": 0.5}, None),  # its class reads rotary_pct
             _scaled(choose),
+            ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}}, None),
+            ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_parameters"),
             ({"rotary_emb_base": 77}, "rotary_emb_base"),
             ({"rope_theta": 77.0}, "rope_theta"),
             ({"rotary_pct": 0.75}, "rotary_pct"),

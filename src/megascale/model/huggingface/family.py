@@ -6,7 +6,6 @@ inverse to each other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +32,10 @@ GELU = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 GELU_OUT = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
+
+
+# Values of settings that most families do not have.
+_PLAIN_VALUES: dict[str, Sequence[Any]] = {"qk_norm": ["none"], "norm_placement": ["pre"], "rotary_scaling": [None]}
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,10 @@ class ConfigKeys:
                 raise self.make_error(name, self.values[name], f"but {present[0]}={value!r} has the same meaning")
         return value
 
+    def get_present(self, name: str, default: Any = None) -> Any:
+        """Return the value of a key, None if it is null, and `default` if it is missing."""
+        return self.values.get(name, default)
+
     def require_count(self, *names: str) -> int:
         """Return a positive integer like `get`. Raises DataError if it is missing."""
         value = self.get(*names)
@@ -188,54 +195,6 @@ class ConfigKeys:
             self.notes.append(f"{values}: model.dropout={max(rates.values())} replaces all of them")
         return max(rates.values(), default=0.0)
 
-    def read_rotary(
-        self,
-        fraction: float,
-        base_key: str,
-        fraction_key: str = "partial_rotary_factor",
-        *,
-        default_base: float = 10000.0,
-    ) -> dict[str, Any]:
-        """Return the keys of rotary positions as transformers reads them.
-
-        `rope_scaling` has priority over `rope_parameters`, and missing values come from the keys of older files. Raises
-        DataError if a key that transformers would ignore differs.
-        """
-        tables: dict[str, dict[str, Any]] = {}
-        for name in ("rope_scaling", "rope_parameters"):
-            rope = self.get(name, default={})
-            if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-                raise self.make_error(name, rope, "rotary positions that differ between layers are not supported")
-            if rope:
-                tables[name] = rope
-            rope_type = rope.get("rope_type", rope.get("type", "default"))
-            if rope_type != "default":
-                raise self.make_error(f"{name}.rope_type", rope_type, "scaled rotary positions are not supported")
-        table_name, rope = next(iter(tables.items()), ("rope_parameters", {}))
-        base = rope.get("rope_theta") or self.get(base_key, default=default_base)
-        rotary_fraction = rope.get("partial_rotary_factor") or self.get(fraction_key, default=fraction)
-        for name, values in tables.items():
-            for key, value in (("rope_theta", base), ("partial_rotary_factor", rotary_fraction)):
-                if values.get(key, value) not in (value, None):
-                    raise self.make_error(f"{name}.{key}", values[key], f"but {table_name} gives {value!r}")
-        for key, value in ((base_key, base), ("rope_theta", base), (fraction_key, rotary_fraction)):
-            if self.get(key, default=value) != value:
-                raise self.make_error(key, self.values[key], f"but {table_name} gives {value!r}")
-        return {"positions": "rotary", "rotary_base": float(base), "rotary_fraction": float(rotary_fraction)}
-
-
-def rotary_fraction_of(width: int, size: int) -> float:
-    """Return the fraction of a head of `size` for which int(fraction x size) is `width`."""
-    fraction = width / size
-    if int(fraction * size) == width:
-        return fraction
-    return math.nextafter(fraction, 2.0)
-
-
-def rotary_width(model: ModelConfig) -> int:
-    """Return the width of a head that is rotated."""
-    return int(model.head_size * model.rotary_fraction)
-
 
 def find_unsupported_values(
     model: ModelConfig, family: str, supported: Mapping[str, Sequence[Any]], *, allows_unrotated: bool = False
@@ -246,7 +205,7 @@ def find_unsupported_values(
         allows_unrotated: whether layers of the family may be without rotary positions.
     """
     faults = []
-    for key, values in {"qk_norm": ["none"], **supported}.items():
+    for key, values in {**_PLAIN_VALUES, **supported}.items():
         value = getattr(model, key)
         if value not in values:
             allowed = " or ".join(repr(v) for v in values)

@@ -16,6 +16,7 @@ from megascale.model.huggingface.family import (
     find_window_faults,
     linear_weights,
 )
+from megascale.model.huggingface.rotary import read_rotary
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
@@ -25,6 +26,10 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
     keys.require_value(
         "head_dim", hidden // heads, "transformers would rotate by it and cut heads without it", hidden // heads
     )
+    rotary = read_rotary(keys, 0.25, "rotary_emb_base", "rotary_pct")
+    if "rotary_scaling" in rotary:
+        method = rotary["rotary_scaling"]["method"]
+        raise keys.make_error("rope_type", method, "scaled rotary positions are not supported for GPT-NeoX")
     return {
         "layers": keys.require_layers("num_hidden_layers"),
         "hidden": hidden,
@@ -36,7 +41,7 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
         "parallel_norms": 2,
         "norm_eps": keys.get("layer_norm_eps", default=1e-5),
         "activation": keys.translate("hidden_act", GELU, "gelu"),
-        **keys.read_rotary(0.25, "rotary_emb_base", "rotary_pct"),
+        **rotary,
         "attention_bias": bias,
         "tied_embeddings": keys.get("tie_word_embeddings", default=False),
         "dropout": keys.read_dropout("hidden_dropout", attention="attention_dropout"),

@@ -15,9 +15,8 @@ from megascale.model.huggingface.family import (
     find_unsupported_values,
     find_window_faults,
     linear_weights,
-    rotary_fraction_of,
-    rotary_width,
 )
+from megascale.model.huggingface.rotary import rotary_fraction_of, rotary_width
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:

@@ -1,0 +1,15 @@
+"""Seed-OSS: biases on queries, keys and values, and heads whose width is independent of the model's."""
+
+from megascale.model.huggingface.llama_like import LlamaLike
+
+SEED_OSS = LlamaLike(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    "Seed-OSS",
+    kv_heads=8,
+    head_dim=128,
+    biases="separate",
+    has_mlp_bias=True,
+    dropout_keys=("residual_dropout",),
+    divides_hidden=False,
+).make_family()

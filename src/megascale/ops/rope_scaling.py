@@ -1,0 +1,76 @@
+"""Scaled frequencies of rotary positions, for contexts longer than the original one (table [model.rotary_scaling])."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megascale.config.rotary_scaling import RotaryScaling
+
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0  # defaults of YaRN's paper
+
+
+def scale_frequencies(frequencies: Tensor, base: float, scaling: RotaryScaling) -> tuple[Tensor, float]:
+    """Return the scaled frequencies [rotary_dim / 2] and the factor of rotated queries and keys.
+
+    Args:
+        frequencies: radians per position, base^(-2i / rotary_dim).
+    """
+    if scaling.method == "none":
+        return frequencies, 1.0
+    assert scaling.factor is not None
+    if scaling.method == "linear":
+        return frequencies / scaling.factor, 1.0
+    if scaling.method == "llama3":
+        retained = _llama3_fraction(frequencies, scaling)
+    else:
+        retained = _yarn_fraction(frequencies, base, scaling)
+    scaled = frequencies * retained + frequencies / scaling.factor * (1 - retained)
+    return scaled, _attention_factor(scaling)
+
+
+def _attention_factor(scaling: RotaryScaling) -> float:
+    """Return the factor of rotated queries and keys."""
+    if scaling.method != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    assert scaling.factor is not None
+    return 0.1 * math.log(scaling.factor) + 1.0
+
+
+def _llama3_fraction(frequencies: Tensor, scaling: RotaryScaling) -> Tensor:
+    """Return the share of each frequency that is not divided by the factor, from 0 to 1."""
+    assert scaling.original_length is not None
+    assert scaling.low_frequency_factor is not None
+    assert scaling.high_frequency_factor is not None
+    turns = scaling.original_length * frequencies / (2 * math.pi)
+    width = scaling.high_frequency_factor - scaling.low_frequency_factor
+    return ((turns - scaling.low_frequency_factor) / width).clamp(0, 1)
+
+
+def _yarn_fraction(frequencies: Tensor, base: float, scaling: RotaryScaling) -> Tensor:
+    """Return the share of each frequency that is not divided by the factor, from 0 to 1.
+
+    YaRN interpolates between the indices of the frequencies that make beta_fast and beta_slow turns.
+    """
+    rotary_dim = 2 * frequencies.numel()
+    length = scaling.original_length
+    assert length is not None
+
+    def find_index(turns: float) -> float:
+        return rotary_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first = find_index(scaling.beta_fast or _BETA_FAST)
+    last = find_index(scaling.beta_slow or _BETA_SLOW)
+    if scaling.is_range_rounded is not False:
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, rotary_dim - 1)
+    if first == last:
+        last += 0.001  # avoid a division by zero, as the published implementation does
+    index = torch.arange(frequencies.numel(), dtype=frequencies.dtype, device=frequencies.device)
+    return 1 - ((index - first) / (last - first)).clamp(0, 1)
