@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megascale.core.schedule import ActionKind
-from megascale.core.spans import SpanAxis, SpanKind
+from megascale.core.spans import SPAN_OF_ACTION, SpanAxis, SpanKind
 from megascale.observe.clock_bounds import MOST_DRIFT, ClockBounds
 from megascale.observe.rank import timers as timers_module
 from megascale.observe.rank.timers import Timers, roll_up
@@ -61,8 +61,9 @@ def rows_of(records: np.ndarray[Any, Any], kind: SpanKind, axis: SpanAxis = Span
     return records[(records["kind"] == kind) & (records["axis"] == axis)]
 
 
-def test_the_schedules_actions_have_their_own_numbers():
-    assert [SpanKind(kind).label for kind in ActionKind] == [kind.label for kind in ActionKind]
+def test_every_action_has_a_span_of_its_own():
+    assert [SPAN_OF_ACTION[kind].label for kind in ActionKind] == [kind.label for kind in ActionKind]
+    assert len(set(SPAN_OF_ACTION.values())) == len(ActionKind)
 
 
 def test_waits_are_told_from_own_work(clock):
@@ -176,8 +177,9 @@ def test_an_engine_times_every_action_of_its_schedule():
     run_step(engine, 1, Told())
     timers.end_step()
     spans = retained.of(SPANS, 1)
-    done = [(int(s["kind"]), int(s["chunk"]), int(s["microbatch"])) for s in spans if s["kind"] < len(ActionKind)]
-    planned = [tuple(map(int, action)) for action in engine.pipeline.actions]
+    action_spans = spans[np.isin(spans["kind"], list(SPAN_OF_ACTION.values()))]
+    done = [(int(s["kind"]), int(s["chunk"]), int(s["microbatch"])) for s in action_spans]
+    planned = [(int(SPAN_OF_ACTION[a.kind]), a.chunk, a.microbatch) for a in engine.pipeline.actions]
     assert done[-len(planned) :] == planned
     assert len(rows_of(spans, SpanKind.OPTIMIZER)) == 1
     step = rows_of(spans, SpanKind.STEP)[0]

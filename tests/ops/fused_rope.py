@@ -137,7 +137,8 @@ def test_split_fused_projection(shape, heads, sizes, ffn, activation, has_bias, 
         *parts, inner, _ = split_fused_projection(wide * 1.0, N, G, D, activation, mlp, *tables, True, full)
         return torch.cat([_joined(parts), 4 * inner], dim=-1)
 
-    compare(split, split, (x, bias), 2 * TOLERANCE[dtype])
+    # A bias of one column has a gradient of one sum, whose terms may cancel.
+    compare(split, split, (x, bias), 4 * TOLERANCE[dtype])
     assert dispatch.active()["split fused projection"] == "reference (float64)"  # the second of the two
 
 

@@ -44,10 +44,11 @@ def linear(lr: LrConfig, step: int, end: int) -> float:
 def wsd(lr: LrConfig, step: int, end: int) -> float:
     """Return the peak, and from it a decay to `min` in the last part of the steps: warm-up, stable, decay.
 
-    `decay_fraction` of the steps up to `end` decay in the shape of `decay_shape`. Hu et al. 2024 (MiniCPM) introduced
-    the schedule. Haegele et al. 2024 compare shapes and recommend "sqrt" over a fifth of the steps.
+    `decay_fraction` of the steps up to `end`, at least one, decay in the shape of `decay_shape`. Hu et al. 2024
+    (MiniCPM) introduced the schedule. Haegele et al. 2024 compare shapes: "sqrt" over a fifth of the steps is best.
     """
-    start = max(lr.warmup_steps, end - round(lr.decay_fraction * end))
+    decay_steps = max(1, round(lr.decay_fraction * end))
+    start = max(lr.warmup_steps, end - decay_steps)
     if step <= start:
         return lr.peak
     return _decay(lr, _DECAY_SHAPES[lr.decay_shape](_progress(step, start, end)))

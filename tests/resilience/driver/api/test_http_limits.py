@@ -232,7 +232,7 @@ def test_pages_of_other_sites_are_turned_away(served):
 
 
 def test_orders_change_numbers_and_listed_words_only():
-    check_settings(["lr.peak=1e-3", "train.eval-interval=5", "lr.schedule=constant", "data.shuffle=false"])
+    check_settings(["lr.peak=1e-3", "train.eval-interval=5", "lr.decay_shape=sqrt", "data.shuffle=false"])
     check_settings(["checkpoint.accept_changes=data.shuffle"])
     check_settings(["lr.paek=1"])  # The loader reports the error.
     config = load(None, [])
