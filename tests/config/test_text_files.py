@@ -30,6 +30,7 @@ PATHS = [
     "resilience.hosts",
     "resilience.placement",
     "resilience.environment",
+    "resilience.targets",
     "resilience.tls_certificate",
     "resilience.tls_key",
     "kubernetes.kubeconfig",
@@ -100,8 +101,8 @@ def test_a_path_begins_at_the_home_folder(key, tmp_path, monkeypatch):
 
     def read(path: str) -> object:
         value = [path, "other"] if key == "data.train" else path
-        pair = {"tls_certificate": "tls_key", "tls_key": "tls_certificate"}.get(name)
-        table = {name: value} | ({pair: "x"} if pair else {})
+        pair = {"tls_certificate": "tls_key", "tls_key": "tls_certificate", "targets": "driver_metrics"}.get(name)
+        table = {name: value} | ({pair: "x:1"} if pair else {})
         result = getattr(getattr(from_tree({section: table}), section), name)
         return result[0] if key == "data.train" else result
 
