@@ -306,9 +306,9 @@ def _plan_child(path: Path, count: int, results: Any) -> None:
 
 
 def offers(preset: str, tensor: int, pipeline: int, data: int) -> Iterator[Any]:
-    """What each rank of a run with ZeRO-1 offers to save, in rank order: weights and two moments, its flat range each.
+    """Yield what each rank of a run with ZeRO-1 saves, in rank order: its flat range of weights and of two moments.
 
-    The same chunks, buffers and cuts as the engine's, on the meta device.
+    Chunks, buffers and cuts are those of the engine, on the meta device.
     """
     from megascale.checkpoint.format.write_plan import make_offer
     from megascale.config import from_tree

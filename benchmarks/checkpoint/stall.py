@@ -1,6 +1,6 @@
-"""How long training stands still for a save, and how much slower the step under the copy is.
+"""Measure how long training waits for a save, and how much slower the step under the copy is.
 
-One process a GPU (or two on the CPU) holds the given state and runs a stand-in for a training step: GEMMs
+One process per GPU (or two on the CPU) holds the given state and runs a stand-in for a training step: GEMMs
 for about as long as asked, an all-reduce, an update of the state in place. Some steps begin a save, most do not.
 """
 

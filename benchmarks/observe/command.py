@@ -30,8 +30,8 @@ ON_GPUS = (
     ("half of gpt-13b, TP2, micro-batch 1", HALF_13B + ["--train.micro_batch=1", "--train.global_batch=1"], 0.01),
 )
 ON_GPU = tuple(
-    (name.replace("TP2, ", ""), [word for word in words if word != "--parallel.tensor=2"], bound)
-    for name, words, bound in ON_GPUS
+    (name.replace("TP2, ", ""), [argument for argument in arguments if argument != "--parallel.tensor=2"], bound)
+    for name, arguments, bound in ON_GPUS
 )
 # On four and more: what is fast there, each replica with one round of four micro-batches so that pairs take seconds.
 FAST_LAYOUT = [
@@ -87,7 +87,7 @@ def observe(
     folder: Path | None = typer.Option(None, help="Where files are made; default: a temporary folder, removed."),
     out: Path = typer.Option(Path("bench-observe.json"), help="JSON file for the metrics."),
 ) -> None:
-    """What observing costs and bears: ingest, kills and the timers' cost. Exit code 1 if a bound is missed.
+    """Measure ingest, kills of the span service and the cost of timers. Exit code 1 if a bound is missed.
 
     ingest: 12,288 ranks made from the schedule, through rings, spool and Parquet, on two threads; then questions.
     kills: a span service killed at random moments; what it acknowledged must be there once.

@@ -1,4 +1,4 @@
-"""Whether causes of a decline are named: replayed jobs whose steps grow for a known reason."""
+"""Check that causes of a decline are named, on replayed jobs whose steps grow for a known reason."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def measure(folder: Path, runs: int, seed: int) -> dict[str, Any]:
                     "cause": cause,
                     "named": [item.name for item in result.main_causes],
                     "growth": result.growth,
-                    "shares": {one.name: one.share for one in result.causes},
+                    "shares": {item.name: item.share for item in result.causes},
                 }
             )
     return record
@@ -126,8 +126,8 @@ def lines(record: dict[str, Any]) -> list[str]:
         growth = float(np.median([run["growth"] for run in local]))
         text = f"  {name}: {good} of {of}; steps {growth:+.1%}"
         if name != "no decline":
-            share = float(np.median([one["shares"].get(name, 0.0) for one in local]))
-            also = sorted({peer for one in local for peer in one["named"]} - {name})
+            share = float(np.median([run["shares"].get(name, 0.0) for run in local]))
+            also = sorted({cause for run in local for cause in run["named"]} - {name})
             text += f", {share:.0%} of it put down to this" + (f"; also named: {', '.join(also)}" if also else "")
         result.append(text)
     return result

@@ -58,8 +58,11 @@ class Faults:
 
 @dataclasses.dataclass
 class Extra:
-    """What causes of a decline add, arrays [steps, ranks] or that broadcast to it: nanoseconds within the forwards,
-    waiting for samples, of garbage collection in the forwards, counts of allocator retries, and factors of computes."""
+    """Additions by the causes of a decline, arrays [steps, ranks] or that broadcast to it.
+
+    Nanoseconds within the forwards, of waiting for samples and of garbage collection in the forwards, counts of
+    allocator retries, and factors of computes.
+    """
 
     late_ns: Any = 0.0
     samples_ns: Any = 0.0

@@ -77,7 +77,7 @@ def measure(folder: Path, runs: int, data: int, seed: int, minutes: float = math
         with open(file, "a") as out:
             out.write(strict_json.dumps(done[-1]) + "\n")
     record: dict[str, Any] = {"world": job.world, "steps": STEPS, "seed": seed, "slow": SLOW, "slow_link": SLOW_LINK}
-    record |= {kind: [one for one in done if one["kind"] == kind] for kind in KINDS}
+    record |= {kind: [item for item in done if item["kind"] == kind] for kind in KINDS}
     return record | {"left": len(cases) - len(done)}
 
 
@@ -98,12 +98,12 @@ def _summarise(result: Stragglers) -> dict[str, Any]:
             item.slow_rank.rank for item in result.ranks if item.slow_rank.state != "passing" and item.cause == "GPU"
         ],
         "others": [
-            one.slow_rank.rank for one in result.ranks if one.slow_rank.state != "passing" and one.cause != "GPU"
+            item.slow_rank.rank for item in result.ranks if item.slow_rank.state != "passing" and item.cause != "GPU"
         ],
-        "passing": sum(one.slow_rank.state == "passing" for one in result.ranks),
-        "links": [list(one.ranks) for one in result.links],
-        "slower": [one.slow_rank.excess for one in result.ranks if one.slow_rank.state == "persistent"],
-        "confidence": [one.slow_rank.confidence for one in result.ranks if one.slow_rank.state == "persistent"],
+        "passing": sum(item.slow_rank.state == "passing" for item in result.ranks),
+        "links": [list(item.ranks) for item in result.links],
+        "slower": [item.slow_rank.excess for item in result.ranks if item.slow_rank.state == "persistent"],
+        "confidence": [item.slow_rank.confidence for item in result.ranks if item.slow_rank.state == "persistent"],
         "spread": result.judgement.spread,
         "limit": result.judgement.limit,
     }

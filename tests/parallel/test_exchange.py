@@ -471,9 +471,10 @@ def test_released_flags_end_all_waits_of_a_rank_whose_peers_have_died(
     rng = random.Random(seed)
     while any(device.queues.values()):
         able = [queue for queue in device.queues.values() if queue and queue[0][0]()]
-        if able:
-            rng.choice(able).popleft()[1]()
-        else:  # as CudaStreams.release_waits does
+        if not able:  # as CudaStreams.release_waits does
             for peer in range(1, size):
                 device.flags[0, peer] = 1 << 30
                 device.flags[0, peer, 0] = device.flags[0, peer, 1] = 1
+            able = [queue for queue in device.queues.values() if queue and queue[0][0]()]
+            assert able, "a wait outlasts the release of all flags"
+        rng.choice(able).popleft()[1]()
