@@ -33,6 +33,11 @@ def test_own_patterns_come_first_and_other_lines_are_no_progress():
     assert reader.read("Saving checkpoint at step 7") is None
 
 
+@pytest.mark.parametrize("digits", [17, 3000])
+def test_a_number_that_no_heartbeat_carries_is_no_step(digits):
+    assert ProgressReader([]).read(f"step: {'9' * digits} loss: 1.0") is None
+
+
 @given(st.text())
 def test_any_line_is_read_without_an_error(line):
     reading = ProgressReader([]).read(line)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NUMBER = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|nan|inf)"
+# Larger numbers in a log are not steps, and a heartbeat cannot carry them.
+_MAX_STEP = 1 << 53
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -110,5 +112,7 @@ def _convert(match: re.Match[str], row: ProgressPattern) -> Reading | None:
             if groups.get(name)
         }
     except (TypeError, ValueError):
+        return None
+    if step > _MAX_STEP:
         return None
     return Reading(step, is_last_rank=row.is_last_rank, **numbers)
