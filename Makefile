@@ -64,7 +64,8 @@ scripts/page-types/node_modules: scripts/page-types/package-lock.json
 
 test: .venv/dev lint
 	@scripts/system-packages
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+	@rm -f .pytest_cache/v/cache/lastfailed
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup || { test $$? = 1 && $(BIN)/python scripts/repeat_failed.py; }
 
 # The other end of the range of torch in pyproject.toml, in an environment of its own. Some gigabytes, since this release
 # comes with CUDA; set PIP_EXTRA_INDEX_URL to an index of CPU builds to have a tenth.

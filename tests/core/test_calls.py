@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 
 from megascale.core.calls import CallLog, read_calls
 from megascale.core.status import StatusFile, read_status
+from tests.forked import context
 
 _ROUNDS = 50_000
 
@@ -30,7 +30,7 @@ def _write_status(folder: Path) -> None:
 
 
 def _while_written(folder: Path, write: Callable[[Path], None], look: Callable[[], None]) -> None:
-    writer = multiprocessing.get_context("fork").Process(target=write, args=(folder,))
+    writer = context.Process(target=write, args=(folder,))
     writer.start()
     while writer.is_alive():
         for _ in range(100):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -24,6 +23,7 @@ from megascale.observe.store.span_messages import service_place
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_service import SpanService
 from megascale.observe.store.tables import SpanTables
+from tests.forked import context
 from tests.forked_services import forked_services
 
 
@@ -193,15 +193,15 @@ def test_two_hosts_share_one_clock(tmp_path, monkeypatch):
     assert "cpu_busy_seconds" in names
 
 
+def _serve_and_fail(folder: Path) -> None:
+    service = SpanService(folder, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    service.start()
+    time.sleep(60.0)
+
+
 def test_a_service_that_cannot_keep_spans_ends(tmp_path: Path) -> None:
     """A service that stayed would accept rings that no process empties."""
-
-    def serve() -> None:
-        service = SpanService(tmp_path, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-        service.start()
-        time.sleep(60.0)
-
-    process = multiprocessing.get_context("fork").Process(target=serve)
+    process = context.Process(target=_serve_and_fail, args=(tmp_path,))
     process.start()
     process.join(30.0)
     assert process.exitcode == 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
+import faulthandler
 import os
 import queue
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +21,7 @@ import pytest
 
 from megascale.plugins.redis.redis_connection import Address, BrokenConnection, Connection
 from megascale.plugins.redis.redis_store import RedisStore
+from tests.forked import context
 
 REDIS = shutil.which("redis-server")
 needs_redis = pytest.mark.skipif(REDIS is None, reason="redis-server is not installed")
@@ -139,26 +140,25 @@ def opened(redis_server):
 
 
 class Ranks:
-    """Processes that each run `work(rank, *arguments)`; forked, since importing torch anew costs seconds."""
+    """Processes that each run `work(rank, *arguments)` with the environment of this process at their start.
+
+    They are forked from the suite's fork server, which has one thread. A fork of this process could inherit a lock that
+    one of its other threads holds, and wait for it for ever.
+    """
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("fork")
-        self._answers: Any = self._context.Queue()
-        self.processes: dict[int, Any] = {}
+        self._answers: Any = context.Queue()
+        self._stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the ranks
+        self.processes: list[Any] = []
 
     def start(self, work: Callable[..., Any], ranks: range | list[int], *arguments: Any) -> None:
+        stacks = f"/proc/{os.getpid()}/fd/{self._stacks.fileno()}"
         for rank in ranks:
-            process = self._context.Process(target=self._run, args=(work, rank, arguments), daemon=True)
+            process = context.Process(
+                target=_run_rank, args=(self._answers, dict(os.environ), stacks, work, rank, arguments), daemon=True
+            )
             process.start()
-            self.processes[rank] = process
-
-    def _run(self, work: Callable[..., Any], rank: int, arguments: tuple[Any, ...]) -> None:
-        gc.freeze()  # groups that a test before left as garbage: their threads are not here, and cannot be joined
-        try:
-            self._answers.put((rank, work(rank, *arguments)))
-        except BaseException as error:
-            traceback.print_exc()
-            self._answers.put((rank, error if isinstance(error, Exception) else RuntimeError(repr(error))))
+            self.processes.append(process)
 
     def results(self, count: int, seconds: float = 60) -> dict[int, Any]:
         """Return the results or exceptions of `count` ranks. Raise AssertionError if they hang."""
@@ -168,16 +168,46 @@ class Ranks:
             try:
                 rank, value = self._answers.get(timeout=max(0.01, deadline - time.monotonic()))
             except queue.Empty:
-                raise AssertionError(f"only ranks {sorted(result)} ended within {seconds} s") from None
+                stacks = self._dump_stacks()
+                raise AssertionError(
+                    f"only ranks {sorted(result)} ended within {seconds} s; stacks:\n{stacks}"
+                ) from None
             result[rank] = value
         return result
 
+    def _dump_stacks(self) -> str:
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR2)
+                process.join(1)
+        self._stacks.seek(0)
+        return self._stacks.read()
+
     def close(self) -> None:
-        for process in self.processes.values():
+        for process in self.processes:
             process.join(2)
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._stacks.close()
+
+
+def _run_rank(
+    answers: Any,
+    environment: dict[str, str],
+    stacks: str,
+    work: Callable[..., Any],
+    rank: int,
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    faulthandler.register(signal.SIGUSR2, open(stacks, "a"), all_threads=True)  # noqa: SIM115 - open until the end
+    try:
+        answers.put((rank, work(rank, *arguments)))
+    except BaseException as error:
+        traceback.print_exc()
+        answers.put((rank, error if isinstance(error, Exception) else RuntimeError(repr(error))))
 
 
 @pytest.fixture

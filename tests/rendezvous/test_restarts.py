@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import os
 import signal
 import socket
@@ -20,6 +18,7 @@ from megascale.rendezvous.agree import VERDICT, agree, hash_facts
 from megascale.rendezvous.groups import shutdown
 from megascale.rendezvous.restarts import open_start
 from megascale.rendezvous.stores import Superseded
+from tests.forked import context
 from tests.rendezvous.conftest import free_port
 from tests.rendezvous.test_start import die, start, use_groups
 
@@ -75,9 +74,10 @@ class Come(threading.Thread):
         return self.error
 
 
-def greet(start: dist.Store, rank: int, host: str, pid: int) -> None:
-    """Leave the greeting of another process."""
-    start.set(f"start/hello/{rank}", f"{hash_facts(FACTS)} {host} {pid} 0123abcd")
+def greet(start: dist.Store, rank: int, host: str, pid: int, world: int = 2) -> None:
+    """Leave the greeting of another process with the same settings."""
+    facts = {"WORLD_SIZE": str(world), **FACTS}
+    start.set(f"start/hello/{rank}", f"{hash_facts(facts)} {host} {pid} 0123abcd")
 
 
 def ended_process() -> int:
@@ -114,7 +114,7 @@ def test_a_process_replaces_its_ended_predecessor(agent_store):
     zero = Come(agent_store, 0, world=3)
     start = dist.PrefixStore("megascale-start-1", connect(agent_store))
     await_greeting(start, 0)
-    greet(start, 1, socket.gethostname(), ended_process())
+    greet(start, 1, socket.gethostname(), ended_process(), world=3)
     single = Come(agent_store, 1, world=3)
     two = Come(agent_store, 2, world=3)
     assert [received.finish() for received in (zero, single, two)] == [None] * 3
@@ -177,7 +177,6 @@ def test_processes_that_torchrun_restarts_make_their_groups_again(ranks, agent_s
 
 def die_once(folder: str) -> None:
     """Start as torchrun's variables say; the last rank of the first start ends without a word."""
-    gc.freeze()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if os.path.exists(f"{folder}/died"):
         use_groups(rank, world, [])
@@ -196,7 +195,6 @@ def die_once(folder: str) -> None:
 
 def run_agent(node: int, nodes: int, backend: str, port: int, folder: str) -> None:
     """An agent of torchrun, whose processes are forked."""
-    gc.freeze()
     launch = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
@@ -215,7 +213,6 @@ def run_agent(node: int, nodes: int, backend: str, port: int, folder: str) -> No
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_two_nodes_of_torchrun_recover_from_a_lost_rank(tmp_path, backend):
-    context = multiprocessing.get_context("fork")
     port = free_port()
     agents = [context.Process(target=run_agent, args=(node, 2, backend, port, str(tmp_path))) for node in range(2)]
     for agent in agents:
