@@ -51,9 +51,8 @@ def main() -> int:
     steady = True
     for test in failed:
         passes = count_passes(test, arguments.times)
-        print(
-            f"{'unsteady' if passes == arguments.times else 'FAILED'} {test}: passed {passes} of {arguments.times} alone"
-        )
+        verdict = "unsteady" if passes == arguments.times else "FAILED"
+        print(f"{verdict} {test}: passed {passes} of {arguments.times} alone")
         steady = steady and passes == arguments.times
     if steady:
         print("each failed test passes by itself: it depends on the load or on other tests, and must be made steady")
