@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -115,9 +116,13 @@ def test_a_process_replaces_its_ended_predecessor(agent_store):
     start = dist.PrefixStore("megascale-start-1", connect(agent_store))
     await_greeting(start, 0)
     greet(start, 1, socket.gethostname(), ended_process(), world=3)
-    single = Come(agent_store, 1, world=3)
-    two = Come(agent_store, 2, world=3)
-    assert [received.finish() for received in (zero, single, two)] == [None] * 3
+    successor = Come(agent_store, 1, world=3)
+    # Rank 0 publishes its verdict once three ranks have greeted; a successor that comes later waits for the next start.
+    deadline = time.monotonic() + 20
+    while f" {os.getpid()} " not in start.get("start/hello/1").decode():
+        assert time.monotonic() < deadline, "the successor did not replace the greeting"
+    last = Come(agent_store, 2, world=3)
+    assert [rank.finish() for rank in (zero, successor, last)] == [None] * 3
     assert f" {os.getpid()} " in start.get("start/hello/1").decode()
 
 
