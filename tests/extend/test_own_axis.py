@@ -217,7 +217,6 @@ def test_order_and_groups_follow_the_registration():
         "slab": 2,
         "data_gather": 6,
         "data_reduce": 6,
-        "model": 8,
         "stage": 24,
         "replica": 4,
         "embedding": 2,

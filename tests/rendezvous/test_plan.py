@@ -82,7 +82,6 @@ def test_the_papers_job_is_planned_quickly_and_completely():
         "tensor": 1536,
         "data_gather": 64,
         "data_reduce": 64,
-        "model": 192,
         "stage": 8,
         "embedding": 1536,
         "forward": 8 * 1536,

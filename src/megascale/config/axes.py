@@ -93,11 +93,6 @@ class AxisRegistry(Registry[AxisFacts]):
         return tuple(name for name in self.stage if name not in self.shards)
 
     @property
-    def model(self) -> tuple[str, ...]:
-        """Axes whose ranks together hold one copy of the model."""
-        return tuple(name for name, facts in self.items() if facts.cuts_parameters)
-
-    @property
     def stage(self) -> tuple[str, ...]:
         """Axes whose ranks belong to the same pipeline stage: all but the pipeline."""
         return tuple(name for name in self if name != "pipeline")

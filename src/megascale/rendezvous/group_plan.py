@@ -48,7 +48,6 @@ def group_axes() -> dict[str, tuple[str, ...]]:
         # behind each other.
         "data_gather": AXES.shards,
         "data_reduce": AXES.shards,
-        "model": AXES.model,
         "stage": AXES.stage,
     }
     if len(AXES.replica) > 1:
