@@ -93,11 +93,11 @@ def _make_scenario(config: Config, gpus: int, cluster: str, calibration: str | N
     """
     from megascale.simulate.calibration import load_calibration
     from megascale.simulate.cluster import load_cluster
-    from megascale.simulate.software import stack
+    from megascale.simulate.software import own_stack, stack
     from megascale.simulate.step import Scenario, engine_software
 
     machine = load_cluster(cluster)
-    name = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
+    name = software or own_stack(machine)
     base = stack(name)
     constants = load_calibration(calibration, machine.name, base.family)
     return Scenario(config, gpus, machine, constants, engine_software(config, base), name, base=base)

@@ -18,7 +18,7 @@ from megascale.simulate.cluster import ClusterSpec
 from megascale.simulate.fitting import fit
 from megascale.simulate.measured_runs import check_device, measures
 from megascale.simulate.prediction_band import ranges_of
-from megascale.simulate.software import stack
+from megascale.simulate.software import own_stack, stack
 from megascale.simulate.step import Scenario, engine_software
 
 
@@ -48,7 +48,7 @@ def measure_runs(runs: Sequence[Path], machine: ClusterSpec, software: str | Non
     measured = [run for source in runs for run in measures(source, gpus)]
     for run in measured:
         check_device(run, machine)
-    base = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
+    base = software or own_stack(machine)
     uncalibrated = Calibration("uncalibrated", machine.name)
     scenarios = [
         Scenario(m.config, m.gpus, machine, uncalibrated, engine_software(m.config, stack(base))) for m in measured

@@ -15,7 +15,7 @@ from megascale.simulate.calibration import BOUNDS, load_calibration
 from megascale.simulate.closed import step_parts
 from megascale.simulate.cluster import load_cluster
 from megascale.simulate.measured_runs import check_device, load_predictions, matching, measure
-from megascale.simulate.software import stack
+from megascale.simulate.software import own_stack, stack
 from megascale.simulate.step import Scenario, engine_software, run
 
 Row = dict[str, Any]
@@ -59,7 +59,7 @@ def explain_run(
     """Predicted and measured step of a run, and for each constant the value that alone would close the gap."""
     measured, machine = measure(folder, gpus), load_cluster(cluster)
     check_device(measured, machine)
-    name = software or ("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
+    name = software or own_stack(machine)
     base = stack(name)
     fitted = load_calibration(calibration, machine.name, base.family)
     scenario = Scenario(measured.config, measured.gpus, machine, fitted, engine_software(measured.config, base))

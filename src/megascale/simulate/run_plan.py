@@ -14,7 +14,7 @@ from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.simulate.calibration import load_calibration
 from megascale.simulate.cluster import load_cluster, shipped
 from megascale.simulate.planner.layout_cost import DEVICES, make_plan
-from megascale.simulate.software import stack
+from megascale.simulate.software import own_stack, stack
 from megascale.simulate.step import Scenario, engine_software
 from megascale.simulate.step import run as price
 
@@ -67,9 +67,7 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
     predicted, reason = None, ""
     if machine is not None:
         try:
-            software = engine_software(
-                config, stack("megascale-h200" if "cudnn" in machine.kernels.attention else "megascale")
-            )
+            software = engine_software(config, stack(own_stack(machine)))
             calibration = load_calibration(None, machine.name, software.family)
             scenario = Scenario(config, world, machine, calibration, software, "megascale")
             estimate = price(scenario, check_memory=False)

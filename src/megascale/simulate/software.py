@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.errors import ConfigError
+from megascale.simulate.cluster import ClusterSpec
 
 # Kernels for attention that a cluster file must give rates for.
 ATTENTION_KERNELS = ("unfused", "flash1", "flash2", "cudnn")
@@ -258,6 +259,13 @@ def stack(name: str) -> Software:
     if name not in STACKS:
         raise ConfigError(f"software {name!r} is unknown; known: {', '.join(STACKS)}")
     return STACKS[name]
+
+
+def own_stack(machine: ClusterSpec) -> str:
+    """Return the name of this package's stack on `machine`: cuDNN's attention needs another set of constants."""
+    if "cudnn" in machine.kernels.attention:
+        return "megascale-h200"
+    return "megascale"
 
 
 def switch(software: Software, names: list[str], on: bool) -> Software:
