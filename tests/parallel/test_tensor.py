@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from megascale.core.calls import NullCallLog
-from megascale.parallel.collectives import Axis
+from megascale.ops.linear import Operand
+from megascale.parallel import tensor as tensor_module
+from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.linear_precision import LinearPrecision
 from megascale.parallel.runtime import Runtime
@@ -168,3 +170,72 @@ def test_calls_of_an_exchange_are_recorded_with_the_bytes_of_all_ranks(size):
         operations = ["fused_gather", "fused_scatter", "fused_gather", "fused_gather", "fused_scatter"]
         assert log.sizes == [(operation, whole) for operation in operations]
         assert log.in_flight == 0
+
+
+class Flight:
+    """Collectives of two ranks with equal parts, which are in flight until they are awaited."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.during_gemms: list[tuple[str, int]] = []
+
+    def _start(self, result: torch.Tensor) -> Pending:
+        self.count += 1
+
+        def finish() -> None:
+            self.count -= 1
+
+        return Pending(result, finish=finish)
+
+    def all_gather(self, x: torch.Tensor, axis: Axis) -> Pending:
+        return self._start(torch.cat([x, x]))
+
+    def reduce_scatter(self, x: torch.Tensor, axis: Axis) -> Pending:
+        return self._start(x[: x.shape[0] // 2] * 2)
+
+
+class CountingGemms(LinearPrecision):
+    """GEMMs that note how many collectives are in flight."""
+
+    def __init__(self, axis: Axis, flight: Flight) -> None:
+        super().__init__(axis)
+        self._flight = flight
+
+    def forward(self, x: Operand, weight: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        self._flight.during_gemms.append(("forward", self._flight.count))
+        return super().forward(x, weight, *arguments, **options)
+
+    def dgrad(self, dy: Operand, weight: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        self._flight.during_gemms.append(("dgrad", self._flight.count))
+        return super().dgrad(dy, weight, *arguments, **options)
+
+    def accumulate_wgrad(self, main_grad: torch.Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
+        self._flight.during_gemms.append(("wgrad", self._flight.count))
+        super().accumulate_wgrad(main_grad, dy, x, overwrite)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("overlap", ["off", "async"])
+def test_collectives_are_hidden_by_gemms_only_if_that_is_asked_for(monkeypatch, overlap, rank):
+    flight = Flight()
+    monkeypatch.setattr(tensor_module, "all_gather", flight.all_gather)
+    monkeypatch.setattr(tensor_module, "reduce_scatter", flight.reduce_scatter)
+    axis = Axis(None, 2, rank, overlap=overlap, runtime=Runtime())
+    linears = CountingGemms(axis, flight)
+    x, weight = make_leaf(draw(ROWS, BATCH, HIDDEN, seed=1)), make_leaf(draw(COLUMNS, HIDDEN, seed=2))
+    y = gather_linear(x, weight, None, linears)
+    torch.testing.assert_close(y, torch.nn.functional.linear(torch.cat([x, x]), weight))
+    y.backward(torch.ones_like(y))
+    hidden = int(overlap == "async")
+    forward = [("forward", hidden), ("forward", 0)] if hidden else [("forward", 0)]
+    assert flight.during_gemms == [*forward, ("dgrad", hidden), ("wgrad", hidden)]
+    torch.testing.assert_close(
+        weight.grad, torch.ones(2 * ROWS * BATCH, COLUMNS).double().t() @ torch.cat([x, x]).flatten(0, 1)
+    )
+    flight.during_gemms.clear()
+    wide, out_weight = make_leaf(draw(2 * ROWS, BATCH, COLUMNS, seed=3)), make_leaf(draw(HIDDEN, COLUMNS, seed=4))
+    z = linear_scatter(linears, wide, out_weight)
+    assert flight.count == 0
+    z.backward(torch.ones_like(z))
+    assert flight.during_gemms == [("forward", 0), ("dgrad", 0), ("wgrad", 0)]
+    assert flight.count == 0
