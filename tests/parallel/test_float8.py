@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megascale.errors import TrainingError
+from megascale.ops.float8 import gemm
 from megascale.ops.float8.cast import cast_by_amax, compute_amax
 from megascale.ops.float8.formats import E4M3, Float8
-from megascale.parallel.float8 import TensorWiseFloat8
+from megascale.parallel.float8 import RowWiseFloat8, TensorWiseFloat8
 
 
 def draw(seed: int) -> torch.Tensor:
@@ -97,3 +98,24 @@ def test_graphs_read_each_step_s_values_in_the_same_memory(is_gathered):
         assert linears.weight(weight) is pinned
         assert_same(pinned, expected)
         assert addresses == [tensor.data_ptr() for tensor in vars(pinned).values() if tensor is not None]
+
+
+@pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8])
+def test_only_outputs_are_summed_fast(monkeypatch, recipe):
+    """Sums of gradients keep full precision, also those that are written into given memory."""
+    calls: list[tuple[str, bool]] = []
+    for name in ("matmul", "matmul_out"):
+        original = getattr(gemm, name)
+
+        def note(*arguments, name=name, original=original, fast=False, **options):
+            calls.append((name, fast))
+            return original(*arguments, fast=fast, **options)
+
+        monkeypatch.setattr(gemm, name, note)
+    linears = recipe()
+    weight, x, dy = draw(1), draw(2), torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
+    operand, gradient = linears.prepare_input(x, weight), linears.prepare_gradient(dy, weight)
+    y, dx = linears.forward(operand, weight), linears.dgrad(gradient, weight)
+    assert torch.equal(linears.forward(operand, weight, out=torch.empty_like(y)), y)
+    assert torch.equal(linears.dgrad(gradient, weight, torch.empty_like(dx)), dx)
+    assert calls == [("matmul", True), ("matmul", False), ("matmul_out", True), ("matmul_out", False)]
