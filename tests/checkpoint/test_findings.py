@@ -1,4 +1,4 @@
-"""What loading, saving and looking at checkpoints report: bytes, damage, candidates, contents, and failures."""
+"""Reports of loads, saves and inspections of checkpoints: bytes, damage, candidates, contents, and failures."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_candidates_are_the_newest_first_and_marked_ones_last(folder: Path) -> N
     assert str(find_candidates(empty, 3)).endswith("committed steps: none")
 
 
-# looking --------------------------------------------------------------------------------------------------------------
+# inspecting -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_step_is_summarised(folder: Path) -> None:
@@ -203,9 +203,9 @@ def test_a_damaged_byte_is_named_with_its_tensor(folder: Path) -> None:
     sound = file.read_bytes()
     for row in range(len(index)):
         offset = int(index.columns["data"][row])
-        for place in (offset, offset + index.nbytes(row) - 1):
+        for position in (offset, offset + index.nbytes(row) - 1):
             data = bytearray(sound)
-            data[place] ^= 1
+            data[position] ^= 1
             file.write_bytes(data)
             result = verify(storage, 1)
             assert result.tensors == {index.name(row)}
@@ -278,10 +278,10 @@ def test_a_full_disk_is_named_with_its_room(free: int | None, room: str) -> None
     assert (record_of(error).kind, record_of(error).subject, error.errno) == (ExitKind.DISK_FULL, "/a", errno.ENOSPC)
     failure = SaveFailure.from_error(OSError(errno.ENOSPC, "x"), disk, 1000)
     assert (failure.to_error().errno, str(failure.to_error())) == (errno.ENOSPC, str(error))
-    own = TrainingError("as it is")
-    assert SaveFailure.from_error(own, disk, 1000).text == "as it is"
-    other = SaveFailure.from_error(OSError(errno.EIO, "Input/output error"), disk, 1000)
-    assert "could not be written to '/a': Input/output error; the previous checkpoint stays" in other.text
+    training_error = TrainingError("as it is")
+    assert SaveFailure.from_error(training_error, disk, 1000).text == "as it is"
+    io_failure = SaveFailure.from_error(OSError(errno.EIO, "Input/output error"), disk, 1000)
+    assert "could not be written to '/a': Input/output error; the previous checkpoint stays" in io_failure.text
     assert "ValueError('y')" in SaveFailure.from_error(ValueError("y"), disk, 1000).text
 
 

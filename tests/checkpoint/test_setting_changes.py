@@ -102,21 +102,21 @@ def test_a_saved_configuration_is_read_even_if_it_is_no_longer_valid():
 
 def test_changes_are_explained_with_the_options_that_undo_them():
     refused = [Change("model.tied", True, False, "refused"), Change("model.kv_heads", None, 4, "refused")]
-    asked = [Change("data.weights", [1.0, 2.5], None, "asked"), Change("train.seed", 1, 2, "asked")]
+    questions = [Change("data.weights", [1.0, 2.5], None, "asked"), Change("train.seed", 1, 2, "asked")]
     free = [Change("lr.peak", 1e-3, 2e-3, "free")]
     assert explain_changes("a", free, []) is None
-    text = explain_changes("a", refused + asked, ["train.seed"])
+    text = explain_changes("a", refused + questions, ["train.seed"])
     assert text is not None
     assert (
         "the checkpoint 'a' is of another model: model.tied was true and is false; model.kv_heads was not set and is 4."
         in text
     )
     assert "Set --model.tied=true, no model.kv_heads to go on with it" in text
-    text = explain_changes("a", asked + free, ["run"])
+    text = explain_changes("a", questions + free, ["run"])
     assert text is not None
     assert "data.weights was 1.0,2.5 and is not set; train.seed was 1 and is 2." in text
     assert "--checkpoint.accept_changes=run,data.weights,train.seed" in text
-    assert explain_changes("a", asked, ["train.seed", "data.weights"]) is None
-    assert explain_changes("a", asked, ["train.seed"]) is not None
+    assert explain_changes("a", questions, ["train.seed", "data.weights"]) is None
+    assert explain_changes("a", questions, ["train.seed"]) is not None
     expected = "settings changed after step 7: train.seed 1 -> 2; lr.peak 0.001 -> 0.002"
-    assert format_changes([asked[1], *free], 7) == expected
+    assert format_changes([questions[1], *free], 7) == expected

@@ -105,8 +105,8 @@ def test_a_lock_names_its_holder_until_it_is_released(folder):
     assert (folder / TRAINER_LOCK).read_text() == ""
     lock.release()
     check_available(folder, 0.0)
-    with acquire_trainer_lock(folder, "another", 0.0) as held:
-        held.drop()  # as in a child: the text is the holder's
+    with acquire_trainer_lock(folder, "another", 0.0) as second_lock:
+        second_lock.drop()  # as in a child: the text is the holder's
         assert json.loads((folder / TRAINER_LOCK).read_text())["what"] == "another"
     assert str(Holder()) == "another process"
 

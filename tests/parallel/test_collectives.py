@@ -73,9 +73,9 @@ def test_a_wait_is_recorded_around_the_work_and_happens_once(
 
 
 def test_the_end_of_a_collective_may_make_another_result() -> None:
-    other = torch.ones(1)
-    pending = Pending(torch.zeros(1), finish=lambda: other)
-    assert pending.wait() is pending.wait() is other
+    replacement = torch.ones(1)
+    pending = Pending(torch.zeros(1), finish=lambda: replacement)
+    assert pending.wait() is pending.wait() is replacement
 
 
 def test_a_single_rank_keeps_its_tensor() -> None:

@@ -317,11 +317,11 @@ def test_chunks_of_different_files_may_have_the_same_place() -> None:
     assert joined.columns["in_file"].tolist() == [0, 0, 1, 1]
     assert joined.columns["crc"].tolist() == [0, 1, 8, 9]
     joined.check_bounds({"data": 128, "b-data": 128})
-    other = make_index()
-    other = CheckpointIndex(
-        {"a": TensorInfo((2,), "float64")}, ["more"], {**other.columns, "box": np.zeros((2, 2, 1), int)}
+    second_index = make_index()
+    second_index = CheckpointIndex(
+        {"a": TensorInfo((2,), "float64")}, ["more"], {**second_index.columns, "box": np.zeros((2, 2, 1), int)}
     )
-    joined = join_indexes([make_index(), other])
+    joined = join_indexes([make_index(), second_index])
     assert list(joined.tensors) == ["a", "model.w"]
     assert joined.columns["tensor"].tolist() == [1, 1, 0, 0]
     assert joined.columns["box"].shape == (4, 2, 2)

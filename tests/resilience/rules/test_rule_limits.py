@@ -23,10 +23,10 @@ from tests.resilience.rules.views import WINDOW, heartbeat, view, worker
 # silence ------------------------------------------------------------------------------------------------------------
 
 
-def last_seen(*seconds_ago: float, **changes: float) -> View:
+def make_silent_view(*silences: float, **changes: float) -> View:
     """Return a view of nodes that were last seen so many seconds ago, without any steps."""
-    state = view({node: [heartbeat(node, 1, [worker(node)])] for node in range(len(seconds_ago))}, **changes)
-    for member, seconds in zip(state.members, seconds_ago, strict=True):
+    state = view({node: [heartbeat(node, 1, [worker(node)])] for node in range(len(silences))}, **changes)
+    for member, seconds in zip(state.members, silences, strict=True):
         member.last_seen = state.time - seconds
     return state
 
@@ -36,24 +36,24 @@ def silent_nodes(state: View) -> list[str]:
 
 
 def test_the_window_is_the_longest_allowed_silence() -> None:
-    assert silent_nodes(last_seen(0, WINDOW)) == []
-    assert silent_nodes(last_seen(0, WINDOW + 0.1)) == ["node-1"]
-    assert silent_nodes(last_seen(WINDOW)) == []
-    assert silent_nodes(last_seen(WINDOW + 0.1)) == ["node-0"]  # one node alone gets no second window
-    assert silent_nodes(last_seen(WINDOW + 0.1, 2 * WINDOW)) == []
-    assert silent_nodes(last_seen(WINDOW + 0.1, 2 * WINDOW + 0.1)) == ["node-1"]
-    assert silent_nodes(last_seen(2 * WINDOW + 0.1, WINDOW + 0.1, 0)) == ["node-0", "node-1"]
+    assert silent_nodes(make_silent_view(0, WINDOW)) == []
+    assert silent_nodes(make_silent_view(0, WINDOW + 0.1)) == ["node-1"]
+    assert silent_nodes(make_silent_view(WINDOW)) == []
+    assert silent_nodes(make_silent_view(WINDOW + 0.1)) == ["node-0"]  # one node alone gets no second window
+    assert silent_nodes(make_silent_view(WINDOW + 0.1, 2 * WINDOW)) == []
+    assert silent_nodes(make_silent_view(WINDOW + 0.1, 2 * WINDOW + 0.1)) == ["node-1"]
+    assert silent_nodes(make_silent_view(2 * WINDOW + 0.1, WINDOW + 0.1, 0)) == ["node-0", "node-1"]
 
 
 def test_a_silent_node_is_described() -> None:
-    state = last_seen(0, 7.5)
+    state = make_silent_view(0, 7.5)
     (verdict,) = silence.heartbeats(state)
     assert verdict.evidence == ("no heartbeat from node-1 for 7.5 s; resilience.window is 5 s",)
     state.members[1].connected = False
     state.members[0].heartbeat = None
     (verdict,) = silence.heartbeats(state)
     assert verdict.evidence[1:] == ("its connection has closed too", "no other node has sent a heartbeat either")
-    (alone,) = silence.heartbeats(last_seen(7.5))
+    (alone,) = silence.heartbeats(make_silent_view(7.5))
     assert len(alone.evidence) == 1
 
 
@@ -149,8 +149,8 @@ def test_a_phase_may_take_five_times_its_usual_length(phase: str, usual: float |
 
 @pytest.mark.parametrize(("usual", "limit"), [(1.0, 60.0), (13.0, 65.0), (200.0, 600.0), (None, 600.0)])
 def test_a_first_step_may_take_five_times_an_earlier_one(usual: float | None, limit: float) -> None:
-    known = {} if usual is None else {silence.FIRST_STEP: usual}
-    state = view({}, usual_durations=known, first_step=600.0, phase="starting")
+    usual_durations = {} if usual is None else {silence.FIRST_STEP: usual}
+    state = view({}, usual_durations=usual_durations, first_step=600.0, phase="starting")
     assert silence.allowed_age(state, worker(0)) == limit
 
 
@@ -190,10 +190,10 @@ def test_the_age_of_a_status_grows_after_its_heartbeat() -> None:
 # devices and network --------------------------------------------------------------------------------------------------
 
 
-def device_texts(before: dict[str, object], now: dict[str, object]) -> list[str]:
-    reports = [GpuReport(0, "H100", **changes) for changes in (before, now)]  # type: ignore[arg-type]
-    other = GpuReport(1, "H100", ecc_errors=9, xid=13)  # of another device, which counts nothing here
-    beats = [heartbeat(0, i, [worker(0)], gpus=(other, report)) for i, report in enumerate(reports)]
+def device_texts(before: dict[str, object], after: dict[str, object]) -> list[str]:
+    reports = [GpuReport(0, "H100", **changes) for changes in (before, after)]  # type: ignore[arg-type]
+    second_gpu = GpuReport(1, "H100", ecc_errors=9, xid=13)  # of another device, which counts nothing here
+    beats = [heartbeat(0, i, [worker(0)], gpus=(second_gpu, report)) for i, report in enumerate(reports)]
     verdicts = node_signals.devices(view({0: beats}))
     return [f"{verdict.kind}, {verdict.action}: {verdict.evidence[0]}" for verdict in verdicts]
 
@@ -202,7 +202,7 @@ NAME = "GPU 0 (H100) of node-0"
 
 
 @pytest.mark.parametrize(
-    ("before", "now", "text"),
+    ("before", "after", "text"),
     [
         ({}, {"temperature": 90.0}, ""),
         ({}, {"temperature": 90.5}, f"device_warning, alert: {NAME} has 90 degrees; above 90 it slows down"),
@@ -230,8 +230,8 @@ NAME = "GPU 0 (H100) of node-0"
         ({"ecc_errors": 1, "silent_seconds": 5.0}, {"ecc_errors": 3}, ""),
     ],
 )
-def test_what_a_device_reports(before: dict[str, object], now: dict[str, object], text: str) -> None:
-    assert device_texts(before, now) == ([text] if text else [])
+def test_what_a_device_reports(before: dict[str, object], after: dict[str, object], text: str) -> None:
+    assert device_texts(before, after) == ([text] if text else [])
 
 
 def traffic_kinds(rates: list[float], steps: list[int] | None = None, **changes: object) -> list[str]:
@@ -489,18 +489,18 @@ def test_findings_count_from_their_confidence_and_size_on() -> None:
     assert (verdict.action, verdict.evidence[1:]) == ("evict", ("a", "b", "c"))
     assert judge(replace_fields(limit, confidence=0.99989)) == []
     assert judge(replace_fields(limit, slower=0.099))[0].action == "alert"
-    many = judge(*(replace_fields(limit, slower=0.1 + n / 100, evidence=(str(n),)) for n in range(6)))[0].evidence
-    assert [line.split(" is ")[1][:5] for line in many[:4]] == ["10.0%", "11.0%", "12.0%", "13.0%"]
-    assert many[4:] == ("5",)  # the evidence of the worst one
+    evidence = judge(*(replace_fields(limit, slower=0.1 + n / 100, evidence=(str(n),)) for n in range(6)))[0].evidence
+    assert [line.split(" is ")[1][:5] for line in evidence[:4]] == ["10.0%", "11.0%", "12.0%", "13.0%"]
+    assert evidence[4:] == ("5",)  # the evidence of the worst one
 
 
 # repeated offences and ends of processes ------------------------------------------------------------------------------
 
 
-def repeated(ages: list[float], others: list[float], action: str = "recover", **changes: object) -> Verdict:
+def repeated(ages: list[float], ages_elsewhere: list[float], action: str = "recover", **changes: object) -> Verdict:
     """Return a verdict against node-0 after offences so many seconds ago, of it and of node-1."""
     incidents = [Incident(1e6 - age, "node-0", "hang") for age in ages]
-    incidents += [Incident(1e6 - age, "node-1", "hang") for age in others]
+    incidents += [Incident(1e6 - age, "node-1", "hang") for age in ages_elsewhere]
     state = view({}, now=1e6)
     state.incidents = incidents
     verdict = Verdict("process_killed", ("node-0",), (0,), action)  # type: ignore[arg-type]

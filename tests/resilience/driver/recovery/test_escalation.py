@@ -146,8 +146,8 @@ def test_sizes_to_shrink_to_divide_everything(tensor, pipeline, micro, batch, no
 def test_all_sizes_that_fit_are_offered(tensor, micro, batch, nodes, per_node, least):
     expected = []
     for data in range(least, nodes * per_node + 1):
-        hosts, rest = divmod(data * tensor, per_node)
-        if rest == 0 and hosts <= nodes and batch % (micro * data) == 0:
+        hosts, remainder = divmod(data * tensor, per_node)
+        if remainder == 0 and hosts <= nodes and batch % (micro * data) == 0:
             expected.append((data, hosts))
     assert data_sizes(_config(tensor, 1, micro, batch, least), per_node, nodes) == expected[::-1]
 
