@@ -49,7 +49,7 @@ def random_schedule(
 def _is_ready(item: tuple[ActionKind, int, int], done: set[tuple[ActionKind, int, int]], chunk_map: ChunkMap) -> bool:
     kind, position, i = item
     # Every chunk takes the micro-batches in order, or most schedules would mismatch messages.
-    if i > 0 and not any(at == position and j == i - 1 and _alike(other, kind) for other, at, j in done):
+    if i > 0 and not any(at == position and j == i - 1 and _alike(second, kind) for second, at, j in done):
         return False
     if kind == FORWARD:
         return position == 0 or (FORWARD, position - 1, i) in done
@@ -59,8 +59,8 @@ def _is_ready(item: tuple[ActionKind, int, int], done: set[tuple[ActionKind, int
     return has_gradient and (FORWARD, position, i) in done
 
 
-def _alike(kind: ActionKind, other: ActionKind) -> bool:
+def _alike(kind: ActionKind, second: ActionKind) -> bool:
     """Return whether two computes have the same message: both forwards, or both backwards of the input."""
-    if other == BACKWARD_WEIGHT:
+    if second == BACKWARD_WEIGHT:
         return kind in (BACKWARD_WEIGHT, BACKWARD)
-    return (kind == FORWARD) == (other == FORWARD) and kind != BACKWARD_WEIGHT
+    return (kind == FORWARD) == (second == FORWARD) and kind != BACKWARD_WEIGHT

@@ -175,7 +175,7 @@ def run(
     finally:
         sums.end()
         before, peers = record.get("weights", (0, []))
-        record["weights"] = (before + sums.compared, peers + sums.others)
+        record["weights"] = (before + sums.compared, peers + sums.foreign)
         record.setdefault("unasked", []).extend(result := unasked(job, injected))
         record.setdefault("events", []).append(
             [
@@ -298,7 +298,7 @@ class Sums:
 
     def __init__(self, run: Path) -> None:
         self.compared = 0
-        self.others: list[str] = []
+        self.foreign: list[str] = []
         self._folder, self._ended = run / "status", threading.Event()
         self._known: dict[tuple[int, str], tuple[int, str]] = {}  # (rank, step) -> whose process, sum
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -322,7 +322,7 @@ class Sums:
         self._known[rank, step] = (process, value)
         self.compared += value == expected
         if value != expected:
-            self.others.append(f"rank {rank}, step {step}: {value} where it was {expected}")
+            self.foreign.append(f"rank {rank}, step {step}: {value} where it was {expected}")
 
 
 def make(folder: Path) -> Path:
@@ -409,7 +409,7 @@ def show(record: dict[str, Any]) -> None:
     console = Console(highlight=False, width=120)
     heads = ("detect, s", "stop, s", "load, s", "first step, s", "in all, s", "steps lost")
     table = Table("kill", *heads, "state from", "actions", box=box.SIMPLE_HEAD)
-    for row in sorted(record["kills"], key=lambda one: (one["kind"], one["number"])):
+    for row in sorted(record["kills"], key=lambda entry: (entry["kind"], entry["number"])):
         report = ["-" if row[name] is None else f"{row[name]:.2f}".removesuffix(".00") for name in SHOWN]
         table.add_row(f"{row['kind']} {row['number'] + 1}", *report, row["loaded_from"], ", ".join(row["actions"]))
     starts = ", ".join(f"{item:.1f}" for item in record["starts"])

@@ -134,7 +134,9 @@ def test_a_rank_that_dies_loses_nothing_it_wrote(out, tmp_path):
 
 
 def test_a_service_that_cannot_start_costs_nothing_but_detail(out, monkeypatch):
-    monkeypatch.setattr(span_link, "service_launch", lambda *words: span_link.host_service.Launch("no.such.module", []))
+    monkeypatch.setattr(
+        span_link, "service_launch", lambda *ignored: span_link.host_service.Launch("no.such.module", [])
+    )
     monkeypatch.setattr(span_link.host_service, "START_TIMEOUT", 1.0)
     ring = SpanRing()
     single = link(ring, out)

@@ -25,7 +25,7 @@ from megascale.ops.adam import (
 from megascale.ops.segments import Segments, square_sums
 from tests.ops.tools import distance
 
-FEW = settings(max_examples=8, deadline=None)
+SETTINGS = settings(max_examples=8, deadline=None)
 ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -58,7 +58,7 @@ def wide(tensors):
     return [t.double() for t in tensors]
 
 
-@FEW
+@SETTINGS
 @given(tables(), st.booleans(), st.booleans(), st.booleans())
 def test_adamw(table, on_device, scaled, skipped):
     segments, n = table
@@ -83,7 +83,7 @@ def test_adamw(table, on_device, scaled, skipped):
     assert all(torch.equal(a[~inside], b[~inside]) for a, b in zip(state, before, strict=True)), "padding was touched"
 
 
-@FEW
+@SETTINGS
 @given(tables(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0.5, 10.0, math.inf]))
 def test_lamb(table, on_device, corrected, skipped, most):
     segments, n = table
@@ -119,7 +119,7 @@ def test_trust_ratio_is_one_for_zero_weights():
     assert master.eq(-0.5).all()
 
 
-@FEW
+@SETTINGS
 @given(tables(), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_square_sums(table, dtype):
     segments, n = table

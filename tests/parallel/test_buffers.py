@@ -230,14 +230,14 @@ def test_a_forward_waits_for_each_block_when_it_is_next(monkeypatch, tied):
     module(tokens, Batch(tokens, tokens))
     assert not data.is_gathering(0)
     sent = [where for subject, where in log if subject == "sent"]
-    assert len(sent) == len(flat.layout.buckets) == len({where for what, where in log if what == "arrived"})
+    assert len(sent) == len(flat.layout.buckets) == len({where for event, where in log if event == "arrived"})
     spans = {span.start: span for span in flat.layout.buckets}
     of = {id(p): i for i, p in enumerate(flat.parameters)}
     for number, block in enumerate(module.blocks):
         local = {of[id(p)] for p in block.parameters()}
         needed = {start for start, span in spans.items() if local & set(span.members)}
         later = {start for start, span in spans.items() if min(span.members) > max(local)}
-        arrived = {where for what, where in log[: log.index(("block", number))] if what == "arrived"}
+        arrived = {where for event, where in log[: log.index(("block", number))] if event == "arrived"}
         assert needed <= arrived
         assert (later and not later & arrived) or number == 1  # the last block may be all that is left
     assert [min(spans[where].members) for where in sent] == sorted(min(span.members) for span in spans.values())

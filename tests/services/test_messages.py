@@ -35,7 +35,7 @@ class Leaf(Part, frozen=True):
 
 class Tree(Message, frozen=True):
     number: Count
-    whole: Integer = 0
+    count: Integer = 0
     text: Text = ""
     facts: Facts = msgspec.field(default_factory=dict)
     leaves: Annotated[tuple[Leaf, ...], Meta(max_length=8)] = ()
@@ -43,11 +43,11 @@ class Tree(Message, frozen=True):
     maybe: Leaf | None = None
 
 
-class Other(Message, frozen=True):
+class SecondMessage(Message, frozen=True):
     flag: bool
 
 
-SCHEMA = Schema(Tree, Other, limit=LIMIT)
+SCHEMA = Schema(Tree, SecondMessage, limit=LIMIT)
 leaves = st.builds(Leaf, st.text(max_size=20), st.floats(allow_nan=False, allow_infinity=False))
 trees = st.builds(
     Tree,
@@ -59,7 +59,7 @@ trees = st.builds(
     st.binary(max_size=64),
     st.none() | leaves,
 )
-messages = trees | st.builds(Other, st.booleans())
+messages = trees | st.builds(SecondMessage, st.booleans())
 
 
 def read(data: bytes) -> Message | None:

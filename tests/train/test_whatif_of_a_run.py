@@ -10,13 +10,13 @@ import pytest
 from megascale.observe.analysis.operation_trace import read_trace
 from megascale.observe.store.tables import SpanTables
 
-WORDS = ["--train.steps=5", "--observe.spans=1", "--checkpoint.interval=0", "--train.eval_interval=0"]
-WORDS += ["--parallel.pipeline=2", "--train.device=cpu"]
+OPTIONS = ["--train.steps=5", "--observe.spans=1", "--checkpoint.interval=0", "--train.eval_interval=0"]
+OPTIONS += ["--parallel.pipeline=2", "--train.device=cpu"]
 
 
 @pytest.fixture
 def run(megascale, tiny, tmp_path):
-    result = megascale("train", tiny, *WORDS)
+    result = megascale("train", tiny, *OPTIONS)
     assert result.returncode == 0, result.stderr
     (run,) = (tmp_path / "runs").iterdir()
     return run

@@ -133,5 +133,5 @@ def feed(name: str, seconds: float, seed: int, folder: Path) -> FuzzResult:
 
 
 if __name__ == "__main__":
-    found = feed(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
-    print(json.dumps(asdict(found)))
+    finding = feed(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    print(json.dumps(asdict(finding)))

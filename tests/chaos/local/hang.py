@@ -286,7 +286,7 @@ def register(app: typer.Typer) -> None:
         outcomes = []
         console = Console(highlight=False)
         for kind in cases:
-            suited = [one for one in layouts if one[1] > 1] if kind == "missing send" else layouts
+            suited = [shape for shape in layouts if shape[1] > 1] if kind == "missing send" else layouts
             for number in range(runs):
                 layout = suited[number % len(suited)]
                 with temporary_folder() as folder:

@@ -17,7 +17,7 @@ class Ahead:
 
     class datetime:
         @staticmethod
-        def now(zone):
+        def current(zone):
             return datetime.datetime.now(zone) + datetime.timedelta(days=30)
 
 
