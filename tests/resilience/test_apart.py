@@ -13,7 +13,7 @@ from megascale.checkpoint import latest
 from megascale.observe.store.tables import SpanTables
 from tests.conftest import lines
 from tests.resilience.conftest import Launched
-from tests.resilience.test_launch import losses, same
+from tests.resilience.test_launch import assert_same_run, losses
 
 
 def foreign(inputs: str, run: Path) -> list[str]:
@@ -90,7 +90,7 @@ def test_kill_hang_new_driver_and_hot_update_leave_the_weights_of_an_undisturbed
     for more in ([f"--train.steps={resumed[0]['step']}"], [f"--train.steps={last}", "--lr.peak=0.005"]):
         done = megascale(*calm, *more)
         assert done.returncode == 0, done.stderr
-    same(job.run, tmp_path / "runs" / "calm")
+    assert_same_run(job.run, tmp_path / "runs" / "calm")
 
 
 def test_faults_hangs_copies_and_plots_need_no_shared_folder(launch, megascale):

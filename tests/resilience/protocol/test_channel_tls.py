@@ -16,7 +16,7 @@ from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_channel import DriverTls
 from megascale.resilience.protocol.agent_messages import JobOffer, Refuse
 from megascale.services.framing import ProtocolError
-from tests.resilience.protocol.test_agent_channel import HELLO, TOKEN, Recorder, beat, until
+from tests.resilience.protocol.test_agent_channel import HELLO, TOKEN, Recorder, beat, wait_until
 
 OPEN = "192.0.2.1"  # an address other than loopback, without a listener
 
@@ -80,7 +80,7 @@ def test_messages_of_both_sides_are_encrypted_and_long_ones_come_whole():
         assert channel.encrypted
         channel.send(beat(1, node="unmistakable-name"))
         channel.send_message(do="lines", rank=0, lines=["x" * 1900] * 100)
-        await until(lambda: recorder.messages)
+        await wait_until(lambda: recorder.messages)
         assert b"unmistakable-name" not in relay.received
         assert b"xxxx" not in relay.received
 
@@ -129,7 +129,7 @@ def test_a_stranger_who_has_not_proved_the_secret_gets_no_handshake():
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with pytest.raises((ssl.SSLError, ConnectionError)):
             await asyncio.open_connection("127.0.0.1", port, ssl=context)
-        await until(lambda: recorder.refusals)
+        await wait_until(lambda: recorder.refusals)
 
     received = scene(play, create_agents_tls(OPEN, None, None))
     assert "does not speak MegaScale's protocol" in received.refusals[0]
