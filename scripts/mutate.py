@@ -297,7 +297,8 @@ class MutationFinder(ast.NodeVisitor):
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         """Leave out `not` and `-`."""
         kinds = {ast.Not: "negated condition", ast.USub: "arithmetic"}
-        if (kind := kinds.get(type(node.op))) is not None:  # type: ignore[call-overload]
+        kind = kinds.get(type(node.op))  # type: ignore[call-overload]
+        if kind is not None:
             start, stop = self.span(node)
             self.add(kind, node, start, stop, f"({self.text(node.operand)})")
         self.visit(node.operand)
@@ -416,7 +417,8 @@ def read_areas(root: Path) -> dict[str, Area]:
     for name, table in tomllib.loads((root / AREAS).read_text()).items():
         area = Area(name, table["sources"], table["tests"])
         files = [*area.sources, *(test.partition("::")[0] for test in area.tests)]
-        if missing := [file for file in files if not (root / file).is_file()]:
+        missing = [file for file in files if not (root / file).is_file()]
+        if missing:
             raise ValueError(f"{AREAS}: area {name!r} names files that are missing: {', '.join(missing)}")
         areas[name] = area
     return areas
@@ -616,7 +618,8 @@ def run_area(
         result = Result(
             area.name, file, mutation.operator, mutation.line, mutation.line_text, mutation.change, "equivalent"
         )
-        if (reason := equivalents.reason(file, mutation)) is not None:
+        reason = equivalents.reason(file, mutation)
+        if reason is not None:
             result.by = reason
             yield result
             continue
@@ -730,7 +733,8 @@ def main() -> int:
         for area in areas.values():
             print(f"{area.name}\n  sources: {', '.join(area.sources)}\n  tests:   {', '.join(area.tests)}")
         return 0
-    if unknown := set(args.area or ()) - set(areas):
+    unknown = set(args.area or ()) - set(areas)
+    if unknown:
         print(f"--area {', '.join(sorted(unknown))} is unknown; choose among {', '.join(areas)}", file=sys.stderr)
         return 2
     equivalents = Equivalents(ROOT)

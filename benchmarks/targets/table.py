@@ -44,7 +44,8 @@ def _of_exposed(report: Mapping[str, Any]) -> dict[str, float]:
     rows = {row["kind"]: row for row in table(dict(report))}
     for name, kinds in (("tensor", ["tensor"]), ("pipeline", ["pipeline"]), ("data", ["data gather", "data reduce"])):
         present = [rows[kind] for kind in kinds if kind in rows]
-        if by_itself := sum(row["alone"] for row in present):
+        by_itself = sum(row["alone"] for row in present)
+        if by_itself:
             result[f"{name}_exposed"] = sum(row["exposed"] for row in present) / by_itself
     shares = []
     for rank in report["ranks"]:
@@ -73,7 +74,8 @@ def series(case: TargetCase, runs: Mapping[int, TargetRun], base: Mapping[int, T
         if run.told is None:
             continue
         local = figures(case, run.told)
-        if (share := of_gemm(run.told)) is not None:
+        share = of_gemm(run.told)
+        if share is not None:
             local["of_gemm"] = share
         if repeat in base and (second := base[repeat].told) is not None:
             local["step_ratio"] = local["step_seconds"] / second["step_seconds"]
@@ -272,7 +274,8 @@ def notes(cases: Sequence[TargetCase], rows: Sequence[TargetRow], record: Record
             if run.told is None:
                 output.append(f"{case.name}, repeat {repeat + 1}: failed with " + "\n  ".join(run.failed))
             elif case.bench == "exposed":
-                if (bound := bounding(run.told)) is not None and bound["share"] is not None:
+                bound = bounding(run.told)
+                if bound is not None and bound["share"] is not None:
                     most.append(f"{bound['share']:.1%} (stage {bound['stage']})")
                 for one in table(run.told):
                     if one["waits"]:

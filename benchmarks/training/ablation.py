@@ -121,7 +121,8 @@ def ablation(
     grid = lay_out(config, processes).grid
     length = config.model.sequence_length
     rows, nothing = rows_of(config, grid.replicas, window or max(1, length // 4), cuda)
-    if unknown := set(row) - {r.name for r in rows}:
+    unknown = set(row) - {r.name for r in rows}
+    if unknown:
         raise ConfigError(f"--row={unknown.pop()}: this configuration has {', '.join(r.name for r in rows)}")
     rows = [r for r in rows if not row or r.name in row]
     plans = [(r, name, _config(config, r, name, steps, warmup)) for r in rows for name in links]

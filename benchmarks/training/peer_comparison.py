@@ -204,7 +204,8 @@ def choose(expected: list[str], config: Config, float8: str = "auto") -> tuple[l
     """Return the peers to run, and why others are skipped. Raise ConfigError for a requested peer that cannot run."""
     from megascale.errors import ConfigError
 
-    if unknown := set(expected) - set(PEERS):
+    unknown = set(expected) - set(PEERS)
+    if unknown:
         raise ConfigError(f"--peer={unknown.pop()}: there are {', '.join(PEERS)}")
     if float8 not in (every := {"auto", "none", *(item for of in FLOAT8.values() for item in of)}):
         raise ConfigError(f"--peer-float8={float8}: there are {', '.join(sorted(every))}")

@@ -112,7 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
     for line in record.get("unasked", ()):
         print(f"not of this script's doing: {line}")
     done = {(row["kind"], row["number"]) for row in record["kills"] if row["total"]}
-    if remaining := [f"{kind} {number + 1}" for kind, number in missing if (kind, number) not in done]:
+    remaining = [f"{kind} {number + 1}" for kind, number in missing if (kind, number) not in done]
+    if remaining:
         print(f"missing: {', '.join(remaining)}; call again with the same --out")
     failed = record.get("unasked") or any(not row["total"] for row in record["kills"])
     compared, second = record.get("weights", (0, []))
@@ -312,7 +313,8 @@ class Sums:
     def _watch(self) -> None:
         while not self._ended.wait(0.02):
             for file in self._folder.glob("rank-*.status"):
-                if (status := read_status(file)) is not None and status.checksum:
+                status = read_status(file)
+                if status is not None and status.checksum:
                     self._take(int(file.stem.partition("-")[2]), status.pid, *status.checksum.split(":"))
 
     def _take(self, rank: int, process: int, step: str, value: str) -> None:

@@ -64,7 +64,8 @@ def steps_of(out: Path) -> dict[int, list[int]]:
 def out(tmp_path):
     folder = tmp_path / "spans" / "host=0"
     yield folder
-    if (pid := service_place(folder).owner_pid()) is not None:
+    pid = service_place(folder).owner_pid()
+    if pid is not None:
         os.kill(pid, signal.SIGKILL)
 
 

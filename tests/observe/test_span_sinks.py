@@ -49,7 +49,8 @@ OPENED: list[Ingest] = []
 def _closed() -> Iterator[None]:
     yield
     while OPENED:
-        if (sink := OPENED.pop()._sink) is not None:
+        sink = OPENED.pop()._sink
+        if sink is not None:
             sink.close()
 
 

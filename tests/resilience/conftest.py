@@ -71,10 +71,12 @@ class Launched(JobEvents):
     def wait(self, find: Callable[[], object], subject: str):
         deadline = time.monotonic() + WAIT
         while time.monotonic() < deadline:
-            if result := find():
+            result = find()
+            if result:
                 return result
             if self.process.poll() is not None:
-                if result := find():
+                result = find()
+                if result:
                     return result
                 break
             time.sleep(0.02)

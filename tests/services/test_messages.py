@@ -93,7 +93,8 @@ claims = st.builds(
 @given(st.lists(st.binary(max_size=40) | claims, max_size=12).map(b"".join))
 @settings(max_examples=120, deadline=None)
 def test_random_bytes_are_refused(data):
-    if (message := read(data)) is not None:
+    message = read(data)
+    if message is not None:
         assert SCHEMA.decode(SCHEMA.encode(message)) == message
 
 
@@ -105,7 +106,8 @@ def test_mutated_messages_are_refused_or_fit_the_schema(message, data):
         at = data.draw(st.integers(0, len(body)))
         stop = data.draw(st.integers(at, min(len(body), at + 4)))
         body[at:stop] = data.draw(st.binary(max_size=5) | claims)
-    if (result := read(bytes(body))) is not None:
+    result = read(bytes(body))
+    if result is not None:
         assert SCHEMA.decode(SCHEMA.encode(result)) == result
 
 

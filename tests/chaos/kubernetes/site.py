@@ -57,7 +57,8 @@ def programs() -> Path:
 def impossible() -> str:
     """Return why Kubernetes cannot run here, or an empty string."""
     folder = programs()
-    if missing := [name for name in PROGRAMS + ("pause", "VERSION") if not (folder / name).exists()]:
+    missing = [name for name in PROGRAMS + ("pause", "VERSION") if not (folder / name).exists()]
+    if missing:
         return f"no {missing[0]} in {folder}: scripts/kubernetes-build"
     missing = [name for name in _NEEDS if shutil.which(name) is None]
     if not Path("/usr/lib/cni/bridge").exists():

@@ -278,7 +278,8 @@ def register(app: typer.Typer) -> None:
         from rich.console import Console
         from rich.table import Table
 
-        if unknown := [item for item in case if item not in CASES]:
+        unknown = [item for item in case if item not in CASES]
+        if unknown:
             raise ConfigError(f"--case={unknown[0]!r} is none; give one of: {', '.join(CASES)}")
         cases = case or list(CASES)
         layouts = _layouts(device)

@@ -54,7 +54,8 @@ def many_nodes(
 
     if lost >= nodes:
         raise ConfigError(f"--lost={lost} must leave a node of --nodes={nodes}")
-    if why := impossible():
+    why = impossible()
+    if why:
         raise ConfigError(f"the many-nodes campaign cannot run here: {why}")
     with temporary_folder() as name:
         folder = Path(name) if keep is None else keep.absolute()

@@ -229,7 +229,8 @@ def wait(find: Callable[[], T], subject: str, seconds: float = 20.0) -> T:
     """Return the first result of `find`. Raise TrainingError if there is none in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if result := find():
+        result = find()
+        if result:
             return result
         time.sleep(0.02)
     raise TrainingError(f"waited {seconds:g} s for {subject}")

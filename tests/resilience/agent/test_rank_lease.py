@@ -108,7 +108,8 @@ def test_a_failure_to_end_the_ranks_does_not_end_the_watch(caplog):
     failures = iter([RuntimeError("dictionary changed size during iteration")])
 
     def end(why: str) -> None:
-        if error := next(failures, None):
+        error = next(failures, None)
+        if error:
             raise error
         ended.set()
 
