@@ -280,7 +280,7 @@ def iterate_sentences(text: str) -> Iterator[str]:
 
 def list_documents() -> list[Path]:
     """Return the user's documents. The log and the reports in dev/ are history and keep their words."""
-    return [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return list(ROOT.glob("*.md")) + list((ROOT / "docs").rglob("*.md"))
 
 
 def group_files(paths: list[Path], by_package: bool) -> dict[str, list[Path]]:
@@ -343,7 +343,7 @@ def print_prose(groups: dict[str, list[Path]], limit: int) -> None:
     """Print the sentences of each kind per group of files, and the first `limit` of each kind."""
     script = Path(__file__).resolve()
     areas = list(dict.fromkeys(label.split("/")[0] for label in groups))
-    counts: dict[str, Counter[str]] = {kind: Counter() for kind in [*PROSE, LONG]}
+    counts: dict[str, Counter[str]] = {kind: Counter() for kind in list(PROSE) + [LONG]}
     examples: dict[str, list[str]] = {kind: [] for kind in counts}
     for label, files in groups.items():
         for file in files:

@@ -32,7 +32,7 @@ def random_schedule(
         (kind, position, i)
         for i in range(microbatches)
         for position in range(chunk_map.chunks)
-        for kind in (FORWARD, *((BACKWARD_INPUT, BACKWARD_WEIGHT) if split[i] else (BACKWARD,)))
+        for kind in (FORWARD,) + tuple((BACKWARD_INPUT, BACKWARD_WEIGHT) if split[i] else (BACKWARD,))
     ]
     while pending:
         ready = [item for item in pending if _is_ready(item, done, chunk_map)]

@@ -71,7 +71,7 @@ def in_c(kernel: Any, grid: Any, arguments: tuple[Any, ...], ours: Callable[[], 
     ours()
     ((run, between, remaining, packed),) = expected.values()
     expected.update(peers)
-    inputs = (*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments], *remaining)
+    inputs = tuple([a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]) + tuple(remaining)
     stream = torch_private.current_raw_stream(torch_private.current_device())
     passed = (*grid, *(1,) * (3 - len(grid)), stream, *between, *((inputs,) if packed else inputs))
     return lambda: run(*passed)

@@ -79,7 +79,7 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
 @settings(max_examples=60, deadline=None)
 def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
     if tied:
-        members = [BufferMember(50, True, (), tied=True), *members]
+        members = [BufferMember(50, True, (), tied=True)] + list(members)
     layout = lay_out(members, ranks, limit)
     assert sorted(i for span in layout.buckets for i in span.members) == list(range(len(members)))
     edges = [0]

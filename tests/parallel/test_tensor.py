@@ -91,7 +91,7 @@ def test_a_gathered_product(size, has_recompute):
         results = []
         for _ in range(3):  # both of the exchange's buffers are used again
             y = gather_linear(*parts, LinearPrecision(axis), recompute_fn)
-            results = [y, *torch.autograd.grad(y, parts, dy.chunk(size, -1)[rank])]
+            results = [y] + list(torch.autograd.grad(y, parts, dy.chunk(size, -1)[rank]))
         return results
 
     full = [make_leaf(tensor) for tensor in (x, weight, bias)]
@@ -117,7 +117,7 @@ def test_a_scattered_sum_of_products(size, count):
         results = []
         for _ in range(3):
             y = linear_scatter(LinearPrecision(axis), *parts)
-            results = [y, *torch.autograd.grad(y, parts, dy.chunk(size)[rank])]
+            results = [y] + list(torch.autograd.grad(y, parts, dy.chunk(size)[rank]))
         return results
 
     full = [make_leaf(t) for pair in zip(xs, weights, strict=True) for t in pair]

@@ -45,7 +45,7 @@ def test_with_journal_and_contact_removed_the_next_driver_takes_the_agents_over(
     job.process.wait()
     agents = [job.agent(node) for node in ("n0", "n1")]
     trainers = [job.pid(rank) for rank in (0, 1)]
-    for file in (*job.run.glob("journal*"), job.run / "driver" / "contact.json", job.run / "driver" / "token"):
+    for file in tuple(job.run.glob("journal*")) + (job.run / "driver" / "contact.json", job.run / "driver" / "token"):
         file.unlink()
     job.seen = 0
     job.start()

@@ -337,7 +337,10 @@ def _frames(folder: Path) -> Feed:
     schemas = [value for module in modules for value in vars(module).values() if isinstance(value, Schema)]
     full = make_greeting(bytes(32))
     kinds = [(schema, do, kind) for schema in schemas for do, kind in schema.types.items()]
-    values = (*(value for value in _ODD if value not in (2**64, 10**30, 10**400, "\ud800", -(2**63))), b"", b"a" * 64)
+    values = tuple(value for value in _ODD if value not in (2**64, 10**30, 10**400, "\ud800", -(2**63))) + (
+        b"",
+        b"a" * 64,
+    )
 
     def feed(rng: random.Random) -> None:
         with contextlib.suppress(ProtocolError):

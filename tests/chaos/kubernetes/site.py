@@ -123,7 +123,9 @@ class KubernetesSite(Site):
     def _images(self) -> Path:
         pause = Image(PAUSE, {"pause": (self.programs / "pause").read_bytes()}, entry=["/pause"])
         files = {name: Path("/", name).read_bytes() for name in _FILES if Path("/", name).exists()}
-        locations = sorted({str(p).strip("/") for m in mounts() for p in (Path(m), *Path(m).parents) if p != Path("/")})
+        locations = sorted(
+            {str(p).strip("/") for m in mounts() for p in (Path(m),) + tuple(Path(m).parents) if p != Path("/")}
+        )
         local = Image(IMAGE, files, list(dict.fromkeys(list(_FOLDERS) + locations)), _LINKS)
         write_images(self.folder / "images.tar", [pause, local])
         return self.folder / "images.tar"

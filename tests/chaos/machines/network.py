@@ -202,7 +202,7 @@ class Machines:
         for machine in self:
             with contextlib.suppress(TrainingError):
                 machine.power_off()
-        for name in (*(f"{self._network}-{m.name}" for m in self), f"{self._network}-sw"):
+        for name in tuple(f"{self._network}-{m.name}" for m in self) + (f"{self._network}-sw",):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def __iter__(self) -> Iterator[Machine]:

@@ -262,7 +262,7 @@ def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, remaining, e
     db.close()
     text = (run / "events.jsonl").read_bytes().splitlines()
     text[garbled] = text[garbled][: len(text[garbled]) // 2]
-    (run / "events.jsonl").write_bytes(b"\n".join([b'{"time": 1.0, "event": "evaluated", "step": 5}', *text]))
+    (run / "events.jsonl").write_bytes(b"\n".join([b'{"time": 1.0, "event": "evaluated", "step": 5}'] + list(text)))
     repeated, damaged = Journal.take(run, 0.05)
     assert not damaged
     recalled = restore_lost_events(repeated, run)
