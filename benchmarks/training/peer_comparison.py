@@ -376,7 +376,7 @@ def _theirs(name: str, job: PeerJob, limit: float) -> PeerResult:
         str(file),
     ]
     # Megatron's training script insists on CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism. With CUDA's default
-    # a step took 13% less at micro-batch 1 and no more at 4 (docs/performance.md), so the variable is left as it is.
+    # a step took 13% less at micro-batch 1 and no more at 4 (docs/comparison.md), so the variable is left as it is.
     _run([sys.executable, "-m", "torch.distributed.run"] + arguments, name, limit)
     return PeerResult(name, 0, **json.loads(Path(job.out).read_text()))
 

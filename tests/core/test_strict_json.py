@@ -1,4 +1,4 @@
-"""JSON that others read: valid whatever the numbers are, and the same numbers when read again."""
+"""JSON that others read: valid for all numbers, and the same numbers when read again."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def assert_equal(reference: Told, report: list[Told], model: ModelConfig) -> Non
 
 
 def zero_by_mathematics(model: ModelConfig, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Elements of a logical tensor whose gradient is zero whatever the data, so that only rounding is left of it.
+    """Elements of a logical tensor whose gradient is zero for all data, so that only rounding is left of it.
 
     The bias of keys, where positions do not rotate it: it adds the same to all scores of a query, and softmax does
     not see that. With rotary positions on a part of each head, the rest of the head.

@@ -208,7 +208,7 @@ def test_what_cannot_be_keyed_goes_tritons_way_each_time(monkeypatch):
         kernel[flat](*report, WIDE=1)
         kernel[flat](*report, WIDE=1)
         assert len(requested.asked) == 9
-        # Whoever wants to hear of launches does.
+        # A listener receives each launch.
         hook = print
         knobs.runtime.launch_enter_hook.add(hook)
         try:

@@ -122,7 +122,7 @@ def test_only_replicated_gradients_wait_for_the_tensor_axis():
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_parameters_and_gradients_are_views_of_the_buffers(zero):
-    """What a shard updates is what the next forward reads, and what backward writes is what a shard sees."""
+    """The next forward reads the updated shard, and the shard receives the gradients of backward."""
     module = chunk(Axis())
     flat = ParamAndGradBuffer(module, torch.device("cpu"), zero=zero, bucket_elements=500)
     for shard in flat.shards:

@@ -87,7 +87,7 @@ class Device:
             return
 
         def set_flag() -> None:
-            assert not self.flags.get((peer, self.rank, number % 2)), "a signal that nobody has seen yet is lost"
+            assert not self.flags.get((peer, self.rank, number % 2)), "a signal that no rank has seen yet is lost"
             self.flags[peer, self.rank, number % 2] = 1
 
         self.put("copy", set_flag)

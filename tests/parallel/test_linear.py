@@ -44,7 +44,7 @@ def test_linear_accumulates_into_sinks(dtype):
     torch.testing.assert_close(main_grad_of(w).double(), exact_w, rtol=rtol, atol=rtol)
     torch.testing.assert_close(main_grad_of(b).double(), exact_b, rtol=rtol, atol=rtol)
     torch.testing.assert_close(x.grad, 2 * want[0])
-    # What an unset gradient holds is undefined: the first GEMM writes it, the next one adds.
+    # An unset gradient has undefined values: the first GEMM writes it, the next one adds.
     main_grad_of(w).fill_(float("nan"))
     sink_of(w).overwrite = True
     for _ in range(2):

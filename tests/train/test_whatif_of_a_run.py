@@ -39,7 +39,7 @@ def test_a_run_is_replayed_asked_and_written_down(megascale, run, tmp_path):
         )
     assert 0.5 * spans["s"].mean() < result["recorded_seconds"] <= spans["s"].mean() + 1e-6
     assert (tmp_path / "map.png").stat().st_size > 1000
-    # What was written down tells the same, without the run.
+    # The written file gives the same, without the run.
     repeated = megascale("whatif", tmp_path / "trace.parquet", "--json")
     assert json.loads(repeated.stdout) == result
     trace = read_trace(tmp_path / "trace.parquet")

@@ -243,7 +243,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_worker_killed_while_copying(prefix: str, tmp_path: Path, hosts: list[Host]) -> None:
-    """It holds its slot for ever; nobody waits for the dead."""
+    """It holds its slot for ever; no reader waits for the dead one."""
     host = Host(configured(prefix, tmp_path, tensor=2), 2)
     hosts.append(host)
     host.read(0)

@@ -189,7 +189,7 @@ def read_trace(path: Path) -> OperationTrace:
             if missing:
                 raise DataError(
                     f"{path} lacks the columns {', '.join(missing)}; a trace has {', '.join(_COLUMNS)}, see "
-                    "docs/observe.md"
+                    "docs/lower-mfu.md"
                 )
             selected = [f"CAST({column} AS {kind}) AS {name}" for column, (name, kind) in _COLUMNS.items()]
             if "waited" in names:
