@@ -28,8 +28,8 @@ RESERVE_GIB = 4.0
 # and backward: 0.36 of the time at 1,024 of 8,192 tokens, 0.98 at 512 of 2,048). Above WINDOW_PAYS it is not worth it.
 WINDOW_OVERHEAD = 600.0
 WINDOW_PAYS = 0.9
-# Time per FLOP, relative to a bfloat16 layer, of the logits with their loss and of float8 linear layers with their casts.
-# The simulator's calibration to H200s (gpt-13b) gives both.
+# Time per FLOP of the logits with their loss, and of float8 linear layers with their casts. Both are relative to a
+# bfloat16 layer and come from the calibration of the simulator to H200s (gpt-13b).
 LOGITS_TIME = 1.25
 FLOAT8_TIME = 0.6
 _REPLAYED = 4_000_000  # actions, over all splits tried at once
