@@ -43,11 +43,11 @@ class Tree(Message, frozen=True):
     maybe: Leaf | None = None
 
 
-class SecondMessage(Message, frozen=True):
+class Flagged(Message, frozen=True):
     flag: bool
 
 
-SCHEMA = Schema(Tree, SecondMessage, limit=LIMIT)
+SCHEMA = Schema(Tree, Flagged, limit=LIMIT)
 leaves = st.builds(Leaf, st.text(max_size=20), st.floats(allow_nan=False, allow_infinity=False))
 trees = st.builds(
     Tree,
@@ -59,7 +59,7 @@ trees = st.builds(
     st.binary(max_size=64),
     st.none() | leaves,
 )
-messages = trees | st.builds(SecondMessage, st.booleans())
+messages = trees | st.builds(Flagged, st.booleans())
 
 
 def read(data: bytes) -> Message | None:
@@ -126,7 +126,7 @@ def test_depth_and_claims_of_length_are_refused(opening):
         ({"number": True}, "number"),
         ({"number": 1.0}, "number"),
         ({"number": "1"}, "number"),
-        ({"whole": 2**63}, "whole"),
+        ({"count": 2**63}, "count"),
         ({"text": "x" * 2001}, "length <= 2000"),
         ({"text": b"x"}, "text"),
         ({"data": bytes(65)}, "length <= 64"),
@@ -153,7 +153,7 @@ def test_what_would_be_refused_is_not_written():
     with pytest.raises(ValueError, match="nothing"):
         SCHEMA.build("nothing", {})
     with pytest.raises(ValueError, match="unwanted"):
-        SCHEMA.build("other", {"flag": True, "unwanted": 1})
+        SCHEMA.build("flagged", {"flag": True, "unwanted": 1})
 
 
 @given(

@@ -203,7 +203,7 @@ def test_an_agent_started_again_gives_its_place_in_the_wave_back(monkeypatch, tm
     async def begin() -> None:
         agents = _Agents(tmp_path, set())
         node = agents.table.ensure_known("n0")
-        monkeypatch.setattr(agents, "_come", lambda name: None)  # the first never comes
+        monkeypatch.setattr(agents, "_connect", lambda name: None)  # the first never comes
         first = asyncio.create_task(agents.table.start_agent(node))
         while not agents.present:
             await asyncio.sleep(0)
