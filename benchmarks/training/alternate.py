@@ -227,7 +227,7 @@ def measure(
             }
             for result in list(output.values())[1:]
         },
-        "values": [vars(one) | {"mfu": share(one)} for one in output.values()],
+        "values": [vars(item) | {"mfu": share(item)} for item in output.values()],
     }
 
 
