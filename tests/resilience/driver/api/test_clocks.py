@@ -17,7 +17,7 @@ class Ahead:
 
     class datetime:
         @staticmethod
-        def current(zone):
+        def now(zone):
             return datetime.datetime.now(zone) + datetime.timedelta(days=30)
 
 
