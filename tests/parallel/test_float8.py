@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megascale.errors import TrainingError
+from megascale.errors import ConfigError, TrainingError
 from megascale.ops.float8 import gemm
 from megascale.ops.float8.cast import cast_by_amax, compute_amax
 from megascale.ops.float8.formats import E4M3, Float8
@@ -119,3 +119,44 @@ def test_only_outputs_are_summed_fast(monkeypatch, recipe):
     assert torch.equal(linears.forward(operand, weight, out=torch.empty_like(y)), y)
     assert torch.equal(linears.dgrad(gradient, weight, torch.empty_like(dx)), dx)
     assert calls == [("matmul", True), ("matmul", False), ("matmul_out", True), ("matmul_out", False)]
+
+
+@pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8])
+def test_casts_of_activations_are_counted_while_that_is_asked_for(recipe):
+    """Numbers clipped, flushed to zero, and cast; casts of weights do not count."""
+    linears = recipe()
+    weight, x = draw(1), draw(2)
+    linears.prepare_input(x, weight)
+    assert linears.cast_counts() is None
+    linears.count_casts(True)
+    assert linears.cast_counts() is None
+    x = x.clone()
+    x[0, 0], x[0, 1] = 1e-9, 0.0  # too small beside numbers of about 1
+    for calls in (1, 2):
+        linears.forward(linears.prepare_input(x, weight), weight)
+        counts = linears.cast_counts()
+        assert counts is not None
+        assert counts.dtype == torch.float64
+        assert counts.tolist() == [0.0, calls, calls * x.numel()]
+    linears.count_casts(True)  # begins at zero again
+    linears.prepare_input(x, weight)
+    assert linears.cast_counts().tolist() == [0.0, 1.0, x.numel()]
+    linears.count_casts(False)
+    linears.prepare_input(x, weight)
+    assert linears.cast_counts() is None
+
+
+@pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8])
+def test_devices_and_shapes_are_checked_before_the_first_step(monkeypatch, recipe):
+    shapes: list[tuple[str, int, int, int]] = []
+    devices: list[str] = []
+    monkeypatch.setattr(gemm, "check_device", lambda device: devices.append(device.type))
+    monkeypatch.setattr(gemm, "check_shape", lambda *arguments: shapes.append(arguments))
+    linears = recipe()
+    linears.check({"a": torch.zeros(32, 16)}, 64, torch.device("cpu"))
+    assert (devices, shapes) == ([], [])
+    matrices = {"a": torch.zeros(32, 16, dtype=torch.bfloat16), "b": torch.zeros(8, 4, dtype=torch.bfloat16)}
+    linears.check(matrices, 64, torch.device("cuda"))
+    assert (devices, shapes) == (["cuda"], [("a", 64, 16, 32), ("b", 64, 4, 8)])
+    with pytest.raises(ConfigError, match=r"needs bfloat16 operators on a GPU, and train\.precision is float32"):
+        linears.check({"a": torch.zeros(32, 16)}, 64, torch.device("cuda"))

@@ -13,11 +13,18 @@ import torch
 from megascale.core.calls import NullCallLog
 from megascale.ops.linear import Operand
 from megascale.parallel import tensor as tensor_module
-from megascale.parallel.collectives import Axis, Pending
+from megascale.parallel.collectives import Axis, Pending, all_reduce_small, exchange_gather
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.linear_precision import LinearPrecision
 from megascale.parallel.runtime import Runtime
-from megascale.parallel.tensor import gather_linear, linear_scatter
+from megascale.parallel.tensor import (
+    gather_linear,
+    linear_scatter,
+    rms_norm_columns,
+    vocabulary_embedding,
+    vocabulary_logits,
+    vocabulary_loss,
+)
 
 ROWS, BATCH, HIDDEN, COLUMNS = 2, 3, 4, 5  # rows of each rank's part of the sequence, columns of each rank
 SHARD_BYTES = 1 << 12
@@ -239,3 +246,72 @@ def test_collectives_are_hidden_by_gemms_only_if_that_is_asked_for(monkeypatch, 
     z.backward(torch.ones_like(z))
     assert flight.during_gemms == [("forward", 0), ("dgrad", 0), ("wgrad", 0)]
     assert flight.count == 0
+
+
+@pytest.fixture
+def collectives_between_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives of the module by the exchange, as threads have no process group."""
+    monkeypatch.setattr(tensor_module, "all_reduce", lambda x, axis: Pending(all_reduce_small(x, axis)))
+    monkeypatch.setattr(tensor_module, "all_gather", exchange_gather)
+
+
+@pytest.mark.usefixtures("collectives_between_threads")
+@pytest.mark.parametrize("size", [2, 3])
+def test_norms_over_the_columns_of_all_ranks(size):
+    """Values and gradients are those of whole rows; the two tensors differ in width."""
+    inputs = [draw(ROWS, BATCH, size * width, seed=width) for width in (4, 2)]
+    weights = [draw(size * width, seed=10 + width) for width in (4, 2)]
+    upstream = [draw(ROWS, BATCH, size * width, seed=20 + width) for width in (4, 2)]
+    eps = 0.25
+
+    def run(axis: Axis) -> list[torch.Tensor]:
+        parts = [make_leaf(tensor.chunk(size, -1)[axis.rank]) for tensor in (*inputs, *weights)]
+        normed = rms_norm_columns(*parts, eps=eps, axis=axis)
+        dys = [dy.chunk(size, -1)[axis.rank] for dy in upstream]
+        return [*normed, *torch.autograd.grad(normed, parts, dys)]
+
+    whole = [make_leaf(tensor) for tensor in (*inputs, *weights)]
+    normed = [
+        x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+        for x, weight in zip(whole[:2], whole[2:], strict=True)
+    ]
+    expected = [*normed, *torch.autograd.grad(normed, whole, upstream)]
+    for rank, results in enumerate(run_ranks(size, run)):
+        for result, value in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, value.chunk(size, -1)[rank])
+
+
+@pytest.mark.usefixtures("collectives_between_threads")
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_vocabulary_is_cut_over_ranks(size):
+    """Embeddings, logits, losses and gradients are those of the whole matrix, whose last rows are padding."""
+    rows, vocab = 4, 4 * size - 1
+    weight, bias = draw(size * rows, HIDDEN, seed=1), draw(size * rows, seed=2)
+    x = draw(size * ROWS, BATCH, HIDDEN, seed=3)
+    tokens = (torch.arange(size * ROWS * BATCH) * 5 % vocab).view(size * ROWS, BATCH)
+    dy = draw(size * ROWS, BATCH, HIDDEN, seed=4)
+
+    def run(axis: Axis) -> list[torch.Tensor]:
+        rank = axis.rank
+        weight_part, bias_part = (make_leaf(tensor.chunk(size)[rank]) for tensor in (weight, bias))
+        x_part = make_leaf(x.chunk(size)[rank])
+        embedded = vocabulary_embedding(tokens, weight_part, axis)
+        (embedding_grad,) = torch.autograd.grad(embedded, weight_part, dy.chunk(size)[rank])
+        logits = vocabulary_logits(x_part, weight_part, bias_part, vocab, axis).detach()
+        loss = vocabulary_loss(x_part, weight_part, bias_part, tokens, vocab, axis)
+        gradients = torch.autograd.grad(loss.sum(), (x_part, weight_part, bias_part))
+        return [embedded.detach(), embedding_grad, logits, loss.detach(), *gradients]
+
+    leaves = [make_leaf(tensor) for tensor in (x, weight, bias)]
+    embedded = torch.nn.functional.embedding(tokens, leaves[1])
+    (embedding_grad,) = torch.autograd.grad(embedded, leaves[1], dy)
+    logits = torch.nn.functional.linear(*leaves)[..., :vocab]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="none")
+    gradients = torch.autograd.grad(loss.sum(), leaves)
+    for rank, results in enumerate(run_ranks(size, run)):
+        torch.testing.assert_close(results[0], embedded.chunk(size)[rank])
+        torch.testing.assert_close(results[1], embedding_grad.chunk(size)[rank])
+        torch.testing.assert_close(results[2], logits)
+        torch.testing.assert_close(results[3].flatten(), loss)
+        for result, gradient in zip(results[4:], gradients, strict=True):
+            torch.testing.assert_close(result, gradient.chunk(size)[rank])
