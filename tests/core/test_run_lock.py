@@ -226,3 +226,12 @@ def test_a_child_does_not_keep_a_lock(folder):
     run_lock._drop_all()  # as a forked child does
     check_available(folder, 0.0)
     assert lock._descriptor == -1
+
+
+def test_others_may_read_who_holds_a_lock(folder):
+    umask = os.umask(0)
+    try:
+        acquire_trainer_lock(folder, "megascale train", 0.0).release()
+    finally:
+        os.umask(umask)
+    assert (folder / TRAINER_LOCK).stat().st_mode & 0o777 == 0o644
