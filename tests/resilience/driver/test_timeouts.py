@@ -54,3 +54,15 @@ def test_the_defaults_are_in_order():
 )
 def test_time_outs_that_are_equal_are_in_order(settings):
     check_timeouts(load(None, [f"--{setting}" for setting in settings]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "order"),
+    [
+        (["resilience.interval=3"], "resilience.window=5 s: 2 x resilience.interval must not be above"),
+        (["rendezvous.timeout=4"], "rendezvous.timeout=4 s: resilience.window must not be above"),
+    ],
+)
+def test_a_factor_is_named_where_there_is_one(settings, order):
+    with pytest.raises(ConfigError, match=order):
+        check_timeouts(load(None, [f"--{setting}" for setting in settings]))
