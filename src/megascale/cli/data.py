@@ -278,17 +278,17 @@ def samples(
     names = config.data.train
     if len(source.files) == 1:
         names = [", ".join(names)]
-    source.close()
-    length = config.model.sequence_length
     rows = []
     for sample, (epoch, file, window) in enumerate(ids, first):
-        token_range = [window * length, (window + 1) * length + 1]
-        rows.append({"sample": sample, "file": names[file], "epoch": epoch, "window": window, "tokens": token_range})
+        row = {"sample": sample, "file": names[file], "epoch": epoch, "window": window}
+        ranges = source.token_ranges(file, window)
+        rows.append(row | {"tokens": list(ranges[0]), "ranges": [list(tokens) for tokens in ranges]})
+    source.close()
     if as_json:
         print_json({"step": step, "first": first, "count": count, "samples": rows})
         return
     typer.echo(f"step {step} trains samples {first} to {first + count - 1}:")
     for row in rows:
-        start, stop = row["tokens"]
-        window = f"window {row['window']} (tokens {start:,} to {stop - 1:,})"
+        ranges = ", ".join(f"{start:,} to {stop - 1:,}" for start, stop in row["ranges"])
+        window = f"window {row['window']} (tokens {ranges})"
         typer.echo(f"  {row['sample']}: {row['file']} {window}, epoch {row['epoch']}")

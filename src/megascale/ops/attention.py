@@ -17,15 +17,25 @@ from torch import Tensor
 from megascale.errors import ConfigError
 from megascale.ops import dispatch
 from megascale.ops.attention_backends import BACKENDS, candidates, causal_mask
+from megascale.ops.attention_documents import (
+    DOCUMENT_BACKENDS,
+    DOCUMENT_CANDIDATES,
+    DocumentMask,
+    check_document_backend,
+    synthetic_boundaries,
+)
 from megascale.ops.rope import split_qkv
 
 AGREEMENT = 2e-2  # norm-wise, in bfloat16, between kernels of the same mask
 REPEATS = 5
 WARM_UP_SECONDS = 0.3
 BUSY_GEMMS = 12  # 2.5 ms on an H200: longer than launching an attention both ways takes
+REFERENCE_ROWS = 256  # queries at the end of a sample that are compared with the reference
 
 
-def attention_reference(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, window: int | None) -> Tensor:
+def attention_reference(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, window: int | None, documents: DocumentMask | None = None
+) -> Tensor:
     """Compute softmax over an explicit mask, in at least float32: the reference of every backend."""
     S, B, N, D = q_SBND.shape
     G = k_SBGD.shape[2]
@@ -33,12 +43,19 @@ def attention_reference(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, windo
     q = q_SBND.to(wide).unflatten(2, (G, N // G))
     scores = torch.einsum("sbgnd,tbgd->bgnst", q, k_SBGD.to(wide)) * D**-0.5
     mask = causal_mask(S, k_SBGD.shape[0], window, q_SBND.device)
+    if documents is not None:
+        keys = torch.arange(k_SBGD.shape[0], device=q_SBND.device)
+        mask = (mask & (keys >= documents.starts_BS[:, -S:, None]))[:, None, None]  # [B, 1, 1, S, T]
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     return torch.einsum("bgnst,tbgd->sbgnd", weights, v_SBGD.to(wide)).reshape(S, B, N * D).to(q_SBND.dtype)
 
 
 class AttentionShape(NamedTuple):
-    """The shape that a choice depends on. window is None for full attention."""
+    """The shape that a choice depends on.
+
+    window is None for full attention. documents is the largest number of documents in a sample; 0: a sample is one
+    document.
+    """
 
     S: int
     B: int
@@ -47,9 +64,12 @@ class AttentionShape(NamedTuple):
     D: int
     window: int | None
     dtype: torch.dtype
+    documents: int = 0
 
     def __str__(self) -> str:
         mask = "full" if self.window is None else f"window {self.window}"
+        if self.documents:
+            mask += f", up to {self.documents} documents"
         kind = str(self.dtype).removeprefix("torch.")
         return f"{self.S} x {self.B}, {self.N} heads ({self.G} kv) of {self.D}, {mask}, {kind}"
 
@@ -80,8 +100,12 @@ def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
     load = _GpuLoad(device)
     load.warm_up()
     choice = AttentionChoice("sdpa")
+    names = candidates(shape.window)
     expected: Tensor | None = None
-    for name in (*candidates(shape.window), "sdpa"):
+    if shape.documents:
+        names = list(DOCUMENT_CANDIDATES)
+        expected = _compute_last_rows(shape, device)
+    for name in (*names, "sdpa"):
         if name == "sdpa" and choice.milliseconds:
             break  # the last resort: it is slow, and its explicit mask may not even fit
         try:
@@ -91,11 +115,13 @@ def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
             continue
         if expected is None:
             expected = out
+        out = out[-len(expected) :]
         distance = ((out.float() - expected.float()).norm() / expected.float().norm()).item()
         if distance <= AGREEMENT:
             choice.milliseconds[name] = milliseconds
         else:
-            choice.refused[name] = f"its output is {distance:.1e} away from {next(iter(choice.milliseconds))}'s"
+            reference = next(iter(choice.milliseconds), "the reference")
+            choice.refused[name] = f"its output is {distance:.1e} away from {reference}'s"
     if choice.milliseconds:
         choice.name = min(choice.milliseconds, key=choice.milliseconds.__getitem__)
     return choice
@@ -152,6 +178,7 @@ class AttentionChooser:
         window: int | None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cuda",
+        documents: int = 0,
     ) -> str:
         """Return the backend for a shape, measured at the first call: at start-up, before any graph capture.
 
@@ -159,10 +186,11 @@ class AttentionChooser:
 
         Args:
             S, B, N, G, D: tokens, samples, query heads, key/value heads, and width of a head.
+            documents: largest number of documents in a sample; 0: a sample is one document.
         """
         if window is not None and window >= S:
             window = None
-        shape = AttentionShape(S, B, N, G, D, window, dtype)
+        shape = AttentionShape(S, B, N, G, D, window, dtype, documents)
         if shape not in self.choices:
             # The caller may be recomputed in backward: its hooks must not see the tensors saved while measuring.
             with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
@@ -179,7 +207,7 @@ class AttentionChooser:
         """Return why a backend cannot run a shape on this process's device, or "" if it can."""
         if name == "sdpa":
             return ""
-        if name not in BACKENDS:
+        if name not in BACKENDS and name not in DOCUMENT_BACKENDS:
             return "this version has no such kernel"
         try:
             _run(name, shape, *_inputs(shape, device))
@@ -200,10 +228,41 @@ def _inputs(shape: AttentionShape, device: torch.device) -> tuple[Tensor, Tensor
     return qkv, torch.randn(shape.S, shape.B, shape.N * shape.D, device=device, generator=generator).to(shape.dtype)
 
 
+def _make_documents(shape: AttentionShape, device: torch.device) -> DocumentMask | None:
+    """Return synthetic documents of the shape, or None if a sample is one document."""
+    if not shape.documents:
+        return None
+    return DocumentMask.from_boundaries(synthetic_boundaries(shape.S, shape.B, shape.documents).to(device), shape.S)
+
+
+def _compute_last_rows(shape: AttentionShape, device: torch.device) -> Tensor:
+    """Return the reference's output for the last queries of the synthetic documents."""
+    qkv, _ = _inputs(shape, device)
+    q, k, v = split_qkv(qkv.detach(), shape.N, shape.G)
+    return attention_reference(q[-REFERENCE_ROWS:], k, v, window=shape.window, documents=_make_documents(shape, device))
+
+
+def run_backend(
+    name: str, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, documents: DocumentMask | None
+) -> Tensor:
+    """Run a kernel by name. Raises ConfigError if there are documents and the kernel cannot keep to them."""
+    if documents is None and name not in BACKENDS:
+        raise ConfigError(
+            f"kernels.attention={name!r} computes attention within documents only; set --data.document_mask=true, or "
+            "--kernels.attention=auto"
+        )
+    if documents is None:
+        return BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window)
+    check_document_backend(name)
+    return DOCUMENT_BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window, documents)
+
+
 def _run(name: str, shape: AttentionShape, qkv: Tensor, upstream: Tensor) -> Tensor:
     """Run forward and backward through the QKV split; returns the output."""
+    documents = _make_documents(shape, qkv.device)
     with torch.enable_grad():
-        out = BACKENDS[name](*split_qkv(qkv, shape.N, shape.G), shape.window)
+        q, k, v = split_qkv(qkv, shape.N, shape.G)
+        out = run_backend(name, q, k, v, shape.window, documents)
         torch.autograd.grad(out, qkv, upstream)
     return out.detach()
 
@@ -232,11 +291,12 @@ def attention(
     window: int | None,
     backend: str = "auto",
     chooser: AttentionChooser | None = None,
+    documents: DocumentMask | None = None,
 ) -> Tensor:
     """Compute causal attention; returns [S, B, N*D].
 
     Views of the fused QKV output are read in place. With fewer queries than keys (generation) the last query is at the
-    last key. Raises ConfigError for an unknown backend.
+    last key. Raises ConfigError for an unknown backend, and for one that cannot keep to the documents.
 
     Args:
         q_SBND: [queries, batch, heads, head size].
@@ -244,6 +304,7 @@ def attention(
         window: tokens that a query sees, itself included; None for all before it.
         backend: "auto" for the chooser's, else a name of `BACKENDS`.
         chooser: holds kernels.attention and the measurements; default: a new one.
+        documents: documents of the samples, which attention does not leave; None: a sample is one document.
     """
     S, B, N, D = q_SBND.shape
     T, G = k_SBGD.shape[0], k_SBGD.shape[2]
@@ -256,13 +317,16 @@ def attention(
     elif name == "auto" and dispatch.mode() == "reference":
         name = "sdpa"
     elif name == "auto":
-        choice = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype))
+        count = 0 if documents is None else documents.max_documents
+        choice = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype, count))
         if choice is not None:
             name = choice.name
         elif torch.is_grad_enabled():
-            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device)
+            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device, count)
         else:
             name = "sdpa"  # prompts come in every length, which are not worth a measurement each
+    if documents is not None:
+        return run_backend(name, q_SBND, k_SBGD, v_SBGD, window, documents)
     if name not in BACKENDS:
         raise ConfigError(f"kernels.attention={name!r} is not a backend; choose among auto, {', '.join(BACKENDS)}")
     return BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window)
