@@ -126,7 +126,7 @@ def flex(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, doc
 def _join_samples(x_SBND: Tensor) -> Tensor:
     """Return [S, B, N, D] as [B x S, N, D], sample after sample: a view for one sample, else a copy."""
     if x_SBND.shape[1] == 1:
-        return x_SBND[:, 0]
+        return x_SBND.squeeze(1)
     return x_SBND.transpose(0, 1).flatten(0, 1)
 
 
@@ -217,12 +217,12 @@ class _Flash4Varlen(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         d_out = _join_samples(upstream[0].unflatten(-1, q.shape[1:])).contiguous()
         grads = allocate_qkv_gradients(q.unsqueeze(1), k.unsqueeze(1))  # [B x S, 1, heads, D]
-        dq, dk, dv = (grad[:, 0] for grad in grads)
+        dq, dk, dv = (grad.squeeze(1) for grad in grads)
         flash4_interface()._flash_attn_bwd(
             q, k, v, out, d_out, lse, dq=dq, dk=dk, dv=dv, **ctx.options, deterministic=ctx.deterministic
         )
         if ctx.batch > 1:
-            grads = tuple(_separate_samples(grad[:, 0], ctx.batch) for grad in grads)
+            grads = tuple(_separate_samples(grad.squeeze(1), ctx.batch) for grad in grads)
         return *grads, None, None
 
 
