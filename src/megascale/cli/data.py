@@ -290,8 +290,8 @@ def samples(
         return
     typer.echo(f"step {step} trains samples {first} to {first + count - 1}:")
     for row in rows:
-        ranges = ", ".join(f"{start:,} to {stop - 1:,}" for start, stop in row["ranges"])
-        window = f"window {row['window']} (tokens {ranges})"
+        tokens = ", ".join(f"{start:,} to {stop - 1:,}" for start, stop in row["ranges"])
+        window = f"window {row['window']} (tokens {tokens})"
         typer.echo(f"  {row['sample']}: {row['file']} {window}, epoch {row['epoch']}")
 
 

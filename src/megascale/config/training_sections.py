@@ -85,7 +85,9 @@ class DataConfig(Section):
         return self
 
     def count_max_documents(self, sequence_length: int) -> int:
-        """Return the largest number of documents in a sample: data.max_documents, or its default."""
+        """Return the largest number of documents in a sample; 0 without data.document_mask."""
+        if not self.document_mask:
+            return 0
         if self.max_documents is not None:
             return min(self.max_documents, sequence_length)
         return min(max(16, sequence_length // 64), sequence_length)

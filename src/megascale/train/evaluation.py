@@ -59,7 +59,8 @@ def evaluate_file(
     model would ignore.
     """
     length, size = config.model.sequence_length, config.train.micro_batch
-    held_out = HeldOut(prefix, length, config.model.vocab_size, stride, option, document_mask=config.data.document_mask)
+    limit = config.data.count_max_documents(length)
+    held_out = HeldOut(prefix, length, config.model.vocab_size, stride, option, max_documents=limit)
     check_fields(held_out.fields, config.model, option, prefix)
     windows = held_out.spread_windows(samples)
     count = len(windows)

@@ -378,6 +378,10 @@ class HeldOut:
     The first token is predicted from the file's last one, which in files built here is an end of document. The last
     window is padded; padding has target IGNORE.
 
+    Args:
+        max_documents: largest number of documents in a sample of training, which are kept apart here too; 0: they are
+            joined.
+
     Attributes:
         fields: optional fields that its batches carry.
         windows: number of windows.
@@ -393,7 +397,7 @@ class HeldOut:
         vocab_size: int | None = None,
         stride: int | None = None,
         setting: str = "data.valid",
-        document_mask: bool = False,
+        max_documents: int = 0,
     ) -> None:
         self.prefix = prefix
         self.sequence_length = sequence_length
@@ -408,9 +412,10 @@ class HeldOut:
         self.fields = sample_fields(prefix)
         self._file = open_tokens(prefix)
         self.document_starts: NDArray[np.int64] | None = None
-        if document_mask:
+        if max_documents:
             self.document_starts = read_documents(self._file, setting)
-            count = self._count_max_documents(self.document_starts)
+            # With the number of training, evaluation runs the kernels that were chosen for training.
+            count = max(max_documents, self._count_max_documents(self.document_starts))
             self.fields = combine_documents(self.fields, count, setting, prefix)
         self._fields_reader = FieldReader(self.fields, sequence_length)
         self.tokens = self._file.tokens
@@ -419,8 +424,8 @@ class HeldOut:
         self.windows = -(-self.tokens // self.stride)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        is_masked = self.document_starts is not None
-        return HeldOut, (self.prefix, self.sequence_length, self.vocab_size, self.stride, self.setting, is_masked)
+        limit = 0 if self.document_starts is None else self.fields.max_documents - 1
+        return HeldOut, (self.prefix, self.sequence_length, self.vocab_size, self.stride, self.setting, limit)
 
     def _count_max_documents(self, document_starts: NDArray[np.int64]) -> int:
         """Return the largest number of documents in a window."""
