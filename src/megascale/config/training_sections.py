@@ -193,7 +193,7 @@ class KernelsConfig(Section):
     ] = Field(
         "auto",
         description="attention kernel; auto: the fastest kernel for the layer's mask, measured at start-up. "
-        "flash_varlen, flash4, flex and sdpa can keep attention within documents",
+        "flash_varlen, flash4, cudnn_frontend, flex and sdpa can keep attention within documents",
     )
     graphs: Literal["auto", "on", "off"] = Field(
         "auto",

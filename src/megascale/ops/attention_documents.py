@@ -123,14 +123,14 @@ def flex(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, doc
     return merge_heads(out.permute(2, 0, 1, 3))
 
 
-def _join_samples(x_SBND: Tensor) -> Tensor:
+def join_samples(x_SBND: Tensor) -> Tensor:
     """Return [S, B, N, D] as [B x S, N, D], sample after sample: a view for one sample, else a copy."""
     if x_SBND.shape[1] == 1:
         return x_SBND.squeeze(1)
     return x_SBND.transpose(0, 1).flatten(0, 1)
 
 
-def _separate_samples(x_TND: Tensor, batch: int) -> Tensor:
+def separate_samples(x_TND: Tensor, batch: int) -> Tensor:
     """Return [B x S, N, D] as a view [S, B, N, D]."""
     return x_TND.unflatten(0, (batch, -1)).transpose(0, 1)
 
@@ -142,7 +142,7 @@ class _FlashVarlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, cumulative: Tensor) -> Tensor:
         S, B, N, D = q.shape
-        q_TND, k_TGD, v_TGD = (_join_samples(t) for t in (q, k, v))
+        q_TND, k_TGD, v_TGD = (join_samples(t) for t in (q, k, v))
         # FlashAttention's window does not count the query itself.
         ctx.bounds = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
         out, lse, rng, unused, _ = torch_private.flash_attention_forward(
@@ -150,12 +150,12 @@ class _FlashVarlen(torch.autograd.Function):
         )
         ctx.save_for_backward(q_TND, k_TGD, v_TGD, out, lse, cumulative, rng, unused)
         ctx.batch = B
-        return _separate_samples(out, B).reshape(S, B, N * D)
+        return separate_samples(out, B).reshape(S, B, N * D)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, cumulative, rng, unused = ctx.saved_tensors
-        d_out = _join_samples(upstream[0].unflatten(-1, q.shape[1:])).contiguous()
+        d_out = join_samples(upstream[0].unflatten(-1, q.shape[1:])).contiguous()
         length = q.shape[0] // ctx.batch
         d_qkv = torch_private.flash_attention_backward(
             d_out,
@@ -174,7 +174,7 @@ class _FlashVarlen(torch.autograd.Function):
             unused,
             **ctx.bounds,
         )
-        return *(_separate_samples(grad, ctx.batch) for grad in d_qkv), None, None
+        return *(separate_samples(grad, ctx.batch) for grad in d_qkv), None, None
 
 
 def flash_varlen(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, documents: DocumentMask) -> Tensor:
@@ -194,7 +194,7 @@ class _Flash4Varlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, cumulative: Tensor) -> Tensor:
         S, B, N, D = q.shape
-        q_TND, k_TGD, v_TGD = (_join_samples(t) for t in (q, k, v))
+        q_TND, k_TGD, v_TGD = (join_samples(t) for t in (q, k, v))
         out = torch.empty((B * S, N, D), dtype=q.dtype, device=q.device)
         lse = torch.empty((N, B * S), dtype=torch.float32, device=q.device)
         ctx.options = {
@@ -210,42 +210,60 @@ class _Flash4Varlen(torch.autograd.Function):
         ctx.batch = B
         flash4_interface()._flash_attn_fwd(q_TND, k_TGD, v_TGD, **ctx.options, out=out, lse=lse)
         ctx.save_for_backward(q_TND, k_TGD, v_TGD, out, lse)
-        return _separate_samples(out, B).reshape(S, B, N * D)
+        return separate_samples(out, B).reshape(S, B, N * D)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        d_out = _join_samples(upstream[0].unflatten(-1, q.shape[1:])).contiguous()
+        d_out = join_samples(upstream[0].unflatten(-1, q.shape[1:])).contiguous()
         grads = allocate_qkv_gradients(q.unsqueeze(1), k.unsqueeze(1))  # [B x S, 1, heads, D]
         dq, dk, dv = (grad.squeeze(1) for grad in grads)
         flash4_interface()._flash_attn_bwd(
             q, k, v, out, d_out, lse, dq=dq, dk=dk, dv=dv, **ctx.options, deterministic=ctx.deterministic
         )
         if ctx.batch > 1:
-            grads = tuple(_separate_samples(grad.squeeze(1), ctx.batch) for grad in grads)
+            grads = tuple(separate_samples(grad.squeeze(1), ctx.batch) for grad in grads)
         return *grads, None, None
 
 
-def flash4(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, documents: DocumentMask) -> Tensor:
-    """Run FlashAttention-4 over cumulative lengths; ConfigError without its package."""
+def _run_flash4(q: Tensor, k: Tensor, v: Tensor, window: int | None, cumulative: Tensor) -> Tensor:
+    return _Flash4Varlen.apply(q, k, v, window, cumulative)
+
+
+def _run_cudnn(q: Tensor, k: Tensor, v: Tensor, window: int | None, cumulative: Tensor) -> Tensor:
+    from megascale.ops.attention_cudnn_documents import attend
+
+    return attend(q, k, v, window, cumulative)
+
+
+def _packaged(
+    name: str,
+    extra: str,
+    run: Callable[[Tensor, Tensor, Tensor, int | None, Tensor], Tensor],
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    window: int | None,
+    documents: DocumentMask,
+) -> Tensor:
+    """Run a kernel of an optional package over cumulative lengths; ConfigError if it is unavailable."""
     if not q_SBND.is_cuda:
-        raise ConfigError("kernels.attention='flash4' runs on CUDA devices; set --kernels.attention=auto")
+        raise ConfigError(f"kernels.attention={name!r} runs on CUDA devices; set --kernels.attention=auto")
     try:
-        return _Flash4Varlen.apply(q_SBND, k_SBGD, v_SBGD, window, documents.cumulative)
+        return run(q_SBND, k_SBGD, v_SBGD, window, documents.cumulative)
     except ImportError as error:
-        raise ConfigError(
-            f"kernels.attention='flash4' is unavailable: {error}; {describe_install('flash4')}"
-        ) from error
+        raise ConfigError(f"kernels.attention={name!r} is unavailable: {error}; {describe_install(extra)}") from error
 
 
 DOCUMENT_BACKENDS: dict[str, DocumentBackend] = {
     "flash_varlen": flash_varlen,
-    "flash4": flash4,
+    "flash4": functools.partial(_packaged, "flash4", "flash4", _run_flash4),
+    "cudnn_frontend": functools.partial(_packaged, "cudnn_frontend", "cudnn", _run_cudnn),
     "flex": flex,
     "sdpa": sdpa,
 }
 # The backends worth measuring on CUDA, best guess first.
-DOCUMENT_CANDIDATES = ("flash_varlen", "flash4", "flex")
+DOCUMENT_CANDIDATES = ("flash_varlen", "flash4", "cudnn_frontend", "flex")
 
 
 def check_document_backend(name: str) -> None:
