@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from megascale.config import from_tree
@@ -18,6 +20,7 @@ from megascale.ops.attention import AttentionChooser, AttentionShape, attention,
 from megascale.ops.attention_documents import (
     DOCUMENT_BACKENDS,
     DocumentMask,
+    _FlashVarlen,
     make_block_mask,
     sdpa,
     synthetic_boundaries,
@@ -72,7 +75,9 @@ def test_blocks_of_flex_attention_cover_the_mask(length: int, window: int | None
     assert torch.equal(listed, holds_any)
     assert listed.sum() < 2 * count * (count + 1) / 2
     q, k, v = (heads.float().permute(1, 2, 0, 3) for heads in make_inputs(length, 2))
-    out = flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it is not compiled
+        out = flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
     expected = sdpa(*make_inputs(length, 2, torch.float32), window, documents)
     torch.testing.assert_close(out.permute(2, 0, 1, 3).flatten(2), expected, rtol=1e-4, atol=1e-5)
 
@@ -93,6 +98,28 @@ def test_a_kernel_for_gpus_is_refused_on_a_cpu(name: str) -> None:
     documents = DocumentMask.from_boundaries(synthetic_boundaries(8, 1, 3), 8)
     with pytest.raises(ConfigError, match=rf"'{name}' (runs|trains) on CUDA devices; set --kernels.attention=auto"):
         attention(q, k, v, window=None, backend=name, documents=documents)
+
+
+class Context:
+    """What an autograd function's passes use of their context."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_flash_attention_2_takes_the_arguments(window: int | None, batch: int) -> None:
+    """torch's own description of the operators checks types and shapes without a GPU."""
+    S, N, G, D = 512, 4, 2, 128
+    with FakeTensorMode(), torch.no_grad():
+        context = Context()
+        q, k, v = torch.empty(S, batch, N + 2 * G, D, dtype=torch.bfloat16, device="cuda").split((N, G, G), dim=2)
+        cumulative = torch.empty(batch * 17 + 1, dtype=torch.int32, device="cuda")
+        out = _FlashVarlen.forward(context, q, k, v, window, cumulative)
+        assert out.shape == (S, batch, N * D)
+        *grads, _, _ = _FlashVarlen.backward(context, torch.empty_like(out))
+        assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 
 def test_a_kernel_for_documents_alone_is_refused_without_them() -> None:
