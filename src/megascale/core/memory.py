@@ -107,8 +107,9 @@ class MemoryEstimate:
         weights: parameters in the training precision.
         weight_copies: copies of matrices in the format that GEMMs read, if train.linear_precision makes any. If
             data-parallel ranks gather float8, one of the two copies is the receive buffer.
-        gradients: float32 gradient buffer. ZeRO-2: its shard, and two buffers of the largest chunk's size, one that
-            backward fills while the other is in flight. With split backwards there is one more than chunks.
+        gradients: float32 gradient buffer. ZeRO-2: the shard of the units' gradients, two slots of a block's size, one
+            that backward fills while the other is in flight (at least the largest matrix outside blocks), and the
+            gradients of resident parameters: norms, biases, tied embeddings.
         optimizer: float32 master weights (16-bit training) and the optimizer's state, sharded from ZeRO-1 on. It is the
             mean over data-parallel ranks, which differ by a bucket's share if tensors have different state.
         activations: saved activations at the schedule's peak, without logits.
@@ -253,6 +254,51 @@ def _count_parameters_by_chunk(model: ModelConfig, parallel: ParallelConfig, sta
         count_chunk_parameters(model, layers[g], g, chunk_map.chunks, parallel.tensor, duplicates_tied=duplicates_tied)
         for g in chunk_map.stage_chunks(stage)
     ]
+
+
+@dataclass(frozen=True)
+class UnitElements:
+    """Elements of a stage's units of the forward, which ZeRO-2 reduces one by one (parallel/gradient_slots.py).
+
+    Attributes:
+        sharded: matrices of all units. All other parameters are resident.
+        block: the largest block.
+        outer: the largest matrix outside blocks.
+    """
+
+    sharded: int
+    block: int
+    outer: int
+
+    @property
+    def slots(self) -> int:
+        """Elements of the slots for gradients: of two blocks, or of the largest matrix outside blocks."""
+        return max(2 * self.block, self.outer)
+
+
+def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) -> UnitElements:
+    """Return the elements of a stage's units on one tensor-parallel rank."""
+    chunk_map = chunk_map_of(parallel)
+    sums = _unit_sums(model, parallel.tensor)
+    blocks = []
+    for layers in assign_stage_layers(model, parallel, stage):
+        for index, half in layers:
+            if half == "both":
+                blocks.append(int(sums.running[index + 1] - sums.running[index]))
+            else:
+                blocks.append(int((sums.attention if half == "attention" else sums.mlp)[index]))
+    outer = []
+    if not model.tied_embeddings:
+        embeddings = embedding_tensors(model) if stage == chunk_map.first_stage else ()
+        head = head_tensors(model) if stage == chunk_map.last_stage else ()
+        outer = [prod(tensor.local_shape(parallel.tensor)) for tensor in (*embeddings, *head) if tensor.is_unit_matrix]
+    return UnitElements(sum(blocks) + sum(outer), max(blocks, default=0), max(outer, default=0))
+
+
+@lru_cache(maxsize=256)
+def _unit_sums(model: ModelConfig, tensor: int) -> LayerSums:
+    """Return the sums of elements of matrices that are not replicated over tensor-parallel ranks."""
+    return _sum_tensors(model, lambda tensors: count_elements((t for t in tensors if t.is_unit_matrix), tensor))
 
 
 # optimizer state -------------------------------------------------------------------------------------------------
@@ -461,19 +507,18 @@ def _gradient_bytes(
     model: ModelConfig, parallel: ParallelConfig, grid: Grid, schedule: Schedule, stage: int, master_itemsize: int
 ) -> int:
     """Return the bytes of gradient buffers of a stage."""
-    by_chunk = _count_parameters_by_chunk(model, parallel, stage)
-    parameters = sum(by_chunk)
+    parameters = count_stage_parameters(model, parallel, stage)
     if grid.shards == 1:
         return master_itemsize * parameters
-    shard = -(-parameters // grid.shards)
-    two_chunks = 2 * max(by_chunk)
-    # With split backwards each chunk may hold a buffer of the pool, and another one is in flight.
-    pool_size = schedule.virtual_stages + 1 if schedule.splits_backward else 2
-    buffers = shard + pool_size * max(by_chunk) if parallel.zero == 2 else parameters
+    buffers = in_flight = parameters
+    if parallel.zero >= 2:
+        units = count_stage_units(model, parallel, stage)
+        in_flight = units.slots + parameters - units.sharded
+        buffers = in_flight + -(-units.sharded // grid.shards)
     total = master_itemsize * buffers
     if parallel.reduce_dtype == "bfloat16":
-        # Rounded copies in flight: of a whole stage at the end of a step, of two chunks with ZeRO-2.
-        total += DTYPE_BYTES["bfloat16"] * (parameters if parallel.zero < 2 else two_chunks)
+        # Rounded copies in flight: of all gradients, or from ZeRO-2 on of the slots and of resident parameters.
+        total += DTYPE_BYTES["bfloat16"] * in_flight
     return total
 
 

@@ -97,6 +97,13 @@ class Chunk(DirectModule):
         embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.first and p is not None]
         return [embeddings, *blocks, list(self.parameters())]
 
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that several units use: an embedding that is also the matrix of the logits."""
+        if self.first and self.last and not self._borrowed and self.head is None:
+            assert self.token_embedding is not None
+            return [self.token_embedding]
+        return []
+
     def linear_weights(self) -> dict[str, torch.Tensor]:
         """Return the weights [O, I] of linear layers, vocabulary excluded, by the names of their logical tensors."""
         weights: dict[str, torch.Tensor] = {}

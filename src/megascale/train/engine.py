@@ -153,7 +153,7 @@ class Engine:
             config.overlap.data,
             reduce_dtype=reduce_dtype,
             float8=gathers_in_float8,
-            splits_backward=layout.schedule().splits_backward,
+            microbatches=layout.microbatches,
         )
         self.optimizer = self._make_optimizer(axes, coordinate)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
@@ -288,7 +288,7 @@ class Engine:
         The gradient of each token's loss is known before the loss. Under ZeRO-2 gradients have no memory before
         backward.
         """
-        return self.flats[-1].zero != 2
+        return self.flats[-1].zero < 2
 
     def _make_token_gradient(self) -> torch.Tensor | None:
         """Return the gradient of each token's loss if every token counts the same and if it is used, else None."""
@@ -375,8 +375,6 @@ class Engine:
             if not chunk.first:
                 x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
             y = self._run_chunk(number, x, batch, context)
-            if self.data_parallel.pool is not None:
-                self.data_parallel.arm_reductions(number)  # a buffer of the pool is reduced before its next use
             self.data_parallel.begin_backward(number)
             torch.autograd.backward(y, None if chunk.last else torch.zeros_like(y))
             self.data_parallel.end_backward(number)

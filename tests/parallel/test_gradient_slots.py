@@ -1,0 +1,128 @@
+"""Gradients of units in slots (ZeRO-2): sums of a rank's shard on one process, with the reduction replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.config import from_tree
+from megascale.core.batch import Batch
+from megascale.model.transformer import Chunk
+from megascale.parallel.buffer_layout import BufferMember, lay_out
+from megascale.parallel.buffers import Axes, ParamAndGradBuffer
+from megascale.parallel.collectives import Axis, Pending
+from megascale.parallel.data_parallel import DataParallel
+from megascale.parallel.gradient_slots import find_gaps, size_slots
+
+RANKS = 2
+LAYERS = 4
+
+
+class LateReduction:
+    """A reduction that returns this rank's shard late and poisons the slot: nothing may read it afterwards."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, grads: torch.Tensor, axis: Axis) -> Pending:
+        self.count += 1
+        result = grads.view(RANKS, -1)[axis.rank].clone()
+        grads.fill_(float("nan"))
+        return Pending(result)
+
+
+def make_data_parallel(zero: int, rank: int, shares_block: bool = False, **options: Any) -> DataParallel:
+    model = {"hidden": 12, "heads": 4, "layers": LAYERS, "sequence_length": 8, "vocab_size": 21, "init_std": 0.2}
+    config = from_tree({"model": {**model, **options}}).model
+    module = Chunk(config, range(LAYERS), first=True, last=True, dtype=torch.float64)
+    if shares_block:
+        module.blocks[2] = module.blocks[0]
+    data = Axis(None, RANKS, rank)
+    buffer = ParamAndGradBuffer(module, torch.device("cpu"), Axes(data=data, reduce=data), zero)
+    for param in buffer.parameters:
+        torch.nn.init.normal_(param, std=0.2, generator=torch.Generator().manual_seed(param.numel()))
+    data_parallel = DataParallel([buffer], microbatches=3)
+    data_parallel._start_reduction = lambda grads, axis: Pending(grads)  # resident buffers hold the sums
+    if data_parallel.slots is not None:
+        data_parallel.slots.start_reduction = LateReduction()
+    return data_parallel
+
+
+def run_step(data: DataParallel, microbatches: int) -> None:
+    """Run forward and backward of a step's micro-batches, each with tokens of its own."""
+    data.begin_step()
+    for i in range(microbatches):
+        tokens = (torch.arange(8)[:, None] * (i + 1)) % 21
+        loss = data.buffers[0].module(tokens, Batch(tokens, tokens)).sum()
+        if data.slots is not None or i == microbatches - 1:
+            data.arm_reductions(0)
+        data.begin_backward(0)
+        loss.backward()
+        data.end_backward(0)
+    data.finish_reductions()
+
+
+def collect_shard(data: DataParallel) -> dict[tuple[str, int], torch.Tensor]:
+    """Return this rank's gradients by tensor and place in it."""
+    grads = {}
+    for shard in data.buffers[0].shards:
+        for extent in shard.extents:
+            grads[extent.piece.name, extent.piece_start] = shard.grads[extent.start : extent.stop].clone()
+    return grads
+
+
+def collect_expected(options: dict[str, Any], shares_block: bool, microbatches: int) -> dict[str, torch.Tensor]:
+    """Return the whole gradients, by tensor, of a step without sharding."""
+    data = make_data_parallel(0, 0, shares_block, **options)
+    run_step(data, microbatches)
+    return {name: grad for (name, _), grad in collect_shard(data).items()}
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("shares_block", [False, True], ids=["each block once", "a block used twice"])
+@pytest.mark.parametrize(
+    "options", [{"tied_embeddings": False}, {"block": "parallel", "activation": "swiglu"}], ids=["untied", "tied"]
+)
+def test_shards_have_the_sums_of_all_micro_batches(options, shares_block, rank):
+    """The first micro-batch overwrites the last step's sums, the others add, and a released slot is never read."""
+    data = make_data_parallel(2, rank, shares_block, **options)
+    assert data.slots is not None
+    expected = collect_expected(options, shares_block, microbatches=3)
+    for _ in range(3):
+        run_step(data, 3)
+        assert not data.slots.active
+        for (name, start), grad in collect_shard(data).items():
+            whole = expected[name].flatten()[start : start + grad.numel()]
+            torch.testing.assert_close(grad, whole, rtol=1e-12, atol=1e-14)
+    units = len(data.slots.buckets[0])
+    assert units == LAYERS - 2 * shares_block + 2 * ("block" not in options)
+    assert data.slots.start_reduction.count == 3 * 3 * units
+
+
+def test_a_unit_without_gradients_has_a_sum_of_zero():
+    data = make_data_parallel(2, 0)
+    run_step(data, 1)
+    assert any(shard.grads.any() for shard in data.buffers[0].shards)
+    data.begin_step()
+    data.finish_reductions()
+    assert not any(shard.grads.any() for shard in data.buffers[0].shards)
+
+
+def test_slots_hold_two_blocks_or_the_largest_matrix():
+    """Layouts of blocks that are smaller, and larger, than half of the embedding."""
+    for block, table in ((100, 1000), (900, 1000)):
+        members = [BufferMember(table, True, (), unit=0)]
+        members += [BufferMember(block, True, (), unit=unit) for unit in (1, 2, 3)]
+        members.append(BufferMember(5, False, ("tensor",)))
+        layout = lay_out(members, 1, None)
+        assert [layout.units[bucket] for bucket in range(5)] == [3, 2, 1, 0, None]
+        size, block_size = size_slots([layout], [5])
+        assert block_size == -(-block // 64) * 64
+        assert size == max(1024, 2 * block_size)
+
+
+def test_gaps_between_spans():
+    assert find_gaps(0, 10, [(4, 6), (0, 2)]) == [(2, 4), (6, 10)]
+    assert find_gaps(3, 3, []) == []
