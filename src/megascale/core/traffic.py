@@ -45,7 +45,7 @@ def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -
     """Return whether `data` data-parallel ranks gather matrices as float8; resolves parallel.gather_precision=auto."""
     if LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is None:
         return False
-    return parallel.zero > 0 and data > 1 and parallel.gather_precision != "default"
+    return parallel.zero in (1, 2) and data > 1 and parallel.gather_precision != "default"
 
 
 def gathered_bytes(

@@ -86,6 +86,7 @@ class Chunk(DirectModule):
         self.head = head.get("head.weight")
         self.head_bias = head.get("head.bias")
         self.pre_forward_gather: Callable[[int], None] = lambda unit: None
+        self.pre_backward_gather: Callable[[int], None] | None = None  # before the backward of a unit, if set
 
     def forward_units(self) -> list[list[nn.Parameter]]:
         """Return the parameters in the order in which forward needs them; the last unit has all remaining ones.
@@ -99,8 +100,7 @@ class Chunk(DirectModule):
 
     def shared_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that several units use: an embedding that is also the matrix of the logits."""
-        if self.first and self.last and not self._borrowed and self.head is None:
-            assert self.token_embedding is not None
+        if self.token_embedding is not None and self.model.tied_embeddings:
             return [self.token_embedding]
         return []
 
@@ -144,6 +144,8 @@ class Chunk(DirectModule):
             else:
                 # A norm follows every sum but the last, and computes it.
                 stream = block(stream, rotary[i], context, defer_add=self.last or i + 1 < len(self.blocks))
+            if self.pre_backward_gather is not None:
+                self._call_before_backward(stream, i + 1)
         self.pre_forward_gather(len(self.blocks) + 1)
         if not self.last:
             assert isinstance(stream, torch.Tensor)
@@ -153,7 +155,7 @@ class Chunk(DirectModule):
         if batch is None or batch.targets is None:
             return x
         token_grad = context.token_grad if torch.is_grad_enabled() else None
-        return vocabulary_loss(
+        losses_SB = vocabulary_loss(
             x,
             self.output_weight,
             self.head_bias,
@@ -164,6 +166,21 @@ class Chunk(DirectModule):
             self.linears,
             context.token_loss,
         )
+        if self.pre_backward_gather is not None:
+            self._call_before_backward(losses_SB, len(self.blocks) + 1)
+        return losses_SB
+
+    def _call_before_backward(self, stream: ResidualStream, unit: int) -> None:
+        """Call `pre_backward_gather(unit)` when the backward of what computed `stream` begins.
+
+        The residual that a deferred sum carries needs no call of its own: the backward of the unit's last GEMM, which
+        computed the other summand, precedes all others.
+        """
+        output = stream if isinstance(stream, torch.Tensor) else stream.y_SBH
+        if output.requires_grad:
+            assert self.pre_backward_gather is not None
+            gather = self.pre_backward_gather
+            output.register_hook(lambda grad: gather(unit))
 
     @property
     def output_weight(self) -> nn.Parameter:

@@ -25,7 +25,7 @@ from megascale.ops.gradient_sink import GradientSink, attach, sink_of
 from megascale.parallel.buffer_layout import BufferMember, FlatLayout, lay_out
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.gradient_slots import SlotSink, find_gaps
-from megascale.parallel.parameters import ParameterSpec, materialise, spec_of
+from megascale.parallel.parameters import ParameterSpec, initialise_parameter, materialise, spec_of
 
 TIED = "embedding.token.weight"
 
@@ -92,7 +92,8 @@ class ParamAndGradBuffer:
         module: a chunk on the meta device; the constructor gives it storage.
         device: device of the buffers.
         axes: the axes that share its buckets.
-        zero: 0 keeps all optimizer state on every rank, 1 shards it, 2 shards the accumulated gradients too.
+        zero: 0 keeps all optimizer state on every rank, 1 shards it, 2 shards the accumulated gradients too, 3 the
+            matrices of units too, which get no memory before `ParameterSlots` is made.
         bucket_elements: approximate size of a bucket; None for one bucket per chunk. From ZeRO-2 on, it divides
             resident parameters only.
         float8_gather: place the matrices of linear layers in buckets of their own, which may be gathered in float8.
@@ -120,11 +121,16 @@ class ParamAndGradBuffer:
         # Elements before this one have gradients in slots.
         self.resident_start = self.layout.unit_size
         dtype = meta_params[0].dtype
-        self.params = torch.zeros(self.layout.size, dtype=dtype, device=device)
-        views = [
-            self.params[start : start + param.numel()].view(param.shape)
-            for param, start in zip(meta_params, self.layout.starts, strict=True)
-        ]
+        params_start = self.resident_start if self.zero == 3 else 0
+        self.params = torch.zeros(self.layout.size - params_start, dtype=dtype, device=device)
+        self.shard_params = torch.zeros(params_start // axes.data.size, dtype=dtype, device=device)
+        views = []
+        for param, start in zip(meta_params, self.layout.starts, strict=True):
+            if start < params_start:
+                views.append(torch.zeros(1, dtype=dtype, device=device).expand(param.shape))
+            else:
+                start -= params_start
+                views.append(self.params[start : start + param.numel()].view(param.shape))
         materialise(module, dict(zip(meta_params, views, strict=True)))
         self.parameters = list(module.parameters())
         self.grad_dtype = grad_dtype(dtype)
@@ -190,6 +196,11 @@ class ParamAndGradBuffer:
         units: list[list[nn.Parameter]] = self.module.forward_units()  # type: ignore[operator]
         return [sorted({self.bucket_of[index_of[id(param)]] for param in unit}) for unit in units]
 
+    def initialise_resident(self, seed: int) -> None:
+        """Give all parameters that are not in slots their initial values."""
+        for i in self.resident_params:
+            initialise_parameter(self.parameters[i], seed)
+
     def count_units(self) -> int:
         """Return the units of the module's forward; a module that declares none is one unit."""
         if not hasattr(self.module, "forward_units"):
@@ -239,12 +250,18 @@ class ParamAndGradBuffer:
         if self.zero > 0:
             start, stop = self.layout.shard(bucket, data.rank, data.size)
         extents = sorted(self._find_extents(span.members, start, stop), key=lambda extent: extent.start)
+        first = span.start // data.size  # of the shard of a unit's bucket
         if self.layout.units[bucket] is None:
             grads = self.slice_grads(start, stop)
         else:
-            first = span.start // data.size
             grads = self.shard_grads[first : first + stop - start]
-        return FlatShard(self.params[start:stop], grads, extents)
+        if self.zero < 3:
+            params = self.params[start:stop]
+        elif self.layout.units[bucket] is None:
+            params = self.params[start - self.resident_start : stop - self.resident_start]
+        else:
+            params = self.shard_params[first : first + stop - start]
+        return FlatShard(params, grads, extents)
 
     def _find_extents(self, members: tuple[int, ...], start: int, stop: int) -> Iterator[Extent]:
         for i in members:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 
 from megascale.core.schedule import WEIGHT_BACKWARDS, ActionKind
 from megascale.parallel.buffers import FlatShard, ParamAndGradBuffer
@@ -27,6 +28,7 @@ from megascale.parallel.collectives import (
 )
 from megascale.parallel.float8_gather import Float8Gather
 from megascale.parallel.gradient_slots import GradientSlots
+from megascale.parallel.parameter_slots import ParameterSlots
 
 
 class _ChunkBuckets:
@@ -92,6 +94,7 @@ class DataParallel:
         reduce_dtype: communication dtype of gradients; None for their own.
         float8: gather the buckets of linear layers' matrices as float8, in which the chunks compute.
         microbatches: micro-batches of a step, each of which ZeRO-2 reduces; 0 if unknown.
+        chunk_slots: ZeRO-3: slot of each chunk if chunks are gathered as a whole (core/unit_slots.py).
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class DataParallel:
         reduce_dtype: torch.dtype | None = None,
         float8: bool = False,
         microbatches: int = 0,
+        chunk_slots: Sequence[int] | None = None,
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
@@ -110,11 +114,21 @@ class DataParallel:
         self._tied: list[Pending] = []
         self._measured: tuple[_ChunkBuckets, int] | None = None  # the float8 bucket to gather after the next update
         self._armed_gather: tuple[_ChunkBuckets, dict[int, int]] | None = None  # and its buckets by id of their shard
+        self.parameter_slots: ParameterSlots | None = None
+        if buffers[0].zero == 3:
+            self.parameter_slots = ParameterSlots(buffers, chunk_slots, overlap, self._runtime)
         for chunk in self._chunks:
             chunk.buffer.set_gradient_hook(partial(self._mark, chunk))
             if overlap:
                 chunk.unit_buckets = chunk.buffer.find_unit_buckets()
-            if chunk.unit_buckets:
+            if self.parameter_slots is not None:
+                chunk.buffer.module.pre_forward_gather = partial(  # type: ignore[assignment]
+                    self._gather_before_forward, self.parameter_slots, chunk
+                )
+                chunk.buffer.module.pre_backward_gather = partial(  # type: ignore[assignment]
+                    self._gather_before_backward, self.parameter_slots, chunk
+                )
+            elif chunk.unit_buckets:
                 chunk.buffer.module.pre_forward_gather = partial(self._await_unit, chunk)  # type: ignore[assignment]
         self._microbatches = microbatches
         self.slots: GradientSlots | None = None
@@ -248,6 +262,8 @@ class DataParallel:
     def start_gather(self, chunk: int) -> None:
         """Run GATHER_PARAMS: gather the chunk's buckets in forward order, unless a gather is in flight."""
         buckets = self._chunks[chunk]
+        if self.parameter_slots is not None:
+            self.parameter_slots.start_first_gather(chunk)
         if buckets.gathering:
             return
         if buckets.float8 is not None:
@@ -258,8 +274,10 @@ class DataParallel:
             self._finish_gather(buckets)
 
     def invalidate_gathered(self) -> None:
-        """Invalidate gathered float8 weights, because shards are about to be updated or loaded."""
+        """Invalidate weights in float8 or in slots, because shards are about to be updated or loaded."""
         self.finish_gathers()
+        if self.parameter_slots is not None:
+            self.parameter_slots.invalidate()
         for chunk in self._chunks:
             if chunk.float8 is not None:
                 chunk.float8.invalidate()
@@ -306,10 +324,25 @@ class DataParallel:
 
     def is_gathering(self, chunk: int) -> bool:
         """Return whether a gather of the chunk is in flight."""
+        if self.parameter_slots is not None and self.parameter_slots.is_gathering(chunk):
+            return True
         return bool(self._chunks[chunk].gathering)
 
+    def initialise(self, initialise: Callable[[nn.Parameter], None]) -> None:
+        """Give the parameters in slots their initial values (ZeRO-3)."""
+        if self.parameter_slots is not None:
+            self.parameter_slots.fill(initialise)
+
+    def gather_parameter(self, chunk: int, param: nn.Parameter) -> None:
+        """Make a parameter complete, after `gather_full_parameters`, until the next call or step. Collective."""
+        if self.parameter_slots is not None:
+            self.parameter_slots.gather_parameter(chunk, param)
+
     def gather_full_parameters(self) -> None:
-        """Gather all parameters in their own type, including those that training gathers as float8 only."""
+        """Gather all parameters in their own type, including those that training gathers as float8 only.
+
+        Those in slots are gathered when a forward comes to them, or by `gather_parameter`.
+        """
         for index, chunk in enumerate(self._chunks):
             if chunk.float8 is None:
                 self.start_gather(index)
@@ -340,6 +373,8 @@ class DataParallel:
         self.end_update()
         for chunk in self._chunks:
             self._finish_gather(chunk)
+        if self.parameter_slots is not None:
+            self.parameter_slots.wait()
 
     def _gather(self, buckets: _ChunkBuckets, bucket: int, full_precision: bool = False) -> None:
         """Start the gather of a bucket, as float8 where training does unless `full_precision`."""
@@ -347,6 +382,11 @@ class DataParallel:
         data = buffer.axes.data
         if buffer.zero == 0 or data.size == 1 or bucket in buckets.gathering:
             return
+        params_start = 0
+        if buffer.zero == 3:
+            if buffer.layout.units[bucket] is not None:
+                return
+            params_start = buffer.resident_start
         if buckets.float8 is not None and bucket in buckets.float8.buckets and not full_precision:
             buckets.gathering[bucket] = buckets.float8.start_gather(bucket)
             return
@@ -355,7 +395,8 @@ class DataParallel:
         params = buffer.params.data
         span = buffer.layout.buckets[bucket]
         start, stop = buffer.layout.shard(bucket, data.rank, data.size)
-        buckets.gathering[bucket] = all_gather_into(params[span.start : span.stop], params[start:stop], data)
+        whole = params[span.start - params_start : span.stop - params_start]
+        buckets.gathering[bucket] = all_gather_into(whole, params[start - params_start : stop - params_start], data)
 
     def _await_unit(self, buckets: _ChunkBuckets, unit: int) -> None:
         if buckets.gathering:
@@ -363,6 +404,14 @@ class DataParallel:
                 pending = buckets.gathering.pop(bucket, None)
                 if pending is not None:
                     pending.wait()
+
+    def _gather_before_forward(self, slots: ParameterSlots, buckets: _ChunkBuckets, unit: int) -> None:
+        if buckets.unit_buckets:
+            self._await_unit(buckets, unit)
+        slots.before_forward(buckets.number, unit)
+
+    def _gather_before_backward(self, slots: ParameterSlots, buckets: _ChunkBuckets, unit: int) -> None:
+        slots.before_backward(buckets.number, unit, buckets.reductions < self._microbatches)
 
     @staticmethod
     def _finish_gather(buckets: _ChunkBuckets) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.data_parallel import DataParallel
-from megascale.parallel.parameters import initialise
+from megascale.parallel.parameters import initialise, initialise_parameter
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
@@ -154,7 +154,9 @@ class Engine:
             reduce_dtype=reduce_dtype,
             float8=gathers_in_float8,
             microbatches=layout.microbatches,
+            chunk_slots=layout.chunk_slots(coordinate.pipeline),
         )
+        self.data_parallel.initialise(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._loss_weights: LossWeights | None = None
@@ -248,7 +250,10 @@ class Engine:
             )
             self.chunks.append(chunk)
             self.flats.append(flat)
-            initialise(chunk, config.train.seed)
+            if flat.zero < 3:
+                initialise(chunk, config.train.seed)
+            else:
+                flat.initialise_resident(config.train.seed)
         tokens = config.model.sequence_length * config.train.micro_batch
         for chunk in self.chunks:
             with self.runtime.kernels.as_current():
