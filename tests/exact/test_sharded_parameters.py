@@ -8,8 +8,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megascale.config import from_tree
+from megascale.core.memory import count_stage_parameters, count_stage_units
+from megascale.core.traffic import estimate_stage_traffic
+from megascale.parallel import parameter_slots
+from megascale.parallel.collectives import Axis, Pending, all_gather_into
 from megascale.parallel.parameter_slots import ParameterSlots
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal
@@ -88,44 +93,76 @@ def test_zero_3_is_exact_where_slots_stay_gathered(name, pool, one_process):
     assert_equal(one_process(layout.twin, STEPS), result, from_tree(layout.tree).model)
 
 
-def count_gathers(rank: int, world: int, tree: dict[str, Any]) -> int:
-    """Return the gathers of the second step."""
+def count_gathers(rank: int, world: int, tree: dict[str, Any]) -> tuple[int, int, int]:
+    """Return the gathers of units in the second step, their bytes, and the planner's bytes."""
     engine = make_engine(rank, world, tree)
     report = Told()
     run_step(engine, 1, report)
     slots = engine.data_parallel.parameter_slots
     assert slots is not None
     before = slots.gathers
-    run_step(engine, 2, report)
-    engine.synchronize()
-    return slots.gathers - before
+    nbytes = 0
+    gather = all_gather_into
+
+    def count_bytes(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Pending:
+        nonlocal nbytes
+        nbytes += out.nbytes
+        return gather(out, shard, axis)
+
+    with mock.patch.object(parameter_slots, "all_gather_into", count_bytes):
+        run_step(engine, 2, report)
+        engine.synchronize()
+    layout, stage = engine.layout, engine.pipeline.stage
+    model, parallel = layout.config.model, layout.config.parallel
+    traffic = estimate_stage_traffic(model, parallel, layout.grid, layout.schedule(), stage, 1, "float64")
+    resident = count_stage_parameters(model, parallel, stage) - count_stage_units(model, parallel, stage).sharded
+    planned = traffic.data_gather / (1 - 1 / layout.grid.shards) - 8 * resident
+    return slots.gathers - before, nbytes, round(planned)
+
+
+# Five blocks: a micro-batch's forward gathers embedding, blocks and head, and its backward the three blocks that the
+# slots have lost. Full recompute gathers no more. The next forward finds two blocks in their slots.
+FIVE_BLOCKS = {**UNTIED, "layers": 5}
 
 
 @pytest.mark.parametrize(
-    ("layout", "most"),
+    ("layout", "counts"),
     [
-        # Five blocks: a micro-batch's forward gathers embedding, blocks and head, and its backward the three blocks
-        # that the slots have lost. Full recompute gathers no more. The next forward finds two blocks in their slots.
-        (case(data=2, microbatches=1, zero=3, model={**UNTIED, "layers": 5}), 7 + 3),
-        (
-            case(data=2, microbatches=1, zero=3, model={**UNTIED, "layers": 5}, parallel={"recompute": "full"}),
-            7 + 3,
-        ),
-        (case(data=2, microbatches=2, zero=3, model={**UNTIED, "layers": 5}), 2 * (7 + 3) - 2),
-        # Five chunks in rounds of all eight micro-batches: forward gathers each, backward the two that are lost.
+        (case(data=2, microbatches=1, zero=3, model=FIVE_BLOCKS), [7 + 3]),
+        (case(data=2, microbatches=1, zero=3, model=FIVE_BLOCKS, parallel={"recompute": "full"}), [7 + 3]),
+        (case(data=2, microbatches=2, zero=3, model=FIVE_BLOCKS), [2 * (7 + 3) - 2]),
+        # Rounds of all eight micro-batches: forward gathers each chunk once, and backward the two that are lost.
         (
             case(
                 data=2,
                 virtual=5,
                 microbatches=8,
                 zero=3,
-                model={**UNTIED, "layers": 5},
+                model=FIVE_BLOCKS,
                 parallel={"micro_batch_group_size": 8},
             ),
-            5 + 2,
+            [5 + 2],
         ),
+        # Two rounds of four micro-batches on two stages: far fewer gathers than the 2 x 5 x 8 uses of a chunk.
+        (
+            case(
+                1,
+                2,
+                2,
+                virtual=5,
+                microbatches=8,
+                zero=3,
+                model={**UNTIED, "layers": 10},
+                parallel={"micro_batch_group_size": 4},
+            ),
+            None,
+        ),
+        (case(1, 2, 2, microbatches=3, zero=3, model={"layers": 8}), None),
     ],
-    ids=["one micro-batch", "full recompute", "two micro-batches", "rounds"],
+    ids=["one micro-batch", "full recompute", "two micro-batches", "one round", "two rounds", "1F1B"],
 )
-def test_gathers_of_a_step(layout, most, pool):
-    assert pool.run(count_gathers, layout.world, layout.tree) == [most] * 2
+def test_gathers_of_a_step_are_those_of_the_planner(layout, counts, pool):
+    for count, nbytes, planned in pool.run(count_gathers, layout.world, layout.tree):
+        if counts is not None:
+            assert [count] == counts
+        assert nbytes == pytest.approx(planned, rel=0.03)  # buckets are padded

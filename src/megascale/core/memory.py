@@ -79,6 +79,7 @@ from megascale.core.schedule import (
     select_kinds,
 )
 from megascale.core.schedule_registry import chunk_map_of
+from megascale.core.unit_slots import CHUNK_SLOTS, gathers_whole_chunks
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # The loss takes as many tokens at a time as have logits of this size (ops/cross_entropy.py).
@@ -104,7 +105,8 @@ class MemoryEstimate:
     """Bytes of one rank by kind.
 
     Attributes:
-        weights: parameters in the training precision.
+        weights: parameters in the training precision. ZeRO-3: the shard of the units' matrices, the slots into which
+            they are gathered, and resident parameters.
         weight_copies: copies of matrices in the format that GEMMs read, if train.linear_precision makes any. If
             data-parallel ranks gather float8, one of the two copies is the receive buffer.
         gradients: float32 gradient buffer. ZeRO-2: the shard of the units' gradients, two slots of a block's size, one
@@ -261,14 +263,28 @@ class UnitElements:
     """Elements of a stage's units of the forward, which ZeRO-2 reduces one by one (parallel/gradient_slots.py).
 
     Attributes:
-        sharded: matrices of all units. All other parameters are resident.
+        by_chunk: matrices of each chunk's units. All other parameters are resident.
+        blocks_by_chunk: matrices of each chunk's blocks.
         block: the largest block.
         outer: the largest matrix outside blocks.
     """
 
-    sharded: int
+    by_chunk: tuple[int, ...]
+    blocks_by_chunk: tuple[int, ...]
     block: int
     outer: int
+
+    @property
+    def sharded(self) -> int:
+        """Elements of all units."""
+        return sum(self.by_chunk)
+
+    @property
+    def parameter_slots(self) -> int:
+        """Elements of ZeRO-3's slots for parameters (parallel/parameter_slots.py)."""
+        if gathers_whole_chunks(len(self.by_chunk)):
+            return CHUNK_SLOTS * max(self.by_chunk)
+        return 2 * self.block + self.outer
 
     @property
     def slots(self) -> int:
@@ -280,19 +296,28 @@ def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) 
     """Return the elements of a stage's units on one tensor-parallel rank."""
     chunk_map = chunk_map_of(parallel)
     sums = _unit_sums(model, parallel.tensor)
-    blocks = []
-    for layers in assign_stage_layers(model, parallel, stage):
+    block = outer = 0
+    by_chunk = []
+    blocks_by_chunk = []
+    stage_layers = assign_stage_layers(model, parallel, stage)
+    for layers, position in zip(stage_layers, chunk_map.stage_chunks(stage), strict=True):
+        blocks = []
         for index, half in layers:
             if half == "both":
                 blocks.append(int(sums.running[index + 1] - sums.running[index]))
             else:
                 blocks.append(int((sums.attention if half == "attention" else sums.mlp)[index]))
-    outer = []
-    if not model.tied_embeddings:
-        embeddings = embedding_tensors(model) if stage == chunk_map.first_stage else ()
-        head = head_tensors(model) if stage == chunk_map.last_stage else ()
-        outer = [prod(tensor.local_shape(parallel.tensor)) for tensor in (*embeddings, *head) if tensor.is_unit_matrix]
-    return UnitElements(sum(blocks) + sum(outer), max(blocks, default=0), max(outer, default=0))
+        tables: list[LogicalTensor] = []
+        if position == 0 and not model.tied_embeddings:
+            tables += embedding_tensors(model)
+        if position == chunk_map.chunks - 1:
+            tables += head_tensors(model)
+        matrices = [prod(tensor.local_shape(parallel.tensor)) for tensor in tables if tensor.is_unit_matrix]
+        block = max([block, *blocks])
+        outer = max([outer, *matrices])
+        blocks_by_chunk.append(sum(blocks))
+        by_chunk.append(sum(blocks) + sum(matrices))
+    return UnitElements(tuple(by_chunk), tuple(blocks_by_chunk), block, outer)
 
 
 @lru_cache(maxsize=256)
@@ -490,7 +515,7 @@ def estimate_stage_memory(
             graph_buffers += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
     matrices = count_stage_matrix_elements(model, parallel, stage)
     return MemoryEstimate(
-        weights=itemsize * parameters,
+        weights=itemsize * _count_weights(model, parallel, grid, stage),
         weight_copies=LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices,
         gradients=_gradient_bytes(model, parallel, grid, schedule, stage, master_itemsize),
         optimizer=master_itemsize * (state * shard // parameters if parallel.zero else state),
@@ -501,6 +526,15 @@ def estimate_stage_memory(
         pipeline_buffers=message * _count_pipeline_buffers(schedule, stage),
         graph_buffers=graph_buffers,
     )
+
+
+def _count_weights(model: ModelConfig, parallel: ParallelConfig, grid: Grid, stage: int) -> int:
+    """Return the elements of parameters in the training precision that a rank of a stage holds."""
+    parameters = count_stage_parameters(model, parallel, stage)
+    if parallel.zero < 3 or grid.shards == 1:
+        return parameters
+    units = count_stage_units(model, parallel, stage)
+    return parameters - units.sharded + -(-units.sharded // grid.shards) + units.parameter_slots
 
 
 def _gradient_bytes(

@@ -26,14 +26,14 @@ def assign_chunk_slots(schedule: Schedule, stage: int) -> list[int]:
     """
     uses = list_chunk_uses(schedule, stage)
     slots = [chunk % CHUNK_SLOTS for chunk in range(schedule.virtual_stages)]
-    best = count_gathers(uses, slots)
+    best = len(list_chunk_gathers(uses, slots))
     is_improved = True
     while is_improved:
         is_improved = False
         for chunk in range(len(slots)):
             for slot in range(CHUNK_SLOTS):
                 changed = [*slots[:chunk], slot, *slots[chunk + 1 :]]
-                count = count_gathers(uses, changed)
+                count = len(list_chunk_gathers(uses, changed))
                 if count < best:
                     slots, best, is_improved = changed, count, True
     return slots
@@ -48,12 +48,12 @@ def list_chunk_uses(schedule: Schedule, stage: int) -> list[int]:
     return uses
 
 
-def count_gathers(uses: Sequence[int], slots: Sequence[int]) -> int:
-    """Return how often a step gathers a chunk, given the order of uses and the slot of each chunk."""
+def list_chunk_gathers(uses: Sequence[int], slots: Sequence[int]) -> list[int]:
+    """Return the chunks that a step gathers, in order, given the order of uses and the slot of each chunk."""
     holders: dict[int, int] = {}
-    count = 0
+    gathers = []
     for chunk in uses:
         if holders.get(slots[chunk]) != chunk:
             holders[slots[chunk]] = chunk
-            count += 1
-    return count
+            gathers.append(chunk)
+    return gathers

@@ -148,9 +148,10 @@ class ParameterSlots:
             self._start_gather(self.units[chunk][number - 1])
 
     def start_first_gather(self, chunk: int) -> None:
-        """Start to gather the first unit of a chunk's forward."""
-        if self.prefetches:
-            self._start_gather(next((unit for unit in self.units[chunk] if unit is not None), None))
+        """Start to gather the first unit of a chunk's forward, unless another unit has its slot and may be in use."""
+        unit = next((unit for unit in self.units[chunk] if unit is not None), None)
+        if self.prefetches and unit is not None and not any(held.overlaps(unit) for held in self._held):
+            self._start_gather(unit)
 
     def gather_parameter(self, chunk: int, param: nn.Parameter) -> None:
         """Make one parameter complete; it stays so until the next use of a slot."""
