@@ -10,11 +10,11 @@ import torch
 from megascale.config import from_tree
 from megascale.core.batch import Batch
 from megascale.model.transformer import Chunk
-from megascale.parallel.buffer_layout import BufferMember, lay_out
+from megascale.parallel.buffer_layout import BufferMember, find_gaps, lay_out
 from megascale.parallel.buffers import Axes, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.data_parallel import DataParallel
-from megascale.parallel.gradient_slots import find_gaps, size_slots
+from megascale.parallel.gradient_slots import size_slots
 
 RANKS = 2
 LAYERS = 4

@@ -9,7 +9,7 @@ unit of communication. Each bucket is padded so that every data-parallel rank ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 ALIGN = 64  # elements: 128 bytes of bfloat16, which suits vector loads and NCCL
@@ -123,6 +123,26 @@ def lay_out(members: Sequence[BufferMember], ranks: int, bucket_elements: int | 
     units = tuple(members[span.members[0]].unit for span in buckets)
     unit_size = max((span.stop for span, unit in zip(buckets, units, strict=True) if unit is not None), default=0)
     return FlatLayout(tuple(starts), tuple(buckets), offset, tuple(summed), tied_bucket, units, unit_size)
+
+
+def find_unit_ranges(layout: FlatLayout) -> dict[int, tuple[int, int]]:
+    """Return the elements [start, stop) of the layout of each unit."""
+    ranges: dict[int, tuple[int, int]] = {}
+    for span, unit in zip(layout.buckets, layout.units, strict=True):
+        if unit is not None:
+            start, _ = ranges.get(unit, (span.start, 0))
+            ranges[unit] = start, span.stop
+    return ranges
+
+
+def find_gaps(start: int, stop: int, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges of [start, stop) that no span covers, in order; the spans lie in it and do not overlap."""
+    gaps = []
+    for first, last in [*sorted(spans), (stop, stop)]:
+        if first > start:
+            gaps.append((start, first))
+        start = last
+    return gaps
 
 
 def _group_by_bucket(members: Sequence[BufferMember], bucket_elements: int | None) -> list[list[int]]:

@@ -22,10 +22,10 @@ from torch import nn
 from megascale import torch_private
 from megascale.core.tensors import Piece, flat_boxes
 from megascale.ops.gradient_sink import GradientSink, attach, sink_of
-from megascale.parallel.buffer_layout import BufferMember, FlatLayout, lay_out
+from megascale.parallel.buffer_layout import BufferMember, FlatLayout, find_gaps, lay_out
 from megascale.parallel.collectives import SINGLE_RANK, Axis
-from megascale.parallel.gradient_slots import SlotSink, find_gaps
 from megascale.parallel.parameters import ParameterSpec, initialise_parameter, materialise, spec_of
+from megascale.parallel.slot_sink import SlotSink
 
 TIED = "embedding.token.weight"
 

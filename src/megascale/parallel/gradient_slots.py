@@ -13,48 +13,17 @@ and head, which may be much larger, use the memory of both. The address of a gra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from megascale import torch_private
 from megascale.core.schedule import ActionKind
-from megascale.ops.gradient_sink import GradientSink
-from megascale.parallel.buffer_layout import FlatLayout
+from megascale.parallel.buffer_layout import FlatLayout, find_gaps, find_unit_ranges
+from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.runtime import Runtime
-
-if TYPE_CHECKING:
-    from megascale.parallel.buffers import ParamAndGradBuffer
-
-
-class SlotSink(GradientSink):
-    """The sink of a parameter whose gradient lies in a slot.
-
-    Attributes:
-        view: the parameter's part of the slot.
-        bucket: the bucket that the parameter belongs to; None until the slots exist.
-    """
-
-    __slots__ = ("bucket", "view")
-
-    bucket: GradientBucket | None
-    view: torch.Tensor
-
-    def __init__(self, empty: torch.Tensor) -> None:
-        self.bucket = None
-        super().__init__(empty)
-
-    @property
-    def main_grad(self) -> torch.Tensor:  # type: ignore[override]
-        """The parameter's gradient. Reading it in a backward opens its bucket, because a write follows."""
-        if self.bucket is not None and not self.bucket.is_open and self.bucket.slots.is_writable:
-            self.bucket.open()
-        return self.view
-
-    @main_grad.setter
-    def main_grad(self, view: torch.Tensor) -> None:
-        self.view = view
+from megascale.parallel.slot_sink import SlotSink
 
 
 class BackwardState(Protocol):
@@ -100,11 +69,16 @@ class GradientBucket:
             first = buffer.layout.starts[i] - self._span.start
             param = buffer.parameters[i]
             sink.view = self.grads[first : first + param.numel()].view(param.shape)
-            sink.bucket = self
+            sink.before_write = self.open_for_write
 
     def overlaps(self, bucket: GradientBucket) -> bool:
         """Return whether both use the same memory."""
         return self.start < bucket.stop and bucket.start < self.stop
+
+    def open_for_write(self) -> None:
+        """Open the bucket if a backward is about to write one of its gradients."""
+        if not self.is_open and self.slots.is_writable:
+            self.open()
 
     def open(self) -> None:
         """Take the bucket's memory from its last user, and zero what no GEMM will overwrite."""
@@ -254,16 +228,6 @@ def size_slots(layouts: Sequence[FlatLayout], unit_counts: Sequence[int]) -> tup
     return max(largest, 2 * block_size), block_size
 
 
-def find_unit_ranges(layout: FlatLayout) -> dict[int, tuple[int, int]]:
-    """Return the elements [start, stop) of the layout of each unit."""
-    ranges: dict[int, tuple[int, int]] = {}
-    for span, unit in zip(layout.buckets, layout.units, strict=True):
-        if unit is not None:
-            start, _ = ranges.get(unit, (span.start, 0))
-            ranges[unit] = start, span.stop
-    return ranges
-
-
 def find_slot_starts(layout: FlatLayout, unit_count: int, block_size: int) -> list[int]:
     """Return where each bucket of a unit starts in the slots' memory."""
     ranges = find_unit_ranges(layout)
@@ -274,13 +238,3 @@ def find_slot_starts(layout: FlatLayout, unit_count: int, block_size: int) -> li
             slot_start = block_size * (unit % 2) if is_block else 0
             starts.append(slot_start + span.start - ranges[unit][0])
     return starts
-
-
-def find_gaps(start: int, stop: int, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges of [start, stop) that no span covers, in order; the spans lie in it and do not overlap."""
-    gaps = []
-    for first, last in [*sorted(spans), (stop, stop)]:
-        if first > start:
-            gaps.append((start, first))
-        start = last
-    return gaps

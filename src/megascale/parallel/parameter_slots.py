@@ -13,18 +13,15 @@ micro-batches that the schedule runs through it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from megascale.core.unit_slots import CHUNK_SLOTS
+from megascale.parallel.buffer_layout import find_unit_ranges
+from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Pending, all_gather_into
-from megascale.parallel.gradient_slots import find_unit_ranges
 from megascale.parallel.runtime import Runtime
-
-if TYPE_CHECKING:
-    from megascale.parallel.buffers import ParamAndGradBuffer
 
 
 class ParameterUnit:
