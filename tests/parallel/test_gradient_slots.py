@@ -1,4 +1,4 @@
-"""Gradients of units in slots (ZeRO-2): sums of a rank's shard on one process, with the reduction replaced."""
+"""Gradients and parameters of units in slots (ZeRO-2 and 3) on one process, with communication replaced."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from megascale.config import from_tree
 from megascale.core.batch import Batch
 from megascale.model.transformer import Chunk
+from megascale.parallel import parameter_slots
 from megascale.parallel.buffer_layout import BufferMember, find_gaps, lay_out
 from megascale.parallel.buffers import Axes, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.gradient_slots import size_slots
+from megascale.parallel.parameter_slots import ParameterUnit
 
 RANKS = 2
 LAYERS = 4
@@ -33,7 +35,9 @@ class LateReduction:
         return Pending(result)
 
 
-def make_data_parallel(zero: int, rank: int, shares_block: bool = False, **options: Any) -> DataParallel:
+def make_data_parallel(
+    monkeypatch: pytest.MonkeyPatch, zero: int, rank: int, shares_block: bool = False, **options: Any
+) -> DataParallel:
     model = {"hidden": 12, "heads": 4, "layers": LAYERS, "sequence_length": 8, "vocab_size": 21, "init_std": 0.2}
     config = from_tree({"model": {**model, **options}}).model
     module = Chunk(config, range(LAYERS), first=True, last=True, dtype=torch.float64)
@@ -41,13 +45,51 @@ def make_data_parallel(zero: int, rank: int, shares_block: bool = False, **optio
         module.blocks[2] = module.blocks[0]
     data = Axis(None, RANKS, rank)
     buffer = ParamAndGradBuffer(module, torch.device("cpu"), Axes(data=data, reduce=data), zero)
-    for param in buffer.parameters:
-        torch.nn.init.normal_(param, std=0.2, generator=torch.Generator().manual_seed(param.numel()))
     data_parallel = DataParallel([buffer], microbatches=3)
-    data_parallel._start_reduction = lambda grads, axis: Pending(grads)  # resident buffers hold the sums
+    data_parallel._start_reduction = CountedReduction()  # resident buffers hold the sums
     if data_parallel.slots is not None:
         data_parallel.slots.start_reduction = LateReduction()
+    slots = data_parallel.parameter_slots
+    if slots is None:
+        for param in buffer.parameters:
+            draw_values(param)
+        return data_parallel
+    for i in buffer.resident_params:
+        draw_values(buffer.parameters[i])
+    slots.fill(draw_values)
+    # Every unit's matrices as all ranks hold them together, by the address of this rank's shard.
+    wholes: dict[int, torch.Tensor] = {}
+    for unit in slots.units[0]:
+        if unit is not None:
+            unit.memory.zero_()
+            for param in unit.params:
+                draw_values(param)
+            for out, shard in unit._messages:
+                wholes[shard.data_ptr()] = out.clone()
+    slots.memory.fill_(float("nan"))
+    monkeypatch.setattr(
+        parameter_slots,
+        "all_gather_into",
+        lambda out, shard, axis: Pending(out, finish=lambda: out.copy_(wholes[shard.data_ptr()])),
+    )
+    slots.poisons = True
     return data_parallel
+
+
+@torch.no_grad()
+def draw_values(param: torch.Tensor) -> None:
+    torch.nn.init.normal_(param, std=0.2, generator=torch.Generator().manual_seed(param.numel()))
+
+
+class CountedReduction:
+    """A reduction that changes nothing, and the number of its calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, grads: torch.Tensor, axis: Axis) -> Pending:
+        self.count += 1
+        return Pending(grads)
 
 
 def run_step(data: DataParallel, microbatches: int) -> None:
@@ -73,23 +115,29 @@ def collect_shard(data: DataParallel) -> dict[tuple[str, int], torch.Tensor]:
     return grads
 
 
-def collect_expected(options: dict[str, Any], shares_block: bool, microbatches: int) -> dict[str, torch.Tensor]:
+def collect_expected(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], shares_block: bool, microbatches: int
+) -> dict[str, torch.Tensor]:
     """Return the whole gradients, by tensor, of a step without sharding."""
-    data = make_data_parallel(0, 0, shares_block, **options)
+    data = make_data_parallel(monkeypatch, 0, 0, shares_block, **options)
     run_step(data, microbatches)
     return {name: grad for (name, _), grad in collect_shard(data).items()}
 
 
+@pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("shares_block", [False, True], ids=["each block once", "a block used twice"])
 @pytest.mark.parametrize(
     "options", [{"tied_embeddings": False}, {"block": "parallel", "activation": "swiglu"}], ids=["untied", "tied"]
 )
-def test_shards_have_the_sums_of_all_micro_batches(options, shares_block, rank):
-    """The first micro-batch overwrites the last step's sums, the others add, and a released slot is never read."""
-    data = make_data_parallel(2, rank, shares_block, **options)
+def test_shards_have_the_sums_of_all_micro_batches(options, shares_block, rank, zero, monkeypatch):
+    """The first micro-batch overwrites the last step's sums, the others add, and a released slot is never read.
+
+    Units are reduced in every micro-batch, resident parameters once per step.
+    """
+    data = make_data_parallel(monkeypatch, zero, rank, shares_block, **options)
     assert data.slots is not None
-    expected = collect_expected(options, shares_block, microbatches=3)
+    expected = collect_expected(monkeypatch, options, shares_block, microbatches=3)
     for _ in range(3):
         run_step(data, 3)
         assert not data.slots.active
@@ -99,10 +147,41 @@ def test_shards_have_the_sums_of_all_micro_batches(options, shares_block, rank):
     units = len(data.slots.buckets[0])
     assert units == LAYERS - 2 * shares_block + 2 * ("block" not in options)
     assert data.slots.start_reduction.count == 3 * 3 * units
+    assert data._start_reduction.count == 3 * len(data.buffers[0].resident_buckets)
 
 
-def test_a_unit_without_gradients_has_a_sum_of_zero():
-    data = make_data_parallel(2, 0)
+def test_the_embedding_is_not_gathered_for_backward(monkeypatch):
+    """Backward gathers the head and the blocks, last first, and never reads the embedding's slot."""
+    data = make_data_parallel(monkeypatch, 3, 0, tied_embeddings=False)
+    slots = data.parameter_slots
+    assert slots is not None
+    gathered: list[int] = []
+    start_gather = ParameterUnit.start_gather
+
+    def log_gather(unit: ParameterUnit) -> None:
+        gathered.append(slots.units[0].index(unit))
+        start_gather(unit)
+
+    monkeypatch.setattr(ParameterUnit, "start_gather", log_gather)
+    slots.prefetches = False
+    run_step(data, 1)
+    forward = list(range(LAYERS + 2))
+    assert gathered == forward + forward[-2:0:-1]
+
+
+def test_parameters_keep_their_addresses(monkeypatch):
+    """CUDA graphs may replay what reads and writes them: no gather and no backward moves a parameter or gradient."""
+    data = make_data_parallel(monkeypatch, 3, 0)
+    buffer = data.buffers[0]
+    parameters = [param.data_ptr() for param in buffer.parameters]
+    gradients = [sink.main_grad.data_ptr() for sink in buffer.sinks]
+    run_step(data, 2)
+    assert [param.data_ptr() for param in buffer.parameters] == parameters
+    assert [sink.main_grad.data_ptr() for sink in buffer.sinks] == gradients
+
+
+def test_a_unit_without_gradients_has_a_sum_of_zero(monkeypatch):
+    data = make_data_parallel(monkeypatch, 2, 0)
     run_step(data, 1)
     assert any(shard.grads.any() for shard in data.buffers[0].shards)
     data.begin_step()
