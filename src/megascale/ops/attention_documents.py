@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,10 +33,12 @@ class DocumentMask:
         starts_BS: first token of each token's document, int32 [batch, sequence].
         cumulative: cumulative lengths of the documents of all samples, sample after sample, int32
             [batch x max_documents + 1]; empty documents repeat an entry.
+        block_masks: FlexAttention's masks by window, made by the first layer that needs one.
     """
 
     starts_BS: Tensor
     cumulative: Tensor
+    block_masks: dict[int | None, Any] = field(default_factory=dict)
 
     @property
     def max_documents(self) -> int:
@@ -118,7 +120,9 @@ def flex(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, doc
     if not q_SBND.is_cuda:
         raise ConfigError("kernels.attention='flex' trains on CUDA devices; set --kernels.attention=auto")
     q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
-    mask = make_block_mask(documents, window)
+    if window not in documents.block_masks:
+        documents.block_masks[window] = make_block_mask(documents, window)
+    mask = documents.block_masks[window]
     out = compiled_flex()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return merge_heads(out.permute(2, 0, 1, 3))
 
