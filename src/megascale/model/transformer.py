@@ -89,6 +89,7 @@ class Chunk(DirectModule):
         self.head = head.get("head.weight")
         self.head_bias = head.get("head.bias")
         self.pre_forward_gather: Callable[[int], None] = lambda unit: None
+        self.pre_backward_gather: Callable[[int], None] | None = None  # before the backward of a unit, if set
 
     def forward_units(self) -> list[list[nn.Parameter]]:
         """Return the parameters in the order in which forward needs them; the last unit has all remaining ones.
@@ -99,6 +100,12 @@ class Chunk(DirectModule):
         blocks = [list(block.parameters()) for block in self.blocks]
         embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.first and p is not None]
         return [embeddings, *blocks, list(self.parameters())]
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that several units use: an embedding that is also the matrix of the logits."""
+        if self.token_embedding is not None and self.model.tied_embeddings:
+            return [self.token_embedding]
+        return []
 
     def linear_weights(self) -> dict[str, torch.Tensor]:
         """Return the weights [O, I] of linear layers, vocabulary excluded, by the names of their logical tensors."""
@@ -143,6 +150,8 @@ class Chunk(DirectModule):
             else:
                 # A norm follows every sum but the last, and computes it.
                 stream = block(stream, rotary[i], context, defer_add=self.last or i + 1 < len(self.blocks))
+            if self.pre_backward_gather is not None:
+                self._call_before_backward(stream, i + 1)
         self.pre_forward_gather(len(self.blocks) + 1)
         if not self.last:
             assert isinstance(stream, torch.Tensor)
@@ -152,7 +161,7 @@ class Chunk(DirectModule):
         if batch is None or batch.targets is None:
             return x
         token_grad = context.token_grad if torch.is_grad_enabled() else None
-        return vocabulary_loss(
+        losses_SB = vocabulary_loss(
             x,
             self.output_weight,
             self.head_bias,
@@ -163,6 +172,21 @@ class Chunk(DirectModule):
             self.linears,
             context.token_loss,
         )
+        if self.pre_backward_gather is not None:
+            self._call_before_backward(losses_SB, len(self.blocks) + 1)
+        return losses_SB
+
+    def _call_before_backward(self, stream: ResidualStream, unit: int) -> None:
+        """Call `pre_backward_gather(unit)` when the backward of what computed `stream` begins.
+
+        The residual that a deferred sum carries needs no call of its own: the backward of the unit's last GEMM, which
+        computed the other summand, precedes all others.
+        """
+        output = stream if isinstance(stream, torch.Tensor) else stream.y_SBH
+        if output.requires_grad:
+            assert self.pre_backward_gather is not None
+            gather = self.pre_backward_gather
+            output.register_hook(lambda grad: gather(unit))
 
     @property
     def output_weight(self) -> nn.Parameter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.data_parallel import DataParallel
-from megascale.parallel.parameters import initialise
+from megascale.parallel.parameters import initialise, initialise_parameter
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
@@ -153,8 +153,10 @@ class Engine:
             config.overlap.data,
             reduce_dtype=reduce_dtype,
             float8=gathers_in_float8,
-            splits_backward=layout.schedule().splits_backward,
+            microbatches=layout.microbatches,
+            chunk_slots=layout.chunk_slots(coordinate.pipeline),
         )
+        self.data_parallel.initialise(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._loss_weights: LossWeights | None = None
@@ -254,7 +256,10 @@ class Engine:
             )
             self.chunks.append(chunk)
             self.flats.append(flat)
-            initialise(chunk, config.train.seed)
+            if flat.zero < 3:
+                initialise(chunk, config.train.seed)
+            else:
+                flat.initialise_resident(config.train.seed)
         tokens = config.model.sequence_length * config.train.micro_batch
         for chunk in self.chunks:
             with self.runtime.kernels.as_current():
@@ -294,7 +299,7 @@ class Engine:
         The gradient of each token's loss is known before the loss. Under ZeRO-2 gradients have no memory before
         backward.
         """
-        return self.flats[-1].zero != 2
+        return self.flats[-1].zero < 2
 
     def _make_token_gradient(self) -> torch.Tensor | None:
         """Return the gradient of each token's loss if every token counts the same and if it is used, else None."""
@@ -390,8 +395,6 @@ class Engine:
             if not chunk.first:
                 x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
             y = self._run_chunk(number, x, batch, context)
-            if self.data_parallel.pool is not None:
-                self.data_parallel.arm_reductions(number)  # a buffer of the pool is reduced before its next use
             self.data_parallel.begin_backward(number)
             torch.autograd.backward(y, None if chunk.last else torch.zeros_like(y))
             self.data_parallel.end_backward(number)
