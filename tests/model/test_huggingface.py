@@ -77,7 +77,7 @@ SETTINGS = {
         {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
     ],
     "mistral": [
-        {"attention_bias": True, "mlp_bias": True},
+        {"attention_bias": False, "mlp_bias": False},
         {"sliding_window": None},
         {"sliding_window": 1},
         {"sliding_window": 64, "hidden_size": 26},

@@ -7,7 +7,7 @@ inverse to each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,42 @@ GELU_OUT = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 # Values of settings that most families do not have.
 _PLAIN_VALUES: dict[str, Sequence[Any]] = {"qk_norm": ["none"], "norm_placement": ["pre"], "rotary_scaling": [None]}
+
+# Keys of config.json of any family that have no effect on the logits, by what they are about.
+_ABOUT_FILE = """
+    model_type architectures transformers_version _name_or_path name_or_path _commit_hash torch_dtype dtype
+    tokenizer_class initializer_range unsloth_version unsloth_fixed
+"""
+_ABOUT_EXECUTION = """
+    output_attentions output_hidden_states output_scores return_dict return_dict_in_generate tie_last_hidden_states
+    use_cache cache_implementation gradient_checkpointing torchscript use_bfloat16 tf_legacy_loss attn_implementation
+    _attn_implementation _attn_implementation_autoset experts_implementation chunk_size_feed_forward
+"""
+_ABOUT_OTHER_TASKS = """
+    id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout classifier_bias
+    classifier_activation
+"""
+_ABOUT_TEXT = """
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id prefix max_length min_length
+    max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens
+    begin_suppress_tokens exponential_decay_length_penalty
+"""
+IGNORED_KEYS = frozenset((_ABOUT_FILE + _ABOUT_EXECUTION + _ABOUT_OTHER_TASKS + _ABOUT_TEXT).split())
+# Keys of the classes of GPT-2 and GPT-J for heads of other tasks.
+SUMMARY_KEYS = frozenset(
+    f"summary_{key}" for key in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
+)
+# Keys of config.json of any family that may have one value only.
+REQUIRED_VALUES: dict[str, Any] = {
+    "is_encoder_decoder": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+}
 
 
 @dataclass(frozen=True)
@@ -108,6 +144,8 @@ class Family:
         find_faults: reasons why a model is not of this family, one sentence per key; empty if it is.
         list_weights: the tensors of a model.
         buffers: regular expression of tensors that some files contain and that have no information.
+        ignored_keys: keys of config.json that have no effect on the logits, in addition to those of all families.
+        required_values: keys of config.json that may have one value only, in addition to those of all families.
     """
 
     name: str
@@ -119,21 +157,30 @@ class Family:
     find_faults: Callable[[ModelConfig], list[str]]
     list_weights: Callable[[ModelConfig], list[StoredWeight]]
     buffers: str
+    ignored_keys: frozenset[str] = frozenset()
+    required_values: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ConfigKeys:
-    """Reader of a config.json. Errors name the file, the key and its value; `notes` collects remarks for the user."""
+    """Reader of a config.json. Errors name the file, the key and its value.
+
+    Attributes:
+        notes: remarks for the user.
+        read_names: names that were asked for, so that the other keys can be refused.
+    """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self.values = values
         self.source = source
         self.notes: list[str] = []
+        self.read_names: set[str] = set()
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Return the value of a key that has one of these names and is not null, else `default`.
 
         Raises DataError if two names have different values.
         """
+        self.read_names.update(names)
         present = [name for name in names if self.values.get(name) is not None]
         if not present:
             return default
@@ -145,6 +192,7 @@ class ConfigKeys:
 
     def get_present(self, name: str, default: Any = None) -> Any:
         """Return the value of a key, None if it is null, and `default` if it is missing."""
+        self.read_names.add(name)
         return self.values.get(name, default)
 
     def require_count(self, *names: str) -> int:
@@ -177,6 +225,23 @@ class ConfigKeys:
         value = self.get(name, default=default)
         if value != allowed:
             raise self.make_error(name, value, f"{reason}; only {name}={allowed!r} can be imported")
+
+    def refuse_other_keys(self, family: Family) -> None:
+        """Raise DataError for a key that the import has not read and that may have an effect on the logits.
+
+        A key that is null says nothing: transformers writes it for a setting that was left out.
+        """
+        for name, allowed in (REQUIRED_VALUES | dict(family.required_values)).items():
+            self.require_value(name, allowed, f"it has no other meaning in {family.name}", default=allowed)
+        known = self.read_names | IGNORED_KEYS | family.ignored_keys
+        for name in sorted(set(self.values) - known):
+            if self.values[name] is not None:
+                raise self.make_error(
+                    name,
+                    self.values[name],
+                    f"this key of {family.name} is not known, so the model may compute something else than its "
+                    "import; remove the key if it has no effect on the logits",
+                )
 
     def translate(self, name: str, table: Mapping[str, str], default: str) -> str:
         """Return the table's entry for the key's value. Raises DataError if there is none."""

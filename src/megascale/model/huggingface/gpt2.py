@@ -8,6 +8,7 @@ from megascale.config import ModelConfig
 from megascale.model.huggingface.family import (
     GELU,
     GELU_OUT,
+    SUMMARY_KEYS,
     ConfigKeys,
     Family,
     StoredWeight,
@@ -28,14 +29,17 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
     )
     keys.require_value("add_cross_attention", False, "cross-attention is not supported", default=False)
     hidden = keys.require_count("n_embd", "hidden_size")
+    length = keys.get("n_positions", "max_position_embeddings") or keys.require_count("n_ctx")
+    # transformers does not read n_ctx; the oldest files have no other key.
+    if keys.get("n_ctx", default=length) != length:
+        raise keys.make_error("n_ctx", keys.get("n_ctx"), f"but n_positions={length!r} has the same meaning")
     return {
         "layers": keys.require_layers("n_layer", "num_hidden_layers"),
         "hidden": hidden,
         "heads": keys.require_count("n_head", "num_attention_heads"),
         "ffn_hidden": keys.get("n_inner", default=4 * hidden),
         "vocab_size": keys.require_count("vocab_size"),
-        # transformers does not read n_ctx; the oldest files have no other key.
-        "sequence_length": keys.get("n_positions", "max_position_embeddings") or keys.require_count("n_ctx"),
+        "sequence_length": length,
         "norm_eps": keys.get("layer_norm_epsilon", default=1e-5),
         "activation": keys.translate("activation_function", GELU, "gelu_new"),
         "tied_embeddings": keys.get("tie_word_embeddings", default=True),
@@ -107,4 +111,5 @@ GPT2 = Family(
     find_faults=faults,
     list_weights=weights,
     buffers=r"\.attn\.(bias|masked_bias)$",
+    ignored_keys=SUMMARY_KEYS | {"reorder_and_upcast_attn"},
 )

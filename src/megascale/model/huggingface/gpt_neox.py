@@ -123,4 +123,5 @@ GPT_NEOX = Family(
     find_faults=faults,
     list_weights=weights,
     buffers=r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$",
+    ignored_keys=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),
 )

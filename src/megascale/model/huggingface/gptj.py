@@ -8,6 +8,7 @@ from megascale.config import ModelConfig
 from megascale.model.huggingface.family import (
     GELU,
     GELU_OUT,
+    SUMMARY_KEYS,
     ConfigKeys,
     Family,
     StoredWeight,
@@ -107,4 +108,6 @@ GPTJ = Family(
     find_faults=faults,
     list_weights=weights,
     buffers=r"\.attn\.(bias|masked_bias|embed_positions)$",
+    ignored_keys=SUMMARY_KEYS,
+    required_values={"rotary": True, "scale_attn_weights": True},
 )

@@ -5,8 +5,8 @@ A family is one `LlamaLike` in a file of its own. What its layers differ in (win
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megascale.config import ModelConfig
@@ -68,6 +68,8 @@ class LlamaLike:
         declares_head_dim: whether the class declares head_dim; the other classes accept it.
         divides_hidden: whether transformers requires hidden to be a multiple of heads.
         layers: what its layers differ in.
+        ignored_keys: see Family.
+        required_values: see Family.
     """
 
     name: str
@@ -86,6 +88,8 @@ class LlamaLike:
     declares_head_dim: bool = True
     divides_hidden: bool = True
     layers: LayerRules = LayerRules()
+    ignored_keys: frozenset[str] = frozenset()
+    required_values: Mapping[str, Any] = field(default_factory=dict)
 
     def make_family(self) -> Family:
         """Return the family for import and export."""
@@ -99,7 +103,18 @@ class LlamaLike:
             find_faults=self.find_faults,
             list_weights=self.list_weights,
             buffers=r"rotary_emb\.inv_freq$",
+            ignored_keys=self.ignored_keys,
+            required_values=self._list_absent_biases() | dict(self.required_values),
         )
+
+    def _list_absent_biases(self) -> dict[str, bool]:
+        """Return the keys of biases that the family never has, which files may still say."""
+        absent = {}
+        if self.biases == "none":
+            absent["attention_bias"] = False
+        if not self.has_mlp_bias:
+            absent["mlp_bias"] = False
+        return absent
 
     def read_config(self, keys: ConfigKeys) -> dict[str, Any]:
         """See Family.read_config."""

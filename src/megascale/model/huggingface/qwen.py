@@ -51,6 +51,7 @@ QWEN2 = LlamaLike(
     biases="input",
     declares_head_dim=False,
     layers=_LAYERS,
+    required_values={"use_mrope": False},
 ).make_family()
 QWEN3 = LlamaLike(
     "qwen3",

@@ -67,4 +67,5 @@ SMOLLM3 = LlamaLike(
     biases="shared",
     has_mlp_bias=True,
     layers=LayerRules(_read, _write, _find_faults, allows_unrotated=True),
+    ignored_keys=frozenset({"pretraining_tp", "max_window_layers"}),
 ).make_family()
