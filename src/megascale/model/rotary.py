@@ -24,7 +24,7 @@ class RotaryTables:
         self._ropes = ropes
         self._length = length
         self._dtype = torch.promote_types(dtype, torch.float32)
-        self._tables: dict[tuple[RopeSpec, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[tuple[RopeSpec, bool, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def select(
         self, start: int, stop: int, device: torch.device, positions: torch.Tensor | None = None
@@ -39,17 +39,35 @@ class RotaryTables:
             rows[rope] = self._select_rows(rope, start, stop, device, positions)
         return [rows[rope] for rope in self._ropes]
 
+    def differs_between(self, length: int, other_length: int) -> bool:
+        """Return whether inputs of two lengths have different tables."""
+        for rope in dict.fromkeys(self._ropes):
+            if needs_extended_table(rope, length) != needs_extended_table(rope, other_length):
+                return True
+        return False
+
     def _select_rows(
         self, rope: RopeSpec | None, start: int, stop: int, device: torch.device, positions: torch.Tensor | None
     ) -> Rotary:
         if rope is None:
             return None
-        key = (rope, device)
+        is_extended = needs_extended_table(rope, stop)
+        key = (rope, is_extended, device)
         if key not in self._tables or self._tables[key][0].shape[0] < stop:
             length = max(self._length, stop)
-            self._tables[key] = rotary_tables(length, rope.width, rope.base, device, self._dtype, rope.scaling)
+            self._tables[key] = rotary_tables(
+                length, rope.width, rope.base, device, self._dtype, rope.scaling, is_extended
+            )
         cos, sin = self._tables[key]
         cos, sin = cos[start:stop], sin[start:stop]
         if positions is None:
             return cos, sin
         return cos[positions], sin[positions]
+
+
+def needs_extended_table(rope: RopeSpec | None, length: int) -> bool:
+    """Return whether an input of `length` tokens has the frequencies of longrope for long inputs."""
+    if rope is None or rope.scaling is None or rope.scaling.method != "longrope":
+        return False
+    assert rope.scaling.original_length is not None
+    return length > rope.scaling.original_length

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from megascale.errors import ConfigError
 from megascale.ops import dispatch
-from megascale.ops.attention_backends import BACKENDS, candidates, causal_mask
+from megascale.ops.attention_backends import (
+    BACKENDS,
+    candidates,
+    causal_mask,
+    explain_missing_softcap,
+    find_fallback,
+    run_backend,
+)
 from megascale.ops.rope import split_qkv
 
 AGREEMENT = 2e-2  # norm-wise, in bfloat16, between kernels of the same mask
@@ -25,20 +32,24 @@ WARM_UP_SECONDS = 0.3
 BUSY_GEMMS = 12  # 2.5 ms on an H200: longer than launching an attention both ways takes
 
 
-def attention_reference(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, window: int | None) -> Tensor:
+def attention_reference(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, window: int | None, softcap: float | None = None
+) -> Tensor:
     """Compute softmax over an explicit mask, in at least float32: the reference of every backend."""
     S, B, N, D = q_SBND.shape
     G = k_SBGD.shape[2]
     wide = torch.promote_types(q_SBND.dtype, torch.float32)
     q = q_SBND.to(wide).unflatten(2, (G, N // G))
     scores = torch.einsum("sbgnd,tbgd->bgnst", q, k_SBGD.to(wide)) * D**-0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     mask = causal_mask(S, k_SBGD.shape[0], window, q_SBND.device)
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     return torch.einsum("bgnst,tbgd->sbgnd", weights, v_SBGD.to(wide)).reshape(S, B, N * D).to(q_SBND.dtype)
 
 
 class AttentionShape(NamedTuple):
-    """The shape that a choice depends on. window is None for full attention."""
+    """The shape that a choice depends on. window is None for full attention, softcap for unbounded scores."""
 
     S: int
     B: int
@@ -47,9 +58,12 @@ class AttentionShape(NamedTuple):
     D: int
     window: int | None
     dtype: torch.dtype
+    softcap: float | None = None
 
     def __str__(self) -> str:
         mask = "full" if self.window is None else f"window {self.window}"
+        if self.softcap is not None:
+            mask = f"{mask}, softcap {self.softcap:g}"
         kind = str(self.dtype).removeprefix("torch.")
         return f"{self.S} x {self.B}, {self.N} heads ({self.G} kv) of {self.D}, {mask}, {kind}"
 
@@ -71,7 +85,7 @@ class AttentionChoice:
 def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
     """Run every backend that may support the shape; returns the fastest of those that agree."""
     if device.type != "cuda" or shape.dtype not in (torch.bfloat16, torch.float16):
-        return AttentionChoice("sdpa")
+        return AttentionChoice(find_fallback(shape.softcap))
     if torch.cuda.is_current_stream_capturing():
         raise ConfigError(
             f"attention for {shape} would be measured inside a CUDA graph capture; call "
@@ -79,10 +93,11 @@ def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
         )
     load = _GpuLoad(device)
     load.warm_up()
-    choice = AttentionChoice("sdpa")
+    fallback = find_fallback(shape.softcap)
+    choice = AttentionChoice(fallback)
     expected: Tensor | None = None
-    for name in (*candidates(shape.window), "sdpa"):
-        if name == "sdpa" and choice.milliseconds:
+    for name in (*candidates(shape.window, shape.softcap), fallback):
+        if name == fallback and choice.milliseconds:
             break  # the last resort: it is slow, and its explicit mask may not even fit
         try:
             milliseconds, out = _time(name, shape, device, load)
@@ -152,6 +167,7 @@ class AttentionChooser:
         window: int | None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cuda",
+        softcap: float | None = None,
     ) -> str:
         """Return the backend for a shape, measured at the first call: at start-up, before any graph capture.
 
@@ -159,10 +175,11 @@ class AttentionChooser:
 
         Args:
             S, B, N, G, D: tokens, samples, query heads, key/value heads, and width of a head.
+            softcap: bound of the scores, if they have one.
         """
         if window is not None and window >= S:
             window = None
-        shape = AttentionShape(S, B, N, G, D, window, dtype)
+        shape = AttentionShape(S, B, N, G, D, window, dtype, softcap)
         if shape not in self.choices:
             # The caller may be recomputed in backward: its hooks must not see the tensors saved while measuring.
             with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
@@ -177,9 +194,13 @@ class AttentionChooser:
 
     def explain_refusal(self, name: str, shape: AttentionShape, device: torch.device) -> str:
         """Return why a backend cannot run a shape on this process's device, or "" if it can."""
-        if name == "sdpa":
+        if name == find_fallback(shape.softcap):
             return ""
-        if name not in BACKENDS:
+        if shape.softcap is not None:
+            reason = explain_missing_softcap(name, shape.softcap)
+            if reason:
+                return reason
+        elif name not in BACKENDS:
             return "this version has no such kernel"
         try:
             _run(name, shape, *_inputs(shape, device))
@@ -203,7 +224,8 @@ def _inputs(shape: AttentionShape, device: torch.device) -> tuple[Tensor, Tensor
 def _run(name: str, shape: AttentionShape, qkv: Tensor, upstream: Tensor) -> Tensor:
     """Run forward and backward through the QKV split; returns the output."""
     with torch.enable_grad():
-        out = BACKENDS[name](*split_qkv(qkv, shape.N, shape.G), shape.window)
+        q, k, v = split_qkv(qkv, shape.N, shape.G)
+        out = run_backend(name, q, k, v, shape.window, shape.softcap)
         torch.autograd.grad(out, qkv, upstream)
     return out.detach()
 
@@ -230,6 +252,7 @@ def attention(
     v_SBGD: Tensor,
     *,
     window: int | None,
+    softcap: float | None = None,
     backend: str = "auto",
     chooser: AttentionChooser | None = None,
 ) -> Tensor:
@@ -242,6 +265,7 @@ def attention(
         q_SBND: [queries, batch, heads, head size].
         k_SBGD, v_SBGD: [keys, batch, groups, head size], heads a multiple of groups.
         window: tokens that a query sees, itself included; None for all before it.
+        softcap: bound c of the scores x, as c tanh(x / c); None for none.
         backend: "auto" for the chooser's, else a name of `BACKENDS`.
         chooser: holds kernels.attention and the measurements; default: a new one.
     """
@@ -252,17 +276,19 @@ def attention(
     chooser = chooser or AttentionChooser()
     name = chooser.backend if backend == "auto" else backend
     if S != T:
-        name = "sdpa"  # with a cache: the training kernels have no such mask
+        name = find_fallback(softcap)  # with a cache: the training kernels have no such mask
     elif name == "auto" and dispatch.mode() == "reference":
-        name = "sdpa"
+        name = find_fallback(softcap)
     elif name == "auto":
-        choice = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype))
+        choice = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype, softcap))
         if choice is not None:
             name = choice.name
         elif torch.is_grad_enabled():
-            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device)
+            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device, softcap)
         else:
-            name = "sdpa"  # prompts come in every length, which are not worth a measurement each
+            name = find_fallback(softcap)  # prompts come in every length, which are not worth a measurement each
+    if softcap is not None:
+        return run_backend(name, q_SBND, k_SBGD, v_SBGD, window, softcap)
     if name not in BACKENDS:
         raise ConfigError(f"kernels.attention={name!r} is not a backend; choose among auto, {', '.join(BACKENDS)}")
     return BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window)

@@ -35,7 +35,17 @@ GELU_OUT = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
 # Values of settings that most families do not have.
-_PLAIN_VALUES: dict[str, Sequence[Any]] = {"qk_norm": ["none"], "norm_placement": ["pre"], "rotary_scaling": [None]}
+_PLAIN_VALUES: dict[str, Sequence[Any]] = {
+    "qk_norm": ["none"],
+    "norm_placement": ["pre"],
+    "rotary_scaling": [None],
+    "attention_multiplier": [None],
+    "attention_softcap": [None],
+    "logit_softcap": [None],
+    "embedding_multiplier": [1.0],
+    "residual_multiplier": [1.0],
+    "logit_multiplier": [1.0],
+}
 
 # Keys of config.json of any family that have no effect on the logits, by what they are about.
 _ABOUT_FILE = """
@@ -80,20 +90,22 @@ class StoredWeight:
 
     Attributes:
         name: name in the file.
-        parts: its logical tensors, all of one shape, stacked along their first dimension.
+        parts: its logical tensors, stacked along their first dimension; of one shape unless `rows` says otherwise.
         transposed: stored as [in, out], like GPT-2's Conv1D.
         heads: above 0, the parts are interleaved head by head (GPT-NeoX): [head, part, head size, ...].
+        rows: rows of each part, if the parts differ in them.
     """
 
     name: str
     parts: tuple[str, ...]
     transposed: bool = False
     heads: int = 0
+    rows: tuple[int, ...] = ()
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Return the stored shape, given the shapes of the logical tensors."""
         rows, *columns = shapes[self.parts[0]]
-        stacked = (rows * len(self.parts), *columns)
+        stacked = (sum(self.rows) or rows * len(self.parts), *columns)
         return stacked[::-1] if self.transposed else stacked
 
 
@@ -114,7 +126,8 @@ def split_weight(weight: StoredWeight, tensor: Tensor) -> dict[str, Tensor]:
     if weight.heads:
         by_head = tensor.unflatten(0, (weight.heads, count, -1))
         return {name: by_head[:, i].flatten(0, 1) for i, name in enumerate(weight.parts)}
-    return dict(zip(weight.parts, tensor.chunk(count), strict=True))
+    parts = tensor.split(weight.rows) if weight.rows else tensor.chunk(count)
+    return dict(zip(weight.parts, parts, strict=True))
 
 
 def join_weight(weight: StoredWeight, logical: Mapping[str, Tensor]) -> Tensor:
@@ -243,9 +256,9 @@ class ConfigKeys:
                     "import; remove the key if it has no effect on the logits",
                 )
 
-    def translate(self, name: str, table: Mapping[str, str], default: str) -> str:
-        """Return the table's entry for the key's value. Raises DataError if there is none."""
-        value = self.get(name, default=default)
+    def translate(self, name: str, table: Mapping[str, str], default: str, *other_names: str) -> str:
+        """Return the table's entry for the value of a key, which may have other names. Raises DataError without one."""
+        value = self.get(name, *other_names, default=default)
         if value not in table:
             raise self.make_error(name, value, f"this activation is not supported; supported: {', '.join(table)}")
         return table[value]
@@ -262,12 +275,18 @@ class ConfigKeys:
 
 
 def find_unsupported_values(
-    model: ModelConfig, family: str, supported: Mapping[str, Sequence[Any]], *, allows_unrotated: bool = False
+    model: ModelConfig,
+    family: str,
+    supported: Mapping[str, Sequence[Any]],
+    *,
+    allows_unrotated: bool = False,
+    allows_other_rope: bool = False,
 ) -> list[str]:
     """Return a sentence for each key of [model] whose value the family does not support.
 
     Args:
         allows_unrotated: whether layers of the family may be without rotary positions.
+        allows_other_rope: whether layers of the family may have rotary positions of their own.
     """
     faults = []
     for key, values in {**_PLAIN_VALUES, **supported}.items():
@@ -280,7 +299,7 @@ def find_unsupported_values(
         kind = resolve_layers(model.resolve_kind(letter))[0]
         is_window_shared = kind.window in (None, model.window)
         mixer = replace(kind.mixer, window=common.mixer.window)
-        if allows_unrotated and mixer.rope is None:
+        if (allows_unrotated and mixer.rope is None) or (allows_other_rope and mixer.rope is not None):
             mixer = replace(mixer, rope=common.mixer.rope)
         if not is_window_shared or replace(kind, mixer=mixer) != common:
             settings = model.layer_kinds[letter].model_dump(exclude_none=True)
