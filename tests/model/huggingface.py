@@ -77,7 +77,13 @@ CONFIGS = {
         "sliding_window": 4,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    "cohere": {**SIZES, "num_key_value_heads": 2, "intermediate_size": 37, "max_position_embeddings": 32},
+    "cohere": {
+        **SIZES,
+        "num_key_value_heads": 2,
+        "intermediate_size": 37,
+        "max_position_embeddings": 32,
+        "logit_scale": 0.7,
+    },
     "cohere2": {
         **SIZES,
         "num_key_value_heads": 2,
@@ -85,6 +91,7 @@ CONFIGS = {
         "max_position_embeddings": 32,
         "sliding_window": 4,
         "sliding_window_pattern": 2,
+        "logit_scale": 0.7,
     },
     "granite": {
         **SIZES,
@@ -120,12 +127,14 @@ CONFIGS = {
         "intermediate_size": 37,
         "max_position_embeddings": 32,
         "sliding_window": 4,
+        "tie_word_embeddings": False,  # else its texts repeat one token
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 5.0,
         "query_pre_attn_scalar": 7,
     },
     "gemma3_text": {
         **SIZES,
+        "tie_word_embeddings": False,
         "num_key_value_heads": 2,
         "head_dim": 10,
         "intermediate_size": 37,

@@ -15,10 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megascale.core.batch import Batch
+from megascale.model.context import ForwardContext, KVCache
 from megascale.model.huggingface.export import write_folder
+from megascale.model.huggingface.family import join_weight
 from megascale.model.huggingface.import_model import ImportedModel, read_folder
 from megascale.model.transformer import Chunk
-from tests.model.huggingface import NO_TOKENS, SIZES, chunk_of, prompt, transformers
+from megascale.parallel.parameters import piece_views, spec_of
+from tests.model.huggingface import CONFIGS, NO_TOKENS, SIZES, chunk_of, prompt, transformers
 
 DRAWS = 5
 LENGTH = 60  # of the sequences, beyond the original and the extended context
@@ -236,3 +240,66 @@ def test_logits_and_round_trip_of_a_drawn_model(family: str, number: int, dtype:
         assert before.keys() == after.keys()
         assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
         assert read_folder(tmp_path / "ours").model == imported.model
+
+
+def _collect_gradients(chunk: Chunk) -> dict[str, torch.Tensor]:
+    """Return the gradients of the logical tensors by name."""
+    gradients = {}
+    with torch.device("meta"):
+        twin = Chunk(chunk.model, range(chunk.model.layers), first=True, last=True)
+    for parameter, described in zip(chunk.parameters(), twin.parameters(), strict=True):
+        assert parameter.grad is not None
+        for piece, gradient in piece_views(spec_of(described), parameter.grad):
+            gradients[piece.name] = gradient
+    return gradients
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_transformers(family: str, tmp_path: Path) -> None:
+    """The loss of training and its gradients, in float64, for one configuration of the family."""
+    settings = CONFIGS[family]
+    tokens_BS = prompt(31, samples=2)
+    theirs = make_theirs(family, settings, torch.float32)
+    theirs.save_pretrained(tmp_path / "theirs")
+    with computing_in(torch.float64):
+        reference = make_theirs(family, settings, torch.float64)
+        reference.load_state_dict(theirs.state_dict())
+        logits = reference(tokens_BS[:, :-1]).logits
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten())
+        expected.backward()
+    imported = read_folder(tmp_path / "theirs")
+    chunk = make_chunk(imported, torch.float64)
+    inputs_SB = tokens_BS[:, :-1].t()
+    targets_SB = tokens_BS[:, 1:].t()
+    # As the engine does: the gradients of the logits are computed in forward.
+    token_grad = torch.tensor(1 / targets_SB.numel(), dtype=torch.float64)
+    losses = chunk(inputs_SB, Batch(targets=targets_SB), ForwardContext(token_grad=token_grad))
+    (losses * token_grad).sum().backward()
+    assert abs(losses.mean() - expected) < 1e-10 * expected.abs()
+    gradients = _collect_gradients(chunk)
+    names = dict(reference.named_parameters())
+    for weight in imported.family.list_weights(imported.model):
+        gradient = names[weight.name].grad
+        error = (join_weight(weight, gradients) - gradient).abs().max()
+        assert error < 1e-9 * gradient.abs().max(), weight.name
+    # A backward that computes the logits again gives the same gradients.
+    for parameter in chunk.parameters():
+        parameter.grad = None
+    chunk(inputs_SB, Batch(targets=targets_SB)).mean().backward()
+    for name, gradient in _collect_gradients(chunk).items():
+        assert (gradient - gradients[name]).abs().max() <= 1e-10 * gradients[name].abs().max(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_steps_equal_a_pass_over_the_whole_sequence(family: str, tmp_path: Path) -> None:
+    """Sequences are longer than every window and original context of these configurations."""
+    make_theirs(family, CONFIGS[family], torch.float32).save_pretrained(tmp_path / "theirs")
+    chunk = make_chunk(read_folder(tmp_path / "theirs"), torch.float64)
+    tokens_SB = prompt(40, samples=2).t()
+    cache = KVCache()
+    with torch.no_grad():
+        whole = chunk.logits(chunk(tokens_SB))
+        for start, stop in [(0, 20), *((i, i + 1) for i in range(20, 40))]:
+            logits = chunk.logits(chunk(tokens_SB[start:stop], None, ForwardContext(cache=cache)))
+            cache.length = stop
+            assert (logits - whole[start:stop]).abs().max() < 1e-12 * whole.abs().max()

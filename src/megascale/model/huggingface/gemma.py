@@ -9,14 +9,11 @@ from megascale.model.huggingface.layer_rules import count_from_pattern, list_win
 from megascale.model.huggingface.llama_like import LlamaLike, Scalar
 
 
-def _write_query_scalar(model: ModelConfig) -> float:
-    """Return the number whose inverse root multiplies the scores, as an integer if it is one."""
+def _write_query_scalar(model: ModelConfig) -> int:
+    """Return the integer whose inverse root multiplies the scores."""
     if model.attention_multiplier is None:
         return model.head_size
-    value = model.attention_multiplier**-2
-    if round(value) ** -0.5 == model.attention_multiplier:
-        return round(value)
-    return value
+    return max(1, round(model.attention_multiplier**-2))
 
 
 _QUERY_SCALAR = Scalar(
@@ -25,6 +22,7 @@ _QUERY_SCALAR = Scalar(
     256,
     read=lambda scalar: float(scalar**-0.5),
     write=_write_query_scalar,
+    has_value=lambda model: model.attention_multiplier in (None, _write_query_scalar(model) ** -0.5),
 )
 _COMMON: dict[str, Any] = {
     "kv_heads": 4,

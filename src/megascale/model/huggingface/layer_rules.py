@@ -128,8 +128,8 @@ def list_windows(default_layers: Callable[[ConfigKeys, int], list[bool]]) -> Lay
 def write_window_list(model: ModelConfig) -> dict[str, Any]:
     """Return the keys of windows of a family without `use_sliding_window`."""
     written = write_layer_types(model)
-    del written["use_sliding_window"]
-    return written
+    # transformers makes the mask of a window for models without one, too.
+    return {"sliding_window": model.window or model.sequence_length, "layer_types": written["layer_types"]}
 
 
 def rope_by_kind(

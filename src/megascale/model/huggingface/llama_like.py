@@ -53,6 +53,7 @@ class Scalar:
         default: value of the family's class for a missing key of config.json; null remains None.
         read: converts their value.
         write: their value of a model.
+        has_value: whether a model's value can be written.
     """
 
     ours: str
@@ -60,6 +61,7 @@ class Scalar:
     default: float | None
     read: Callable[[Any], float] = float
     write: Callable[[ModelConfig], Any] | None = None
+    has_value: Callable[[ModelConfig], bool] = lambda model: True
 
     def read_value(self, keys: ConfigKeys) -> float | None:
         """Return the value for [model]."""
@@ -293,6 +295,10 @@ class LlamaLike:
             allows_other_rope=self.layers.allows_other_rope,
         )
         faults += self.layers.find_faults(model, self.title)
+        for scalar in self.scalars:
+            if not scalar.has_value(model):
+                value = getattr(model, scalar.ours)
+                faults.append(f"model.{scalar.ours}={value}, which {scalar.theirs} of {self.title} cannot express")
         if self.divides_hidden and model.hidden % model.heads:
             faults.append(
                 f"model.hidden={model.hidden} is not a multiple of model.heads={model.heads}, which {self.title} "

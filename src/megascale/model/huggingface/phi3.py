@@ -24,7 +24,8 @@ def _read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    written = _WINDOW.write(model)
+    # The class's default may lie outside the vocabulary.
+    written = _WINDOW.write(model) | {"pad_token_id": None}
     if model.rotary_scaling is not None and model.rotary_scaling.original_length is not None:
         written[_ORIGINAL] = model.rotary_scaling.original_length
     return written
