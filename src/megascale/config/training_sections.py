@@ -146,7 +146,9 @@ class KernelsConfig(Section):
         description="fused: Triton kernels, or an error if they cannot run; reference: plain PyTorch; auto: fused, or "
         "reference with a printed line if they cannot run",
     )
-    attention: Literal["auto", "cudnn", "flash", "flash_window", "flex", "cudnn_frontend", "flash4", "sdpa"] = Field(
+    attention: Literal[
+        "auto", "cudnn", "flash", "flash_window", "flex", "cudnn_frontend", "flash4", "sdpa", "eager"
+    ] = Field(
         "auto",
         description="attention kernel; auto: the fastest kernel for the layer's mask, measured at start-up",
     )

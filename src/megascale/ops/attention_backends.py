@@ -180,14 +180,15 @@ def flex(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, sof
     return _merge_heads(out.permute(2, 0, 1, 3))
 
 
-def eager(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, softcap: float) -> Tensor:
-    """Compute bounded scores of all pairs in memory, in at least float32, on any device."""
+def eager(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, softcap: float | None = None) -> Tensor:
+    """Compute the scores of all pairs in memory, in at least float32, on any device."""
     S, D = q_SBND.shape[0], q_SBND.shape[3]
     wide = torch.promote_types(q_SBND.dtype, torch.float32)
     q, k, v = _heads_first(q_SBND.to(wide), k_SBGD.to(wide), v_SBGD.to(wide))
     q = q.unflatten(1, (k.shape[1], -1))  # [B, groups, heads of a group, S, D]
     scores = torch.matmul(q, k[:, :, None].transpose(-1, -2)) * D**-0.5
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     mask = causal_mask(S, k.shape[2], window, q.device)
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     out = torch.matmul(weights, v[:, :, None]).flatten(1, 2)
@@ -278,6 +279,7 @@ BACKENDS: dict[str, Backend] = {
     "cudnn_frontend": functools.partial(_packaged, "cudnn_frontend", "cudnn", _run_cudnn),
     "flash4": functools.partial(_packaged, "flash4", "flash4", _run_flash4),
     "sdpa": sdpa,
+    "eager": eager,
 }
 
 
