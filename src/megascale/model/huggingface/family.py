@@ -69,10 +69,6 @@ _TEXT_KEYS = """
     begin_suppress_tokens exponential_decay_length_penalty
 """
 IGNORED_KEYS = frozenset((_FILE_KEYS + _EXECUTION_KEYS + _TASK_KEYS + _TEXT_KEYS).split())
-# Keys of the classes of GPT-2 and GPT-J for heads of other tasks.
-SUMMARY_KEYS = frozenset(
-    f"summary_{key}" for key in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
-)
 # Keys of config.json of any family that may have one value only.
 REQUIRED_VALUES: dict[str, Any] = {
     "is_encoder_decoder": False,
