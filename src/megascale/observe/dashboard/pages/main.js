@@ -120,9 +120,10 @@ async function render() {
   leaving = new AbortController();
   const { signal } = leaving;
   const name = address.view() || (address.runs().length ? VIEWS[0].name : FLEET.name);
-  const current = views().find((view) => view.name === name) ?? VIEWS[0];
+  const isFleet = name === FLEET.name && !known.single;
+  const current = VIEWS.find((view) => view.name === name) ?? VIEWS[0];
   const runs = chosen();
-  header(runs, current.name);
+  header(runs, isFleet ? FLEET.name : current.name);
   if (!runs.length) {
     fill(place, h("p", { class: "quiet" }, `No run in ${known.place} yet.`));
     return;
@@ -133,7 +134,7 @@ async function render() {
     if (!signal.aborted) place.dataset.ready = String(Math.round(performance.now()));
   };
   try {
-    if (current === FLEET) {
+    if (isFleet) {
       const { show } = await FLEET.load();
       fill(chip);
       document.title = "Runs – MegaScale";
