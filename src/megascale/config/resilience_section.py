@@ -144,6 +144,13 @@ class ResilienceConfig(Section):
         description="folder in which the driver writes NAME.json with the addresses of driver_metrics and "
         "agent_metrics, for Prometheus' file-based discovery; empty: none",
     )
+    otlp: str = Field(
+        "",
+        pattern=r"^(|https?://[^\s/]+(/[^\s]*)?)$",
+        description="URL of an OpenTelemetry collector (OTLP over HTTP), such as http://collector:4318, to which the "
+        "driver sends its metrics, and a trace of each recovery; needs the extra otel. Empty: none",
+    )
+    otlp_interval: float = Field(15.0, ge=0.1, description="seconds between two exports to resilience.otlp")
     job_name: str = Field(
         "",
         max_length=100,

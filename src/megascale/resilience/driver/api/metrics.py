@@ -79,8 +79,12 @@ class JobMetrics:
         self._lock = asyncio.Lock()
 
     async def read_families(self) -> list[Family]:
-        """Return the metrics of the job, its steps, its nodes and its run folder."""
+        """Return the metrics for a Prometheus that reads them now."""
         self.scrapes.note(time.monotonic())
+        return await self.collect_families()
+
+    async def collect_families(self) -> list[Family]:
+        """Return the metrics of the job, its steps, its nodes and its run folder."""
         driver = self._driver
         start = Family("megascale_driver_start_time_seconds", "gauge", "Start of this driver, seconds since 1970.")
         families = [start.add(self._started)] + _job_families(driver) + _step_families(driver) + _node_families(driver)
