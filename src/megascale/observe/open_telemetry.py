@@ -207,8 +207,11 @@ class Telemetry:
             "megascale.evidence": recovery.evidence[:_MAX_EVIDENCE],
         }
         decided = min(max(recovery.begin, recovery.decided or recovery.started), recovery.started)
-        parts = (("decide", recovery.begin, decided), ("prepare", decided, recovery.started))
-        parts += (("start", recovery.started, recovery.end),)
+        parts = [
+            ("decide", recovery.begin, decided),
+            ("prepare", decided, recovery.started),
+            ("start", recovery.started, recovery.end),
+        ]
         spans = [self._make_span("recovery", root, None, (recovery.begin, recovery.end), attributes)]
         for index, (name, begin, end) in enumerate(parts):
             context = self._make_context(trace, hashlib.sha256(digest + bytes([index])).digest()[:8])

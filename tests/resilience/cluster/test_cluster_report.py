@@ -1,4 +1,4 @@
-"""What `megascale doctor --cluster` says about Slurm by its commands, and about Kubernetes by its API."""
+"""The findings of `megascale doctor --cluster` about Slurm, by its commands, and about Kubernetes, by its API."""
 
 from __future__ import annotations
 

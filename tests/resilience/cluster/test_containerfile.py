@@ -77,7 +77,7 @@ def test_image_has_the_package_a_compiler_and_a_user_without_rights(buildah, ima
     assert "HOME=/home/megascale" in config["Env"]
     container = buildah("from", image).strip()
     code = "import megascale, os; print(megascale.__version__, os.getuid(), os.environ['HOME'], megascale.__file__)"
-    words = buildah("run", container, "--", "python3", "-P", "-c", code).split()
-    assert words[:3] == [megascale.__version__, "1000", "/home/megascale"]
-    assert "packages" in words[3]  # it is installed, not imported from the build's folder
+    fields = buildah("run", container, "--", "python3", "-P", "-c", code).split()
+    assert fields[:3] == [megascale.__version__, "1000", "/home/megascale"]
+    assert "packages" in fields[3]  # it is installed, not imported from the build's folder
     assert buildah("run", container, "--", "sh", "-c", "command -v gcc megascale && id -un").split()[-1] == "megascale"

@@ -10,7 +10,7 @@ from megascale.errors import ConfigError
 
 
 def enter_container(settings: SlurmConfig, job_id: str, run: Path) -> list[str]:
-    """Return the words after srun's options that run a program in the container, empty without one.
+    """Return the arguments after srun's options that run a program in the container, empty without one.
 
     The run folder has the same path in the container, as agents and trainers get it from the driver.
     """
@@ -32,9 +32,9 @@ def enter_container(settings: SlurmConfig, job_id: str, run: Path) -> list[str]:
             f"--container-mounts={','.join(mounts)}",
             "--container-mount-home",
         ]
-    words = ["apptainer", "exec"]
+    arguments = ["apptainer", "exec"]
     if shutil.which("nvidia-smi"):
-        words.append("--nv")
+        arguments.append("--nv")
     for mount in mounts:
-        words += ["--bind", mount]
-    return words + [settings.image]
+        arguments += ["--bind", mount]
+    return arguments + [settings.image]

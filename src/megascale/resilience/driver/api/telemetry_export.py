@@ -34,11 +34,11 @@ class TelemetryExport:
         async with self._lock:
             families = await self._job_metrics.collect_families()
             # A collector that does not answer must delay no heartbeat.
-            was_taken = await asyncio.to_thread(self._telemetry.send, families, time.time())
-        if not was_taken and not self._is_reported:
+            is_complete = await asyncio.to_thread(self._telemetry.send, families, time.time())
+        if not is_complete and not self._is_reported:
             endpoint = self._driver.limits.otlp
             self._driver.log_line("driver", f"resilience.otlp={endpoint} takes no metrics; it is tried again")
-        self._is_reported = not was_taken
+        self._is_reported = not is_complete
 
     async def close(self) -> None:
         """Send the end of the job and close the connections."""
