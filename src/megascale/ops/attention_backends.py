@@ -43,6 +43,18 @@ def merge_heads(out_SBND: Tensor) -> Tensor:
     return out_SBND.reshape(S, B, N * D)
 
 
+def join_samples(x_SBND: Tensor) -> Tensor:
+    """Return [S, B, N, D] as [B x S, N, D], sample after sample: a view for one sample, else a copy."""
+    if x_SBND.shape[1] == 1:
+        return x_SBND.squeeze(1)
+    return x_SBND.transpose(0, 1).flatten(0, 1)
+
+
+def separate_samples(x_TND: Tensor, batch: int) -> Tensor:
+    """Return [B x S, N, D] as a view [S, B, N, D]."""
+    return x_TND.unflatten(0, (batch, -1)).transpose(0, 1)
+
+
 def sdpa(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
     """Run torch's own choice of kernel, with an explicit mask for windows and fewer queries than keys."""
     S, T = q_SBND.shape[0], k_SBGD.shape[0]

@@ -19,7 +19,15 @@ from torch.nn import functional as F
 from megascale import torch_private
 from megascale.errors import ConfigError, describe_install
 from megascale.ops import dispatch
-from megascale.ops.attention_backends import causal_mask, compiled_flex, flash4_interface, heads_first, merge_heads
+from megascale.ops.attention_backends import (
+    causal_mask,
+    compiled_flex,
+    flash4_interface,
+    heads_first,
+    join_samples,
+    merge_heads,
+    separate_samples,
+)
 from megascale.ops.rope import allocate_qkv_gradients
 
 _FLEX_BLOCK = 128
@@ -121,18 +129,6 @@ def flex(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, doc
     mask = make_block_mask(documents, window)
     out = compiled_flex()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return merge_heads(out.permute(2, 0, 1, 3))
-
-
-def join_samples(x_SBND: Tensor) -> Tensor:
-    """Return [S, B, N, D] as [B x S, N, D], sample after sample: a view for one sample, else a copy."""
-    if x_SBND.shape[1] == 1:
-        return x_SBND.squeeze(1)
-    return x_SBND.transpose(0, 1).flatten(0, 1)
-
-
-def separate_samples(x_TND: Tensor, batch: int) -> Tensor:
-    """Return [B x S, N, D] as a view [S, B, N, D]."""
-    return x_TND.unflatten(0, (batch, -1)).transpose(0, 1)
 
 
 @torch_private.call_directly
