@@ -18,7 +18,7 @@ BOUND_SECONDS = 2.0  # for the first look at 1,000 runs on one core
 _LENGTHS = (40, 400, 1200)  # steps of the runs
 _PLANNED = 1200
 _DAYS = 20  # over which runs have ended
-_LAST_EVENTS = (Event.RUN_FINISHED, Event.RUN_FINISHED, Event.RUN_FAILED, Event.JOB_INTERRUPTED, Event.CHECKPOINT_SAVED)
+_LAST_EVENTS = (Event.RUN_FINISHED, Event.RUN_FINISHED, Event.RUN_FAILED, Event.INTERRUPTED, Event.CHECKPOINT_SAVED)
 
 
 def register(app: typer.Typer) -> None:
@@ -41,7 +41,7 @@ def fleet(
     from megascale.resilience.driver.api.client import describe_job
 
     with temporary_folder() as temporary:
-        location = folder or temporary / "runs"
+        location = folder or Path(temporary) / "runs"
         if not location.is_dir():
             write_runs(location, runs)
         table = Fleet(describe_job)

@@ -315,6 +315,8 @@ class SlurmConfig(Section):
     )
     python: str = Field("python3", min_length=1, description="interpreter in the container")
 
+    _paths = field_validator("image")(expand_home)
+
     @model_validator(mode="after")
     def _check_container(self) -> SlurmConfig:
         if self.container and not self.image:
