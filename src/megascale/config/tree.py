@@ -18,7 +18,7 @@ from megascale.config.parallel_sections import (
     ParallelConfig,
 )
 from megascale.config.parts import LINEAR_PRECISIONS, OPTIMIZERS
-from megascale.config.resilience_section import ForeignConfig, KubernetesConfig, ResilienceConfig
+from megascale.config.resilience_section import ForeignConfig, KubernetesConfig, ResilienceConfig, SlurmConfig
 from megascale.config.run_sections import CheckpointConfig, ObserveConfig, RendezvousConfig
 from megascale.config.training_sections import DataConfig, KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
 from megascale.errors import FitError
@@ -40,6 +40,7 @@ class Config(Section):
     observe: ObserveConfig = ObserveConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     foreign: ForeignConfig = ForeignConfig()
+    slurm: SlurmConfig = SlurmConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 
     @property
