@@ -47,6 +47,7 @@ import numpy as np
 
 from megascale.config import ModelConfig, ParallelConfig
 from megascale.config.parts import LINEAR_PRECISIONS, NORMS, OPTIMIZERS
+from megascale.core.adapters import AdapterSpec, count_adapter_elements, count_adapter_state
 from megascale.core.flops import count_parameters
 from megascale.core.grid import Grid
 from megascale.core.inventory import (
@@ -349,16 +350,30 @@ def _sum_bytes(tensors: Iterable[SavedTensor]) -> int:
 # Cached because the estimates of all stages of a layout ask for the same sums.
 @lru_cache(maxsize=64)
 def sum_saved_bytes(
-    model: ModelConfig, tensor: int, micro_batch: int, precision: str, recompute: str, linear_precision: str
+    model: ModelConfig,
+    tensor: int,
+    micro_batch: int,
+    precision: str,
+    recompute: str,
+    linear_precision: str,
+    adapters: AdapterSpec | None = None,
 ) -> LayerSums:
-    """Return the sums of the bytes that a forward of one micro-batch saves in layers; see `layer_saved_tensors`."""
+    """Return the sums of the bytes that a forward of one micro-batch saves in layers; see `layer_saved_tensors`.
+
+    Each adapter also saves its inner activation, of width `rank`, unless backward recomputes the layer.
+    """
     parts: dict[LayerSpec, tuple[int, int, int]] = {}
     for layer, _ in count_distinct_layers(model):
         arguments = (layer, model.sequence_length, tensor, micro_batch, precision, recompute, linear_precision)
+        inner = [0, 0]
+        if adapters is not None and recompute != "full":
+            for half, tensors in enumerate(layer_inventory(layer).halves):
+                count = sum(adapters.is_target(matrix) for matrix in tensors)
+                inner[half] = count * adapters.rank * model.sequence_length * micro_batch * DTYPE_BYTES[precision]
         parts[layer] = (
-            _sum_bytes(layer_saved_tensors(*arguments, "both")),
-            _sum_bytes(layer_saved_tensors(*arguments, "attention")),
-            _sum_bytes(layer_saved_tensors(*arguments, "mlp")),
+            _sum_bytes(layer_saved_tensors(*arguments, "both")) + sum(inner),
+            _sum_bytes(layer_saved_tensors(*arguments, "attention")) + inner[0],
+            _sum_bytes(layer_saved_tensors(*arguments, "mlp")) + inner[1],
         )
     return LayerSums.collect([parts[layer] for layer in resolve_layers(model)])
 
@@ -392,6 +407,7 @@ def estimate_stage_memory(
     optimizer: str = "adamw",
     linear_precision: str = "default",
     graphs: bool = False,
+    adapters: AdapterSpec | None = None,
 ) -> MemoryEstimate:
     """Estimate the peak memory of a rank of pipeline stage `stage`, in bytes by kind.
 
@@ -405,17 +421,26 @@ def estimate_stage_memory(
         optimizer: its name; config/parts.py declares its state.
         linear_precision: value of train.linear_precision; config/parts.py has its facts.
         graphs: whether chunks are CUDA graphs (core/rank_memory.py).
+        adapters: low-rank adapters, which alone have gradients and optimizer state; None: all parameters have.
     """
     t = grid.tensor
     itemsize = DTYPE_BYTES[precision]
     master_itemsize = max(4, itemsize)
     parameters = count_stage_parameters(model, parallel, stage)
-    shard = -(-parameters // grid.shards)
-    state = _count_stage_state(model, parallel, stage, optimizer)
+    if adapters is None:
+        by_chunk = _count_parameters_by_chunk(model, parallel, stage)
+        state = _count_stage_state(model, parallel, stage, optimizer)
+    else:
+        layers_by_chunk = assign_stage_layers(model, parallel, stage)
+        by_chunk = [count_adapter_elements(model, adapters, layers, t) for layers in layers_by_chunk]
+        state = sum(count_adapter_state(model, adapters, layers, optimizer, t) for layers in layers_by_chunk)
+        parameters += sum(by_chunk)
+    trained = sum(by_chunk)
+    shard = -(-trained // grid.shards)
     if itemsize < master_itemsize:
-        state += parameters
-    saved = sum_saved_bytes(model, t, micro_batch, precision, parallel.recompute, linear_precision)
-    all_saved = sum_saved_bytes(model, t, micro_batch, precision, "none", linear_precision)
+        state += trained
+    saved = sum_saved_bytes(model, t, micro_batch, precision, parallel.recompute, linear_precision, adapters)
+    all_saved = sum_saved_bytes(model, t, micro_batch, precision, "none", linear_precision, adapters)
     stage_chunks = assign_stage_layers(model, parallel, stage)
     stage_layers = sorted({index for layers in stage_chunks for index, _ in layers})
 
@@ -446,8 +471,8 @@ def estimate_stage_memory(
     return MemoryEstimate(
         weights=itemsize * parameters,
         weight_copies=LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices,
-        gradients=_gradient_bytes(model, parallel, grid, schedule, stage, master_itemsize),
-        optimizer=master_itemsize * (state * shard // parameters if parallel.zero else state),
+        gradients=_gradient_bytes(by_chunk, parallel, grid, schedule, master_itemsize),
+        optimizer=master_itemsize * (state * shard // trained if parallel.zero else state),
         activations=_peak_activation_bytes(model, parallel, schedule, stage, micro_batch, precision, saved),
         logits=logits,
         workspace=workspace,
@@ -458,10 +483,9 @@ def estimate_stage_memory(
 
 
 def _gradient_bytes(
-    model: ModelConfig, parallel: ParallelConfig, grid: Grid, schedule: Schedule, stage: int, master_itemsize: int
+    by_chunk: Sequence[int], parallel: ParallelConfig, grid: Grid, schedule: Schedule, master_itemsize: int
 ) -> int:
-    """Return the bytes of gradient buffers of a stage."""
-    by_chunk = _count_parameters_by_chunk(model, parallel, stage)
+    """Return the bytes of gradient buffers of a stage; by_chunk: trained parameters of each chunk."""
     parameters = sum(by_chunk)
     if grid.shards == 1:
         return master_itemsize * parameters

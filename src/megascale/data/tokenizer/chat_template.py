@@ -87,7 +87,9 @@ class ChatTemplate:
         # The parser has seen each tag, so the text need not be searched for them.
         self.has_generation_blocks = bool(environment.generation_blocks)  # type: ignore[attr-defined]
 
-    def render_text(self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = False) -> str:
+    def render_text(
+        self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = False
+    ) -> str:
         """Return the text of a conversation; with `add_generation_prompt` the assistant's next turn begins at its end.
 
         Raises TemplateError with the template's own words if it refuses the conversation.

@@ -1,0 +1,143 @@
+"""Low-rank adapters: every layout trains them as one process does, in float64, and the model stays as it is."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megascale.config import from_tree
+from megascale.core.adapters import base_name, is_adapter
+from megascale.core.batch import SampleFields
+from megascale.core.layout import lay_out
+from megascale.errors import FitError
+from tests.exact.cases import TWO_LAYERS, Case, case
+from tests.exact.compare import assert_equal, whole
+from tests.exact.training import STEPS, Told, make_engine, observe, run_step, train
+from tests.extend import schedules  # noqa: F401 - registers them, in the worker processes too
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+LORA = {"rank": 3, "alpha": 6.0}
+SOME = {**LORA, "targets": ["attention.query", "attention.value", "mlp.out"]}
+LLAMA: dict[str, Any] = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "kv_heads": 2}
+
+LAYOUTS = {
+    "tensor, pipeline, data, ZeRO-2": case(
+        2, 2, 2, virtual=2, microbatches=2, zero=2, train={"micro_batch": 2, "lora": LORA}
+    ),
+    "tensor, some matrices, parallel block": case(
+        4, 1, 2, microbatches=3, model={**TWO_LAYERS, "block": "parallel"}, train={"lora": SOME}
+    ),
+    "pipeline, recomputed, Llama": case(
+        1, 2, 2, microbatches=4, parallel={"recompute": "full"}, model=LLAMA, train={"lora": SOME}
+    ),
+    "tensor, nothing overlapped, Llama": case(
+        2,
+        1,
+        2,
+        microbatches=2,
+        zero=0,
+        model={**TWO_LAYERS, **LLAMA},
+        train={"lora": LORA},
+        overlap={"data": False, "tensor": "off"},
+    ),
+    "split backward in a V": case(
+        2, 2, 2, microbatches=4, virtual=2, parallel={"schedule": "zb_v"}, train={"lora": SOME}
+    ),
+    "split backward, ZeRO-2": case(
+        1, 2, 2, microbatches=3, zero=2, parallel={"schedule": "zb_h1"}, train={"lora": LORA}
+    ),
+}
+
+
+def train_own(rank: int, world: int, tree: dict[str, Any], fields: SampleFields) -> Told:
+    """As `train`; that a worker looks for this function here makes it register the schedules."""
+    return train(rank, world, tree, STEPS, nullcontext, fields)
+
+
+def check(layout: Case, pool, fields: SampleFields = SampleFields()) -> list[Told]:
+    [expected] = pool.run(train_own, 1, layout.twin, fields)
+    report = pool.run(train_own, layout.world, layout.tree, fields)
+    assert_equal(expected, report, from_tree(layout.tree).model)
+    names = {box.name for told in report for box in told.state}
+    assert all(is_adapter(name) for name in names)
+    return report
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_trains_as_one_process_does(name: str, pool) -> None:
+    check(LAYOUTS[name], pool)
+
+
+def test_loss_weights(pool) -> None:
+    check(LAYOUTS["tensor, some matrices, parallel block"], pool, SampleFields(loss_weights=True))
+
+
+def run_first_step(tree: dict[str, Any]) -> tuple[Any, dict[str, np.ndarray]]:
+    engine = make_engine(0, 1, tree)
+    report = Told()
+    observe(engine, report)
+    run_step(engine, 1, report)
+    return engine, whole(report.gradients[0])
+
+
+@pytest.mark.parametrize("block", ["serial", "parallel"])
+def test_gradients_follow_from_those_of_the_matrices(block: str) -> None:
+    plain = case(microbatches=2, model={**TWO_LAYERS, "block": block})
+    tree = {**plain.tree, "train": {**plain.tree["train"], "lora": LORA}}
+    _, matrix_gradients = run_first_step(plain.tree)
+    before = {piece.name: view.clone() for piece, view in make_engine(0, 1, tree).list_base_pieces()}
+    fresh = make_engine(0, 1, tree)
+    a = {name.removeprefix("model."): view.numpy().copy() for name, _, _, view in fresh.optimizer.logical_tensors()}
+    engine, gradients = run_first_step(tree)
+    assert {base_name(name) for name in gradients} == {
+        name for name in matrix_gradients if name.startswith("layers.") and matrix_gradients[name].ndim == 2
+    }
+    for name, gradient in gradients.items():
+        if name.endswith(".lora_a"):
+            assert not gradient.any()  # B is zero at the start
+            continue
+        factor = a[name.removesuffix("lora_b") + "lora_a"]
+        expected = LORA["alpha"] / LORA["rank"] * matrix_gradients[base_name(name)] @ factor.T
+        np.testing.assert_allclose(gradient, expected, rtol=1e-10, atol=1e-14)
+    for piece, view in engine.list_base_pieces():
+        assert torch.equal(view, before[piece.name]), piece.name
+
+
+def test_the_model_has_no_gradients_and_no_state() -> None:
+    engine = make_engine(0, 1, LAYOUTS["pipeline, recomputed, Llama"].twin)
+    trained = sum(flat.params.numel() for flat in engine.flats)
+    state = sum(tensor.numel() for shard in engine.optimizer.states for tensor in shard.state_tensors())
+    assert sum(flat.grads.numel() for flat in engine.flats) == trained
+    assert state == 2 * trained
+    assert all(
+        parameter.gradient_sink is None
+        for chunk in engine.chunks
+        for parameter in chunk.parameters()
+        if not parameter.requires_grad
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": {"lora": {"rank": 2, "targets": ["mlp.up"]}}}, "choose among attention.query, attention.key"),
+        ({"parallel": {"recompute": "norms"}}, "set --parallel.recompute=none or full"),
+        ({"kernels": {"graphs": "on"}}, "does not capture train.lora"),
+        (
+            {"parallel": {"pipeline": 2, "layer_split": [0.5, 3.5]}, "train": {"lora": SOME | {"targets": ["mlp.in"]}}},
+            "nothing in it would be trained",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
+    plain = case(microbatches=4, train={"lora": LORA})
+    tree = {**plain.tree}
+    for section, values in changes.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    with pytest.raises(FitError, match=message):
+        lay_out(from_tree(tree), tree["parallel"].get("pipeline", 1))
