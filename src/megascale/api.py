@@ -28,6 +28,7 @@ __all__ = [
     "build_data",
     "describe",
     "evaluate",
+    "export_adapter",
     "export_model",
     "generate",
     "import_model",
@@ -56,10 +57,15 @@ class RunDescription:
 
 
 def resolve(config: Config) -> Config:
-    """Return the configuration with the settings that depend on data: the vocabulary size of the tokenizer.
+    """Return the configuration with the settings that depend on files: the model of checkpoint.start_from, and the
+    vocabulary size of the tokenizer.
 
     Raises ConfigError or DataError if the tokenizer is missing or does not fit model.vocab_size.
     """
+    if config.checkpoint.start_from is not None:
+        from megascale.train.resume import adopt_model
+
+        config = adopt_model(config)
     vocab_size = config.model.vocab_size
     has_tokenizer = config.data.tokenizer is not None
     if vocab_size is not None and not (config.data.train and has_tokenizer):
@@ -115,9 +121,11 @@ def train(config: Config) -> TrainResult:
     from megascale.train.claim import record_refusal
     from megascale.train.loop import Trainer
     from megascale.train.rank_info import check_local_ranks, find_rank_info, has_bfloat16
+    from megascale.train.resume import check_start
 
     try:
         config = resolve(config)
+        check_start(config)
         rank_info = find_rank_info(config)
         config = resolve_precision(config, has_bfloat16(rank_info.device))
         layout = lay_out(config, rank_info.world)
@@ -218,6 +226,13 @@ def export_model(run: str | Path, out: str | Path, **options: Any) -> Conversion
     from megascale.train import convert_model
 
     return convert_model.export_model(Path(run), Path(out), **options)
+
+
+def export_adapter(run: str | Path, out: str | Path, **options: Any) -> Conversion:
+    """Write a run's adapters as a folder that `peft` loads; see megascale.train.convert_model for the options."""
+    from megascale.train import convert_model
+
+    return convert_model.export_adapter(Path(run), Path(out), **options)
 
 
 def visible_gpus(config: Config | None = None) -> int:

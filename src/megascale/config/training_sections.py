@@ -211,8 +211,8 @@ class TrainConfig(Section):
     lora: LoraConfig | None = Field(
         None,
         description="train low-rank adapters of the layers' matrices and leave the model as it is: [train.lora] with "
-        "rank, alpha (16; an adapter's output is multiplied by alpha / rank) and targets (matrices by their names within "
-        "a layer, such as attention.query,mlp.out; default: all)",
+        "rank, alpha (16; an adapter's output is multiplied by alpha / rank) and targets (matrices by their names "
+        "within a layer, such as attention.query,mlp.out; default: all)",
     )
     callbacks: list[Annotated[str, AfterValidator(CALLBACKS.validate_name)]] = Field(
         default_factory=list,

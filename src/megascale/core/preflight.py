@@ -13,8 +13,8 @@ from pathlib import Path
 from megascale.config import Config
 from megascale.core.adapters import AdapterSpec, count_adapter_elements, count_adapter_state
 from megascale.core.capacity import Capacity, free_disk
-from megascale.core.layout import Layout
 from megascale.core.layers import ChunkLayers
+from megascale.core.layout import Layout
 from megascale.core.memory import DTYPE_BYTES, MemoryEstimate, count_checkpoint_elements
 from megascale.core.rank_memory import GPU_CONTEXT, estimate_rank_memory
 from megascale.core.terminal import print_error

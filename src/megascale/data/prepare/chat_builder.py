@@ -19,7 +19,7 @@ from megascale.data.dataset.file_hash import fingerprint_file, sha256_file
 from megascale.data.dataset.indexed import IndexedWriter, pair_paths, token_dtype, weights_path
 from megascale.data.dataset.manifest import DataSetPart, Manifest
 from megascale.data.prepare.builder import TOKENIZER_TEXT, find_result
-from megascale.data.prepare.conversations import EncodedConversation, Line, encode_lines, parse_conversation, read_lines
+from megascale.data.prepare.conversations import EncodedConversation, encode_lines, parse_conversation, read_lines
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.chat_template import (
     CHATML,
