@@ -19,6 +19,7 @@ from megascale.errors import ConfigError, MegascaleError
 
 if TYPE_CHECKING:
     from megascale.data.prepare.builder import BuildResult
+    from megascale.train.chat import ChatSession
     from megascale.train.convert_model import Conversion
     from megascale.train.evaluation import Evaluation
     from megascale.train.loop import TrainResult
@@ -33,6 +34,7 @@ __all__ = [
     "generate",
     "import_model",
     "load_config",
+    "open_chat",
     "resolve",
     "train",
 ]
@@ -212,6 +214,43 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     stream = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, ends=ends)
     yield from decode_stream(tokenizer, stream, stop, tokenizer.encode(prompt))
+
+
+def open_chat(
+    run: str | Path,
+    *,
+    system: str = "",
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    step: int | None = None,
+    device: str = "auto",
+) -> ChatSession:
+    """Open a conversation with a run's checkpoint; its `reply(text)` yields the answer in pieces.
+
+    Messages are rendered by the chat template of the run's tokenizer. A reply ends with the template's turn, at the end
+    of a document, or after `tokens` tokens. Raises DataError without a template.
+    """
+    from megascale.data.tokenizer.chat_template import load_chat_template
+    from megascale.model.huggingface.generation_config import list_end_ids, load_generation_config
+    from megascale.train.chat import ChatSession, find_chat_folder
+    from megascale.train.generation import Sampling
+    from megascale.train.rank_info import choose_device
+    from megascale.train.restore import restore_model
+    from megascale.train.resume import load_trained_config, load_trained_tokenizer
+
+    run = Path(run)
+    choose_device(device)  # refuse a missing device before any work
+    config, _ = load_trained_config(run, step)
+    file, tokenizer = load_trained_tokenizer(run, config, step)
+    template = load_chat_template(find_chat_folder(run, file))
+    ends = {tokenizer.end_of_document, *list_end_ids(load_generation_config(run))}
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    model, _ = restore_model(run, step=step, device=device)
+    return ChatSession(model, tokenizer, template, ends=ends, sampling=sampling, tokens=tokens, system=system)
 
 
 def import_model(folder: str | Path, run: str | Path, *, sequence_length: int | None = None) -> Conversion:

@@ -257,6 +257,9 @@ class Engine:
             self.chunks.append(chunk)
             self.flats.append(flat)
             initialise(chunk, config.train.seed)
+        if self.adapters is not None:
+            targets = ", ".join(sorted(self.adapters.targets)) or "all matrices of the layers"
+            self.active["adapters"] = f"rank {self.adapters.rank} on {targets}; the model itself is not trained"
         tokens = config.model.sequence_length * config.train.micro_batch
         for chunk in self.chunks:
             with self.runtime.kernels.as_current():

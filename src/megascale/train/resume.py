@@ -131,7 +131,11 @@ class Origin:
         """
         base = self.find_base()
         checkpoint.load(base.folder, weights, step=base.step, accept=self._accept_base, complete=True)
-        self.notes.append(f"this run starts with the weights of step {base.step} of {base.folder}")
+        if self.config.train.lora is None:
+            use = "this run starts with"
+        else:
+            use = "the adapters are trained on"
+        self.notes.append(f"{use} the weights of step {base.step} of {base.folder}")
 
     def load_continued(self, shards: Sequence[checkpoint.TensorShard]) -> dict[str, Any]:
         """Fill this process's weights and optimizer state from checkpoint.start_from, and return the saved state.
@@ -276,11 +280,9 @@ class Origin:
         saved = _find_section(state, "train").get("lora")
         if saved == present:
             return None
-        trained = {True: "the whole model", False: f"adapters ({_format_lora(saved)})"}[saved is None]
         return (
-            f"the checkpoint {name!r} holds {trained}, and this start would train "
-            f"{'the whole model' if present is None else f'adapters ({_format_lora(present)})'}; train under another "
-            "--train.name with --checkpoint.start_from=RUN --checkpoint.start_state=fresh, or restore [train.lora]"
+            f"the checkpoint {name!r} holds {_format_lora(saved)}, and this start would train {_format_lora(present)}; "
+            "train under another --train.name with --checkpoint.start_from=RUN --checkpoint.start_state=fresh, or restore [train.lora]"
         )
 
     def _compare_settings(self, state: Mapping[str, Any], name: str, begun: bool | None = None) -> str | None:
@@ -384,8 +386,11 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _format_lora(lora: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in lora.items())
+def _format_lora(lora: Mapping[str, Any] | None) -> str:
+    """Return what is trained with these settings of train.lora."""
+    if lora is None:
+        return "the whole model"
+    return f"adapters ({', '.join(f'{key}={value}' for key, value in lora.items())})"
 
 
 def check_start(config: Config) -> None:
