@@ -14,6 +14,7 @@ from megascale.ops import (
     dispatch,
     dropout,
     fused_projection,
+    grouped_gemm,
     norm,
     rope,
     segments,
@@ -122,6 +123,15 @@ def largest_over_peers() -> None:
     PeerMax(0, arguments)(torch.ones(()))
 
 
+def grouped_gemms() -> None:
+    x, dy = zeros(512, 2048).detach(), zeros(1024, 1536).detach()
+    weights, main_grad = zeros(8, 1536, 2048).detach(), torch.zeros(8, 1536, 2048)
+    offsets, index = torch.zeros(9, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
+    grouped_gemm.multiply_groups(x, weights, offsets, index)
+    grouped_gemm.multiply_groups(dy, weights, offsets, transposed=True)
+    grouped_gemm.accumulate_group_gradients(main_grad, dy, x, offsets, index)
+
+
 def float8_shards() -> None:
     flat, scales = zeros(100_000).detach(), scale_slots(2, torch.get_default_device())
     table = segments.Segments([(0, 60_000, True, 0), (60_000, 99_001, True, 1)], 2, torch.get_default_device())
@@ -201,6 +211,7 @@ CASES: dict[str, Callable[[], None]] = {
     "float8 casts, e5m2": lambda: float8_casts(E5M2),
     "float8 of shards": float8_shards,
     "largest over peers": largest_over_peers,
+    "grouped GEMMs": grouped_gemms,
     "optimizers": lambda: optimizer(False),
     "optimizers on device numbers": lambda: optimizer(True),
 }

@@ -113,3 +113,23 @@ def _convert_as_hardware_does(data, from_type, to_type, rounding):
 
 
 interpreter._convert_float = _convert_as_hardware_does
+
+_create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _widen(handle):
+    """Return a block of bfloat16, which NumPy holds as its bits, in float32."""
+    import numpy as np
+
+    if handle.dtype.scalar != interpreter.tl.bfloat16:
+        return handle
+    bits = handle.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
+
+
+def _create_dot_of_numbers(self, a, b, d, input_precision, max_num_imprecise_acc):
+    """Triton's interpreter multiplies the bits of bfloat16 as integers."""
+    return _create_dot(self, _widen(a), _widen(b), d, input_precision, max_num_imprecise_acc)
+
+
+interpreter.InterpreterBuilder.create_dot = _create_dot_of_numbers

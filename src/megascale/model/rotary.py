@@ -21,10 +21,11 @@ class RotaryTables:
     """
 
     def __init__(self, ropes: Sequence[RopeSpec | None], length: int, dtype: torch.dtype) -> None:
-        self._ropes = ropes
+        self._distinct = list(dict.fromkeys(ropes))
+        self._index_of_layer = [self._distinct.index(rope) for rope in ropes]
         self._length = length
         self._dtype = torch.promote_types(dtype, torch.float32)
-        self._tables: dict[tuple[RopeSpec, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def select(
         self, start: int, stop: int, device: torch.device, positions: torch.Tensor | None = None
@@ -34,17 +35,15 @@ class RotaryTables:
         Args:
             positions: positions [s, b] of samples that have their own, counted from `start`; rows are then [s, b, ...].
         """
-        rows: dict[RopeSpec | None, Rotary] = {}
-        for rope in dict.fromkeys(self._ropes):
-            rows[rope] = self._select_rows(rope, start, stop, device, positions)
-        return [rows[rope] for rope in self._ropes]
+        rows: list[Rotary] = []
+        for index, rope in enumerate(self._distinct):
+            rows.append(None if rope is None else self._select_rows(index, rope, start, stop, device, positions))
+        return [rows[index] for index in self._index_of_layer]
 
     def _select_rows(
-        self, rope: RopeSpec | None, start: int, stop: int, device: torch.device, positions: torch.Tensor | None
-    ) -> Rotary:
-        if rope is None:
-            return None
-        key = (rope, device)
+        self, index: int, rope: RopeSpec, start: int, stop: int, device: torch.device, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key = (index, device)
         if key not in self._tables or self._tables[key][0].shape[0] < stop:
             length = max(self._length, stop)
             self._tables[key] = rotary_tables(length, rope.width, rope.base, device, self._dtype, rope.scaling)
