@@ -15,7 +15,7 @@ from megascale.core.batch import SampleFields
 from megascale.core.layout import lay_out
 from megascale.errors import FitError
 from tests.exact.cases import TWO_LAYERS, Case, case
-from tests.exact.compare import assert_equal, whole
+from tests.exact.compare import assert_equal, differences, whole
 from tests.exact.training import STEPS, Told, make_engine, observe, run_step, train
 from tests.extend import schedules  # noqa: F401 - registers them, in the worker processes too
 
@@ -75,6 +75,29 @@ def test_every_layout_trains_as_one_process_does(name: str, pool) -> None:
 
 def test_loss_weights(pool) -> None:
     check(LAYOUTS["tensor, some matrices, parallel block"], pool, SampleFields(loss_weights=True))
+
+
+FLOAT8 = {
+    "data, ZeRO-2": case(1, 1, 2, zero=2, microbatches=2, model=TWO_LAYERS, train={"lora": LORA}),
+    "tensor": case(2, 1, 1, microbatches=2, model=TWO_LAYERS, train={"lora": SOME}),
+}
+
+
+@pytest.mark.parametrize("recipe", ["float8", "float8_rowwise"])
+@pytest.mark.parametrize("name", FLOAT8)
+def test_float8_matrices_with_adapters(name: str, recipe: str, pool) -> None:
+    """The model's GEMMs are float8, the adapters' are not; tolerances as in test_float8.py."""
+    layout = FLOAT8[name]
+    tree = {**layout.tree, "train": {**layout.tree["train"], "linear_precision": recipe}}
+    one_process = {**tree, "parallel": {}, "overlap": {}}
+    no_fields = SampleFields()
+    [expected] = pool.run(train_own, 1, one_process, no_fields)
+    report = pool.run(train_own, layout.world, tree, no_fields)
+    for subject, difference in differences(expected, report, from_tree(tree).model).items():
+        assert difference < (1e-5 if name == "tensor" else 1e-10), subject
+    plain = {key: value for key, value in one_process["train"].items() if key != "lora"}
+    [without] = pool.run(train_own, 1, {**one_process, "train": plain}, no_fields)
+    assert expected.losses[0] == without.losses[0]  # adapters start at zero
 
 
 def run_first_step(tree: dict[str, Any]) -> tuple[Any, dict[str, np.ndarray]]:

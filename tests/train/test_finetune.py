@@ -176,7 +176,7 @@ def test_adapters_refuse_another_model_and_other_settings(work, fresh, adapted) 
         train(work, "adapted", start_from(work), FRESH, "--train.lora.rank=4", "--train.steps=8")
     with pytest.raises(DataError, match="holds the whole model, and this start would train adapters"):
         train(work, "fresh", start_from(work), *options)
-    with pytest.raises(DataError, match="holds adapters .* and no model; write the merged model"):
+    with pytest.raises(DataError, match=r"holds adapters .* and no model; write the merged model"):
         train(work, "nested", start_from(work, "adapted"), FRESH)
     with pytest.raises(ConfigError, match="trains the whole model and has no adapters"):
         api.export_adapter(work / "runs" / "base", work / "none")

@@ -311,12 +311,14 @@ def layer_saved_tensors(
     recompute: str = "none",
     linear_precision: str = "default",
     half: Half = "both",
+    keeps_inputs: bool = False,
 ) -> list[SavedTensor]:
     """Return the tensors that one layer's forward of one micro-batch saves on one rank, as in this module's table.
 
     Args:
         sequence: tokens of a sample.
         half: "attention" or "mlp" for one half of a divided layer.
+        keeps_inputs: whether inputs of GEMMs are saved next to their float8 copies, because adapters read them.
     """
     s = sequence
     b = micro_batch
@@ -336,7 +338,7 @@ def layer_saved_tensors(
             shape = (s // tensor, b, activation.width)
         else:
             shape = (s, b, activation.width // tensor)
-        if copy_itemsize is None or activation.gemm_input != "only":
+        if copy_itemsize is None or keeps_inputs or activation.gemm_input != "only":
             saved.append(SavedTensor(activation.name, shape, max(4, itemsize) if activation.is_statistic else itemsize))
         if copy_itemsize is not None and activation.gemm_input != "no":
             saved.append(SavedTensor(f"{activation.name}_copy", shape, copy_itemsize))
@@ -371,9 +373,9 @@ def sum_saved_bytes(
                 count = sum(adapters.is_target(matrix) for matrix in tensors)
                 inner[half] = count * adapters.rank * model.sequence_length * micro_batch * DTYPE_BYTES[precision]
         parts[layer] = (
-            _sum_bytes(layer_saved_tensors(*arguments, "both")) + sum(inner),
-            _sum_bytes(layer_saved_tensors(*arguments, "attention")) + inner[0],
-            _sum_bytes(layer_saved_tensors(*arguments, "mlp")) + inner[1],
+            _sum_bytes(layer_saved_tensors(*arguments, "both", adapters is not None)) + sum(inner),
+            _sum_bytes(layer_saved_tensors(*arguments, "attention", adapters is not None)) + inner[0],
+            _sum_bytes(layer_saved_tensors(*arguments, "mlp", adapters is not None)) + inner[1],
         )
     return LayerSums.collect([parts[layer] for layer in resolve_layers(model)])
 

@@ -53,8 +53,9 @@ class ChatSession:
         self._stops = [turn_end] if turn_end else []
 
     def reply(self, text: str) -> Iterator[str]:
-        """Add a user's message, and yield the reply in pieces. A reply that the caller abandons is kept as far as it is.
+        """Add a user's message, and yield the reply in pieces.
 
+        If the caller stops early, the messages hold the pieces that were yielded.
         Raises DataError if the template refuses the messages.
         """
         self.messages.append({"role": "user", "content": text})

@@ -274,10 +274,11 @@ class Engine:
         """
         frozen = [parameter for parameter in chunk.parameters() if not parameter.requires_grad]
         materialise(chunk, {p: torch.zeros(p.shape, dtype=p.dtype, device=self.device) for p in frozen})
-        adapted, expected = set(), set()
+        adapted: set[str] = set()
+        expected: set[str] = set()
         for parameter in chunk.parameters():
-            for piece in spec_of(parameter).pieces:
-                (adapted if parameter.requires_grad else expected).add(piece.name)
+            names = adapted if parameter.requires_grad else expected
+            names.update(piece.name for piece in spec_of(parameter).pieces)
         assert self.adapters is not None
         for matrix, *factors in list_adapters(self.config.model, self.adapters):
             if matrix.name in expected and not {factor.name for factor in factors} <= adapted:

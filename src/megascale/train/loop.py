@@ -378,7 +378,8 @@ class Trainer:
             if self.step >= self.config.train.steps:
                 raise ConfigError(
                     f"train.steps={self.config.train.steps} is reached: checkpoint.start_from={section.start_from} is "
-                    f"at step {self.step}, and checkpoint.start_state=continued goes on from there; set more --train.steps"
+                    f"at step {self.step}, and checkpoint.start_state=continued goes on from there; set more "
+                    "--train.steps"
                 )
         elif section.start_from is not None:
             with self.engine.loading_weights():

@@ -282,7 +282,8 @@ class Origin:
             return None
         return (
             f"the checkpoint {name!r} holds {_format_lora(saved)}, and this start would train {_format_lora(present)}; "
-            "train under another --train.name with --checkpoint.start_from=RUN --checkpoint.start_state=fresh, or restore [train.lora]"
+            "train under another --train.name with --checkpoint.start_from=RUN --checkpoint.start_state=fresh, or "
+            "restore [train.lora]"
         )
 
     def _compare_settings(self, state: Mapping[str, Any], name: str, begun: bool | None = None) -> str | None:
