@@ -93,7 +93,7 @@ def resolve(config: Config) -> Config:
 
 def describe(config: Config) -> RunDescription:
     """Return the sizes of a run on this machine without starting it."""
-    from megascale.core.flops import count_parameters, flops_per_token
+    from megascale.core.flops import count_parameters, count_training_flops
 
     config = resolve_precision(resolve(config), visible_gpus(config) > 0)
     model, train_section = config.model, config.train
@@ -102,7 +102,7 @@ def describe(config: Config) -> RunDescription:
         config=config,
         parameters=total,
         embedding_parameters=total - count_parameters(model, embeddings=False),
-        flops_per_token=flops_per_token(model).training,
+        flops_per_token=count_training_flops(model, train_section.lora is not None),
         tokens=train_section.steps * train_section.global_batch * model.sequence_length,
     )
 

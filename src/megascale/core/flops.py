@@ -48,6 +48,14 @@ class FlopCount:
         """FLOPs of forward and backward."""
         return 3 * self.forward
 
+    @property
+    def adapter_training(self) -> float:
+        """FLOPs of forward and backward without the weights' gradients, when adapters are trained.
+
+        The adapters' own FLOPs are not counted.
+        """
+        return 2 * self.forward + self.attention
+
 
 @lru_cache(maxsize=256)
 def layer_flops(layer: LayerSpec, sequence: int) -> FlopCount:
@@ -110,6 +118,14 @@ def device_peak_tflops(name: str) -> float | None:
     return None
 
 
-def mfu(model: ModelConfig, tokens_per_second: float, devices: int, peak_tflops: float) -> float:
+def count_training_flops(model: ModelConfig, has_adapters: bool = False) -> float:
+    """Return the FLOPs per token of training the model, or adapters of its matrices."""
+    count = flops_per_token(model)
+    return count.adapter_training if has_adapters else count.training
+
+
+def mfu(
+    model: ModelConfig, tokens_per_second: float, devices: int, peak_tflops: float, has_adapters: bool = False
+) -> float:
     """Return the model FLOPs utilisation, 0 to 1, under CONVENTION."""
-    return flops_per_token(model).training * tokens_per_second / (devices * peak_tflops * 1e12)
+    return count_training_flops(model, has_adapters) * tokens_per_second / (devices * peak_tflops * 1e12)

@@ -13,6 +13,7 @@ from math import prod
 from megascale.config import ModelConfig, ParallelConfig
 from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
+from megascale.core.adapters import AdapterSpec, count_adapter_elements
 from megascale.core.grid import Grid
 from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
 from megascale.core.layer_spec import LayerSpec
@@ -104,10 +105,11 @@ def estimate_stage_traffic(
     micro_batch: int,
     precision: str,
     linear_precision: str = "default",
+    adapters: AdapterSpec | None = None,
 ) -> TrafficEstimate:
     """Estimate the bytes that a rank of pipeline stage `stage` sends in a step.
 
-    The arguments are those of `memory.estimate_stage_memory`.
+    The arguments are those of `memory.estimate_stage_memory`. Adapters' small messages within layers are left out.
     """
     t = grid.tensor
     itemsize = DTYPE_BYTES[precision]
@@ -124,7 +126,11 @@ def estimate_stage_traffic(
     kinds = schedule.table[stage][:, 0]
     sends = int(select_kinds(kinds, *SENDS).sum())
     gather_bytes = 0
-    if parallel.zero:
+    parameters = count_stage_parameters(model, parallel, stage)
+    if adapters is not None:
+        parameters = sum(count_adapter_elements(model, adapters, chunk, t) for chunk in layers)
+        gather_bytes = itemsize * parameters if parallel.zero else 0
+    elif parallel.zero:
         gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
     if parallel.reduce_dtype == "bfloat16":
         gradient_itemsize = DTYPE_BYTES["bfloat16"]
@@ -132,10 +138,9 @@ def estimate_stage_traffic(
         gradient_itemsize = master_itemsize
     reductions = {0: 2, 1: 1, 2: schedule.microbatches}[parallel.zero]  # an all-reduce counts twice
     embedding_bytes = 0
-    if model.tied_embeddings and len(chunk_map.end_stages) > 1 and (is_first or is_last):
+    if adapters is None and model.tied_embeddings and len(chunk_map.end_stages) > 1 and (is_first or is_last):
         embedding_bytes = master_itemsize * prod(output_matrix(model).local_shape(t))
     ring_share = (grid.shards - 1) / grid.shards
-    parameters = count_stage_parameters(model, parallel, stage)
     return TrafficEstimate(
         tensor=schedule.microbatches * collectives * hidden_bytes * (t - 1) / t,
         pipeline=sends * hidden_bytes / t,

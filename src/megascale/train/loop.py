@@ -600,7 +600,10 @@ class Trainer:
             record |= {"float8_clipped": clipped / casts, "float8_flushed": flushed / casts}
         record["memory_gib"] = memory_gib(self.rank_info.device)
         if self.peak_flops:
-            record["mfu"] = mfu(self.config.model, tokens_per_second, self.rank_info.world, self.peak_flops)
+            has_adapters = self.config.train.lora is not None
+            record["mfu"] = mfu(
+                self.config.model, tokens_per_second, self.rank_info.world, self.peak_flops, has_adapters
+            )
         self.reporter.write_metrics(record)
         for event, details in self.feed.loader_events(seconds):
             self.reporter.write_event(event, step=step, **details)
