@@ -82,6 +82,8 @@ def build(
     if chat:
         if stdlib or inputs:
             raise ConfigError("--chat makes a data set of its own; omit --input and --stdlib")
+        if workers is not None or text_key != "text":
+            raise ConfigError("--workers and --text-key have no effect with --chat; omit them")
         _build_chat(out, chat, tokenizer, chat_template, vocab_size, held_out, max_tokens, as_json)
         return
     if chat_template is not None or max_tokens is not None:

@@ -136,7 +136,7 @@ def list_adapter_faults(config: Config, layers: Sequence[ChunkLayers] | None) ->
     if spec is None:
         return []
     faults = []
-    known = list(
+    available = list(
         dict.fromkeys(
             name_within_layer(tensor)
             for index, layer in enumerate(resolve_layers(config.model))
@@ -144,11 +144,11 @@ def list_adapter_faults(config: Config, layers: Sequence[ChunkLayers] | None) ->
             if can_adapt(tensor)
         )
     )
-    unknown = sorted(spec.targets - set(known))
+    unknown = sorted(spec.targets - set(available))
     if unknown:
         faults.append(
             f"train.lora.targets has {', '.join(unknown)}, which no layer of this model has as a matrix; choose among "
-            f"{', '.join(known)}"
+            f"{', '.join(available)}"
         )
     if config.parallel.recompute not in ("none", "full"):
         faults.append(
