@@ -22,7 +22,7 @@ from tests.extend import schedules  # noqa: F401 - registers them, in the worker
 pytestmark = pytest.mark.xdist_group("processes")
 
 LORA = {"rank": 3, "alpha": 6.0}
-SOME = {**LORA, "targets": ["attention.query", "attention.value", "mlp.out"]}
+QUERY_VALUE_OUT = {**LORA, "targets": ["attention.query", "attention.value", "mlp.out"]}
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "kv_heads": 2}
 
 LAYOUTS = {
@@ -30,10 +30,10 @@ LAYOUTS = {
         2, 2, 2, virtual=2, microbatches=2, zero=2, train={"micro_batch": 2, "lora": LORA}
     ),
     "tensor, some matrices, parallel block": case(
-        4, 1, 2, microbatches=3, model={**TWO_LAYERS, "block": "parallel"}, train={"lora": SOME}
+        4, 1, 2, microbatches=3, model={**TWO_LAYERS, "block": "parallel"}, train={"lora": QUERY_VALUE_OUT}
     ),
     "pipeline, recomputed, Llama": case(
-        1, 2, 2, microbatches=4, parallel={"recompute": "full"}, model=LLAMA, train={"lora": SOME}
+        1, 2, 2, microbatches=4, parallel={"recompute": "full"}, model=LLAMA, train={"lora": QUERY_VALUE_OUT}
     ),
     "tensor, nothing overlapped, Llama": case(
         2,
@@ -45,8 +45,9 @@ LAYOUTS = {
         train={"lora": LORA},
         overlap={"data": False, "tensor": "off"},
     ),
+    "tensor, Muon": case(2, 1, 2, microbatches=2, model=TWO_LAYERS, optimizer={"name": "muon"}, train={"lora": LORA}),
     "split backward in a V": case(
-        2, 2, 2, microbatches=4, virtual=2, parallel={"schedule": "zb_v"}, train={"lora": SOME}
+        2, 2, 2, microbatches=4, virtual=2, parallel={"schedule": "zb_v"}, train={"lora": QUERY_VALUE_OUT}
     ),
     "split backward, ZeRO-2": case(
         1, 2, 2, microbatches=3, zero=2, parallel={"schedule": "zb_h1"}, train={"lora": LORA}
@@ -54,16 +55,16 @@ LAYOUTS = {
 }
 
 
-def train_own(rank: int, world: int, tree: dict[str, Any], fields: SampleFields) -> Told:
-    """As `train`; that a worker looks for this function here makes it register the schedules."""
+def train_registered(rank: int, world: int, tree: dict[str, Any], fields: SampleFields) -> Told:
+    """Train like `train`. A worker that imports this module for the function has the schedules registered."""
     return train(rank, world, tree, STEPS, nullcontext, fields)
 
 
 def check(layout: Case, pool, fields: SampleFields = SampleFields()) -> list[Told]:
-    [expected] = pool.run(train_own, 1, layout.twin, fields)
-    report = pool.run(train_own, layout.world, layout.tree, fields)
+    [expected] = pool.run(train_registered, 1, layout.twin, fields)
+    report = pool.run(train_registered, layout.world, layout.tree, fields)
     assert_equal(expected, report, from_tree(layout.tree).model)
-    names = {box.name for told in report for box in told.state}
+    names = {box.name for result in report for box in result.state}
     assert all(is_adapter(name) for name in names)
     return report
 
@@ -79,7 +80,7 @@ def test_loss_weights(pool) -> None:
 
 FLOAT8 = {
     "data, ZeRO-2": case(1, 1, 2, zero=2, microbatches=2, model=TWO_LAYERS, train={"lora": LORA}),
-    "tensor": case(2, 1, 1, microbatches=2, model=TWO_LAYERS, train={"lora": SOME}),
+    "tensor": case(2, 1, 1, microbatches=2, model=TWO_LAYERS, train={"lora": QUERY_VALUE_OUT}),
 }
 
 
@@ -89,14 +90,14 @@ def test_float8_matrices_with_adapters(name: str, recipe: str, pool) -> None:
     """The model's GEMMs are float8, the adapters' are not; tolerances as in test_float8.py."""
     layout = FLOAT8[name]
     tree = {**layout.tree, "train": {**layout.tree["train"], "linear_precision": recipe}}
-    one_process = {**tree, "parallel": {}, "overlap": {}}
+    single = {**tree, "parallel": {}, "overlap": {}}
     no_fields = SampleFields()
-    [expected] = pool.run(train_own, 1, one_process, no_fields)
-    report = pool.run(train_own, layout.world, tree, no_fields)
+    [expected] = pool.run(train_registered, 1, single, no_fields)
+    report = pool.run(train_registered, layout.world, tree, no_fields)
     for subject, difference in differences(expected, report, from_tree(tree).model).items():
         assert difference < (1e-5 if name == "tensor" else 1e-10), subject
-    plain = {key: value for key, value in one_process["train"].items() if key != "lora"}
-    [without] = pool.run(train_own, 1, {**one_process, "train": plain}, no_fields)
+    plain = {key: value for key, value in single["train"].items() if key != "lora"}
+    [without] = pool.run(train_registered, 1, {**single, "train": plain}, no_fields)
     assert expected.losses[0] == without.losses[0]  # adapters start at zero
 
 
@@ -152,7 +153,10 @@ def test_the_model_has_no_gradients_and_no_state() -> None:
         ({"parallel": {"recompute": "norms"}}, "set --parallel.recompute=none or full"),
         ({"kernels": {"graphs": "on"}}, "does not capture train.lora"),
         (
-            {"parallel": {"pipeline": 2, "layer_split": [0.5, 3.5]}, "train": {"lora": SOME | {"targets": ["mlp.in"]}}},
+            {
+                "parallel": {"pipeline": 2, "layer_split": [0.5, 3.5]},
+                "train": {"lora": QUERY_VALUE_OUT | {"targets": ["mlp.in"]}},
+            },
             "nothing in it would be trained",
         ),
     ],

@@ -10,6 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -158,14 +159,24 @@ def test_adapters_are_saved_alone_and_resume_exactly(work, fresh, adapted) -> No
     names = [name.partition(".")[2] for name in stored.tensors if name.startswith("model.")]
     assert len(names) == 2 * 3 * MODEL["layers"]
     assert all(is_adapter(name) for name in names)
-    whole = train(work, "uninterrupted", start_from(work), FRESH, *LORA, "--train.steps=6", "--lr.peak=3e-2")
+    uninterrupted = train(work, "uninterrupted", start_from(work), FRESH, *LORA, "--train.steps=6", "--lr.peak=3e-2")
     assert read_losses(work, "adapted") == read_losses(work, "uninterrupted")
     assert read_losses(work, "adapted")[0] == pytest.approx(read_losses(work, "fresh")[0], rel=1e-5)
     # Evaluation and generation read the adapters merged into their model.
-    assert whole.evaluation is not None
-    assert api.evaluate(adapted).loss == pytest.approx(whole.evaluation.loss, rel=1e-4)
-    assert whole.evaluation.weight_sum is not None
-    assert whole.evaluation.weight_sum < whole.evaluation.tokens
+    assert uninterrupted.evaluation is not None
+    assert api.evaluate(adapted).loss == pytest.approx(uninterrupted.evaluation.loss, rel=1e-4)
+    assert uninterrupted.evaluation.weight_sum is not None
+    assert uninterrupted.evaluation.weight_sum < uninterrupted.evaluation.tokens
+
+
+def test_adapters_resume_in_another_layout(work, adapted, megascale) -> None:
+    data = [f"--data.train={work}/chat/train", f"--data.valid={work}/chat/valid", f"--train.runs={work}/runs"]
+    options = [*data, *OPTIONS, start_from(work), FRESH, *LORA, "--train.steps=6", "--lr.peak=3e-2"]
+    options += ["--train.name=moved", "--train.micro_batch=1"]
+    assert megascale("train", *options, "--train.stop_after=3").returncode == 0
+    run = megascale("train", *options, "--parallel.tensor=2", "--parallel.pipeline=2")
+    assert run.returncode == 0, run.stderr
+    np.testing.assert_allclose(read_losses(work, "moved"), read_losses(work, "adapted"), rtol=1e-4)
 
 
 def test_adapters_refuse_another_model_and_other_settings(work, fresh, adapted) -> None:
@@ -252,8 +263,8 @@ def test_the_plan_has_the_memory_of_adapters() -> None:
 def test_an_8b_model_with_adapters_fits_one_gpu(megascale) -> None:
     arguments = ["--model.preset=llama-8b", "--model.layers=32", "--train.lora.rank=16", "--train.micro_batch=1"]
     arguments += ["--train.global_batch=8", "--train.precision=bfloat16", "--gpus", "1", "--device-gib", "80"]
-    whole = megascale("plan", *arguments[:2], *arguments[3:])
-    assert whole.returncode == 3
+    full_model = megascale("plan", *arguments[:2], *arguments[3:])
+    assert full_model.returncode == 3
     plan = megascale("plan", *arguments)
     assert plan.returncode == 0, plan.stdout + plan.stderr
 

@@ -430,9 +430,9 @@ def adopt_model(config: Config) -> Config:
         if not isinstance(tree, Mapping):
             return config
         model = setting_changes.read_saved_config(tree)[0].model
-    given = {key: getattr(config.model, key) for key in config.model.model_fields_set}
+    explicit_keys = config.model.model_fields_set
     # The preset would be read again, and the weights are the base's.
-    values = {**model.model_dump(exclude={"preset"}), **config.model.model_dump(include=set(given))}
+    values = {**model.model_dump(exclude={"preset"}), **config.model.model_dump(include=explicit_keys)}
     try:
         adopted = type(model).model_validate(values)
     except ValueError as error:

@@ -230,13 +230,13 @@ def _encode(
         for line, conversation, encoded in encode_lines(read_lines(files), tokenizer, template):
             side = "valid" if _hash_line(line.data) < threshold else "train"
             counts = sides[side]
-            kept = _cut(encoded, max_tokens, counts)
-            if kept is None:
+            shortened = _cut(encoded, max_tokens, counts)
+            if shortened is None:
                 continue
-            writers[side].add(kept)
+            writers[side].add(shortened)
             counts.bytes += sum(len(text.encode()) for text in conversation.texts())
             if side == "train" and not sample:
-                sample = mark_counted(kept, tokenizer)
+                sample = mark_counted(shortened, tokenizer)
         for side, counts in sides.items():
             if not counts.conversations:
                 raise DataError(

@@ -116,8 +116,8 @@ def _parse_record(record: dict[str, Any]) -> Conversation:
         return _require_answer(Conversation(messages, tools=record.get("tools")), "messages")
     for key in ("prompt", "completion"):
         if key not in record:
-            known = ", ".join(map(repr, record)) or "nothing"
-            raise _RecordError(key, f"the key is missing; a record has messages, or prompt and completion, not {known}")
+            keys = ", ".join(map(repr, record)) or "nothing"
+            raise _RecordError(key, f"the key is missing; a record has messages, or prompt and completion, not {keys}")
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         before = _check_messages(prompt, "prompt")
