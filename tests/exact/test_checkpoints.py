@@ -67,7 +67,7 @@ def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Tol
     loaded = Told()
     report = Told()
     for state in engine.optimizer.states:
-        for tensor in (state.master, *state.state_tensors()):
+        for tensor in (state.master,) + tuple(state.state_tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
     with engine.loading_weights():
         assert checkpoint.load(folder, shards(engine)) == {"samples": 8}

@@ -16,6 +16,7 @@ from megascale.ops import (
     fused_projection,
     grouped_gemm,
     norm,
+    norm_rotary,
     rope,
     segments,
 )
@@ -51,6 +52,16 @@ def both_passes(function: Callable[..., object], *inputs: torch.Tensor) -> None:
 def rotary(interleaved: bool) -> None:
     cos, sin = rope.rotary_tables(8, 128, 1e4, torch.get_default_device())
     both_passes(lambda qkv: rope.split_qkv(qkv, 32, 8, cos, sin, interleaved), zeros(8, 2, 48 * 128))
+
+
+def norm_rotary_split() -> None:
+    cos, sin = rope.rotary_tables(8, 128, 1e4, torch.get_default_device())
+    both_passes(
+        lambda qkv, q, k: norm_rotary.split_norm_rotary(qkv, 32, 8, q, k, 1e-6, cos, sin),
+        zeros(8, 2, 48 * 128),
+        zeros(128),
+        zeros(128),
+    )
 
 
 def head(promised: bool) -> None:
@@ -94,7 +105,7 @@ def add_norm(width: int) -> None:
 def with_amax(call: Callable[[], None]) -> Callable[[], None]:
     """The same call, whose kernels collect the largest magnitude of what they make."""
 
-    def told() -> None:
+    def capture() -> None:
         kernels = dispatch.CURRENT.get()
         kernels.amaxes = AmaxSlots()
         try:
@@ -102,7 +113,7 @@ def with_amax(call: Callable[[], None]) -> Callable[[], None]:
         finally:
             kernels.amaxes = None
 
-    return told
+    return capture
 
 
 def float8_casts(kind: Format) -> None:
@@ -169,6 +180,7 @@ CASES: dict[str, Callable[[], None]] = {
     "swiglu": lambda: both_passes(activation.swiglu, zeros(8, 2, 28672)),
     "rotary halves": lambda: rotary(False),
     "rotary interleaved": lambda: rotary(True),
+    "split, norms and rotary": norm_rotary_split,
     "split fused projection": lambda: both_passes(
         lambda x, b: fused_projection.split_fused_projection(x, 40, 40, 128, "gelu", b)[:4],
         zeros(8, 2, 15360 + 20480),
