@@ -15,7 +15,7 @@ from megascale.core.batch import SampleFields
 from megascale.core.layout import lay_out
 from megascale.errors import FitError
 from tests.exact.cases import TWO_LAYERS, Case, case
-from tests.exact.compare import assert_equal, differences, whole
+from tests.exact.compare import assert_equal, differences, join_boxes
 from tests.exact.training import STEPS, Told, make_engine, observe, run_step, train
 from tests.extend import schedules  # noqa: F401 - registers them, in the worker processes too
 
@@ -106,7 +106,7 @@ def run_first_step(tree: dict[str, Any]) -> tuple[Any, dict[str, np.ndarray]]:
     report = Told()
     observe(engine, report)
     run_step(engine, 1, report)
-    return engine, whole(report.gradients[0])
+    return engine, join_boxes(report.gradients[0])
 
 
 @pytest.mark.parametrize("block", ["serial", "parallel"])
