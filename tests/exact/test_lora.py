@@ -14,6 +14,7 @@ from megascale.core.adapters import base_name, is_adapter
 from megascale.core.batch import SampleFields
 from megascale.core.layout import lay_out
 from megascale.errors import FitError
+from megascale.train.engine import Engine
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal, differences, join_boxes
 from tests.exact.training import STEPS, Told, make_engine, observe, run_step, train
@@ -101,35 +102,51 @@ def test_float8_matrices_with_adapters(name: str, recipe: str, pool) -> None:
     assert expected.losses[0] == without.losses[0]  # adapters start at zero
 
 
-def run_first_step(tree: dict[str, Any]) -> tuple[Any, dict[str, np.ndarray]]:
-    engine = make_engine(0, 1, tree)
+def run_first_step(engine: Engine) -> tuple[Told, dict[str, np.ndarray]]:
     report = Told()
     observe(engine, report)
     run_step(engine, 1, report)
-    return engine, join_boxes(report.gradients[0])
+    return report, join_boxes(report.gradients[0])
 
 
-@pytest.mark.parametrize("block", ["serial", "parallel"])
-def test_gradients_follow_from_those_of_the_matrices(block: str) -> None:
+def list_weights(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return views of the trained weights of an engine with one process, by name."""
+    tensors = engine.optimizer.logical_tensors()
+    return {name.removeprefix("model."): view for name, _, _, view in tensors if name.startswith("model.")}
+
+
+@pytest.mark.parametrize(("block", "lora"), [("serial", LORA), ("parallel", LORA), ("serial", QUERY_VALUE_OUT)])
+def test_gradients_follow_from_those_of_the_merged_matrices(block: str, lora: dict[str, Any]) -> None:
+    """With W = base + scale B A: dB = scale dW A^T, and dA = scale B^T dW."""
     plain = case(microbatches=2, model={**TWO_LAYERS, "block": block})
-    tree = {**plain.tree, "train": {**plain.tree["train"], "lora": LORA}}
-    _, matrix_gradients = run_first_step(plain.tree)
-    before = {piece.name: view.clone() for piece, view in make_engine(0, 1, tree).list_base_pieces()}
-    fresh = make_engine(0, 1, tree)
-    a = {name.removeprefix("model."): view.numpy().copy() for name, _, _, view in fresh.optimizer.logical_tensors()}
-    engine, gradients = run_first_step(tree)
-    assert {base_name(name) for name in gradients} == {
-        name for name in matrix_gradients if name.startswith("layers.") and matrix_gradients[name].ndim == 2
-    }
+    tree = {**plain.tree, "train": {**plain.tree["train"], "lora": lora}}
+    engine, merged = make_engine(0, 1, tree), make_engine(0, 1, plain.tree)
+    scale = lora["alpha"] / lora["rank"]
+    base = {piece.name: view.clone() for piece, view in engine.list_base_pieces()}
+    with engine.loading_weights():
+        for name, view in list_weights(engine).items():
+            if name.endswith(".lora_b"):
+                assert not view.any()  # training starts from the model as it is
+                view.normal_(0, 0.3)
+    factors = {name: view.clone() for name, view in list_weights(engine).items()}
+    with merged.loading_weights():
+        for name, view in list_weights(merged).items():
+            assert torch.equal(view, base[name])
+            matrix = name.removesuffix(".weight")
+            if f"{matrix}.lora_b" in factors:
+                view += scale * factors[f"{matrix}.lora_b"] @ factors[f"{matrix}.lora_a"]
+    report, gradients = run_first_step(engine)
+    expected_report, matrix_gradients = run_first_step(merged)
+    assert report.losses == pytest.approx(expected_report.losses, rel=1e-12)
+    assert gradients.keys() == factors.keys()
     for name, gradient in gradients.items():
-        if name.endswith(".lora_a"):
-            assert not gradient.any()  # B is zero at the start
-            continue
-        factor = a[name.removesuffix("lora_b") + "lora_a"]
-        expected = LORA["alpha"] / LORA["rank"] * matrix_gradients[base_name(name)] @ factor.T
-        np.testing.assert_allclose(gradient, expected, rtol=1e-10, atol=1e-14)
+        matrix = base_name(name).removesuffix(".weight")
+        a, b = (factors[f"{matrix}.{factor}"].numpy() for factor in ("lora_a", "lora_b"))
+        d_matrix = scale * matrix_gradients[f"{matrix}.weight"]
+        expected = b.T @ d_matrix if name.endswith(".lora_a") else d_matrix @ a.T
+        np.testing.assert_allclose(gradient, expected, rtol=1e-9, atol=1e-13)
     for piece, view in engine.list_base_pieces():
-        assert torch.equal(view, before[piece.name]), piece.name
+        assert torch.equal(view, base[piece.name]), piece.name
 
 
 def test_the_model_has_no_gradients_and_no_state() -> None:
