@@ -168,6 +168,7 @@ def test_the_model_has_no_gradients_and_no_state() -> None:
     [
         ({"train": {"lora": {"rank": 2, "targets": ["mlp.up"]}}}, "choose among attention.query, attention.key"),
         ({"parallel": {"recompute": "norms"}}, "set --parallel.recompute=none or full"),
+        ({"parallel": {"zero": 3}}, "leaves the model whole on every rank"),
         ({"kernels": {"graphs": "on"}}, "does not capture train.lora"),
         (
             {

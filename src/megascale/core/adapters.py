@@ -155,6 +155,11 @@ def list_adapter_faults(config: Config, layers: Sequence[ChunkLayers] | None) ->
             f"parallel.recompute={config.parallel.recompute} does not keep the inputs that train.lora reads; set "
             "--parallel.recompute=none or full"
         )
+    if config.parallel.zero == 3:
+        faults.append(
+            "parallel.zero=3 shards trained matrices, and train.lora leaves the model whole on every rank; set "
+            "--parallel.zero=2, and --parallel.tensor or --parallel.pipeline to divide the model"
+        )
     if config.kernels.graphs == "on":
         faults.append("kernels.graphs=on does not capture train.lora; set --kernels.graphs=auto or off")
     if config.parallel.gather_precision == "float8":
