@@ -38,6 +38,9 @@ class CausalAttention(DirectModule):
         self.index = setup.index
         self.head_size = spec.head_size
         self.window = spec.window
+        self.softcap = spec.softcap
+        # The kernels divide the scores by the root of a head's width.
+        self.query_factor = 1.0 if spec.multiplier is None else spec.multiplier * spec.head_size**0.5
         self.interleaved = spec.rope is not None and spec.rope.interleaved
         self.heads = spec.heads // setup.axis.size
         self.kv_heads = spec.kv_heads // setup.axis.size
@@ -87,9 +90,19 @@ class CausalAttention(DirectModule):
             if rotary is not None:
                 q = apply_rotary(q, *rotary, self.interleaved)
                 k = apply_rotary(k, *rotary, self.interleaved)
+        if self.query_factor != 1:
+            q = q * self.query_factor
         if context.cache is not None:
             k, v = context.cache.extend(self.index, k, v, self.window)
-        mixed = attention(q, k, v, window=self.window, chooser=self._chooser, documents=context.documents)
+        mixed = attention(
+            q,
+            k,
+            v,
+            window=self.window,
+            softcap=self.softcap,
+            chooser=self._chooser,
+            documents=context.documents,
+        )
         return Branch(mixed, self.out.weight, self.out.bias)
 
 
