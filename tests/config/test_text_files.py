@@ -24,6 +24,7 @@ PATHS = [
     "data.tokenizer",
     "train.runs",
     "checkpoint.location",
+    "checkpoint.start_from",
     "rendezvous.tls_ca",
     "rendezvous.tls_certificate",
     "rendezvous.tls_key",
@@ -106,6 +107,8 @@ def test_a_path_begins_at_the_home_folder(key, tmp_path, monkeypatch):
         table = {name: value} | ({pair: "x:1"} if pair else {})
         if key == "slurm.image":
             table["container"] = "apptainer"
+        if key == "checkpoint.start_from":
+            table["start_state"] = "fresh"
         result = getattr(getattr(from_tree({section: table}), section), name)
         return result[0] if key == "data.train" else result
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import gcd, isqrt
 
 from megascale.config import Config, ModelConfig, ParallelConfig
+from megascale.core.adapters import list_adapter_faults
 from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Grid
 from megascale.core.layers import ChunkLayers, assign_layers
@@ -142,6 +143,7 @@ def lay_out(config: Config, world: int) -> Layout:
         faults.append(str(error))
     if microbatches is not None and layers is not None:
         faults += _schedule_faults(config, 1 if grid is None else grid.replicas, microbatches)
+    faults += list_adapter_faults(config, layers)
     if faults or grid is None or layers is None or microbatches is None:
         raise FitError("\n".join(faults))
     return Layout(config, grid, microbatches, tuple(layers))
