@@ -47,7 +47,7 @@ def layout(
 
 
 def shards(engine: Engine) -> list[checkpoint.TensorShard]:
-    return [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical_tensors()]
+    return [checkpoint.TensorShard(*parts) for parts in engine.logical_tensors()]
 
 
 def save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> Told:

@@ -209,7 +209,7 @@ class Trainer:
         if config.data.valid is not None:
             check_fields(sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
         self.engine = Engine(self.layout, self.groups, info.device, earlier_choices, fields=self.feed.fields)
-        shards = [checkpoint.TensorShard(*parts) for parts in self.engine.optimizer.logical_tensors()]
+        shards = [checkpoint.TensorShard(*parts) for parts in self.engine.logical_tensors()]
         self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
         self.checkpoint_policy = CheckpointPolicy(config.checkpoint, self.checkpointer, self.reporter)
         self.origin = Origin(config, self.folder, self.checkpointer.peers)
