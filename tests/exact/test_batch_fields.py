@@ -117,8 +117,8 @@ def test_weights_are_summed_over_the_axes_that_cut_samples(axes, sizes, options,
 
 def train_with_equal_weights(rank: int, world: int, tree: dict[str, Any], fields: SampleFields) -> Told:
     """Train on samples whose targets all have weight 1."""
-    ones = lambda config, step, sample: np.ones(config.model.sequence_length, np.float32)
-    with mock.patch.object(training, "loss_weights", ones):
+    unit_weights = lambda config, step, sample: np.ones(config.model.sequence_length, np.float32)
+    with mock.patch.object(training, "loss_weights", unit_weights):
         return train(rank, world, tree, FEW_STEPS, nullcontext, fields)
 
 
@@ -162,7 +162,7 @@ def test_a_step_without_weights_changes_nothing(name: str, pool) -> None:
     [(expected, _)] = pool.run(train_over_an_empty_step, 1, layout.twin)
     report = pool.run(train_over_an_empty_step, layout.world, layout.tree)
     assert all(is_kept for _, is_kept in report)
-    assert_equal(expected, [told for told, _ in report], from_tree(layout.tree).model)
+    assert_equal(expected, [outcome for outcome, _ in report], from_tree(layout.tree).model)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Tol
     loaded = Told()
     report = Told()
     for state in engine.optimizer.states:
-        for tensor in (state.master, *state.state_tensors()):
+        for tensor in (state.master,) + tuple(state.state_tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
     if engine.experts is not None:
         for _, _, _, bias in engine.experts.logical_tensors():

@@ -87,9 +87,9 @@ def cast_cut_rows(rank: int, world: int, tree: dict[str, Any]) -> torch.Tensor:
 def test_ranks_agree_on_the_scales_of_rows_that_they_share(pool):
     """The small half is flushed by the scale of the whole row, and would not be by a scale of its own."""
     options: dict[str, Any] = {"microbatches": 2, "model": TWO_LAYERS, "train": {"linear_precision": "float8_rowwise"}}
-    [whole] = pool.run(cast_cut_rows, 1, case(1, **options).tree)
+    [full] = pool.run(cast_cut_rows, 1, case(1, **options).tree)
     parts = pool.run(cast_cut_rows, 2, case(2, **options).tree)
-    assert torch.equal(torch.cat(parts, -1), whole)
+    assert torch.equal(torch.cat(parts, -1), full)
 
 
 def weights_in_use(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[bool], bool]:

@@ -75,7 +75,7 @@ def load(
     """Load into an engine with other weights: the weights in use and the state, and what the last step gives."""
     engine, last = make_engine(rank, world, tree), Told()
     for state in engine.optimizer.states:
-        for tensor in (state.master, state.shard.params, *state.state_tensors()):
+        for tensor in (state.master, state.shard.params) + tuple(state.state_tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
     with engine.loading_weights():
         checkpoint.load(folder, shards(engine))

@@ -200,4 +200,4 @@ def boxes_of(report: list[Told]) -> Iterator[tuple[str, list[Boxed]]]:
     """Everything that all ranks told, by kind: `step 1 gradient`, ..., `state`."""
     for step in range(len(report[0].gradients)):
         yield f"step {step + 1} gradient", [box for item in report for box in item.gradients[step]]
-    yield "state", [box for one in report for box in one.state]
+    yield "state", [box for outcome in report for box in outcome.state]

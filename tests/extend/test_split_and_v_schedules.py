@@ -172,12 +172,12 @@ def test_memory_of_a_v_and_of_a_split_backward():
     """Both ends of a V have their layers' and embeddings' parameters on the first stage; queued gradients need more."""
     tree = own_case("zb_v", 1, 4, 1, microbatches=12, tied_embeddings=False).tree
     split = lay_out(from_tree(tree), 4)
-    whole = laid_out(tree, 4, parallel={"schedule": "v"})
+    built = laid_out(tree, 4, parallel={"schedule": "v"})
     interleaved = laid_out(tree, 4, parallel={"schedule": "interleaved"})
-    weights = [layout.stage_memory(0)[0].weights for layout in (split, whole, interleaved)]
+    weights = [layout.stage_memory(0)[0].weights for layout in (split, built, interleaved)]
     assert weights[0] == weights[1] > weights[2]
-    assert whole.stage_memory(3)[0].logits == 0 < whole.stage_memory(0)[0].logits
-    saved = [layout.stage_memory(3)[0].activations for layout in (split, whole)]
+    assert built.stage_memory(3)[0].logits == 0 < built.stage_memory(0)[0].logits
+    saved = [layout.stage_memory(3)[0].activations for layout in (split, built)]
     assert saved[0] > 0
     assert saved[1] > 0
 

@@ -105,7 +105,7 @@ def add_norm(width: int) -> None:
 def with_amax(call: Callable[[], None]) -> Callable[[], None]:
     """The same call, whose kernels collect the largest magnitude of what they make."""
 
-    def told() -> None:
+    def capture() -> None:
         kernels = dispatch.CURRENT.get()
         kernels.amaxes = AmaxSlots()
         try:
@@ -113,7 +113,7 @@ def with_amax(call: Callable[[], None]) -> Callable[[], None]:
         finally:
             kernels.amaxes = None
 
-    return told
+    return capture
 
 
 def float8_casts(kind: Format) -> None:

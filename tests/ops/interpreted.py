@@ -75,7 +75,7 @@ _blocks: dict[tuple, dict] = {}
 
 def _known_block(self, element_ty, shape):
     """A type of blocks, which is made for every result, as one of the same numbers and shape was made before."""
-    key = (id(element_ty), *(getattr(size, "value", size) for size in shape))
+    key = (id(element_ty),) + tuple(getattr(size, "value", size) for size in shape)
     if type(element_ty) is not interpreter.tl.core.dtype:  # a pointer's, which is not kept and whose id comes again
         _make_block(self, element_ty, shape)
     elif key in _blocks:

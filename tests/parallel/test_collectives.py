@@ -16,13 +16,13 @@ def test_received_parts_never_lie_on_the_slice_that_is_kept(size, wide, narrow):
     buffer = torch.arange(size * shard, dtype=wide)
     half = buffer.nbytes // 2
     for rank in range(size):
-        kept = buffer.view(size, -1)[rank]
-        before = kept.clone()
+        part = buffer.view(size, -1)[rank]
+        before = part.clone()
         received = _receive_buffer(buffer, Axis(size=size, rank=rank), narrow)
         assert (received.numel(), received.dtype) == (buffer.numel(), narrow)
         shares_memory = received.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-        first, stop = rank * kept.nbytes, (rank + 1) * kept.nbytes
+        first, stop = rank * part.nbytes, (rank + 1) * part.nbytes
         fits = received.nbytes == half and (stop <= half or first >= half)
         assert shares_memory == fits
         received.fill_(-1)
-        assert torch.equal(kept, before)
+        assert torch.equal(part, before)

@@ -52,13 +52,13 @@ def test_gathered_rows_are_read_in_place_of_the_weight():
 
 def test_an_updated_weight_is_not_read_until_it_is_gathered():
     linears, weight, fresh = TensorWiseFloat8(), draw(1), cast(draw(2))
-    other = draw(3)
+    third = draw(3)
     linears.set_gathered_rows(weight, fresh.rows, fresh.rows_scale)
     linears.weight(weight)
     linears.invalidate_rows(weight)
     with pytest.raises(TrainingError, match=r"weight \[32, 16\] is read after its update and before it was gathered"):
         linears.weight(weight)
-    assert_same(linears.weight(other), cast(other))
+    assert_same(linears.weight(third), cast(third))
     linears.set_weight_gathered(weight)
     assert_same(linears.weight(weight), cast(weight))
 

@@ -91,12 +91,12 @@ def test_a_gathered_product(size, has_recompute):
         results = []
         for _ in range(3):  # both of the exchange's buffers are used again
             y = gather_linear(*parts, LinearPrecision(axis), recompute_fn)
-            results = [y, *torch.autograd.grad(y, parts, dy.chunk(size, -1)[rank])]
+            results = [y] + list(torch.autograd.grad(y, parts, dy.chunk(size, -1)[rank]))
         return results
 
-    whole = [make_leaf(tensor) for tensor in (x, weight, bias)]
-    y = torch.nn.functional.linear(torch.sin(whole[0]) if has_recompute else whole[0], *whole[1:])
-    gradients = torch.autograd.grad(y, whole, dy)
+    full = [make_leaf(tensor) for tensor in (x, weight, bias)]
+    y = torch.nn.functional.linear(torch.sin(full[0]) if has_recompute else full[0], *full[1:])
+    gradients = torch.autograd.grad(y, full, dy)
     for rank, results in enumerate(run_ranks(size, run)):
         torch.testing.assert_close(results[0], y.chunk(size, -1)[rank])
         for result, gradient in zip(results[1:], gradients, strict=True):
@@ -117,12 +117,12 @@ def test_a_scattered_sum_of_products(size, count):
         results = []
         for _ in range(3):
             y = linear_scatter(LinearPrecision(axis), *parts)
-            results = [y, *torch.autograd.grad(y, parts, dy.chunk(size)[rank])]
+            results = [y] + list(torch.autograd.grad(y, parts, dy.chunk(size)[rank]))
         return results
 
-    whole = [make_leaf(t) for pair in zip(xs, weights, strict=True) for t in pair]
-    y = sum(torch.nn.functional.linear(x, weight) for x, weight in zip(whole[0::2], whole[1::2], strict=True))
-    gradients = torch.autograd.grad(y, whole, dy)
+    full = [make_leaf(t) for pair in zip(xs, weights, strict=True) for t in pair]
+    y = sum(torch.nn.functional.linear(x, weight) for x, weight in zip(full[0::2], full[1::2], strict=True))
+    gradients = torch.autograd.grad(y, full, dy)
     for rank, results in enumerate(run_ranks(size, run)):
         torch.testing.assert_close(results[0], y.chunk(size)[rank])
         for result, gradient in zip(results[1:], gradients, strict=True):
@@ -162,9 +162,9 @@ def test_calls_of_an_exchange_are_recorded_with_the_bytes_of_all_ranks(size):
         z.backward(torch.ones_like(z))
         return log
 
-    whole = x.nbytes  # of the hidden states of all ranks, whose parts are gathered and scattered
+    full = x.nbytes  # of the hidden states of all ranks, whose parts are gathered and scattered
     for log in run_ranks(size, run):
         # Forward, then backward: the gradient is gathered, then the input again under the scatter of its gradient.
         operations = ["fused_gather", "fused_scatter", "fused_gather", "fused_gather", "fused_scatter"]
-        assert log.sizes == [(operation, whole) for operation in operations]
+        assert log.sizes == [(operation, full) for operation in operations]
         assert log.in_flight == 0

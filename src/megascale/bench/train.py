@@ -72,7 +72,7 @@ def register(app: typer.Typer) -> None:
 
         defaults = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"]
         defaults.append("--train.name=bench-train")
-        config = load_shape([*defaults, *context.args])
+        config = load_shape(defaults + context.args)
         if not launcher.is_launched_rank():
             import torch
 
@@ -84,7 +84,7 @@ def register(app: typer.Typer) -> None:
             if world > 1:
                 layout = lay_out(config, world)
                 arguments = sys.argv[sys.argv.index("train") :]
-                raise typer.Exit(launcher.launch(["bench", *arguments], layout))
+                raise typer.Exit(launcher.launch(["bench"] + arguments, layout))
         if cores is not None:
             rank_cores = find_cores(cores, int(os.environ.get("LOCAL_RANK", "0")))
             for thread in os.listdir("/proc/self/task"):
@@ -118,7 +118,7 @@ def load_shape(overrides: list[str]) -> Config:
     config = load_command_line(None, overrides)
     if config.model.vocab_size is not None:
         return config
-    return load_command_line(None, [*overrides, f"--model.vocab_size={VOCABULARY}"])
+    return load_command_line(None, overrides + [f"--model.vocab_size={VOCABULARY}"])
 
 
 def join_groups(config: Config) -> tuple[RankInfo, Groups | None]:

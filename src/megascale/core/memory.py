@@ -188,7 +188,7 @@ def _outer_counts(model: ModelConfig, tensor: int) -> tuple[int, int, int]:
     """Return the parameters on one rank of the embeddings, of norm and head, and of the logits' matrix."""
     return (
         count_elements(embedding_tensors(model), tensor),
-        count_elements((*norm_tensors(model.norm, model.hidden, "norm"), *head_tensors(model)), tensor),
+        count_elements(norm_tensors(model.norm, model.hidden, "norm") + list(head_tensors(model)), tensor),
         count_elements((output_matrix(model),), tensor),
     )
 

@@ -357,15 +357,9 @@ def run(
     low, high = (float(x) for x in width.around(seconds))
     notes = cautions(scenario.cluster, case, scenario.calibration, family, launches)
     if not scenario.software.is_memory_modelled:
-        notes = (
-            *notes,
-            f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)",
-        )
+        notes += (f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)",)
     if _asks_float8(scenario.config) and not scenario.software.float8:
-        notes = notes + (f"{scenario.label} has no float8: it is priced in bfloat16",)
+        notes += (f"{scenario.label} has no float8: it is priced in bfloat16",)
     if scenario.beyond_training:
-        notes = (
-            *notes,
-            "context parallelism and experts: no step was held against this, and memory does not count them",
-        )
+        notes += ("context parallelism and experts: no step was held against this, and memory does not count them",)
     return StepEstimate(scenario, level, seconds, low, high, shares, memory, event, notes)

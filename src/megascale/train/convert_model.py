@@ -92,7 +92,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
     except OSError as error:
         raise ConfigError(f"--out={run} cannot be created: {error.strerror}") from None
     tokenizer, tokenizer_notes = convert_tokenizer.import_tokenizer(folder, run, list_end_ids(source.generation))
-    notes = [*source.notes, *tokenizer_notes]
+    notes = source.notes + tokenizer_notes
     if tokenizer is not None and tokenizer.vocab_size > model.vocab:
         notes.append(f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {model.vocab}")
     if source.generation:

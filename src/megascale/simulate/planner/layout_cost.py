@@ -28,8 +28,8 @@ RESERVE_GIB = 4.0
 # and backward: 0.36 of the time at 1,024 of 8,192 tokens, 0.98 at 512 of 2,048). Above WINDOW_PAYS it is not worth it.
 WINDOW_OVERHEAD = 600.0
 WINDOW_PAYS = 0.9
-# What a FLOP takes in those of a bfloat16 layer, by the simulator's calibration to H200s (gpt-13b): of the logits, with
-# their loss; of float8 linear layers, with their casts.
+# Time per FLOP of the logits with their loss, and of float8 linear layers with their casts. Both are relative to a
+# bfloat16 layer and come from the calibration of the simulator to H200s (gpt-13b).
 LOGITS_TIME = 1.25
 FLOAT8_TIME = 0.6
 _REPLAYED = 4_000_000  # actions, over all splits tried at once
@@ -151,9 +151,9 @@ class LayoutCost:
         """Layers of each chunk that make the step shorter, and by what share; None if no move of layers does.
 
         The default split evens out the stages' work. But the first stage begins first and ends last, while the others
-        wait for its first results and it for nobody's: with some more work on it the bubble is filled. Found by moving
-        one layer at a time off the busiest stage and replaying, or then half a layer where blocks divide, so it is no
-        proof that no better one exists.
+        wait for its first results: with some more work on it the bubble is filled. The search moves one layer at a time
+        off the busiest stage and replays the schedule, and then half a layer where blocks divide. A better split may
+        exist.
         """
         stages, counts = self.layout.grid.pipeline, [chunk.layer_count for chunk in self.layout.layers]
         if stages == 1:

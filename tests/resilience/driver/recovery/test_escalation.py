@@ -90,7 +90,7 @@ def test_a_start_that_a_node_explains_later_gives_back_its_own_budget_and_no_shr
 
 def test_the_journal_gives_back_a_retry_and_not_the_shrink_after_it(tmp_path):
     journal, _ = Journal.take(tmp_path, 5.0)
-    audit_log = AuditLog(tmp_path, journal, lambda who, text: None)
+    audit_log = AuditLog(tmp_path, journal, lambda source, text: None)
     audit_log.record(Event.RECOVERY_ACTION, attempt=1, action="retry")
     audit_log.record(Event.RECOVERY_ACTION, attempt=1, action="shrink")
     audit_log.record(Event.RECOVERY_ACTION, attempt=1, action="respawn", nodes=("n1",), explains=True)
