@@ -567,6 +567,10 @@ class Trainer:
         clipped, flushed, casts = result.cast_counts.tolist()
         if casts:
             record |= {"float8_clipped": clipped / casts, "float8_flushed": flushed / casts}
+        if result.expert_counts is not None:
+            record |= result.expert_counts.summarise()
+            if step % self.config.train.log_interval == 0:
+                record["expert_counts"] = result.expert_counts.counts.long().tolist()
         record["memory_gib"] = memory_gib(self.rank_info.device)
         if self.peak_flops:
             record["mfu"] = mfu(self.config.model, tokens_per_second, self.rank_info.world, self.peak_flops)
