@@ -337,7 +337,7 @@ def cases(draw: st.DrawFn) -> Case:
         data,
         virtual=virtual,
         microbatches=draw(st.integers(1, 7 if pipeline > 1 else 3)),
-        zero=pick(0, 1) if virtual > pipeline == 1 else pick(0, 1, 2),
+        zero=pick(0, 1, 3) if virtual > pipeline == 1 else pick(0, 1, 2, 3),
         parallel={
             "layer_split": split,
             "micro_batch_group_size": None

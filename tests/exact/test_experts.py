@@ -40,7 +40,7 @@ def list_factorisations() -> dict[str, Case]:
     """Return each factorisation of four ranks with each ZeRO, the other settings in turn."""
     cases = {}
     sizes = [(t, p, d) for t, p, d in product((1, 2, 4), repeat=3) if t * p * d == 4]
-    for number, ((tensor, pipeline, data), zero) in enumerate(product(sizes, (0, 1, 2))):
+    for number, ((tensor, pipeline, data), zero) in enumerate(product(sizes, (0, 1, 2, 3))):
         if zero and data == 1:
             continue
         optimizer = OPTIMIZERS[number % 3]

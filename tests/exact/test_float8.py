@@ -30,6 +30,7 @@ def layouts(recipe: str) -> dict[str, Case]:
     return {
         "pipeline": case(1, 2, 1, virtual=2, microbatches=4, **serial, parallel={"layer_split": [1, 1.5, 0.5, 1]}),
         "ZeRO-2": case(1, 1, 2, zero=2, microbatches=2, **parallel, parallel={"bucket_elements": 500}),
+        "ZeRO-3": case(1, 1, 2, zero=3, microbatches=2, **parallel),
         "pipeline, data, LAMB": case(1, 2, 2, microbatches=2, optimizer={"name": "lamb"}, **short_serial),
         "tensor, serial": case(2, microbatches=2, **serial),
         "tensor, parallel, recompute": case(4, microbatches=2, **short_parallel, **selective),

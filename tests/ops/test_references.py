@@ -251,6 +251,62 @@ def test_vocabulary_shards_give_the_whole_heads_loss_and_gradients(promised):
     torch.testing.assert_close(torch.cat([r[2] for r in results]), expected[1])
 
 
+@pytest.mark.parametrize("promised", [False, True])
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
+def test_head_computes_only_the_gradients_that_are_needed(frozen, promised):
+    tensors = {"x": randn(5, 6), "weight": randn(11, 6, seed=1), "bias": randn(11, seed=2)}
+    tensors[frozen] = tensors[frozen].detach()
+    targets = torch.tensor([0, 10, 5, -100, 7])
+    upstream = torch.tensor(0.25, dtype=D)
+    x, weight, bias = tensors.values()
+    loss = linear_cross_entropy(x, weight, targets, bias=bias, chunk=2, token_grad=upstream if promised else None)
+    (loss * upstream).sum().backward()
+    gradients = {name: tensor.grad for name, tensor in tensors.items()}
+    assert gradients[frozen] is None
+    for tensor in tensors.values():
+        tensor.grad = None
+    want = cross_entropy(torch.nn.functional.linear(x, weight, bias), targets, 11)
+    torch.testing.assert_close(loss, want)
+    (want * upstream).sum().backward()
+    for name, tensor in tensors.items():
+        if name != frozen:
+            torch.testing.assert_close(gradients[name], tensor.grad)
+
+
+def test_head_keeps_float32_sums_of_narrow_types():
+    x, weight = (
+        randn(*shape, seed=i).detach().bfloat16().requires_grad_() for i, shape in enumerate([(300, 8), (9, 8)])
+    )
+    targets = torch.arange(300) % 9
+    loss = linear_cross_entropy(x, weight, targets, chunk=10, token_grad=torch.tensor(1.0))
+    assert loss.dtype == torch.float32
+    loss.sum().backward()
+    assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    wide_x, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    torch.nn.functional.cross_entropy(wide_x @ wide_weight.T, targets, reduction="sum").backward()
+    # Thirty sums in bfloat16 would be off by several percent.
+    assert (weight.grad.double() - wide_weight.grad).norm() < 0.01 * wide_weight.grad.norm()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "itemsize", "expected"),
+    [
+        (4096, 64000, 2, 4096),
+        (16384, 128256, 2, 4096),  # four chunks of at most 4,185 tokens
+        (5000, 50304, 2, 5000),
+        (10673, 50304, 2, 5376),  # one more than fits: two halves, rounded up to 128
+        (10672, 50304, 2, 10672),
+        (129, 1 << 40, 2, 128),  # never less than 128
+        (100, 1 << 40, 2, 100),
+        (1, 1, 1, 1),
+        (0, 5, 2, 1),
+        (8, 0, 2, 8),
+    ],
+)
+def test_chunks_are_even_and_as_large_as_fits(tokens, columns, itemsize, expected):
+    assert chunk_tokens(tokens, columns, itemsize) == expected
+
+
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 10), (4096, 64000), (16384, 128256), (5000, 50304), (0, 5)])
 def test_chunks_cover_and_fit(tokens, columns):
     size = chunk_tokens(tokens, columns, 2)

@@ -47,6 +47,17 @@ class PartFacts:
 
 
 @dataclass(frozen=True)
+class AttentionFacts(PartFacts):
+    """Facts of an attention.
+
+    Attributes:
+        masks_documents: whether it keeps to `ForwardContext.documents`; samples with documents are refused otherwise.
+    """
+
+    masks_documents: bool = False
+
+
+@dataclass(frozen=True)
 class SinkFacts:
     """Facts of a span sink.
 
@@ -179,9 +190,9 @@ ACTIVATIONS: Registry[ActivationFacts] = Registry(
 NORMS: Registry[NormFacts] = Registry(
     "model.norm", {"layernorm": NormFacts(bias=True), "rmsnorm": NormFacts(bias=False)}, home=MODEL_PACKAGE
 )
-ATTENTIONS: Registry[PartFacts] = Registry(
+ATTENTIONS: Registry[AttentionFacts] = Registry(
     "model.attention",
-    {"causal": PartFacts("causal, grouped queries, full or in a sliding window")},
+    {"causal": AttentionFacts("causal, grouped queries, full or in a sliding window", masks_documents=True)},
     home=MODEL_PACKAGE,
 )
 MLPS: Registry[PartFacts] = Registry(

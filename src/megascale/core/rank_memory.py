@@ -87,6 +87,8 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         return f"only overlap.tensor=fused can be captured, not overlap.tensor={config.overlap.tensor}"
     if config.parallel.zero == 2 and data > 1:
         return "parallel.zero=2 reduces every micro-batch's gradients during backward"
+    if config.parallel.zero == 3 and data > 1:
+        return "parallel.zero=3 gathers parameters and reduces gradients within every micro-batch"
     if any(isinstance(layer.feed_forward, ExpertsSpec) for layer, _ in count_distinct_layers(config.model)):
         return "the number of tokens of experts is read on the host"
     if config.model.dropout:

@@ -224,20 +224,35 @@ class LayoutCost:
                 f"parallel.tensor={grid.tensor} reaches beyond a host of {parallel.gpus_per_host} GPUs: gathers and "
                 "scatters of every layer cross the network"
             )
-        if parallel.zero == 2:
-            saved = self._zero_saving() / GIB
-            if saved > 0:
-                text = f"saves {saved:.1f} GiB"
-            else:
-                text = f"needs {-saved:.1f} GiB more, not less (too few chunks)"
-            notes.append(
-                f"parallel.zero=2 reduces gradients {self.layout.microbatches} times a step where parallel.zero=1 "
-                f"reduces once, and {text}"
-            )
+        if parallel.zero >= 2:
+            notes.append(self._describe_sharding())
         return notes
 
+    def _describe_sharding(self) -> str:
+        """Return what parallel.zero=2 or 3 costs and saves."""
+        zero = self.config.parallel.zero
+        if self.layout.grid.shards == 1:
+            return f"parallel.zero={zero} shards nothing: there is one data-parallel rank"
+        saved = self._zero_saving() / GIB
+        if saved > 0:
+            text = f"saves {saved:.1f} GiB"
+        else:
+            text = f"needs {-saved:.1f} GiB more, not less (few and small blocks)"
+        count = self.layout.microbatches
+        cost = f"parallel.zero={zero} reduces gradients {count} times per step where parallel.zero=1 reduces once, "
+        if zero == 3:
+            gathered = max(self.traffic(stage).data_gather for stage in self.stages) / GIB
+            cost += f"gathers {gathered:.0f} GiB of parameters per rank and step, "
+        return f"{cost}and {text}"
+
+    def _shares_embedding(self) -> bool:
+        """Return whether one stage of several has both ends of a model with tied embeddings."""
+        has_both_ends = len(self.layout.chunk_map.end_stages) == 1 and self.layout.grid.pipeline > 1
+        return has_both_ends and self.config.model.tied_embeddings
+
     def _zero_saving(self) -> int:
-        alternative = self._changed(parallel={"zero": 1}, kernels={"graphs": "off"})  # which zero=2 does not have
+        # ZeRO-2 and 3 have no graphs.
+        alternative = self._changed(parallel={"zero": 1}, kernels={"graphs": "off"})
         return max(m.total for m in alternative.memory) - max(m.total for m in self.memory)
 
     def _changed(self, **sections: dict[str, Any]) -> LayoutCost:
@@ -266,8 +281,11 @@ class LayoutCost:
                 tries.append((f"--parallel.recompute={less}", {"parallel": {"recompute": less}}))
         if train.micro_batch > 1:
             tries.append(("--train.micro_batch=1", {"train": {"micro_batch": 1}}))
-        if parallel.zero < 2 and not (parallel.pipeline == 1 and parallel.virtual_stages > 1):
-            tries.append(("--parallel.zero=2", {"parallel": {"zero": 2}}))
+        if self.layout.grid.shards > 1 and not self._shares_embedding():
+            if parallel.zero < 2 and not (parallel.pipeline == 1 and parallel.virtual_stages > 1):
+                tries.append(("--parallel.zero=2", {"parallel": {"zero": 2}}))
+            if parallel.zero < 3:
+                tries.append(("--parallel.zero=3", {"parallel": {"zero": 3}}))
         if parallel.recompute != "full":
             tries.append(("--parallel.recompute=full", {"parallel": {"recompute": "full"}}))
         return [text for text, change in tries if self._changed(**change).fits]
