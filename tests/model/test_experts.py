@@ -72,7 +72,7 @@ def loop_over_tokens(layer: ExpertsMlp, x: Tensor) -> Tensor:
     rows = []
     for token in x.reshape(-1, x.shape[-1]):
         scores = torch.softmax(layer.router @ token, 0)
-        best = sorted(range(experts.number), key=lambda e: (-float(scores[e]), e))[: experts.top_k]
+        best = sorted(range(experts.number), key=lambda e: (-float(scores[e].detach()), e))[: experts.top_k]
         total = sum(scores[e] for e in best)
         y = torch.zeros_like(token)
         for e in best:

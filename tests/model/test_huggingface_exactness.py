@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from megascale.model.huggingface.export import write_folder
 from megascale.model.huggingface.import_model import ImportedModel, read_folder
 from megascale.model.transformer import Chunk
-from tests.model.huggingface import NO_TOKENS, SIZES, chunk_of, prompt, transformers
+from tests.model.huggingface import NO_TOKENS, SIZES, chunk_of, loop_over_experts, prompt, transformers
 
 DRAWS = 5
 LENGTH = 60  # of the sequences, beyond the original and the extended context
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "seed_oss")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "seed_oss", "mixtral", "qwen3_moe")
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-10}  # of the maximum logit
 
 
@@ -60,11 +60,17 @@ def draw_settings(family: str, choose: random.Random) -> dict[str, Any]:
     }
     if family != "qwen2" and family != "olmo2":
         settings["head_dim"] = choose.choice([8, 10])
-    if family == "mistral":
+    if family == "mixtral":
+        settings |= {"num_local_experts": 5, "num_experts_per_tok": choose.choice([1, 3])}
+    if family == "qwen3_moe":
+        settings |= {"num_experts": 6, "num_experts_per_tok": choose.choice([1, 4]), "moe_intermediate_size": 7}
+        settings |= {"norm_topk_prob": choose.choice([True, False])}
+        settings |= {"mlp_only_layers": choose.choice([[], [0]]) if settings["num_hidden_layers"] > 1 else []}
+    if family in ("mistral", "mixtral"):
         settings["sliding_window"] = choose.choice([None, 5, 40])
     if family in ("qwen2", "qwen3", "smollm3") and choose.random() < 0.5:
         settings |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-    if family in ("llama", "qwen3", "smollm3", "olmo2", "seed_oss"):
+    if family in ("llama", "qwen3", "smollm3", "olmo2", "seed_oss", "qwen3_moe"):
         settings["attention_bias"] = choose.choice([True, False])
     if family in ("llama", "smollm3", "seed_oss"):
         settings["mlp_bias"] = choose.choice([True, False])
@@ -87,7 +93,9 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
 def make_theirs(family: str, settings: dict[str, Any], dtype: torch.dtype) -> Any:
     """Make a random model of `transformers` with eager attention."""
     config = transformers.AutoConfig.for_model(family, **(NO_TOKENS | settings))
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=dtype, **loop_over_experts(family)
+    ).eval()
     torch.manual_seed(1)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)

@@ -13,12 +13,14 @@ from megascale.model.huggingface.gpt_neox import GPT_NEOX
 from megascale.model.huggingface.gptj import GPTJ
 from megascale.model.huggingface.llama import LLAMA
 from megascale.model.huggingface.mistral import MISTRAL
+from megascale.model.huggingface.mixtral import MIXTRAL
 from megascale.model.huggingface.olmo2 import OLMO2
 from megascale.model.huggingface.qwen import QWEN2, QWEN3
+from megascale.model.huggingface.qwen_moe import QWEN3_MOE
 from megascale.model.huggingface.seed_oss import SEED_OSS
 from megascale.model.huggingface.smollm3 import SMOLLM3
 
-_ALL = (GPT2, GPTJ, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, SEED_OSS)
+_ALL = (GPT2, GPTJ, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, SEED_OSS, MIXTRAL, QWEN3_MOE)
 FAMILIES = {family.name: family for family in _ALL}
 
 

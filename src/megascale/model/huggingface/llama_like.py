@@ -68,6 +68,7 @@ class LlamaLike:
         declares_head_dim: whether the class declares head_dim; the other classes accept it.
         divides_hidden: whether transformers requires hidden to be a multiple of heads.
         layers: what its layers differ in.
+        mlp: the only value of the setting; the weights of other feed-forwards than dense ones are not the base's.
     """
 
     name: str
@@ -86,6 +87,7 @@ class LlamaLike:
     declares_head_dim: bool = True
     divides_hidden: bool = True
     layers: LayerRules = LayerRules()
+    mlp: str = "dense"
 
     def make_family(self) -> Family:
         """Return the family for import and export."""
@@ -186,6 +188,7 @@ class LlamaLike:
             "head_bias": [False],
             "qk_norm": [self.qk_norm],
             "norm_placement": [self.norm_placement],
+            "mlp": [self.mlp],
         }
         if not self.has_mlp_bias:
             supported["mlp_bias"] = [False]
