@@ -38,21 +38,29 @@ def make_inputs(length: int, batch: int, dtype: torch.dtype = torch.float64) -> 
 
 
 @given(
-    length=st.integers(1, 40), batch=st.integers(1, 3), limit=st.integers(1, 20), window=st.sampled_from([None, 1, 5])
+    length=st.integers(1, 40),
+    batch=st.integers(1, 3),
+    limit=st.integers(1, 20),
+    window=st.sampled_from([None, 1, 5]),
+    softcap=st.sampled_from([None, 0.7]),
 )
-@settings(max_examples=40, deadline=None)
-def test_documents_are_attended_apart(length: int, batch: int, limit: int, window: int | None) -> None:
+@settings(max_examples=60, deadline=None)
+def test_documents_are_attended_apart(
+    length: int, batch: int, limit: int, window: int | None, softcap: float | None
+) -> None:
     q, k, v = make_inputs(length, batch)
     boundaries = synthetic_boundaries(length, batch, limit)
     documents = DocumentMask.from_boundaries(boundaries, length)
     assert documents.max_documents == limit
-    out = attention(q, k, v, window=window, documents=documents)
-    reference = attention_reference(q, k, v, window=window, documents=documents)
+    out = attention(q, k, v, window=window, documents=documents, softcap=softcap)
+    reference = attention_reference(q, k, v, window=window, documents=documents, softcap=softcap)
     torch.testing.assert_close(out, reference, rtol=1e-12, atol=1e-12)
     for sample in range(batch):
         part = slice(sample, sample + 1)
         for start, stop in pairwise(boundaries[:, sample].unique().tolist()):
-            apart = attention(q[start:stop, part], k[start:stop, part], v[start:stop, part], window=window)
+            apart = attention(
+                q[start:stop, part], k[start:stop, part], v[start:stop, part], window=window, softcap=softcap
+            )
             torch.testing.assert_close(out[start:stop, part], apart, rtol=1e-12, atol=1e-12)
     stops = documents.cumulative.unique().tolist()
     expected = {0} | {sample * length + edge for sample in range(batch) for edge in boundaries[1:, sample].tolist()}

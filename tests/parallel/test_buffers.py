@@ -18,7 +18,7 @@ from megascale.parallel import data_parallel
 from megascale.parallel.buffer_layout import ALIGN, BufferMember, lay_out
 from megascale.parallel.buffers import Axes, ParamAndGradBuffer, extent_boxes
 from megascale.parallel.collectives import Axis
-from megascale.parallel.data_parallel import DataParallel, GradientPool
+from megascale.parallel.data_parallel import DataParallel
 
 
 def chunk(tensor: Axis, **options) -> Chunk:
@@ -241,38 +241,3 @@ def test_a_forward_waits_for_each_block_when_it_is_next(monkeypatch, tied):
         assert needed <= arrived
         assert (later and not later & arrived) or number == 1  # the last block may be all that is left
     assert [min(spans[where].members) for where in sent] == sorted(min(span.members) for span in spans.values())
-
-
-def test_chunks_use_the_buffers_of_a_pool_in_turn():
-    """A buffer is drained before it is used again, and one that a backward still fills is left to it."""
-    chunks = [ParamAndGradBuffer(chunk(Axis(), layers=2), torch.device("cpu")) for _ in range(4)]
-    drained: list[tuple[int, dict]] = []
-    pool = GradientPool(chunks, lambda user, reducing: drained.append((chunks.index(user), reducing)), count=3)
-    begins = [buffer.data_ptr() for buffer in pool.buffers]
-    reductions = []
-    used = []
-    for user in chunks[:3]:
-        grads, reducing = pool.take(user)
-        assert grads.shape == (user.layout.size,)
-        assert (grads == 0).all()
-        grads.fill_(7.0)
-        used.append(begins.index(grads.data_ptr()))
-        reductions.append(reducing)
-        pool.mark_filled(user)
-    assert used == [1, 2, 0]
-    assert drained == []
-    grads, _ = pool.take(chunks[3])
-    assert grads.data_ptr() == begins[1]
-    assert (grads == 0).all()
-    assert drained[0][0] == 0
-    assert drained[0][1] is reductions[0]
-    # The fourth chunk's backward has not ended, so the next two users share the other buffers.
-    for expected in (2, 0, 2):
-        grads, _ = pool.take(chunks[0])
-        assert grads.data_ptr() == begins[expected]
-        pool.mark_filled(chunks[0])
-    drained.clear()
-    pool.drain()
-    assert sorted(user for user, _ in drained) == [0, 0, 3]
-    pool.drain()
-    assert len(drained) == 3

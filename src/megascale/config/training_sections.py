@@ -189,7 +189,16 @@ class KernelsConfig(Section):
         "reference with a printed line if they cannot run",
     )
     attention: Literal[
-        "auto", "cudnn", "flash", "flash_window", "flash_varlen", "flex", "cudnn_frontend", "flash4", "sdpa"
+        "auto",
+        "cudnn",
+        "flash",
+        "flash_window",
+        "flash_varlen",
+        "flex",
+        "cudnn_frontend",
+        "flash4",
+        "sdpa",
+        "eager",
     ] = Field(
         "auto",
         description="attention kernel; auto: the fastest kernel for the layer's mask, measured at start-up. "

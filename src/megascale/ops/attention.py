@@ -16,10 +16,18 @@ from torch import Tensor
 
 from megascale.errors import ConfigError
 from megascale.ops import dispatch
-from megascale.ops.attention_backends import BACKENDS, candidates, causal_mask
+from megascale.ops.attention_backends import (
+    BACKENDS,
+    SOFTCAP_BACKENDS,
+    candidates,
+    causal_mask,
+    explain_missing_softcap,
+    find_fallback,
+)
 from megascale.ops.attention_documents import (
     DOCUMENT_BACKENDS,
     DOCUMENT_CANDIDATES,
+    SOFTCAP_DOCUMENT_BACKENDS,
     DocumentMask,
     check_document_backend,
     synthetic_boundaries,
@@ -35,7 +43,13 @@ CHECKED_LENGTH = 512  # tokens of the samples on which kernels are compared with
 
 
 def attention_reference(
-    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, window: int | None, documents: DocumentMask | None = None
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    *,
+    window: int | None,
+    documents: DocumentMask | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute softmax over an explicit mask, in at least float32: the reference of every backend."""
     S, B, N, D = q_SBND.shape
@@ -43,6 +57,8 @@ def attention_reference(
     wide = torch.promote_types(q_SBND.dtype, torch.float32)
     q = q_SBND.to(wide).unflatten(2, (G, N // G))
     scores = torch.einsum("sbgnd,tbgd->bgnst", q, k_SBGD.to(wide)) * D**-0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     mask = causal_mask(S, k_SBGD.shape[0], window, q_SBND.device)
     if documents is not None:
         keys = torch.arange(k_SBGD.shape[0], device=q_SBND.device)
@@ -55,7 +71,7 @@ class AttentionShape(NamedTuple):
     """The shape that a choice depends on.
 
     window is None for full attention. documents is the largest number of documents in a sample; 0: a sample is one
-    document.
+    document. softcap is None for unbounded scores.
     """
 
     S: int
@@ -66,11 +82,14 @@ class AttentionShape(NamedTuple):
     window: int | None
     dtype: torch.dtype
     documents: int = 0
+    softcap: float | None = None
 
     def __str__(self) -> str:
         mask = "full" if self.window is None else f"window {self.window}"
         if self.documents:
             mask += f", up to {self.documents} documents"
+        if self.softcap is not None:
+            mask += f", softcap {self.softcap:g}"
         kind = str(self.dtype).removeprefix("torch.")
         return f"{self.S} x {self.B}, {self.N} heads ({self.G} kv) of {self.D}, {mask}, {kind}"
 
@@ -92,7 +111,7 @@ class AttentionChoice:
 def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
     """Run every backend that may support the shape; returns the fastest of those that agree."""
     if device.type != "cuda" or shape.dtype not in (torch.bfloat16, torch.float16):
-        return AttentionChoice("sdpa")
+        return AttentionChoice(find_fallback(shape.softcap))
     if torch.cuda.is_current_stream_capturing():
         raise ConfigError(
             f"attention for {shape} would be measured inside a CUDA graph capture; call "
@@ -100,11 +119,14 @@ def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
         )
     load = _GpuLoad(device)
     load.warm_up()
-    choice = AttentionChoice("sdpa")
+    fallback = find_fallback(shape.softcap)
+    choice = AttentionChoice(fallback)
     names = list(DOCUMENT_CANDIDATES) if shape.documents else candidates(shape.window)
+    if shape.softcap is not None:
+        names = [name for name in SOFTCAP_BACKENDS if name != fallback]
     expected: Tensor | None = None
-    for name in (*names, "sdpa"):
-        if name == "sdpa" and choice.milliseconds:
+    for name in (*names, fallback):
+        if name == fallback and choice.milliseconds:
             break  # the last resort: it is slow, and its explicit mask may not even fit
         try:
             check_documents(name, shape, device)
@@ -176,6 +198,7 @@ class AttentionChooser:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cuda",
         documents: int = 0,
+        softcap: float | None = None,
     ) -> str:
         """Return the backend for a shape, measured at the first call: at start-up, before any graph capture.
 
@@ -184,10 +207,11 @@ class AttentionChooser:
         Args:
             S, B, N, G, D: tokens, samples, query heads, key/value heads, and width of a head.
             documents: largest number of documents in a sample; 0: a sample is one document.
+            softcap: bound of the scores, if they have one.
         """
         if window is not None and window >= S:
             window = None
-        shape = AttentionShape(S, B, N, G, D, window, dtype, documents)
+        shape = AttentionShape(S, B, N, G, D, window, dtype, documents, softcap)
         if shape not in self.choices:
             # The caller may be recomputed in backward: its hooks must not see the tensors saved while measuring.
             with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
@@ -202,9 +226,13 @@ class AttentionChooser:
 
     def explain_refusal(self, name: str, shape: AttentionShape, device: torch.device) -> str:
         """Return why a backend cannot run a shape on this process's device, or "" if it can."""
-        if name == "sdpa":
+        if name == find_fallback(shape.softcap):
             return ""
-        if name not in BACKENDS and name not in DOCUMENT_BACKENDS:
+        if shape.softcap is not None:
+            reason = explain_missing_softcap(name, shape.softcap)
+            if reason:
+                return reason
+        elif name not in BACKENDS and name not in DOCUMENT_BACKENDS:
             return "this version has no such kernel"
         try:
             check_documents(name, shape, device)
@@ -234,9 +262,22 @@ def _make_documents(shape: AttentionShape, device: torch.device) -> DocumentMask
 
 
 def run_backend(
-    name: str, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, documents: DocumentMask | None
+    name: str,
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    window: int | None,
+    documents: DocumentMask | None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Run a kernel by name. Raises ConfigError if there are documents and the kernel cannot keep to them."""
+    """Run a kernel by name. Raises ConfigError if it cannot keep to the documents, or cannot bound the scores."""
+    if softcap is not None:
+        reason = explain_missing_softcap(name, softcap)
+        if reason:
+            raise ConfigError(reason)
+        if documents is None:
+            return SOFTCAP_BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window, softcap)
+        return SOFTCAP_DOCUMENT_BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window, documents, softcap)
     if documents is None and name not in BACKENDS:
         raise ConfigError(
             f"kernels.attention={name!r} computes attention within documents only; set --data.document_mask=true, or "
@@ -259,8 +300,8 @@ def check_documents(name: str, shape: AttentionShape, device: torch.device) -> N
     with torch.enable_grad():
         q, k, v = split_qkv(qkv, shape.N, shape.G)
         for out in (
-            attention_reference(q, k, v, window=shape.window, documents=documents),
-            run_backend(name, q, k, v, shape.window, documents),
+            attention_reference(q, k, v, window=shape.window, documents=documents, softcap=shape.softcap),
+            run_backend(name, q, k, v, shape.window, documents, shape.softcap),
         ):
             results.append((out.detach(), torch.autograd.grad(out, qkv, upstream, retain_graph=True)[0]))
     for part, expected, actual in zip(("output", "gradient"), *results, strict=True):
@@ -274,7 +315,7 @@ def _run(name: str, shape: AttentionShape, qkv: Tensor, upstream: Tensor) -> Ten
     documents = _make_documents(shape, qkv.device)
     with torch.enable_grad():
         q, k, v = split_qkv(qkv, shape.N, shape.G)
-        out = run_backend(name, q, k, v, shape.window, documents)
+        out = run_backend(name, q, k, v, shape.window, documents, shape.softcap)
         torch.autograd.grad(out, qkv, upstream)
     return out.detach()
 
@@ -301,6 +342,7 @@ def attention(
     v_SBGD: Tensor,
     *,
     window: int | None,
+    softcap: float | None = None,
     backend: str = "auto",
     chooser: AttentionChooser | None = None,
     documents: DocumentMask | None = None,
@@ -314,6 +356,7 @@ def attention(
         q_SBND: [queries, batch, heads, head size].
         k_SBGD, v_SBGD: [keys, batch, groups, head size], heads a multiple of groups.
         window: tokens that a query sees, itself included; None for all before it.
+        softcap: bound c of the scores x, as c tanh(x / c); None for none.
         backend: "auto" for the chooser's, else a name of `BACKENDS`.
         chooser: holds kernels.attention and the measurements; default: a new one.
         documents: documents of the samples, which attention does not leave; None: a sample is one document.
@@ -325,20 +368,20 @@ def attention(
     chooser = chooser or AttentionChooser()
     name = chooser.backend if backend == "auto" else backend
     if S != T:
-        name = "sdpa"  # with a cache: the training kernels have no such mask
+        name = find_fallback(softcap)  # with a cache: the training kernels have no such mask
     elif name == "auto" and dispatch.mode() == "reference":
-        name = "sdpa"
+        name = find_fallback(softcap)
     elif name == "auto":
         count = 0 if documents is None else documents.max_documents
-        choice = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype, count))
+        choice = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype, count, softcap))
         if choice is not None:
             name = choice.name
         elif torch.is_grad_enabled():
-            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device, count)
+            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device, count, softcap)
         else:
-            name = "sdpa"  # prompts come in every length, which are not worth a measurement each
-    if documents is not None:
-        return run_backend(name, q_SBND, k_SBGD, v_SBGD, window, documents)
+            name = find_fallback(softcap)  # prompts come in every length, which are not worth a measurement each
+    if documents is not None or softcap is not None:
+        return run_backend(name, q_SBND, k_SBGD, v_SBGD, window, documents, softcap)
     if name not in BACKENDS:
         raise ConfigError(f"kernels.attention={name!r} is not a backend; choose among auto, {', '.join(BACKENDS)}")
     return BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window)

@@ -43,6 +43,18 @@ def merge_heads(out_SBND: Tensor) -> Tensor:
     return out_SBND.reshape(S, B, N * D)
 
 
+def join_samples(x_SBND: Tensor) -> Tensor:
+    """Return [S, B, N, D] as [B x S, N, D], sample after sample: a view for one sample, else a copy."""
+    if x_SBND.shape[1] == 1:
+        return x_SBND.squeeze(1)
+    return x_SBND.transpose(0, 1).flatten(0, 1)
+
+
+def separate_samples(x_TND: Tensor, batch: int) -> Tensor:
+    """Return [B x S, N, D] as a view [S, B, N, D]."""
+    return x_TND.unflatten(0, (batch, -1)).transpose(0, 1)
+
+
 def sdpa(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
     """Run torch's own choice of kernel, with an explicit mask for windows and fewer queries than keys."""
     S, T = q_SBND.shape[0], k_SBGD.shape[0]
@@ -162,12 +174,42 @@ def compiled_flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flex(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
+@functools.cache
+def softcap_scores(softcap: float) -> Callable[..., Tensor]:
+    """Return the function of scores that bounds them; one per bound, since each is compiled."""
+
+    def bound(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return bound
+
+
+def flex(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, softcap: float | None = None) -> Tensor:
     """Run torch's FlexAttention, compiled, with a block mask per shape."""
     q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
     mask = _flex_mask(q.shape[2], window, q.device)
-    out = compiled_flex()(q, k, v, block_mask=mask, enable_gqa=_is_grouped(q, k))
+    bound = None if softcap is None else softcap_scores(softcap)
+    out = compiled_flex()(q, k, v, score_mod=bound, block_mask=mask, enable_gqa=_is_grouped(q, k))
     return merge_heads(out.permute(2, 0, 1, 3))
+
+
+def eager(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, softcap: float | None = None) -> Tensor:
+    """Compute the scores of all pairs in memory, in at least float32, on any device."""
+    mask = causal_mask(q_SBND.shape[0], k_SBGD.shape[0], window, q_SBND.device)
+    return attend_eagerly(q_SBND, k_SBGD, v_SBGD, mask, softcap)
+
+
+def attend_eagerly(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, mask: Tensor, softcap: float | None) -> Tensor:
+    """Compute attention over a mask of visible keys that broadcasts to [batch, groups, heads, queries, keys]."""
+    wide = torch.promote_types(q_SBND.dtype, torch.float32)
+    q, k, v = heads_first(q_SBND.to(wide), k_SBGD.to(wide), v_SBGD.to(wide))
+    q = q.unflatten(1, (k.shape[1], -1))  # [batch, groups, heads of a group, queries, head size]
+    scores = torch.matmul(q, k[:, :, None].transpose(-1, -2)) * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    out = torch.matmul(weights, v[:, :, None]).flatten(1, 2)
+    return merge_heads(out.permute(2, 0, 1, 3)).to(q_SBND.dtype)
 
 
 @functools.cache
@@ -255,10 +297,33 @@ BACKENDS: dict[str, Backend] = {
     "cudnn_frontend": functools.partial(_packaged, "cudnn_frontend", "cudnn", _run_cudnn),
     "flash4": functools.partial(_packaged, "flash4", "flash4", _run_flash4),
     "sdpa": sdpa,
+    "eager": eager,
 }
+
+
+# Kernels that bound the scores; the last argument is the bound.
+SoftcapBackend = Callable[[Tensor, Tensor, Tensor, "int | None", float], Tensor]
+SOFTCAP_BACKENDS: dict[str, SoftcapBackend] = {"flex": flex, "eager": eager}
 
 
 def candidates(window: int | None) -> list[str]:
     """Return the backends worth measuring on CUDA for full attention (None) or a window, best guess first."""
     names = ["cudnn", "flash"] if window is None else ["flex", "flash_window"]
     return [*names, "cudnn_frontend", "flash4"]
+
+
+def find_fallback(softcap: float | None) -> str:
+    """Return the backend that computes every shape on every device."""
+    if softcap is None:
+        return "sdpa"
+    return "eager"
+
+
+def explain_missing_softcap(name: str, softcap: float) -> str:
+    """Return why a backend cannot bound the scores, or "" if it can."""
+    if name in SOFTCAP_BACKENDS:
+        return ""
+    return (
+        f"kernels.attention={name!r} has no softcap, which this layer has ({softcap:g}); set --kernels.attention=auto "
+        "to choose a kernel per layer"
+    )

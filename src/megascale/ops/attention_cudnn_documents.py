@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops import dispatch
+from megascale.ops.attention_backends import join_samples, separate_samples
 from megascale.ops.attention_cudnn import AttentionPlan, cudnn_handle, cudnn_library, mask_options, new_graph
-from megascale.ops.attention_documents import join_samples, separate_samples
 from megascale.ops.rope import allocate_qkv_gradients
 
 _MOST_ELEMENTS = 2**31  # that an offset of 32 bits reaches

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,17 @@ from torch.nn import functional as F
 from megascale import torch_private
 from megascale.errors import ConfigError, describe_install
 from megascale.ops import dispatch
-from megascale.ops.attention_backends import causal_mask, compiled_flex, flash4_interface, heads_first, merge_heads
+from megascale.ops.attention_backends import (
+    attend_eagerly,
+    causal_mask,
+    compiled_flex,
+    flash4_interface,
+    heads_first,
+    join_samples,
+    merge_heads,
+    separate_samples,
+    softcap_scores,
+)
 from megascale.ops.rope import allocate_qkv_gradients
 
 _FLEX_BLOCK = 128
@@ -33,10 +43,12 @@ class DocumentMask:
         starts_BS: first token of each token's document, int32 [batch, sequence].
         cumulative: cumulative lengths of the documents of all samples, sample after sample, int32
             [batch x max_documents + 1]; empty documents repeat an entry.
+        block_masks: FlexAttention's masks by window, made by the first layer that needs one.
     """
 
     starts_BS: Tensor
     cumulative: Tensor
+    block_masks: dict[int | None, Any] = field(default_factory=dict)
 
     @property
     def max_documents(self) -> int:
@@ -113,26 +125,31 @@ def make_block_mask(documents: DocumentMask, window: int | None) -> Any:
     )
 
 
-def flex(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, documents: DocumentMask) -> Tensor:
+def eager(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, documents: DocumentMask, softcap: float
+) -> Tensor:
+    """Compute the bounded scores of all pairs in memory, on any device and in any type."""
+    return attend_eagerly(q_SBND, k_SBGD, v_SBGD, documents.visible_keys(window).unsqueeze(1), softcap)
+
+
+def flex(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    window: int | None,
+    documents: DocumentMask,
+    softcap: float | None = None,
+) -> Tensor:
     """Run torch's FlexAttention, compiled."""
     if not q_SBND.is_cuda:
         raise ConfigError("kernels.attention='flex' trains on CUDA devices; set --kernels.attention=auto")
     q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
-    mask = make_block_mask(documents, window)
-    out = compiled_flex()(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    if window not in documents.block_masks:
+        documents.block_masks[window] = make_block_mask(documents, window)
+    mask = documents.block_masks[window]
+    bound = None if softcap is None else softcap_scores(softcap)
+    out = compiled_flex()(q, k, v, score_mod=bound, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return merge_heads(out.permute(2, 0, 1, 3))
-
-
-def join_samples(x_SBND: Tensor) -> Tensor:
-    """Return [S, B, N, D] as [B x S, N, D], sample after sample: a view for one sample, else a copy."""
-    if x_SBND.shape[1] == 1:
-        return x_SBND.squeeze(1)
-    return x_SBND.transpose(0, 1).flatten(0, 1)
-
-
-def separate_samples(x_TND: Tensor, batch: int) -> Tensor:
-    """Return [B x S, N, D] as a view [S, B, N, D]."""
-    return x_TND.unflatten(0, (batch, -1)).transpose(0, 1)
 
 
 @torch_private.call_directly
@@ -261,6 +278,11 @@ DOCUMENT_BACKENDS: dict[str, DocumentBackend] = {
     "cudnn_frontend": functools.partial(_packaged, "cudnn_frontend", "cudnn", _run_cudnn),
     "flex": flex,
     "sdpa": sdpa,
+}
+# Kernels that bound the scores; the last argument is the bound.
+SOFTCAP_DOCUMENT_BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, int | None, DocumentMask, float], Tensor]] = {
+    "flex": flex,
+    "eager": eager,
 }
 # The backends worth measuring on CUDA, best guess first.
 DOCUMENT_CANDIDATES = ("flash_varlen", "flash4", "cudnn_frontend", "flex")

@@ -53,7 +53,9 @@ def list_shapes(config: Config, tensor: int, dtype: torch.dtype, documents: int 
         window = None if mixer.window is None or mixer.window >= S else mixer.window
         heads, kv_heads = mixer.heads // tensor, mixer.kv_heads // tensor
         batch = config.train.micro_batch
-        shape = AttentionShape(S, batch, heads, kv_heads, mixer.head_size, window, dtype, documents)
+        shape = AttentionShape(
+            S, batch, heads, kv_heads, mixer.head_size, window, dtype, documents=documents, softcap=mixer.softcap
+        )
         shapes[shape] = None
     return list(shapes)
 
@@ -152,7 +154,8 @@ def decide_kernels(offers: list[Offer], choices: Choices, lost: Mapping[str, Map
             shape: (name, "kept with the run") for shape, name in kind_choices.items() if shape not in kind_lost
         }
         for shape in ranks[0]:
-            name, reasons = _decide_fastest([measured[shape] for measured in ranks])
+            fallback = "eager" if ", softcap " in shape else "sdpa"
+            name, reasons = _decide_fastest([measured[shape] for measured in ranks], fallback)
             if shape in kind_lost:
                 reasons.insert(
                     0,
@@ -165,7 +168,7 @@ def decide_kernels(offers: list[Offer], choices: Choices, lost: Mapping[str, Map
     return decisions
 
 
-def _decide_fastest(measurements: list[Measurement]) -> tuple[str, list[str]]:
+def _decide_fastest(measurements: list[Measurement], fallback: str) -> tuple[str, list[str]]:
     """Return the backend whose slowest rank is the fastest, and times and refusals as reasons."""
     times = [milliseconds for milliseconds, _ in measurements]
     slowest = {
@@ -173,7 +176,7 @@ def _decide_fastest(measurements: list[Measurement]) -> tuple[str, list[str]]:
         for name in times[0]
         if all(name in milliseconds for milliseconds in times)
     }
-    best = min(sorted(slowest), key=slowest.__getitem__, default="sdpa")
+    best = min(sorted(slowest), key=slowest.__getitem__, default=fallback)
     reasons = [f"{name} {ms:.3f} ms" for name, ms in sorted(slowest.items(), key=lambda item: item[1]) if ms]
     refused: dict[str, str] = {}
     for _, refusals in reversed(measurements):

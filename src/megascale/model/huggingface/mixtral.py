@@ -6,8 +6,8 @@ from typing import Any
 
 from megascale.config import ModelConfig
 from megascale.model.huggingface.family import ConfigKeys
+from megascale.model.huggingface.layer_rules import share_window
 from megascale.model.huggingface.llama_like import LlamaLike
-from megascale.model.huggingface.mistral import make_window_rules
 from megascale.model.huggingface.mixture import Mixture
 
 
@@ -36,7 +36,7 @@ MIXTRAL = Mixture(
         rope_base=1e6,
         divides_hidden=False,
         mlp="experts",
-        layers=make_window_rules(default_window=None),
+        layers=share_window(None),
     ),
     module="block_sparse_moe",
     names=("w1", "w3", "w2"),

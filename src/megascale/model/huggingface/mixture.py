@@ -6,7 +6,7 @@ Import stacks the experts of a layer into two logical tensors, `mlp.experts.in.w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.config import ModelConfig
@@ -42,16 +42,13 @@ class Mixture:
 
     def make_family(self) -> Family:
         """Return the family for import and export."""
-        return Family(
-            name=self.base.name,
-            architecture=self.base.architecture,
-            prefix="model.",
-            head="lm_head.weight",
+        family = self.base.make_family()
+        return replace(
+            family,
             read_config=self.read_config,
             write_config=self.write_config,
             find_faults=self.find_faults,
             list_weights=self.list_weights,
-            buffers=r"rotary_emb\.inv_freq$",
         )
 
     def read_config(self, keys: ConfigKeys) -> dict[str, Any]:

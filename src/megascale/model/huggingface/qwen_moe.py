@@ -6,8 +6,8 @@ from typing import Any
 
 from megascale.config import ModelConfig
 from megascale.model.huggingface.family import ConfigKeys, list_windowed_layers
-from megascale.model.huggingface.llama_like import LayerRules, LlamaLike
-from megascale.model.huggingface.mistral import find_mixed_windows
+from megascale.model.huggingface.layer_rules import LayerRules, share_window
+from megascale.model.huggingface.llama_like import LlamaLike
 from megascale.model.huggingface.mixture import Mixture
 
 
@@ -59,7 +59,7 @@ QWEN3_MOE = Mixture(
         biases="shared",
         qk_norm="head",
         mlp="experts",
-        layers=LayerRules(_read_window, _write_window, find_mixed_windows),
+        layers=LayerRules(_read_window, _write_window, share_window(None).find_faults),
     ),
     module="mlp",
     names=("gate_proj", "up_proj", "down_proj"),
