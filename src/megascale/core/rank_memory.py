@@ -15,6 +15,7 @@ from megascale.core.adapters import AdapterSpec
 from megascale.core.flops import layer_flops
 from megascale.core.grid import Grid
 from megascale.core.inventory import count_distinct_layers
+from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.memory import MemoryEstimate, estimate_stage_memory
 from megascale.core.schedule import Schedule
 
@@ -92,6 +93,8 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         return "parallel.zero=2 reduces every micro-batch's gradients during backward"
     if config.parallel.zero == 3 and data > 1:
         return "parallel.zero=3 gathers parameters and reduces gradients within every micro-batch"
+    if any(isinstance(layer.feed_forward, ExpertsSpec) for layer, _ in count_distinct_layers(config.model)):
+        return "the number of tokens of experts is read on the host"
     if config.model.dropout:
         return "a dropout mask depends on the step and the sample"
     if mode == "on":

@@ -21,6 +21,7 @@ from megascale.core.inventory import LogicalTensor, embedding_tensors, head_tens
 from megascale.core.layers import ChunkLayers
 from megascale.model.block import make_block
 from megascale.model.context import EVALUATION, ForwardContext, LayerSetup
+from megascale.model.experts import keep_routing
 from megascale.model.fusion import ResidualStream, add_and_norm
 from megascale.model.norm import Norm
 from megascale.model.rotary import RotaryTables
@@ -165,7 +166,10 @@ class Chunk(DirectModule):
         for i, block in enumerate(self.blocks):
             self.pre_forward_gather(i + 1)
             if recompute_layers:
-                stream = checkpoint(block, stream, rotary[i], context, use_reentrant=False, preserve_rng_state=False)
+                run_block = keep_routing(block)
+                stream = checkpoint(
+                    run_block, stream, rotary[i], context, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 # A norm follows every sum but the last, and computes it.
                 stream = block(stream, rotary[i], context, defer_add=self.last or i + 1 < len(self.blocks))

@@ -16,7 +16,7 @@ from torch import nn
 
 from megascale.config.axes import AXES
 from megascale.core.inventory import LogicalTensor
-from megascale.core.tensors import Piece
+from megascale.core.tensors import Box, Piece
 from megascale.errors import ConfigError
 from megascale.ops.gradient_sink import SinkParameter
 from megascale.parallel.collectives import Axis
@@ -166,9 +166,23 @@ def initialise_parameter(param: nn.Parameter, seed: int) -> None:
         if spec.init_std is None:
             view.fill_(spec.init_value)
             continue
-        values = draw_initial_values(seed, piece.name, piece.shape, spec.init_std, view.device)
-        box = piece.box
-        view.copy_(values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
+        for name, shape, box, part in _list_draws(piece, view):
+            values = draw_initial_values(seed, name, shape, spec.init_std, view.device)
+            part.copy_(values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
+
+
+def _list_draws(piece: Piece, view: torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
+    """Yield name, shape, box and view of what is drawn at once: a whole tensor, or of stacked matrices each entry.
+
+    Each expert is drawn by itself, because all experts of a layer in float32 may not fit.
+    """
+    box = piece.box
+    if len(piece.shape) <= 2:
+        yield piece.name, piece.shape, box, view
+        return
+    inner = Box(box.offsets[1:], box.sizes[1:])
+    for i, part in enumerate(view):
+        yield f"{piece.name}[{box.offsets[0] + i}]", piece.shape[1:], inner, part
 
 
 def draw_initial_values(seed: int, name: str, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:

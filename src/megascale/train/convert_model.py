@@ -105,8 +105,8 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
         data = config.data.model_copy(update={"tokenizer": str(run / TOKENIZER)})
         config = config.model_copy(update={"data": data})
     shards = [
-        checkpoint.TensorShard(f"model.{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
-        for name, tensor in source.tensors.items()
+        checkpoint.TensorShard(f"model.{name}", shape, offsets, tensor)
+        for name, shape, offsets, tensor in source.tensors.boxes()
     ]
     identity = secrets.token_hex(8)
     state = {

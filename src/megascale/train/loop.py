@@ -210,7 +210,7 @@ class Trainer:
         if config.data.valid is not None:
             check_fields(sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
         self.engine = Engine(self.layout, self.groups, info.device, earlier_choices, fields=self.feed.fields)
-        shards = [checkpoint.TensorShard(*parts) for parts in self.engine.optimizer.logical_tensors()]
+        shards = [checkpoint.TensorShard(*parts) for parts in self.engine.logical_tensors()]
         self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
         self.checkpoint_policy = CheckpointPolicy(config.checkpoint, self.checkpointer, self.reporter)
         self.origin = Origin(config, self.folder, self.checkpointer.peers)
@@ -618,6 +618,10 @@ class Trainer:
         clipped, flushed, casts = result.cast_counts.tolist()
         if casts:
             record |= {"float8_clipped": clipped / casts, "float8_flushed": flushed / casts}
+        if result.expert_counts is not None:
+            record |= result.expert_counts.summarise()
+            if step % self.config.train.log_interval == 0:
+                record["expert_counts"] = result.expert_counts.counts.long().tolist()
         record["memory_gib"] = memory_gib(self.rank_info.device)
         if self.peak_flops:
             world = self.rank_info.world

@@ -48,7 +48,7 @@ def restore_engine(
     # No update follows, so the default optimizer serves a run whose registered optimizer is unknown here.
     config = config.model_copy(update={"parallel": ParallelConfig(), "train": train, "optimizer": OptimizerConfig()})
     engine = Engine(lay_out(config, 1), None, torch_device)
-    shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical_tensors()]
+    shards = [checkpoint.TensorShard(*parts) for parts in engine.logical_tensors()]
     weights = [shard for shard in shards if shard.name.startswith("model.")]
     with engine.loading_weights():
         load_weights(run, trained, weights, step=step, accept=accept)
