@@ -90,7 +90,7 @@ UNWRAPPED_METHODS = {
     "strip",
 }
 UNWRAPPED_FUNCTIONS = {"abs", "max", "min", "reversed", "round", "set", "sorted"}
-COMMUTATIVE = {"max", "min", "maximum", "minimum", "isclose", "gcd", "lcm"}
+COMMUTATIVE = {"max", "min", "maximum", "minimum", "isclose", "gcd", "lcm", "promote_types"}
 IGNORED_BY_COPY = (
     ".git",
     ".venv*",

@@ -77,7 +77,7 @@ SETTINGS = {
         {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
     ],
     "mistral": [
-        {"attention_bias": True, "mlp_bias": True},
+        {"attention_bias": False, "mlp_bias": False},
         {"sliding_window": None},
         {"sliding_window": 1},
         {"sliding_window": 64, "hidden_size": 26},
@@ -156,6 +156,10 @@ def test_any_model_gives_the_same_logits_or_names_the_key(from_theirs, data):
 SMALL = ["hidden=24", "layers=3", "heads=4", "sequence_length=32", "vocab_size=101", "vocab_multiple=8"]
 LLAMA = ["norm=rmsnorm", "activation=swiglu", "positions=rotary", "ffn_hidden=37", "attention_bias=false"]
 LLAMA += ["mlp_bias=false"]
+LLAMA_QKV_BIAS = LLAMA + ["attention_bias=true", "attention_out_bias=false"]
+COHERE = LLAMA + ["block=parallel", "norm=layernorm_no_bias", "rotary_interleaved=true"]
+GEMMA = LLAMA + ["norm=rmsnorm_zero_centred", "norm_placement=both", "activation=geglu_tanh", "head_dim=10"]
+GEMMA += [f"embedding_multiplier={24**0.5!r}", "kv_heads=2"]
 OURS = {
     "gpt2": [],
     "gpt2 without biases": ["attention_bias=false", "mlp_bias=false", "tied_embeddings=false"],
@@ -180,8 +184,34 @@ OURS = {
     "mistral of a wide window": LLAMA + ["window=40"],
     "gpt2 of a window beyond its positions": ["window=32"],
     "mistral": LLAMA + ["kv_heads=2", "window=5", "head_dim=10"],
-    "qwen2": LLAMA + ["kv_heads=1", "window=5", "layer_pattern=SL"],
-    "qwen2 with heads of its own size": LLAMA + ["window=5", "layer_pattern=LS", "head_dim=10"],
+    "qwen2": LLAMA_QKV_BIAS + ["kv_heads=1", "window=5", "layer_pattern=SL"],
+    "qwen2 with heads of its own size": LLAMA_QKV_BIAS + ["window=5", "layer_pattern=LS", "head_dim=10"],
+    "ministral": LLAMA + ["kv_heads=1", "window=5", "layer_pattern=SL"],
+    "ministral with heads of its own size": LLAMA + ["window=5", "layer_pattern=LS", "head_dim=10"],
+    "cohere": COHERE + ["kv_heads=2", "logit_multiplier=0.7"],
+    "cohere2": COHERE
+    + ["window=5", "layer_pattern=SSN", "layer_kinds.N.positions=none", "layer_kinds.N.window=0"]
+    + ["logit_multiplier=0.7"],
+    "granite": LLAMA
+    + ["embedding_multiplier=3", "residual_multiplier=0.4", "attention_multiplier=0.3", "logit_multiplier=0.3"],
+    "granite with one multiplier": LLAMA + ["residual_multiplier=0.4", "tied_embeddings=false"],
+    "olmo3": LLAMA
+    + ["qk_norm=projection", "norm_placement=post", "kv_heads=2", "window=5", "layer_pattern=SGS", "rotary_base=50"]
+    + ["layer_kinds.G.window=0", "layer_kinds.G.rotary_scaling.method=yarn", "layer_kinds.G.rotary_scaling.factor=4"]
+    + ["layer_kinds.G.rotary_scaling.original_length=16"],
+    "olmo3 of full attention": LLAMA + ["qk_norm=projection", "norm_placement=post", "window=5", "layer_pattern=SL"],
+    "gemma2": GEMMA
+    + ["attention_softcap=2", "logit_softcap=3", f"attention_multiplier={7**-0.5!r}", "window=5", "layer_pattern=SL"],
+    "gemma2 without softcaps": GEMMA,
+    "gemma3_text": GEMMA
+    + ["qk_norm=head", "window=5", "layer_pattern=SSG", "layer_kinds.G.window=0", "layer_kinds.G.rotary_base=500"]
+    + ["logit_softcap=3", "rotary_scaling.method=linear", "rotary_scaling.factor=2"]
+    + ["layer_kinds.G.rotary_scaling.method=none"],
+    "phi3 of a part of each head": LLAMA + ["rotary_fraction=0.67", "window=5", "kv_heads=2"],
+    "phi3": LLAMA
+    + ["rotary_scaling.method=longrope", "rotary_scaling.original_length=16", "rotary_base=50"]
+    + ["rotary_scaling.short_factors=[1,1.5,2]", "rotary_scaling.long_factors=[2,4,8]"]
+    + ["rotary_scaling.attention_factor=1.2"],
     "qwen3": LLAMA + ["qk_norm=head", "kv_heads=2", "head_dim=10", "window=5", "layer_pattern=SL"],
     "smollm3": LLAMA + ["layers=3", "layer_pattern=SNN", "layer_kinds.N.positions=none", "kv_heads=2"],
     "smollm3 with windows": LLAMA
@@ -201,7 +231,7 @@ OURS = {
     + ["rotary_scaling.method=yarn", "rotary_scaling.factor=4", "rotary_scaling.original_length=16", "window=5"],
     "olmo2": LLAMA + ["qk_norm=projection", "norm_placement=post", "kv_heads=2", "head_dim=10"],
     "seed_oss": LLAMA + ["attention_bias=true", "attention_out_bias=false", "hidden=26", "head_dim=10"],
-    "qwen2 with its biases": LLAMA + ["attention_bias=true", "attention_out_bias=false"],
+    "qwen2 with its biases": LLAMA_QKV_BIAS,
 }
 
 
@@ -262,6 +292,21 @@ def test_the_list_of_logical_tensors_is_the_models(name):
         ),
         (LLAMA + ["layer_pattern=A", "layer_kinds.A.window=3"], "mistral", ["model.layer_kinds.A={'window': 3}"]),
         (LLAMA + ["layer_pattern=SN", "layer_kinds.N.positions=none"], "llama", ["model.layer_kinds.N", "smollm3"]),
+        (LLAMA + ["logit_softcap=5"], "llama", ["model.logit_softcap=5.0"]),
+        (LLAMA + ["attention_multiplier=0.3"], "llama", ["model.attention_multiplier=0.3", "granite"]),
+        (GEMMA + ["attention_multiplier=0.4"], "gemma2", ["model.attention_multiplier=0.4", "query_pre_attn_scalar"]),
+        (GEMMA + ["embedding_multiplier=3"], "gemma2", ["model.embedding_multiplier=3.0", "4.89"]),
+        (GEMMA + ["qk_norm=head", "attention_softcap=5"], "gemma3_text", ["model.attention_softcap=5.0"]),
+        (
+            COHERE + ["window=5", "layer_pattern=SL"],
+            "cohere2",
+            ["layer_pattern='SL'", "exactly in layers with a window"],
+        ),
+        (
+            GEMMA + ["qk_norm=head", "window=5", "layer_pattern=SA", "layer_kinds.A.rotary_base=5"],
+            "gemma3_text",
+            ["equal windows other positions"],
+        ),
         ([], "bert", ["bert", "gpt2"]),
     ],
 )

@@ -121,13 +121,13 @@ def test_packed_refuses_what_is_not_one_tensor():
     heads=st.sampled_from([(1, 1), (4, 2)]),
     sizes=st.sampled_from([(6, 0), (16, 16), (20, 6)]),
     ffn=st.sampled_from([1, 24, 50]),
-    activation=st.sampled_from(["gelu", "gelu_tanh", "swiglu"]),
+    activation=st.sampled_from(["gelu", "gelu_tanh", "swiglu", "geglu_tanh"]),
     has_bias=st.sampled_from(["no", "mlp", "wide"]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_split_fused_projection(shape, heads, sizes, ffn, activation, has_bias, dtype):
     (S, B), (N, G), (D, R) = shape, heads, sizes
-    columns = 2 * ffn if activation == "swiglu" else ffn
+    columns = 2 * ffn if "glu" in activation else ffn
     tables = rotary_tables(S, R, 100.0, "cpu") if R else (None, None)
     x = torch.randn(S, B, (N + 2 * G) * D + columns).to(dtype)
     bias = None if has_bias == "no" else torch.randn(columns if has_bias == "mlp" else x.shape[-1]).to(dtype)
@@ -146,7 +146,7 @@ def test_split_fused_projection(shape, heads, sizes, ffn, activation, has_bias, 
 @given(
     shape=st.tuples(st.integers(1, 4), st.integers(1, 3)),
     ffn=st.sampled_from([1, 24, 50]),
-    activation=st.sampled_from(["gelu", "gelu_tanh", "swiglu"]),
+    activation=st.sampled_from(["gelu", "gelu_tanh", "swiglu", "geglu_tanh"]),
     has_bias=st.sampled_from(["no", "mlp", "wide"]),
     collected=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -155,7 +155,7 @@ def test_an_activation_made_again_gives_the_bits_of_one_that_was_kept(
     shape, ffn, activation, has_bias, collected, dtype
 ):
     (S, B), (N, G, D, R) = shape, (4, 2, 16, 8)
-    columns = 2 * ffn if activation == "swiglu" else ffn
+    columns = 2 * ffn if "glu" in activation else ffn
     tables = rotary_tables(S, R, 100.0, "cpu")
     inputs = torch.randn(S, B, (N + 2 * G) * D + columns).to(dtype)
     weight = torch.randn(12, ffn).to(dtype)

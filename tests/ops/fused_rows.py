@@ -14,8 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megascale.model.norm import NORM_OPERATORS
 from megascale.ops import dispatch, norm
-from megascale.ops.activation import gelu, gelu_reference, swiglu, swiglu_reference
+from megascale.ops.activation import (
+    activate,
+    geglu_tanh_reference,
+    gelu,
+    gelu_reference,
+    swiglu,
+    swiglu_reference,
+)
 from megascale.ops.fused_projection import split_fused_projection
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach, main_grad_of
 from megascale.ops.norm import (
@@ -265,6 +273,41 @@ def test_gelu_of_every_bfloat16():
     rounding = 2.0**-7  # the last of eight bits: the interpreter cuts where a GPU rounds
     assert ((y.double() - reference).abs() <= 1.02 * rounding * reference.abs() + 1e-37).all()
     assert ((dx.double() - slope).abs() <= rounding * slope.abs() + 1e-4).all()
+
+
+@SETTINGS
+@given(leading, widths, dtypes, st.booleans(), st.booleans())
+def test_geglu(lead, width, dtype, has_bias, added):
+    x = random(*lead, 2 * width, dtype=dtype)
+    b = random(2 * width, dtype=dtype) if has_bias else None
+    with_bias = added and has_bias
+
+    def plain(x, b):
+        if with_bias:
+            return geglu_tanh_reference((x + b.detach()).to(x.dtype) + (b - b.detach()))
+        return geglu_tanh_reference(x, b)
+
+    compare(
+        lambda x, b: activate("geglu_tanh", (x + b.detach()).to(x.dtype) if with_bias else x, b, with_bias),
+        plain,
+        (x, b),
+        2 * TOLERANCE[dtype],
+    )
+    assert dispatch.active()["geglu"] == "triton"
+
+
+@SETTINGS
+@given(leading, norm_widths, dtypes)
+def test_rms_norm_with_a_zero_centred_weight(lead, width, dtype):
+    """The weight is added to 1 in float32, whose gradient is the weight's."""
+    operators = NORM_OPERATORS["rmsnorm_zero_centred"]
+    compare(
+        lambda x, w: operators.norm(x, w, None, 1e-5),
+        lambda x, w: rms_norm_reference(x, 1 + w.to(torch.promote_types(w.dtype, torch.float32)), 1e-5),
+        (random(*lead, width, dtype=dtype) + 0.5, random(width, dtype=dtype)),
+        5 * TOLERANCE[dtype],
+    )
+    assert dispatch.active()["rms norm"] == "triton"
 
 
 @SETTINGS

@@ -16,6 +16,17 @@ from megascale.train.engine import Engine
 
 SMALL = {"layers": 2, "hidden": 32, "heads": 4, "sequence_length": 4, "vocab_size": 64}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "mlp_bias": False, "attention_bias": False}
+GEMMA = LLAMA | {
+    "norm": "rmsnorm_zero_centred",
+    "norm_placement": "both",
+    "activation": "geglu_tanh",
+    "qk_norm": "head",
+    "embedding_multiplier": 5.0,
+    "attention_multiplier": 0.5,
+    "attention_softcap": 2.0,
+    "logit_softcap": 3.0,
+}
+COHERE = LLAMA | {"norm": "layernorm_no_bias", "block": "parallel", "activation": "geglu_tanh", "logit_multiplier": 0.3}
 # A layer without positions and with norms of queries and keys, behind one with fewer rotated entries.
 MIXED = {
     "positions": "rotary",
@@ -30,7 +41,7 @@ def steps(mode: str, model: dict, recompute: str) -> tuple[list[tuple[float, flo
         "model": SMALL | model,
         "parallel": {"recompute": recompute},
         "train": {"micro_batch": 1, "global_batch": 2},
-        "kernels": {"mode": mode, "attention": "sdpa"},
+        "kernels": {"mode": mode, "attention": "eager" if "attention_softcap" in model else "sdpa"},
     }
     engine = Engine(lay_out(from_tree(tree), 1), None, torch.device("cpu"))
     rows = torch.randint(0, 64, (5, 1), generator=torch.Generator().manual_seed(0))
@@ -50,6 +61,8 @@ def steps(mode: str, model: dict, recompute: str) -> tuple[list[tuple[float, flo
         (LLAMA, "activation"),
         (LLAMA | {"qk_norm": "head", "kv_heads": 2}, "none"),
         ({"block": "parallel", **MIXED}, "none"),
+        (GEMMA, "selective"),
+        (COHERE, "activation"),
     ],
 )
 def test_fused_steps_are_the_plain_ones(model, recompute):

@@ -37,7 +37,7 @@ def test_compiles_without_spills_and_moves_whole_vectors(name: str) -> None:
             assert "wgmma.mma_async" in ptx, f"{kernel} does not use the tensor cores of Hopper"
             continue  # asynchronous copies
         # GeLU's backward reads 8 bytes per thread, with more threads.
-        width = "[24]" if kernel == "_activation_kernel" and "swiglu" not in name else "4"
+        width = "[24]" if kernel == "_activation_kernel" and "glu" not in name else "4"
         assert re.search(rf"ld\.global\S*\.v{width}\.b32", ptx), f"{kernel} reads in pieces"
         if kernel == "_cast_kernel":  # both copies, also the transposed one
             assert not re.search(r"st\.global\S*\.b(8|16)\b", ptx), "a float8 copy is written in pieces"

@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 
 from megascale.errors import ConfigError
 from megascale.ops import activation, dispatch
-from megascale.ops.activation import gelu, swiglu
+from megascale.ops.activation import activate, gelu, swiglu
 from megascale.ops.adam import adamw_apply, lamb_apply, lamb_direction
 from megascale.ops.attention import AttentionChoice, AttentionChooser, AttentionShape, attention, attention_reference
 from megascale.ops.cross_entropy import VocabShard, chunk_tokens, cross_entropy, linear_cross_entropy
@@ -39,6 +39,7 @@ def test_gradcheck_of_every_differentiable_operator():
     assert gradcheck(gelu, (x, b))
     assert gradcheck(lambda x, b: gelu(x, b, "tanh"), (x, b))
     assert gradcheck(swiglu, (x, b))
+    assert gradcheck(lambda x, b: activate("geglu_tanh", x, b), (x, b))
     assert gradcheck(lambda x, b, r: dropout_add(x, b, r, 0.3, 5, 0, 0), (x, b, randn(3, 2, 8, seed=3)))
     tables = rotary_tables(3, 4, 100.0, "cpu", D)
     for interleaved in (False, True):
@@ -49,9 +50,12 @@ def test_gradcheck_of_every_differentiable_operator():
         k = randn(4, 1, 1, 4, seed=1)
         v = randn(4, 1, 1, 4, seed=2)
         assert gradcheck(lambda *a, w=window: attention(*a, window=w), (q, k, v))
+        assert gradcheck(lambda *a, w=window: attention(*a, window=w, softcap=0.5), (q, k, v))
     targets = torch.tensor([[0, 4], [-100, 2], [3, 1]])
     head = lambda x, w, b: linear_cross_entropy(x, w, targets, bias=b, vocab=5, chunk=4)
     assert gradcheck(head, (x, randn(7, 8, seed=3), randn(7, seed=4)))
+    capped = lambda x, w: linear_cross_entropy(x, w, targets, vocab=5, chunk=4, softcap=1.5)
+    assert gradcheck(capped, (x, randn(7, 8, seed=3)))
 
 
 def test_rms_norm_and_rotary_are_what_the_formulas_say():
@@ -80,9 +84,15 @@ def test_sliced_tables_continue_a_sequence():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 12), st.integers(0, 8), st.sampled_from([(1, 1), (4, 2), (3, 1)]), st.data())
-def test_attention_window_against_an_explicit_mask(queries, extra, heads, data):
-    """Windows of every size, the edges 1, S - 1 and S included, and fewer queries than keys."""
+@given(
+    st.integers(1, 12),
+    st.integers(0, 8),
+    st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    st.sampled_from([None, 0.5, 30.0]),
+    st.data(),
+)
+def test_attention_window_against_an_explicit_mask(queries, extra, heads, softcap, data):
+    """Windows of every size, the edges 1, S - 1 and S included, and fewer queries than keys; with bounded scores."""
     keys = queries + extra
     edges = sorted({1, max(1, keys - 1), keys, keys + 3})
     window = data.draw(st.one_of(st.none(), st.sampled_from(edges), st.integers(1, keys)))
@@ -90,15 +100,18 @@ def test_attention_window_against_an_explicit_mask(queries, extra, heads, data):
     q = randn(queries, 2, N, 4)
     k = randn(keys, 2, G, 4, seed=1)
     v = randn(keys, 2, G, 4, seed=2)
-    out = attention(q, k, v, window=window)
+    out = attention(q, k, v, window=window, softcap=softcap)
     for i in range(queries):
         at = keys - queries + i
         observed = range(0 if window is None else max(0, at - window + 1), at + 1)
         for n in range(N):
             kn, vn = k[list(observed), 1, n * G // N], v[list(observed), 1, n * G // N]
-            expected = ((q[i, 1, n] @ kn.T) / 2).softmax(-1) @ vn
+            scores = (q[i, 1, n] @ kn.T) / 2
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            expected = scores.softmax(-1) @ vn
             torch.testing.assert_close(out[i, 1, n * 4 : n * 4 + 4], expected)
-    torch.testing.assert_close(attention_reference(q, k, v, window=window), out)
+    torch.testing.assert_close(attention_reference(q, k, v, window=window, softcap=softcap), out)
 
 
 def test_attention_backend_is_checked_and_recorded():
@@ -113,6 +126,20 @@ def test_attention_backend_is_checked_and_recorded():
     assert chooser.choose(8, 1, 2, 2, 4, 8, torch.bfloat16, "cpu") == "cudnn"  # a window of S is full attention
     assert len(chooser.describe()) == 2
     assert "window 3" in chooser.describe()[0]
+
+
+def test_a_kernel_without_a_softcap_is_refused_and_never_measured():
+    q = randn(3, 1, 1, 4)
+    for name in ("cudnn", "flash", "flash_window", "cudnn_frontend", "flash4", "sdpa"):
+        with pytest.raises(ConfigError, match=f"'{name}' has no softcap, which this layer has .50.; set --kernels"):
+            attention(q, q, q, window=None, softcap=50.0, backend=name)
+    chooser = AttentionChooser()
+    shape = AttentionShape(8, 1, 2, 2, 4, None, torch.bfloat16, softcap=50.0)
+    assert "has no softcap" in chooser.explain_refusal("flash", shape, torch.device("cpu"))
+    assert chooser.explain_refusal("eager", shape, torch.device("cpu")) == ""
+    assert chooser.choose(8, 1, 2, 2, 4, None, torch.float32, "cpu", softcap=50.0) == "eager"
+    assert chooser.describe() == ["attention 8 x 1, 2 heads (2 kv) of 4, full, softcap 50, float32: eager"]
+    assert chooser.choose(8, 1, 2, 2, 4, None, torch.float32, "cpu") == "sdpa"
 
 
 def test_a_kernel_may_be_chosen_in_a_layer_that_is_recomputed():
@@ -197,6 +224,30 @@ def test_head_gives_the_plain_loss_whatever_the_chunks(tokens, chunk, has_bias, 
     assert sink.main_grad[9:].eq(0).all()
 
 
+@pytest.mark.parametrize("promised", [False, True])
+@pytest.mark.parametrize("custom", [False, True])
+def test_head_bounds_its_logits(promised, custom):
+    """With the losses of both passes, and with a custom loss, which sees bounded logits."""
+    x, w = randn(5, 6), randn(11, 6, seed=1)
+    targets = torch.tensor([0, 8, -100, 2, 3])
+    upstream = torch.rand(5, dtype=D)
+    loss = linear_cross_entropy(
+        x,
+        w,
+        targets,
+        vocab=9,
+        chunk=2,
+        token_grad=upstream if promised else None,
+        softcap=0.7,
+        loss=(lambda logits: logits.log_sum_exp() - logits.target_logits()) if custom else None,
+    )
+    expected = cross_entropy(0.7 * torch.tanh(x @ w.T / 0.7), targets, 9)
+    torch.testing.assert_close(loss, expected)
+    gradients = torch.autograd.grad(loss, (x, w), upstream)
+    for gradient, reference in zip(gradients, torch.autograd.grad(expected, (x, w), upstream), strict=True):
+        torch.testing.assert_close(gradient, reference)
+
+
 def test_head_refuses_a_gradient_it_was_not_promised():
     x = randn(3, 4)
     w = randn(5, 4)
@@ -249,6 +300,62 @@ def test_vocabulary_shards_give_the_whole_heads_loss_and_gradients(promised):
         torch.testing.assert_close(loss, want.detach())
     torch.testing.assert_close(sum(r[1] for r in results), expected[0])
     torch.testing.assert_close(torch.cat([r[2] for r in results]), expected[1])
+
+
+@pytest.mark.parametrize("promised", [False, True])
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
+def test_head_computes_only_the_gradients_that_are_needed(frozen, promised):
+    tensors = {"x": randn(5, 6), "weight": randn(11, 6, seed=1), "bias": randn(11, seed=2)}
+    tensors[frozen] = tensors[frozen].detach()
+    targets = torch.tensor([0, 10, 5, -100, 7])
+    upstream = torch.tensor(0.25, dtype=D)
+    x, weight, bias = tensors.values()
+    loss = linear_cross_entropy(x, weight, targets, bias=bias, chunk=2, token_grad=upstream if promised else None)
+    (loss * upstream).sum().backward()
+    gradients = {name: tensor.grad for name, tensor in tensors.items()}
+    assert gradients[frozen] is None
+    for tensor in tensors.values():
+        tensor.grad = None
+    want = cross_entropy(torch.nn.functional.linear(x, weight, bias), targets, 11)
+    torch.testing.assert_close(loss, want)
+    (want * upstream).sum().backward()
+    for name, tensor in tensors.items():
+        if name != frozen:
+            torch.testing.assert_close(gradients[name], tensor.grad)
+
+
+def test_head_keeps_float32_sums_of_narrow_types():
+    x, weight = (
+        randn(*shape, seed=i).detach().bfloat16().requires_grad_() for i, shape in enumerate([(300, 8), (9, 8)])
+    )
+    targets = torch.arange(300) % 9
+    loss = linear_cross_entropy(x, weight, targets, chunk=10, token_grad=torch.tensor(1.0))
+    assert loss.dtype == torch.float32
+    loss.sum().backward()
+    assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    wide_x, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    torch.nn.functional.cross_entropy(wide_x @ wide_weight.T, targets, reduction="sum").backward()
+    # Thirty sums in bfloat16 would be off by several percent.
+    assert (weight.grad.double() - wide_weight.grad).norm() < 0.01 * wide_weight.grad.norm()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "itemsize", "expected"),
+    [
+        (4096, 64000, 2, 4096),
+        (16384, 128256, 2, 4096),  # four chunks of at most 4,185 tokens
+        (5000, 50304, 2, 5000),
+        (10673, 50304, 2, 5376),  # one more than fits: two halves, rounded up to 128
+        (10672, 50304, 2, 10672),
+        (129, 1 << 40, 2, 128),  # never less than 128
+        (100, 1 << 40, 2, 100),
+        (1, 1, 1, 1),
+        (0, 5, 2, 1),
+        (8, 0, 2, 8),
+    ],
+)
+def test_chunks_are_even_and_as_large_as_fits(tokens, columns, itemsize, expected):
+    assert chunk_tokens(tokens, columns, itemsize) == expected
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 10), (4096, 64000), (16384, 128256), (5000, 50304), (0, 5)])

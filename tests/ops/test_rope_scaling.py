@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from megascale.config.rotary_scaling import RotaryScaling
+from megascale.core.layer_spec import RopeSpec
+from megascale.model.rotary import RotaryTables
 from megascale.ops.rope import rotary_tables
 from megascale.ops.rope_scaling import scale_frequencies
 
@@ -53,9 +55,35 @@ def test_tables_have_the_factor_and_linear_scaling_stretches_positions():
     torch.testing.assert_close(sin, 1.5 * plain_sin)
 
 
+def test_longrope_has_divisors_for_short_and_for_long_inputs():
+    scaling = RotaryScaling(
+        method="longrope", original_length=8, short_factors=(1, 2), long_factors=(4, 5), attention_factor=1.5
+    )
+    frequencies = torch.tensor([1.0, 0.1], dtype=torch.float64)
+    short, factor = scale_frequencies(frequencies, 100.0, scaling)
+    long, _ = scale_frequencies(frequencies, 100.0, scaling, is_extended=True)
+    assert factor == 1.5
+    torch.testing.assert_close(short, torch.tensor([1.0, 0.05], dtype=torch.float64))
+    torch.testing.assert_close(long, torch.tensor([0.25, 0.02], dtype=torch.float64))
+    tables = RotaryTables([RopeSpec(4, 100.0, False, scaling)], 8, torch.float64)
+    device = torch.device("cpu")
+    for stop, divisors in ((8, (1, 2)), (9, (4, 5))):
+        ((cos, _),) = tables.select(stop - 1, stop, device)
+        angle = (stop - 1) * torch.tensor([1 / divisors[0], 0.1 / divisors[1]], dtype=torch.float64)
+        torch.testing.assert_close(cos, 1.5 * angle.cos()[None])
+    assert tables.differs_between(8, 9)
+    assert not tables.differs_between(9, 10)
+
+
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
+        ({"method": "longrope", "original_length": 8, "short_factors": [1.0]}, "no long_factors"),
+        (
+            {"method": "longrope", "original_length": 8, "short_factors": [1.0], "long_factors": [0.0]},
+            "0.0 among long_factors",
+        ),
+        ({"method": "linear", "factor": 2, "long_factors": [2.0]}, "long_factors=(2.0,), which has no effect"),
         ({"method": "yarn", "factor": 2}, "no original_length"),
         ({"method": "linear", "factor": 2, "beta_fast": 3}, "beta_fast=3.0, which has no effect"),
         ({"method": "yarn", "factor": 2, "original_length": 8, "beta_fast": 1, "beta_slow": 2}, "beta_slow=2.0"),

@@ -79,7 +79,8 @@ class ModelConfig(Section):
     norm: Annotated[str, AfterValidator(NORMS.validate_name)] = Field(
         "layernorm",
         description="layernorm: subtracts the mean and divides by the deviation; rmsnorm: divides by the root mean "
-        "square (Llama)",
+        "square (Llama); layernorm_no_bias: without the bias (Cohere); rmsnorm_zero_centred: multiplies by 1 + weight "
+        "(Gemma)",
     )
     norm_placement: Literal["pre", "post", "both"] = Field(
         "pre",
@@ -88,7 +89,9 @@ class ModelConfig(Section):
     )
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance inside norms")
     activation: Annotated[str, AfterValidator(ACTIVATIONS.validate_name)] = Field(
-        "gelu", description="activation of the MLP: gelu (erf), gelu_tanh (GPT-2's), swiglu (gated, Llama)"
+        "gelu",
+        description="activation of the MLP: gelu (erf), gelu_tanh (GPT-2's), swiglu (gated, Llama), geglu_tanh (gated, "
+        "Gemma)",
     )
     positions: Literal["learned", "rotary", "none"] = Field(
         "learned",
@@ -112,6 +115,18 @@ class ModelConfig(Section):
         description="norms of queries and keys before their rotation; head: over each head (Qwen3); projection: over "
         "all heads (OLMo 2)",
     )
+    attention_multiplier: float | None = Field(
+        None, gt=0, description="factor of attention scores; default: 1 / sqrt(width of a head)"
+    )
+    attention_softcap: float | None = Field(
+        None, gt=0, description="bound c of attention scores x, as c tanh(x / c) (Gemma 2)"
+    )
+    logit_softcap: float | None = Field(None, gt=0, description="bound c of logits x, as c tanh(x / c) (Gemma 2)")
+    embedding_multiplier: float = Field(1.0, gt=0, description="factor of token embeddings (Gemma, Granite)")
+    residual_multiplier: float = Field(
+        1.0, gt=0, description="factor of what attention and MLP add to the residual stream (Granite)"
+    )
+    logit_multiplier: float = Field(1.0, gt=0, description="factor of the logits (Cohere, Granite)")
     head_bias: bool = Field(False, description="bias on the logits (GPT-J)")
     tied_embeddings: bool = Field(True, description="logits use the token embedding")
     window: int | None = Field(
@@ -207,6 +222,16 @@ class ModelConfig(Section):
                 f"model.rotary_scaling has no effect, since model.positions={self.positions}; set "
                 "model.positions=rotary, or remove [model.rotary_scaling]"
             )
+        if self.head_bias and self.logit_multiplier != 1:
+            raise ValueError(
+                f"model.logit_multiplier={self.logit_multiplier} needs logits without a bias; set "
+                "model.head_bias=false or remove model.logit_multiplier"
+            )
+        if self.positions == "learned" and self.embedding_multiplier != 1:
+            raise ValueError(
+                f"model.embedding_multiplier={self.embedding_multiplier} needs positions that are not added to the "
+                "embeddings; set model.positions=rotary or remove model.embedding_multiplier"
+            )
         return self
 
     def _check_kind(self, letter: str, kind: LayerKind) -> None:
@@ -258,6 +283,20 @@ class ModelConfig(Section):
             )
         if self.positions == "rotary":
             self._check_rotary_width()
+            self._check_rotary_factors()
+
+    def _check_rotary_factors(self) -> None:
+        """Raise ValueError unless the scaling has a factor for each rotated pair, if it has any."""
+        if self.rotary_scaling is None or self.rotary_scaling.method != "longrope":
+            return
+        pairs = int(self.head_size * self.rotary_fraction) // 2
+        for key in ("short_factors", "long_factors"):
+            count = len(getattr(self.rotary_scaling, key))
+            if count != pairs:
+                raise ValueError(
+                    f"model.rotary_scaling.{key} has {count} factors for the {pairs} rotated pairs of a head; give one "
+                    "factor per pair"
+                )
 
     def _check_rotary_width(self) -> None:
         """Raise ValueError unless rotary positions rotate at least one pair of each head."""

@@ -33,10 +33,21 @@ class NormFacts:
     """Facts of a norm.
 
     Attributes:
-        bias: whether it has a bias and subtracts the mean.
+        bias: whether it has a bias; such a norm subtracts the mean.
+        subtracts_mean: whether a norm without bias does.
+        initial_weight: value of the weight that leaves the normed input as it is.
     """
 
     bias: bool
+    subtracts_mean: bool = False
+    initial_weight: float = 1.0
+
+    @property
+    def moments(self) -> int:
+        """Statistics per token that it saves."""
+        if self.bias or self.subtracts_mean:
+            return 2
+        return 1
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,17 @@ class PartFacts:
     """Facts of another part: its description, one line for people."""
 
     description: str
+
+
+@dataclass(frozen=True)
+class AttentionFacts(PartFacts):
+    """Facts of an attention.
+
+    Attributes:
+        masks_documents: whether it keeps to `ForwardContext.documents`; samples with documents are refused otherwise.
+    """
+
+    masks_documents: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,15 +193,27 @@ LR_SCHEDULES: Registry[LrScheduleFacts] = Registry(
 
 ACTIVATIONS: Registry[ActivationFacts] = Registry(
     "model.activation",
-    {"gelu": ActivationFacts(), "gelu_tanh": ActivationFacts(), "swiglu": ActivationFacts(gated=True)},
+    {
+        "gelu": ActivationFacts(),
+        "gelu_tanh": ActivationFacts(),
+        "swiglu": ActivationFacts(gated=True),
+        "geglu_tanh": ActivationFacts(gated=True),
+    },
     home="megascale.ops",
 )
 NORMS: Registry[NormFacts] = Registry(
-    "model.norm", {"layernorm": NormFacts(bias=True), "rmsnorm": NormFacts(bias=False)}, home=MODEL_PACKAGE
+    "model.norm",
+    {
+        "layernorm": NormFacts(bias=True),
+        "layernorm_no_bias": NormFacts(bias=False, subtracts_mean=True),
+        "rmsnorm": NormFacts(bias=False),
+        "rmsnorm_zero_centred": NormFacts(bias=False, initial_weight=0.0),
+    },
+    home=MODEL_PACKAGE,
 )
-ATTENTIONS: Registry[PartFacts] = Registry(
+ATTENTIONS: Registry[AttentionFacts] = Registry(
     "model.attention",
-    {"causal": PartFacts("causal, grouped queries, full or in a sliding window")},
+    {"causal": AttentionFacts("causal, grouped queries, full or in a sliding window", masks_documents=True)},
     home=MODEL_PACKAGE,
 )
 MLPS: Registry[PartFacts] = Registry(

@@ -172,8 +172,9 @@ def linear_tensors(
 
 def norm_tensors(norm: str, hidden: int, name: str) -> list[LogicalTensor]:
     """Return the tensors of one norm, whose kind is a value of model.norm."""
-    tensors = [LogicalTensor(f"{name}.weight", (hidden,), init_value=1.0)]
-    if NORMS[norm].bias:
+    facts = NORMS[norm]
+    tensors = [LogicalTensor(f"{name}.weight", (hidden,), init_value=facts.initial_weight)]
+    if facts.bias:
         tensors.append(LogicalTensor(f"{name}.bias", (hidden,)))
     return tensors
 
@@ -216,6 +217,8 @@ def _attention_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
         statistics = 2 if mixer.qk_norm == "projection" else normed_heads * layer.norms.moments
         saved.append(SavedActivation("query_key_norm_statistics", statistics, "columns", is_statistic=True))
     output_width = mixer.heads * d
+    if mixer.multiplier is not None:
+        saved.append(SavedActivation("scaled_query", output_width, "columns"))
     saved.append(SavedActivation("attention_output", output_width, "columns", has_gradient=True, gemm_input="also"))
     saved.append(SavedActivation("attention_logsumexp", mixer.heads, "columns", is_statistic=True))
     return saved
@@ -331,6 +334,7 @@ def _resolve_layer(model: ModelConfig, layers: int) -> LayerSpec:
             count=BLOCK_PARTS[model.block].norm_count(model),
             placement=model.norm_placement,
         ),
+        residual_multiplier=model.residual_multiplier,
     )
 
 

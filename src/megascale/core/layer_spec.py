@@ -42,6 +42,8 @@ class AttentionSpec:
         input_bias, output_bias: whether the projections have biases.
         qk_norm: norms of queries and keys before their rotation, of the kind of the layer's norms: over each head, or
             over the whole projection; None: none.
+        multiplier: factor of the scores; None: 1 / sqrt(head_size).
+        softcap: bound c of the scores x, as c tanh(x / c); None: none.
     """
 
     name: str
@@ -53,10 +55,15 @@ class AttentionSpec:
     input_bias: bool
     output_bias: bool
     qk_norm: Literal["head", "projection"] | None
+    multiplier: float | None = None
+    softcap: float | None = None
 
     @classmethod
     def from_model(cls, model: ModelConfig) -> AttentionSpec:
         """Return the attention of a model whose layers are all alike."""
+        multiplier = model.attention_multiplier
+        if multiplier == model.head_size**-0.5:
+            multiplier = None
         rope = None
         if model.positions == "rotary":
             width = int(model.head_size * model.rotary_fraction)
@@ -71,6 +78,8 @@ class AttentionSpec:
             input_bias=model.attention_bias,
             output_bias=model.out_bias,
             qk_norm=None if model.qk_norm == "none" else model.qk_norm,
+            multiplier=multiplier,
+            softcap=model.attention_softcap,
         )
 
 
@@ -139,9 +148,7 @@ class NormsSpec:
     @property
     def moments(self) -> int:
         """Statistics per token that a norm saves."""
-        if NORMS[self.name].bias:
-            return 2
-        return 1
+        return NORMS[self.name].moments
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,7 @@ class LayerSpec:
         mixer: an AttentionSpec, or what the inventory of a registered attention makes; it has a `name`.
         feed_forward: a DenseSpec, or what the inventory of a registered MLP makes; it has a `name`.
         norms: norms and their placement.
+        residual_multiplier: factor of what the parts add to the residual stream.
     """
 
     hidden: int
@@ -163,6 +171,7 @@ class LayerSpec:
     mixer: Any
     feed_forward: Any
     norms: NormsSpec
+    residual_multiplier: float = 1.0
 
     @property
     def window(self) -> int | None:

@@ -439,7 +439,7 @@ def head_saved_tensors(model: ModelConfig, tensor: int, micro_batch: int, precis
     s = model.sequence_length
     b = micro_batch
     itemsize = DTYPE_BYTES[precision]
-    moments = 2 if NORMS[model.norm].bias else 1
+    moments = NORMS[model.norm].moments
     return [
         SavedTensor("final_norm_input", (s // tensor, b, model.hidden), itemsize),
         SavedTensor("final_norm_statistics", (moments, s // tensor, b), max(4, itemsize)),
@@ -496,6 +496,8 @@ def estimate_stage_memory(
     logits = 0
     if stage == schedule.chunk_map.last_stage:
         logits = min(s * micro_batch * (model.padded_vocab // t) * itemsize, MAX_LOGITS_BYTES)
+        if model.logit_softcap is not None:
+            logits *= 2  # the slope of the softcap, until the gradient is known
     specs = resolve_layers(model)
     workspace = 0
     for spec, index in {specs[i]: i for i in stage_layers}.items():

@@ -131,6 +131,8 @@ def add_branches(
 ) -> ResidualStream:
     """Return residual + dropout(sum of the branches with their biases), in one pass if fused.
 
+    The layer's residual multiplier scales the sum.
+
     Args:
         post_norm: norm of the sum of the branches, if the layer has one.
         site: number of the sum in its layer, which selects the dropout mask.
@@ -146,6 +148,9 @@ def add_branches(
                 bias = bias + branch.bias
     if post_norm is not None:
         y_SBH = post_norm(y_SBH if bias is None else y_SBH + bias)
+        bias = None
+    if setup.layer.residual_multiplier != 1:
+        y_SBH = (y_SBH if bias is None else y_SBH + bias) * setup.layer.residual_multiplier
         bias = None
     if context.dropout_key is None or not setup.dropout:
         deferred = DeferredResidualAdd(y_SBH, residual_SBH, bias)

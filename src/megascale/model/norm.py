@@ -39,10 +39,27 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> T
     return layer_norm(x, weight, bias, eps)
 
 
+def _zero_centred_rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Return the norm times 1 + weight. The sum is wide, because narrow types would round the weight away."""
+    return rms_norm(x, _widen(weight) + 1, eps)
+
+
+def _add_zero_centred_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, x_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return add_rms_norm(x, residual, _widen(weight) + 1, None, eps, x_bias)
+
+
+def _widen(weight: Tensor) -> Tensor:
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
 NORM_OPERATORS: Registry[NormOperators] = Registry(
     NORMS.key,
     {
         "layernorm": NormOperators(_layer_norm, add_layer_norm),
+        "layernorm_no_bias": NormOperators(layer_norm, add_layer_norm),
+        "rmsnorm_zero_centred": NormOperators(_zero_centred_rms_norm, _add_zero_centred_rms_norm),
         "rmsnorm": NormOperators(lambda x, weight, bias, eps: rms_norm(x, weight, eps), add_rms_norm),
     },
 )

@@ -23,9 +23,11 @@ class RotaryTables:
     def __init__(self, ropes: Sequence[RopeSpec | None], length: int, dtype: torch.dtype) -> None:
         self._distinct = list(dict.fromkeys(ropes))
         self._index_of_layer = [self._distinct.index(rope) for rope in ropes]
+        # Inputs longer than this have other frequencies.
+        self._limits = [_find_limit(rope) for rope in self._distinct]
         self._length = length
         self._dtype = torch.promote_types(dtype, torch.float32)
-        self._tables: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[tuple[int, bool, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def select(
         self, start: int, stop: int, device: torch.device, positions: torch.Tensor | None = None
@@ -40,15 +42,31 @@ class RotaryTables:
             rows.append(None if rope is None else self._select_rows(index, rope, start, stop, device, positions))
         return [rows[index] for index in self._index_of_layer]
 
+    def differs_between(self, length: int, other_length: int) -> bool:
+        """Return whether inputs of two lengths have different tables."""
+        limits = [limit for limit in self._limits if limit is not None]
+        return any((length > limit) != (other_length > limit) for limit in limits)
+
     def _select_rows(
         self, index: int, rope: RopeSpec, start: int, stop: int, device: torch.device, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        key = (index, device)
+        limit = self._limits[index]
+        is_extended = limit is not None and stop > limit
+        key = (index, is_extended, device)
         if key not in self._tables or self._tables[key][0].shape[0] < stop:
             length = max(self._length, stop)
-            self._tables[key] = rotary_tables(length, rope.width, rope.base, device, self._dtype, rope.scaling)
+            self._tables[key] = rotary_tables(
+                length, rope.width, rope.base, device, self._dtype, rope.scaling, is_extended
+            )
         cos, sin = self._tables[key]
         cos, sin = cos[start:stop], sin[start:stop]
         if positions is None:
             return cos, sin
         return cos[positions], sin[positions]
+
+
+def _find_limit(rope: RopeSpec | None) -> int | None:
+    """Return the original context length of longrope; None: the frequencies do not depend on the length."""
+    if rope is None or rope.scaling is None or rope.scaling.method != "longrope":
+        return None
+    return rope.scaling.original_length

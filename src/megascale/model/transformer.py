@@ -7,9 +7,11 @@ which may have size one. Activations are x_SBH = [sequence / tensor ranks, batch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megascale.config import ModelConfig
@@ -21,6 +23,8 @@ from megascale.model.context import EVALUATION, ForwardContext, LayerSetup
 from megascale.model.fusion import ResidualStream, add_and_norm
 from megascale.model.norm import Norm
 from megascale.model.rotary import RotaryTables
+from megascale.ops.attention_documents import DocumentMask
+from megascale.ops.cross_entropy import softcap_
 from megascale.ops.dropout import dropout, dropout_key
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.linear import make_linears
@@ -124,16 +128,19 @@ class Chunk(DirectModule):
 
         Args:
             x: tokens [s, b] for the first chunk, else x_SBH [s/t, b, h].
-            batch: the micro-batch; blocks read its positions, and the last chunk its targets. Without targets the
-                last chunk returns the normed hidden states.
+            batch: the micro-batch; blocks read its positions and document boundaries, and the last chunk its targets.
+                Without targets the last chunk returns the normed hidden states, times the multiplier of logits.
         Returns:
             x_SBH, or on the last chunk with targets the loss of every token [s, b] in float32 or wider.
         """
         self.pre_forward_gather(0)
-        if self.first:
-            x = self._embed(x, context)
-        past = context.past_length
         positions = None if batch is None else batch.positions
+        if self.first:
+            x = self._embed(x, context, positions)
+        past = context.past_length
+        if batch is not None and batch.document_boundaries is not None:
+            length = x.shape[0] * self.axis.size
+            context = replace(context, documents=DocumentMask.from_boundaries(batch.document_boundaries, length))
         rotary = self._rotary.select(past, past + x.shape[0] * self.axis.size, x.device, positions)
         recompute_layers = self.recompute == "full" and torch.is_grad_enabled()
         stream: ResidualStream = x
@@ -152,6 +159,8 @@ class Chunk(DirectModule):
             return stream
         assert self.norm is not None
         _, x = add_and_norm(self.norm, stream)
+        if self.model.logit_multiplier != 1:
+            x = x * self.model.logit_multiplier  # logits are linear in x
         if batch is None or batch.targets is None:
             return x
         token_grad = context.token_grad if torch.is_grad_enabled() else None
@@ -165,6 +174,7 @@ class Chunk(DirectModule):
             token_grad,
             self.linears,
             context.token_loss,
+            self.model.logit_softcap,
         )
         if self.pre_backward_gather is not None:
             self._call_before_backward(losses_SB, len(self.blocks) + 1)
@@ -191,14 +201,31 @@ class Chunk(DirectModule):
         assert weight is not None
         return weight
 
-    def logits(self, x_SBH: torch.Tensor) -> torch.Tensor:
-        """Return the logits [s, b, vocab] of normed hidden states, gathered over the tensor axis (for generation)."""
-        return vocabulary_logits(x_SBH, self.output_weight, self.head_bias, self.model.vocab, self.axis, self.linears)
+    def changes_rotary_tables(self, past_length: int, length: int) -> bool:
+        """Return whether earlier tokens have other rotary positions once an input grows to `length` (longrope).
 
-    def _embed(self, tokens_SB: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        Cached keys of the earlier tokens are then useless.
+        """
+        return past_length > 0 and self._rotary.differs_between(past_length, length)
+
+    def logits(self, x_SBH: torch.Tensor) -> torch.Tensor:
+        """Return the logits [s, b, vocab] of the last chunk's output, gathered over the tensor axis, for generation."""
+        logits = vocabulary_logits(x_SBH, self.output_weight, self.head_bias, self.model.vocab, self.axis, self.linears)
+        if self.model.logit_softcap is not None:
+            softcap_(logits, self.model.logit_softcap)
+        return logits
+
+    def _embed(
+        self, tokens_SB: torch.Tensor, context: ForwardContext, positions_SB: torch.Tensor | None
+    ) -> torch.Tensor:
         assert self.token_embedding is not None
         x = vocabulary_embedding(tokens_SB, self.token_embedding, self.axis)
-        if self.position_embedding is not None:
+        if self.model.embedding_multiplier != 1:
+            x = x * self.model.embedding_multiplier
+        if self.position_embedding is not None and positions_SB is not None:
+            start = self.axis.rank * x.shape[0]
+            x = x + functional.embedding(positions_SB[start : start + x.shape[0]], self.position_embedding)
+        elif self.position_embedding is not None:
             start = context.past_length + self.axis.rank * x.shape[0]
             x = x + self.position_embedding[start : start + x.shape[0], None, :]
         if self.model.dropout and context.dropout_key is not None:

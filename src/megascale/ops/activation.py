@@ -48,6 +48,12 @@ def swiglu_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.silu(gate) * up
 
 
+def geglu_tanh_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute gelu(gate) * up of x + bias = [gate | up] along the last dimension, with the tanh approximation."""
+    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 @jit
 def _gelu(x, TANH: tl.constexpr, NARROW: tl.constexpr):
     """Return gelu(x) and its derivative in float32; NARROW: the result is rounded to 16 bits anyway."""
@@ -99,7 +105,10 @@ def _activation_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Compute GeLU, or SwiGLU (GATED) on tiles of the gate and the same tiles of up, `width` columns further."""
+    """Compute GeLU; or SwiGLU (GATED), or GeGLU (GATED and TANH), on tiles of the gate and the same tiles of up.
+
+    Up is `width` columns further.
+    """
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     first = tl.program_id(1) * part_rows
     last = tl.minimum(first + part_rows, rows)
@@ -123,7 +132,10 @@ def _activation_kernel(
             x += bias[None, :]
             if GATED:
                 up += bias_up[None, :]
-        if GATED:
+        if GATED and TANH:
+            gate, slope = _gelu(x, TANH, NARROW)
+            value = gate * up
+        elif GATED:
             half = tl.sigmoid(x)
             value = x * half * up
         else:
@@ -134,8 +146,12 @@ def _activation_kernel(
         if BACKWARD:
             dy = tl.load(dy_ptr + row_64 * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
             if GATED:
-                value = dy * up * half * (1.0 + x * (1.0 - half))
-                d_up = dy * x * half
+                if TANH:
+                    value = dy * up * slope
+                    d_up = dy * gate
+                else:
+                    value = dy * up * half * (1.0 + x * (1.0 - half))
+                    d_up = dy * x * half
                 tl.store(target + width, d_up, mask=inside)
                 if AMAX:
                     largest = tl.maximum(largest, magnitudes(d_up, inside, out_ptr.dtype.element_ty))
@@ -252,6 +268,7 @@ KINDS: Registry[Activation] = Registry(
         "gelu": Activation(gelu_reference, "gelu", _launch),
         "gelu_tanh": Activation(partial(gelu_reference, approximate="tanh"), "gelu", partial(_launch, tanh=True)),
         "swiglu": Activation(swiglu_reference, "swiglu", partial(_launch, gated=True)),
+        "geglu_tanh": Activation(geglu_tanh_reference, "geglu", partial(_launch, gated=True, tanh=True)),
     },
 )
 

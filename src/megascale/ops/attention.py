@@ -16,29 +16,63 @@ from torch import Tensor
 
 from megascale.errors import ConfigError
 from megascale.ops import dispatch
-from megascale.ops.attention_backends import BACKENDS, candidates, causal_mask
+from megascale.ops.attention_backends import (
+    BACKENDS,
+    SOFTCAP_BACKENDS,
+    candidates,
+    causal_mask,
+    explain_missing_softcap,
+    find_fallback,
+)
+from megascale.ops.attention_documents import (
+    DOCUMENT_BACKENDS,
+    DOCUMENT_CANDIDATES,
+    SOFTCAP_DOCUMENT_BACKENDS,
+    DocumentMask,
+    check_document_backend,
+    synthetic_boundaries,
+)
 from megascale.ops.rope import split_qkv
 
 AGREEMENT = 2e-2  # norm-wise, in bfloat16, between kernels of the same mask
 REPEATS = 5
 WARM_UP_SECONDS = 0.3
 BUSY_GEMMS = 12  # 2.5 ms on an H200: longer than launching an attention both ways takes
+DOCUMENT_AGREEMENT = 5e-2  # norm-wise, in bfloat16, of output and gradients with the reference: a wrong mask is far off
+CHECKED_LENGTH = 512  # tokens of the samples on which kernels are compared with the reference
 
 
-def attention_reference(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, window: int | None) -> Tensor:
+def attention_reference(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    *,
+    window: int | None,
+    documents: DocumentMask | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Compute softmax over an explicit mask, in at least float32: the reference of every backend."""
     S, B, N, D = q_SBND.shape
     G = k_SBGD.shape[2]
     wide = torch.promote_types(q_SBND.dtype, torch.float32)
     q = q_SBND.to(wide).unflatten(2, (G, N // G))
     scores = torch.einsum("sbgnd,tbgd->bgnst", q, k_SBGD.to(wide)) * D**-0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     mask = causal_mask(S, k_SBGD.shape[0], window, q_SBND.device)
+    if documents is not None:
+        keys = torch.arange(k_SBGD.shape[0], device=q_SBND.device)
+        mask = (mask & (keys >= documents.starts_BS[:, -S:, None]))[:, None, None]  # [B, 1, 1, S, T]
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     return torch.einsum("bgnst,tbgd->sbgnd", weights, v_SBGD.to(wide)).reshape(S, B, N * D).to(q_SBND.dtype)
 
 
 class AttentionShape(NamedTuple):
-    """The shape that a choice depends on. window is None for full attention."""
+    """The shape that a choice depends on.
+
+    window is None for full attention. documents is the largest number of documents in a sample; 0: a sample is one
+    document. softcap is None for unbounded scores.
+    """
 
     S: int
     B: int
@@ -47,9 +81,15 @@ class AttentionShape(NamedTuple):
     D: int
     window: int | None
     dtype: torch.dtype
+    documents: int = 0
+    softcap: float | None = None
 
     def __str__(self) -> str:
         mask = "full" if self.window is None else f"window {self.window}"
+        if self.documents:
+            mask += f", up to {self.documents} documents"
+        if self.softcap is not None:
+            mask += f", softcap {self.softcap:g}"
         kind = str(self.dtype).removeprefix("torch.")
         return f"{self.S} x {self.B}, {self.N} heads ({self.G} kv) of {self.D}, {mask}, {kind}"
 
@@ -71,7 +111,7 @@ class AttentionChoice:
 def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
     """Run every backend that may support the shape; returns the fastest of those that agree."""
     if device.type != "cuda" or shape.dtype not in (torch.bfloat16, torch.float16):
-        return AttentionChoice("sdpa")
+        return AttentionChoice(find_fallback(shape.softcap))
     if torch.cuda.is_current_stream_capturing():
         raise ConfigError(
             f"attention for {shape} would be measured inside a CUDA graph capture; call "
@@ -79,12 +119,17 @@ def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
         )
     load = _GpuLoad(device)
     load.warm_up()
-    choice = AttentionChoice("sdpa")
+    fallback = find_fallback(shape.softcap)
+    choice = AttentionChoice(fallback)
+    names = list(DOCUMENT_CANDIDATES) if shape.documents else candidates(shape.window)
+    if shape.softcap is not None:
+        names = [name for name in SOFTCAP_BACKENDS if name != fallback]
     expected: Tensor | None = None
-    for name in (*candidates(shape.window), "sdpa"):
-        if name == "sdpa" and choice.milliseconds:
+    for name in (*names, fallback):
+        if name == fallback and choice.milliseconds:
             break  # the last resort: it is slow, and its explicit mask may not even fit
         try:
+            check_documents(name, shape, device)
             milliseconds, out = _time(name, shape, device, load)
         except Exception as error:  # a kernel may reject a shape with any exception
             choice.refused[name] = _first_line(error)
@@ -152,6 +197,8 @@ class AttentionChooser:
         window: int | None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cuda",
+        documents: int = 0,
+        softcap: float | None = None,
     ) -> str:
         """Return the backend for a shape, measured at the first call: at start-up, before any graph capture.
 
@@ -159,10 +206,12 @@ class AttentionChooser:
 
         Args:
             S, B, N, G, D: tokens, samples, query heads, key/value heads, and width of a head.
+            documents: largest number of documents in a sample; 0: a sample is one document.
+            softcap: bound of the scores, if they have one.
         """
         if window is not None and window >= S:
             window = None
-        shape = AttentionShape(S, B, N, G, D, window, dtype)
+        shape = AttentionShape(S, B, N, G, D, window, dtype, documents, softcap)
         if shape not in self.choices:
             # The caller may be recomputed in backward: its hooks must not see the tensors saved while measuring.
             with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
@@ -177,11 +226,16 @@ class AttentionChooser:
 
     def explain_refusal(self, name: str, shape: AttentionShape, device: torch.device) -> str:
         """Return why a backend cannot run a shape on this process's device, or "" if it can."""
-        if name == "sdpa":
+        if name == find_fallback(shape.softcap):
             return ""
-        if name not in BACKENDS:
+        if shape.softcap is not None:
+            reason = explain_missing_softcap(name, shape.softcap)
+            if reason:
+                return reason
+        elif name not in BACKENDS and name not in DOCUMENT_BACKENDS:
             return "this version has no such kernel"
         try:
+            check_documents(name, shape, device)
             _run(name, shape, *_inputs(shape, device))
         except Exception as error:  # as in `measure`
             return _first_line(error)
@@ -200,10 +254,68 @@ def _inputs(shape: AttentionShape, device: torch.device) -> tuple[Tensor, Tensor
     return qkv, torch.randn(shape.S, shape.B, shape.N * shape.D, device=device, generator=generator).to(shape.dtype)
 
 
+def _make_documents(shape: AttentionShape, device: torch.device) -> DocumentMask | None:
+    """Return synthetic documents of the shape, or None if a sample is one document."""
+    if not shape.documents:
+        return None
+    return DocumentMask.from_boundaries(synthetic_boundaries(shape.S, shape.B, shape.documents).to(device), shape.S)
+
+
+def run_backend(
+    name: str,
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    window: int | None,
+    documents: DocumentMask | None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Run a kernel by name. Raises ConfigError if it cannot keep to the documents, or cannot bound the scores."""
+    if softcap is not None:
+        reason = explain_missing_softcap(name, softcap)
+        if reason:
+            raise ConfigError(reason)
+        if documents is None:
+            return SOFTCAP_BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window, softcap)
+        return SOFTCAP_DOCUMENT_BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window, documents, softcap)
+    if documents is None and name not in BACKENDS:
+        raise ConfigError(
+            f"kernels.attention={name!r} computes attention within documents only; set --data.document_mask=true, or "
+            "--kernels.attention=auto"
+        )
+    if documents is None:
+        return BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window)
+    check_document_backend(name)
+    return DOCUMENT_BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window, documents)
+
+
+def check_documents(name: str, shape: AttentionShape, device: torch.device) -> None:
+    """Raise NotImplementedError if a kernel does not keep output or gradients within documents, on short samples."""
+    if not shape.documents:
+        return
+    shape = shape._replace(S=min(shape.S, CHECKED_LENGTH), documents=min(shape.documents, CHECKED_LENGTH))
+    documents = _make_documents(shape, device)
+    qkv, upstream = _inputs(shape, device)
+    results = []
+    with torch.enable_grad():
+        q, k, v = split_qkv(qkv, shape.N, shape.G)
+        for out in (
+            attention_reference(q, k, v, window=shape.window, documents=documents, softcap=shape.softcap),
+            run_backend(name, q, k, v, shape.window, documents, shape.softcap),
+        ):
+            results.append((out.detach(), torch.autograd.grad(out, qkv, upstream, retain_graph=True)[0]))
+    for part, expected, actual in zip(("output", "gradient"), *results, strict=True):
+        distance = ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+        if not distance <= DOCUMENT_AGREEMENT:
+            raise NotImplementedError(f"its {part} within documents is {distance:.1e} away from the reference's")
+
+
 def _run(name: str, shape: AttentionShape, qkv: Tensor, upstream: Tensor) -> Tensor:
     """Run forward and backward through the QKV split; returns the output."""
+    documents = _make_documents(shape, qkv.device)
     with torch.enable_grad():
-        out = BACKENDS[name](*split_qkv(qkv, shape.N, shape.G), shape.window)
+        q, k, v = split_qkv(qkv, shape.N, shape.G)
+        out = run_backend(name, q, k, v, shape.window, documents, shape.softcap)
         torch.autograd.grad(out, qkv, upstream)
     return out.detach()
 
@@ -230,20 +342,24 @@ def attention(
     v_SBGD: Tensor,
     *,
     window: int | None,
+    softcap: float | None = None,
     backend: str = "auto",
     chooser: AttentionChooser | None = None,
+    documents: DocumentMask | None = None,
 ) -> Tensor:
     """Compute causal attention; returns [S, B, N*D].
 
     Views of the fused QKV output are read in place. With fewer queries than keys (generation) the last query is at the
-    last key. Raises ConfigError for an unknown backend.
+    last key. Raises ConfigError for an unknown backend, and for one that cannot keep to the documents.
 
     Args:
         q_SBND: [queries, batch, heads, head size].
         k_SBGD, v_SBGD: [keys, batch, groups, head size], heads a multiple of groups.
         window: tokens that a query sees, itself included; None for all before it.
+        softcap: bound c of the scores x, as c tanh(x / c); None for none.
         backend: "auto" for the chooser's, else a name of `BACKENDS`.
         chooser: holds kernels.attention and the measurements; default: a new one.
+        documents: documents of the samples, which attention does not leave; None: a sample is one document.
     """
     S, B, N, D = q_SBND.shape
     T, G = k_SBGD.shape[0], k_SBGD.shape[2]
@@ -252,17 +368,20 @@ def attention(
     chooser = chooser or AttentionChooser()
     name = chooser.backend if backend == "auto" else backend
     if S != T:
-        name = "sdpa"  # with a cache: the training kernels have no such mask
+        name = find_fallback(softcap)  # with a cache: the training kernels have no such mask
     elif name == "auto" and dispatch.mode() == "reference":
-        name = "sdpa"
+        name = find_fallback(softcap)
     elif name == "auto":
-        choice = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype))
+        count = 0 if documents is None else documents.max_documents
+        choice = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype, count, softcap))
         if choice is not None:
             name = choice.name
         elif torch.is_grad_enabled():
-            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device)
+            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device, count, softcap)
         else:
-            name = "sdpa"  # prompts come in every length, which are not worth a measurement each
+            name = find_fallback(softcap)  # prompts come in every length, which are not worth a measurement each
+    if documents is not None or softcap is not None:
+        return run_backend(name, q_SBND, k_SBGD, v_SBGD, window, documents, softcap)
     if name not in BACKENDS:
         raise ConfigError(f"kernels.attention={name!r} is not a backend; choose among auto, {', '.join(BACKENDS)}")
     return BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window)

@@ -42,6 +42,11 @@ def cross_entropy(logits: Tensor, targets: Tensor, vocab: int | None = None, ign
     return (wide.logsumexp(-1) - target_logits) * mask
 
 
+def softcap_(logits: Tensor, softcap: float) -> Tensor:
+    """Replace logits x by c tanh(x / c) with the softcap c (Gemma 2), in place."""
+    return logits.div_(softcap).tanh_().mul_(softcap)
+
+
 def local_statistics_reference(
     logits_TV: Tensor, targets: Tensor, start: int, valid: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -255,6 +260,7 @@ class _HeadOptions:
     shard: VocabShard | None
     gemms: Gemms
     loss: TokenLoss | None
+    softcap: float | None
 
 
 class _Head:
@@ -268,6 +274,8 @@ class _Head:
         self.ignore = options.ignore_index
         self.shard = options.shard
         self.custom_loss = options.loss
+        self.softcap = options.softcap
+        self.slope_TV: Tensor | None = None  # derivative of the softcap for the chunk's logits
         self.gemms = options.gemms
         self.start = options.shard.start if options.shard is not None else 0
         rows = weight.shape[0]
@@ -288,7 +296,11 @@ class _Head:
     def logits(self, chunk: slice) -> tuple[Tensor, Operand]:
         """Return logits [tokens of the chunk, rows of weight] in x's type, and the chunk of x as GEMMs read it."""
         x = self.gemms.prepare_input(self.x_TH[chunk], self.weight)
-        return self.gemms.forward(x, self.weight, self.bias), x
+        logits_TV = self.gemms.forward(x, self.weight, self.bias)
+        if self.softcap is not None:
+            softcap_(logits_TV, self.softcap)
+            self.slope_TV = 1 - (logits_TV / self.softcap).square()
+        return logits_TV, x
 
     def losses(self, chunk: slice) -> tuple[Tensor, Tensor]:
         """Return log-sum-exp (0 with a custom loss) and loss (0 where ignored) of a chunk."""
@@ -355,6 +367,9 @@ class _Head:
 
     def add_gradients(self, chunk: slice, x: Operand, grad_TV: Tensor) -> None:
         """Add the gradients of x, weight and bias for the gradient of a chunk's logits."""
+        if self.slope_TV is not None:
+            grad_TV = grad_TV.mul_(self.slope_TV)
+            self.slope_TV = None
         gradient = self.gemms.prepare_gradient(grad_TV, self.weight)
         if self.dx_TH is not None:
             self.gemms.dgrad(gradient, self.weight, self.dx_TH[chunk])
@@ -443,6 +458,7 @@ def linear_cross_entropy(
     shard: VocabShard | None = None,
     gemms: Gemms = GEMMS,
     loss: TokenLoss | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the per-token loss [...] (float32 or wider) of the logits x @ weight.T + bias, one chunk at a time.
 
@@ -461,6 +477,7 @@ def linear_cross_entropy(
             global, and x's gradient is this rank's summand.
         gemms: runs the GEMMs.
         loss: a custom loss instead of cross-entropy (token_loss.py).
+        softcap: bound c of the logits x, as c tanh(x / c); None: none.
     """
-    options = _HeadOptions(ignore_index, vocab, chunk, token_grad, shard, gemms, loss)
+    options = _HeadOptions(ignore_index, vocab, chunk, token_grad, shard, gemms, loss, softcap)
     return _LinearCrossEntropy.apply(x, weight, bias, targets, options)

@@ -25,16 +25,18 @@ def rotary_tables(
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
     scaling: RotaryScaling | None = None,
+    is_extended: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines [length, rotary_dim / 2] of position * base^(-2i / rotary_dim), computed in float64.
 
-    With `scaling` the frequencies are scaled, and both tables have the factor of rotated queries and keys.
+    With `scaling` the frequencies are scaled, and both tables have the factor of rotated queries and keys. The
+    frequencies of longrope depend on `is_extended`: whether the input is longer than the original context.
     """
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
     frequencies = base**-exponent
     factor = 1.0
     if scaling is not None:
-        frequencies, factor = scale_frequencies(frequencies, base, scaling)
+        frequencies, factor = scale_frequencies(frequencies, base, scaling, is_extended)
     angle = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequencies
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 

@@ -12,14 +12,20 @@ from megascale.config.rotary_scaling import RotaryScaling
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # defaults of YaRN's paper
 
 
-def scale_frequencies(frequencies: Tensor, base: float, scaling: RotaryScaling) -> tuple[Tensor, float]:
+def scale_frequencies(
+    frequencies: Tensor, base: float, scaling: RotaryScaling, is_extended: bool = False
+) -> tuple[Tensor, float]:
     """Return the scaled frequencies [rotary_dim / 2] and the factor of rotated queries and keys.
 
     Args:
         frequencies: radians per position, base^(-2i / rotary_dim).
+        is_extended: whether the input is longer than the original context, which matters for longrope.
     """
     if scaling.method == "none":
         return frequencies, 1.0
+    if scaling.method == "longrope":
+        divisors = scaling.long_factors if is_extended else scaling.short_factors
+        return frequencies / frequencies.new_tensor(divisors), _attention_factor(scaling)
     assert scaling.factor is not None
     if scaling.method == "linear":
         return frequencies / scaling.factor, 1.0
@@ -33,10 +39,10 @@ def scale_frequencies(frequencies: Tensor, base: float, scaling: RotaryScaling) 
 
 def _attention_factor(scaling: RotaryScaling) -> float:
     """Return the factor of rotated queries and keys."""
-    if scaling.method != "yarn":
-        return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if scaling.method != "yarn":
+        return 1.0
     assert scaling.factor is not None
     return 0.1 * math.log(scaling.factor) + 1.0
 

@@ -403,12 +403,14 @@ def vocabulary_loss(
     token_grad: torch.Tensor | None = None,
     linears: LinearPrecision = DEFAULT_PRECISION,
     loss: TokenLoss | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Return the loss of every token, [s, b] in float32 or wider; rows of `weight` beyond `vocab` are padding.
 
     Args:
         token_grad: upstream gradient of each token's loss, if known: gradients are then computed in forward.
         loss: a loss instead of cross-entropy.
+        softcap: bound c of the logits x, as c tanh(x / c).
     """
     shard = None
     if axis.size > 1:
@@ -427,6 +429,7 @@ def vocabulary_loss(
         shard=shard,
         gemms=linears.logits,
         loss=loss,
+        softcap=softcap,
     )
 
 

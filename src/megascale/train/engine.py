@@ -187,7 +187,13 @@ class Engine:
             tensor_size = self.layout.grid.tensor
             with runtime.kernels.as_current():
                 self.attention_choices, descriptions = agree_on_kernels(
-                    config, tensor_size, self.dtype, self.device, earlier_choices, runtime.attention
+                    config,
+                    tensor_size,
+                    self.dtype,
+                    self.device,
+                    earlier_choices,
+                    runtime.attention,
+                    self.fields.max_documents,
                 )
             self.active |= descriptions
         if self.device.type == "cuda" or config.overlap.gemms == "on":
@@ -374,6 +380,15 @@ class Engine:
             batch = replace(batch, loss_weights=torch.zeros(tokens.shape, device=self.device))
         if self.fields.positions:
             batch = replace(batch, positions=tokens)
+        if self.fields.max_documents:
+            boundaries = torch.full(
+                (self.fields.max_documents + 1, train.micro_batch),
+                model.sequence_length,
+                dtype=torch.int32,
+                device=self.device,
+            )
+            boundaries[0] = 0
+            batch = replace(batch, document_boundaries=boundaries)
         context = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
         for number, chunk in enumerate(self.chunks):
             x = tokens
@@ -518,6 +533,8 @@ class Engine:
                 names.append("loss_weights")
         if self.fields.positions:
             names.append("positions")
+        if self.fields.max_documents:
+            names.append("document_boundaries")
         return names
 
     def _take_graph_inputs(self, chunk: int, i: int, x: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

@@ -74,11 +74,15 @@ def generate_tokens(
     generator = torch.Generator(device=device)
     generator.manual_seed(sampling.seed)
     cache = KVCache()
+    text = list(prompt)
     new_tokens = torch.tensor(prompt, dtype=torch.int64, device=device)
     has_occurred = torch.zeros(model.vocab, dtype=torch.bool, device=device)
     penalty = sampling.repetition_penalty
     for _ in range(count):
         has_occurred[new_tokens] = True
+        if chunk.changes_rotary_tables(cache.length, len(text)):
+            cache = KVCache()
+            new_tokens = torch.tensor(text, dtype=torch.int64, device=device)
         with chunk.axis.runtime.kernels.as_current():
             hidden = chunk(new_tokens[:, None], None, ForwardContext(cache=cache))
         cache.length += len(new_tokens)
@@ -90,6 +94,7 @@ def generate_tokens(
         if token in ends:
             return
         yield token
+        text.append(token)
         if limit is not None and cache.length >= limit:
             return
         new_tokens = torch.tensor([token], dtype=torch.int64, device=device)

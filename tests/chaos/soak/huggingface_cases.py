@@ -88,9 +88,10 @@ def theirs(choose: Choose) -> Theirs:
 
 Edited = tuple[dict[str, Any], str | None]
 
-# Of every family: what nothing hangs on, and what must be refused.
+# Of every family: what nothing hangs on, and what must be refused; transformers ignores an unknown key.
 _FOR_ALL: list[Edited] = [
-    ({"use_cache": False, "architectures": ["Other"], "initializer_range": 0.5, "unknown_key": [1]}, None),
+    ({"use_cache": False, "architectures": ["Other"], "initializer_range": 0.5}, None),
+    ({"unknown_key": [1]}, "unknown_key"),
     ({"auto_map": {"AutoModelForCausalLM": "theirs.Model"}}, None),
     ({"rope_scaling": None, "is_causal": True}, None),
     ({"is_causal": False}, "is_causal"),
@@ -122,7 +123,7 @@ def _gptj(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> Ed
     return choose(
         [
             ({}, None),
-            ({"rope_theta": 500.0}, None),  # its class has one base
+            ({"rope_theta": 500.0}, "rope_theta"),  # its class has one base
             ({"layer_norm_epsilon": REMOVED, "activation_function": REMOVED, "n_inner": REMOVED}, None)
             if settings["n_inner"] is None
             else ({"layer_norm_epsilon": REMOVED}, None),
@@ -166,7 +167,7 @@ def _gpt_neox(choose: Choose, settings: dict[str, Any], heads: int, size: int) -
             (old, None),
             ({"layer_norm_eps": REMOVED, "hidden_act": REMOVED, "use_parallel_residual": REMOVED}, None),
             ({"rope_scaling": dict(rope)}, None),
-            ({"partial_rotary_factor": 0.5}, None),  # its class reads rotary_pct
+            ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),  # its class reads rotary_pct
             _scaled(choose),
             ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}}, None),
             ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_parameters"),
@@ -210,16 +211,19 @@ def _llama(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> E
     settings |= {"head_dim": choose([None, 6, 10]), "pretraining_tp": choose([1, 2])}
     settings |= {"attention_bias": choose([False, True]), "mlp_bias": choose([False, True])}
     # Its class has no window.
-    return choose(_llama_like(choose, settings, heads) + [({"sliding_window": 3, "use_sliding_window": True}, None)])
+    windowed: Edited = ({"sliding_window": 3}, "sliding_window")
+    return choose([*_llama_like(choose, settings, heads), windowed])
 
 
 def _mistral(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> Edited:
     settings |= {"head_dim": choose([None, 6, 10]), "sliding_window": choose([None, 1, 3, 16, 32, 40])}
     local: list[Edited] = [
-        ({"attention_bias": True, "mlp_bias": True}, None),
+        ({"attention_bias": False, "mlp_bias": False}, None),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
         ({"sliding_window": None}, None),
         ({"sliding_window": REMOVED}, None),
-        ({"use_sliding_window": False}, None),
+        ({"use_sliding_window": False}, "use_sliding_window"),
     ]
     return choose(_llama_like(choose, settings, heads) + local)
 
@@ -241,7 +245,8 @@ def _qwen2(choose: Choose, settings: dict[str, Any], heads: int, size: int) -> E
         ({"sliding_window": REMOVED, "layer_types": REMOVED, "use_sliding_window": True, "max_window_layers": 0}, None),
         ({"use_sliding_window": REMOVED, "layer_types": REMOVED}, None),
         ({"max_window_layers": REMOVED, "layer_types": REMOVED}, None),
-        ({"attention_bias": False, "mlp_bias": True}, None),
+        ({"attention_bias": False}, "attention_bias"),  # its class always has them
+        ({"mlp_bias": True}, "mlp_bias"),
         ({"use_sliding_window": False, "layer_types": pair}, "layer_types"),
         ({"use_sliding_window": True, "sliding_window": None, "layer_types": pair}, "layer_types"),
         ({"layer_types": [_FULL] * (layers + 1)}, "layer_types"),

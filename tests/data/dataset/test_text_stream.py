@@ -139,7 +139,9 @@ def test_a_blend_with_token_files(tokenizer: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.weights"):
         open_samples(configured(tokenizer, tmp_path / "train", tmp_path / "text"))
     source = open_samples(configured(tokenizer, tmp_path / "train", tmp_path / "text", weights=[1, 3]))
-    ids, batch = source.ids(0, 80), source.batch(0, 80)
+    with np.errstate(all="raise"):  # text has no windows that are known beforehand to divide by
+        ids = source.ids(0, 80)
+    batch = source.batch(0, 80)
     assert np.bincount(ids[:, 1]).tolist() == [20, 60]
     assert (batch[ids[:, 1] == 0] == 7).all()
     text = ids[ids[:, 1] == 1]

@@ -13,7 +13,7 @@ from megascale.config import DataConfig
 from megascale.data.dataset import manifest, sources
 from megascale.data.dataset.file_hash import fingerprint_file, write_atomically
 from megascale.data.dataset.formats import is_text, open_tokens, token_files
-from megascale.data.dataset.samples import HeldOut
+from megascale.data.dataset.samples import HeldOut, find_fields
 from megascale.data.dataset.token_file import too_short_error
 from megascale.data.dataset.tokenizer_agreement import (
     check_run_tokenizer,
@@ -58,7 +58,9 @@ def check_data(data: DataConfig, sequence_length: int, *, needs_tokenizer: bool)
 
     Raises:
         DataError: a data set or tokenizer is missing, damaged or too short.
+        ConfigError: data.document_mask=true, and data have no documents.
     """
+    find_fields(data, sequence_length)
     for entry in data.train:
         if is_text(entry):
             load_run_tokenizer(data)
@@ -192,7 +194,8 @@ def check_tokenizers(data: DataConfig, sequence_length: int, vocab_size: int | N
     if data.valid is not None:
         check_token_file("data.valid", data.valid, identify_run_tokenizer(data), vocab_size)
         # Report a file that cannot be used at the start instead of at the first evaluation.
-        HeldOut(data.valid, sequence_length, vocab_size).check()
+        limit = data.count_max_documents(sequence_length)
+        HeldOut(data.valid, sequence_length, vocab_size, max_documents=limit).check()
 
 
 def check_text(data: DataConfig) -> list[str]:

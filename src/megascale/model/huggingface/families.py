@@ -7,18 +7,28 @@ from collections.abc import Mapping
 from megascale.config import ModelConfig
 from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError
+from megascale.model.huggingface.cohere import COHERE, COHERE2
 from megascale.model.huggingface.family import Family
+from megascale.model.huggingface.gemma import GEMMA2, GEMMA3
 from megascale.model.huggingface.gpt2 import GPT2
 from megascale.model.huggingface.gpt_neox import GPT_NEOX
 from megascale.model.huggingface.gptj import GPTJ
+from megascale.model.huggingface.granite import GRANITE
 from megascale.model.huggingface.llama import LLAMA
+from megascale.model.huggingface.ministral import MINISTRAL
 from megascale.model.huggingface.mistral import MISTRAL
 from megascale.model.huggingface.olmo2 import OLMO2
+from megascale.model.huggingface.olmo3 import OLMO3
+from megascale.model.huggingface.phi3 import PHI3
 from megascale.model.huggingface.qwen import QWEN2, QWEN3
 from megascale.model.huggingface.seed_oss import SEED_OSS
 from megascale.model.huggingface.smollm3 import SMOLLM3
 
-_ALL = (GPT2, GPTJ, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, SEED_OSS)
+# Of families that fit a model equally well, the first one is exported.
+_ALL = (
+    *(GPT2, GPTJ, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, SEED_OSS),
+    *(MINISTRAL, COHERE, COHERE2, GRANITE, OLMO3, GEMMA2, GEMMA3, PHI3),
+)
 FAMILIES = {family.name: family for family in _ALL}
 
 

@@ -7,7 +7,7 @@ inverse to each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,49 @@ GELU_OUT = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 
 
 # Values of settings that most families do not have.
-_PLAIN_VALUES: dict[str, Sequence[Any]] = {"qk_norm": ["none"], "norm_placement": ["pre"], "rotary_scaling": [None]}
+_PLAIN_VALUES: dict[str, Sequence[Any]] = {
+    "qk_norm": ["none"],
+    "norm_placement": ["pre"],
+    "rotary_scaling": [None],
+    "attention_multiplier": [None],
+    "attention_softcap": [None],
+    "logit_softcap": [None],
+    "embedding_multiplier": [1.0],
+    "residual_multiplier": [1.0],
+    "logit_multiplier": [1.0],
+}
+
+# Keys of config.json of any family that have no effect on the logits, by what they are about.
+_FILE_KEYS = """
+    model_type architectures transformers_version _name_or_path name_or_path _commit_hash torch_dtype dtype
+    tokenizer_class initializer_range unsloth_version unsloth_fixed
+"""
+_EXECUTION_KEYS = """
+    output_attentions output_hidden_states output_scores return_dict return_dict_in_generate tie_last_hidden_states
+    use_cache cache_implementation gradient_checkpointing torchscript use_bfloat16 tf_legacy_loss attn_implementation
+    _attn_implementation _attn_implementation_autoset experts_implementation chunk_size_feed_forward
+"""
+_TASK_KEYS = """
+    id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout classifier_bias
+    classifier_activation
+"""
+_TEXT_KEYS = """
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id prefix max_length min_length
+    max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens
+    begin_suppress_tokens exponential_decay_length_penalty
+"""
+IGNORED_KEYS = frozenset((_FILE_KEYS + _EXECUTION_KEYS + _TASK_KEYS + _TEXT_KEYS).split())
+# Keys of config.json of any family that may have one value only.
+REQUIRED_VALUES: dict[str, Any] = {
+    "is_encoder_decoder": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "tie_encoder_decoder": False,
+    "pruned_heads": {},
+}
 
 
 @dataclass(frozen=True)
@@ -44,20 +86,22 @@ class StoredWeight:
 
     Attributes:
         name: name in the file.
-        parts: its logical tensors, all of one shape, stacked along their first dimension.
+        parts: its logical tensors, stacked along their first dimension; of one shape unless `rows` says otherwise.
         transposed: stored as [in, out], like GPT-2's Conv1D.
         heads: above 0, the parts are interleaved head by head (GPT-NeoX): [head, part, head size, ...].
+        rows: rows of each part, if the parts differ in them.
     """
 
     name: str
     parts: tuple[str, ...]
     transposed: bool = False
     heads: int = 0
+    rows: tuple[int, ...] = ()
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Return the stored shape, given the shapes of the logical tensors."""
         rows, *columns = shapes[self.parts[0]]
-        stacked = (rows * len(self.parts), *columns)
+        stacked = (sum(self.rows) or rows * len(self.parts), *columns)
         return stacked[::-1] if self.transposed else stacked
 
 
@@ -78,7 +122,8 @@ def split_weight(weight: StoredWeight, tensor: Tensor) -> dict[str, Tensor]:
     if weight.heads:
         by_head = tensor.unflatten(0, (weight.heads, count, -1))
         return {name: by_head[:, i].flatten(0, 1) for i, name in enumerate(weight.parts)}
-    return dict(zip(weight.parts, tensor.chunk(count), strict=True))
+    parts = tensor.split(weight.rows) if weight.rows else tensor.chunk(count)
+    return dict(zip(weight.parts, parts, strict=True))
 
 
 def join_weight(weight: StoredWeight, logical: Mapping[str, Tensor]) -> Tensor:
@@ -108,6 +153,8 @@ class Family:
         find_faults: reasons why a model is not of this family, one sentence per key; empty if it is.
         list_weights: the tensors of a model.
         buffers: regular expression of tensors that some files contain and that have no information.
+        ignored_keys: keys of config.json that have no effect on the logits, in addition to those of all families.
+        required_values: keys of config.json that may have one value only, in addition to those of all families.
     """
 
     name: str
@@ -119,21 +166,30 @@ class Family:
     find_faults: Callable[[ModelConfig], list[str]]
     list_weights: Callable[[ModelConfig], list[StoredWeight]]
     buffers: str
+    ignored_keys: frozenset[str] = frozenset()
+    required_values: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ConfigKeys:
-    """Reader of a config.json. Errors name the file, the key and its value; `notes` collects remarks for the user."""
+    """Reader of a config.json. Errors name the file, the key and its value.
+
+    Attributes:
+        notes: remarks for the user.
+        read_names: names that were asked for, so that the other keys can be refused.
+    """
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self.values = values
         self.source = source
         self.notes: list[str] = []
+        self.read_names: set[str] = set()
 
     def get(self, *names: str, default: Any = None) -> Any:
         """Return the value of a key that has one of these names and is not null, else `default`.
 
         Raises DataError if two names have different values.
         """
+        self.read_names.update(names)
         present = [name for name in names if self.values.get(name) is not None]
         if not present:
             return default
@@ -145,6 +201,7 @@ class ConfigKeys:
 
     def get_present(self, name: str, default: Any = None) -> Any:
         """Return the value of a key, None if it is null, and `default` if it is missing."""
+        self.read_names.add(name)
         return self.values.get(name, default)
 
     def require_count(self, *names: str) -> int:
@@ -178,9 +235,26 @@ class ConfigKeys:
         if value != allowed:
             raise self.make_error(name, value, f"{reason}; only {name}={allowed!r} can be imported")
 
-    def translate(self, name: str, table: Mapping[str, str], default: str) -> str:
-        """Return the table's entry for the key's value. Raises DataError if there is none."""
-        value = self.get(name, default=default)
+    def refuse_unknown_keys(self, family: Family) -> None:
+        """Raise DataError for a key that the import has not read and that may have an effect on the logits.
+
+        A key that is null says nothing: transformers writes it for a setting that was left out.
+        """
+        for name, allowed in (REQUIRED_VALUES | dict(family.required_values)).items():
+            self.require_value(name, allowed, f"it has no other meaning in {family.name}", default=allowed)
+        accepted_names = self.read_names | IGNORED_KEYS | family.ignored_keys
+        for name in sorted(set(self.values) - accepted_names):
+            if self.values[name] is not None:
+                raise self.make_error(
+                    name,
+                    self.values[name],
+                    f"this key of {family.name} is not known, so the model may compute something else than its "
+                    "import; remove the key if it has no effect on the logits",
+                )
+
+    def translate(self, name: str, table: Mapping[str, str], default: str, *synonyms: str) -> str:
+        """Return the table's entry for the value of a key, which may have other names. Raises DataError without one."""
+        value = self.get(name, *synonyms, default=default)
         if value not in table:
             raise self.make_error(name, value, f"this activation is not supported; supported: {', '.join(table)}")
         return table[value]
@@ -197,12 +271,18 @@ class ConfigKeys:
 
 
 def find_unsupported_values(
-    model: ModelConfig, family: str, supported: Mapping[str, Sequence[Any]], *, allows_unrotated: bool = False
+    model: ModelConfig,
+    family: str,
+    supported: Mapping[str, Sequence[Any]],
+    *,
+    allows_unrotated: bool = False,
+    allows_rope_by_kind: bool = False,
 ) -> list[str]:
     """Return a sentence for each key of [model] whose value the family does not support.
 
     Args:
         allows_unrotated: whether layers of the family may be without rotary positions.
+        allows_rope_by_kind: whether layers of the family may have rotary positions of their own.
     """
     faults = []
     for key, values in {**_PLAIN_VALUES, **supported}.items():
@@ -215,7 +295,7 @@ def find_unsupported_values(
         kind = resolve_layers(model.resolve_kind(letter))[0]
         is_window_shared = kind.window in (None, model.window)
         mixer = replace(kind.mixer, window=common.mixer.window)
-        if allows_unrotated and mixer.rope is None:
+        if (allows_unrotated and mixer.rope is None) or (allows_rope_by_kind and mixer.rope is not None):
             mixer = replace(mixer, rope=common.mixer.rope)
         if not is_window_shared or replace(kind, mixer=mixer) != common:
             settings = model.layer_kinds[letter].model_dump(exclude_none=True)

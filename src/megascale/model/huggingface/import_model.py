@@ -53,41 +53,13 @@ def read_folder(folder: Path) -> ImportedModel:
     safetensors, or if its tensors do not match its configuration.
     """
     settings = _read_json(folder / "config.json", "name the folder of a Hugging Face model")
-    name = settings.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise DataError(
-            f"{folder / 'config.json'} has model_type={str(name)[:100]!r}; the families that can be imported are "
-            f"{', '.join(FAMILIES)}"
-        )
-    family, keys = FAMILIES[name], ConfigKeys(settings, str(folder / "config.json"))
-    if keys.get("quantization_config") is not None:
-        raise keys.make_error(
-            "quantization_config",
-            keys.get("quantization_config"),
-            "quantised weights cannot be imported; take the model's unquantised files",
-        )
-    keys.require_value("is_causal", True, "attention to later tokens is not supported", default=True)
-    keys.require_value("per_layer_config", {}, "settings that differ between layers are not supported", default={})
-    if keys.get("transformers_weights") is not None:
-        raise keys.make_error(
-            "transformers_weights",
-            keys.get("transformers_weights"),
-            f"transformers reads the weights from that file; rename it to {SINGLE_FILE} or {INDEX_FILE} and remove "
-            "the key",
-        )
+    keys = ConfigKeys(settings, str(folder / "config.json"))
+    family, model = read_config(keys)
     if (folder / ADAPTER).exists():
         raise DataError(
             f"{folder} holds {ADAPTER}: transformers adds that adapter to the weights. Merge it into the model "
             "(merge_and_unload of peft, then save_pretrained) and import the merged folder, or remove the file"
         )
-    if keys.get("auto_map") is not None:
-        keys.notes.append("auto_map names code of the model; it is ignored, as transformers does by default")
-    try:
-        model = from_tree({"model": family.read_config(keys)}).model
-    except ConfigError as error:
-        raise DataError(f"{keys.source} describes an unsupported model: {error}") from None
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise DataError(f"{keys.source} has a setting of the wrong kind ({error}); is it a {name}'s?") from None
     files = TensorFiles(folder, family)
     keys.notes += files.notes
     if model.layers > len(files):
@@ -107,6 +79,45 @@ def read_folder(folder: Path) -> ImportedModel:
         tensors |= split_weight(weight, stored)
     generation, notes = import_generation_config(folder, settings)
     return ImportedModel(family, model, tensors, generation, keys.notes + notes)
+
+
+def read_config(keys: ConfigKeys) -> tuple[Family, ModelConfig]:
+    """Return the family and the model of a config.json.
+
+    Raises DataError for an unknown family, an unsupported value, and a key whose meaning is not known.
+    """
+    name = keys.values.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise DataError(
+            f"{keys.source} has model_type={str(name)[:100]!r}; the families that can be imported are "
+            f"{', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[name]
+    if keys.get("quantization_config") is not None:
+        raise keys.make_error(
+            "quantization_config",
+            keys.get("quantization_config"),
+            "quantised weights cannot be imported; take the model's unquantised files",
+        )
+    keys.require_value("is_causal", True, "attention to later tokens is not supported", default=True)
+    keys.require_value("per_layer_config", {}, "settings that differ between layers are not supported", default={})
+    if keys.get("transformers_weights") is not None:
+        raise keys.make_error(
+            "transformers_weights",
+            keys.get("transformers_weights"),
+            f"transformers reads the weights from that file; rename it to {SINGLE_FILE} or {INDEX_FILE} and remove "
+            "the key",
+        )
+    if keys.get("auto_map") is not None:
+        keys.notes.append("auto_map names code of the model; it is ignored, as transformers does by default")
+    try:
+        tree = {"model": family.read_config(keys)}
+        keys.refuse_unknown_keys(family)
+        return family, from_tree(tree).model
+    except ConfigError as error:
+        raise DataError(f"{keys.source} describes an unsupported model: {error}") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise DataError(f"{keys.source} has a setting of the wrong kind ({error}); is it a {name}'s?") from None
 
 
 class TensorFiles:

@@ -2,4 +2,11 @@
 
 from megascale.model.huggingface.llama_like import LlamaLike
 
-LLAMA = LlamaLike("llama", "LlamaForCausalLM", "Llama", biases="shared", has_mlp_bias=True).make_family()
+LLAMA = LlamaLike(
+    "llama",
+    "LlamaForCausalLM",
+    "Llama",
+    biases="shared",
+    has_mlp_bias=True,
+    ignored_keys=frozenset({"pretraining_tp"}),  # how a matrix is summed
+).make_family()

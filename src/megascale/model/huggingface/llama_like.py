@@ -1,50 +1,78 @@
-"""Families that have Llama's tensor names: serial block, RMSNorm, SwiGLU, rotary halves, grouped queries.
+"""Families that have Llama's tensor names: rotary positions, grouped queries and a gated MLP.
 
-A family is one `LlamaLike` in a file of its own. What its layers differ in (windows, positions) is a `LayerRules`.
+A family is one `LlamaLike` in a file of its own. What its layers differ in (windows, positions) is a `LayerRules`, and
+a number that config.json has under another name is a `Scalar`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megascale.config import ModelConfig
-from megascale.core.inventory import resolve_layers
 from megascale.model.huggingface.family import (
+    GELU,
     ConfigKeys,
     Family,
     StoredWeight,
     find_unsupported_values,
-    find_window_faults,
     linear_weights,
-    list_windowed_layers,
 )
-from megascale.model.huggingface.rotary import read_rotary, write_rotary
+from megascale.model.huggingface.layer_rules import EQUAL_LAYERS, LayerRules
+from megascale.model.huggingface.rotary import ROPE_TYPES, read_rotary, write_rotary
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 # Norms of a layer by their placement: the name in the file, and ours.
 _LAYER_NORMS = {
     "pre": (("input_layernorm", "norm1"), ("post_attention_layernorm", "norm2")),
     "post": (("post_attention_layernorm", "post_norm1"), ("post_feedforward_layernorm", "post_norm2")),
+    "both": (
+        ("input_layernorm", "norm1"),
+        ("post_attention_layernorm", "post_norm1"),
+        ("pre_feedforward_layernorm", "norm2"),
+        ("post_feedforward_layernorm", "post_norm2"),
+    ),
+    "parallel": (("input_layernorm", "norm1"),),
 }
+# Activations by their names in config.json, and the name that is written.
+_ACTIVATIONS = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    **{name: "geglu_tanh" for name, activation in GELU.items() if activation == "gelu_tanh"},
+}
+_ACTIVATIONS_OUT = {"swiglu": "silu", "geglu_tanh": "gelu_pytorch_tanh"}
 
 
 @dataclass(frozen=True)
-class LayerRules:
-    """What the layers of a family differ in; by default all layers are alike, without windows.
+class Scalar:
+    """Number of config.json that is a setting of [model].
 
     Attributes:
-        read: keys of [model] for a number of layers.
-        write: keys of config.json.
-        find_faults: reasons why a model's layers are not of the family, given its title.
-        allows_unrotated: whether layers may be without rotary positions.
+        ours: key of [model].
+        theirs: key of config.json.
+        default: value of the family's class for a missing key of config.json; null remains None.
+        read: converts their value.
+        write: their value of a model.
+        has_value: whether a model's value can be written.
     """
 
-    read: Callable[[ConfigKeys, int], dict[str, Any]] = lambda keys, layers: {}
-    write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
-    find_faults: Callable[[ModelConfig, str], list[str]] = find_window_faults
-    allows_unrotated: bool = False
+    ours: str
+    theirs: str
+    default: float | None
+    read: Callable[[Any], float] = float
+    write: Callable[[ModelConfig], Any] | None = None
+    has_value: Callable[[ModelConfig], bool] = lambda model: True
+
+    def read_value(self, keys: ConfigKeys) -> float | None:
+        """Return the value for [model]."""
+        value = keys.get_present(self.theirs, default=self.default)
+        return None if value is None else self.read(value)
+
+    def write_value(self, model: ModelConfig) -> Any:
+        """Return the value for config.json."""
+        if self.write is not None:
+            return self.write(model)
+        return getattr(model, self.ours)
 
 
 @dataclass(frozen=True)
@@ -60,6 +88,17 @@ class LlamaLike:
         norm_eps: default of rms_norm_eps.
         rope_base: default of rope_theta.
         is_tied: default of tie_word_embeddings.
+        norm: the only value of model.norm.
+        norm_eps_key: key of the norms' eps.
+        block: the only value of model.block.
+        activation: the only value of model.activation.
+        activation_key: key of the activation; Gemma's files have hidden_act too.
+        is_interleaved: whether rotated pairs are neighbours.
+        rope_types: types of scaled rotary positions.
+        has_partial_rotary: whether a part of a head may be rotated.
+        is_fused: whether queries, keys and values are one tensor, and the MLP's inputs another.
+        scalars: numbers in config.json that other families do not have.
+        is_embedding_scaled: whether embeddings are multiplied by the root of their width.
         biases: biases of attention; none; input: always on queries, keys and values; shared: on all or none, by
             attention_bias; separate: attention_bias and attention_out_bias.
         has_mlp_bias: whether it reads mlp_bias.
@@ -68,6 +107,8 @@ class LlamaLike:
         declares_head_dim: whether the class declares head_dim; the other classes accept it.
         divides_hidden: whether transformers requires hidden to be a multiple of heads.
         layers: what its layers differ in.
+        ignored_keys: see Family.
+        required_values: see Family.
     """
 
     name: str
@@ -78,14 +119,27 @@ class LlamaLike:
     norm_eps: float = 1e-6
     rope_base: float = 10000.0
     is_tied: bool = False
+    norm: str = "rmsnorm"
+    norm_eps_key: str = "rms_norm_eps"
+    block: str = "serial"
+    activation: str = "swiglu"
+    activation_key: str = "hidden_act"
+    is_interleaved: bool = False
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    has_partial_rotary: bool = False
+    is_fused: bool = False
+    scalars: tuple[Scalar, ...] = ()
+    is_embedding_scaled: bool = False
     biases: Literal["none", "input", "shared", "separate"] = "none"
     has_mlp_bias: bool = False
     qk_norm: str = "none"
-    norm_placement: Literal["pre", "post"] = "pre"
+    norm_placement: Literal["pre", "post", "both"] = "pre"
     dropout_keys: tuple[str, ...] = ()
     declares_head_dim: bool = True
     divides_hidden: bool = True
-    layers: LayerRules = LayerRules()
+    layers: LayerRules = EQUAL_LAYERS
+    ignored_keys: frozenset[str] = frozenset()
+    required_values: Mapping[str, Any] = field(default_factory=dict)
 
     def make_family(self) -> Family:
         """Return the family for import and export."""
@@ -99,7 +153,18 @@ class LlamaLike:
             find_faults=self.find_faults,
             list_weights=self.list_weights,
             buffers=r"rotary_emb\.inv_freq$",
+            ignored_keys=self.ignored_keys,
+            required_values=self._list_absent_biases() | dict(self.required_values),
         )
+
+    def _list_absent_biases(self) -> dict[str, bool]:
+        """Return the keys of biases that the family never has, which files may still say."""
+        absent = {}
+        if self.biases == "none":
+            absent["attention_bias"] = False
+        if not self.has_mlp_bias:
+            absent["mlp_bias"] = False
+        return absent
 
     def read_config(self, keys: ConfigKeys) -> dict[str, Any]:
         """See Family.read_config."""
@@ -114,10 +179,11 @@ class LlamaLike:
             "ffn_hidden": keys.require_count("intermediate_size"),
             "vocab_size": keys.require_count("vocab_size"),
             "sequence_length": keys.require_count("max_position_embeddings"),
-            "norm": "rmsnorm",
-            "norm_eps": keys.get("rms_norm_eps", default=self.norm_eps),
-            "activation": keys.translate("hidden_act", {"silu": "swiglu", "swish": "swiglu"}, "silu"),
-            **read_rotary(keys, 1.0, "rope_theta", default_base=self.rope_base),
+            "block": self.block,
+            "norm": self.norm,
+            "norm_eps": keys.get(self.norm_eps_key, default=self.norm_eps),
+            "activation": self._read_activation(keys),
+            **self._read_rotary(keys),
             **self._read_biases(keys),
             "mlp_bias": self.has_mlp_bias and keys.get("mlp_bias", default=False),
             "qk_norm": self.qk_norm,
@@ -126,16 +192,32 @@ class LlamaLike:
             "dropout": keys.read_dropout(*self.dropout_keys, attention="attention_dropout"),
             "init_std": keys.get("initializer_range", default=0.02),
         }
-        if model["rotary_fraction"] != 1.0:
-            raise keys.make_error(
-                "partial_rotary_factor",
-                model["rotary_fraction"],
-                "transformers ignores it here, so its meaning is unclear",
-            )
+        for scalar in self.scalars:
+            model[scalar.ours] = scalar.read_value(keys)
+        if self.is_embedding_scaled:
+            model["embedding_multiplier"] = hidden**0.5
         head_dim = keys.get("head_dim", default=self.head_dim or hidden // heads)
         if head_dim * heads != hidden:
             model["head_dim"] = head_dim
         return model | self.layers.read(keys, layers)
+
+    def _read_activation(self, keys: ConfigKeys) -> str:
+        """Return model.activation."""
+        table = {name: ours for name, ours in _ACTIVATIONS.items() if ours == self.activation}
+        return keys.translate(self.activation_key, table, _ACTIVATIONS_OUT[self.activation], "hidden_act")
+
+    def _read_rotary(self, keys: ConfigKeys) -> dict[str, Any]:
+        """Return the keys of rotary positions that all layers share."""
+        if self.layers.reads_rotary:
+            return {"positions": "rotary"}
+        rotary = read_rotary(keys, 1.0, "rope_theta", default_base=self.rope_base, types=self.rope_types)
+        if rotary["rotary_fraction"] != 1.0 and not self.has_partial_rotary:
+            raise keys.make_error(
+                "partial_rotary_factor",
+                rotary["rotary_fraction"],
+                "transformers ignores it here, so its meaning is unclear",
+            )
+        return rotary | {"rotary_interleaved": self.is_interleaved}
 
     def _read_biases(self, keys: ConfigKeys) -> dict[str, bool]:
         """Return attention_bias and attention_out_bias of [model]."""
@@ -157,12 +239,15 @@ class LlamaLike:
             "num_key_value_heads": model.num_kv_heads,
             "intermediate_size": model.ffn,
             "max_position_embeddings": model.sequence_length,
-            "rms_norm_eps": model.norm_eps,
-            "hidden_act": "silu",
-            **write_rotary(model),
+            self.norm_eps_key: model.norm_eps,
+            self.activation_key: _ACTIVATIONS_OUT[self.activation],
             "attention_dropout": 0.0,
             **dict.fromkeys(self.dropout_keys, model.dropout),
         }
+        if not self.layers.reads_rotary:
+            config |= write_rotary(model, self.has_partial_rotary)
+        for scalar in self.scalars:
+            config[scalar.theirs] = scalar.write_value(model)
         if self.declares_head_dim or model.head_size * model.heads != model.hidden:
             config["head_dim"] = model.head_size
         if self.biases == "shared":
@@ -176,25 +261,44 @@ class LlamaLike:
     def find_faults(self, model: ModelConfig) -> list[str]:
         """See Family.find_faults."""
         supported: dict[str, list[Any]] = {
-            "block": ["serial"],
-            "norm": ["rmsnorm"],
-            "activation": ["swiglu"],
+            "block": [self.block],
+            "norm": [self.norm],
+            "activation": [self.activation],
             "positions": ["rotary"],
-            "rotary_interleaved": [False],
-            "rotary_fraction": [1.0],
-            "rotary_scaling": [model.rotary_scaling],
+            "rotary_interleaved": [self.is_interleaved],
             "head_bias": [False],
             "qk_norm": [self.qk_norm],
             "norm_placement": [self.norm_placement],
         }
+        scaling = model.rotary_scaling
+        if scaling is None or scaling.method in ("none", *self.rope_types):
+            supported["rotary_scaling"] = [scaling]
+        if not self.has_partial_rotary:
+            supported["rotary_fraction"] = [1.0]
+        if self.block == "parallel":
+            supported["parallel_norms"] = [1]
+        for scalar in self.scalars:
+            supported[scalar.ours] = [getattr(model, scalar.ours)]
+        if self.is_embedding_scaled:
+            supported["embedding_multiplier"] = [model.hidden**0.5]
         if not self.has_mlp_bias:
             supported["mlp_bias"] = [False]
         if self.biases in ("none", "input"):
             supported["out_bias"] = [False]
         if self.biases == "none":
             supported["attention_bias"] = [False]
-        faults = find_unsupported_values(model, self.title, supported, allows_unrotated=self.layers.allows_unrotated)
+        faults = find_unsupported_values(
+            model,
+            self.title,
+            supported,
+            allows_unrotated=self.layers.allows_unrotated,
+            allows_rope_by_kind=self.layers.allows_rope_by_kind,
+        )
         faults += self.layers.find_faults(model, self.title)
+        for scalar in self.scalars:
+            if not scalar.has_value(model):
+                value = getattr(model, scalar.ours)
+                faults.append(f"model.{scalar.ours}={value}, which {scalar.theirs} of {self.title} cannot express")
         if self.divides_hidden and model.hidden % model.heads:
             faults.append(
                 f"model.hidden={model.hidden} is not a multiple of model.heads={model.heads}, which {self.title} "
@@ -211,56 +315,33 @@ class LlamaLike:
         table = [StoredWeight("model.embed_tokens.weight", ("embedding.token.weight",))]
         for i in range(model.layers):
             hf_layer, layer = f"model.layers.{i}", f"layers.{i}"
-            norms = dict(_LAYER_NORMS[self.norm_placement])
+            norms = dict(_LAYER_NORMS["parallel" if self.block == "parallel" else self.norm_placement])
             if self.qk_norm != "none":
                 norms |= {"self_attn.q_norm": "attention.query_norm", "self_attn.k_norm": "attention.key_norm"}
             for name, part in norms.items():
                 table += linear_weights(f"{hf_layer}.{name}", f"{layer}.{part}", bias=False)
-            for name, part in (("q", "query"), ("k", "key"), ("v", "value")):
-                part = f"{layer}.attention.{part}"
-                table += linear_weights(f"{hf_layer}.self_attn.{name}_proj", part, bias=has_input_bias)
+            if self.is_fused:
+                table += _list_fused_inputs(model, hf_layer, layer)
+            else:
+                for name, part in (("q", "query"), ("k", "key"), ("v", "value")):
+                    part = f"{layer}.attention.{part}"
+                    table += linear_weights(f"{hf_layer}.self_attn.{name}_proj", part, bias=has_input_bias)
+                for name, part in (("gate_proj", "gate"), ("up_proj", "in")):
+                    table += linear_weights(f"{hf_layer}.mlp.{name}", f"{layer}.mlp.{part}", bias=model.mlp_bias)
             output = f"{layer}.attention.output"
             table += linear_weights(f"{hf_layer}.self_attn.o_proj", output, bias=has_output_bias)
-            for name, part in (("gate_proj", "gate"), ("up_proj", "in"), ("down_proj", "out")):
-                table += linear_weights(f"{hf_layer}.mlp.{name}", f"{layer}.mlp.{part}", bias=model.mlp_bias)
+            table += linear_weights(f"{hf_layer}.mlp.down_proj", f"{layer}.mlp.out", bias=model.mlp_bias)
         table += linear_weights("model.norm", "norm", bias=False)
         if model.tied_embeddings:
             return table
         return [*table, StoredWeight("lm_head.weight", ("head.weight",))]
 
 
-# kinds of layers in config.json ------------------------------------------------------------------------------------
-
-
-def read_layer_types(keys: ConfigKeys, defaults: list[bool]) -> list[bool]:
-    """Return for each layer whether it has a window, from `layer_types` or else the defaults."""
-    names = [_SLIDING if is_windowed else _FULL for is_windowed in defaults]
-    kinds: list[str] = keys.get("layer_types") or names
-    unknown = [kind for kind in kinds if kind not in (_SLIDING, _FULL)]
-    if unknown:
-        raise keys.make_error("layer_types", unknown[0], f"only {_SLIDING} and {_FULL} are supported")
-    if len(kinds) != len(defaults):
-        raise keys.make_error("layer_types", kinds, f"num_hidden_layers is {len(defaults)}")
-    return [kind == _SLIDING for kind in kinds]
-
-
-def require_window(keys: ConfigKeys, window: int | None) -> None:
-    """Raise DataError if layers have a window whose width is missing."""
-    if window is None:
-        kinds = keys.get("layer_types")
-        raise keys.make_error("layer_types", kinds, "use_sliding_window or sliding_window says that there is no window")
-
-
-def write_layer_types(model: ModelConfig) -> dict[str, Any]:
-    """Return the keys of windows of a family whose layers may differ in them."""
-    windowed = list_windowed_layers(model)
-    return {
-        "use_sliding_window": any(windowed),
-        "sliding_window": model.window if any(windowed) else None,
-        "layer_types": [_SLIDING if is_windowed else _FULL for is_windowed in windowed],
-    }
-
-
-def find_unrotated_layers(model: ModelConfig) -> list[bool]:
-    """Return for each layer whether it is without rotary positions."""
-    return [layer.rope is None for layer in resolve_layers(model)]
+def _list_fused_inputs(model: ModelConfig, hf_layer: str, layer: str) -> list[StoredWeight]:
+    """Return the fused inputs of attention and MLP, which have no biases."""
+    qkv = tuple(f"{layer}.attention.{part}.weight" for part in ("query", "key", "value"))
+    rows = tuple(heads * model.head_size for heads in (model.heads, model.num_kv_heads, model.num_kv_heads))
+    return [
+        StoredWeight(f"{hf_layer}.self_attn.qkv_proj.weight", qkv, rows=rows),
+        StoredWeight(f"{hf_layer}.mlp.gate_up_proj.weight", (f"{layer}.mlp.gate.weight", f"{layer}.mlp.in.weight")),
+    ]

@@ -9,13 +9,14 @@ from typing import Any
 
 from megascale.config import ModelConfig
 from megascale.model.huggingface.family import ConfigKeys, list_windowed_layers
-from megascale.model.huggingface.llama_like import (
+from megascale.model.huggingface.layer_rules import (
     LayerRules,
-    LlamaLike,
+    make_pattern,
     read_layer_types,
     require_window,
     write_layer_types,
 )
+from megascale.model.huggingface.llama_like import LlamaLike
 
 
 def _read_windows(keys: ConfigKeys, layers: int) -> dict[str, Any]:
@@ -28,11 +29,9 @@ def _read_windows(keys: ConfigKeys, layers: int) -> dict[str, Any]:
     first_windowed = keys.get("max_window_layers", default=28)
     defaults = [window is not None and i >= first_windowed for i in range(layers)]
     windowed = read_layer_types(keys, defaults)
-    if not any(windowed):
-        return {}
-    require_window(keys, window)
-    pattern = "".join("S" if is_windowed else "L" for is_windowed in windowed)
-    return {"window": window, "layer_pattern": pattern}
+    if any(windowed):
+        require_window(keys, window)
+    return make_pattern(windowed, window)
 
 
 def _write_windows(model: ModelConfig) -> dict[str, Any]:
@@ -51,6 +50,7 @@ QWEN2 = LlamaLike(
     biases="input",
     declares_head_dim=False,
     layers=_LAYERS,
+    required_values={"use_mrope": False},
 ).make_family()
 QWEN3 = LlamaLike(
     "qwen3",

@@ -12,4 +12,5 @@ SEED_OSS = LlamaLike(
     has_mlp_bias=True,
     dropout_keys=("residual_dropout",),
     divides_hidden=False,
+    ignored_keys=frozenset({"pretraining_tp"}),
 ).make_family()

@@ -6,14 +6,14 @@ from typing import Any
 
 from megascale.config import ModelConfig
 from megascale.model.huggingface.family import ConfigKeys
-from megascale.model.huggingface.llama_like import (
+from megascale.model.huggingface.layer_rules import (
     LayerRules,
-    LlamaLike,
     find_unrotated_layers,
     read_layer_types,
     require_window,
     write_layer_types,
 )
+from megascale.model.huggingface.llama_like import LlamaLike
 
 # Kinds of layers by whether they have a window and whether they have rotary positions.
 _LETTERS = {(True, True): "S", (False, True): "L", (True, False): "N", (False, False): "G"}
@@ -67,4 +67,5 @@ SMOLLM3 = LlamaLike(
     biases="shared",
     has_mlp_bias=True,
     layers=LayerRules(_read, _write, _find_faults, allows_unrotated=True),
+    ignored_keys=frozenset({"pretraining_tp", "max_window_layers"}),
 ).make_family()

@@ -1,0 +1,67 @@
+"""Gemma 2 and 3 (text): norms before and after each part with gain 1 + weight, GeGLU, scaled embeddings, softcaps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megascale.config import ModelConfig
+from megascale.model.huggingface.layer_rules import count_from_pattern, list_windows, rope_by_kind
+from megascale.model.huggingface.llama_like import LlamaLike, Scalar
+
+
+def _write_query_scalar(model: ModelConfig) -> int:
+    """Return the integer whose inverse root multiplies the scores."""
+    if model.attention_multiplier is None:
+        return model.head_size
+    return max(1, round(model.attention_multiplier**-2))
+
+
+_QUERY_SCALAR = Scalar(
+    "attention_multiplier",
+    "query_pre_attn_scalar",
+    256,
+    read=lambda scalar: float(scalar**-0.5),
+    write=_write_query_scalar,
+    has_value=lambda model: model.attention_multiplier in (None, _write_query_scalar(model) ** -0.5),
+)
+_COMMON: dict[str, Any] = {
+    "kv_heads": 4,
+    "head_dim": 256,
+    "norm": "rmsnorm_zero_centred",
+    "norm_placement": "both",
+    "activation": "geglu_tanh",
+    "activation_key": "hidden_activation",
+    "is_embedding_scaled": True,
+    "is_tied": True,
+    "biases": "shared",
+    "ignored_keys": frozenset({"_sliding_window_pattern"}),  # what layer_types were made of
+}
+GEMMA2 = LlamaLike(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    "Gemma 2",
+    scalars=(
+        _QUERY_SCALAR,
+        Scalar("attention_softcap", "attn_logit_softcapping", 50.0),
+        Scalar("logit_softcap", "final_logit_softcapping", 30.0),
+    ),
+    required_values={"use_bidirectional_attention": False},
+    # Every second layer has the window, which older files do not say.
+    layers=list_windows(lambda keys, layers: [i % 2 == 0 for i in range(layers)]),
+    **_COMMON,
+).make_family()
+GEMMA3 = LlamaLike(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    "Gemma 3",
+    qk_norm="head",
+    scalars=(_QUERY_SCALAR, Scalar("logit_softcap", "final_logit_softcapping", None)),
+    # The class of transformers has a softcap of attention scores, and its attention does not use it.
+    required_values={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
+    layers=rope_by_kind(
+        lambda keys, layers: count_from_pattern(keys, layers, default=6),
+        default_bases=(10000.0, 1000000.0),
+        local_base_key="rope_local_base_freq",
+    ),
+    **_COMMON,
+).make_family()
