@@ -253,11 +253,6 @@ class LayoutCost:
             cost += f"gathers {gathered:.0f} GiB of parameters per rank and step, "
         return f"{cost}and {text}"
 
-    def _shares_embedding(self) -> bool:
-        """Return whether one stage of several has both ends of a model with tied embeddings."""
-        has_both_ends = len(self.layout.chunk_map.end_stages) == 1 and self.layout.grid.pipeline > 1
-        return has_both_ends and self.config.model.tied_embeddings
-
     def _zero_saving(self) -> int:
         # ZeRO-2 and 3 have no graphs.
         alternative = self._changed(parallel={"zero": 1}, kernels={"graphs": "off"})
@@ -289,7 +284,7 @@ class LayoutCost:
                 tries.append((f"--parallel.recompute={less}", {"parallel": {"recompute": less}}))
         if train.micro_batch > 1:
             tries.append(("--train.micro_batch=1", {"train": {"micro_batch": 1}}))
-        if self.layout.grid.shards > 1 and not self._shares_embedding():
+        if self.layout.grid.shards > 1:
             if parallel.zero < 2 and not (parallel.pipeline == 1 and parallel.virtual_stages > 1):
                 tries.append(("--parallel.zero=2", {"parallel": {"zero": 2}}))
             if parallel.zero < 3:
