@@ -23,13 +23,14 @@ from megascale.model.huggingface.family import join_weight
 from megascale.model.huggingface.import_model import ImportedModel, read_folder
 from megascale.model.transformer import Chunk
 from megascale.parallel.parameters import piece_views, spec_of
-from tests.model.huggingface import CONFIGS, NO_TOKENS, SIZES, chunk_of, prompt, transformers
+from tests.model.huggingface import CONFIGS, NO_TOKENS, SIZES, chunk_of, loop_over_experts, prompt, transformers
 
 DRAWS = int(os.environ.get("MEGASCALE_FAMILY_DRAWS", "5"))  # more of them in a campaign
 LENGTH = 60  # of the sequences, beyond the original and the extended context
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "seed_oss"),
     *("ministral", "cohere", "cohere2", "granite", "olmo3", "gemma2", "gemma3_text", "phi3"),
+    *("mixtral", "qwen3_moe"),
 )
 _WITHOUT_HEAD_DIM = ("qwen2", "olmo2", "cohere", "cohere2", "granite", "olmo3", "phi3")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -129,7 +130,28 @@ def draw_phi3(choose: random.Random, settings: dict[str, Any]) -> dict[str, Any]
     }
 
 
+def draw_mixtral(choose: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
+    """Draw Mixtral's experts."""
+    return {"num_local_experts": 5, "num_experts_per_tok": choose.choice([1, 3])}
+
+
+def draw_qwen3_moe(choose: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
+    """Draw Qwen3-MoE's experts, and a dense first layer."""
+    dense_layers: list[int] = []
+    if settings["num_hidden_layers"] > 1:
+        dense_layers = choose.choice([[], [0]])
+    return {
+        "num_experts": 6,
+        "num_experts_per_tok": choose.choice([1, 4]),
+        "moe_intermediate_size": 7,
+        "norm_topk_prob": choose.choice([True, False]),
+        "mlp_only_layers": dense_layers,
+    }
+
+
 _DRAW_OF_FAMILY = {
+    "mixtral": draw_mixtral,
+    "qwen3_moe": draw_qwen3_moe,
     "ministral": draw_kinds,
     "cohere": draw_cohere,
     "cohere2": draw_cohere2,
@@ -160,11 +182,22 @@ def draw_settings(family: str, choose: random.Random) -> dict[str, Any]:
         settings["head_dim"] = choose.choice([8, 10])
     if family in _DRAW_OF_FAMILY:
         settings |= _DRAW_OF_FAMILY[family](choose, settings)
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         settings["sliding_window"] = choose.choice([None, 5, 40])
     if family in ("qwen2", "qwen3", "smollm3") and choose.random() < 0.5:
         settings |= {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-    if family in ("llama", "qwen3", "smollm3", "olmo2", "seed_oss", "cohere", "cohere2", "granite", "olmo3"):
+    if family in (
+        "llama",
+        "qwen3",
+        "smollm3",
+        "olmo2",
+        "seed_oss",
+        "cohere",
+        "cohere2",
+        "granite",
+        "olmo3",
+        "qwen3_moe",
+    ):
         settings["attention_bias"] = choose.choice([True, False])
     if family in ("llama", "smollm3", "seed_oss", "granite"):
         settings["mlp_bias"] = choose.choice([True, False])
@@ -187,7 +220,9 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
 def make_theirs(family: str, settings: dict[str, Any], dtype: torch.dtype) -> Any:
     """Make a random model of `transformers` with eager attention."""
     config = transformers.AutoConfig.for_model(family, **(NO_TOKENS | settings))
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=dtype, **loop_over_experts(family)
+    ).eval()
     torch.manual_seed(1)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from math import gcd, isqrt
 
 from megascale.config import Config, ModelConfig, ParallelConfig
+from megascale.core.adapters import list_adapter_faults
 from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Grid
+from megascale.core.inventory import resolve_layers
+from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layers import ChunkLayers, assign_layers
 from megascale.core.memory import MemoryEstimate
 from megascale.core.rank_memory import estimate_rank_memory
@@ -118,6 +121,7 @@ def lay_out(config: Config, world: int) -> Layout:
     faults = _tensor_faults(config.model, parallel.tensor)
     if parallel.virtual_stages > 1 and parallel.pipeline == 1:
         faults += _one_stage_faults(parallel)
+    faults += _expert_faults(config)
     if parallel.micro_batch_group_size is not None and parallel.virtual_stages == 1:
         faults.append(
             f"parallel.micro_batch_group_size={parallel.micro_batch_group_size} orders the chunks of "
@@ -141,6 +145,7 @@ def lay_out(config: Config, world: int) -> Layout:
         faults.append(str(error))
     if microbatches is not None and layers is not None:
         faults += _schedule_faults(config, 1 if grid is None else grid.replicas, microbatches)
+    faults += list_adapter_faults(config, layers)
     if faults or grid is None or layers is None or microbatches is None:
         raise FitError("\n".join(faults))
     return Layout(config, grid, microbatches, tuple(layers))
@@ -160,6 +165,38 @@ def _schedule_faults(config: Config, data: int, microbatches: int) -> list[str]:
         f"passes in a step's schedule, and the maximum is {MAX_FORWARDS:,}; lower train.global_batch to {fitting} or "
         "less, or raise train.micro_batch"
     ]
+
+
+def _expert_faults(config: Config) -> list[str]:
+    """Return the settings that layers of experts exclude."""
+    model, tensor = config.model, config.parallel.tensor
+    if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(model)):
+        return []
+    faults = []
+    settings = model.expert_settings
+    if settings.number % tensor:
+        ranks = " or ".join(str(n) for n in nearest_divisors(settings.number, tensor))
+        faults.append(
+            f"model.experts.number={settings.number} is not divisible by parallel.tensor={tensor}, whose ranks hold "
+            f"the experts; use --parallel.tensor={ranks}"
+        )
+    if settings.shared_width % tensor:
+        multiples = " or ".join(str(n) for n in nearest_multiples(settings.shared_width, tensor))
+        faults.append(
+            f"model.experts.shared_width={settings.shared_width} is not divisible by parallel.tensor={tensor}; use "
+            f"--model.experts.shared_width={multiples}"
+        )
+    if config.train.linear_precision != "default":
+        faults.append(
+            f"train.linear_precision={config.train.linear_precision} with model.mlp=experts: the GEMMs of experts run "
+            "in train.precision only; set --train.linear_precision=default"
+        )
+    if config.kernels.graphs == "on":
+        faults.append(
+            "kernels.graphs=on with model.mlp=experts: the number of a rank's tokens is read on the host, which CUDA "
+            "graphs cannot replay; set --kernels.graphs=auto or off"
+        )
+    return faults
 
 
 def _one_stage_faults(parallel: ParallelConfig) -> list[str]:

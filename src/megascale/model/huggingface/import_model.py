@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -27,6 +28,43 @@ _MAX_SHOWN_NAMES = 4  # in a message
 _MAX_JSON_BYTES = 64 << 20  # of config.json, or of an index with a million tensors
 
 
+class LogicalTensors(Mapping[str, Tensor]):
+    """Whole logical tensors by name. Stacks of matrices are made when they are asked for, from their entries.
+
+    Args:
+        shapes: shape of every logical tensor.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+        self._entries: dict[str, dict[tuple[int, ...], Tensor]] = {}
+
+    def add(self, weight: StoredWeight, stored: Tensor) -> None:
+        """Add the logical tensors, or the entries of one, that a stored tensor holds."""
+        for name, tensor in split_weight(weight, stored).items():
+            self._entries.setdefault(name, {})[weight.index] = tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        entries = self._entries[name]
+        if () in entries:
+            return entries[()]
+        return torch.stack([entries[index] for index in sorted(entries)]).view(self._shapes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def boxes(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
+        """Yield (name, shape, offsets, values) of the parts of logical tensors that are stored, without copies."""
+        for name, entries in self._entries.items():
+            shape = self._shapes[name]
+            for index, tensor in entries.items():
+                offsets = index + (0,) * (len(shape) - len(index))
+                yield name, shape, offsets, tensor.view(*(1 for _ in index), *tensor.shape) if index else tensor
+
+
 @dataclass(frozen=True)
 class ImportedModel:
     """Content of an imported folder.
@@ -41,7 +79,7 @@ class ImportedModel:
 
     family: Family
     model: ModelConfig
-    tensors: dict[str, Tensor]
+    tensors: LogicalTensors
     generation: dict[str, Any]
     notes: list[str]
 
@@ -67,7 +105,7 @@ def read_folder(folder: Path) -> ImportedModel:
     weights = family.list_weights(model)
     _check_names(files, family, model, weights)
     shapes = logical_shapes(model)
-    tensors: dict[str, Tensor] = {}
+    tensors = LogicalTensors(shapes)
     for weight in weights:
         stored = files.tensor(weight.name)
         shape = weight.shape(shapes)
@@ -76,7 +114,7 @@ def read_folder(folder: Path) -> ImportedModel:
                 f"{folder}: {weight.name} is {list(stored.shape)}, but config.json gives {list(shape)}; "
                 "the configuration and the weights belong to different models"
             )
-        tensors |= split_weight(weight, stored)
+        tensors.add(weight, stored)
     generation, notes = import_generation_config(folder, settings)
     return ImportedModel(family, model, tensors, generation, keys.notes + notes)
 
