@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megascale.config.base import check_encoding
+from megascale.config.base import Section, check_encoding
+from megascale.config.lora_section import LoraConfig
 from megascale.config.model_section import LayerKind
 from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, LR_SCHEDULES, OPTIMIZERS, SINKS, SPAN_SINKS
 from megascale.config.registry import Registry
@@ -201,7 +202,8 @@ def _explain_unknown(path: Sequence[str], value: Any) -> str:
         return f"there is no section [{path[0]}]; {hint or 'known: ' + ', '.join(Config.model_fields)}"
     section, key = path[:2]
     if len(path) > 2:
-        table = RotaryScaling if path[-2] == "rotary_scaling" else LayerKind
+        tables: dict[str, type[Section]] = {"rotary_scaling": RotaryScaling, "lora": LoraConfig}
+        table = tables.get(path[-2], LayerKind)
         known = ", ".join(table.model_fields)
         return f"there is no key {'.'.join(path)} (value {value!r}); keys of [{'.'.join(path[:-1])}]: {known}"
     hint = format_question(suggest_keys(key, section))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import gcd, isqrt
 
 from megascale.config import Config, ModelConfig, ParallelConfig
+from megascale.core.adapters import list_adapter_faults
 from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Grid
 from megascale.core.inventory import resolve_layers
@@ -120,7 +121,6 @@ def lay_out(config: Config, world: int) -> Layout:
     faults = _tensor_faults(config.model, parallel.tensor)
     if parallel.virtual_stages > 1 and parallel.pipeline == 1:
         faults += _one_stage_faults(parallel)
-    faults += _placement_faults(config)
     faults += _expert_faults(config)
     if parallel.micro_batch_group_size is not None and parallel.virtual_stages == 1:
         faults.append(
@@ -145,6 +145,7 @@ def lay_out(config: Config, world: int) -> Layout:
         faults.append(str(error))
     if microbatches is not None and layers is not None:
         faults += _schedule_faults(config, 1 if grid is None else grid.replicas, microbatches)
+    faults += list_adapter_faults(config, layers)
     if faults or grid is None or layers is None or microbatches is None:
         raise FitError("\n".join(faults))
     return Layout(config, grid, microbatches, tuple(layers))
@@ -163,20 +164,6 @@ def _schedule_faults(config: Config, data: int, microbatches: int) -> list[str]:
         f"{train.micro_batch} on each of {data} data-parallel ranks. With {chunks} that is {forwards:,} forward "
         f"passes in a step's schedule, and the maximum is {MAX_FORWARDS:,}; lower train.global_batch to {fitting} or "
         "less, or raise train.micro_batch"
-    ]
-
-
-def _placement_faults(config: Config) -> list[str]:
-    """Return why a stage cannot hold both ends of the model."""
-    parallel = config.parallel
-    has_both_ends = parallel.pipeline > 1 and len(chunk_map_of(parallel).end_stages) == 1
-    if not (has_both_ends and config.model.tied_embeddings and parallel.zero >= 2):
-        return []
-    return [
-        f"model.tied_embeddings=true with parallel.schedule={parallel.schedule} puts both uses of the embedding on one "
-        "stage, in different chunks, and parallel.zero=2 or 3 has no gradients of one chunk during the backward of "
-        "another; "
-        "set --parallel.zero=1, or --model.tied_embeddings=false"
     ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from megascale.config import Config
 from megascale.config.parts import ACTIVATIONS, ATTENTIONS, BLOCKS, LINEAR_PRECISIONS, MLPS, NORMS
 from megascale.config.registry import Registry
+from megascale.core.adapters import AdapterSpec
 from megascale.core.flops import layer_flops
 from megascale.core.grid import Grid
 from megascale.core.inventory import count_distinct_layers
@@ -65,6 +66,7 @@ def _estimate(config: Config, grid: Grid, schedule: Schedule, stage: int, graphs
         optimizer=config.optimizer.name,
         linear_precision=config.train.linear_precision,
         graphs=graphs,
+        adapters=AdapterSpec.from_config(config.train),
     )
 
 
@@ -81,6 +83,8 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         tensor, data = config.parallel.tensor, 2
     else:
         tensor, data = grid.tensor, grid.shards
+    if config.train.lora is not None:
+        return "train.lora is not captured"
     if mode == "off":
         return "kernels.graphs=off"
     if tensor > 1 and config.overlap.tensor in ("async", "off"):

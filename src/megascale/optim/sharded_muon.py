@@ -76,9 +76,10 @@ class ShardedMuon(UpdateRule):
                 for extent in part.extents:
                     shift = extent.start - extent.piece_start - part.start
                     stop = extent.piece_start + extent.stop - extent.start
-                    for run in matrix_ranges(extent.piece, extent.piece_start, stop):
-                        runs.append(MatrixRun(run.name, run.shape, run.box, run.first, run.stop - run.start))
-                        local_runs.append(_LocalRun(part, run.start + shift, run.stop + shift))
+                    for span in matrix_ranges(extent.piece, extent.piece_start, stop):
+                        length = span.stop - span.start
+                        runs.append(MatrixRun(span.name, span.shape, span.box, span.first, length))
+                        local_runs.append(_LocalRun(part, span.start + shift, span.stop + shift))
         runs_by_rank = _gather_runs(runs, shards.stage)
         all_runs = [run for rank_runs in runs_by_rank for run in rank_runs]
         shapes = {run.name: run.shape for run in all_runs}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,9 +73,12 @@ class LocalParameter(SinkParameter):
 
     Attributes:
         spec: its pieces, initial values and cuts.
+        adapter: low-rank adapter of a row-parallel matrix (parallel/adapters.py), whose output the reader of the
+            matrix adds; None without one.
     """
 
     spec: ParameterSpec
+    adapter: Any = None
 
 
 def local_parameter(
@@ -122,13 +126,15 @@ def spec_of(param: torch.Tensor) -> ParameterSpec:
 
 
 def materialise(module: nn.Module, storage: dict[nn.Parameter, torch.Tensor]) -> None:
-    """Replace every meta parameter by one that lives in the given tensor of the same shape."""
+    """Replace each given parameter by one that lives in its tensor of the same shape."""
     materialised = {}
     for param, tensor in storage.items():
         materialised[param] = _make_parameter(tensor, spec_of(param), param.requires_grad)
+        materialised[param].adapter = getattr(param, "adapter", None)
     for submodule in module.modules():
         for name, param in submodule.named_parameters(recurse=False):
-            setattr(submodule, name, materialised[param])
+            if param in materialised:
+                setattr(submodule, name, materialised[param])
 
 
 def piece_views(spec: ParameterSpec, data: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:

@@ -12,6 +12,7 @@ import torch
 
 from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
+from megascale.core.adapters import AdapterSpec, list_adapters, name_within_layer
 from megascale.core.batch import NO_FIELDS, Batch, SampleFields, check_fields
 from megascale.core.grid import Coordinate
 from megascale.core.inventory import resolve_layers
@@ -19,6 +20,7 @@ from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layout import Layout
 from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.core.spans import SpanKind
+from megascale.core.tensors import Piece
 from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
@@ -31,7 +33,7 @@ from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.data_parallel import DataParallel
-from megascale.parallel.parameters import initialise, initialise_parameter
+from megascale.parallel.parameters import initialise, initialise_parameter, materialise, piece_views, spec_of
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
@@ -139,6 +141,7 @@ class Engine:
         self.after_update_hooks: list[Callable[[int], None]] = []
         self.active: dict[str, str] = {}
 
+        self.adapters = AdapterSpec.from_config(config.train)
         self.runtime = runtime or Runtime()
         self._choose_kernels(groups, earlier_choices)
         own_axes = engine_axes.make_own_axes(self.runtime, groups)
@@ -216,6 +219,8 @@ class Engine:
     def _choose_gather_precision(self) -> bool:
         """Return whether data-parallel ranks gather the matrices of linear layers as float8; record the choice."""
         config, data_size = self.config, self.layout.grid.shards
+        if self.adapters is not None:
+            return False  # the matrices are not trained, and so never gathered
         gathers_in_float8 = gathers_float8(config.parallel, config.train.linear_precision, data_size)
         if LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is None:
             return gathers_in_float8
@@ -256,7 +261,10 @@ class Engine:
                     recompute=config.parallel.recompute,
                     linear_precision=linear_precision,
                     embedding=self.chunks[0].token_embedding if shares_embedding else None,
+                    adapters=self.adapters,
                 )
+            if self.adapters is not None:
+                self._place_base(chunk)
             flat = ParamAndGradBuffer(
                 chunk, self.device, axes, config.parallel.zero, self.layout.bucket_elements, has_own_buckets
             )
@@ -266,12 +274,42 @@ class Engine:
                 initialise(chunk, config.train.seed)
             else:
                 flat.initialise_resident(config.train.seed)
+        if self.adapters is not None:
+            targets = ", ".join(sorted(self.adapters.targets)) or "all matrices of the layers"
+            self.active["adapters"] = f"rank {self.adapters.rank} on {targets}; the model itself is not trained"
         tokens = config.model.sequence_length * config.train.micro_batch
         for chunk in self.chunks:
             with self.runtime.kernels.as_current():
                 chunk.linears.check(chunk.linear_weights(), tokens, self.device)
         if any(chunk.linears.collects_amax for chunk in self.chunks):
             self.runtime.kernels.amaxes = AmaxSlots()
+
+    def _place_base(self, chunk: Chunk) -> None:
+        """Give storage to the parameters that are not trained: weights only, whole on every data-parallel rank.
+
+        Raises ConfigError if the module of a matrix has not made its adapter.
+        """
+        frozen = [parameter for parameter in chunk.parameters() if not parameter.requires_grad]
+        materialise(chunk, {p: torch.zeros(p.shape, dtype=p.dtype, device=self.device) for p in frozen})
+        adapted: set[str] = set()
+        expected: set[str] = set()
+        for parameter in chunk.parameters():
+            names = adapted if parameter.requires_grad else expected
+            names.update(piece.name for piece in spec_of(parameter).pieces)
+        assert self.adapters is not None
+        for matrix, *factors in list_adapters(self.config.model, self.adapters):
+            if matrix.name in expected and not {factor.name for factor in factors} <= adapted:
+                raise ConfigError(
+                    f"train.lora.targets includes {name_within_layer(matrix)}, whose module has no adapters; leave it "
+                    "out of train.lora.targets"
+                )
+
+    def list_base_pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Yield each piece of the parameters that are not trained, with its view; nothing without adapters."""
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                if not parameter.requires_grad:
+                    yield from piece_views(spec_of(parameter), parameter.data)
 
     def _make_optimizer(self, axes: Axes, coordinate: Coordinate) -> ShardedOptimizer:
         grid = self.layout.grid
