@@ -6,8 +6,12 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from megascale.config import from_tree
+from megascale.model.experts import list_expert_layers
+from megascale.model.transformer import Chunk
+from megascale.train.expert_balance import ExpertBalance
 from tests.exact.cases import Case, case
 from tests.exact.compare import assert_equal
 from tests.exact.training import FEW_STEPS, STEPS, train
@@ -89,3 +93,22 @@ def test_a_layout_equals_one_process(name, pool, one_process):
     steps = STEPS if "a parallel block" in name else FEW_STEPS
     result = pool.run(train, CASES[name].world, CASES[name].tree, steps)
     assert_equal(one_process(CASES[name].twin, steps), result, from_tree(CASES[name].tree).model)
+
+
+def test_a_bias_rises_where_the_global_batch_chose_too_rarely():
+    config = from_tree(experts_case(1, experts={**ROUTED, "number": 4, "top_k": 1, "bias_rate": 0.1}).tree)
+    chunk = Chunk(config.model, range(2), first=True, last=True)
+    balance = ExpertBalance(config.model, [chunk], 16, torch.device("cpu"), counts_tokens=True, ranks=2)
+    summed = torch.tensor([8.0, 0, 4, 4, 7, 7, 1, 1, 0.5, 0.25], dtype=torch.float64)
+    counts = balance.update(summed, torch.tensor(False))
+    first, second = list_expert_layers([chunk])
+    torch.testing.assert_close(first.router_bias, torch.tensor([-0.1, 0.1, 0, 0]))
+    torch.testing.assert_close(second.router_bias, torch.tensor([-0.1, -0.1, 0.1, 0.1]))
+    balance.update(summed, torch.tensor(True))
+    torch.testing.assert_close(first.router_bias, torch.tensor([-0.1, 0.1, 0, 0]))
+    summary = counts.summarise()
+    assert summary["dead_experts"] == 1
+    assert summary["expert_load_max"] == 2.0
+    assert summary["expert_rank_load_max"] == 1.75
+    assert (summary["expert_sequence_loss"], summary["expert_z_loss"]) == (0.5, 0.25)
+    assert 0.7 < summary["expert_entropy"] < 0.9

@@ -47,7 +47,17 @@ def own_case(
     )
 
 
+EXPERTS: dict[str, Any] = {
+    "mlp": "experts",
+    "mlp_bias": False,
+    "experts": {"number": 4, "top_k": 2, "width": 12, "bias_rate": 0.01, "sequence_loss": 0.1, "shared_width": 16},
+}
+
 CASES = {
+    "ZB-H1 PP2 x TP2, experts": own_case("zb_h1", 2, 2, 1, **EXPERTS),
+    "ZB-V PP2 x DP2, ZeRO-2, experts, recomputed": own_case(
+        "zb_v", 1, 2, 2, zero=2, recompute="full", tied_embeddings=False, **EXPERTS
+    ),
     "ZB-H1 PP2": own_case("zb_h1", 1, 2, 1),
     "ZB-H1 PP4": own_case("zb_h1", 1, 4, 1),
     "ZB-H1 PP4 x TP2": own_case("zb_h1", 2, 4, 1, recompute="selective"),

@@ -293,6 +293,7 @@ def test_flops_count_active_experts_only():
         ({"groups": 4, "group_limit": 5}, ["group_limit=5", "groups=4", "at most 4"]),
         ({"groups": 4, "group_limit": 1, "top_k": 3}, ["group_limit=1", "2 experts", "top_k=3"]),
         ({"shared_gate": True}, ["shared_gate", "shared_width"]),
+        ({"numbers": 2}, ["no key model.experts.numbers", "keys of [model.experts]: number, top_k"]),
         ({"dense_layers": 2}, ["dense_layers=2", "model.layers=2", "model.mlp=dense"]),
     ],
 )
@@ -327,6 +328,11 @@ def test_settings_without_effect_are_refused_by_name(model, named):
             ["model.experts.shared_width=6", "shared_width=4 or 8"],
         ),
         ({}, {"train": {"linear_precision": "float8", "global_batch": 4}}, ["linear_precision=float8", "=default"]),
+        (
+            {"bias_rate": 0.1},
+            {"train": {"lora": {"rank": 2}, "global_batch": 4}},
+            ["model.experts.bias_rate=0.1", "train.lora"],
+        ),
         ({}, {"kernels": {"graphs": "on"}}, ["kernels.graphs=on", "--kernels.graphs=auto or off"]),
     ],
 )

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megascale.config.base import Section, check_encoding
+from megascale.config.experts_section import ExpertsConfig
 from megascale.config.lora_section import LoraConfig
 from megascale.config.model_section import LayerKind
 from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, LR_SCHEDULES, OPTIMIZERS, SINKS, SPAN_SINKS
@@ -202,7 +203,11 @@ def _explain_unknown(path: Sequence[str], value: Any) -> str:
         return f"there is no section [{path[0]}]; {hint or 'known: ' + ', '.join(Config.model_fields)}"
     section, key = path[:2]
     if len(path) > 2:
-        tables: dict[str, type[Section]] = {"rotary_scaling": RotaryScaling, "lora": LoraConfig}
+        tables: dict[str, type[Section]] = {
+            "rotary_scaling": RotaryScaling,
+            "lora": LoraConfig,
+            "experts": ExpertsConfig,
+        }
         table = tables.get(path[-2], LayerKind)
         known = ", ".join(table.model_fields)
         return f"there is no key {'.'.join(path)} (value {value!r}); keys of [{'.'.join(path[:-1])}]: {known}"

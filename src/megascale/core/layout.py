@@ -191,6 +191,11 @@ def _expert_faults(config: Config) -> list[str]:
             f"train.linear_precision={config.train.linear_precision} with model.mlp=experts: the GEMMs of experts run "
             "in train.precision only; set --train.linear_precision=default"
         )
+    if config.train.lora is not None and settings.bias_rate:
+        faults.append(
+            f"model.experts.bias_rate={settings.bias_rate} with train.lora: adapters leave the model as it is, and "
+            "the routers' biases belong to it; train the whole model, or one without model.experts.bias_rate"
+        )
     if config.kernels.graphs == "on":
         faults.append(
             "kernels.graphs=on with model.mlp=experts: the number of a rank's tokens is read on the host, which CUDA "

@@ -60,6 +60,8 @@ def _add_gradient(
 ) -> Tensor | None:
     """Add the gradient of matrices [experts, ..., inner] to their sink, or return it without one."""
     sink = sink_of(weight)
+    if sink is None and not weight.requires_grad:
+        return None
     if sink is None:
         wide = torch.promote_types(weight.dtype, torch.float32)
         gradient = torch.empty(weight.shape, dtype=wide, device=weight.device)

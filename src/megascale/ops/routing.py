@@ -37,6 +37,8 @@ class _RouterLinear(torch.autograd.Function):
         [x] = ctx.saved_tensors
         dy = grads[0]
         dx = (dy @ weight.detach().to(dy.dtype)).to(x.dtype)
+        if not weight.requires_grad:
+            return dx, None, None
         dy_TE = dy.flatten(0, -2)
         x_TH = x.flatten(0, -2).to(dy.dtype)
         sink = sink_of(weight)

@@ -62,7 +62,7 @@ class LogicalTensors(Mapping[str, Tensor]):
             shape = self._shapes[name]
             for index, tensor in entries.items():
                 offsets = index + (0,) * (len(shape) - len(index))
-                yield name, shape, offsets, tensor.view(*(1 for _ in index), *tensor.shape) if index else tensor
+                yield name, shape, offsets, tensor[(None,) * len(index)]
 
 
 @dataclass(frozen=True)
