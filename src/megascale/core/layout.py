@@ -16,7 +16,7 @@ from megascale.core.memory import MemoryEstimate
 from megascale.core.rank_memory import estimate_rank_memory
 from megascale.core.schedule import Schedule
 from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, build_schedule, chunk_map_of
-from megascale.core.unit_slots import assign_chunk_slots, gathers_whole_chunks
+from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots
 from megascale.errors import FitError
 
 # Forward passes in a step's schedule over all stages; published runs have some thousands.
@@ -91,7 +91,7 @@ class Layout:
 
     def chunk_slots(self, stage: int) -> list[int] | None:
         """Return the slot of each chunk of a stage if ZeRO-3 gathers whole chunks, else None."""
-        if self.config.parallel.zero < 3 or not gathers_whole_chunks(self.config.parallel.virtual_stages):
+        if self.config.parallel.zero < 3 or not has_chunk_slots(self.config.parallel.virtual_stages):
             return None
         return assign_chunk_slots(self.schedule(), stage)
 

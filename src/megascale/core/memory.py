@@ -80,7 +80,7 @@ from megascale.core.schedule import (
     select_kinds,
 )
 from megascale.core.schedule_registry import chunk_map_of
-from megascale.core.unit_slots import CHUNK_SLOTS, gathers_whole_chunks
+from megascale.core.unit_slots import CHUNK_SLOTS, has_chunk_slots
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # The loss takes as many tokens at a time as have logits of this size (ops/cross_entropy.py).
@@ -283,7 +283,7 @@ class UnitElements:
     @property
     def parameter_slots(self) -> int:
         """Elements of ZeRO-3's slots for parameters (parallel/parameter_slots.py)."""
-        if gathers_whole_chunks(len(self.by_chunk)):
+        if has_chunk_slots(len(self.by_chunk)):
             return CHUNK_SLOTS * max(self.by_chunk)
         return 2 * self.block + self.outer
 

@@ -28,7 +28,7 @@ from megascale.core.memory import (
     count_stage_units,
 )
 from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, select_kinds
-from megascale.core.unit_slots import assign_chunk_slots, gathers_whole_chunks, list_chunk_gathers, list_chunk_uses
+from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots, list_chunk_gathers, list_chunk_uses
 from megascale.errors import FitError
 
 
@@ -176,7 +176,7 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> 
     slots where a backward follows a forward of the same chunk, or the other way round. Embedding and head share a slot.
     A stage that has one of them gathers it once.
     """
-    if gathers_whole_chunks(len(units.by_chunk)):
+    if has_chunk_slots(len(units.by_chunk)):
         gathers = list_chunk_gathers(list_chunk_uses(schedule, stage), assign_chunk_slots(schedule, stage))
         return sum(units.by_chunk[chunk] for chunk in gathers)
     kinds, chunks, _ = schedule.table[stage].T

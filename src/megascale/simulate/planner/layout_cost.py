@@ -287,7 +287,7 @@ class LayoutCost:
         if self.layout.grid.shards > 1:
             if parallel.zero < 2 and not (parallel.pipeline == 1 and parallel.virtual_stages > 1):
                 tries.append(("--parallel.zero=2", {"parallel": {"zero": 2}}))
-            if parallel.zero < 3:
+            if parallel.zero < 3 and train.lora is None:
                 tries.append(("--parallel.zero=3", {"parallel": {"zero": 3}}))
         if parallel.recompute != "full":
             tries.append(("--parallel.recompute=full", {"parallel": {"recompute": "full"}}))
