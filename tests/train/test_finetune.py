@@ -275,6 +275,8 @@ def test_a_conversation_from_the_command_line_and_in_a_loop(work, adapted, megas
     assert run.stdout == "A small model.\n"
     refused = megascale("generate", adapted, "--system", "a")
     assert refused.returncode == 2
+    refused = megascale("generate", adapted, "--chat", "--json")
+    assert "--json prints one reply" in refused.stderr
     session = api.open_chat(work / "runs" / "base", temperature=0)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Say yes.\n\nWho are you?\n"))
     _talk(session)  # the end of the input is Ctrl-D

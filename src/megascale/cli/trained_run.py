@@ -132,6 +132,11 @@ def generate(
     if chat:
         if stop:
             raise ConfigError("--stop has no effect with --chat, whose replies end with the template's turn; omit it")
+        talks = prompt is None and prompt_file is None
+        if talks and as_json:
+            raise ConfigError(
+                "--json prints one reply, and --chat without --prompt talks; add --prompt, or omit --json"
+            )
         session = api.open_chat(
             run,
             system=system,
@@ -144,7 +149,7 @@ def generate(
             step=step,
             device=device,
         )
-        if prompt is None and prompt_file is None:
+        if talks:
             _talk(session)
         else:
             _answer(session, _read_prompt(prompt, prompt_file), as_json)

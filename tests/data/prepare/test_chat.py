@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megascale.data.dataset.indexed import IndexedDataset
+from megascale.data.dataset.manifest import check_sample
 from megascale.data.dataset.samples import HeldOut
 from megascale.data.prepare.chat_builder import build_chat
 from megascale.data.prepare.conversations import encode_lines, read_lines
@@ -121,12 +123,70 @@ def test_templates_that_hide_the_assistant_or_refuse_are_errors(folder, tmp_path
         ({"prompt": "a", "completion": ""}, "completion: it is empty"),
         ({"text": "a"}, "prompt: the key is missing; a record has messages, or prompt and completion, not 'text'"),
         ([1], "the record: it is of type list"),
+        ({"prompt": "a\ud800", "completion": "b"}, r"the record: it has \\ud800 without the other half"),
     ],
 )
 def test_bad_records_are_named(record, message, folder, tmp_path) -> None:
     good = {"prompt": "a", "completion": "b"}
     with pytest.raises(DataError, match=rf"bad.jsonl, line 2, {message}"):
         encode([good, record], folder, load_chat_template(folder), tmp_path / "bad.jsonl")
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": [TURNS[1], CALL]}, "it renders texts only, no tool_calls"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, TURNS[2]]},
+            "it renders texts only",
+        ),
+        ({"messages": TURNS, "tools": [{"name": "f"}]}, "it renders no tools; name a template with --chat-template"),
+    ],
+)
+def test_chatml_refuses_what_it_would_leave_out(record, message, folder, tmp_path) -> None:
+    with pytest.raises(DataError, match=rf"a.jsonl, line 1, messages: the template ChatML refuses .*: {message}"):
+        encode([record], folder, ChatTemplate(CHATML, {}, "ChatML"), tmp_path / "a.jsonl")
+
+
+def test_a_template_that_fails_to_compute_is_named(folder, tmp_path) -> None:
+    template = ChatTemplate("{{ 1 // 0 }}", {}, "t.jinja")
+    with pytest.raises(DataError, match=r"line 1, messages: the template t\.jinja refuses the conversation"):
+        encode([{"messages": TURNS}], folder, template, tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda data: data[:20] + b"\xff" * 20 + data[40:]])
+def test_damaged_archives_are_named(damage, tmp_path, megascale) -> None:
+    packed = tmp_path / "chat.jsonl.gz"
+    text = "".join(json.dumps({"prompt": f"{number * 7919}", "completion": "b"}) + "\n" for number in range(50))
+    packed.write_bytes(damage(gzip.compress(text.encode())))
+    run = megascale("data", "build", "--chat", packed, "--out", tmp_path / "out")
+    assert run.returncode == 4
+    assert f"--chat={packed} cannot be read" in run.stderr
+
+
+def test_a_template_file_takes_no_tokens_of_the_working_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<other>"}))
+    template = tmp_path / "t.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}")
+    file = write(tmp_path / "a.jsonl", [{"messages": TURNS[1:3]}, {"messages": TURNS[3:]}])
+    built = build_chat(tmp_path / "data", [file], template=template, vocab_size=300)
+    assert "".join(text for text, _ in built.sample).endswith("<|endoftext|>")
+    assert load_chat_template(tmp_path / "data").special_tokens == {"eos_token": "<|endoftext|>"}
+
+
+def test_other_special_tokens_are_another_build(folder, tmp_path) -> None:
+    copy = tmp_path / "tokenizer"
+    shutil.copytree(folder, copy)
+    file = write(tmp_path / "a.jsonl", [{"messages": TURNS[1:3]}, {"messages": TURNS[3:]}])
+    build_chat(tmp_path / "data", [file], tokenizer=copy)
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<|im_end|>"}))
+    with pytest.raises(DataError, match="made from other inputs or settings"):
+        build_chat(tmp_path / "data", [file], tokenizer=copy)
 
 
 def test_several_faults_are_reported_at_once_and_nothing_is_left(tmp_path, megascale) -> None:
@@ -185,6 +245,9 @@ def test_a_build_is_complete_deterministic_and_evaluated_over_counted_tokens(fol
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(DataError, match=r"valid.weights has \d+ loss weights for \d+ tokens"):
         IndexedDataset(tmp_path / "data" / "valid")
+    weights.unlink()
+    with pytest.raises(DataError, match=r"data.valid: .*valid.weights is missing, so every token would count"):
+        check_sample("data.valid", str(tmp_path / "data" / "valid"))
 
 
 def test_a_tokenizer_is_trained_and_knows_the_ends_of_turns(tmp_path) -> None:

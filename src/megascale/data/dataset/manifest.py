@@ -179,6 +179,8 @@ def _check_tokens(
 ) -> bool:
     path = next((file for file in token_files(prefix) if file.suffix == ".bin" and file.exists()), None)
     part = find_part(prefix)
+    if path is not None and part is not None and part.counted_tokens is not None:
+        _require_weights(setting, path.with_suffix(".weights"))
     if path is None or part is None or not recorded_hash(part):
         return False
     if hash_file(path) != recorded_hash(part):
@@ -188,3 +190,13 @@ def _check_tokens(
             "`megascale data build`"
         )
     return True
+
+
+def _require_weights(setting: str, weights: Path) -> None:
+    """Raise DataError if the loss weights of conversations are missing, since every token would count."""
+    if not weights.exists():
+        raise DataError(
+            f"{setting}: {weights} is missing, so every token would count in the loss; the folder's dataset.json says "
+            "that it was built with loss weights. Copy the data set again, or build it again with `megascale data "
+            "build --chat`"
+        )

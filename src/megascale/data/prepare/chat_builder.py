@@ -29,6 +29,7 @@ from megascale.data.tokenizer.chat_template import (
     ChatTemplate,
     find_template,
     load_chat_template,
+    read_template,
 )
 from megascale.data.tokenizer.convert_tokenizer import copy_companions
 from megascale.data.tokenizer.huggingface_file import CONFIG, configured_end
@@ -36,6 +37,7 @@ from megascale.data.tokenizer.tokenizer import TOKENIZER, load_tokenizer, train_
 from megascale.errors import ConfigError, DataError
 
 SIDES = ("train", "valid")
+_TRAINED_SPECIAL_TOKENS = {"eos_token": "<|endoftext|>"}  # of a tokenizer that is trained here
 _LEAST_CONVERSATIONS = 2  # one to train on, and one to evaluate on
 
 
@@ -165,9 +167,10 @@ def build_chat(
 def _find_chat_template(folder: Path | None, file: Path | None) -> ChatTemplate | None:
     """Return the template that is named, else the tokenizer's, else ChatML for a tokenizer trained here; or None."""
     if folder is None:
+        source, name = CHATML, "ChatML"
         if file is not None:
-            return load_chat_template(Path(), file)
-        return ChatTemplate(CHATML, {"eos_token": CHATML_END}, "ChatML")
+            source, name = read_template(file), str(file)
+        return ChatTemplate(source, _TRAINED_SPECIAL_TOKENS, name)
     if file is None and find_template(folder) is None:
         return None
     return load_chat_template(folder, file)
@@ -196,7 +199,9 @@ def _make_recipe(
     """Return a hash of everything that decides the result."""
     contents = [sha256_file(file) for file in files]
     identity = None if tokenizer is None else tokenizer.sha256
-    source = None if template is None else template.source
+    source: list[object] | None = None
+    if template is not None:
+        source = [template.source, template.special_tokens]
     return hashlib.sha256(json.dumps(["chat", contents, identity, source, settings]).encode()).hexdigest()
 
 
@@ -275,8 +280,8 @@ def _save_tokenizer(out: Path, tokenizer: Tokenizer, folder: Path | None, templa
     tokenizer.save(out / TOKENIZER)
     if folder is not None:
         copy_companions(folder, out)
-    elif template is not None and template.name == "ChatML":
-        (out / CONFIG).write_text(json.dumps({"eos_token": "<|endoftext|>"}) + "\n", encoding="utf-8")
+    else:
+        (out / CONFIG).write_text(json.dumps(_TRAINED_SPECIAL_TOKENS) + "\n", encoding="utf-8")
     if template is not None:
         (out / TEMPLATE).write_text(template.source, encoding="utf-8")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +89,9 @@ def read_lines(files: Sequence[Path]) -> Iterator[Line]:
                 for number, data in enumerate(lines, 1):
                     if data.strip():
                         yield Line(file, number, data)
-        except OSError as error:
-            raise DataError(f"--chat={file} cannot be read: {error.strerror or error}") from None
+        except (OSError, EOFError, zlib.error) as error:  # a damaged .gz raises all three
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"--chat={file} cannot be read: {reason}; name a complete file") from None
 
 
 def parse_conversation(line: Line) -> Conversation:
@@ -107,7 +109,20 @@ def _parse_json(data: bytes) -> dict[str, Any]:
         raise _RecordError("the record", f"it is not JSON ({error}); write one object per line") from None
     if not isinstance(record, dict):
         raise _RecordError("the record", f"it is {_describe(record)}; write an object with the key messages")
+    if b"\\u" in data:
+        _check_unicode(record)
     return record
+
+
+def _check_unicode(record: dict[str, Any]) -> None:
+    """Refuse a record whose escapes have half of a surrogate pair, which no tokenizer can encode."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise _RecordError(
+            "the record", f"it has {half} without the other half of its surrogate pair; write complete characters"
+        ) from None
 
 
 def _parse_record(record: dict[str, Any]) -> Conversation:

@@ -30,7 +30,13 @@ _BEGIN, _END = "\U0010fffe", "\U0010ffff"
 
 CHATML_BEGIN, CHATML_END = "<|im_start|>", "<|im_end|>"
 # ChatML, the template of a tokenizer that is trained on conversations.
-CHATML = """{%- for message in messages -%}
+CHATML = """{%- if tools -%}
+{{- raise_exception('it renders no tools; name a template with --chat-template') -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message['tool_calls'] or message['content'] is not string -%}
+{{- raise_exception('it renders texts only, no tool_calls; name a template with --chat-template') -}}
+{%- endif -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
 {%- if message['role'] == 'assistant' -%}
 {%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
@@ -76,7 +82,7 @@ class ChatTemplate:
 
         self.source = source
         self.name = name
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens = dict(special_tokens)
         environment = _make_environment()
         try:
             self._template = environment.from_string(source)
@@ -146,9 +152,9 @@ class ChatTemplate:
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                **self.special_tokens,
             )
-        except (JinjaError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        except (JinjaError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             raise TemplateError(f"the template {self.name} refuses the conversation: {error}") from None
 
 
@@ -214,7 +220,7 @@ def find_template(folder: Path) -> str | None:
     """Return the chat template of a tokenizer's folder, None without one; chat_template.jinja has precedence."""
     file = folder / TEMPLATE
     if file.exists():
-        return _read_file(file)
+        return read_template(file)
     template = _read_settings(folder / CONFIG).get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -228,7 +234,7 @@ def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
     Raises DataError without a template, and for one that is not Jinja.
     """
     if file is not None:
-        return ChatTemplate(_read_file(file), read_special_tokens(folder), str(file))
+        return ChatTemplate(read_template(file), read_special_tokens(folder), str(file))
     source = find_template(folder)
     if source is None:
         raise DataError(
@@ -258,7 +264,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _read_file(file: Path) -> str:
+def read_template(file: Path) -> str:
+    """Return the text of a Jinja file. Raises DataError if it cannot be read."""
     try:
         return read_text(file)
     except (OSError, UnicodeDecodeError) as error:
