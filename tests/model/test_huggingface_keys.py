@@ -89,3 +89,25 @@ def test_a_key_that_is_not_known_is_named(family):
 def test_a_key_of_another_family_or_a_contradiction_is_named(family, changes, named):
     with pytest.raises(DataError, match=named):
         read(PUBLISHED[FIRST_OF_FAMILY[family]] | changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0: it must be a positive number"),
+        (
+            "llama",
+            {"rope_scaling": None, "rope_parameters": {"rope_type": "yarn", "factor": "2"}},
+            r"rope_parameters.factor='2': it must be a number",
+        ),
+        (
+            "llama",
+            {"rope_scaling": None, "rope_theta": 1.0, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "set model.rotary_base above 1",
+        ),
+    ],
+)
+def test_a_number_that_cannot_be_used_is_named(family: str, changes: dict[str, Any], message: str) -> None:
+    values = PUBLISHED[FIRST_OF_FAMILY[family]] | changes
+    with pytest.raises(DataError, match=message):
+        read(values)

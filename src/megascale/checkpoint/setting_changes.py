@@ -27,6 +27,7 @@ _ACCEPTANCE_KEY = "checkpoint.accept_changes"
 _COMPARED_BY_CONTENTS = ("data.tokenizer", "data.train")  # compared where the files are read: they may have moved
 _TEXT_ONLY_KEYS = ("data.text_key", "data.shuffle_tokens")
 # After a change of these, a sample's number refers to other tokens. Runs and files are compared by contents.
+OTHER_RUN = "train the other model under another --train.name"  # remedy for a start with another model
 SAMPLE_ORDER_KEYS = frozenset(
     {
         "data.weights",
@@ -195,18 +196,21 @@ def _optimizer_specific_keys() -> list[str]:
     return [key for name in OPTIMIZERS.names() for key in OPTIMIZERS[name].own_settings]
 
 
-def explain_changes(name: str, changes: Sequence[Change], accepted: Sequence[str]) -> str | None:
+def explain_changes(
+    name: str, changes: Sequence[Change], accepted: Sequence[str], alternative: str = OTHER_RUN
+) -> str | None:
     """Return one paragraph if some changes are not allowed, else None.
 
     Args:
         name: the checkpoint's name in the message.
         accepted: keys that the user accepts.
+        alternative: what to do instead of going on with the saved model.
     """
     refused = [change for change in changes if change.kind == "refused"]
     if refused:
         return (
             f"the checkpoint {name!r} is of another model: {'; '.join(map(str, refused))}. "
-            f"Set {_format_options(refused)} to go on with it, or train the other model under another --train.name"
+            f"Set {_format_options(refused)} to go on with it, or {alternative}"
         )
     open_changes = [change for change in changes if change.kind == "asked" and change.key not in accepted]
     if open_changes:

@@ -319,6 +319,11 @@ class ModelConfig(Section):
 
     def _check_rotary_factors(self) -> None:
         """Raise ValueError unless the scaling has a factor for each rotated pair, if it has any."""
+        if self.rotary_scaling is not None and self.rotary_scaling.method == "yarn" and self.rotary_base <= 1:
+            raise ValueError(
+                f"model.rotary_base={self.rotary_base} gives all pairs the same angle or growing ones, which "
+                "model.rotary_scaling of method yarn cannot divide; set model.rotary_base above 1, such as 10000"
+            )
         if self.rotary_scaling is None or self.rotary_scaling.method != "longrope":
             return
         pairs = int(self.head_size * self.rotary_fraction) // 2

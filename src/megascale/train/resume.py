@@ -278,7 +278,7 @@ class Origin:
         lora = self.config.train.lora
         present = None if lora is None else lora.model_dump()
         saved = _find_section(state, "train").get("lora")
-        if saved == present:
+        if _sort_targets(saved) == _sort_targets(present):
             return None
         return (
             f"the checkpoint {name!r} holds {_format_lora(saved)}, and this start would train {_format_lora(present)}; "
@@ -308,8 +308,11 @@ class Origin:
         has_text = any(map(is_text, self.config.data.train))
         self.changes = setting_changes.find_changes(saved, self.config, begun=has_begun, text=has_text)
         refused = [change for change in self.changes if change.kind == "refused"]
+        alternative = setting_changes.OTHER_RUN
+        if begun is False and self.config.checkpoint.start_from is not None:
+            alternative = "omit --checkpoint.start_from to train the other model from random weights"
         return (
-            setting_changes.explain_changes(name, refused, self.accepted)
+            setting_changes.explain_changes(name, refused, self.accepted, alternative)
             or tokenizer_problem
             or data_problem
             or setting_changes.explain_changes(name, self.changes, self.accepted)
@@ -385,6 +388,11 @@ def _find_section(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+def _sort_targets(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return settings of train.lora without the order of the targets, which has no effect."""
+    return None if lora is None else {**lora, "targets": sorted(set(lora["targets"]))}
 
 
 def _format_lora(lora: Mapping[str, Any] | None) -> str:

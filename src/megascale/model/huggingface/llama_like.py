@@ -66,7 +66,12 @@ class Scalar:
     def read_value(self, keys: ConfigKeys) -> float | None:
         """Return the value for [model]."""
         value = keys.get_present(self.theirs, default=self.default)
-        return None if value is None else self.read(value)
+        if value is None:
+            return None
+        try:
+            return self.read(value)
+        except (TypeError, ValueError, ArithmeticError):
+            raise keys.make_error(self.theirs, value, "it must be a positive number") from None
 
     def write_value(self, model: ModelConfig) -> Any:
         """Return the value for config.json."""

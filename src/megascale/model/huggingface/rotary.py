@@ -40,6 +40,7 @@ _SCALING_KEYS = {
 }
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of most families
 _MSCALE_KEYS = ("mscale", "mscale_all_dim")  # of yarn; they give the attention factor
+_NUMBER_KEYS = ("rope_theta", "partial_rotary_factor", "factor", "attention_factor", *_MSCALE_KEYS)
 
 
 def read_rotary(
@@ -171,6 +172,12 @@ def _read_scaling(keys: ConfigKeys, name: str, rope: dict[str, Any], types: Sequ
             raise keys.make_error(
                 f"{name}.{key}", value, f"the type {rope_type} has no such key, or it is not supported"
             )
+        if (
+            key in _NUMBER_KEYS
+            and value is not None
+            and (isinstance(value, bool) or not isinstance(value, int | float))
+        ):
+            raise keys.make_error(f"{name}.{key}", value, "it must be a number")
     if rope_type == "default":
         return None
     scaling = {ours: rope[theirs] for ours, theirs in names.items() if rope.get(theirs) is not None}
