@@ -56,10 +56,15 @@ class RunDescription:
 
 
 def resolve(config: Config) -> Config:
-    """Return the configuration with the settings that depend on data: the vocabulary size of the tokenizer.
+    """Return the configuration with the settings that depend on files: the model of a Hugging Face folder that
+    checkpoint.imported names, and the vocabulary size of the tokenizer.
 
     Raises ConfigError or DataError if the tokenizer is missing or does not fit model.vocab_size.
     """
+    if config.checkpoint.imported is not None:
+        from megascale.train.imported_weights import adopt_folder
+
+        config = adopt_folder(config)
     vocab_size = config.model.vocab_size
     has_tokenizer = config.data.tokenizer is not None
     if vocab_size is not None and not (config.data.train and has_tokenizer):

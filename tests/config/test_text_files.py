@@ -24,6 +24,7 @@ PATHS = [
     "data.tokenizer",
     "train.runs",
     "checkpoint.location",
+    "checkpoint.imported",
     "rendezvous.tls_ca",
     "rendezvous.tls_certificate",
     "rendezvous.tls_key",

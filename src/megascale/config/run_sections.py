@@ -40,8 +40,9 @@ class CheckpointConfig(Section):
     )
     imported: str | None = Field(
         None,
-        description="checkpoints of an imported model. A start without own checkpoints loads the weights of step 0 "
-        "from there, or fails; `convert import` sets it",
+        description="checkpoints of an imported model, or the Hugging Face folder of one. A start without own "
+        "checkpoints loads the weights (of step 0) from there, or fails. `convert import` sets it. "
+        "`--model.from=FOLDER` sets it to a Hugging Face folder; keys of [model] that are not given are that model's",
     )
     background: bool = Field(
         False,
@@ -75,7 +76,7 @@ class CheckpointConfig(Section):
         "saved in config.toml",
     )
 
-    _paths = field_validator("location")(expand_home)
+    _paths = field_validator("location", "imported")(expand_home)
 
     @field_validator("accept_changes")
     @classmethod

@@ -25,6 +25,7 @@ from megascale.data.dataset.formats import is_text
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_run_tokenizer, tokenizer_path
 from megascale.errors import ConfigError, DataError
+from megascale.train.imported_weights import copy_generation_config, is_model_folder, load_folder
 from megascale.train.run_folder import RunFolder, find_checkpoints, load_run_config, resolve_paths
 from megascale.train.run_tokenizer import copy_tokenizer, find_tokenizer
 
@@ -94,6 +95,10 @@ class Origin:
             self._share_verdict(lambda: self._compare_settings(state, name))
             return False  # no optimizer state is loaded
 
+        if self.peers.compute_once(lambda: is_model_folder(folder), bool):
+            self.notes += load_folder(Path(folder), weights, self.peers)
+            self.notes.append(f"this run starts with the weights of the Hugging Face folder {folder}")
+            return
         try:
             checkpoint.load(folder, weights, step=0, accept=accept, complete=True)
         except DataError as error:
@@ -114,6 +119,7 @@ class Origin:
             assert self._identity is not None
             self.run.accept(self.config, self._identity)
             copy_tokenizer(self.run.path, self.config, self._data_hashes.get("tokenizer"))
+            copy_generation_config(self.run.path, self.config)
 
     def _claim_location(self) -> str | None:
         self._identity = self._identity or secrets.token_hex(8)
