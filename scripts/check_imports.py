@@ -90,9 +90,9 @@ def _list_references(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")
             base = parents[: len(parents) + 1 - node.level] if node.level else []
-            module = [*base, *filter(None, [node.module])]
+            module = list(base) + list(filter(None, [node.module]))
             for alias in node.names:
-                yield node.lineno, ".".join([*module, alias.name]).removesuffix(".*")
+                yield node.lineno, ".".join(list(module) + [alias.name]).removesuffix(".*")
         elif isinstance(node, ast.Call) and node.args:
             function = node.func
             name = getattr(function, "attr", None) or getattr(function, "id", None)

@@ -107,7 +107,7 @@ def run(arguments: list[str], result: Path) -> tuple[int, float, float, float]:
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
     }
     began = time.monotonic()
-    pytest_ = subprocess.Popen([sys.executable, "-m", "pytest", "-p", Path(__file__).stem, *arguments], env=env)
+    pytest_ = subprocess.Popen([sys.executable, "-m", "pytest", "-p", Path(__file__).stem] + list(arguments), env=env)
     # Orphans are waited for at once, as init does: some tests look whether a process is gone.
     while pytest_.returncode is None:
         pid, status = os.wait()

@@ -109,11 +109,11 @@ def count(rank: int, world: int, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def row(then: list[dict[str, Any]], current: list[dict[str, Any]]) -> tuple[list[str], bool]:
-    """Counts of rank 0 before and after, what is equal on all ranks, and whether nothing is worse."""
+    """Return rank 0's counts before and after, which fields are equal on all ranks, and whether nothing is worse."""
     counts = [f"{then[0][subject]:,}, {current[0][subject]:,}" for subject in ("operators", "kernels", "python calls")]
-    equal = [[item[what] for item in current] == [one[what] for one in then] for what in ("order", "results")]
-    more = any(current[0][what] > then[0][what] for what in ("operators", "kernels"))
-    return [*counts, *("equal" if one else "DIFFERS" for one in equal)], all(equal) and not more
+    equal = [[item[field] for item in current] == [item[field] for item in then] for field in ("order", "results")]
+    more = any(current[0][field] > then[0][field] for field in ("operators", "kernels"))
+    return counts + ["equal" if is_equal else "DIFFERS" for is_equal in equal], all(equal) and not more
 
 
 def main() -> None:
@@ -134,11 +134,11 @@ def main() -> None:
                 True,
             )
         elif key not in before:
-            cells, fine = [f"not in {inputs.against}", *[""] * 4], False
+            cells, fine = [f"not in {inputs.against}"] + [""] * 4, False
         else:
             cells, fine = row(before[key], current)
         worse += [] if fine else [key]
-        print(f"| {' | '.join([key, *cells])} |", flush=True)
+        print(f"| {' | '.join([key] + list(cells))} |", flush=True)
     inputs.out.write_text(json.dumps(result))
     pool.close()
     if worse:

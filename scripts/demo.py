@@ -35,7 +35,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=600)
     inputs = parser.parse_args()
     command = [sys.executable, "-m", "megascale"]
-    launched = [*command, "launch", "examples/demo.toml", f"--train.steps={inputs.steps}", "--observe.progress=false"]
+    launched = command + [
+        "launch",
+        "examples/demo.toml",
+        f"--train.steps={inputs.steps}",
+        "--observe.progress=false",
+    ]
     job = subprocess.Popen(launched)
     over = threading.Event()
     threading.Thread(target=break_it, args=(command, inputs.steps, over), daemon=True).start()

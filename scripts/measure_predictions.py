@@ -136,8 +136,8 @@ def bench_words(prediction: Prediction) -> list[str]:
     settings.pop("train.name", None)
     count = round(TIMED_SECONDS / prediction.seconds)
     steps = max(FEWEST_STEPS, min(MOST_STEPS, count))
-    arguments = ["bench", "train", preset, *(f"--{key}={value}" for key, value in settings.items())]
-    return [*arguments, f"--steps={steps}", f"--warmup={WARM_UP}"]
+    arguments = ["bench", "train", preset] + [f"--{key}={value}" for key, value in settings.items()]
+    return list(arguments) + [f"--steps={steps}", f"--warmup={WARM_UP}"]
 
 
 def estimate_seconds(prediction: Prediction) -> float:
@@ -188,11 +188,11 @@ def start_case(prediction: Prediction, devices: list[str], folder: Path) -> Runn
     """Start the benchmark of one case in a session of its own."""
     local = folder / prediction.name
     local.mkdir()
-    arguments = [*bench_words(prediction), f"--train.runs={local}", f"--out={local / 'result.json'}"]
+    arguments = list(bench_words(prediction)) + [f"--train.runs={local}", f"--out={local / 'result.json'}"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(devices), "COLUMNS": "120"}
     with open(local / "output.log", "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megascale.cli.main", *arguments],
+            [sys.executable, "-m", "megascale.cli.main"] + list(arguments),
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -259,7 +259,7 @@ def append_row(file: Path, row: dict[str, Any]) -> None:
 def describe_row(row: dict[str, Any]) -> str:
     """Return one line of text for a row."""
     if row["seconds"] is None:
-        return "\n  ".join([f"{row['name']}: failed after {row['wall_seconds']} s", *row["failure"]])
+        return "\n  ".join([f"{row['name']}: failed after {row['wall_seconds']} s"] + list(row["failure"]))
     error = row["predicted"] / row["seconds"] - 1.0
     rates = "-".join(f"{rate:.0f}" for rate in sorted(row["gemm_tflops"]))
     return (

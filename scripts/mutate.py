@@ -90,7 +90,7 @@ UNWRAPPED_METHODS = {
     "strip",
 }
 UNWRAPPED_FUNCTIONS = {"abs", "max", "min", "reversed", "round", "set", "sorted"}
-COMMUTATIVE = {"max", "min", "maximum", "minimum", "isclose", "gcd", "lcm"}
+COMMUTATIVE = {"max", "min", "maximum", "minimum", "isclose", "gcd", "lcm", "promote_types"}
 IGNORED_BY_COPY = (
     ".git",
     ".venv*",
@@ -212,7 +212,7 @@ class MutationFinder(ast.NodeVisitor):
         """Visit defaults and body."""
         if any(_last_name(decorator) == "jit" for decorator in node.decorator_list):
             return
-        for default in (*node.args.defaults, *node.args.kw_defaults):
+        for default in tuple(node.args.defaults) + tuple(node.args.kw_defaults):
             if default is not None:
                 self.visit(default)
         self.visit_statements(node.body)
@@ -297,7 +297,8 @@ class MutationFinder(ast.NodeVisitor):
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         """Leave out `not` and `-`."""
         kinds = {ast.Not: "negated condition", ast.USub: "arithmetic"}
-        if (kind := kinds.get(type(node.op))) is not None:  # type: ignore[call-overload]
+        kind = kinds.get(type(node.op))  # type: ignore[call-overload]
+        if kind is not None:
             start, stop = self.span(node)
             self.add(kind, node, start, stop, f"({self.text(node.operand)})")
         self.visit(node.operand)
@@ -311,7 +312,7 @@ class MutationFinder(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         """Exchange the operators."""
-        operands = [node.left, *node.comparators]
+        operands = [node.left] + list(node.comparators)
         for operator, remaining, right in zip(node.ops, operands, operands[1:], strict=False):
             old, new = COMPARISONS[type(operator)]
             self.add_token("comparison", node, remaining, right, old, new)
@@ -415,8 +416,9 @@ def read_areas(root: Path) -> dict[str, Area]:
     areas = {}
     for name, table in tomllib.loads((root / AREAS).read_text()).items():
         area = Area(name, table["sources"], table["tests"])
-        files = [*area.sources, *(test.partition("::")[0] for test in area.tests)]
-        if missing := [file for file in files if not (root / file).is_file()]:
+        files = list(area.sources) + [test.partition("::")[0] for test in area.tests]
+        missing = [file for file in files if not (root / file).is_file()]
+        if missing:
             raise ValueError(f"{AREAS}: area {name!r} names files that are missing: {', '.join(missing)}")
         areas[name] = area
     return areas
@@ -536,7 +538,7 @@ class Sandbox:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         command = [self.python, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--durations=0"]
-        command += ["-vv", f"--basetemp={temporary / 'p'}", *tests]
+        command += ["-vv", f"--basetemp={temporary / 'p'}"] + list(tests)
         environment = os.environ | {
             "MEGASCALE_MUTANT": self._token,
             "PYTHONPATH": os.pathsep.join([str(self.tree / "src"), str(self.tree)]),
@@ -616,7 +618,8 @@ def run_area(
         result = Result(
             area.name, file, mutation.operator, mutation.line, mutation.line_text, mutation.change, "equivalent"
         )
-        if (reason := equivalents.reason(file, mutation)) is not None:
+        reason = equivalents.reason(file, mutation)
+        if reason is not None:
             result.by = reason
             yield result
             continue
@@ -668,10 +671,10 @@ def describe_sources(root: Path) -> dict[str, Any]:
     A campaign copies the files as they are: a change that was meant for a moment would be in all its mutants.
     """
     command = ["git", "-C", str(root)]
-    commit = subprocess.run([*command, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(command + ["rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if commit.returncode != 0:
         return {}
-    status = [*command, "status", "--porcelain", "--", "src"]
+    status = command + ["status", "--porcelain", "--", "src"]
     changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout.splitlines()
     return {"commit": commit.stdout.strip(), "changed": [line[3:] for line in changed]}
 
@@ -730,7 +733,8 @@ def main() -> int:
         for area in areas.values():
             print(f"{area.name}\n  sources: {', '.join(area.sources)}\n  tests:   {', '.join(area.tests)}")
         return 0
-    if unknown := set(args.area or ()) - set(areas):
+    unknown = set(args.area or ()) - set(areas)
+    if unknown:
         print(f"--area {', '.join(sorted(unknown))} is unknown; choose among {', '.join(areas)}", file=sys.stderr)
         return 2
     equivalents = Equivalents(ROOT)

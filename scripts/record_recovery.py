@@ -40,10 +40,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("docs/images/recovery.svg"))
     inputs = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="megascale-record-"))
-    arguments = [*COMMAND.split()[1:], f"--train.runs={folder}", "--observe.progress=false"]
+    arguments = COMMAND.split()[1:] + [f"--train.runs={folder}", "--observe.progress=false"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": str(WIDTH)}
     job = subprocess.Popen(
-        [sys.executable, "-m", "megascale", *arguments], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-m", "megascale"] + list(arguments), stdout=subprocess.PIPE, text=True, env=environment
     )
     try:
         shown, recovered = watch(job, folder / "stdlib")

@@ -5,6 +5,7 @@
     scripts/style_report.py --packages               one row per package
     scripts/style_report.py src/megascale/core --where 40 --prose 5
                                                      the first 40 places, and 5 sentences of each kind
+    scripts/style_report.py --draw SEED              ten files of src for a reading: ten packages, three large files
 
 The report is a gauge, not a gate: a name or a conditional expression may be right where it stands, and the exit code
 is always 0. CONTRIBUTING.md, "How names and sentences are written", has the rules and examples behind each column.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -280,7 +282,7 @@ def iterate_sentences(text: str) -> Iterator[str]:
 
 def list_documents() -> list[Path]:
     """Return the user's documents. The log and the reports in dev/ are history and keep their words."""
-    return [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return list(ROOT.glob("*.md")) + list((ROOT / "docs").rglob("*.md"))
 
 
 def group_files(paths: list[Path], by_package: bool) -> dict[str, list[Path]]:
@@ -293,6 +295,29 @@ def group_files(paths: list[Path], by_package: bool) -> dict[str, list[Path]]:
             label = base if not by_package or len(relative) < 2 else base / relative[0]
             groups.setdefault(relative_name(label), []).append(file)
     return groups
+
+
+def draw_files(root: Path, seed: str) -> list[tuple[Path, int]]:
+    """Draw ten files with their line counts: one per package, three of the largest third of all files.
+
+    Files named `__init__.py`, files of fewer than 40 lines and modules outside a package are not drawn.
+    """
+    lines = {path: path.read_text().count("\n") for path in sorted(root.rglob("*.py")) if path.name != "__init__.py"}
+    lines = {path: count for path, count in lines.items() if count >= 40 and path.parent != root}
+    by_size = sorted(lines, key=lambda path: (-lines[path], path))
+    large = set(by_size[: len(by_size) // 3])
+    by_package: dict[str, list[Path]] = {}
+    for path in lines:
+        by_package.setdefault(path.relative_to(root).parts[0], []).append(path)
+    generator = random.Random(seed)
+    selected: list[Path] = []
+    packages_of_large = sorted({path.relative_to(root).parts[0] for path in large})
+    for package in generator.sample(packages_of_large, 3):
+        selected.append(generator.choice([path for path in by_package.pop(package) if path in large]))
+    for package in generator.sample(sorted(by_package), 7):
+        smaller = [path for path in by_package[package] if path not in large]
+        selected.append(generator.choice(smaller or by_package[package]))
+    return [(path, lines[path]) for path in selected]
 
 
 def relative_name(path: Path) -> str:
@@ -314,11 +339,17 @@ def main() -> None:
     parser.add_argument("--packages", action="store_true", help="print one row per package")
     parser.add_argument("--where", type=int, default=0, metavar="N", help="list the first N findings")
     parser.add_argument("--prose", type=int, default=0, metavar="N", help="list N sentences of each kind")
+    parser.add_argument("--draw", metavar="SEED", help="draw ten files for a reading by this seed, and exit")
     parser.add_argument("--exemptions", action="store_true", help="list the exemptions and exit")
     arguments = parser.parse_args()
     if arguments.exemptions:
         for exemption in EXEMPTIONS:
             print(f"{', '.join(exemption.words):16}{exemption.reason}")
+        return
+    if arguments.draw is not None:
+        print(f"seed {arguments.draw}")
+        for path, lines in draw_files(ROOT / "src" / "megascale", seed=arguments.draw):
+            print(f"{lines:6}  {relative_name(path)}")
         return
     paths = [path.resolve() for path in arguments.paths] or [ROOT / area for area in AREAS]
     groups = group_files(paths, arguments.packages)
@@ -343,7 +374,7 @@ def print_prose(groups: dict[str, list[Path]], limit: int) -> None:
     """Print the sentences of each kind per group of files, and the first `limit` of each kind."""
     script = Path(__file__).resolve()
     areas = list(dict.fromkeys(label.split("/")[0] for label in groups))
-    counts: dict[str, Counter[str]] = {kind: Counter() for kind in [*PROSE, LONG]}
+    counts: dict[str, Counter[str]] = {kind: Counter() for kind in list(PROSE) + [LONG]}
     examples: dict[str, list[str]] = {kind: [] for kind in counts}
     for label, files in groups.items():
         for file in files:

@@ -109,7 +109,8 @@ def share_server() -> None:
 
 def use_shared_server() -> None:
     """Have processes forked by the server that the starter of this process shares, if it does."""
-    if address := os.environ.pop(SERVER, None):
+    address = os.environ.pop(SERVER, None)
+    if address:
         server = forkserver._forkserver
         server._forkserver_address = address  # type: ignore[attr-defined]
         # What it would hand on, so that the server lives as long as it: the server is the starter's.

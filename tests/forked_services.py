@@ -96,7 +96,8 @@ class _Service:
 
     def wait(self, timeout: float | None = None) -> int:
         self._process._popen.wait(timeout)  # type: ignore[attr-defined]
-        if (code := self._process.exitcode) is None:
+        code = self._process.exitcode
+        if code is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return code
 

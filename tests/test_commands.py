@@ -51,7 +51,7 @@ SMALL = {
     r"generate": ["--tokens=4"],
 }
 # What stands in the world where a document speaks of another.
-THERE = (
+EXISTING = (
     (r"~/", ""),
     (r"runs/(NAME|hour|machine-gone-0)", "runs/kept"),
     (r"^((?:nodes|events) runs)/(?:stdlib|demo)", r"\1/kept"),
@@ -145,20 +145,22 @@ def run(folder: Path, command: str) -> None:
     """Run a command of the documents in `folder`, made small; an error of its own fails."""
     command = command.partition(" #")[0]
     small = next((more for begin, more in SMALL.items() if re.match(begin, command)), [])
-    for theirs, ours in THERE:
+    for theirs, ours in EXISTING:
         command = re.sub(theirs, ours, command)
     arguments = shlex.split(command.partition(" > ")[0]) + small
     process = Forked(arguments, env={"COLUMNS": "200"}, cwd=folder)
     try:
         output, _ = process.communicate(timeout=240)
-        assert process.wait() == 0, f"megascale {shlex.join(arguments)}\n{output}"
+        # Self-checks fail on a machine that other work keeps busy; that is their answer, not an error of the command.
+        allowed = (0, 1) if arguments[0] == "diagnose" and "Traceback" not in output else (0,)
+        assert process.wait() in allowed, f"megascale {shlex.join(arguments)}\n{output}"
     finally:
         process.kill()
 
 
 def test_commands_run(world, record_property):
     done: dict[str, str] = {}
-    for page, command in sorted(RUN, key=lambda one: one[0] != "quickstart.md"):  # which launches what others look at
+    for page, command in sorted(RUN, key=lambda pair: pair[0] != "quickstart.md"):  # which launches what others look at
         if command.partition(" #")[0] not in done:
             run(world, command)
         done[command.partition(" #")[0]] = page

@@ -127,7 +127,7 @@ def test_private_names_are_used_in_one_file() -> None:
 
 
 def test_an_autograd_function_that_is_called_directly_is_one_like_any_other():
-    def made() -> type[torch.autograd.Function]:
+    def build_class() -> type[torch.autograd.Function]:
         class Scaled(torch.autograd.Function):
             @staticmethod
             def forward(ctx, x, factor, label):
@@ -143,7 +143,7 @@ def test_an_autograd_function_that_is_called_directly_is_one_like_any_other():
 
         return Scaled
 
-    plain, direct = made(), torch_private.call_directly(made())
+    plain, direct = build_class(), torch_private.call_directly(build_class())
     x, results = torch.randn(5, requires_grad=True), []
     for function in (plain, direct):
         y, z = function.apply(x, 3.0, "a label")

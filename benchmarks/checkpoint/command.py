@@ -79,7 +79,8 @@ def _measure(
 ) -> dict[str, Any]:
     from benchmarks.checkpoint import measures
 
-    if unknown := set(parts) - set(PARTS):
+    unknown = set(parts) - set(PARTS)
+    if unknown:
         raise ConfigError(f"--parts={','.join(sorted(unknown))} is not measured here; choose of {','.join(PARTS)}")
     try:
         worlds = tuple(int(n) for n in replicas.split(","))
@@ -143,7 +144,8 @@ def _print(console: Console, figures: dict[str, Any], preset: str) -> None:
             result.add_column(column, justify="right" if i else "left")
         return result
 
-    if saved := figures.get("save"):
+    saved = figures.get("save")
+    if saved:
         t = table(
             f"saving {saved['bytes'] / 1e9:.2f} GB, median of {len(saved['save_mb_s'])}", "", "MB/s", "of the disk"
         )
@@ -161,20 +163,23 @@ def _print(console: Console, figures: dict[str, Any], preset: str) -> None:
         if saved["removal_s"]:
             t.add_row(f"removing the one before, after the commit: {min(saved['removal_s']):.2f} s", "", "")
         console.print(t)
-    if loaded := figures.get("load"):
+    loaded = figures.get("load")
+    if loaded:
         t = table("loading by data-parallel replicas", "replicas", "read / checkpoint", "most one read", "seconds")
         for row in loaded:
             ratio, most = f"{row['ratio']:.3f}", f"{row['most_one_read']:.3f}"
             t.add_row(str(row["replicas"]), ratio, most, f"{row['seconds']:.2f}")
         console.print(t)
-    if memory := figures.get("memory"):
+    memory = figures.get("memory")
+    if memory:
         t = table(f"loading {memory['bytes'] / 1e9:.2f} GB, best", "from", "seconds", "memory is faster by")
         t.add_row("the service's memory", f"{min(memory['memory_s']):.2f}", "")
         t.add_row("storage, cold", f"{min(memory['storage_s']):.2f}", f"{memory['times_faster']:.1f} x")
         slow = f"{memory['times_faster_than_slow']:.1f} x"
         t.add_row("storage held to 200 MB/s", f"{memory['slow_storage_s']:.2f}", slow)
         console.print(t)
-    if plan := figures.get("plan"):
+    plan = figures.get("plan")
+    if plan:
         t = table(f"planning {preset} on {plan['ranks']:,} ranks, {plan['chunks']:,} chunks", "", "")
         t.add_row("first save: plan and index", f"{plan['first_save_s']:.2f} s")
         t.add_row("each save after it", f"{plan['later_save_s']:.2f} s")

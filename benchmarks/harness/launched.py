@@ -152,7 +152,8 @@ class Launched:
         while time.monotonic() < deadline:
             over = self.over()
             fresh = self.events(after)
-            if result := next((e for e in fresh if expected(e)), None):
+            result = next((e for e in fresh if expected(e)), None)
+            if result:
                 return result
             after = fresh[-1].id if fresh else after
             if over:

@@ -125,7 +125,8 @@ def observe(
     from megascale.train.rank_info import choose_device
 
     expected = parts.split(",")
-    if wrong := [part for part in expected if part not in PARTS]:
+    wrong = [part for part in expected if part not in PARTS]
+    if wrong:
         raise ConfigError(f"--parts={parts}: there is no part {wrong[0]!r}; there are {', '.join(PARTS)}")
     if "whatif" in expected and traces is None:
         raise ConfigError("--parts=whatif needs --traces=FOLDER: others' traces with their results")

@@ -63,7 +63,8 @@ def dashboard(
     from megascale.errors import ConfigError, describe_install
 
     expected = parts.split(",")
-    if wrong := [part for part in expected if part not in PARTS]:
+    wrong = [part for part in expected if part not in PARTS]
+    if wrong:
         raise ConfigError(f"--parts={parts}: there is no part {wrong[0]!r}; there are {', '.join(PARTS)}")
     program = chromium or shutil.which("chromium") or shutil.which("google-chrome") or ""
     if not program or shutil.which(program) is None:

@@ -109,7 +109,8 @@ class TargetCase(BaseModel):
                 raise ValueError(f"there is no figure {name!r} of bench {self.bench}; there are {expected}")
             if figure.ratio and self.over is None:
                 raise ValueError(f"{name} compares with another case; name it, such as over='F3'")
-        if worse := [n for n in self.aim if n not in self.must or not FIGURES[n].meets(self.aim[n], self.must[n])]:
+        worse = [n for n in self.aim if n not in self.must or not FIGURES[n].meets(self.aim[n], self.must[n])]
+        if worse:
             raise ValueError(f"aim has {worse[0]}, and must has not or more than that; an aim goes beyond its must")
         return self
 
@@ -210,7 +211,8 @@ def load(file: Path | None) -> list[TargetCase]:
     except ValidationError as error:
         raise ConfigError("\n".join(f"--file={name}: {_explain(e, tree)}" for e in error.errors())) from None
     by_name = {case.name: case for case in cases}
-    if twice := [c.name for c in cases if by_name[c.name] is not c]:
+    twice = [c.name for c in cases if by_name[c.name] is not c]
+    if twice:
         raise ConfigError(f"--file={name}: there are two cases {twice[0]!r}; rename one")
     for case in cases:
         if case.over is None:
@@ -219,7 +221,8 @@ def load(file: Path | None) -> list[TargetCase]:
         if second is None or second is case:
             raise ConfigError(f"--file={name}: case {case.name}: over={case.over!r} is no other case of the file")
         equal = ("bench", "gpus", "data", "least")
-        if differs := [key for key in equal if getattr(second, key) != getattr(case, key)]:
+        differs = [key for key in equal if getattr(second, key) != getattr(case, key)]
+        if differs:
             raise ConfigError(
                 f"--file={name}: case {case.name}: over={case.over!r} has another {differs[0]}, so their steps do not "
                 f"compare; give both the same {', '.join(equal)}"

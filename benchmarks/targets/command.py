@@ -108,7 +108,8 @@ def targets(
     failed = [
         case.name for case in cases if any(r.failed for r in record.runs(case, case.replicas(record.gpus)).values())
     ]
-    if remaining := [job for job in missing(cases, record, repeats) if job.case.name not in failed]:
+    remaining = [job for job in missing(cases, record, repeats) if job.case.name not in failed]
+    if remaining:
         names = dict.fromkeys(f"{job.case.name} ({job.seconds:.0f} s)" for job in remaining)
         typer.echo(f"{len(remaining)} runs are missing: {', '.join(names)}; call again, or give more --seconds")
     typer.echo(f"metrics: {out}")

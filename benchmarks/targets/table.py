@@ -44,7 +44,8 @@ def _of_exposed(report: Mapping[str, Any]) -> dict[str, float]:
     rows = {row["kind"]: row for row in table(dict(report))}
     for name, kinds in (("tensor", ["tensor"]), ("pipeline", ["pipeline"]), ("data", ["data gather", "data reduce"])):
         present = [rows[kind] for kind in kinds if kind in rows]
-        if by_itself := sum(row["alone"] for row in present):
+        by_itself = sum(row["alone"] for row in present)
+        if by_itself:
             result[f"{name}_exposed"] = sum(row["exposed"] for row in present) / by_itself
     shares = []
     for rank in report["ranks"]:
@@ -73,7 +74,8 @@ def series(case: TargetCase, runs: Mapping[int, TargetRun], base: Mapping[int, T
         if run.told is None:
             continue
         local = figures(case, run.told)
-        if (share := of_gemm(run.told)) is not None:
+        share = of_gemm(run.told)
+        if share is not None:
             local["of_gemm"] = share
         if repeat in base and (second := base[repeat].told) is not None:
             local["step_ratio"] = local["step_seconds"] / second["step_seconds"]
@@ -228,8 +230,8 @@ def _describe_machines(cases: Sequence[TargetCase], record: Record) -> str:
     """Return the machine, the software and the date of each run."""
     report = [run.told for case in cases for run in record.runs(case, case.replicas(record.gpus)).values() if run.told]
     devices = sorted({item["device"].split(" x ")[-1] for item in report})
-    versions = sorted({f"torch {one['versions']['torch']}" for one in report})
-    dates = sorted({one["date"] for one in report})
+    versions = sorted({f"torch {item['versions']['torch']}" for item in report})
+    dates = sorted({item["date"] for item in report})
     if dates:
         days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     else:
@@ -263,7 +265,7 @@ def notes(cases: Sequence[TargetCase], rows: Sequence[TargetRow], record: Record
         if figure.about:
             meanings.setdefault(figure.about, []).append(figure.label)
     output += [f"{', '.join(labels)}: {details}" for details, labels in meanings.items()]
-    if any(goal[3] == "smaller run" for one in rows for goal in one.goals):
+    if any(goal[3] == "smaller run" for item in rows for goal in item.goals):
         output.append("smaller run: fewer replicas than the target is stated for, so it says nothing for certain of it")
     for case in cases:
         waits: dict[str, list[str]] = {}
@@ -272,11 +274,12 @@ def notes(cases: Sequence[TargetCase], rows: Sequence[TargetRow], record: Record
             if run.told is None:
                 output.append(f"{case.name}, repeat {repeat + 1}: failed with " + "\n  ".join(run.failed))
             elif case.bench == "exposed":
-                if (bound := bounding(run.told)) is not None and bound["share"] is not None:
+                bound = bounding(run.told)
+                if bound is not None and bound["share"] is not None:
                     most.append(f"{bound['share']:.1%} (stage {bound['stage']})")
-                for one in table(run.told):
-                    if one["waits"]:
-                        waits.setdefault(one["kind"], []).append(f"{1e3 * one['waits']:.1f}")
+                for item in table(run.told):
+                    if item["waits"]:
+                        waits.setdefault(item["kind"], []).append(f"{1e3 * item['waits']:.1f}")
             elif run.told.get("watched") is not None:
                 output.append(f"{case.name}, repeat {repeat + 1}: {summarize_samples(run.told['watched'])}")
         if most:

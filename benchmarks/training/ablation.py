@@ -121,7 +121,8 @@ def ablation(
     grid = lay_out(config, processes).grid
     length = config.model.sequence_length
     rows, nothing = rows_of(config, grid.replicas, window or max(1, length // 4), cuda)
-    if unknown := set(row) - {r.name for r in rows}:
+    unknown = set(row) - {r.name for r in rows}
+    if unknown:
         raise ConfigError(f"--row={unknown.pop()}: this configuration has {', '.join(r.name for r in rows)}")
     rows = [r for r in rows if not row or r.name in row]
     plans = [(r, name, _config(config, r, name, steps, warmup)) for r in rows for name in links]
@@ -415,11 +416,11 @@ def draw(record: dict[str, Any], runs: list[AblationRun], out: Path) -> None:
         last = table(names, runs, links)
         locations = [names.index(item["row"]) for item in last]
         values = [step["over_first"] for step in last]
-        error = [one["over_first"] * one["spread"] / 2 for one in last]
+        error = [item["over_first"] * item["spread"] / 2 for item in last]
         label = f"here, links {links}: {values[-1]:.2f}x"
         axes.errorbar(locations, values, error, fmt="o-", color=f"C{number}", capsize=3, label=label)
-    values = [one["paper_over_first"] for one in last]
-    locations = [names.index(one["row"]) for one in last]
+    values = [item["paper_over_first"] for item in last]
+    locations = [names.index(item["row"]) for item in last]
     axes.plot(locations, values, "s--", color="0.6", label=f"paper, 175B on 256 GPUs: {values[-1]:.2f}x (of MFU)")
     axes.set_xticks(range(len(names)), [names[0]] + [f"+ {name}" for name in names[1:]], rotation=25, ha="right")
     axes.set_ylabel("Relative throughput")

@@ -114,7 +114,8 @@ def parse(setting: str) -> tuple[str, list[str]]:
             "of bench train, or cases of benchmarks targets --file, for others"
         )
     values = report.split(",")
-    if wrong := [value for value in values if value not in expected]:
+    wrong = [value for value in values if value not in expected]
+    if wrong:
         raise ConfigError(f"{setting}: there is no value {wrong[0]!r}; there are {', '.join(expected)}")
     if len(values) < 2 or len(set(values)) < len(values):
         raise ConfigError(f"{setting}: name two values or more, each once, such as {key}={','.join(expected[:2])}")
@@ -226,7 +227,7 @@ def measure(
             }
             for result in list(output.values())[1:]
         },
-        "values": [vars(one) | {"mfu": share(one)} for one in output.values()],
+        "values": [vars(item) | {"mfu": share(item)} for item in output.values()],
     }
 
 
@@ -235,7 +236,8 @@ def change(engine: Engine, key: str) -> Callable[[str], object]:
     if key == "overlap.gemms":
         return lambda value: engine.run_gemms_on_side_stream(value == "on")
     if key == BACKWARD:
-        if (mode := engine.config.kernels.mode) != "auto":
+        mode = engine.config.kernels.mode
+        if mode != "auto":
             raise ConfigError(
                 f"kernels.mode={mode!r} is not known to autograd's own thread, which backward=apart is about; "
                 "set --kernels.mode=auto"

@@ -117,7 +117,8 @@ def convergence(
     from megascale.data.prepare.builder import build
     from megascale.errors import ConfigError
 
-    if unknown := set(variants) - {*VARIANTS, *ON_REQUEST}:
+    unknown = set(variants) - {*VARIANTS, *ON_REQUEST}
+    if unknown:
         raise ConfigError(f"--variant={unknown.pop()}: there are {', '.join(VARIANTS + ON_REQUEST)}")
     console = Console()
     if not (data / "train.idx").exists():

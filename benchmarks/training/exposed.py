@@ -508,7 +508,8 @@ def show(record: dict[str, Any]) -> None:
         "exposed: bytes move and nothing computes. waits: nothing computes, and a transfer that has begun here has not "
         "on its other ranks, which still compute (bubble, uneven stages or devices)."
     )
-    if (most := bounding(record)) is not None and most["share"] is not None:
+    most = bounding(record)
+    if most is not None and most["share"] is not None:
         console.print(
             f"pipeline on stage {most['stage']}, which computes most and so bounds the step: "
             f"{1e3 * most['exposed']:,.1f} ms, {100 * most['share']:.1f}% of alone"

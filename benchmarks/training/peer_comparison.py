@@ -204,7 +204,8 @@ def choose(expected: list[str], config: Config, float8: str = "auto") -> tuple[l
     """Return the peers to run, and why others are skipped. Raise ConfigError for a requested peer that cannot run."""
     from megascale.errors import ConfigError
 
-    if unknown := set(expected) - set(PEERS):
+    unknown = set(expected) - set(PEERS)
+    if unknown:
         raise ConfigError(f"--peer={unknown.pop()}: there are {', '.join(PEERS)}")
     if float8 not in (every := {"auto", "none", *(item for of in FLOAT8.values() for item in of)}):
         raise ConfigError(f"--peer-float8={float8}: there are {', '.join(sorted(every))}")
@@ -375,7 +376,7 @@ def _theirs(name: str, job: PeerJob, limit: float) -> PeerResult:
         str(file),
     ]
     # Megatron's training script insists on CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism. With CUDA's default
-    # a step took 13% less at micro-batch 1 and no more at 4 (docs/performance.md), so the variable is left as it is.
+    # a step took 13% less at micro-batch 1 and no more at 4 (docs/comparison.md), so the variable is left as it is.
     _run([sys.executable, "-m", "torch.distributed.run"] + arguments, name, limit)
     return PeerResult(name, 0, **json.loads(Path(job.out).read_text()))
 

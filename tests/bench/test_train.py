@@ -7,6 +7,7 @@ import os
 import pytest
 
 from megascale.bench import train as train_bench
+from megascale.core.batch import Batch
 from megascale.errors import ConfigError
 
 
@@ -35,10 +36,30 @@ def test_what_the_host_takes_is_without_its_waits_for_the_device(monkeypatch):
         def start_gather(self):
             current[0] += 0.5
 
-        def step(self, batches, step, rate, has_next_step):
+        def step(self, batches, step, rate, has_next_step, sum_weights):
             for i in range(3):
                 assert batches(i).tokens.shape == batches(i).targets.shape
                 current[0] += 0.5
             return type("Result", (), {"loss": 0.0})
 
-    assert train_bench._host_seconds(Engine(), torch.zeros(3, 1), 4) == 2.0
+    samples = train_bench.RandomSamples(Batch(torch.zeros(2, 1), torch.zeros(2, 1)))
+    assert train_bench._host_seconds(Engine(), samples, 4) == 2.0
+
+
+def test_random_documents_fill_the_samples(capsys):
+    """Documents have the mean length asked for, and the figures count their attention only."""
+    tree = ["--model.preset=tiny", "--train.micro_batch=2", "--train.global_batch=2", "--train.device=cpu"]
+    config = train_bench.load_shape([*tree, "--data.document_mask=true", "--observe.peak_tflops=1"])
+    result = train_bench.measure(config, 1, 1, None, mean_document=32)
+    plain = train_bench.measure(train_bench.load_shape([*tree, "--observe.peak_tflops=1"]), 1, 1, None)
+    length = config.model.sequence_length
+    assert 2 * length / 64 < result["documents"] < 2 * length / 16
+    assert plain["documents"] is None
+    rates = [figures["tokens_per_second_per_device"] / figures["mfu"] for figures in (result, plain)]
+    assert rates[0] > rates[1]  # fewer FLOPs per token
+    train_bench.show(result)
+    output = capsys.readouterr().out
+    assert "in a micro-batch, of" in output
+    assert "documents as sequences of their own" in output
+    with pytest.raises(ConfigError, match=r"--mean-document=1: .*--data.max_documents="):
+        train_bench.measure(config, 1, 1, None, mean_document=1)

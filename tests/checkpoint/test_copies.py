@@ -67,7 +67,8 @@ def test_a_shard_gets_what_it_shares_with_each_chunk_and_no_more(
             several.copy_to_shard(box, view(tensor, box), shard)
             several.wait_for_previous_round()
     for box in chunks:
-        if (common := intersect_boxes(box, of_shard)) is not None:
+        common = intersect_boxes(box, of_shard)
+        if common is not None:
             expected[box_slices(of_shard, common)] = view(tensor, common).to(live)
     assert torch.equal(target, expected)
 

@@ -30,7 +30,7 @@ def run_timeline(monkeypatch: pytest.MonkeyPatch, *options: str) -> str:
     timeline: StepTimeline = _TimelineBuilder(three_stages(), {0: 0, 1: 1, 2: 2}).timeline(1, [0, 1, 2], "pipeline")
     monkeypatch.setattr(tables, "SpanTables", _NoTables)
     monkeypatch.setattr(step_timeline, "read_step_timeline", lambda *arguments: timeline)
-    result = CliRunner().invoke(app, ["timeline", "run", *options])
+    result = CliRunner().invoke(app, ["timeline", "run"] + list(options))
     assert result.exit_code == 0, result.output
     return result.output
 

@@ -26,7 +26,7 @@ KINDS = st.fixed_dictionaries(
 
 
 def load(pattern: str, *settings: str) -> config.Config:
-    return config.load(None, ["--model.positions=rotary", f"--model.layer_pattern={pattern}", *settings])
+    return config.load(None, ["--model.positions=rotary", f"--model.layer_pattern={pattern}"] + list(settings))
 
 
 @given(st.text("SLXY", min_size=1, max_size=6), st.fixed_dictionaries({"X": KINDS, "Y": KINDS}), st.integers(1, 8))
@@ -76,7 +76,7 @@ def test_a_layer_has_its_kinds_settings_and_the_models_others(pattern, kinds, la
 )
 def test_a_wrong_kind_is_named_with_its_key_and_a_remedy(settings, named):
     with pytest.raises(ConfigError) as error:
-        config.load(None, ["--model.positions=rotary", *(f"--model.{setting}" for setting in settings)])
+        config.load(None, ["--model.positions=rotary"] + [f"--model.{setting}" for setting in settings])
     for text in named:
         assert text in str(error.value)
 

@@ -27,7 +27,7 @@ def explore(
     machine = Machine(schedule, communicator, send_slots)
     first = machine.start()
     stages = len(first[0])
-    observed = {(*first[0], *first[1])}
+    observed = {tuple(first[0]) + tuple(first[1])}
     todo = [first]
     outcomes = set()
     while todo:
@@ -39,7 +39,7 @@ def explore(
         for subject in moves:
             after = (at.copy(), done.copy())
             after[subject < 0][~subject if subject < 0 else subject] += 1
-            key = (*after[0], *after[1])
+            key = tuple(after[0]) + tuple(after[1])
             if key not in observed:
                 observed.add(key)
                 todo.append(after)

@@ -32,7 +32,7 @@ def random_schedule(
         (kind, position, i)
         for i in range(microbatches)
         for position in range(chunk_map.chunks)
-        for kind in (FORWARD, *((BACKWARD_INPUT, BACKWARD_WEIGHT) if split[i] else (BACKWARD,)))
+        for kind in (FORWARD,) + tuple((BACKWARD_INPUT, BACKWARD_WEIGHT) if split[i] else (BACKWARD,))
     ]
     while pending:
         ready = [item for item in pending if _is_ready(item, done, chunk_map)]
@@ -49,7 +49,7 @@ def random_schedule(
 def _is_ready(item: tuple[ActionKind, int, int], done: set[tuple[ActionKind, int, int]], chunk_map: ChunkMap) -> bool:
     kind, position, i = item
     # Every chunk takes the micro-batches in order, or most schedules would mismatch messages.
-    if i > 0 and not any(at == position and j == i - 1 and _alike(other, kind) for other, at, j in done):
+    if i > 0 and not any(at == position and j == i - 1 and _alike(second, kind) for second, at, j in done):
         return False
     if kind == FORWARD:
         return position == 0 or (FORWARD, position - 1, i) in done
@@ -59,8 +59,8 @@ def _is_ready(item: tuple[ActionKind, int, int], done: set[tuple[ActionKind, int
     return has_gradient and (FORWARD, position, i) in done
 
 
-def _alike(kind: ActionKind, other: ActionKind) -> bool:
+def _alike(kind: ActionKind, second: ActionKind) -> bool:
     """Return whether two computes have the same message: both forwards, or both backwards of the input."""
-    if other == BACKWARD_WEIGHT:
+    if second == BACKWARD_WEIGHT:
         return kind in (BACKWARD_WEIGHT, BACKWARD)
-    return (kind == FORWARD) == (other == FORWARD) and kind != BACKWARD_WEIGHT
+    return (kind == FORWARD) == (second == FORWARD) and kind != BACKWARD_WEIGHT

@@ -34,6 +34,7 @@ def test_what_cannot_be_captured(graphs):
     assert "dropout" in why(requested, "model.dropout=0.1")
     assert "zero=2" in why(requested, "parallel.zero=2", data=2)
     assert why(requested, "parallel.zero=2") == ""
+    assert "zero=3" in why(requested, "parallel.zero=3", data=2)
     assert why("kernels.graphs=off") == "kernels.graphs=off"
 
 

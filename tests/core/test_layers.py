@@ -90,7 +90,7 @@ def test_one_layer_a_chunk():
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=8), st.booleans(), st.booleans())
 def test_halves_of_layers_are_each_in_one_chunk(halves, first, last):
-    """Whatever the boundaries: every layer's attention and MLP once, in order, and all counts agree."""
+    """With any boundaries: every layer's attention and MLP once, in order, and all counts agree."""
     halves = [0 if first else halves[0], *halves[1:-1], 0 if last else halves[-1]]
     halves[len(halves) // 2] += sum(halves) % 2 or 2 * (not sum(halves))
     split, layers = [n / 2 for n in halves], sum(halves) // 2

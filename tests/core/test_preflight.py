@@ -57,7 +57,7 @@ def refused(*arguments: str, share: HostShare, **more) -> str:
 )
 def test_what_runs_on_a_small_machine_is_not_refused(file, arguments, ranks):
     two = replace(SMALL, memory=8 * GIB)
-    assert run([*arguments, "--train.global_batch=16"], HostShare(ranks, 0, ranks), two, 4 * GIB, file) == []
+    assert run(list(arguments) + ["--train.global_batch=16"], HostShare(ranks, 0, ranks), two, 4 * GIB, file) == []
 
 
 def test_13b_on_a_host_without_gpus():

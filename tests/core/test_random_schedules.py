@@ -165,8 +165,8 @@ def test_registered_examples_run(build, p, m):
     assert report.messages == 2 * m * sum(
         a != b for a, b in zip(schedule.chunk_map.stage_of, schedule.chunk_map.stage_of[1:], strict=False)
     )
-    whole = build is v_schedule
-    assert schedule.splits_backward is not whole
+    covers_stage = build is v_schedule
+    assert schedule.splits_backward is not covers_stage
     limit = p if build is zb_h1 else 2 * p
     assert max(report.in_flight) <= limit * (1 if build is zb_h1 else 2)
 

@@ -78,7 +78,7 @@ def hangs(p: int, v: int, m: int, reduce_each: bool, group: int | None) -> Sched
 BROKEN = {
     "hangs": (hangs, "deadlocks: stage 0 at backward"),
     "of another size": (
-        lambda p, v, m, *rest: pipeline_schedule(p, v, m + 1, *rest),
+        lambda p, v, m, *options: pipeline_schedule(p, v, m + 1, *options),
         "made .* but .* were requested",
     ),
     "reduces once": (lambda p, v, m, each, group: pipeline_schedule(p, v, m, not each, group), "parallel.zero=2"),

@@ -1,4 +1,4 @@
-"""JSON that others read: valid whatever the numbers are, and the same numbers when read again."""
+"""JSON that others read: valid for all numbers, and the same numbers when read again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_metrics_and_events_of_a_loss_that_is_no_number_are_json_that_the_reader
         out.write('{"step": 5, "loss": NaN, "grad_norm": Infinity, "seconds": 1.0, "learning_rate": 1, "tokens": 5}\n')
     run.append_event(Event.EVALUATED, loss=math.nan)
     journal, _ = Journal.take(tmp_path, 5.0)
-    AuditLog(tmp_path, journal, lambda who, text: None).record("loss_spike", attempt=1, loss=math.inf)
+    AuditLog(tmp_path, journal, lambda source, text: None).record("loss_spike", attempt=1, loss=math.inf)
     journal.close()
     for line in run.metrics.read_text().splitlines()[:-1] + run.events.read_text().splitlines():
         read_strictly(line)

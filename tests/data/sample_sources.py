@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from megascale.config import Config
 from megascale.core.layout import lay_out
 from megascale.data.dataset import data_checks
+from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.dataset.samples import SampleSource
 from megascale.data.loader.host_plan import HostPlan, plan_host
 
@@ -49,3 +53,14 @@ def check_tokenizers_of(config: Config) -> None:
 def plan_host_of(config: Config, world: int, first_rank: int, ranks: int) -> HostPlan:
     """Return the plan of a host that runs `ranks` ranks of `world`."""
     return plan_host(lay_out(config, world), first_rank, ranks)
+
+
+def write_documents(prefix: Path, lengths: Sequence[int], vocabulary: int | None = None) -> str:
+    """Write a token file with documents of these lengths; the tokens are their numbers, or random ids."""
+    total = sum(lengths)
+    tokens = np.arange(total)
+    if vocabulary is not None:
+        tokens = np.random.default_rng(total).integers(0, vocabulary, total)
+    with IndexedWriter(prefix, "int32") as writer:
+        writer.add_documents(tokens, lengths)
+    return str(prefix)

@@ -290,8 +290,12 @@ def cases(draw: st.DrawFn) -> Case:
         "layers": layers,
         "block": pick("serial", "parallel"),
         "parallel_norms": pick(1, 2),
-        "norm": pick("layernorm", "rmsnorm"),
-        "activation": pick("gelu", "gelu_tanh", "swiglu"),
+        "norm": pick("layernorm", "rmsnorm", "layernorm_no_bias", "rmsnorm_zero_centred"),
+        "activation": pick("gelu", "gelu_tanh", "swiglu", "geglu_tanh"),
+        "residual_multiplier": pick(1.0, 0.5),
+        "attention_multiplier": pick(None, 0.7),
+        "attention_softcap": pick(None, 1.5),
+        "logit_softcap": pick(None, 2.0),
         "kv_heads": draw(st.sampled_from([k for k in (1, 2, 4) if k % tensor == 0])),
         "head_dim": pick(4, 6),
         "ffn_hidden": pick(64, 20),
@@ -308,6 +312,10 @@ def cases(draw: st.DrawFn) -> Case:
         "dropout": pick(0.0, 0.2),
         "vocab_size": pick(21, 32),
     }
+    if not model["head_bias"]:
+        model["logit_multiplier"] = pick(1.0, 0.3)
+    if positions != "learned":
+        model["embedding_multiplier"] = pick(1.0, 3.0)
     if model["norm"] == "rmsnorm":
         model["qk_norm"] = pick("none", "head", "projection")
     if model["block"] == "serial":
@@ -337,7 +345,7 @@ def cases(draw: st.DrawFn) -> Case:
         data,
         virtual=virtual,
         microbatches=draw(st.integers(1, 7 if pipeline > 1 else 3)),
-        zero=pick(0, 1) if virtual > pipeline == 1 else pick(0, 1, 2),
+        zero=pick(0, 1, 3) if virtual > pipeline == 1 else pick(0, 1, 2, 3),
         parallel={
             "layer_split": split,
             "micro_batch_group_size": None

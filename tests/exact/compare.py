@@ -13,7 +13,7 @@ from tests.exact.training import Boxed, Told, boxes_of
 TOLERANCE = 1e-10
 
 
-def whole(boxes: Iterable[Boxed]) -> dict[str, np.ndarray]:
+def join_boxes(boxes: Iterable[Boxed]) -> dict[str, np.ndarray]:
     """Logical tensors from boxes that one process told; each element must be told once."""
     tensors: dict[str, np.ndarray] = {}
     for box in boxes:
@@ -37,7 +37,7 @@ def differences(reference: Told, report: list[Told], model: ModelConfig) -> dict
             for subject, is_, should in (("loss", item.losses[step], loss), ("norm", item.norms[step], norm)):
                 result[f"step {step + 1} {subject} on rank {rank}"] = abs(is_ - should) / abs(should)
     for (kind, boxes), (_, one_process) in zip(boxes_of(report), boxes_of([reference]), strict=True):
-        expected = whole(one_process)
+        expected = join_boxes(one_process)
         observed = {name: np.zeros(tensor.shape, bool) for name, tensor in expected.items()}
         squares = dict.fromkeys(expected, 0.0)
         ignored = {name: zero_by_mathematics(model, name, tensor.shape) for name, tensor in expected.items()}
@@ -63,7 +63,7 @@ def assert_equal(reference: Told, report: list[Told], model: ModelConfig) -> Non
 
 
 def zero_by_mathematics(model: ModelConfig, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Elements of a logical tensor whose gradient is zero whatever the data, so that only rounding is left of it.
+    """Elements of a logical tensor whose gradient is zero for all data, so that only rounding is left of it.
 
     The bias of keys, where positions do not rotate it: it adds the same to all scores of a query, and softmax does
     not see that. With rotary positions on a part of each head, the rest of the head.

@@ -21,7 +21,7 @@ from tests.exact import training
 from tests.exact.cases import SMALL, TWO_LAYERS, Case, case, cases
 from tests.exact.compare import assert_equal
 from tests.exact.training import FEW_STEPS, STEPS, Told, make_engine, observe, run_step, state_of, train
-from tests.extend import test_own_axis
+from tests.extend import parts, test_own_axis
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -76,8 +76,9 @@ def test_any_layout(pool) -> None:
     [
         case(2, 2, 2, microbatches=2, model=ROTARY, train={"micro_batch": 2}),
         case(1, 4, 1, microbatches=3, model={"positions": "rotary", "block": "parallel", "rotary_fraction": 0.5}),
+        case(2, 2, 2, microbatches=2, train={"micro_batch": 2}),
     ],
-    ids=["all axes", "stages between the first and the last"],
+    ids=["all axes", "stages between the first and the last", "learned"],
 )
 def test_positions(layout: Case, pool) -> None:
     fields = SampleFields(positions=True)
@@ -117,8 +118,8 @@ def test_weights_are_summed_over_the_axes_that_cut_samples(axes, sizes, options,
 
 def train_with_equal_weights(rank: int, world: int, tree: dict[str, Any], fields: SampleFields) -> Told:
     """Train on samples whose targets all have weight 1."""
-    ones = lambda config, step, sample: np.ones(config.model.sequence_length, np.float32)
-    with mock.patch.object(training, "loss_weights", ones):
+    unit_weights = lambda config, step, sample: np.ones(config.model.sequence_length, np.float32)
+    with mock.patch.object(training, "loss_weights", unit_weights):
         return train(rank, world, tree, FEW_STEPS, nullcontext, fields)
 
 
@@ -162,17 +163,21 @@ def test_a_step_without_weights_changes_nothing(name: str, pool) -> None:
     [(expected, _)] = pool.run(train_over_an_empty_step, 1, layout.twin)
     report = pool.run(train_over_an_empty_step, layout.world, layout.tree)
     assert all(is_kept for _, is_kept in report)
-    assert_equal(expected, [told for told, _ in report], from_tree(layout.tree).model)
+    assert_equal(expected, [outcome for outcome, _ in report], from_tree(layout.tree).model)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (SampleFields(positions=True), "model.positions=learned"),
-        (SampleFields(max_documents=4), "attention within documents is not supported"),
+        (SampleFields(positions=True), "model.positions=none"),
+        (SampleFields(max_documents=4), "document boundaries, which model.attention=average ignores"),
     ],
 )
 def test_a_field_that_the_model_would_ignore_is_refused(fields: SampleFields, message: str) -> None:
-    config = from_tree({**SMALL, "train": {**SMALL["train"], "global_batch": 1}})
+    parts.register()
+    attention = "average" if fields.max_documents else "causal"
+    model = {**SMALL["model"], "positions": "none", "attention": attention}
+    config = from_tree({**SMALL, "model": model, "train": {**SMALL["train"], "global_batch": 1}})
     with pytest.raises(ConfigError, match=message):
         Engine(lay_out(config, 1), None, torch.device("cpu"), fields=fields)
+    parts.unregister()

@@ -67,7 +67,7 @@ def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Tol
     loaded = Told()
     report = Told()
     for state in engine.optimizer.states:
-        for tensor in (state.master, *state.state_tensors()):
+        for tensor in (state.master,) + tuple(state.state_tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
     with engine.loading_weights():
         assert checkpoint.load(folder, shards(engine)) == {"samples": 8}
@@ -87,6 +87,15 @@ PAIRS = {
     "eight to one": (layout(2, 2, 2, 2, 2, tied=True, bucket_elements=700), layout(1, 1, 1, tied=True)),
     "tensor to pipeline": (layout(2, 1, 2, zero=2, tied=False), layout(1, 4, 2, zero=1, tied=False)),
     "pipeline to data": (layout(1, 2, 2, 3, tied=True), layout(1, 1, 4, zero=2, tied=True, bucket_elements=900)),
+    "ZeRO-3 to ZeRO-0 of fewer": (layout(1, 2, 2, zero=3, tied=False), layout(1, 1, 2, zero=0, tied=False)),
+    "ZeRO-1 to ZeRO-3 of more": (
+        layout(2, 1, 2, tied=True, bucket_elements=700, optimizer="muon"),
+        layout(1, 1, 4, zero=3, tied=True, optimizer="muon"),
+    ),
+    "ZeRO-2 to ZeRO-3 of chunks": (
+        layout(1, 1, 4, zero=2, tied=False, block="serial"),
+        layout(1, 2, 2, 5, zero=3, tied=False, block="serial", layer_split=[0, 1, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]),
+    ),
     "chunks on one stage to pipeline": (
         layout(2, 1, 2, 3, tied=True, micro_batch_group_size=2, bucket_elements=700),
         layout(1, 2, 2, 3, tied=True, micro_batch_group_size=2),

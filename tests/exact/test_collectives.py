@@ -19,7 +19,7 @@ GATHER, SCATTER = "_allgather_base_", "_reduce_scatter_base_"
 
 
 class Collectives(TorchDispatchMode):
-    """Counts every operation that torch hands to a process group, whatever function started it."""
+    """Counts every operation that torch hands to a process group, started by any function."""
 
     def __init__(self) -> None:
         super().__init__()

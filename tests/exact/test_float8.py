@@ -30,6 +30,7 @@ def layouts(recipe: str) -> dict[str, Case]:
     return {
         "pipeline": case(1, 2, 1, virtual=2, microbatches=4, **serial, parallel={"layer_split": [1, 1.5, 0.5, 1]}),
         "ZeRO-2": case(1, 1, 2, zero=2, microbatches=2, **parallel, parallel={"bucket_elements": 500}),
+        "ZeRO-3": case(1, 1, 2, zero=3, microbatches=2, **parallel),
         "pipeline, data, LAMB": case(1, 2, 2, microbatches=2, optimizer={"name": "lamb"}, **short_serial),
         "tensor, serial": case(2, microbatches=2, **serial),
         "tensor, parallel, recompute": case(4, microbatches=2, **short_parallel, **selective),
@@ -87,9 +88,9 @@ def cast_cut_rows(rank: int, world: int, tree: dict[str, Any]) -> torch.Tensor:
 def test_ranks_agree_on_the_scales_of_rows_that_they_share(pool):
     """The small half is flushed by the scale of the whole row, and would not be by a scale of its own."""
     options: dict[str, Any] = {"microbatches": 2, "model": TWO_LAYERS, "train": {"linear_precision": "float8_rowwise"}}
-    [whole] = pool.run(cast_cut_rows, 1, case(1, **options).tree)
+    [full] = pool.run(cast_cut_rows, 1, case(1, **options).tree)
     parts = pool.run(cast_cut_rows, 2, case(2, **options).tree)
-    assert torch.equal(torch.cat(parts, -1), whole)
+    assert torch.equal(torch.cat(parts, -1), full)
 
 
 def weights_in_use(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[bool], bool]:

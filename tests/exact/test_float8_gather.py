@@ -124,7 +124,7 @@ def evaluated(engine: Engine) -> float:
     return float(engine.sum_losses(Batch(rows[:-1], rows[1:])))
 
 
-def tell(rank: int, world: int, tree: dict[str, Any], gather: str, folder: Path) -> Story:
+def run_rank(rank: int, world: int, tree: dict[str, Any], gather: str, folder: Path) -> Story:
     engine = make_engine(rank, world, {**tree, "parallel": {**tree["parallel"], "gather_precision": gather}})
     shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical_tensors()]
     engine.runtime.calls = sizes = Sizes()
@@ -161,8 +161,8 @@ def assert_same_bits(single: Story, second: Story) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_gives_the_bits_of_casts_of_gathered_weights(name, pool, tmp_path):
     layout = LAYOUTS[name]
-    theirs = pool.run(tell, layout.world, layout.tree, "default", tmp_path / "default")
-    local = pool.run(tell, layout.world, layout.tree, "auto", tmp_path / "float8")
+    theirs = pool.run(run_rank, layout.world, layout.tree, "default", tmp_path / "default")
+    local = pool.run(run_rank, layout.world, layout.tree, "auto", tmp_path / "float8")
     for first, second in zip(local, theirs, strict=True):
         assert_same_bits(first, second)
         assert np.isnan(first.numbers).sum() == 1  # the norm of the step that was skipped
@@ -172,8 +172,8 @@ def test_it_gives_the_bits_of_casts_of_gathered_weights(name, pool, tmp_path):
         assert first.whole[1]
         assert second.whole[1]
     if name != WITHOUT_LAYERS:
-        assert not all(one.whole[0] for one in local)
-        assert all(sum(one.sent for one in local) < 0.7 * other.sent * len(theirs) for other in theirs)
+        assert not all(story.whole[0] for story in local)
+        assert all(sum(story.sent for story in local) < 0.7 * remote.sent * len(theirs) for remote in theirs)
 
 
 DATA = LAYOUTS["data"]
@@ -195,14 +195,14 @@ def faulty(rank: int, world: int, tree: dict[str, Any], folder: Path, fault: str
             return send(self, bucket) if first else Pending(part.bytes)
 
         with mock.patch.object(Float8Gather, "start_gather", late), mock.patch.object(owner, subject, wrong):
-            return tell(rank, world, tree, "float8", folder)
+            return run_rank(rank, world, tree, "float8", folder)
     with mock.patch.object(owner, subject, wrong):
-        return tell(rank, world, tree, "float8", folder)
+        return run_rank(rank, world, tree, "float8", folder)
 
 
 def test_faults_are_found(pool, tmp_path):
     """The comparison can fail."""
-    right = pool.run(tell, DATA.world, DATA.tree, "float8", tmp_path / "right")
+    right = pool.run(run_rank, DATA.world, DATA.tree, "float8", tmp_path / "right")
     for fault in ("scales of own parts", "bytes of the step before", "never sent"):
         wrong = pool.run(faulty, DATA.world, DATA.tree, tmp_path / fault, fault)
         with pytest.raises(AssertionError):

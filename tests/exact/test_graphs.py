@@ -104,9 +104,14 @@ def test_replays_are_what_they_stand_for(name, pool):
 
 
 @pytest.mark.parametrize("name", FIELD_LAYOUTS)
-def test_replays_read_weights_and_positions(name, pool):
+@pytest.mark.parametrize("documents", [0, 4])
+def test_replays_read_optional_fields(name, documents, pool):
     layout, expected = FIELD_LAYOUTS[name]
-    fields = SampleFields(loss_weights=True, positions=layout.tree["model"].get("positions") == "rotary")
+    fields = SampleFields(
+        loss_weights=True,
+        positions=documents > 0 or layout.tree["model"].get("positions") == "rotary",
+        max_documents=documents,
+    )
     eager = pool.run(train, layout.world, layout.tree, "off", fields)
     graphs = pool.run(train, layout.world, layout.tree, "on", fields)
     for (item, none), (peer, replayed) in zip(eager, graphs, strict=True):

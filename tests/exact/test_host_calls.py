@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.exact.cases import case
 from tests.exact.training import Told, make_engine, run_step
 
-# With torch 2.13 it is 37,966, with 2.11 about 500 more. Whoever needs more says what for.
+# With torch 2.13 it is 37,966, with 2.11 about 500 more. A change that needs more says what for.
 MOST = 40_000
 
 

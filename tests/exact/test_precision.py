@@ -102,4 +102,4 @@ def test_training_with_rounded_gradients_differs_by_their_rounding(zero, pool):
 )
 def test_rounding_where_it_harms_is_refused(arguments, part):
     with pytest.raises(ConfigError, match=part):
-        load(None, ["--parallel.reduce_dtype=bfloat16", *arguments])
+        load(None, ["--parallel.reduce_dtype=bfloat16"] + list(arguments))

@@ -38,7 +38,7 @@ def gradients_stay_local() -> Iterator[None]:
 @contextmanager
 def shared_parameters_count_on_every_rank() -> Iterator[None]:
     with mock.patch.object(
-        optimizer, "_merge_ranges", lambda everything, mine: [(e.start, e.stop) for e in everything]
+        optimizer, "_merge_ranges", lambda everything, local: [(e.start, e.stop) for e in everything]
     ):
         yield
 

@@ -35,6 +35,7 @@ def layout(optimizer: str, tensor: int, pipeline: int, data: int, zero: int = 1,
 LAYOUTS = {
     "adamw": (layout("adamw", 1, 2, 2), layout("adamw", 2, 1, 2, zero=2, bucket_elements=700)),
     "lamb": (layout("lamb", 2, 1, 2, zero=2, bucket_elements=700), layout("lamb", 1, 1, 1)),
+    "adamw, ZeRO-3": (layout("adamw", 1, 1, 4, zero=3), layout("adamw", 1, 2, 2, zero=3)),
     "muon": (layout("muon", 1, 2, 2, bucket_elements=700), layout("muon", 2, 1, 2, zero=0)),
 }
 
@@ -42,12 +43,13 @@ LAYOUTS = {
 def weights_in_use(engine: Engine) -> list[Boxed]:
     """This rank's share of the weights as forward passes read them, whole over data-parallel ranks."""
     engine.gather_parameters()
-    return [
-        Boxed(f"model.{piece.name}", piece.shape, piece.box.offsets, view.float().numpy().copy())
-        for chunk in engine.chunks
-        for parameter in chunk.parameters()
-        for piece, view in piece_views(spec_of(parameter), parameter.data)
-    ]
+    boxes = []
+    for number, chunk in enumerate(engine.chunks):
+        for parameter in chunk.parameters():
+            engine.data_parallel.gather_parameter(number, parameter)
+            for piece, view in piece_views(spec_of(parameter), parameter.data):
+                boxes.append(Boxed(f"model.{piece.name}", piece.shape, piece.box.offsets, view.float().numpy().copy()))
+    return boxes
 
 
 def shards(engine: Engine) -> list[checkpoint.TensorShard]:
@@ -75,7 +77,7 @@ def load(
     """Load into an engine with other weights: the weights in use and the state, and what the last step gives."""
     engine, last = make_engine(rank, world, tree), Told()
     for state in engine.optimizer.states:
-        for tensor in (state.master, state.shard.params, *state.state_tensors()):
+        for tensor in (state.master, state.shard.params) + tuple(state.state_tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
     with engine.loading_weights():
         checkpoint.load(folder, shards(engine))

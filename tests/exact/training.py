@@ -19,6 +19,7 @@ import torch
 from megascale import config as configuration
 from megascale.core.batch import NO_FIELDS, Batch, SampleFields
 from megascale.core.layout import lay_out
+from megascale.data.dataset.sample_fields import restart_positions
 from megascale.ops import side_stream
 from megascale.optim.learning_rate import learning_rate
 from megascale.parallel.buffers import extent_boxes
@@ -149,16 +150,32 @@ def run_step(engine: Engine, step: int, report: Told) -> None:
         columns = torch.from_numpy(np.stack([tokens(config, step, sample) for sample in samples], axis=1))
         batch = Batch(columns[:-1].contiguous(), columns[1:].contiguous())
         if engine.fields.loss_weights:
-            weights = np.stack([loss_weights(config, step, sample) for sample in samples], axis=1)
+            weights = np.stack([weights_of(step, sample) for sample in samples], axis=1)
             batch = replace(batch, loss_weights=torch.from_numpy(weights))
-        if engine.fields.positions:
+        if engine.fields.max_documents:
+            count = engine.fields.max_documents
+            edges = [boundaries(config, step, sample, count) for sample in samples]
+            restarted = [restart_positions(sample_edges) for sample_edges in edges]
+            batch = replace(
+                batch,
+                positions=torch.from_numpy(np.stack(restarted, axis=1)).long(),
+                document_boundaries=torch.from_numpy(np.stack(edges, axis=1)),
+            )
+        elif engine.fields.positions:
             columns = np.stack([positions(config, step, sample) for sample in samples], axis=1)
             batch = replace(batch, positions=torch.from_numpy(columns))
         return batch
 
+    def weights_of(step: int, sample: int) -> np.ndarray:
+        weights = loss_weights(config, step, sample)
+        if engine.fields.max_documents:
+            edges = boundaries(config, step, sample, engine.fields.max_documents)
+            weights[np.unique(edges)[1:] - 1] = 0  # the last token of a document predicts nothing
+        return weights
+
     def sum_weights() -> float:
         first = engine.data_rank * share
-        return float(sum(loss_weights(config, step, sample).sum() for sample in range(first, first + share)))
+        return float(sum(weights_of(step, sample).sum() for sample in range(first, first + share)))
 
     engine.start_gather()
     rate = learning_rate(config.lr, step, STEPS)
@@ -184,6 +201,14 @@ def loss_weights(config: configuration.Config, step: int, sample: int) -> np.nda
     return (weights * (sample % 3 > 0)).astype(np.float32)
 
 
+def boundaries(config: configuration.Config, step: int, sample: int, max_documents: int) -> np.ndarray:
+    """One sample's document boundaries, int32 [max_documents + 1]: of one to all documents."""
+    draw = np.random.default_rng((step, sample, 3))
+    length = config.model.sequence_length
+    inner = np.sort(draw.choice(np.arange(1, length), size=draw.integers(0, max_documents), replace=False))
+    return np.concatenate([[0], inner, np.full(max_documents - len(inner), length)]).astype(np.int32)
+
+
 def positions(config: configuration.Config, step: int, sample: int) -> np.ndarray:
     """One sample's positions, int64 [sequence], which begin anew at its second document."""
     length = config.model.sequence_length
@@ -200,4 +225,4 @@ def boxes_of(report: list[Told]) -> Iterator[tuple[str, list[Boxed]]]:
     """Everything that all ranks told, by kind: `step 1 gradient`, ..., `state`."""
     for step in range(len(report[0].gradients)):
         yield f"step {step + 1} gradient", [box for item in report for box in item.gradients[step]]
-    yield "state", [box for one in report for box in one.state]
+    yield "state", [box for outcome in report for box in outcome.state]

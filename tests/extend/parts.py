@@ -228,7 +228,7 @@ class BlockScaled(LinearPrecision):
 
     def _dequantise(self, x: Operand) -> Operand:
         assert x.scale is not None
-        assert x.scale.shape == (*x.data.shape[:-1], x.data.shape[-1] // self.BLOCK)
+        assert x.scale.shape == x.data.shape[:-1] + (x.data.shape[-1] // self.BLOCK,)
         return Operand((x.data.unflatten(-1, (-1, self.BLOCK)) * x.scale[..., None]).flatten(-2))
 
     def prepare_input(self, x: Tensor, weight: Tensor, amax: Any = None, for_gather: bool = False) -> Operand:

@@ -94,7 +94,7 @@ def order_v(stages: int, microbatches: int, splits_backward: bool) -> list[list[
             else:
                 if queued[stage]:
                     computes[stage].append(queued[stage].pop(0))
-    return [actions + rest for actions, rest in zip(computes, queued, strict=True)]
+    return [actions + tail for actions, tail in zip(computes, queued, strict=True)]
 
 
 def v_schedule(stages: int, virtual: int, microbatches: int, reduce_each: bool, group_size: int | None) -> Schedule:

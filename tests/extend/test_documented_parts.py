@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md, put into one package and trained with."""
+"""The examples of docs/extending.md and docs/extending-runtime.md, put into one package and trained with."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tests.conftest import lines
 from tests.extend.packaged import install
 from tests.forked import Forked
 
-PAGE = Path(__file__).parents[2] / "docs/extending.md"
-EXAMPLES = re.findall(r"^## (.*?)$.*?^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = "".join((DOCS / name).read_text() for name in ("extending.md", "extending-runtime.md"))
+EXAMPLES = re.findall(r"^## (.*?)$.*?^```python\n(.*?)^```", PAGES, re.M | re.S)
 
 
 @pytest.fixture

@@ -194,7 +194,7 @@ STORAGES.register("beside", Beside)
     },
 }
 ROTARY = "--model.positions=rotary"
-LAY = """
+BUILD = """
 import importlib
 for name, folder in {folders!r}.items():
     importlib.import_module("megascale." + name).__path__.append(folder)
@@ -230,7 +230,7 @@ def test_a_part_of_each_kind_is_one_file_and_trains(folders, tiny, tokens, tmp_p
         f"--data.train={raw}",
         f"--checkpoint.location=beside://{tmp_path}/saved",
     ]
-    before = LAY.format(folders=folders)
+    before = BUILD.format(folders=folders)
 
     def losses(name: str, *arguments: str) -> list[float]:
         process = Forked(["train", tiny, f"--train.name={name}", ROTARY] + list(arguments), before=before, cwd=tmp_path)

@@ -74,29 +74,29 @@ def test_its_gradients_are_autograds(early):
         torch.testing.assert_close(local, remote)
 
 
-class Seen(callbacks.Callback):
+class StepRecorder(callbacks.Callback):
     """Notes what it is told, and stops after a step."""
 
-    told: ClassVar[list[tuple[str, int]]] = []
+    recorded: ClassVar[list[tuple[str, int]]] = []
     stop_after = 0
 
     def run_begins(self, run: callbacks.RunView) -> None:
         """As the name says; likewise below."""
         assert (run.rank, run.world) == (0, 1)
         assert {name for name, _ in run.parameters()} >= {"token_embedding", "blocks.0.norm1.weight"}
-        self.told.append(("begins", run.step))
+        self.recorded.append(("begins", run.step))
 
     def step_ends(self, run: callbacks.RunView) -> None:
-        self.told.append(("step", run.step))
+        self.recorded.append(("step", run.step))
         if run.step == self.stop_after:
             run.stop()
 
     def evaluated(self, run: callbacks.RunView, evaluation: Any) -> None:
         assert evaluation.loss > 0
-        self.told.append(("evaluated all" if evaluation.complete else "evaluated", run.step))
+        self.recorded.append(("evaluated all" if evaluation.complete else "evaluated", run.step))
 
     def run_ends(self, run: callbacks.RunView) -> None:
-        self.told.append(("ends", run.step))
+        self.recorded.append(("ends", run.step))
 
 
 def parameters_of_a_callback(rank: int, world: int, tree: dict[str, Any]) -> dict[str, Any]:
@@ -122,8 +122,8 @@ def test_a_callback_gets_whole_parameters_on_every_rank(zero, pool):
 
 @pytest.fixture(autouse=True)
 def _callback() -> Iterator[None]:
-    callbacks.register("seen", Seen)
-    Seen.told.clear()
+    callbacks.register("seen", StepRecorder)
+    StepRecorder.recorded.clear()
     yield
     callbacks.KINDS.remove("seen")
     CALLBACKS.remove("seen")
@@ -131,15 +131,15 @@ def _callback() -> Iterator[None]:
 
 def test_a_callback_is_told_of_steps_and_evaluations_and_may_stop_the_run(tiny, monkeypatch):
     arguments = ["--train.callbacks=seen", "--train.steps=4", "--train.eval_interval=2", "--train.eval_samples=2"]
-    monkeypatch.setattr(Seen, "stop_after", 2)
+    monkeypatch.setattr(StepRecorder, "stop_after", 2)
     with pytest.raises(KeyboardInterrupt):
         train(load_config(tiny, arguments))
     stopped = [("begins", 0), ("step", 1), ("step", 2), ("evaluated", 2), ("step", 3), ("ends", 3)]
-    assert Seen.told == stopped
-    Seen.told.clear()
-    monkeypatch.setattr(Seen, "stop_after", 0)
+    assert StepRecorder.recorded == stopped
+    StepRecorder.recorded.clear()
+    monkeypatch.setattr(StepRecorder, "stop_after", 0)
     assert train(load_config(tiny, arguments)).step == 4
-    assert Seen.told == [("begins", 3), ("step", 4), ("evaluated", 4), ("evaluated all", 4), ("ends", 4)]
+    assert StepRecorder.recorded == [("begins", 3), ("step", 4), ("evaluated", 4), ("evaluated all", 4), ("ends", 4)]
     assert [r["step"] for r in lines(tiny.parent / "runs/tiny/metrics.jsonl") if "loss" in r] == [1, 2, 3, 4]
 
 
@@ -175,4 +175,4 @@ def test_a_run_is_read_without_the_callback_that_it_was_trained_with(tiny, tmp_p
         with pytest.raises(ConfigError, match=r"train\.loss='gone' is not known"):
             evaluate(run, device="cpu")
     finally:
-        callbacks.register("seen", Seen)
+        callbacks.register("seen", StepRecorder)

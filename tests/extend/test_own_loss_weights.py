@@ -78,7 +78,7 @@ def read_metrics(run: Path, name: str) -> list[float]:
 def test_weights_reach_loss_metrics_and_evaluation_in_every_layout(tokens, tmp_path, tiny, megascale):
     train = write_rows(tokens / "train", tmp_path / "train.rows")
     valid = write_rows(tokens / "valid", tmp_path / "valid.rows")
-    weighted = [*EXACT, f"--data.train={train}", f"--data.valid={valid}"]
+    weighted = list(EXACT) + [f"--data.train={train}", f"--data.valid={valid}"]
     layout = ["--train.name=layout", "--parallel.pipeline=2", "--parallel.data=2", "--data.loader=host"]
     runs = [
         megascale("train", tiny, *EXACT, "--train.name=plain", f"--data.train={tokens}/train", "--train.stop_after=2"),

@@ -42,7 +42,7 @@ SCHEDULES.register(
     "mine", ScheduleDefinition(lambda stages, virtual, count, each, group: one_f_one_b(stages, count, each))
 )
 '''
-OWN = ["--model.activation=softsign", "--optimizer.name=descent", "--parallel.schedule=mine"]
+OPTIONS = ["--model.activation=softsign", "--optimizer.name=descent", "--parallel.schedule=mine"]
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_command_trains_with_them_on_every_rank_and_goes_on(loaded, megascale, tiny, tmp_path):
-    first = megascale("train", tiny, *OWN, "--parallel.pipeline=2", "--train.stop_after=5")
-    second = megascale("train", tiny, *OWN, "--parallel.pipeline=2")
-    alone = megascale("train", tiny, *OWN, "--train.name=alone")
+    first = megascale("train", tiny, *OPTIONS, "--parallel.pipeline=2", "--train.stop_after=5")
+    second = megascale("train", tiny, *OPTIONS, "--parallel.pipeline=2")
+    alone = megascale("train", tiny, *OPTIONS, "--train.name=alone")
     assert [done.returncode for done in (first, second, alone)] == [0, 0, 0], first.stderr + second.stderr
     numbers = loaded.read_text().split()
     assert len(numbers) == len(set(numbers)) >= 3  # once a process

@@ -29,9 +29,11 @@ PARALLEL: dict[str, Any] = {"model": {"block": "parallel"}}
 FLOAT8: dict[str, Any] = {"train": {"linear_precision": "float8"}}
 WEIGHTS = "loss weights"
 POSITIONS = "loss weights, positions"
+DOCUMENTS = "documents"
 FIELDS = {
     WEIGHTS: SampleFields(loss_weights=True),
     POSITIONS: SampleFields(loss_weights=True, positions=True),
+    DOCUMENTS: SampleFields(loss_weights=True, positions=True, max_documents=16),
 }
 # Those that have a form of their own with several processes.
 SEVERAL = (
@@ -44,6 +46,7 @@ SEVERAL = (
     "float8, parallel, side stream",
     WEIGHTS,
     POSITIONS,
+    DOCUMENTS,
 )
 CASES: dict[str, list[dict[str, Any]]] = {
     "serial": [SERIAL],
@@ -63,6 +66,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "float8, recomputed": [SERIAL, FLOAT8, {"parallel": {"recompute": "full"}}],
     WEIGHTS: [SERIAL],
     POSITIONS: [PARALLEL, {"model": {"block": "parallel", "positions": "rotary"}}],
+    DOCUMENTS: [SERIAL, {"model": {"block": "serial", "positions": "rotary"}}],
     "LAMB": [SERIAL, {"optimizer": {"name": "lamb"}}],
 }
 

@@ -71,7 +71,7 @@ def in_c(kernel: Any, grid: Any, arguments: tuple[Any, ...], ours: Callable[[], 
     ours()
     ((run, between, remaining, packed),) = expected.values()
     expected.update(peers)
-    inputs = (*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments], *remaining)
+    inputs = tuple([a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]) + tuple(remaining)
     stream = torch_private.current_raw_stream(torch_private.current_device())
     passed = (*grid, *(1,) * (3 - len(grid)), stream, *between, *((inputs,) if packed else inputs))
     return lambda: run(*passed)
@@ -82,7 +82,7 @@ class Compared:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
-        self.seen: set[Any] = set()
+        self.recorded: set[Any] = set()
         self.timed: list[tuple[dict[str, Any], *tuple[Callable[[], None], ...]]] = []
         self.case = ""
 
@@ -128,8 +128,8 @@ class Compared:
             "by_key": not requested,
         }
         row |= {"wrote": moved, "grid": list(grid)}
-        if (itself, len(arguments), tuple(sorted(meta))) not in self.seen:
-            self.seen.add((itself, len(arguments), tuple(sorted(meta))))
+        if (itself, len(arguments), tuple(sorted(meta))) not in self.recorded:
+            self.recorded.add((itself, len(arguments), tuple(sorted(meta))))
             self.timed.append((row, triton_s, ours, in_c(kernel, grid, arguments, ours)))
         self.rows.append(row)
         restore(tensors, inputs)

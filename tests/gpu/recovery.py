@@ -112,7 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
     for line in record.get("unasked", ()):
         print(f"not of this script's doing: {line}")
     done = {(row["kind"], row["number"]) for row in record["kills"] if row["total"]}
-    if remaining := [f"{kind} {number + 1}" for kind, number in missing if (kind, number) not in done]:
+    remaining = [f"{kind} {number + 1}" for kind, number in missing if (kind, number) not in done]
+    if remaining:
         print(f"missing: {', '.join(remaining)}; call again with the same --out")
     failed = record.get("unasked") or any(not row["total"] for row in record["kills"])
     compared, second = record.get("weights", (0, []))
@@ -175,7 +176,7 @@ def run(
     finally:
         sums.end()
         before, peers = record.get("weights", (0, []))
-        record["weights"] = (before + sums.compared, peers + sums.others)
+        record["weights"] = (before + sums.compared, peers + sums.foreign)
         record.setdefault("unasked", []).extend(result := unasked(job, injected))
         record.setdefault("events", []).append(
             [
@@ -298,7 +299,7 @@ class Sums:
 
     def __init__(self, run: Path) -> None:
         self.compared = 0
-        self.others: list[str] = []
+        self.foreign: list[str] = []
         self._folder, self._ended = run / "status", threading.Event()
         self._known: dict[tuple[int, str], tuple[int, str]] = {}  # (rank, step) -> whose process, sum
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -312,7 +313,8 @@ class Sums:
     def _watch(self) -> None:
         while not self._ended.wait(0.02):
             for file in self._folder.glob("rank-*.status"):
-                if (status := read_status(file)) is not None and status.checksum:
+                status = read_status(file)
+                if status is not None and status.checksum:
                     self._take(int(file.stem.partition("-")[2]), status.pid, *status.checksum.split(":"))
 
     def _take(self, rank: int, process: int, step: str, value: str) -> None:
@@ -322,7 +324,7 @@ class Sums:
         self._known[rank, step] = (process, value)
         self.compared += value == expected
         if value != expected:
-            self.others.append(f"rank {rank}, step {step}: {value} where it was {expected}")
+            self.foreign.append(f"rank {rank}, step {step}: {value} where it was {expected}")
 
 
 def make(folder: Path) -> Path:
@@ -409,7 +411,7 @@ def show(record: dict[str, Any]) -> None:
     console = Console(highlight=False, width=120)
     heads = ("detect, s", "stop, s", "load, s", "first step, s", "in all, s", "steps lost")
     table = Table("kill", *heads, "state from", "actions", box=box.SIMPLE_HEAD)
-    for row in sorted(record["kills"], key=lambda one: (one["kind"], one["number"])):
+    for row in sorted(record["kills"], key=lambda entry: (entry["kind"], entry["number"])):
         report = ["-" if row[name] is None else f"{row[name]:.2f}".removesuffix(".00") for name in SHOWN]
         table.add_row(f"{row['kind']} {row['number'] + 1}", *report, row["loaded_from"], ", ".join(row["actions"]))
     starts = ", ".join(f"{item:.1f}" for item in record["starts"])

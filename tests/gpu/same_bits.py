@@ -26,7 +26,7 @@ from megascale.ops.dispatch import Kernels
 from megascale.rendezvous.groups import shutdown
 from tests.gpu.small_steps import train
 
-AGAIN = 20
+REPEATS = 20
 STEPS = 4
 TIMED = 10
 S = 2048
@@ -81,8 +81,8 @@ def attend(name: str, window: int | None, deterministic: bool) -> tuple[str, flo
     differ, began = 0, 0.0
     try:
         with Kernels(deterministic=deterministic).as_current():
-            for number in range(AGAIN):
-                if number == AGAIN // 2:
+            for number in range(REPEATS):
+                if number == REPEATS // 2:
                     torch.cuda.synchronize()
                     began = time.perf_counter()
                 out = attention(*qkv.unbind(2), window=window, backend=name)
@@ -92,7 +92,9 @@ def attend(name: str, window: int | None, deterministic: bool) -> tuple[str, flo
     except Exception as error:  # the others are still of interest
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:90]}", 0.0
     torch.cuda.synchronize()
-    return ("yes" if not differ else f"{differ} of {AGAIN} differ"), (time.perf_counter() - began) / (AGAIN // 2) * 1e3
+    return ("yes" if not differ else f"{differ} of {REPEATS} differ"), (time.perf_counter() - began) / (
+        REPEATS // 2
+    ) * 1e3
 
 
 def kernels() -> int:

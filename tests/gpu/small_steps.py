@@ -11,6 +11,7 @@ import torch
 from megascale import config as configuration
 from megascale.core.batch import NO_FIELDS, Batch, SampleFields
 from megascale.core.layout import lay_out
+from megascale.ops.attention_documents import synthetic_boundaries
 from megascale.rendezvous.groups import Groups
 from megascale.train.attention_choice import Choices
 from megascale.train.engine import Engine
@@ -60,6 +61,9 @@ def train(
     weights = torch.rand(rows[..., 1:, :].shape, generator=torch.Generator().manual_seed(1)).to(location.device)
     weight_sums = weights.double().sum((2, 3, 4)).tolist()
     positions = rows[..., 1:, :] % model.sequence_length
+    if fields.max_documents:
+        boundaries = synthetic_boundaries(model.sequence_length, train.micro_batch, fields.max_documents)
+        boundaries = boundaries.to(location.device)
     bits: list[torch.Tensor] = []
 
     def step(number: int) -> None:
@@ -72,6 +76,8 @@ def train(
                 batch = replace(batch, loss_weights=weights[which][i])
             if fields.positions:
                 batch = replace(batch, positions=positions[which][i])
+            if fields.max_documents:
+                batch = replace(batch, document_boundaries=boundaries)
             return batch
 
         engine.start_gather()

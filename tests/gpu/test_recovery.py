@@ -16,7 +16,7 @@ from megascale.resilience.driver import start_driver
 from tests.forked import NEW_SERVICES, PACED, Forked
 from tests.gpu import recovery
 
-WORDS = ["--preset=tiny", "--train.device=cpu", "--model.vocab_size=256", "--kills=1"]
+OPTIONS = ["--preset=tiny", "--train.device=cpu", "--model.vocab_size=256", "--kills=1"]
 
 
 def rested(command: list[str], *, stdout: IO[bytes], env: dict[str, str], **_: object) -> Forked:
@@ -29,7 +29,7 @@ def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_ke
     pytest.importorskip("fastapi", reason="the extra driver is not installed")
     monkeypatch.setattr(launched, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": rested}))
     out = tmp_path / "recovery.json"
-    arguments = WORDS + [f"--out={out}"]
+    arguments = OPTIONS + [f"--out={out}"]
     assert recovery.main(arguments + ["--seconds=1"]) == 0  # nothing can be done in that time, and nothing is begun
     assert "missing: rank 1, node 1; call again" in capsys.readouterr().out
     assert recovery.main(arguments + ["--kind=rank", "--seconds=400"]) == 0

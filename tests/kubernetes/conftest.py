@@ -17,8 +17,8 @@ import pytest
 from tests.chaos.kubernetes.kubernetes_faults_site import NODES
 from tests.chaos.kubernetes.site import KubernetesSite, impossible
 
-_ASKED = os.environ.get("MEGASCALE_TEST_KUBERNETES")
-WHY = impossible() if _ASKED else "trains on a real Kubernetes: make test-kubernetes"
+_REQUESTED = os.environ.get("MEGASCALE_TEST_KUBERNETES")
+WHY = impossible() if _REQUESTED else "trains on a real Kubernetes: make test-kubernetes"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -237,7 +237,7 @@ OURS = {
 
 def ours(*keys: str) -> tuple[config.ModelConfig, dict[str, torch.Tensor]]:
     """A random model of ours."""
-    model = config.load(None, [f"--model.{key}" for key in (*SMALL, *keys)]).model
+    model = config.load(None, [f"--model.{key}" for key in tuple(SMALL) + tuple(keys)]).model
     generator = torch.Generator().manual_seed(2)
     tensors = {n: torch.empty(s).normal_(0, 0.3, generator=generator) for n, s in logical_shapes(model).items()}
     return model, tensors

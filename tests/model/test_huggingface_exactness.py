@@ -5,6 +5,7 @@ The configurations are drawn, with every scaling of rotary positions, and sequen
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from megascale.model.transformer import Chunk
 from megascale.parallel.parameters import piece_views, spec_of
 from tests.model.huggingface import CONFIGS, NO_TOKENS, SIZES, chunk_of, prompt, transformers
 
-DRAWS = 5
+DRAWS = int(os.environ.get("MEGASCALE_FAMILY_DRAWS", "5"))  # more of them in a campaign
 LENGTH = 60  # of the sequences, beyond the original and the extended context
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "seed_oss"),

@@ -224,7 +224,7 @@ def test_wrong_input_is_one_paragraph(monkeypatch, capsys, tmp_path, arguments, 
     monkeypatch.chdir(tmp_path)
     small("gpt2").save_pretrained(tmp_path / "theirs")
     api.import_model(tmp_path / "theirs", tmp_path / "runs" / "a")
-    monkeypatch.setattr("sys.argv", ["megascale", "convert", *arguments])
+    monkeypatch.setattr("sys.argv", ["megascale", "convert"] + list(arguments))
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == code
@@ -379,7 +379,7 @@ def test_a_prompt_begins_as_the_tokenizers_template_begins(named):
     )
     library.save(str(folder / "tokenizer.json"))
     repeated = load_tokenizer(folder / "tokenizer.json")
-    assert repeated.encode_prompt("def") == [0, *tokenizer.encode("def")]
+    assert repeated.encode_prompt("def") == [0] + list(tokenizer.encode("def"))
     assert repeated.encode("def") == tokenizer.encode("def")
 
 

@@ -24,10 +24,10 @@ class Device:
         self.host = BEFORE
         self.busy = BEFORE
         self.drift = drift
-        self.waits = self.made = 0
+        self.waits = self.created = 0
         self.capturing = False
 
-    def now(self) -> int:
+    def read_ns(self) -> int:
         return self.host
 
     def queue(self, host: int, work: int) -> None:
@@ -37,7 +37,7 @@ class Device:
 
     def event(self, enable_timing: bool) -> Event:
         assert enable_timing
-        self.made += 1
+        self.created += 1
         return Event(self)
 
     def synchronize(self) -> None:
@@ -63,12 +63,12 @@ class Event:
         return float(np.float32((second.at - self.at) * (1 + self.device.drift) / 1e6))
 
 
-class Kept:
+class TimingSink:
     def __init__(self) -> None:
-        self.told: list[tuple[int, int, Any, int]] = []
+        self.timings: list[tuple[int, int, Any, int]] = []
 
     def write(self, kind: int, step: int, records: Any, error_ns: int) -> None:
-        self.told.append((kind, step, records, error_ns))
+        self.timings.append((kind, step, records, error_ns))
 
     def is_requested(self, step: int) -> bool:
         return True
@@ -83,7 +83,7 @@ def device(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda which=None: device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
     for module in (timers, device_timers):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter_ns=device.now))
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter_ns=device.read_ns))
     return device
 
 
@@ -109,7 +109,7 @@ def step(recorder: DeviceTimers, device: Device, number: int, queue: int, work: 
 @pytest.mark.parametrize(("queue", "work"), [(20_000, 3_000_000), (4_000_000, 10_000)])
 def test_times_are_the_device_s_and_lie_on_the_host_s_clock(device, queue, work):
     """The host runs ahead in some steps and lags in others. Only the very first mark is waited for."""
-    retained = Kept()
+    retained = TimingSink()
     recorder = DeviceTimers(torch.device("cuda", 0), retained)
     waits, truth = device.waits, {}
     for number in range(1, 200):
@@ -121,8 +121,8 @@ def test_times_are_the_device_s_and_lie_on_the_host_s_clock(device, queue, work)
     device.host = max(device.host, device.busy)
     recorder.close()
     assert recorder.dropped == 0
-    report = {n: records for kind, n, records, _ in retained.told if kind == SPANS}
-    errors = {n: error for kind, n, _, error in retained.told if kind == SPANS}
+    report = {n: records for kind, n, records, _ in retained.timings if kind == SPANS}
+    errors = {n: error for kind, n, _, error in retained.timings if kind == SPANS}
     assert sorted(report) == sorted(truth)
     for number, spans in report.items():
         for kind, name in ((SpanKind.FORWARD, "forward"), (SpanKind.WAIT, "wait")):
@@ -133,7 +133,7 @@ def test_times_are_the_device_s_and_lie_on_the_host_s_clock(device, queue, work)
             lasted = (end - start) * (1 + device.drift)
             assert abs(int(span["end_ns"]) - int(span["start_ns"]) - lasted) <= 2000
     assert max(errors.values()) < 4 * max(work, queue)
-    (rollup,) = [records for kind, n, records, _ in retained.told if (kind, n) == (ROLLUPS, 150)]
+    (rollup,) = [records for kind, n, records, _ in retained.timings if (kind, n) == (ROLLUPS, 150)]
     (forward,) = rollup[rollup["kind"] == SpanKind.FORWARD]
     assert forward["waited_ns"] == pytest.approx(max(2 * work, queue), rel=0.6)
     assert forward["host_ns"] == 3 * queue
@@ -141,20 +141,20 @@ def test_times_are_the_device_s_and_lie_on_the_host_s_clock(device, queue, work)
     assert transfer["bytes"] == 64
     assert recorder.last is not None
     assert recorder.last.step == 199
-    assert device.made < 200  # events come out of the pool
+    assert device.created < 200  # events come out of the pool
 
 
 def test_a_device_that_stands_still_costs_blocks_and_no_wait(device):
-    recorder = DeviceTimers(torch.device("cuda", 0), Kept())
+    recorder = DeviceTimers(torch.device("cuda", 0), TimingSink())
     device.queue(1000, 10**15)
     waits, built = device.waits, 0
     for number in range(1, 300):
         step(recorder, device, number, 1000, 1000)
         if number == 150:
-            built = device.made
+            built = device.created
     assert device.waits == waits
     assert recorder.dropped > 200
-    assert device.made == built  # nothing grows
+    assert device.created == built  # nothing grows
     device.host = device.busy
     step(recorder, device, 300, 1000, 1000)
     device.host = device.busy
@@ -164,7 +164,7 @@ def test_a_device_that_stands_still_costs_blocks_and_no_wait(device):
 
 
 def test_within_a_capture_nothing_is_recorded(device):
-    retained = Kept()
+    retained = TimingSink()
     recorder = DeviceTimers(torch.device("cuda", 0), retained)
     recorder.begin_step(1)
     device.capturing = True
@@ -177,7 +177,7 @@ def test_within_a_capture_nothing_is_recorded(device):
     recorder.end_step()
     device.host = device.busy
     recorder.close()
-    (spans,) = [records for kind, _, records, _ in retained.told if kind == SPANS]
+    (spans,) = [records for kind, _, records, _ in retained.timings if kind == SPANS]
     assert set(spans["kind"].tolist()) <= {SpanKind.STEP, SpanKind.TRANSFER}
     (step_span,) = spans[spans["kind"] == SpanKind.STEP]
     assert step_span["end_ns"] - step_span["start_ns"] == pytest.approx(6000, abs=1100)

@@ -31,10 +31,10 @@ def test_a_clock_that_is_minutes_off_and_drifts_is_within_its_error(server, tmp_
     """The truth is known here: both clocks are made of one."""
     begun = time.monotonic_ns()
 
-    def own() -> int:
+    def read_own() -> int:
         return round((time.monotonic_ns() - begun) * (1 + drift)) + MINUTES
 
-    clock = HostClock(tmp_path, 10**18 - 5 * MINUTES, own)
+    clock = HostClock(tmp_path, 10**18 - 5 * MINUTES, read_own)
     assert clock.read_offset()[1:] == (10**18 - 5 * MINUTES, UNKNOWN)
     for _ in range(20):
         assert clock.exchange()

@@ -48,16 +48,16 @@ def test_what_the_kernel_logs_from_now_on_becomes_a_counter(tmp_path):
     )  # fmt: skip
     counters = HostCounters(tmp_path, tmp_path, nvml, log)
 
-    def told() -> list[tuple[str, float]]:
+    def list_values() -> list[tuple[str, float]]:
         result = counters.sample(5)
         return [(row["device"].decode(), float(row["value"])) for row in result if row["name"] == b"gpu_xid"]
 
-    assert told() == []
+    assert list_values() == []
     with open(log, "a") as out:
         for number, (line, _) in enumerate(LINES):
             out.write(f"4,{number + 2},{number},-;{line}\n SUBSYSTEM=pci\n")
-    assert told() == [("gpu1", 79), ("0000:01:00", 32), ("gpu0", 48), ("gpu0", 13), ("0000:b3:00", 79)]
-    assert told() == []
+    assert list_values() == [("gpu1", 79), ("0000:01:00", 32), ("gpu0", 48), ("gpu0", 13), ("0000:b3:00", 79)]
+    assert list_values() == []
     counters.close()
 
 
@@ -72,7 +72,7 @@ def test_events_of_nvml_come_first(tmp_path):
         return events.pop(0)
 
     nvml = SimpleNamespace(
-        nvmlEventSetCreate=object, nvmlDeviceRegisterEvents=lambda *words: None, nvmlEventTypeXidCriticalError=8,
+        nvmlEventSetCreate=object, nvmlDeviceRegisterEvents=lambda *arguments: None, nvmlEventTypeXidCriticalError=8,
         nvmlEventSetWait_v2=wait, nvmlDeviceGetIndex=lambda device: device,
     )  # fmt: skip
     log = tmp_path / "kmsg"

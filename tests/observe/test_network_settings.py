@@ -35,7 +35,7 @@ def test_what_is_wrong_is_told_from_what_cannot_be_read(system):
         ("mlx5_0/1", "ECN notification"): True, ("mlx5_0/1", "ECN reaction"): False,
         ("mlx5_0/1", "PFC"): None, ("mlx5_0/1", "adaptive retransmission"): None, ("mlx5_1/1", "link"): False,
     }  # fmt: skip
-    assert next(one for one in result if one.name == "time-out").value.endswith(": 137.4 s")
+    assert next(row for row in result if row.name == "time-out").value.endswith(": 137.4 s")
 
 
 @pytest.mark.parametrize(

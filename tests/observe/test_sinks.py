@@ -107,3 +107,43 @@ def test_a_project_without_a_name_is_called_as_the_run(tmp_path, monkeypatch, pr
     observe = {"sinks": ["wandb"], "tensorboard": False} | ({} if project is None else {"wandb": project})
     list(metrics.open_sinks(SinkRequest(tmp_path / "run", from_tree({"observe": observe}), 0)))
     assert opened == [(expected, tmp_path / "run")]
+
+
+def test_each_metric_has_a_group():
+    tags = {
+        "valid_loss": "valid/loss",
+        "wait_tensor_seconds": "waits/tensor_seconds",
+        "loader_ring_fill": "data/ring_fill",
+        "float8_clipped": "precision/clipped",
+        "loss": "train/loss",
+        "memory_gib": "speed/memory_gib",
+        "epoch": "progress/epoch",
+        "lost": "other/lost",
+    }
+    assert {name: metrics.tensorboard_tag(name) for name in tags} == tags
+
+
+def test_records_are_lines_at_once(tmp_path):
+    """A reader, and a crash, find every record that was written; a later start appends."""
+    for step in (1, 2):
+        sink = metrics.JsonLines(tmp_path / "metrics.jsonl")
+        sink.write({"step": step, "loss": float("nan")})
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step
+        sink.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": "NaN"}\n{"step": 2, "loss": "NaN"}\n'
+
+
+def test_each_sink_is_opened_once_in_the_order_of_settings(tmp_path, monkeypatch):
+    opened: list[str] = []
+    for name in ("tensorboard", "wandb"):
+        monkeypatch.setitem(metrics.KINDS, name, lambda request, name=name: opened.append(name))
+    for observe, expected in (
+        ({"tensorboard": True, "wandb": "x", "sinks": ["wandb"]}, ["tensorboard", "wandb"]),
+        ({"tensorboard": False, "sinks": ["wandb", "tensorboard"]}, ["wandb", "tensorboard"]),
+        ({"tensorboard": True}, ["tensorboard"]),
+        ({"tensorboard": False}, []),
+    ):
+        opened.clear()
+        monkeypatch.setattr(metrics, "has_tensorboard", lambda: True)
+        list(metrics.open_sinks(SinkRequest(tmp_path, from_tree({"observe": observe}), 0)))
+        assert opened == expected

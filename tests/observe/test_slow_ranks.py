@@ -60,12 +60,18 @@ def test_passing_and_irregular_are_told_from_persistent():
     busy[5, 25:] *= 1.2
     busy[7, ::6] *= 2.0
     states = {item.rank: item for item in judge_ranks(busy, np.zeros(32, int), STEPS).slow}
-    assert {rank: one.state for rank, one in states.items()} == {3: "passing", 5: "passing", 7: "irregular"}
+    assert {rank: rank_state.state for rank, rank_state in states.items()} == {
+        3: "passing",
+        5: "passing",
+        7: "irregular",
+    }
     assert (states[3].first, states[3].last) == (11, 20)
     assert (states[5].first, states[5].last) == (26, 50)
     assert states[7].excess == pytest.approx(9 / 50 * np.log(2), abs=0.05)
     busy[5, 20:25] *= 1.2
-    assert {one.rank: one.state for one in judge_ranks(busy, np.zeros(32, int), STEPS).slow}[5] == "persistent"
+    assert {rank_state.rank: rank_state.state for rank_state in judge_ranks(busy, np.zeros(32, int), STEPS).slow}[
+        5
+    ] == "persistent"
 
 
 def test_steps_that_are_not_told_do_not_count():

@@ -64,7 +64,8 @@ def steps_of(out: Path) -> dict[int, list[int]]:
 def out(tmp_path):
     folder = tmp_path / "spans" / "host=0"
     yield folder
-    if (pid := service_place(folder).owner_pid()) is not None:
+    pid = service_place(folder).owner_pid()
+    if pid is not None:
         os.kill(pid, signal.SIGKILL)
 
 
@@ -134,7 +135,9 @@ def test_a_rank_that_dies_loses_nothing_it_wrote(out, tmp_path):
 
 
 def test_a_service_that_cannot_start_costs_nothing_but_detail(out, monkeypatch):
-    monkeypatch.setattr(span_link, "service_launch", lambda *words: span_link.host_service.Launch("no.such.module", []))
+    monkeypatch.setattr(
+        span_link, "service_launch", lambda *ignored: span_link.host_service.Launch("no.such.module", [])
+    )
     monkeypatch.setattr(span_link.host_service, "START_TIMEOUT", 1.0)
     ring = SpanRing()
     single = link(ring, out)

@@ -49,7 +49,8 @@ OPENED: list[Ingest] = []
 def _closed() -> Iterator[None]:
     yield
     while OPENED:
-        if (sink := OPENED.pop()._sink) is not None:
+        sink = OPENED.pop()._sink
+        if sink is not None:
             sink.close()
 
 
@@ -241,9 +242,9 @@ def test_kafka_has_every_row_in_order(tmp_path, brokers):
         assert time.monotonic() < deadline, {topic: len(match) for topic, match in rows.items()}
         message = consumer.poll(0.5)
         if message is not None and message.error() is None:
-            found = [json.loads(line) for line in message.value().decode().split("\n")]
-            assert len(found) <= 1000
-            rows[message.topic()] += found
+            decoded = [json.loads(line) for line in message.value().decode().split("\n")]
+            assert len(decoded) <= 1000
+            rows[message.topic()] += decoded
             keys.add((message.topic(), message.key().decode().partition("/")[2]))
             messages += 1
     consumer.close()

@@ -304,7 +304,7 @@ def test_several_sinks_each_get_each_segment_once(out, monkeypatch):
     got: list[int] = []
     down = [True]
 
-    class Other:
+    class OtherStore:
         def __init__(self, folder: Path, address: str) -> None: ...
 
         def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
@@ -315,7 +315,7 @@ def test_several_sinks_each_get_each_segment_once(out, monkeypatch):
 
         def close(self) -> None: ...
 
-    span_sinks.register("other", Other, "counts")
+    span_sinks.register("other", OtherStore, "counts")
     try:
         assert load(None, ["--observe.span_sinks=parquet,other"]).observe.span_sinks == ["parquet", "other"]
         first = ingest(out, sink=open_span_sinks(["parquet", "other"]), segment_seconds=1.0)

@@ -74,7 +74,7 @@ def test_ranks_that_are_missing_are_named_and_the_rest_is_judged(run, tmp_path, 
         result = find_stragglers(read_rank_parts(tables, 1, 11, 60), tables)
     assert result.parts.missing_ranks == [8, 9, 17]
     assert result.parts.silent_ranks == {20: 30}
-    assert [(one.slow_rank.rank, one.cause, one.slow_rank.state) for one in result.persistent] == [
+    assert [(entry.slow_rank.rank, entry.cause, entry.slow_rank.state) for entry in result.persistent] == [
         (SLOW, "GPU", "persistent")
     ]
     assert [link.ranks for link in result.links] == [(LINK,)]
@@ -89,7 +89,7 @@ def test_the_command_tells_draws_and_prints_json(run, megascale, tmp_path):
     assert (tmp_path / "slow.png").stat().st_size > 10_000
     result = strict_json.loads(megascale("stragglers", run, "--json", "--steps", "11-60").stdout)
     assert [item["rank"] for item in result["slow_ranks"] if item["state"] == "persistent"] == [SLOW]
-    assert [one["ranks"] for one in result["slow_links"]] == [[LINK]]
+    assert [entry["ranks"] for entry in result["slow_links"]] == [[LINK]]
     assert set(result["slower"]) == {str(rank) for rank in range(JOB.world)}
     wrong = megascale("stragglers", run, "--plot", "slow.txt")
     assert (wrong.returncode, "slow.txt" in wrong.stderr) == (2, True)

@@ -124,3 +124,94 @@ def test_without_its_package_tensorboard_is_left_out(monkeypatch, tmp_path):
     board.close()
     monkeypatch.setattr(metrics, "has_tensorboard", lambda: False)
     assert list(metrics.open_sinks(request)) == []
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [(0.4, "0"), (999.4, "999"), (1000.0, "1.0k"), (12340.0, "12.3k"), (1e6, "1.00M"), (2.345e6, "2.35M")],
+)
+def test_rates_are_short(capsys, rate, expected):
+    (line,) = lines(capsys, [{"step": 1, **RECORD, "tokens_per_second": rate}])
+    assert f"  {expected} tok/s" in line
+
+
+@pytest.mark.parametrize(("memory", "expected"), [(0.04, "0.0"), (9.94, "9.9"), (10.0, "10"), (135.6, "136")])
+def test_little_memory_has_a_decimal(capsys, monkeypatch, memory, expected):
+    monkeypatch.setenv("COLUMNS", "120")
+    (line,) = lines(capsys, [{"step": 1, **RECORD, "memory_gib": memory}])
+    assert line.endswith(f"  {expected} GiB")
+
+
+def test_every_value_has_its_place(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    more = {"skipped_steps": 2, "float8_clipped": 0.00123, "float8_flushed": 0.02, "mfu": 0.414}
+    (line,) = lines(capsys, [{"step": 1, **RECORD, **more}])
+    assert line == (
+        "step 1/1150  loss 2.817  lr 1.2e-3  norm 1.13  123.5k tok/s  2 steps skipped  "
+        "float8 clipped 1e-03, flushed 2e-02  MFU 41%  136 GiB"
+    )
+
+
+def test_values_leave_a_narrow_line_by_their_weight(capsys, monkeypatch):
+    """Memory first, then the learning rate and the norm; loss and rate stay however narrow the terminal is."""
+    record = {"step": 1, **RECORD}
+    full = "step 1/1150  loss 2.817  lr 1.2e-3  norm 1.13  123.5k tok/s  136 GiB"
+    for missing in ("  136 GiB", "  lr 1.2e-3", "  norm 1.13"):
+        monkeypatch.setenv("COLUMNS", str(len(full)))
+        assert lines(capsys, [record]) == [full]
+        monkeypatch.setenv("COLUMNS", str(len(full) - 1))
+        full = full.replace(missing, "")
+        assert lines(capsys, [record]) == [full]
+    monkeypatch.setenv("COLUMNS", "20")
+    assert lines(capsys, [record]) == [full]
+
+
+def test_the_pace_is_that_of_the_last_hundred_steps(capsys, monkeypatch):
+    """Step 3 took 1,000 s; from the 103rd step on it does not count any more."""
+    monkeypatch.setenv("COLUMNS", "120")
+    times = iter([0.0, *(1000.0 + i for i in range(200))])
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: next(times))
+    result = lines(capsys, [{"step": i, **RECORD} for i in range(1, 105)], steps=204)
+    assert result[101].endswith("  18m51s left")  # 100 marks: 1,098 s for 99 steps, 102 steps to go
+    assert result[102].endswith("  1m41s left")
+
+
+def test_the_bar_shows_each_step(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stdout", Screen())
+    terminal = Terminal(100, 50, live=True)
+    for step in (7, 8):
+        terminal.write({"step": step, **RECORD, "mfu": 0.4})
+    assert terminal._bar is not None
+    (task,) = terminal._bar.tasks
+    assert (task.completed, task.total) == (8, 100)
+    assert task.description == "step 8/100  loss 2.817  lr 1.2e-3  norm 1.13  123.5k tok/s  MFU 40%  136 GiB"
+    terminal.close()
+    # The bar and a blank take 21 columns.
+    for columns, is_short in ((21 + len(task.description), False), (20 + len(task.description), True)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        terminal = Terminal(100, 50, live=True)
+        terminal.write({"step": 8, **RECORD, "mfu": 0.4})
+        assert terminal._bar is not None
+        assert ("GiB" not in terminal._bar.tasks[0].description) == is_short
+        terminal.close()
+
+
+def test_without_a_terminal_lines_are_plain(monkeypatch, capsys):
+    terminal = Terminal(100, 1, live=True)  # what pytest captures is no terminal
+    assert terminal._bar is None
+    terminal.print_line("a [line]")
+    terminal.close()
+    assert capsys.readouterr().out == "a [line]\n"
+    monkeypatch.setattr(sys, "stdout", None)
+    assert Terminal(100, 1, live=True)._bar is None
+
+
+def test_a_lost_terminal_ends_nothing(monkeypatch):
+    class Lost(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Lost())
+    Terminal(100, 1, live=False).write({"step": 1, **RECORD})

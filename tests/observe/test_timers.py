@@ -17,25 +17,25 @@ from tests.exact.cases import case
 from tests.exact.training import Told, make_engine, run_step
 
 
-class Kept:
+class TimingSink:
     """Keeps what it is told."""
 
     def __init__(self, expected: set[int] = frozenset()) -> None:  # type: ignore[assignment]
-        self.wanted = expected
+        self.expected = expected
         self.keeping: list[int] = []
-        self.told: list[tuple[int, int, np.ndarray[Any, Any]]] = []
+        self.timings: list[tuple[int, int, np.ndarray[Any, Any]]] = []
 
     def write(self, kind: int, step: int, records: np.ndarray[Any, Any], error_ns: int) -> None:
-        self.told.append((kind, step, records))
+        self.timings.append((kind, step, records))
 
     def is_requested(self, step: int) -> bool:
-        return step in self.wanted
+        return step in self.expected
 
     def mark_sampled(self, step: int) -> None:
         self.keeping.append(step)
 
     def of(self, kind: int, step: int) -> np.ndarray[Any, Any]:
-        result = [records for k, s, records in self.told if (k, s) == (kind, step)]
+        result = [records for k, s, records in self.timings if (k, s) == (kind, step)]
         return np.concatenate(result) if result else np.zeros(0, ROLLUP if kind == ROLLUPS else SPAN)
 
 
@@ -67,7 +67,7 @@ def test_every_action_has_a_span_of_its_own():
 
 
 def test_waits_are_told_from_own_work(clock):
-    retained = Kept({3})
+    retained = TimingSink({3})
     timers = Timers(retained)
     timers.begin_step(3)
     timers.begin_action(SpanKind.FORWARD, 0, 5)
@@ -104,7 +104,7 @@ def test_waits_are_told_from_own_work(clock):
 
 @pytest.mark.parametrize(("work", "frames_told"), [(0, 2), (400_000_000, 5)])
 def test_a_long_step_is_told_in_parts_that_add_up(clock, work, frames_told):
-    retained = Kept()
+    retained = TimingSink()
     timers = Timers(retained)
     timers.begin_step(1)
     for _ in range(4):
@@ -115,7 +115,7 @@ def test_a_long_step_is_told_in_parts_that_add_up(clock, work, frames_told):
         clock.ns += work
         timers.end_action()
     timers.end_step()
-    assert len(retained.told) == frames_told
+    assert len(retained.timings) == frames_told
     rows = rows_of(retained.of(ROLLUPS, 1), SpanKind.FORWARD)
     assert rows["count"].sum() == 4
     assert rows["total_ns"].sum() == 4 * (200_000_000 + work)
@@ -126,7 +126,7 @@ def test_a_long_step_is_told_in_parts_that_add_up(clock, work, frames_told):
 
 
 def test_spans_are_kept_for_sampled_and_for_asked_steps_only(clock):
-    retained = Kept({5})
+    retained = TimingSink({5})
     timers = Timers(retained, every=3)
     for step in range(1, 7):
         timers.begin_step(step)
@@ -134,8 +134,8 @@ def test_spans_are_kept_for_sampled_and_for_asked_steps_only(clock):
         clock.ns += 1
         timers.end_action()
         timers.end_step()
-    assert [step for kind, step, _ in retained.told if kind == SPANS] == [3, 5, 6]
-    assert [step for kind, step, _ in retained.told if kind == ROLLUPS] == [1, 2, 3, 4, 5, 6]
+    assert [step for kind, step, _ in retained.timings if kind == SPANS] == [3, 5, 6]
+    assert [step for kind, step, _ in retained.timings if kind == ROLLUPS] == [1, 2, 3, 4, 5, 6]
 
 
 def test_rollups_are_the_sums_of_any_spans():
@@ -171,7 +171,7 @@ def test_rollups_are_the_sums_of_any_spans():
 def test_an_engine_times_every_action_of_its_schedule():
     tree = case(microbatches=3, model={"layers": 1}).tree
     engine = make_engine(0, 1, tree)
-    retained = Kept({1})
+    retained = TimingSink({1})
     engine.runtime.recorder = timers = Timers(retained)
     timers.begin_step(1)
     run_step(engine, 1, Told())

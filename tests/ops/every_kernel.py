@@ -14,7 +14,9 @@ from megascale.ops import (
     dispatch,
     dropout,
     fused_projection,
+    grouped_gemm,
     norm,
+    norm_rotary,
     rope,
     segments,
 )
@@ -50,6 +52,16 @@ def both_passes(function: Callable[..., object], *inputs: torch.Tensor) -> None:
 def rotary(interleaved: bool) -> None:
     cos, sin = rope.rotary_tables(8, 128, 1e4, torch.get_default_device())
     both_passes(lambda qkv: rope.split_qkv(qkv, 32, 8, cos, sin, interleaved), zeros(8, 2, 48 * 128))
+
+
+def norm_rotary_split() -> None:
+    cos, sin = rope.rotary_tables(8, 128, 1e4, torch.get_default_device())
+    both_passes(
+        lambda qkv, q, k: norm_rotary.split_norm_rotary(qkv, 32, 8, q, k, 1e-6, cos, sin),
+        zeros(8, 2, 48 * 128),
+        zeros(128),
+        zeros(128),
+    )
 
 
 def head(promised: bool) -> None:
@@ -93,7 +105,7 @@ def add_norm(width: int) -> None:
 def with_amax(call: Callable[[], None]) -> Callable[[], None]:
     """The same call, whose kernels collect the largest magnitude of what they make."""
 
-    def told() -> None:
+    def capture() -> None:
         kernels = dispatch.CURRENT.get()
         kernels.amaxes = AmaxSlots()
         try:
@@ -101,7 +113,7 @@ def with_amax(call: Callable[[], None]) -> Callable[[], None]:
         finally:
             kernels.amaxes = None
 
-    return told
+    return capture
 
 
 def float8_casts(kind: Format) -> None:
@@ -120,6 +132,15 @@ def float8_casts(kind: Format) -> None:
 def largest_over_peers() -> None:
     arguments = [torch.zeros(PeerMax.bytes_needed(2) // WORD, dtype=torch.int64) for _ in range(2)]
     PeerMax(0, arguments)(torch.ones(()))
+
+
+def grouped_gemms() -> None:
+    x, dy = zeros(512, 2048).detach(), zeros(1024, 1536).detach()
+    weights, main_grad = zeros(8, 1536, 2048).detach(), torch.zeros(8, 1536, 2048)
+    offsets, index = torch.zeros(9, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
+    grouped_gemm.multiply_groups(x, weights, offsets, index)
+    grouped_gemm.multiply_groups(dy, weights, offsets, transposed=True)
+    grouped_gemm.accumulate_group_gradients(main_grad, dy, x, offsets, index)
 
 
 def float8_shards() -> None:
@@ -160,6 +181,7 @@ CASES: dict[str, Callable[[], None]] = {
     "geglu": lambda: both_passes(lambda x: activation.activate("geglu_tanh", x), zeros(8, 2, 28672)),
     "rotary halves": lambda: rotary(False),
     "rotary interleaved": lambda: rotary(True),
+    "split, norms and rotary": norm_rotary_split,
     "split fused projection": lambda: both_passes(
         lambda x, b: fused_projection.split_fused_projection(x, 40, 40, 128, "gelu", b)[:4],
         zeros(8, 2, 15360 + 20480),
@@ -202,6 +224,7 @@ CASES: dict[str, Callable[[], None]] = {
     "float8 casts, e5m2": lambda: float8_casts(E5M2),
     "float8 of shards": float8_shards,
     "largest over peers": largest_over_peers,
+    "grouped GEMMs": grouped_gemms,
     "optimizers": lambda: optimizer(False),
     "optimizers on device numbers": lambda: optimizer(True),
 }

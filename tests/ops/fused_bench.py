@@ -53,7 +53,7 @@ def test_float8_casts_and_gemms_are_checked_and_timed(tmp_path):
 
 def test_a_wrong_float8_cast_is_a_row(tmp_path, monkeypatch):
     right = kernel_float8.cast_by_scale
-    monkeypatch.setattr(kernel_float8, "cast_by_scale", lambda x, *given, **more: right(-x, *given, **more))
+    monkeypatch.setattr(kernel_float8, "cast_by_scale", lambda x, *arguments, **more: right(-x, *arguments, **more))
     bench = Bench(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json")
     kernel_float8.check_casts(bench, 24, 40)
     assert "reference's bytes: given scale (" in bench.rows[0].error
@@ -90,7 +90,7 @@ def test_a_wrong_kernel_and_a_crash_are_rows(tmp_path):
 
 
 def test_other_packages_have_columns_and_a_wrong_one_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.nn.functional, "layer_norm", lambda x, *given: x * given[1])
+    monkeypatch.setattr(torch.nn.functional, "layer_norm", lambda x, *arguments: x * arguments[1])
     bench = start_bench(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json")
     peers.measure(bench)
     rows = {row.op: row for row in bench.rows}

@@ -15,7 +15,7 @@ from megascale.ops import dispatch
 from megascale.ops.cross_entropy import cross_entropy, linear_cross_entropy, local_gradient_, local_statistics
 from tests.ops.tools import TOLERANCE, distance
 
-FEW = settings(max_examples=12, deadline=None)
+SETTINGS = settings(max_examples=12, deadline=None)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -24,7 +24,7 @@ def _fused():
         yield
 
 
-@FEW
+@SETTINGS
 @given(
     tokens=st.integers(1, 9),
     sizes=st.sampled_from([(5, 5), (64, 50), (130, 130), (5000, 4999)]),

@@ -15,7 +15,7 @@ from megascale.ops import dispatch
 from megascale.ops.dropout import dropout, dropout_add, dropout_key, keep_mask_reference
 from tests.ops.tools import TOLERANCE, compare
 
-FEW = settings(max_examples=10, deadline=None)
+SETTINGS = settings(max_examples=10, deadline=None)
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 4), st.sampled_from([1, 3, 8, 50, 130]))
 starts = st.tuples(st.integers(0, 5000), st.integers(0, 2**31 - 10))
 
@@ -26,7 +26,7 @@ def _fused():
         yield
 
 
-@FEW
+@SETTINGS
 @given(shapes, starts, st.integers(0, 2**62 - 1), st.sampled_from([0.01, 0.1, 0.5]), st.booleans())
 def test_kernel_draws_the_bits_of_the_reference(shape, start, key, p, on_device):
     x = torch.ones(shape, requires_grad=True)
@@ -40,7 +40,7 @@ def test_kernel_draws_the_bits_of_the_reference(shape, start, key, p, on_device)
     assert dispatch.active()["dropout"] == "triton"
 
 
-@FEW
+@SETTINGS
 @given(
     shapes, starts, st.sampled_from([0.0, 0.1, 0.5]), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16])
 )

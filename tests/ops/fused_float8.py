@@ -30,7 +30,7 @@ from megascale.ops.float8.cast import (
 from megascale.ops.float8.formats import E4M3, E5M2, scale_slots
 from megascale.ops.segments import Segments
 
-FEW = settings(max_examples=8, deadline=None)
+SETTINGS = settings(max_examples=8, deadline=None)
 kinds = st.sampled_from([E4M3, E5M2])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 shapes = st.sampled_from([(1, 1), (7, 16), (3, 5, 33), (130, 70), (40, 600)])
@@ -53,7 +53,7 @@ def rows_of(shape, dtype, seed, hole=None) -> torch.Tensor:
     return x.to(dtype)[..., : shape[-1]]
 
 
-def same(got: torch.Tensor | None, want: torch.Tensor | None) -> None:
+def assert_same_bits(got: torch.Tensor | None, want: torch.Tensor | None) -> None:
     if want is None or got is None:
         assert got is want
         return
@@ -63,7 +63,7 @@ def same(got: torch.Tensor | None, want: torch.Tensor | None) -> None:
     assert torch.equal(got.float()[~nan], want.float()[~nan])
 
 
-def both(function, *collected: torch.Tensor):
+def run_pair(function, *collected: torch.Tensor):
     """Return the results of kernels and references, each with its own copies of the accumulation tensors."""
     built = []
     for mode in ("fused", "reference"):
@@ -74,80 +74,80 @@ def both(function, *collected: torch.Tensor):
     (fused, local, active), (plain, theirs, _) = built
     assert "triton" in active.values()
     for a, b in zip(local, theirs, strict=True):
-        same(a, b)
+        assert_same_bits(a, b)
     if isinstance(fused, torch.Tensor):
-        same(fused, plain)
+        assert_same_bits(fused, plain)
         return
     for name in ("rows", "rows_scale", "columns", "columns_scale"):
-        same(getattr(fused, name), getattr(plain, name))
+        assert_same_bits(getattr(fused, name), getattr(plain, name))
 
 
 holes = st.sampled_from([None, float("inf"), float("-inf"), float("nan")])
 seeds = st.integers(0, 1000)
 
 
-@FEW
+@SETTINGS
 @given(shapes, dtypes, seeds, holes, st.sampled_from([0.0, 1e6]))
 def test_amax(shape, dtype, seed, hole, before):
     x = rows_of(shape, dtype, seed, hole)
     with mock.patch.object(cast, "TILE_AMAX", (4, 32, 1, 3)):
-        both(lambda: compute_amax(x))
+        run_pair(lambda: compute_amax(x))
         if hole != hole:  # a NaN stays whatever was there, and a maximum with it is NaN in torch too
             before = 0.0
-        both(lambda out: compute_amax(x, out), torch.tensor(before))
+        run_pair(lambda out: compute_amax(x, out), torch.tensor(before))
 
 
-@FEW
+@SETTINGS
 @given(shapes, dtypes, kinds, seeds, holes, st.sampled_from([(True, True), (True, False), (False, True)]))
-def test_cast_by_scale_with_amax_and_counts(shape, dtype, kind, seed, hole, wanted):
+def test_cast_by_scale_with_amax_and_counts(shape, dtype, kind, seed, hole, outputs):
     x = rows_of(shape, dtype, seed, hole)
     scale = x.float().nan_to_num(0.0, 0.0, 0.0).abs().max() / kind.largest / 3 + 1e-6  # some are clipped, some flushed
-    rows, columns = wanted
+    rows, columns = outputs
     with (
         mock.patch.object(cast, "TILE_COUNTING", (16, 32, 1)),
         mock.patch.object(cast, "TILE_WITHOUT_COLUMNS", (8, 64, 1)),
     ):
-        both(
+        run_pair(
             lambda amax, counts: cast_by_scale(x, kind, scale, rows=rows, columns=columns, amax=amax, counts=counts),
             torch.tensor(0.5),
             torch.tensor([3, 4]),
         )
 
 
-@FEW
+@SETTINGS
 @given(shapes, dtypes, kinds, seeds, holes, st.booleans(), st.booleans(), st.integers(0, 2))
 def test_cast_by_amax(shape, dtype, kind, seed, hole, has_old, power_of_2, margin):
     x = rows_of(shape, dtype, seed, hole)
     old = torch.tensor(0.37) if has_old else None
-    both(
+    run_pair(
         lambda counts: cast_by_amax(x, kind, previous_scale=old, counts=counts, power_of_2=power_of_2, margin=margin),
         torch.zeros(2, dtype=torch.int64),
     )
 
 
-@FEW
+@SETTINGS
 @given(
     shapes, dtypes, kinds, seeds, holes, st.booleans(), st.sampled_from([(True, True), (True, False), (False, True)])
 )
-def test_cast_rows(shape, dtype, kind, seed, hole, power_of_2, wanted):
+def test_cast_rows(shape, dtype, kind, seed, hole, power_of_2, outputs):
     x = rows_of(shape, dtype, seed, hole)
-    rows, columns = wanted
+    rows, columns = outputs
     with mock.patch.object(cast, "CHUNK", 64):
-        both(
+        run_pair(
             lambda counts: cast_rows(x, kind, rows=rows, columns=columns, counts=counts, power_of_2=power_of_2),
             torch.zeros(2, dtype=torch.int64),
         )
 
 
-@FEW
+@SETTINGS
 @given(shapes, dtypes, kinds, seeds, holes, st.floats(1, 100))
 def test_cast_rows_by_amaxes_that_ranks_agreed_on(shape, dtype, kind, seed, hole, factor):
     x = rows_of(shape, dtype, seed, hole)
     with mock.patch.object(cast, "CHUNK", 64):
-        both(lambda: compute_row_amaxes(x))
-        both(lambda: compute_column_amaxes(x))
+        run_pair(lambda: compute_row_amaxes(x))
+        run_pair(lambda: compute_column_amaxes(x))
         row_amax, column_amax = compute_row_amaxes(x) * factor, compute_column_amaxes(x) * factor
-        both(
+        run_pair(
             lambda counts: cast_rows(x, kind, columns=True, row_amax=row_amax, column_amax=column_amax, counts=counts),
             torch.zeros(2, dtype=torch.int64),
         )
@@ -157,8 +157,8 @@ def test_cast_rows_by_amaxes_that_ranks_agreed_on(shape, dtype, kind, seed, hole
 @pytest.mark.parametrize("value", [0.0, 1e-44])
 def test_a_tensor_of_zeros_or_nearly(kind, value):
     x = torch.full((20, 40), value)
-    both(lambda: cast_by_amax(x, kind, previous_scale=torch.tensor(3.0)))
-    both(lambda: cast_rows(x, kind, columns=True))
+    run_pair(lambda: cast_by_amax(x, kind, previous_scale=torch.tensor(3.0)))
+    run_pair(lambda: cast_rows(x, kind, columns=True))
 
 
 def test_every_bfloat16_casts_as_the_reference_does():
@@ -167,7 +167,7 @@ def test_every_bfloat16_casts_as_the_reference_does():
     every = every.where((every.abs() >= torch.finfo(every.dtype).tiny) | every.isnan(), torch.zeros_like(every))
     for kind in (E4M3, E5M2):
         for scale in (1.0, 0.0078125, 3e-5):
-            both(
+            run_pair(
                 lambda counts, k=kind, s=scale: cast_by_scale(every, k, torch.tensor(s), counts=counts),
                 torch.zeros(2, dtype=torch.int64),
             )
@@ -189,10 +189,10 @@ def test_shards_are_cast_as_the_matrices_they_are_parts_of(dtype, seed, hole):
     def table(rank: int) -> Segments:
         a, z = rank * part, (rank + 1) * part
         sizes = [r * c for r, c in shapes]
-        found = [
+        values = [
             (max(s, a) - a, min(s + n, z) - a, True, i) for i, (s, n) in enumerate(zip(starts, sizes, strict=True))
         ]
-        return Segments([row for row in found if row[0] < row[1]], len(shapes), "cpu")
+        return Segments([row for row in values if row[0] < row[1]], len(shapes), "cpu")
 
     built = []
     for mode in ("fused", "reference"):
@@ -212,7 +212,7 @@ def test_shards_are_cast_as_the_matrices_they_are_parts_of(dtype, seed, hole):
             stop = start + shape[0] * shape[1]
             with dispatch.Kernels("reference").as_current():
                 full = cast_by_amax(flat[start:stop].view(shape), E4M3, compute_amax(flat[start:stop]))
-            same(out[start:stop].view(E4M3.dtype).view(shape), full.rows)
+            assert_same_bits(out[start:stop].view(E4M3.dtype).view(shape), full.rows)
             assert torch.equal(scales[i], full.rows_scale)
     assert torch.equal(*built)
 

@@ -34,10 +34,10 @@ def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return (3 * torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))).to(dtype).requires_grad_()
 
 
-class _Seen(torch.autograd.Function):
+class _RecordGradient(torch.autograd.Function):
     """Keeps the gradient that comes to it."""
 
-    seen: torch.Tensor
+    gradient: torch.Tensor
 
     @staticmethod
     def forward(ctx, x):
@@ -45,7 +45,7 @@ class _Seen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        _Seen.seen = dy
+        _RecordGradient.gradient = dy
         return dy
 
 
@@ -65,16 +65,16 @@ def test_norms_and_activations_know_what_they_made(width, dtype):
     # A bias alone would be larger than any result: what lies outside the tensor must not count.
     assert right(layer_norm(x, w, b.detach() + 100, 1e-5))
     assert right(rms_norm(x, w, 1e-5))
-    total, normed = add_norm(_Seen.apply(x), random(11, 2, width, dtype=dtype), w, b, 1e-5, "layernorm", b)
+    total, normed = add_norm(_RecordGradient.apply(x), random(11, 2, width, dtype=dtype), w, b, 1e-5, "layernorm", b)
     assert attached_amax(total) is None
     assert right(normed)
     torch.autograd.backward((total, normed), (random(11, 2, width, dtype=dtype).detach(), normed.detach()))
-    assert right(_Seen.seen)
+    assert right(_RecordGradient.gradient)
     for activation, wide in ((gelu, width), (swiglu, 2 * width)):
-        y = activation(_Seen.apply(random(11, 2, wide, dtype=dtype)), random(wide, dtype=dtype))
+        y = activation(_RecordGradient.apply(random(11, 2, wide, dtype=dtype)), random(wide, dtype=dtype))
         assert right(y)
         y.backward(random(*y.shape, dtype=dtype).detach())
-        assert right(_Seen.seen)
+        assert right(_RecordGradient.gradient)
 
 
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
@@ -82,10 +82,10 @@ def test_rows_in_two_blocks_of_columns(kind):
     width = WIDEST_WITH_SUM + 40
     x, w = random(3, width), random(width)
     b = random(width) if kind == "layernorm" else None
-    total, normed = add_norm(_Seen.apply(x), random(3, width), w, b, 1e-5, kind, random(width))
+    total, normed = add_norm(_RecordGradient.apply(x), random(3, width), w, b, 1e-5, kind, random(width))
     assert right(normed)
     torch.autograd.backward((total, normed), (torch.zeros_like(total), random(3, width).detach()))
-    assert right(_Seen.seen)
+    assert right(_RecordGradient.gradient)
 
 
 def test_the_activation_of_a_fused_projection_knows_what_it_made():

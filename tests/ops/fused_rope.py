@@ -20,7 +20,7 @@ from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
 from tests.ops.tools import TOLERANCE, compare, distance
 
-FEW = settings(max_examples=10, deadline=None)
+SETTINGS = settings(max_examples=10, deadline=None)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,7 +29,7 @@ def _fused():
         yield
 
 
-@FEW
+@SETTINGS
 @given(
     shape=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 5)),
     sizes=st.sampled_from([(2, 2), (6, 2), (16, 16), (20, 6), (24, 24), (40, 12)]),
@@ -63,7 +63,7 @@ def _joined(parts):
     return torch.cat([(i + 1) * t.flatten(2) for i, t in enumerate(parts)], dim=-1)
 
 
-@FEW
+@SETTINGS
 @given(
     shape=st.tuples(st.integers(1, 4), st.integers(1, 3)),
     heads=st.sampled_from([(1, 1), (4, 2), (3, 3), (6, 1)]),
@@ -115,7 +115,7 @@ def test_packed_refuses_what_is_not_one_tensor():
     assert find_packed(tuple(t.contiguous() for t in (q, k, v))) is None
 
 
-@FEW
+@SETTINGS
 @given(
     shape=st.tuples(st.integers(1, 4), st.integers(1, 3)),
     heads=st.sampled_from([(1, 1), (4, 2)]),
@@ -142,7 +142,7 @@ def test_split_fused_projection(shape, heads, sizes, ffn, activation, has_bias, 
     assert dispatch.active()["split fused projection"] == "reference (float64)"  # the second of the two
 
 
-@FEW
+@SETTINGS
 @given(
     shape=st.tuples(st.integers(1, 4), st.integers(1, 3)),
     ffn=st.sampled_from([1, 24, 50]),

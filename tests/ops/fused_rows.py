@@ -37,7 +37,7 @@ from megascale.ops.norm import (
 from megascale.ops.reduce import accumulate_gradients, column_sum
 from tests.ops.tools import TOLERANCE, compare, distance
 
-FEW = settings(max_examples=6, deadline=None)
+SETTINGS = settings(max_examples=6, deadline=None)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 leading = st.sampled_from([(1,), (7,), (3, 5), (9, 2), (40,)])
 norm_widths = st.sampled_from([7, 32, 100, 257, 600])  # gradients of narrower rows are differences of near numbers
@@ -54,7 +54,7 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@FEW
+@SETTINGS
 @given(leading, norm_widths, dtypes, st.booleans())
 def test_layer_norm(lead, width, dtype, has_bias):
     x, w = random(*lead, width, dtype=dtype), random(width, dtype=dtype)
@@ -68,7 +68,7 @@ def test_layer_norm(lead, width, dtype, has_bias):
     assert dispatch.active()["layer norm"] == "triton"
 
 
-@FEW
+@SETTINGS
 @given(leading, norm_widths, dtypes)
 def test_rms_norm(lead, width, dtype):
     compare(
@@ -80,14 +80,14 @@ def test_rms_norm(lead, width, dtype):
     assert dispatch.active()["rms norm"] == "triton"
 
 
-@FEW
+@SETTINGS
 @given(leading, norm_widths, dtypes, st.sampled_from(["layernorm", "rmsnorm"]), st.booleans(), st.booleans())
 def test_add_norm(lead, width, dtype, kind, has_x_bias, wide):
     with mock.patch.object(norm, "WIDEST_WITH_SUM", 1 if wide else norm.WIDEST_WITH_SUM):
         add_norm_matches(lead, width, dtype, kind, has_x_bias)
 
 
-@FEW
+@SETTINGS
 @given(
     st.sampled_from([(1,), (5,), (2, 2)]),
     st.sampled_from([4096, 4097, 4352, 5120, 6100, 6144, 6145, 12288]),
@@ -112,7 +112,7 @@ def add_norm_matches(lead, width, dtype, kind, has_x_bias):
     bias = weight.flip(0) if kind == "layernorm" else None
     x_bias = weight * 2 if has_x_bias else None
 
-    def both(function):
+    def run_pair(function):
         def run(x, residual, x_bias, weight, bias):
             total, normed = function(x, residual, weight, bias, 1e-5, kind, x_bias)
             return torch.cat([total, normed], -1)
@@ -120,7 +120,7 @@ def add_norm_matches(lead, width, dtype, kind, has_x_bias):
         return run
 
     tensors = (x, residual, x_bias, weight, bias)
-    compare(both(add_norm), both(add_norm_reference), tensors, 5 * TOLERANCE[dtype])
+    compare(run_pair(add_norm), run_pair(add_norm_reference), tensors, 5 * TOLERANCE[dtype])
     assert dispatch.active()["add norm"] == "triton"
 
 
@@ -231,7 +231,7 @@ def test_sums_go_to_each_parameter_as_it_wants_its_gradient(count, with_sinks):
             torch.testing.assert_close(main_grad_of(p), 3.0 + expected)
 
 
-@FEW
+@SETTINGS
 @given(leading, widths, dtypes, st.booleans(), st.sampled_from(["none", "tanh"]))
 def test_gelu(lead, width, dtype, has_bias, approximate):
     x = 2 * random(*lead, width, dtype=dtype)
@@ -245,7 +245,7 @@ def test_gelu(lead, width, dtype, has_bias, approximate):
     assert dispatch.active()["gelu"] == "triton"
 
 
-@FEW
+@SETTINGS
 @given(leading, widths, dtypes, st.sampled_from(["gelu", "swiglu"]))
 def test_a_bias_that_is_in_already_gets_its_gradient(lead, width, dtype, kind):
     columns = width if kind == "gelu" else 2 * width
@@ -275,7 +275,7 @@ def test_gelu_of_every_bfloat16():
     assert ((dx.double() - slope).abs() <= rounding * slope.abs() + 1e-4).all()
 
 
-@FEW
+@SETTINGS
 @given(leading, widths, dtypes, st.booleans(), st.booleans())
 def test_geglu(lead, width, dtype, has_bias, added):
     x = random(*lead, 2 * width, dtype=dtype)
@@ -296,7 +296,7 @@ def test_geglu(lead, width, dtype, has_bias, added):
     assert dispatch.active()["geglu"] == "triton"
 
 
-@FEW
+@SETTINGS
 @given(leading, norm_widths, dtypes)
 def test_rms_norm_with_a_zero_centred_weight(lead, width, dtype):
     """The weight is added to 1 in float32, whose gradient is the weight's."""
@@ -310,7 +310,7 @@ def test_rms_norm_with_a_zero_centred_weight(lead, width, dtype):
     assert dispatch.active()["rms norm"] == "triton"
 
 
-@FEW
+@SETTINGS
 @given(leading, widths, dtypes, st.booleans())
 def test_swiglu(lead, width, dtype, has_bias):
     x = random(*lead, 2 * width, dtype=dtype)
@@ -319,7 +319,7 @@ def test_swiglu(lead, width, dtype, has_bias):
     assert dispatch.active()["swiglu"] == "triton"
 
 
-@FEW
+@SETTINGS
 @given(st.sampled_from([1, 5, 16, 1000]), widths, dtypes)
 def test_column_sum_alone_and_accumulated(rows, width, dtype):
     x = random(rows, width, dtype=dtype)

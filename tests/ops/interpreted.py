@@ -75,7 +75,7 @@ _blocks: dict[tuple, dict] = {}
 
 def _known_block(self, element_ty, shape):
     """A type of blocks, which is made for every result, as one of the same numbers and shape was made before."""
-    key = (id(element_ty), *(getattr(size, "value", size) for size in shape))
+    key = (id(element_ty),) + tuple(getattr(size, "value", size) for size in shape)
     if type(element_ty) is not interpreter.tl.core.dtype:  # a pointer's, which is not kept and whose id comes again
         _make_block(self, element_ty, shape)
     elif key in _blocks:
@@ -113,3 +113,23 @@ def _convert_as_hardware_does(data, from_type, to_type, rounding):
 
 
 interpreter._convert_float = _convert_as_hardware_does
+
+_create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _widen(handle):
+    """Return a block of bfloat16, which NumPy holds as its bits, in float32."""
+    import numpy as np
+
+    if handle.dtype.scalar != interpreter.tl.bfloat16:
+        return handle
+    bits = handle.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
+
+
+def _create_dot_of_numbers(self, a, b, d, input_precision, max_num_imprecise_acc):
+    """Triton's interpreter multiplies the bits of bfloat16 as integers."""
+    return _create_dot(self, _widen(a), _widen(b), d, input_precision, max_num_imprecise_acc)
+
+
+interpreter.InterpreterBuilder.create_dot = _create_dot_of_numbers

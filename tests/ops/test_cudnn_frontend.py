@@ -49,6 +49,24 @@ for window in (None, 1, 5):
     assert all(outputs[name].get_stride() == [C, D, B * C, 1] for name in ("d_q", "d_k", "d_v"))
     assert outputs["d_k"].get_dim() == [B, G, S, D]
     assert set(inputs) | set(outputs) <= set(ours.UIDS)
+from megascale.ops import attention_cudnn_documents as documents
+T, COUNT, LONGEST = S * B, 5, S
+q, k, v = torch.zeros(T, N + 2 * G, D).split((N, G, G), dim=1)
+named = {"q": q, "k": k, "v": v, "o": torch.zeros(T, N, D), "stats": torch.zeros(T, N, 1)}
+layouts = {name: documents.RaggedLayout(t, COUNT, LONGEST) for name, t in named.items()}
+layouts |= {"d_o": layouts["o"], "d_q": layouts["q"], "d_k": layouts["k"], "d_v": layouts["v"]}
+for window in (None, 5):
+    ragged = documents.RaggedGraph(torch.bfloat16, None, COUNT)
+    documents.add_forward(ragged, layouts, window)
+    ragged.graph.validate()
+    assert ragged.token_strides == [(N + 2 * G) * D, N * D, N]
+    assert ragged.outputs["stats"].get_dim() == [COUNT, N, LONGEST, 1]
+    assert set(ragged.inputs) | set(ragged.outputs) <= set(ours.UIDS)
+    ragged = documents.RaggedGraph(torch.bfloat16, None, COUNT)
+    documents.add_backward(ragged, layouts, window, tokens=T, deterministic=False)
+    ragged.graph.validate()
+    assert ragged.outputs["d_k"].get_dim() == [COUNT, G, LONGEST, D]
+    assert set(ragged.inputs) | set(ragged.outputs) <= set(ours.UIDS)
 print("checked")
 """
 

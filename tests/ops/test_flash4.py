@@ -16,6 +16,7 @@ PROGRAM = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from megascale.ops.attention_backends import _FlashAttention4 as ours
+from megascale.ops.attention_documents import _Flash4Varlen as varlen
 
 class Context:
     def save_for_backward(self, *tensors):
@@ -31,6 +32,16 @@ with FakeTensorMode(), torch.no_grad():
         *grads, _ = ours.backward(context, torch.empty_like(out))
         assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
         assert all(g.stride() == q.stride() for g in grads)
+    for window in (None, 100):
+        for batch in (1, B):
+            context = Context()
+            q, k, v = torch.empty(S, batch, N + 2 * G, D, dtype=torch.bfloat16, device="cuda").split((N, G, G), dim=2)
+            cumulative = torch.empty(batch * 17 + 1, dtype=torch.int32, device="cuda")
+            out = varlen.forward(context, q, k, v, window, cumulative)
+            assert out.shape == (S, batch, N * D)
+            *grads, _, _ = varlen.backward(context, torch.empty_like(out))
+            assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+            assert batch > 1 or all(g.stride() == q.stride() for g in grads)
 print("compiled")
 """
 

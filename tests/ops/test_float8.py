@@ -29,7 +29,7 @@ from megascale.ops.float8.formats import (
 )
 
 kinds = st.sampled_from([E4M3, E5M2])
-MANY = settings(max_examples=60, deadline=None)
+SETTINGS = settings(max_examples=60, deadline=None)
 magnitudes = st.floats(2.0**-100, 2.0**100, width=32)
 nothing_to_learn = st.sampled_from([0.0, math.inf, math.nan])
 
@@ -38,7 +38,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
-@MANY
+@SETTINGS
 @given(magnitudes, kinds, st.integers(0, 3), st.booleans())
 def test_amax_falls_on_the_largest_number_or_a_margin_below(amax, kind, margin, power_of_2):
     scale = scale_from_amax(torch.tensor(amax), kind, margin=margin, power_of_2=power_of_2)
@@ -50,7 +50,7 @@ def test_amax_falls_on_the_largest_number_or_a_margin_below(amax, kind, margin, 
         assert at == pytest.approx(1.0)
 
 
-@MANY
+@SETTINGS
 @given(st.lists(st.one_of(magnitudes, nothing_to_learn), min_size=1, max_size=6), kinds, magnitudes, st.booleans())
 def test_an_amax_that_says_nothing_keeps_the_old_scale(amaxes, kind, old, power_of_2):
     scales = scale_from_amax(torch.tensor(amaxes), kind, torch.tensor(old), power_of_2=power_of_2)
@@ -70,7 +70,7 @@ def test_scales_at_the_ends_of_float32():
     assert power_of_2_above(torch.tensor([1.0, 1.5, 2.0, 2.0000002])).tolist() == [1.0, 2.0, 2.0, 4.0]
 
 
-@MANY
+@SETTINGS
 @given(st.integers(0, 2**16), kinds, st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), magnitudes)
 def test_a_cast_there_and_back_is_off_by_half_a_step(seed, kind, dtype, size):
     """Relative to the number where it is normal in the format, to the smallest normal number below."""
@@ -82,7 +82,7 @@ def test_a_cast_there_and_back_is_off_by_half_a_step(seed, kind, dtype, size):
     assert ((back - x.double()).abs() <= step * (0.5 + 1e-5)).all()
 
 
-@MANY
+@SETTINGS
 @given(kinds, st.floats(-(2.0**99), 2.0**99, width=32), magnitudes)
 def test_what_is_too_large_is_clamped_and_counted_and_what_is_not_finite_remains_so(kind, value, scale):
     x = torch.tensor([value, math.inf, -math.inf, math.nan, 0.0])
@@ -110,14 +110,14 @@ def test_flushed_is_exactly_what_becomes_zero(kind):
     assert counts.tolist() == [0, 2]
 
 
-@MANY
+@SETTINGS
 @given(st.sampled_from([(1, 1), (5, 3), (2, 3, 7), (0, 4), (16, 16)]), kinds, st.booleans(), st.integers(0, 99))
-def test_both_copies_hold_the_same_numbers_with_one_scale(shape, kind, known, seed):
+def test_both_copies_hold_the_same_numbers_with_one_scale(shape, kind, has_amax, seed):
     x = randn(*shape, seed=seed, dtype=torch.bfloat16)
     x_MN = x.reshape(-1, shape[-1])
     amax = compute_amax(x)
     assert amax.item() == (x.abs().max().float().item() if x.numel() else 0)
-    built = cast_by_amax(x, kind, amax if known else None, previous_scale=torch.tensor(7.0))
+    built = cast_by_amax(x, kind, amax if has_amax else None, previous_scale=torch.tensor(7.0))
     assert built.rows.shape == x_MN.shape
     assert torch.equal(built.rows.float(), built.columns.t().float())
     assert built.rows_scale is built.columns_scale
@@ -131,7 +131,7 @@ def test_both_copies_hold_the_same_numbers_with_one_scale(shape, kind, known, se
     assert only.columns is None
 
 
-@MANY
+@SETTINGS
 @given(st.sampled_from([(1, 1), (5, 3), (16, 32)]), kinds, st.booleans(), st.integers(0, 99))
 def test_row_wise_scales_know_nothing_of_other_rows(shape, kind, power_of_2, seed):
     x = randn(*shape, seed=seed)
@@ -155,7 +155,7 @@ def exact(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return dequantise(q, scale, torch.float64)
 
 
-@MANY
+@SETTINGS
 @given(st.sampled_from([(16, 32, 48), (3, 5, 7), (1, 16, 16)]), st.booleans(), st.booleans(), st.integers(0, 99))
 def test_the_three_gemms_of_a_linear(sizes, row_wise, unset, seed):
     tokens, inputs, outputs = sizes

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-HERE = Path(__file__).parent
-FILES = sorted(p.stem for p in HERE.glob("fused_*.py"))
+FOLDER = Path(__file__).parent
+FILES = sorted(p.stem for p in FOLDER.glob("fused_*.py"))
 
 pytestmark = [pytest.mark.xdist_group("triton"), pytest.mark.timeout(900)]
 
@@ -23,10 +23,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Element
     pytest.importorskip("triton", reason="Triton is not installed")
     pytest.importorskip("triton.runtime.interpreter", reason="this Triton has no interpreter")
     record = tmp_path_factory.mktemp("fused") / "record.xml"
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path + [str(HERE)])}
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path + [str(FOLDER)])}
     env.pop("PYTEST_XDIST_WORKER", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--junitxml={record}"]
-    command += [str(HERE / f"{file}.py") for file in FILES]
+    command += [str(FOLDER / f"{file}.py") for file in FILES]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=850)
     assert record.exists(), done.stdout[-6000:] + done.stderr[-2000:]
     result: dict[str, list[ElementTree.Element]] = {file: [] for file in FILES}

@@ -15,7 +15,6 @@ from megascale.ops import activation, dispatch
 from megascale.ops.activation import activate, gelu, swiglu
 from megascale.ops.adam import adamw_apply, lamb_apply, lamb_direction
 from megascale.ops.attention import AttentionChoice, AttentionChooser, AttentionShape, attention, attention_reference
-from megascale.ops.attention_backends import candidates
 from megascale.ops.cross_entropy import VocabShard, chunk_tokens, cross_entropy, linear_cross_entropy
 from megascale.ops.dropout import dropout, dropout_add, dropout_key, philox
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
@@ -135,11 +134,10 @@ def test_a_kernel_without_a_softcap_is_refused_and_never_measured():
         with pytest.raises(ConfigError, match=f"'{name}' has no softcap, which this layer has .50.; set --kernels"):
             attention(q, q, q, window=None, softcap=50.0, backend=name)
     chooser = AttentionChooser()
-    shape = AttentionShape(8, 1, 2, 2, 4, None, torch.bfloat16, 50.0)
+    shape = AttentionShape(8, 1, 2, 2, 4, None, torch.bfloat16, softcap=50.0)
     assert "has no softcap" in chooser.explain_refusal("flash", shape, torch.device("cpu"))
     assert chooser.explain_refusal("eager", shape, torch.device("cpu")) == ""
-    assert candidates(None, 50.0) == ["flex"]
-    assert chooser.choose(8, 1, 2, 2, 4, None, torch.float32, "cpu", 50.0) == "eager"
+    assert chooser.choose(8, 1, 2, 2, 4, None, torch.float32, "cpu", softcap=50.0) == "eager"
     assert chooser.describe() == ["attention 8 x 1, 2 heads (2 kv) of 4, full, softcap 50, float32: eager"]
     assert chooser.choose(8, 1, 2, 2, 4, None, torch.float32, "cpu") == "sdpa"
 
@@ -219,9 +217,9 @@ def test_head_gives_the_plain_loss_whatever_the_chunks(tokens, chunk, has_bias, 
     assert grads[-1] is None
     assert called == [1]
     want = cross_entropy(torch.nn.functional.linear(x, w, b), targets, 9)
-    expected = torch.autograd.grad(want, [*inputs, w], upstream)
+    expected = torch.autograd.grad(want, list(inputs) + [w], upstream)
     torch.testing.assert_close(loss, want)
-    for a, c in zip((*grads[:-1], sink.main_grad), expected, strict=True):
+    for a, c in zip(tuple(grads[:-1]) + (sink.main_grad,), expected, strict=True):
         torch.testing.assert_close(a, c)
     assert sink.main_grad[9:].eq(0).all()
 
@@ -302,6 +300,62 @@ def test_vocabulary_shards_give_the_whole_heads_loss_and_gradients(promised):
         torch.testing.assert_close(loss, want.detach())
     torch.testing.assert_close(sum(r[1] for r in results), expected[0])
     torch.testing.assert_close(torch.cat([r[2] for r in results]), expected[1])
+
+
+@pytest.mark.parametrize("promised", [False, True])
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
+def test_head_computes_only_the_gradients_that_are_needed(frozen, promised):
+    tensors = {"x": randn(5, 6), "weight": randn(11, 6, seed=1), "bias": randn(11, seed=2)}
+    tensors[frozen] = tensors[frozen].detach()
+    targets = torch.tensor([0, 10, 5, -100, 7])
+    upstream = torch.tensor(0.25, dtype=D)
+    x, weight, bias = tensors.values()
+    loss = linear_cross_entropy(x, weight, targets, bias=bias, chunk=2, token_grad=upstream if promised else None)
+    (loss * upstream).sum().backward()
+    gradients = {name: tensor.grad for name, tensor in tensors.items()}
+    assert gradients[frozen] is None
+    for tensor in tensors.values():
+        tensor.grad = None
+    want = cross_entropy(torch.nn.functional.linear(x, weight, bias), targets, 11)
+    torch.testing.assert_close(loss, want)
+    (want * upstream).sum().backward()
+    for name, tensor in tensors.items():
+        if name != frozen:
+            torch.testing.assert_close(gradients[name], tensor.grad)
+
+
+def test_head_keeps_float32_sums_of_narrow_types():
+    x, weight = (
+        randn(*shape, seed=i).detach().bfloat16().requires_grad_() for i, shape in enumerate([(300, 8), (9, 8)])
+    )
+    targets = torch.arange(300) % 9
+    loss = linear_cross_entropy(x, weight, targets, chunk=10, token_grad=torch.tensor(1.0))
+    assert loss.dtype == torch.float32
+    loss.sum().backward()
+    assert (x.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+    wide_x, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (x, weight))
+    torch.nn.functional.cross_entropy(wide_x @ wide_weight.T, targets, reduction="sum").backward()
+    # Thirty sums in bfloat16 would be off by several percent.
+    assert (weight.grad.double() - wide_weight.grad).norm() < 0.01 * wide_weight.grad.norm()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "itemsize", "expected"),
+    [
+        (4096, 64000, 2, 4096),
+        (16384, 128256, 2, 4096),  # four chunks of at most 4,185 tokens
+        (5000, 50304, 2, 5000),
+        (10673, 50304, 2, 5376),  # one more than fits: two halves, rounded up to 128
+        (10672, 50304, 2, 10672),
+        (129, 1 << 40, 2, 128),  # never less than 128
+        (100, 1 << 40, 2, 100),
+        (1, 1, 1, 1),
+        (0, 5, 2, 1),
+        (8, 0, 2, 8),
+    ],
+)
+def test_chunks_are_even_and_as_large_as_fits(tokens, columns, itemsize, expected):
+    assert chunk_tokens(tokens, columns, itemsize) == expected
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(1, 10), (4096, 64000), (16384, 128256), (5000, 50304), (0, 5)])

@@ -40,16 +40,16 @@ def reference(row: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, .
 def test_values_and_gradients_of_cut_rows(cuts):
     """Each rank has some columns, one perhaps none; logits of 1e3 would overflow without the maximum of the row."""
     generator = torch.Generator().manual_seed(1)
-    whole = torch.randn(TOKENS, COLUMNS, dtype=torch.float64, generator=generator)
-    whole[1] += 1000
-    whole[2, 4] -= 1000
+    full_logits = torch.randn(TOKENS, COLUMNS, dtype=torch.float64, generator=generator)
+    full_logits[1] += 1000
+    full_logits[2, 4] -= 1000
     targets = torch.tensor([0, 7, 3, 2, 5])
     upstream = torch.randn(3, TOKENS, dtype=torch.float64, generator=generator)
     ranks = Ranks(len(cuts))
 
     def run(rank: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         start = sum(cuts[:rank])
-        values = whole[:, start : start + cuts[rank]].clone().requires_grad_()
+        values = full_logits[:, start : start + cuts[rank]].clone().requires_grad_()
         if len(cuts) == 1:
             logits = TokenLogits(values, targets)
         else:
@@ -62,7 +62,7 @@ def test_values_and_gradients_of_cut_rows(cuts):
 
     with ThreadPoolExecutor(len(cuts)) as pool:
         outcomes = list(pool.map(run, range(len(cuts))))
-    row = whole.clone().requires_grad_()
+    row = full_logits.clone().requires_grad_()
     expected = reference(row, targets)
     (expected_gradient,) = torch.autograd.grad(expected, row, list(upstream))
     for results, _ in outcomes:

@@ -17,14 +17,14 @@ from types import ModuleType
 from typing import Any
 
 ENGINE = "megascale.train.engine"
-REST = float(os.environ.get("MEGASCALE_TEST_REST", "0.03"))  # seconds
+PAUSE = float(os.environ.get("MEGASCALE_TEST_REST", "0.03"))  # seconds
 
 
 def _pace(module: ModuleType) -> None:
     step = module.Engine.step
 
     def rested(*inputs: Any, **more: Any) -> Any:
-        time.sleep(REST)
+        time.sleep(PAUSE)
         return step(*inputs, **more)
 
     module.Engine.step = rested

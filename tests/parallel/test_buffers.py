@@ -79,7 +79,7 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
 @settings(max_examples=60, deadline=None)
 def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
     if tied:
-        members = [BufferMember(50, True, (), tied=True), *members]
+        members = [BufferMember(50, True, (), tied=True)] + list(members)
     layout = lay_out(members, ranks, limit)
     assert sorted(i for span in layout.buckets for i in span.members) == list(range(len(members)))
     edges = [0]
@@ -122,7 +122,7 @@ def test_only_replicated_gradients_wait_for_the_tensor_axis():
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_parameters_and_gradients_are_views_of_the_buffers(zero):
-    """What a shard updates is what the next forward reads, and what backward writes is what a shard sees."""
+    """The next forward reads the updated shard, and the shard receives the gradients of backward."""
     module = chunk(Axis())
     flat = ParamAndGradBuffer(module, torch.device("cpu"), zero=zero, bucket_elements=500)
     for shard in flat.shards:
@@ -230,14 +230,14 @@ def test_a_forward_waits_for_each_block_when_it_is_next(monkeypatch, tied):
     module(tokens, Batch(tokens, tokens))
     assert not data.is_gathering(0)
     sent = [where for subject, where in log if subject == "sent"]
-    assert len(sent) == len(flat.layout.buckets) == len({where for what, where in log if what == "arrived"})
+    assert len(sent) == len(flat.layout.buckets) == len({where for event, where in log if event == "arrived"})
     spans = {span.start: span for span in flat.layout.buckets}
     of = {id(p): i for i, p in enumerate(flat.parameters)}
     for number, block in enumerate(module.blocks):
         local = {of[id(p)] for p in block.parameters()}
         needed = {start for start, span in spans.items() if local & set(span.members)}
         later = {start for start, span in spans.items() if min(span.members) > max(local)}
-        arrived = {where for what, where in log[: log.index(("block", number))] if what == "arrived"}
+        arrived = {where for event, where in log[: log.index(("block", number))] if event == "arrived"}
         assert needed <= arrived
         assert (later and not later & arrived) or number == 1  # the last block may be all that is left
     assert [min(spans[where].members) for where in sent] == sorted(min(span.members) for span in spans.values())

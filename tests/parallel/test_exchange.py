@@ -87,7 +87,7 @@ class Device:
             return
 
         def set_flag() -> None:
-            assert not self.flags.get((peer, self.rank, number % 2)), "a signal that nobody has seen yet is lost"
+            assert not self.flags.get((peer, self.rank, number % 2)), "a signal that no rank has seen yet is lost"
             self.flags[peer, self.rank, number % 2] = 1
 
         self.put("copy", set_flag)
@@ -148,7 +148,9 @@ def call_all(ex: Exchange, device: Device, program: list[str], local: list[torch
         if op == "gather":
             pending.append((number, ex.gather(local_part[0])))
         elif op == "scatter":
-            pending.append((number, ex.scatter(lambda out, rank, mine=local_part: out.copy_(mine), SHAPE, local_part)))  # type: ignore[misc]
+            pending.append(
+                (number, ex.scatter(lambda out, rank, own_part=local_part: out.copy_(own_part), SHAPE, local_part))
+            )  # type: ignore[misc]
         elif op == "all to all":
 
             def write_part(out: torch.Tensor, rank: int | None, parts: torch.Tensor = local_part) -> None:
@@ -157,14 +159,14 @@ def call_all(ex: Exchange, device: Device, program: list[str], local: list[torch
             pending.append((number, ex.all_to_all(write_part, SHAPE, local_part)))
         elif op == "scatter now":
 
-            def make(out: torch.Tensor, rank: int | None, mine: torch.Tensor = local_part) -> None:
-                out.copy_(mine if rank is None else mine[rank])
+            def make(out: torch.Tensor, rank: int | None, own_part: torch.Tensor = local_part) -> None:
+                out.copy_(own_part if rank is None else own_part[rank])
 
             save(number, ex.scatter_now(make, SHAPE, local_part))
         else:
             observed = torch.zeros(ex.size, *SHAPE, dtype=torch.float64)
             keep = op == "consume and keep"
-            full = ex.gather_and_consume(local_part[0], lambda part, r, seen=observed: seen[r].copy_(part), keep)  # type: ignore[misc]
+            full = ex.gather_and_consume(local_part[0], lambda part, r, arrived=observed: arrived[r].copy_(part), keep)  # type: ignore[misc]
             save(number, observed.flatten(0, 1))
             if keep:
                 save(number, full)
@@ -225,13 +227,13 @@ def play_parts(
                     ex,
                     device,
                     program,
-                    [one[rank] for one in data],
+                    [tensor[rank] for tensor in data],
                     lag,
                     lambda n, found, wanted=target: keep(found, wanted[n]),  # type: ignore[misc]
                 )
                 continue
             if number not in recognized:
-                local = [torch.empty_like(one[rank]) for one in data]
+                local = [torch.empty_like(tensor[rank]) for tensor in data]
                 gave: list[tuple[int, torch.Tensor]] = []
 
                 def save(n: int, result: torch.Tensor, gave: Any = gave, device: Device = device) -> None:
@@ -243,8 +245,8 @@ def play_parts(
                     call_all(ex, device, program, local, lag, save)
                 recognized[number] = device.captured, local, gave
             entries, local, gave = recognized[number]
-            for to, one in zip(local, data, strict=True):
-                device.put("main", lambda to=to, one=one, rank=rank: to.copy_(one[rank]))  # type: ignore[misc]
+            for to, tensor in zip(local, data, strict=True):
+                device.put("main", lambda to=to, tensor=tensor, rank=rank: to.copy_(tensor[rank]))  # type: ignore[misc]
             ex.before_replay()
             device.replay(entries)
             ex.after_replay()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megascale.errors import TrainingError
+from megascale.errors import ConfigError, TrainingError
+from megascale.ops.float8 import gemm
 from megascale.ops.float8.cast import cast_by_amax, compute_amax
 from megascale.ops.float8.formats import E4M3, Float8
-from megascale.parallel.float8 import TensorWiseFloat8
+from megascale.parallel.float8 import RowWiseFloat8, TensorWiseFloat8
 
 
 def draw(seed: int) -> torch.Tensor:
@@ -52,13 +53,13 @@ def test_gathered_rows_are_read_in_place_of_the_weight():
 
 def test_an_updated_weight_is_not_read_until_it_is_gathered():
     linears, weight, fresh = TensorWiseFloat8(), draw(1), cast(draw(2))
-    other = draw(3)
+    third = draw(3)
     linears.set_gathered_rows(weight, fresh.rows, fresh.rows_scale)
     linears.weight(weight)
     linears.invalidate_rows(weight)
     with pytest.raises(TrainingError, match=r"weight \[32, 16\] is read after its update and before it was gathered"):
         linears.weight(weight)
-    assert_same(linears.weight(other), cast(other))
+    assert_same(linears.weight(third), cast(third))
     linears.set_weight_gathered(weight)
     assert_same(linears.weight(weight), cast(weight))
 
@@ -97,3 +98,65 @@ def test_graphs_read_each_step_s_values_in_the_same_memory(is_gathered):
         assert linears.weight(weight) is pinned
         assert_same(pinned, expected)
         assert addresses == [tensor.data_ptr() for tensor in vars(pinned).values() if tensor is not None]
+
+
+@pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8])
+def test_only_outputs_are_summed_fast(monkeypatch, recipe):
+    """Sums of gradients keep full precision, also those that are written into given memory."""
+    calls: list[tuple[str, bool]] = []
+    for name in ("matmul", "matmul_out"):
+        original = getattr(gemm, name)
+
+        def note(*arguments, name=name, original=original, fast=False, **options):
+            calls.append((name, fast))
+            return original(*arguments, fast=fast, **options)
+
+        monkeypatch.setattr(gemm, name, note)
+    linears = recipe()
+    weight, x, dy = draw(1), draw(2), torch.randn(32, 32, generator=torch.Generator().manual_seed(3))
+    operand, gradient = linears.prepare_input(x, weight), linears.prepare_gradient(dy, weight)
+    y, dx = linears.forward(operand, weight), linears.dgrad(gradient, weight)
+    assert torch.equal(linears.forward(operand, weight, out=torch.empty_like(y)), y)
+    assert torch.equal(linears.dgrad(gradient, weight, torch.empty_like(dx)), dx)
+    assert calls == [("matmul", True), ("matmul", False), ("matmul_out", True), ("matmul_out", False)]
+
+
+@pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8])
+def test_casts_of_activations_are_counted_while_that_is_asked_for(recipe):
+    """Numbers clipped, flushed to zero, and cast; casts of weights do not count."""
+    linears = recipe()
+    weight, x = draw(1), draw(2)
+    linears.prepare_input(x, weight)
+    assert linears.cast_counts() is None
+    linears.count_casts(True)
+    assert linears.cast_counts() is None
+    x = x.clone()
+    x[0, 0], x[0, 1] = 1e-9, 0.0  # too small beside numbers of about 1
+    for calls in (1, 2):
+        linears.forward(linears.prepare_input(x, weight), weight)
+        counts = linears.cast_counts()
+        assert counts is not None
+        assert counts.dtype == torch.float64
+        assert counts.tolist() == [0.0, calls, calls * x.numel()]
+    linears.count_casts(True)  # begins at zero again
+    linears.prepare_input(x, weight)
+    assert linears.cast_counts().tolist() == [0.0, 1.0, x.numel()]
+    linears.count_casts(False)
+    linears.prepare_input(x, weight)
+    assert linears.cast_counts() is None
+
+
+@pytest.mark.parametrize("recipe", [TensorWiseFloat8, RowWiseFloat8])
+def test_devices_and_shapes_are_checked_before_the_first_step(monkeypatch, recipe):
+    shapes: list[tuple[str, int, int, int]] = []
+    devices: list[str] = []
+    monkeypatch.setattr(gemm, "check_device", lambda device: devices.append(device.type))
+    monkeypatch.setattr(gemm, "check_shape", lambda *arguments: shapes.append(arguments))
+    linears = recipe()
+    linears.check({"a": torch.zeros(32, 16)}, 64, torch.device("cpu"))
+    assert (devices, shapes) == ([], [])
+    matrices = {"a": torch.zeros(32, 16, dtype=torch.bfloat16), "b": torch.zeros(8, 4, dtype=torch.bfloat16)}
+    linears.check(matrices, 64, torch.device("cuda"))
+    assert (devices, shapes) == (["cuda"], [("a", 64, 16, 32), ("b", 64, 4, 8)])
+    with pytest.raises(ConfigError, match=r"needs bfloat16 operators on a GPU, and train\.precision is float32"):
+        linears.check({"a": torch.zeros(32, 16)}, 64, torch.device("cuda"))

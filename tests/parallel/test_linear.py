@@ -44,7 +44,7 @@ def test_linear_accumulates_into_sinks(dtype):
     torch.testing.assert_close(main_grad_of(w).double(), exact_w, rtol=rtol, atol=rtol)
     torch.testing.assert_close(main_grad_of(b).double(), exact_b, rtol=rtol, atol=rtol)
     torch.testing.assert_close(x.grad, 2 * want[0])
-    # What an unset gradient holds is undefined: the first GEMM writes it, the next one adds.
+    # An unset gradient has undefined values: the first GEMM writes it, the next one adds.
     main_grad_of(w).fill_(float("nan"))
     sink_of(w).overwrite = True
     for _ in range(2):
@@ -121,26 +121,26 @@ def test_an_unknown_precision_is_told_with_those_there_are():
     assert LINEARS.names() == ["default", "float8", "float8_rowwise"]
 
 
-class _Given(LinearPrecision):
+class _Recorded(LinearPrecision):
     """Takes note of what it is given, and keeps for backward another tensor than forward read."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: list[object] = []
+        self.recorded: list[object] = []
 
     def prepare_input(
         self, x: torch.Tensor, weight: torch.Tensor, amax: object = None, for_gather: bool = False
     ) -> Operand:
-        self.given.append(amax)
+        self.recorded.append(amax)
         return Operand(x, wgrad=Operand(x.detach() * 2 / 2))
 
 
 def test_what_a_producer_knows_reaches_the_precision_and_what_it_keeps_is_all_that_backward_has():
-    linears, stored = _Given(), []
+    linears, stored = _Recorded(), []
     x, w, v = (randn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(3, 2, 8), (5, 8), (4, 5)]))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: stored.append(t) or t, lambda t: t):
         y = linear_scatter(linears, gather_linear(x, w, None, linears, amax="of x"), v, amaxes=["of y"])
-    assert linears.given == ["of x", "of y"]
+    assert linears.recorded == ["of x", "of y"]
     assert [t.shape for t in stored] == [x.shape, (3, 2, 5)]
     assert all(t.data_ptr() != x.data_ptr() for t in stored)
     plain = torch.nn.functional.linear(torch.nn.functional.linear(x, w), v)

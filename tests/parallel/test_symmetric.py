@@ -68,13 +68,13 @@ def host_streams(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **options: SimpleNamespace(cuda_stream=3))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     memory = [torch.zeros(3 * 3 * FLAG, dtype=torch.uint8) for _ in range(3)]
-    words = torch.zeros(PeerMax.bytes_needed(3) // WORD, dtype=torch.int64)
+    buffer = torch.zeros(PeerMax.bytes_needed(3) // WORD, dtype=torch.int64)
 
     def make(rank: int) -> CudaStreams:
         flags = [part.data_ptr() for part in memory]
-        return CudaStreams(rank, flags, torch.device("cuda", 0), words=words)
+        return CudaStreams(rank, flags, torch.device("cuda", 0), words=buffer)
 
-    return SimpleNamespace(make=make, memory=memory, words=words)
+    return SimpleNamespace(make=make, memory=memory, buffer=buffer)
 
 
 @pytest.mark.parametrize("number", [1, 2, (1 << 32) - 1, (1 << 32) + 5])
@@ -110,15 +110,15 @@ def test_released_flags_end_every_wait_and_later_ones(host_streams, number):
     streams.capture(False)
     assert len(driver.waits) == 8
     assert not streams.is_idle()
-    others = [host_streams.memory[0].clone(), host_streams.memory[2].clone()]
+    neighbours = [host_streams.memory[0].clone(), host_streams.memory[2].clone()]
     streams.release_waits()
     driver.pass_waits()
     assert streams.is_idle()
     streams.wait_for(0, number + 2)  # of a call that began before the failure was seen
     assert streams.is_idle()
-    assert (host_streams.words == RELEASED).all()
-    assert torch.equal(host_streams.memory[0], others[0])
-    assert torch.equal(host_streams.memory[2], others[1])
+    assert (host_streams.buffer == RELEASED).all()
+    assert torch.equal(host_streams.memory[0], neighbours[0])
+    assert torch.equal(host_streams.memory[2], neighbours[1])
 
 
 def test_a_capture_is_not_looked_at(host_streams):

@@ -55,9 +55,9 @@ def test_each_gradient_is_computed_once_in_order_and_memory_is_bounded(program, 
             start = len(computed)
             queue.flush(chunk, microbatch)
             assert computed[start:] == expected
-        held = [number for number in queued if number not in computed]
-        assert len(queue) == len(held)
-        assert queue.nbytes == sum(alive[number].data.nbytes for number in held) <= limit * BYTES
+        pending = [number for number in queued if number not in computed]
+        assert len(queue) == len(pending)
+        assert queue.nbytes == sum(alive[number].data.nbytes for number in pending) <= limit * BYTES
         assert queue.nbytes <= queue.peak_bytes <= limit * BYTES
     queue.flush()
     assert sorted(computed) == list(queued)

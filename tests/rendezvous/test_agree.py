@@ -21,14 +21,14 @@ def meet(worlds: dict[int, int], facts: dict[int, dict[str, str]], timeout: floa
     """Let ranks (rank -> its idea of the world's size) meet; what each got: None or the error."""
     result: dict[int, object] = {}
 
-    def come(rank: int) -> None:
+    def connect(rank: int) -> None:
         try:
             agree(stores(rank), rank, worlds[rank], facts.get(rank, FACTS), timeout)
             result[rank] = None
         except Exception as error:
             result[rank] = error
 
-    threads = [threading.Thread(target=come, args=(rank,)) for rank in worlds]
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in worlds]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -124,14 +124,14 @@ def test_two_processes_with_one_rank(stores):
     store = stores(0)
     result: list[BaseException] = []
 
-    def come(rank: int, mine) -> None:
+    def connect(rank: int, mine) -> None:
         try:
             agree(mine, rank, 3, FACTS, 20)
         except Exception as error:
             result.append(error)
 
     local = [store, stores(1), stores(1)]
-    threads = [threading.Thread(target=come, args=(rank, s)) for rank, s in zip((0, 1, 1), local, strict=True)]
+    threads = [threading.Thread(target=connect, args=(rank, s)) for rank, s in zip((0, 1, 1), local, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:

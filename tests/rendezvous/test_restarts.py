@@ -42,7 +42,7 @@ def connect(server: dist.TCPStore) -> dist.Store:
     return dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=30), wait_for_workers=False)
 
 
-class Come(threading.Thread):
+class Joiner(threading.Thread):
     """A rank that joins the newest start of `server`, again if that start is superseded."""
 
     def __init__(self, server: dist.TCPStore, rank: int, world: int = 2, timeout: float = 20) -> None:
@@ -95,7 +95,7 @@ def await_greeting(start: dist.Store, rank: int) -> None:
 
 def test_each_start_has_keys_of_its_own(agent_store):
     for _ in range(3):
-        every = [Come(agent_store, rank) for rank in (1, 0)]
+        every = [Joiner(agent_store, rank) for rank in (1, 0)]
         assert [received.finish() for received in every] == [None, None]
 
 
@@ -104,24 +104,24 @@ def test_a_start_that_broke_off_is_superseded(agent_store):
         connect(agent_store), 0, 2, timeout=20, configured_timeout=20
     )  # its rank 0 greets and ends without a verdict
     greet(broken, 0, socket.gethostname(), ended_process())
-    early = Come(agent_store, 1)
+    early = Joiner(agent_store, 1)
     await_greeting(broken, 1)
-    assert Come(agent_store, 0).finish() is None
+    assert Joiner(agent_store, 0).finish() is None
     assert early.finish() is None
     assert early.superseded == 1
 
 
 def test_a_process_replaces_its_ended_predecessor(agent_store):
-    zero = Come(agent_store, 0, world=3)
+    zero = Joiner(agent_store, 0, world=3)
     start = dist.PrefixStore("megascale-start-1", connect(agent_store))
     await_greeting(start, 0)
     greet(start, 1, socket.gethostname(), ended_process(), world=3)
-    successor = Come(agent_store, 1, world=3)
+    successor = Joiner(agent_store, 1, world=3)
     # Rank 0 publishes its verdict once three ranks have greeted; a successor that comes later waits for the next start.
     deadline = time.monotonic() + 20
     while f" {os.getpid()} " not in start.get("start/hello/1").decode():
         assert time.monotonic() < deadline, "the successor did not replace the greeting"
-    last = Come(agent_store, 2, world=3)
+    last = Joiner(agent_store, 2, world=3)
     assert [rank.finish() for rank in (zero, successor, last)] == [None] * 3
     assert f" {os.getpid()} " in start.get("start/hello/1").decode()
 
@@ -130,8 +130,8 @@ def test_a_predecessor_on_a_lost_host_is_no_second_claim(agent_store):
     broken = open_start(connect(agent_store), 0, 2, timeout=20, configured_timeout=20)
     greet(broken, 0, "lost-host", 1)
     greet(broken, 1, "lost-host", 2)
-    single = Come(agent_store, 1)
-    assert Come(agent_store, 0).finish() is None
+    single = Joiner(agent_store, 1)
+    assert Joiner(agent_store, 0).finish() is None
     assert single.finish() is None
 
 
@@ -146,10 +146,10 @@ def test_two_running_processes_with_one_rank_are_named(agent_store, host):
 
 
 def test_a_second_rank_zero_takes_the_ranks_and_the_first_is_told(agent_store):
-    first = Come(agent_store, 0)
+    first = Joiner(agent_store, 0)
     start = dist.PrefixStore("megascale-start-1", connect(agent_store))
     await_greeting(start, 0)
-    second, single = Come(agent_store, 0), Come(agent_store, 1)
+    second, single = Joiner(agent_store, 0), Joiner(agent_store, 1)
     assert second.finish() is None
     assert single.finish() is None
     error = first.finish()
@@ -158,8 +158,8 @@ def test_a_second_rank_zero_takes_the_ranks_and_the_first_is_told(agent_store):
 
 
 def test_without_rank_zero_the_failure_of_the_start_before_is_named(agent_store):
-    assert isinstance(Come(agent_store, 0, timeout=0.2).finish(), TrainingError)
-    error = Come(agent_store, 1, timeout=0.2).finish()
+    assert isinstance(Joiner(agent_store, 0, timeout=0.2).finish(), TrainingError)
+    error = Joiner(agent_store, 1, timeout=0.2).finish()
     assert isinstance(error, TrainingError)
     assert "rank 0 of 2 did not come within rendezvous.timeout=0.2 seconds" in str(error)
     assert "the start before failed: rank 1 of 2 did not come" in str(error)

@@ -219,15 +219,15 @@ def test_torchs_own_barrier_over_many_threads(pair):
     stores = [a, b] + [a.clone() for _ in range(6)]
     passed: list[int] = []
 
-    def come(index: int) -> None:
+    def connect(index: int) -> None:
         stores[index].barrier("meet", len(stores), timedelta(seconds=10))
         passed.append(index)
 
-    threads = [threading.Thread(target=come, args=(i,)) for i in range(len(stores) - 1)]
+    threads = [threading.Thread(target=connect, args=(i,)) for i in range(len(stores) - 1)]
     for thread in threads:
         thread.start()
     assert passed == []
-    come(len(stores) - 1)
+    connect(len(stores) - 1)
     for thread in threads:
         thread.join(10)
     assert sorted(passed) == list(range(len(stores)))

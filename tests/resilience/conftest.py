@@ -71,10 +71,12 @@ class Launched(JobEvents):
     def wait(self, find: Callable[[], object], subject: str):
         deadline = time.monotonic() + WAIT
         while time.monotonic() < deadline:
-            if result := find():
+            result = find()
+            if result:
                 return result
             if self.process.poll() is not None:
-                if result := find():
+                result = find()
+                if result:
                     return result
                 break
             time.sleep(0.02)
@@ -92,7 +94,7 @@ class Launched(JobEvents):
         """Return the process id of a rank's newest process in any node's folder."""
 
         def find() -> int:
-            folders = [self.run, *self.run.parent.glob(f"{self.run.name}.apart/*/runs/{self.run.name}")]
+            folders = [self.run] + list(self.run.parent.glob(f"{self.run.name}.apart/*/runs/{self.run.name}"))
             result = [read_status(folder / "status" / f"rank-{rank}.status") for folder in folders]
             newest = max((status for status in result if status), key=lambda s: s.time_ns, default=None)
             return newest.pid if newest is not None else 0

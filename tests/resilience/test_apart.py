@@ -13,7 +13,7 @@ from megascale.checkpoint import latest
 from megascale.observe.store.tables import SpanTables
 from tests.conftest import lines
 from tests.resilience.conftest import Launched
-from tests.resilience.test_launch import losses, same
+from tests.resilience.test_launch import assert_same_run, losses
 
 
 def foreign(inputs: str, run: Path) -> list[str]:
@@ -23,20 +23,20 @@ def foreign(inputs: str, run: Path) -> list[str]:
 
 
 # A rank that is stopped trains, and does not save.
-WORDS = ["--checkpoint.interval=0", "--lr.schedule=constant"]
+OPTIONS = ["--checkpoint.interval=0", "--lr.schedule=constant"]
 
 
-def apart(launch, *arguments: str) -> tuple[Launched, list[Path]]:
+def launch_apart(launch, *arguments: str) -> tuple[Launched, list[Path]]:
     """A job of two nodes and a spare after its first step, and the nodes' folders."""
     job = launch(
-        "apart", "--nodes=2", "--spares=1", "--resilience.cluster=apart", "--train.steps=100000", *WORDS, *arguments
+        "apart", "--nodes=2", "--spares=1", "--resilience.cluster=apart", "--train.steps=100000", *OPTIONS, *arguments
     )
     job.until("first_step")
     return job, sorted((job.run.parent / "apart.apart").iterdir())
 
 
 def test_kill_hang_new_driver_and_hot_update_leave_the_weights_of_an_undisturbed_run(launch, megascale, tiny, tmp_path):
-    job, hosts = apart(launch)
+    job, hosts = launch_apart(launch)
     assert [host.name for host in hosts] == ["n0", "n1", "n2"]
     for host in hosts:
         assert not foreign((host / "given.json").read_text(), job.run)
@@ -86,18 +86,18 @@ def test_kill_hang_new_driver_and_hot_update_leave_the_weights_of_an_undisturbed
     assert {"host=0@n0", "host=1@n1"} <= folders <= {"host=0@n0", "host=1@n1", "host=0@n2"}
     assert sorted(f.name for f in (job.run / "status").iterdir()) == ["rank-0.evidence", "rank-1.evidence"]  # the hang
 
-    calm = ["train", tiny, "--train.name=calm", "--parallel.data=2"] + WORDS
+    calm = ["train", tiny, "--train.name=calm", "--parallel.data=2"] + OPTIONS
     for more in ([f"--train.steps={resumed[0]['step']}"], [f"--train.steps={last}", "--lr.peak=0.005"]):
         done = megascale(*calm, *more)
         assert done.returncode == 0, done.stderr
-    same(job.run, tmp_path / "runs" / "calm")
+    assert_same_run(job.run, tmp_path / "runs" / "calm")
 
 
 def test_faults_hangs_copies_and_plots_need_no_shared_folder(launch, megascale):
     pytest.importorskip("cryptography")
     more = ["--resilience.faults=true", "--observe.tensorboard=true", "--resilience.listen=0.0.0.0"]
     more += ["--checkpoint.background=true", "--checkpoint.replicas=true", "--checkpoint.linger=20"]
-    job, hosts = apart(launch, *more)
+    job, hosts = launch_apart(launch, *more)
     report = next(e for e in job.events() if e.kind == "address_open")
     assert "resilience.listen=0.0.0.0" in report.evidence[0]
     assert not (job.run / "checkpoints" / "replica.token").exists()  # agents made it, each for its own ranks

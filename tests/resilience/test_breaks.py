@@ -45,7 +45,7 @@ def test_with_journal_and_contact_removed_the_next_driver_takes_the_agents_over(
     job.process.wait()
     agents = [job.agent(node) for node in ("n0", "n1")]
     trainers = [job.pid(rank) for rank in (0, 1)]
-    for file in (*job.run.glob("journal*"), job.run / "driver" / "contact.json", job.run / "driver" / "token"):
+    for file in tuple(job.run.glob("journal*")) + (job.run / "driver" / "contact.json", job.run / "driver" / "token"):
         file.unlink()
     job.seen = 0
     job.start()
@@ -94,7 +94,7 @@ def test_a_password_in_the_url_works_under_launch_and_stands_nowhere(launch, red
     single = ["--nodes=1", "--parallel.data=1", "--train.steps=100000", "--checkpoint.interval=0"]
     job = launch("redis", *single, url, new=True)
     job.until("first_step")
-    arguments = {pid: _words(pid) for pid in Path("/proc").iterdir() if pid.name.isdigit()}
+    arguments = {pid: _read_arguments(pid) for pid in Path("/proc").iterdir() if pid.name.isdigit()}
     local = [text for text in arguments.values() if b"/runs/redis" in text or str(tmp_path).encode() in text]
     assert len(local) >= 2  # the driver, the agent
     # The server was told its password that way by this test.
@@ -106,7 +106,7 @@ def test_a_password_in_the_url_works_under_launch_and_stands_nowhere(launch, red
     assert "s3cret" not in job.output.read_text()
 
 
-def _words(process: Path) -> bytes:
+def _read_arguments(process: Path) -> bytes:
     try:
         return (process / "cmdline").read_bytes()
     except OSError:
@@ -132,7 +132,7 @@ def test_a_command_with_a_password_starts_itself_anew_without(tmp_path, argument
     command = [sys.executable, "-m", "megascale.cli.main", "launch", str(file)] + list(arguments)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         with open(file, "w") as out:  # returns when it has come to read
-            observed = _words(Path(f"/proc/{process.pid}"))
+            observed = _read_arguments(Path(f"/proc/{process.pid}"))
             environment = Path(f"/proc/{process.pid}/environ").read_bytes()
             out.write("no TOML")
         output = process.communicate(timeout=60)[1]

@@ -52,11 +52,11 @@ def test_a_rank_that_stops_before_a_collective_is_named_with_its_stack(launch_fo
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [(["--"], "is not followed by a command"), (["--per-node", "2"], "is for another trainer's command")],
 )
-def test_an_incomplete_command_line_is_refused(words, message, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["megascale", "launch", *words])
+def test_an_incomplete_command_line_is_refused(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["megascale", "launch"] + list(arguments))
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2

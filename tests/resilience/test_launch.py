@@ -35,7 +35,7 @@ def losses(run: Path) -> list[tuple[int, float]]:
     return [(r["step"], r["loss"]) for r in lines(run / "metrics.jsonl") if "loss" in r]
 
 
-def same(run: Path, calm: Path) -> None:
+def assert_same_run(run: Path, calm: Path) -> None:
     assert losses(run) == losses(calm)
     expected = weights(calm)
     for name, tensor in weights(run).items():
@@ -79,7 +79,7 @@ def test_killed_rank_driver_agent_and_node_leave_the_weights_of_an_undisturbed_r
 
     calm = megascale("train", tiny, *steps, "--train.name=calm", "--parallel.data=2")
     assert calm.returncode == 0, calm.stderr
-    same(job.run, tmp_path / "runs" / "calm")
+    assert_same_run(job.run, tmp_path / "runs" / "calm")
     ledger = [r["first"] for r in lines(job.run / "samples" / "ledger.jsonl")]
     assert ledger == [4 * i for i in range(64)]  # no sample twice, none left out
 
@@ -278,10 +278,10 @@ def test_the_metrics_of_a_job_and_its_node_are_discovered_until_it_ends(launch, 
 
 
 def test_an_address_for_metrics_that_is_taken_is_named_at_the_start(launch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        address = f"127.0.0.1:{occupied.getsockname()[1]}"
         job = launch("taken", f"--resilience.driver_metrics={address}")
         assert job.finish() == 2
     assert f"resilience.driver_metrics={address}: Address already in use" in job.story()

@@ -78,23 +78,23 @@ class Driver:
         self.process = subprocess.Popen(
             machines["head"].inside(arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.told: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
 
-    def until(self, enough: Callable[[list[dict[str, Any]]], object]) -> None:
+    def wait_until(self, enough: Callable[[list[dict[str, Any]]], object]) -> None:
         """Read on until what it has told is enough."""
         assert self.process.stdout is not None
-        while not enough(self.told):
+        while not enough(self.messages):
             line = self.process.stdout.readline()
-            assert line, f"it ended after {self.told}"
-            self.told.append(json.loads(line))
+            assert line, f"it ended after {self.messages}"
+            self.messages.append(json.loads(line))
 
     def fence(self, name: str) -> bool:
-        before = len(self.told)
+        before = len(self.messages)
         assert self.process.stdin is not None
         self.process.stdin.write(f"fence {name}\n")
         self.process.stdin.flush()
-        self.until(lambda told: any("fenced" in arguments for arguments in told[before:]))
-        return next(words["fenced"] for words in self.told[before:] if "fenced" in words)
+        self.wait_until(lambda messages: any("fenced" in arguments for arguments in messages[before:]))
+        return next(message["fenced"] for message in self.messages[before:] if "fenced" in message)
 
 
 @pytest.fixture(scope="module")
@@ -106,24 +106,26 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 def test_agents_are_started_by_ssh_and_what_becomes_of_their_machines_is_seen(machines, tmp_path):
     driver = Driver(machines, tmp_path)
     try:
-        driver.until(lambda told: len([w for w in told if "joined" in w]) == 2 and any("given" in w for w in told))
-        joined = {w["joined"]: (w["address"], w["encrypted"]) for w in driver.told if "joined" in w}
+        driver.wait_until(
+            lambda messages: len([w for w in messages if "joined" in w]) == 2 and any("given" in w for w in messages)
+        )
+        joined = {w["joined"]: (w["address"], w["encrypted"]) for w in driver.messages if "joined" in w}
         assert joined == {n: (machines[n].address, True) for n in ("n0", "n1")}
-        assert {"given": ["n0", "n1"]} in driver.told
+        assert {"given": ["n0", "n1"]} in driver.messages
 
         # Cut off: its agent gives the connection up within 2 windows, and comes again as soon as there is a way.
         machines["n1"].cut()
         log = machines["n1"].folder / "n1" / "agent.log"
         wait(lambda: "no driver" in log.read_text(), "the agent to notice")
         machines["n1"].heal()
-        driver.until(lambda told: len([w for w in told if w.get("joined") == "n1"]) == 2)
+        driver.wait_until(lambda messages: len([w for w in messages if w.get("joined") == "n1"]) == 2)
 
         machines["n0"].power_off()
         assert not driver.fence("n0")  # Its processes cannot be known.
         assert driver.fence("n1")
         machines["n0"].heal()
         machines["n0"].power_on()
-        assert not [w for w in driver.told if "refused" in w]
+        assert not [w for w in driver.messages if "refused" in w]
     finally:
         driver.process.kill()
         driver.process.wait()

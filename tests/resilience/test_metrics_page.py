@@ -38,7 +38,7 @@ async def send(port: int, data: bytes) -> bytes:
 def talk(page: MetricsPage, work):
     """work(port) while the page is served."""
 
-    async def both():
+    async def read_both():
         door = await page.serve("127.0.0.1:0")
         assert door is not None
         try:
@@ -46,7 +46,7 @@ def talk(page: MetricsPage, work):
         finally:
             await door.close()
 
-    return asyncio.run(both())
+    return asyncio.run(read_both())
 
 
 def test_the_node_as_its_heartbeat_has_it():

@@ -99,7 +99,7 @@ def test_who_waits_for_an_answer_keeps_a_place_and_who_is_silent_makes_room():
         application.release.set()
         assert (await asking.readline()).startswith(b"HTTP/1.1 200")
         assert (await late.readline()).startswith(b"HTTP/1.1 200")
-        for each in (writer, late_writer, *(writer for _, writer in silent)):
+        for each in (writer, late_writer) + tuple(writer for _, writer in silent):
             each.close()
 
     serve(ConnectionLimits(4, 60.0), work)
@@ -113,7 +113,7 @@ def test_a_connection_that_was_answered_makes_room_again():
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         late, late_writer = await connect(port, HEAD + b"\r\n")
         assert (await late.readline()).startswith(b"HTTP/1.1 200")
-        for each in (late_writer, *(writer for _, writer in connections)):
+        for each in (late_writer,) + tuple(writer for _, writer in connections):
             each.close()
 
     serve(ConnectionLimits(4, 60.0), work)

@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[2]
 def location(tmp_path: Path) -> Iterator[ServiceLocation]:
     service = ServiceLocation(tmp_path / "echo", "echo")
     yield service
-    if pid := service.owner_pid():
+    pid = service.owner_pid()
+    if pid:
         os.kill(pid, signal.SIGKILL)
 
 

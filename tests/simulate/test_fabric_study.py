@@ -20,13 +20,13 @@ from megascale.simulate.software import stack
 from megascale.simulate.step import Scenario, engine_software, run
 
 GPUS = 256
-WORDS = ["examples/gpt-175b.toml", "--train.global_batch=256", "--parallel.virtual_stages=2"]
+OPTIONS = ["examples/gpt-175b.toml", "--train.global_batch=256", "--parallel.virtual_stages=2"]
 SMALL = {"hosts": 32, "hosts_per_set": 8, "switch_ports": 16}
 
 
 @pytest.fixture(scope="module")
 def scenario():
-    config = load_command_line(WORDS[0], WORDS[1:])
+    config = load_command_line(OPTIONS[0], OPTIONS[1:])
     cluster = load_cluster("a100-roce")
     constants = load_calibration(None, cluster.name)
     return Scenario(config, GPUS, cluster, constants, engine_software(config, stack("megascale")), "megascale")
@@ -77,7 +77,7 @@ def test_the_event_level_slows_the_stage_and_the_replica_that_are_slow(scenario)
 
 
 def test_the_command_shows_both_networks():
-    arguments = ["simulate", "step"] + WORDS + ["--gpus", str(GPUS), "--fabric", "megascale", "--starts", "2"]
+    arguments = ["simulate", "step"] + OPTIONS + ["--gpus", str(GPUS), "--fabric", "megascale", "--starts", "2"]
     arguments += [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
     shown = CliRunner().invoke(
         app, arguments + ["--placement", "random", "--outage", "core0@0:60", "--against", "none"]
@@ -102,6 +102,6 @@ def test_the_command_shows_both_networks():
     ],
 )
 def test_bad_options_name_the_remedy(arguments, report):
-    result = CliRunner().invoke(app, ["simulate", "step", *WORDS, "--gpus", str(GPUS), *arguments])
+    result = CliRunner().invoke(app, ["simulate", "step", *OPTIONS, "--gpus", str(GPUS), *arguments])
     assert isinstance(result.exception, ConfigError)
     assert report in str(result.exception)

@@ -307,7 +307,7 @@ def test_no_model_is_harmed_by_the_new_axes():
 )
 def test_float8_steps_follow_from_its_kernels(settings, measured):
     """Steps on one H200 that nothing of float8 was fitted to: casts and held rates are kernel benchmarks."""
-    config = configuration.load(None, [*settings, "train.precision=bfloat16", "train.linear_precision=float8"])
+    config = configuration.load(None, list(settings) + ["train.precision=bfloat16", "train.linear_precision=float8"])
     engine = load_calibration("h200-engine", H200.name)
     step = run(Scenario(config, 1, H200, engine, engine_software(config, MEGASCALE_H200))).seconds
     assert step == pytest.approx(measured, rel=0.03)

@@ -85,8 +85,8 @@ def test_a_straggler_removed_is_never_slower(slow, software):
 
 
 @given(st.floats(0, 0.2), st.floats(0, 0.2), st.floats(0, 0.5))
-def test_fewer_or_milder_stragglers_never_cost_more(rate, other, by):
-    low, high = sorted((rate, other))
+def test_fewer_or_milder_stragglers_never_cost_more(rate, second, by):
+    low, high = sorted((rate, second))
     single = case(data=16, batch=1024)
     sample, batch = (with_part(calm(), "stragglers", slow_hosts=q) for q in (low, high))
     constants = Constants(slow_by=by)

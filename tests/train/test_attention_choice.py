@@ -50,7 +50,7 @@ def active(run: Path) -> list[dict]:
     return [r for r in lines(run / "events.jsonl") if r["event"] == "active"]
 
 
-def kept(run: Path) -> set[str]:
+def list_kept(run: Path) -> set[str]:
     record = json.loads((run / "kernels.json").read_text())["attention"]
     return {name for names in record.values() for name in names.values()}
 
@@ -63,7 +63,7 @@ def test_ranks_that_measure_otherwise_run_the_same_kernel(tiny, tmp_path):
         assert match.code == 0, match.said
         assert "ran: ['explicit']" in match.said
     run = tmp_path / "runs" / "tiny"
-    assert kept(run) == {"explicit"}
+    assert list_kept(run) == {"explicit"}
     (report,) = active(run)
     shapes = [text for subject, text in report.items() if subject.startswith("attention ")]
     assert len(shapes) == 2
@@ -78,7 +78,7 @@ def test_a_run_goes_on_bit_for_bit_whatever_is_measured_then(tiny, tmp_path, bac
             if number and name == "moved":
                 (run / "kernels.json").unlink()  # the checkpoint knows it as well
             train(load_config(tiny, [f"--train.name={name}", "--train.steps=8", f"--train.stop_after={stop}"]))
-        assert kept(run) == {"explicit"}
+        assert list_kept(run) == {"explicit"}
     expected = weights(tmp_path / "runs" / "calm")
     for name in ("resumed", "moved"):
         assert losses(tmp_path / "runs" / name) == losses(tmp_path / "runs" / "calm")
@@ -103,7 +103,7 @@ def test_a_kernel_that_cannot_be_had_any_more_is_said(tiny, tmp_path, backends, 
     for text in (json.dumps(active(run)[-1]), capsys.readouterr().out):
         assert "replaces explicit" in text
         assert "rank 0: no kernel image" in text
-    assert kept(run) == {"sdpa"}
+    assert list_kept(run) == {"sdpa"}
 
 
 names = st.sampled_from(["a", "b", "c"])
@@ -118,10 +118,10 @@ offers = st.lists(
 
 
 @given(offers)
-def test_what_is_decided_runs_on_every_rank_of_its_kind_and_no_other_is_faster(found):
-    decisions = decide_kernels([(kind, {"s": measured}) for kind, measured in found], {}, {})
-    for kind in {kind for kind, _ in found}:
-        times = [ms for each, (ms, _) in found if each == kind]
+def test_what_is_decided_runs_on_every_rank_of_its_kind_and_no_other_is_faster(choice):
+    decisions = decide_kernels([(kind, {"s": measured}) for kind, measured in choice], {}, {})
+    for kind in {kind for kind, _ in choice}:
+        times = [ms for each, (ms, _) in choice if each == kind]
         name, _ = decisions[kind]["s"]
         common = set(times[0]).intersection(*times)
         assert name in common if common else name == "sdpa"

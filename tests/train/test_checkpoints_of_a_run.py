@@ -18,7 +18,7 @@ from tests.train.test_run import kill_when, losses, weights
 BACKGROUND = ["--checkpoint.background=true", "--checkpoint.linger=100"]
 
 
-def same(run: Path, calm: Path) -> None:
+def assert_same_run(run: Path, calm: Path) -> None:
     assert losses(run) == losses(calm)
     assert lines(run / "samples" / "ledger.jsonl") == lines(calm / "samples" / "ledger.jsonl")
     expected = weights(calm)
@@ -35,7 +35,7 @@ def test_saving_in_the_background_changes_nothing_but_the_wait(tiny, tmp_path):
     train(load_config(tiny, options + ["--train.name=calm"]))
     train(load_config(tiny, options + BACKGROUND + ["--train.name=behind"]))
     run = tmp_path / "runs" / "behind"
-    same(run, tmp_path / "runs" / "calm")
+    assert_same_run(run, tmp_path / "runs" / "calm")
     saved = events(run, "checkpoint_saved")
     assert saved[-1]["step"] == 9
     assert all(0 <= r["stall"] <= r["seconds"] for r in saved)
@@ -62,7 +62,7 @@ def test_a_killed_run_goes_on_from_memory(tiny, megascale, tmp_path, world):
     assert [e["step"] > resumed["step"] for e in events(run, "first_snapshot")] == [False, True]  # one an attempt
     assert resumed["step"] >= 5
     assert "from memory" in result.stdout
-    same(run, tmp_path / "runs" / "calm")
+    assert_same_run(run, tmp_path / "runs" / "calm")
 
 
 def test_checkpoints_elsewhere(tiny, megascale, tmp_path):

@@ -19,7 +19,7 @@ from tests.exact.processes import Start, run_ranks, wait_for_step
 from tests.forked import Forked
 
 
-def told(run: Path, rank: int = 0) -> tuple[str, str, str, str]:
+def read_end(run: Path, rank: int = 0) -> tuple[str, str, str, str]:
     """The last event and its reason, and what the status file says."""
     event, status = lines(run / "events.jsonl")[-1], read_status(run / "status" / f"rank-{rank}.status")
     assert status is not None
@@ -48,7 +48,7 @@ def test_a_failure_before_the_loop_leaves_its_reason_and_the_folder_free(tiny, t
     run = tmp_path / "runs" / "tiny"
     with pytest.raises(DataError):
         train(load_config(tiny, ["--data.train=nowhere/train"]))
-    event, why, phase, message = told(run)
+    event, why, phase, message = read_end(run)
     assert (event, phase) == ("run_failed", "failed")
     assert "nowhere/train" in why
     assert why.startswith(message)
@@ -59,7 +59,7 @@ def test_a_failure_before_the_loop_leaves_its_reason_and_the_folder_free(tiny, t
     monkeypatch.setattr(loop, "Engine", broken)
     with pytest.raises(ValueError, match="a mistake"):
         train(load_config(tiny, []))
-    assert told(run) == (
+    assert read_end(run) == (
         "run_failed",
         "ValueError: a mistake in the code",
         "failed",
@@ -68,7 +68,7 @@ def test_a_failure_before_the_loop_leaves_its_reason_and_the_folder_free(tiny, t
     monkeypatch.undo()
     with pytest.raises(ConfigError):
         train(load_config(tiny, ["--train.device=cuda"]))
-    assert "train.device=cuda" in told(run)[1]
+    assert "train.device=cuda" in read_end(run)[1]
     run_lock.acquire_trainer_lock(run, "the next", 0.0).release()
     assert train(load_config(tiny, [])).finished
 
@@ -77,8 +77,8 @@ def test_a_mistake_inside_the_loop_leaves_its_reason(tiny, tmp_path, monkeypatch
     monkeypatch.setattr(loop, "learning_rate", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(load_config(tiny, []))
-    assert told(tmp_path / "runs" / "tiny")[0::2] == ("run_failed", "failed in step")
-    assert "ZeroDivisionError" in told(tmp_path / "runs" / "tiny")[1]
+    assert read_end(tmp_path / "runs" / "tiny")[0::2] == ("run_failed", "failed in step")
+    assert "ZeroDivisionError" in read_end(tmp_path / "runs" / "tiny")[1]
 
 
 def test_of_several_ranks_each_tells_why_and_all_leave_their_groups(tiny, tmp_path):
@@ -94,7 +94,7 @@ atexit.register(lambda: print("groups open:", dist.is_initialized()))
     for rank, match in enumerate(pair):
         assert match.code == 1, match.said
         assert "groups open: False" in match.said
-        event, why, phase, message = told(tmp_path / "runs" / "tiny", rank)
+        event, why, phase, message = read_end(tmp_path / "runs" / "tiny", rank)
         assert (event, phase) == ("run_failed", "failed")
         assert "No space left" in why
         assert "No space left" in message

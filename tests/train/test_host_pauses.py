@@ -16,7 +16,7 @@ from megascale.observe.store.frames import ROLLUPS
 from megascale.train.host_pauses import HostPauses
 
 
-class Kept:
+class Recorder:
     def __init__(self) -> None:
         self.rows: list[tuple[int, int, int]] = []
 
@@ -49,7 +49,7 @@ def step(timers: Timers, pauses: HostPauses, work) -> None:
 
 
 def test_collections_are_counted_but_those_that_are_planned(pauses):
-    sink = Kept()
+    sink = Recorder()
     step(Timers(sink), pauses, lambda: (gc.collect(), gc.collect(0)))
     report = {kind: (count, total) for kind, count, total in sink.rows}
     assert report[SpanKind.GARBAGE_PAUSE][0] == 2
@@ -57,7 +57,7 @@ def test_collections_are_counted_but_those_that_are_planned(pauses):
     pauses.is_planned = True
     gc.collect()
     pauses.is_planned = False
-    quiet = Kept()
+    quiet = Recorder()
     step(Timers(quiet), pauses, lambda: None)
     assert SpanKind.GARBAGE_PAUSE not in {kind for kind, _, _ in quiet.rows}
 
@@ -72,7 +72,7 @@ def test_time_without_a_processor_is_told(pauses):
         while True:
             pass
     try:
-        sink = Kept()
+        sink = Recorder()
 
         def work() -> None:
             end = time.thread_time() + 0.2
@@ -94,7 +94,7 @@ def test_allocator_retries_are_told_as_they_grow(pauses, monkeypatch):
     of_gpu = HostPauses(SimpleNamespace(type="cuda"))  # type: ignore[arg-type]
     try:
         for report in ([], [(SpanKind.ALLOCATOR_RETRY, 2, 0)]):
-            sink = Kept()
+            sink = Recorder()
             step(Timers(sink), of_gpu, lambda: None)
             assert [row for row in sink.rows if row[0] == SpanKind.ALLOCATOR_RETRY] == report
     finally:

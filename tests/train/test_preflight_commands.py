@@ -83,7 +83,7 @@ def test_one_process_asks_for_its_memory(tiny, monkeypatch, tmp_path, capsys):
     proc.mkdir()
     (proc / "meminfo").write_text("MemAvailable: 100 kB\n")
     local = capacity.Capacity.measure
-    monkeypatch.setattr(capacity.Capacity, "measure", lambda **words: local(proc, tmp_path / "cgroup", **words))
+    monkeypatch.setattr(capacity.Capacity, "measure", lambda **options: local(proc, tmp_path / "cgroup", **options))
     with pytest.raises(FitError, match=r"tensors of 1 rank .* MemAvailable leaves 0 MiB"):
         api.train(api.load_config(tiny))
     assert not (tmp_path / "runs").exists()
@@ -145,8 +145,8 @@ class _Agents(Cluster):
     def __init__(self, run: Path, dead: set[str]) -> None:
         journal, _ = Journal.take(run, 0.05)
         job, limits = Job(JobState("a"), journal), ResilienceConfig()
-        self.table = nodes.Nodes(job, self, LoopTasks(), limits, lambda kind, **about: None)
-        self.dead, self.there = dead, set()
+        self.table = nodes.Nodes(job, self, LoopTasks(), limits, lambda kind, **details: None)
+        self.dead, self.present = dead, set()
         self.most = self.number = 0
 
     def announce(self, job: JobDescription, token: bytes) -> None: ...
@@ -158,12 +158,12 @@ class _Agents(Cluster):
         return True
 
     async def start_agent(self, name: str) -> bool:
-        self.there.add(name)
-        self.most = max(self.most, len(self.there))
+        self.present.add(name)
+        self.most = max(self.most, len(self.present))
         if name in self.dead:
-            self.there.discard(name)
+            self.present.discard(name)
             return False
-        asyncio.get_running_loop().call_later(0.01, self._come, name)
+        asyncio.get_running_loop().call_later(0.01, self._connect, name)
         return True
 
     async def request(self) -> str | None:
@@ -172,8 +172,8 @@ class _Agents(Cluster):
         await self.start_agent(name)
         return name
 
-    def _come(self, name: str) -> None:
-        self.there.discard(name)
+    def _connect(self, name: str) -> None:
+        self.present.discard(name)
         self.table.change(name, NodeEvent.CONNECTED)
 
 
@@ -203,9 +203,9 @@ def test_an_agent_started_again_gives_its_place_in_the_wave_back(monkeypatch, tm
     async def begin() -> None:
         agents = _Agents(tmp_path, set())
         node = agents.table.ensure_known("n0")
-        monkeypatch.setattr(agents, "_come", lambda name: None)  # the first never comes
+        monkeypatch.setattr(agents, "_connect", lambda name: None)  # the first never comes
         first = asyncio.create_task(agents.table.start_agent(node))
-        while not agents.there:
+        while not agents.present:
             await asyncio.sleep(0)
         node.deadline = float("inf")  # as Nodes.start leaves it
         monkeypatch.undo()

@@ -42,7 +42,7 @@ def stopped(tokens, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def again(stopped: Path, tmp_path: Path):
+def resume(stopped: Path, tmp_path: Path):
     """Starts a copy of that run once more with other settings; returns its folder."""
     shutil.copytree(stopped / "runs", tmp_path / "runs")
 
@@ -85,9 +85,9 @@ def rewrite_state(run: Path, *drop: str, **more: object) -> None:
         ("model.vocab_size=72", "64"),
     ],
 )
-def test_another_model_is_refused(again, setting: str, saved: str) -> None:
+def test_another_model_is_refused(resume, setting: str, saved: str) -> None:
     key = setting.partition("=")[0]
-    refused(again, f"--{setting}", output=rf"of another model: {key} was {saved} and is .*--train\.name")
+    refused(resume, f"--{setting}", output=rf"of another model: {key} was {saved} and is .*--train\.name")
 
 
 @pytest.mark.parametrize(
@@ -103,20 +103,20 @@ def test_another_model_is_refused(again, setting: str, saved: str) -> None:
         "train.precision=float64",
     ],
 )
-def test_what_trains_otherwise_is_asked_for(again, setting: str) -> None:
+def test_what_trains_otherwise_is_asked_for(resume, setting: str) -> None:
     key = setting.partition("=")[0]
-    refused(again, f"--{setting}", output=rf"{key} was .*--checkpoint\.accept_changes={key}")
-    run = again(f"--{setting}", f"--checkpoint.accept_changes={key}")
+    refused(resume, f"--{setting}", output=rf"{key} was .*--checkpoint\.accept_changes={key}")
+    run = resume(f"--{setting}", f"--checkpoint.accept_changes={key}")
     (resumed,) = [r for r in lines(run / "events.jsonl") if r["event"] == "resumed"]
     assert resumed["step"] == 5
     assert key in resumed["changed"]
     # It was said for that start: the next takes the new setting for granted, and would not take the old.
     assert load_config(run / "config.toml").checkpoint.accept_changes == []
-    refused(again, "--train.steps=9", output=rf"{key} was ")
+    refused(resume, "--train.steps=9", output=rf"{key} was ")
 
 
-def test_other_settings_are_free_and_told(again, capsys) -> None:
-    run = again("--train.global_batch=6", "--train.micro_batch=3", "--lr.peak=1e-3", "--train.steps=9")
+def test_other_settings_are_free_and_told(resume, capsys) -> None:
+    run = resume("--train.global_batch=6", "--train.micro_batch=3", "--lr.peak=1e-3", "--train.steps=9")
     output = capsys.readouterr().out
     (report,) = [line for line in output.splitlines() if line.startswith("settings changed after step 5: ")]
     expected = {"lr.peak 0.01 -> 0.001", "train.steps 8 -> 9", "train.micro_batch 2 -> 3", "train.global_batch 4 -> 6"}
@@ -152,27 +152,27 @@ def test_another_optimizer_goes_on_from_memory(tiny, tmp_path, capsys) -> None:
     assert "after step 2 from memory" in capsys.readouterr().out
 
 
-def test_tokens_are_counted_over_other_lengths_of_samples(again) -> None:
+def test_tokens_are_counted_over_other_lengths_of_samples(resume) -> None:
     accept = "--checkpoint.accept_changes=model.sequence_length"
-    again("--model.sequence_length=12", "--train.stop_after=1", accept)
-    run = again("--model.sequence_length=8", "--train.steps=8", accept)
+    resume("--model.sequence_length=12", "--train.stop_after=1", accept)
+    run = resume("--model.sequence_length=8", "--train.steps=8", accept)
     records = {r["step"]: r["tokens"] for r in lines(run / "metrics.jsonl")}
     lengths = [16] * 5 + [12] + [8] * 2
     assert records == {step: 4 * sum(lengths[:step]) for step in range(1, 9)}
 
 
-def test_data_that_changed_is_refused_and_may_move(again, tmp_path) -> None:
+def test_data_that_changed_is_refused_and_may_move(resume, tmp_path) -> None:
     with IndexedWriter(tmp_path / "train", np.uint16) as writer:
         writer.add_document([np.arange(2000) % 64])
-    (again.run / "samples" / "sources.json").unlink()  # the checkpoint remembers too
+    (resume.run / "samples" / "sources.json").unlink()  # the checkpoint remembers too
     refused(
-        again, f"--data.train={tmp_path}/train", output=r"data\.train=.* other contents.*accept_changes=data\.train"
+        resume, f"--data.train={tmp_path}/train", output=r"data\.train=.* other contents.*accept_changes=data\.train"
     )
-    shutil.copytree(again.folder / "data", tmp_path / "moved")
-    run = again(f"--data.train={tmp_path}/moved/train", "--train.stop_after=1")
+    shutil.copytree(resume.folder / "data", tmp_path / "moved")
+    run = resume(f"--data.train={tmp_path}/moved/train", "--train.stop_after=1")
     with pytest.raises(DataError, match=r"accept_changes=data\.train"):
-        again(f"--data.train={tmp_path}/train")
-    again(f"--data.train={tmp_path}/train", "--checkpoint.accept_changes=data.train")
+        resume(f"--data.train={tmp_path}/train")
+    resume(f"--data.train={tmp_path}/train", "--checkpoint.accept_changes=data.train")
     assert [r["step"] for r in lines(run / "samples" / "ledger.jsonl")] == list(range(1, 9))
 
 
@@ -236,39 +236,39 @@ def test_two_runs_that_begin_at_one_location(tiny, tmp_path) -> None:
     assert train(load_config(tiny, options + ["--train.name=first"])).step == 2
 
 
-def test_a_run_begun_anew_is_another(again) -> None:
-    identity = (again.run / "identity").read_text()
-    run = again("--checkpoint.resume=false", "--train.stop_after=1", "--checkpoint.at_end=false")
+def test_a_run_begun_anew_is_another(resume) -> None:
+    identity = (resume.run / "identity").read_text()
+    run = resume("--checkpoint.resume=false", "--train.stop_after=1", "--checkpoint.at_end=false")
     assert (run / "identity").read_text() != identity
-    refused(again, output=r"another run")
+    refused(resume, output=r"another run")
 
 
-def test_a_run_folder_may_move(again, tmp_path) -> None:
+def test_a_run_folder_may_move(resume, tmp_path) -> None:
     shutil.move(tmp_path / "runs", tmp_path / "there")
     moved = tmp_path / "there" / "tiny"
     (moved / "identity").unlink()  # its checkpoints say it too
     identity = checkpoint.inspect(moved).state["run"]["id"]
-    assert again(f"--train.runs={tmp_path / 'there'}")
+    assert resume(f"--train.runs={tmp_path / 'there'}")
     assert (moved / "identity").read_text().strip() == identity
 
 
-def test_a_checkpoint_of_tensors_alone_is_read_with_notes(again, capsys) -> None:
-    rewrite_state(again.run, "run", "config", "data", "tokenizer")
-    (again.run / "identity").unlink()
-    refused(again, "--model.layers=1", output=r"model\.layers is likely 2 there and 1 here")
-    run = again()
+def test_a_checkpoint_of_tensors_alone_is_read_with_notes(resume, capsys) -> None:
+    rewrite_state(resume.run, "run", "config", "data", "tokenizer")
+    (resume.run / "identity").unlink()
+    refused(resume, "--model.layers=1", output=r"model\.layers is likely 2 there and 1 here")
+    run = resume()
     output = capsys.readouterr().out
     assert output.count("does not name its run") == output.count("holds no configuration") == 1
     assert lines(run / "samples" / "ledger.jsonl")[-1]["step"] == 8
 
 
-def test_settings_that_this_version_does_not_know(again, capsys) -> None:
-    saved = checkpoint.inspect(again.run).state["config"]
+def test_settings_that_this_version_does_not_know(resume, capsys) -> None:
+    saved = checkpoint.inspect(resume.run).state["config"]
     saved["model"]["flavour"] = "sweet"
     saved["lr"]["min"] = 1.0  # no longer allowed: above peak
-    rewrite_state(again.run, config=saved | {"gone": {"key": 1}})
-    refused(again, "--model.heads=2", output=r"model\.heads was 4 and is 2")
-    again()
+    rewrite_state(resume.run, config=saved | {"gone": {"key": 1}})
+    refused(resume, "--model.heads=2", output=r"model\.heads was 4 and is 2")
+    resume()
     output = capsys.readouterr().out
     assert "does not know and ignores: gone, model.flavour" in output
     assert "lr.min 1.0 -> 0.0" in output
@@ -292,36 +292,36 @@ def test_memory_is_judged_as_storage_is(tiny, tmp_path) -> None:
     assert starts == [("run_started", 0), ("resumed", 2), ("run_started", 0), ("run_started", 0)]
 
 
-def test_history_without_checkpoints_is_not_erased(again) -> None:
-    shutil.rmtree(again.run / "checkpoints")
-    refused(again, output=r"committed the checkpoint of step 5.*--checkpoint\.resume=false")
-    run = again("--checkpoint.resume=false")
+def test_history_without_checkpoints_is_not_erased(resume) -> None:
+    shutil.rmtree(resume.run / "checkpoints")
+    refused(resume, output=r"committed the checkpoint of step 5.*--checkpoint\.resume=false")
+    run = resume("--checkpoint.resume=false")
     assert [r["step"] for r in lines(run / "samples" / "ledger.jsonl")] == list(range(1, 9))
 
 
-def test_a_start_refused_for_its_data_leaves_the_settings(again, tmp_path, megascale) -> None:
-    before = state_of(again.run)
+def test_a_start_refused_for_its_data_leaves_the_settings(resume, tmp_path, megascale) -> None:
+    before = state_of(resume.run)
     file = tmp_path / "data.toml"
-    shutil.copytree(again.folder / "data", tmp_path / "data")
+    shutil.copytree(resume.folder / "data", tmp_path / "data")
     (tmp_path / "data" / "train.bin").write_bytes((tmp_path / "data" / "train.bin").read_bytes()[::-1])
-    text = (again.folder / "tiny.toml").read_text().replace(str(again.folder / "data"), str(tmp_path / "data"))
+    text = (resume.folder / "tiny.toml").read_text().replace(str(resume.folder / "data"), str(tmp_path / "data"))
     file.write_text(text)
     result = megascale("train", file, ROTARY, f"--train.runs={tmp_path / 'runs'}", "--parallel.tensor=2")
     assert result.returncode == 4, result.stderr
     assert "data.train" in result.stderr
-    assert state_of(again.run) == before
-    assert evaluate(again.run, device="cpu").tokens
+    assert state_of(resume.run) == before
+    assert evaluate(resume.run, device="cpu").tokens
 
 
-def test_evaluation_takes_the_checkpoints_model(again) -> None:
+def test_evaluation_takes_the_checkpoints_model(resume) -> None:
     """Older versions wrote config.toml even where the start was refused."""
-    right = evaluate(again.run, device="cpu").loss
-    file = again.run / "config.toml"
+    right = evaluate(resume.run, device="cpu").loss
+    file = resume.run / "config.toml"
     file.write_text(
         file.read_text().replace('activation = "gelu"', 'activation = "gelu_tanh"').replace("= 1e-05", "= 0.1")
     )
     assert load_config(file).model.activation == "gelu_tanh"
-    assert evaluate(again.run, device="cpu").loss == right
+    assert evaluate(resume.run, device="cpu").loss == right
 
 
 def flip(run: Path, step: int) -> None:
@@ -334,23 +334,23 @@ def flip(run: Path, step: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint")
-def test_what_was_gone_back_to_outlives_the_damaged(again) -> None:
-    flip(again.run, 5)  # 4 and 5 are kept
-    run = again("--checkpoint.interval=0", "--train.steps=6")
+def test_what_was_gone_back_to_outlives_the_damaged(resume) -> None:
+    flip(resume.run, 5)  # 4 and 5 are kept
+    run = resume("--checkpoint.interval=0", "--train.steps=6")
     assert [r["step"] for r in lines(run / "events.jsonl") if r["event"] == "resumed"] == [4]
     assert checkpoint.steps(run / "checkpoints") == [4, 6]
     flip(run, 6)
-    assert again("--train.steps=6")
+    assert resume("--train.steps=6")
     assert [r["step"] for r in lines(run / "events.jsonl") if r["event"] == "resumed"] == [4, 4]
 
 
-def test_prune_reads_what_it_keeps(again, megascale) -> None:
-    flip(again.run, 5)
-    result = megascale("checkpoint", "prune", again.run, "--keep", "1")
+def test_prune_reads_what_it_keeps(resume, megascale) -> None:
+    flip(resume.run, 5)
+    result = megascale("checkpoint", "prune", resume.run, "--keep", "1")
     assert result.returncode == 0, result.stderr
-    assert 4 in checkpoint.steps(again.run / "checkpoints")
+    assert 4 in checkpoint.steps(resume.run / "checkpoints")
     with pytest.warns(UserWarning, match="Went back to the checkpoint of step 4"):
-        again()
+        resume()
 
 
 SETTINGS = [f"{s}.{k}" for s, f in Config.model_fields.items() for k in f.annotation.model_fields]  # type: ignore[union-attr]

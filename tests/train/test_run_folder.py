@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
+from megascale.config import from_tree, load
+from megascale.core.events import Event
 from megascale.errors import DataError
-from megascale.train.run_folder import RunFolder, read_records
+from megascale.train.run_folder import RunFolder, find_checkpoints, load_run_config, read_records, resolve_paths
 from tests.conftest import lines
 from tests.damaged_records import limited_memory
 
@@ -45,3 +48,111 @@ def test_going_back_keeps_lines_whose_step_is_known(tmp_path):
     folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
     folder.drop_steps_after(2)
     assert lines(folder.metrics) == [{"step": 1}]
+
+
+def test_an_event_holds_its_attempt_and_details(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.attempt = 3
+    folder.append_event(Event.RESUMED, step=7, message="x")
+    folder.append_event(Event.RUN_FINISHED, step=9)
+    first, second = lines(folder.events)
+    assert (first["event"], first["attempt"], first["rank"], first["step"], first["message"]) == (
+        "resumed",
+        3,
+        0,
+        7,
+        "x",
+    )
+    assert second["event"] == "run_finished"
+    assert second["time"] >= first["time"] > 1e9
+    assert first["date"].startswith("20")
+
+
+@pytest.mark.parametrize(
+    ("events", "attempt"),
+    [
+        ([], 0),
+        ([("run_started", 0)], 1),
+        ([("run_started", 0), ("resumed", 1), ("checkpoint_saved", 1)], 2),
+        ([("run_started", None), ("resumed", None), ("resumed", None)], 3),  # of releases without numbers
+        ([("run_started", 0), ("checkpoint_saved", 4)], 5),  # a crash has lost the events of starts
+        ([("run_started", 0), ("run_failed", 4), ("imported", 7)], 1),  # those starts were not accepted
+    ],
+)
+def test_a_start_has_a_number_above_all_earlier_ones(tmp_path, monkeypatch, events, attempt):
+    monkeypatch.delenv("MEGASCALE_ATTEMPT", raising=False)
+    folder = RunFolder(tmp_path)
+    records = [{"event": name} | ({} if number is None else {"attempt": number}) for name, number in events]
+    records.append({"event": "hang", "attempt": 40, "by": "driver"})
+    folder.events.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert folder.next_attempt() == attempt
+    for text, expected in (("12", 12), ("-1", 0), ("x", attempt)):
+        monkeypatch.setenv("MEGASCALE_ATTEMPT", text)
+        assert folder.next_attempt() == expected
+
+
+def test_the_last_saved_step_is_that_of_the_present_run(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.last_saved_step() is None
+    assert folder.read_events() == []
+    for event, step in (("run_started", 0), ("checkpoint_saved", 4), ("checkpoint_saved", 8), ("evaluated", 9)):
+        folder.append_event(Event(event), step=step)
+    assert folder.last_saved_step() == 8
+    folder.append_event(Event.RESUMED, step=8)
+    assert folder.last_saved_step() == 8
+    folder.append_event(Event.RUN_STARTED, step=0)
+    assert folder.last_saved_step() is None
+
+
+def test_going_back_to_a_step_keeps_that_step(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.create()
+    for file in (folder.metrics, folder.samples):
+        file.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
+    folder.drop_steps_after(2)
+    for file in (folder.metrics, folder.samples):
+        assert lines(file) == [{"step": 1}, {"step": 2}]
+        assert not list(file.parent.glob("*.tmp"))
+    folder.samples.unlink()
+    folder.drop_steps_after(1)
+    assert not folder.samples.exists()
+
+
+def test_an_accepted_start_is_recorded_without_what_it_accepted(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert folder.read_identity() is None
+    folder.accept(from_tree({"checkpoint": {"accept_changes": ["train.seed"]}, "train": {"seed": 5}}), "name")
+    assert folder.read_identity() == "name"
+    recorded = load(folder.config)
+    assert (recorded.checkpoint.accept_changes, recorded.train.seed) == ([], 5)
+    folder.identity.write_text("\n")
+    assert folder.read_identity() is None
+    with pytest.raises(DataError, match=r"is not a run folder: it has no config\.toml"):
+        load_run_config(tmp_path / "other")
+
+
+def configured(runs: str, **data: object):
+    return from_tree({"train": {"runs": runs, "name": "a"}, "data": data, "checkpoint": {"location": "saved/a"}})
+
+
+def test_paths_of_a_run_begin_where_it_was_started(tmp_path, monkeypatch):
+    start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
+    for folder in (start / "sets", start / "saved", start / "runs" / "a", elsewhere):
+        folder.mkdir(parents=True)
+    config = configured("runs", train=["sets/x", "nowhere/x", "/absolute/x"], valid="sets/v", tokenizer="sets/t.json")
+    monkeypatch.chdir(elsewhere)
+    resolved = resolve_paths(config, start / "runs" / "a")
+    assert resolved.data.train == [f"{start}/sets/x", "nowhere/x", "/absolute/x"]
+    assert (resolved.data.valid, resolved.data.tokenizer) == (f"{start}/sets/v", f"{start}/sets/t.json")
+    assert find_checkpoints(start / "runs" / "a", resolved) == f"{start}/saved/a"
+    plain = resolve_paths(from_tree({"train": {"runs": "runs", "name": "a"}}), start / "runs" / "a")
+    assert (plain.data.valid, plain.data.tokenizer, plain.checkpoint.location) == (None, None, None)
+    assert find_checkpoints(Path("x"), plain) == Path("x/checkpoints")
+    url = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"location": "s3://saved/a"})})
+    assert resolve_paths(url, start / "runs" / "a").checkpoint.location == "s3://saved/a"
+    # Where the folder does not show where the run was started, and in that folder itself, paths stay.
+    for runs, run in (("runs", start / "runs" / "b"), ("../runs", start / "runs" / "a"), (f"{start}/runs", start)):
+        unchanged = configured(runs, train=["sets/x"])
+        assert resolve_paths(unchanged, run) is unchanged
+    monkeypatch.chdir(start)
+    assert resolve_paths(config, Path("runs/a")) is config

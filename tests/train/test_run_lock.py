@@ -151,7 +151,7 @@ def test_a_training_is_alone_with_its_run(tiny, tmp_path):
             lambda: train(alone),
             lambda: train(sharer),
             lambda: launch.launch(["train", str(tiny)], lay_out(several, 2)),
-            lambda: start_driver.drive(*start_driver.prepare(several), lambda who, text: None),
+            lambda: start_driver.drive(*start_driver.prepare(several), lambda source, text: None),
             lambda: prune(str(run), 1),
             lambda: prune(str(location), 1),
             lambda: prune(f"local://{location}", 1),

@@ -20,12 +20,12 @@ from megascale.train.rank_timers import RankTimers
 from tests.conftest import lines
 from tests.forked import PACED, Forked
 
-WORDS = ["--train.steps=6", "--observe.spans=3", "--checkpoint.interval=0", "--train.eval_interval=0"]
+OPTIONS = ["--train.steps=6", "--observe.spans=3", "--checkpoint.interval=0", "--train.eval_interval=0"]
 
 
 def test_every_step_of_every_rank_is_told(megascale, tiny, tmp_path):
     """Two stages: each waits for the other, and what they say of themselves is a part of the step."""
-    result = megascale("train", tiny, *WORDS, "--parallel.pipeline=2", "--train.device=cpu")
+    result = megascale("train", tiny, *OPTIONS, "--parallel.pipeline=2", "--train.device=cpu")
     assert result.returncode == 0, result.stderr
     (run,) = (tmp_path / "runs").iterdir()
     records = [record for record in lines(run / "metrics.jsonl") if "loss" in record]
@@ -92,7 +92,7 @@ def test_spans_of_the_next_steps_are_kept_on_demand(megascale, tiny, tmp_path):
 
 
 def test_timers_can_be_off(megascale, tiny, tmp_path):
-    result = megascale("train", tiny, *WORDS, "--observe.timers=false", "--train.device=cpu")
+    result = megascale("train", tiny, *OPTIONS, "--observe.timers=false", "--train.device=cpu")
     assert result.returncode == 0, result.stderr
     (run,) = (tmp_path / "runs").iterdir()
     assert not (run / "spans").exists()
@@ -133,7 +133,7 @@ def test_a_rank_that_ends_leaves_its_span_service(monkeypatch):
 
 @pytest.mark.parametrize("arguments", [["--steps", "2"]])
 def test_a_run_that_does_not_train_is_not_waited_for(megascale, tiny, tmp_path, arguments):
-    result = megascale("train", tiny, *WORDS, "--train.device=cpu")
+    result = megascale("train", tiny, *OPTIONS, "--train.device=cpu")
     assert result.returncode == 0, result.stderr
     (run,) = (tmp_path / "runs").iterdir()
     report = megascale("spans", run, *arguments, "--wait", "1")

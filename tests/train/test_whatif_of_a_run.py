@@ -10,13 +10,13 @@ import pytest
 from megascale.observe.analysis.operation_trace import read_trace
 from megascale.observe.store.tables import SpanTables
 
-WORDS = ["--train.steps=5", "--observe.spans=1", "--checkpoint.interval=0", "--train.eval_interval=0"]
-WORDS += ["--parallel.pipeline=2", "--train.device=cpu"]
+OPTIONS = ["--train.steps=5", "--observe.spans=1", "--checkpoint.interval=0", "--train.eval_interval=0"]
+OPTIONS += ["--parallel.pipeline=2", "--train.device=cpu"]
 
 
 @pytest.fixture
 def run(megascale, tiny, tmp_path):
-    result = megascale("train", tiny, *WORDS)
+    result = megascale("train", tiny, *OPTIONS)
     assert result.returncode == 0, result.stderr
     (run,) = (tmp_path / "runs").iterdir()
     return run
@@ -39,7 +39,7 @@ def test_a_run_is_replayed_asked_and_written_down(megascale, run, tmp_path):
         )
     assert 0.5 * spans["s"].mean() < result["recorded_seconds"] <= spans["s"].mean() + 1e-6
     assert (tmp_path / "map.png").stat().st_size > 1000
-    # What was written down tells the same, without the run.
+    # The written file gives the same, without the run.
     repeated = megascale("whatif", tmp_path / "trace.parquet", "--json")
     assert json.loads(repeated.stdout) == result
     trace = read_trace(tmp_path / "trace.parquet")

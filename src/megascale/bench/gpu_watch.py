@@ -86,7 +86,7 @@ class GpuWatch:
                 self._samples.append((time.perf_counter(), values))
                 self._has_output.set()
             elif line.strip():
-                self._messages = [*self._messages[-2:], line.strip()]
+                self._messages = self._messages[-2:] + [line.strip()]
         self._has_output.set()
 
     def __exit__(self, *error: object) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megascale.bench import timing
 from megascale.core import strict_json
-from megascale.ops import activation, cross_entropy, dropout, fused_projection, norm, rope
+from megascale.ops import activation, cross_entropy, dropout, fused_projection, norm, norm_rotary, rope
 
 BF16 = torch.bfloat16
 
@@ -101,6 +101,9 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
         if not with_tables:
             return lambda qkv: function(qkv, N, G, None, None, False)
         return lambda qkv: function(qkv, N, G, cos[: qkv.shape[0]], sin[: qkv.shape[0]], False)
+
+    def split_norm(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda qkv, q, k: function(qkv, N, G, q, k, eps, cos[: qkv.shape[0]], sin[: qkv.shape[0]], False)
 
     def added(width: int) -> KernelCase:
         return case(
@@ -205,6 +208,15 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             rows(C),
             0.0,
             moved(C, C),
+        ),
+        case(
+            "split qkv, norms and rotary",
+            C,
+            split_norm(norm_rotary.split_norm_rotary),
+            split_norm(norm_rotary.split_norm_rotary_reference),
+            rows(C, -D, -D),
+            moved(2 * (N + G) * D),
+            moved(C, C, (N + G) * D),
         ),
         case(
             "split fused projection gelu",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megascale import torch_private
-from megascale.bench import kernel_float8, timing
+from megascale.bench import kernel_float8, kernel_grouped, timing
 from megascale.bench.kernel_cases import (
     TINY,
     Bench,
@@ -315,7 +315,7 @@ def measure_attention(bench: Bench) -> None:
             bench.rows.append(row)
 
 
-PARTS = ("operators", "head", "linear", "optimizers", "attention", "float8")
+PARTS = ("operators", "head", "linear", "grouped", "optimizers", "attention", "float8")
 
 
 def start_bench(sizes: Sizes, device: torch.device, compile_until: float, out: Path) -> Bench:
@@ -357,6 +357,8 @@ def run(
         bench.guard("cross entropy", "", functools.partial(measure_head, bench))
     if "linear" in parts:
         bench.guard("weight gradient", "", functools.partial(measure_linear, bench))
+    if "grouped" in parts:
+        kernel_grouped.measure(bench, sizes == TINY)
     if "optimizers" in parts:
         bench.guard("optimizers", "", functools.partial(measure_optimizers, bench))
     if "attention" in parts and device.type == "cuda":

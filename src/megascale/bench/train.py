@@ -11,6 +11,8 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.core import strict_json
-from megascale.core.batch import Batch
+from megascale.core.batch import NO_FIELDS, Batch, SampleFields
 from megascale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,6 +54,9 @@ def register(app: typer.Typer) -> None:
         watch: bool = typer.Option(
             False, "--watch", help="Sample clock, power and temperature of the first GPU by nvidia-smi, also for --out."
         ),
+        mean_document: int = typer.Option(
+            512, min=1, help="With --data.document_mask=true: mean length of the random documents, in tokens."
+        ),
         out: Path | None = typer.Option(None, help="Write the figures as JSON."),
     ) -> None:
         """Measure step time, tokens/s and MFU of a model on random tokens, with any setting as --section.key=value.
@@ -65,6 +70,8 @@ def register(app: typer.Typer) -> None:
           megascale bench train gpt-1.3b --train.micro_batch=8 --steps 500 --watch
 
           megascale bench train gpt-13b --model.layers=20 --parallel.tensor=2 --train.micro_batch=1 --cores 1
+
+          megascale bench train llama-8b --model.layers=12 --data.document_mask=true --mean-document 512
         """
         from megascale.bench import gpu_watch
         from megascale.core.layout import lay_out
@@ -72,7 +79,7 @@ def register(app: typer.Typer) -> None:
 
         defaults = [f"--model.preset={preset}", "--train.precision=bfloat16", "--train.global_batch=64"]
         defaults.append("--train.name=bench-train")
-        config = load_shape([*defaults, *context.args])
+        config = load_shape(defaults + context.args)
         if not launcher.is_launched_rank():
             import torch
 
@@ -84,13 +91,13 @@ def register(app: typer.Typer) -> None:
             if world > 1:
                 layout = lay_out(config, world)
                 arguments = sys.argv[sys.argv.index("train") :]
-                raise typer.Exit(launcher.launch(["bench", *arguments], layout))
+                raise typer.Exit(launcher.launch(["bench"] + arguments, layout))
         if cores is not None:
             rank_cores = find_cores(cores, int(os.environ.get("LOCAL_RANK", "0")))
             for thread in os.listdir("/proc/self/task"):
                 with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
                     os.sched_setaffinity(int(thread), rank_cores)
-        result = measure(config, steps, warmup, profile, watch)
+        result = measure(config, steps, warmup, profile, watch=watch, mean_document=mean_document)
         if result is not None:
             show(result)
             if out is not None:
@@ -118,7 +125,7 @@ def load_shape(overrides: list[str]) -> Config:
     config = load_command_line(None, overrides)
     if config.model.vocab_size is not None:
         return config
-    return load_command_line(None, [*overrides, f"--model.vocab_size={VOCABULARY}"])
+    return load_command_line(None, overrides + [f"--model.vocab_size={VOCABULARY}"])
 
 
 def join_groups(config: Config) -> tuple[RankInfo, Groups | None]:
@@ -146,16 +153,96 @@ def random_rows(config: Config, data_rank: int, device: torch.device) -> torch.T
     return torch.randint(0, config.model.vocab, shape, generator=generator).to(device)
 
 
+@dataclass(frozen=True)
+class RandomSamples:
+    """The micro-batch that a rank trains on in every step.
+
+    Attributes:
+        batch: on the device.
+        fields: its optional fields.
+        weight_sum: sum of the loss weights of the rank's micro-batches in a step.
+        lengths: lengths of its documents; empty without data.document_mask.
+    """
+
+    batch: Batch[torch.Tensor]
+    fields: SampleFields = NO_FIELDS
+    weight_sum: float = 0.0
+    lengths: tuple[int, ...] = ()
+
+    def read_batch(self, i: int) -> Batch[torch.Tensor]:
+        """Return micro-batch `i` of a step."""
+        return self.batch
+
+    def sum_weights(self) -> float:
+        """Return the sum of the loss weights of a step."""
+        return self.weight_sum
+
+
+def make_samples(
+    config: Config, data_rank: int, microbatches: int, mean_document: int, device: torch.device
+) -> RandomSamples:
+    """Return random tokens, under data.document_mask in documents of random lengths.
+
+    Lengths are exponential with the given mean, at least 1; a sample's last document is cut at its end. Raises
+    ConfigError if a sample has more documents than data.max_documents.
+    """
+    import numpy as np
+    import torch
+
+    from megascale.data.dataset.sample_fields import restart_positions
+
+    rows = random_rows(config, data_rank, device)
+    if not config.data.document_mask:
+        return RandomSamples(Batch(rows[:-1], rows[1:]))
+    length, samples = config.model.sequence_length, config.train.micro_batch
+    limit = config.data.count_max_documents(length)
+    draw = np.random.default_rng(7 + data_rank)
+    boundaries = np.full((limit + 2, samples), length, np.int32)
+    for sample in range(samples):
+        stops = np.cumsum(np.maximum(1, draw.exponential(mean_document, length).round()))
+        inner = stops[stops < length]
+        if len(inner) >= limit:
+            raise ConfigError(
+                f"--mean-document={mean_document}: a sample has {len(inner) + 1} documents and data.max_documents="
+                f"{limit} allows fewer; set --data.max_documents={2 * len(inner)}"
+            )
+        boundaries[: len(inner) + 1, sample] = [0, *inner]
+    weights = np.ones((length, samples), np.float32)
+    for sample, edges in enumerate(boundaries.T):
+        weights[edges[1:] - 1, sample] = 0  # the last token of a document predicts nothing
+    positions = np.stack([restart_positions(edges) for edges in boundaries.T], axis=1)
+    batch = Batch(
+        rows[:-1],
+        rows[1:],
+        loss_weights=torch.from_numpy(weights).to(device),
+        positions=torch.from_numpy(positions).long().to(device),
+        document_boundaries=torch.from_numpy(boundaries).to(device),
+    )
+    sizes = np.diff(boundaries, axis=0)
+    fields = SampleFields(loss_weights=True, positions=True, max_documents=limit + 1)
+    return RandomSamples(batch, fields, float(weights.sum()) * microbatches, tuple(sizes[sizes > 0].tolist()))
+
+
 def measure(
-    config: Config, steps: int, warmup: int, profile: Path | None, watch: bool = False
+    config: Config,
+    steps: int,
+    warmup: int,
+    profile: Path | None,
+    *,
+    watch: bool = False,
+    mean_document: int = 512,
 ) -> dict[str, Any] | None:
-    """Run the steps; returns the figures on rank 0, None elsewhere."""
+    """Run the steps; returns the figures on rank 0, None elsewhere.
+
+    Args:
+        mean_document: mean length of random documents under data.document_mask.
+    """
     import torch
 
     import megascale
     from megascale.bench.gpu_watch import GpuWatch
     from megascale.bench.timing import sustained_gemm_rate
-    from megascale.core.flops import CONVENTION, device_peak_tflops, mfu
+    from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, device_peak_tflops, document_flops, mfu
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
@@ -169,9 +256,12 @@ def measure(
     else:
         gemm_rates = None
     start = time.perf_counter()
-    engine = Engine(lay_out(config, world), groups, device)
+    layout = lay_out(config, world)
     model, train = config.model, config.train
-    rows = random_rows(config, engine.data_rank, device)
+    samples = make_samples(
+        config, layout.grid.replica(rank_info.rank), layout.microbatches, mean_document=mean_document, device=device
+    )
+    engine = Engine(layout, groups, device, fields=samples.fields)
     start_seconds = time.perf_counter() - start
     seconds, losses = [], []
     first_start = 0.0  # of the first timed step
@@ -185,7 +275,7 @@ def measure(
             if step == warmup + 1:
                 first_start = start
             engine.start_gather()
-            result = engine.step(lambda i: Batch(rows[:-1], rows[1:]), step, 1e-4, has_next_step=True)
+            result = engine.step(samples.read_batch, step, 1e-4, has_next_step=True, sum_weights=samples.sum_weights)
             garbage.collect(step)  # as in training
             losses.append(float(result.loss))  # waits for the update, not for work that overlaps the next step
             if step > warmup:
@@ -200,10 +290,10 @@ def measure(
         device_memory = (total - free) / 2**30
         gemm_rates.append(sustained_gemm_rate(device, 2.0))
         if config.parallel.pipeline == 1:
-            host_seconds = [_host_seconds(engine, rows, next_step + i) for i in range(HOST_STEPS)]
+            host_seconds = [_host_seconds(engine, samples, next_step + i) for i in range(HOST_STEPS)]
             next_step += HOST_STEPS
     if profile is not None:
-        _profile(engine, rows, next_step, profile, rank_info.rank, is_cuda)
+        _profile(engine, samples, next_step, profile, rank_info.rank, is_cuda)
     engine.synchronize()
     engine.close()
     if groups is not None:
@@ -217,6 +307,9 @@ def measure(
     else:
         name = "CPU"
     peak = config.observe.peak_tflops or device_peak_tflops(name)
+    flops, convention = None, CONVENTION
+    if samples.lengths:
+        flops, convention = document_flops(model, Counter(samples.lengths)), DOCUMENT_CONVENTION
     return {
         "model": model.preset,
         "settings": config.model_dump(mode="json", exclude_none=True, include=REPORTED_SECTIONS),
@@ -231,8 +324,9 @@ def measure(
         "step_seconds_min_max": [min(seconds), max(seconds)],
         "host_seconds": statistics.median(host_seconds) if host_seconds else None,
         "tokens_per_second_per_device": rate / world,
-        "mfu": mfu(model, rate, world, peak) if peak else None,
-        "mfu_convention": f"{CONVENTION}; peak {peak} TFLOP/s",
+        "mfu": mfu(model, rate, world, peak, flops) if peak else None,
+        "mfu_convention": f"{convention}; peak {peak} TFLOP/s",
+        "documents": len(samples.lengths) or None,
         "gemm_flop_per_s": gemm_rates,
         "peak_memory_gib": peak_memory,
         "device_memory_gib": device_memory,
@@ -244,7 +338,7 @@ def measure(
     }
 
 
-def _host_seconds(engine: Engine, rows: torch.Tensor, step: int) -> float:
+def _host_seconds(engine: Engine, samples: RandomSamples, step: int) -> float:
     """Return the host's seconds to launch a step, without its waits for the device before each micro-batch.
 
     Without these waits full queues would block the host, which is no work of its own.
@@ -252,24 +346,26 @@ def _host_seconds(engine: Engine, rows: torch.Tensor, step: int) -> float:
     import torch
 
     waited = 0.0
+    assert samples.batch.tokens is not None
+    device = samples.batch.tokens.device
 
     def read_batch(i: int) -> Batch[torch.Tensor]:
         nonlocal waited
         start = time.perf_counter()
-        torch.cuda.synchronize(rows.device)
+        torch.cuda.synchronize(device)
         waited += time.perf_counter() - start
-        return Batch(rows[:-1], rows[1:])
+        return samples.batch
 
-    torch.cuda.synchronize(rows.device)
+    torch.cuda.synchronize(device)
     start = time.perf_counter()
     engine.start_gather()
-    result = engine.step(read_batch, step, 1e-4, has_next_step=True)
+    result = engine.step(read_batch, step, 1e-4, has_next_step=True, sum_weights=samples.sum_weights)
     elapsed = time.perf_counter() - start - waited
     float(result.loss)
     return elapsed
 
 
-def _profile(engine: Any, rows: Any, step: int, out: Path, rank: int, cuda: bool) -> None:
+def _profile(engine: Any, samples: RandomSamples, step: int, out: Path, rank: int, cuda: bool) -> None:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -278,7 +374,7 @@ def _profile(engine: Any, rows: Any, step: int, out: Path, rank: int, cuda: bool
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as recorded:
         engine.start_gather()
-        engine.step(lambda i: Batch(rows[:-1], rows[1:]), step, 1e-4, has_next_step=True)
+        engine.step(samples.read_batch, step, 1e-4, has_next_step=True, sum_weights=samples.sum_weights)
         if cuda:
             torch.cuda.synchronize()
     if rank:
@@ -310,6 +406,10 @@ def show(result: dict[str, Any]) -> None:
         ("tokens/s per device", f"{result['tokens_per_second_per_device']:,.0f}"),
         ("loss", f"{result['losses'][0]:.4f} -> {result['losses'][1]:.4f}"),
     ]
+    if result.get("documents"):
+        tokens = result["settings"]["train"]["micro_batch"] * result["sequence_length"]
+        mean = tokens / result["documents"]
+        rows.append(("documents", f"{result['documents']} in a micro-batch, of {mean:,.0f} tokens each in the mean"))
     if result["mfu"] is not None:
         rows.append(("MFU", f"{100 * result['mfu']:.1f}% ({result['mfu_convention']})"))
     if result["gemm_flop_per_s"] is not None:

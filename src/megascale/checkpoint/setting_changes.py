@@ -28,7 +28,16 @@ _COMPARED_BY_CONTENTS = ("data.tokenizer", "data.train")  # compared where the f
 _TEXT_ONLY_KEYS = ("data.text_key", "data.shuffle_tokens")
 # After a change of these, a sample's number refers to other tokens. Runs and files are compared by contents.
 SAMPLE_ORDER_KEYS = frozenset(
-    {"data.weights", "data.shuffle", "data.shuffle_tokens", "model.sequence_length", "train.seed"}
+    {
+        "data.weights",
+        "data.shuffle",
+        "data.shuffle_tokens",
+        "data.document_mask",
+        "data.packing",
+        "data.max_documents",
+        "model.sequence_length",
+        "train.seed",
+    }
 )
 
 

@@ -1,4 +1,4 @@
-"""`megascale data build|inspect|ledger|samples`: make data sets, inspect them, and verify a run's samples."""
+"""`megascale data build|inspect|packing|ledger|samples`: make data sets, inspect them, verify a run's samples."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from megascale.config import Config
     from megascale.data.dataset.ledger import LedgerReport
+    from megascale.data.dataset.packing_comparison import PackingRow
     from megascale.data.dataset.samples import SampleSource
 
 data = typer.Typer(no_args_is_help=True, help="Make data sets of text and inspect them.")
@@ -278,17 +279,83 @@ def samples(
     names = config.data.train
     if len(source.files) == 1:
         names = [", ".join(names)]
-    source.close()
-    length = config.model.sequence_length
     rows = []
     for sample, (epoch, file, window) in enumerate(ids, first):
-        token_range = [window * length, (window + 1) * length + 1]
-        rows.append({"sample": sample, "file": names[file], "epoch": epoch, "window": window, "tokens": token_range})
+        row = {"sample": sample, "file": names[file], "epoch": epoch, "window": window}
+        ranges = source.token_ranges(file, window)
+        rows.append(row | {"tokens": list(ranges[0]), "ranges": [list(tokens) for tokens in ranges]})
+    source.close()
     if as_json:
         print_json({"step": step, "first": first, "count": count, "samples": rows})
         return
     typer.echo(f"step {step} trains samples {first} to {first + count - 1}:")
     for row in rows:
-        start, stop = row["tokens"]
-        window = f"window {row['window']} (tokens {start:,} to {stop - 1:,})"
+        tokens = ", ".join(f"{start:,} to {stop - 1:,}" for start, stop in row["ranges"])
+        window = f"window {row['window']} (tokens {tokens})"
         typer.echo(f"  {row['sample']}: {row['file']} {window}, epoch {row['epoch']}")
+
+
+@data.command()
+def packing(
+    path: Path | None = typer.Argument(
+        None, help="A data set's folder, or one token file without .bin/.idx. Default: three made-up distributions."
+    ),
+    sequence_length: int = typer.Option(8192, min=2, help="model.sequence_length."),
+    max_documents: int | None = typer.Option(None, min=1, help="data.max_documents; default: as in training."),
+    documents: int = typer.Option(100_000, min=1, help="Documents of each made-up distribution."),
+    as_json: bool = JSON,
+) -> None:
+    """Show how full samples are with data.document_mask=true, under each value of data.packing.
+
+    A document that is cut loses its context at the cut. The column "attention" is the share of full causal attention
+    that is computed within documents.
+
+    Examples:
+
+        megascale data packing datasets/stdlib --sequence-length 1024
+
+        megascale data packing
+    """
+    from rich.console import Console
+
+    from megascale.config import DataConfig
+    from megascale.data.dataset.description import find_prefixes
+    from megascale.data.dataset.packing_comparison import compare_drawn, compare_file
+
+    limit = DataConfig(document_mask=True, max_documents=max_documents).count_max_documents(sequence_length)
+    if path is None:
+        rows = compare_drawn(documents, sequence_length=sequence_length, max_documents=limit)
+    else:
+        rows = []
+        for prefix in find_prefixes(path):
+            rows += compare_file(str(prefix), sequence_length=sequence_length, max_documents=limit)
+    if as_json:
+        print_json([_describe_packing(row) for row in rows])
+    else:
+        _print_packings(rows, f"{sequence_length:,} tokens and at most {limit:,} documents per sample", Console())
+
+
+def _describe_packing(row: PackingRow) -> dict[str, Any]:
+    report = row.report
+    return {
+        "name": row.name,
+        "packing": row.packing,
+        "documents": report.documents,
+        "cut": report.cut,
+        "samples": report.samples,
+        "fill": report.fill,
+        "attention_share": report.attention_share,
+        "seconds": row.seconds,
+    }
+
+
+def _print_packings(rows: list[PackingRow], title: str, console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("documents", "packing", "number", "cut", "samples", "fill", "attention", "seconds", title=title)
+    for row in rows:
+        report = row.report
+        numbers = [f"{report.documents:,}", f"{report.cut:,}", f"{report.samples:,}", f"{report.fill:.2%}"]
+        table.add_row(escape(row.name), row.packing, *numbers, f"{report.attention_share:.2%}", f"{row.seconds:.2f}")
+    console.print(table)

@@ -36,7 +36,7 @@ def spans(
     """Print the times of each rank's steps: its own work, and its waits by axis.
 
     Ranks write summaries of every step and all spans of every observe.spans-th step into RUN/spans, where DuckDB reads
-    them (docs/observe.md). With --steps all spans of the next steps are recorded too.
+    them (docs/spans.md). With --steps all spans of the next steps are recorded too.
 
     Examples:
 

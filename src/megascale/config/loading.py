@@ -75,7 +75,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_
     for override in overrides:
         section, key, value = _parse_override(override)
         table = tree
-        *parents, name = [section, *key.split(".")]
+        *parents, name = [section] + key.split(".")
         for parent in parents:
             if isinstance(table, dict):
                 table = table.setdefault(parent, {})

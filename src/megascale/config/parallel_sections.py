@@ -54,15 +54,16 @@ class ParallelConfig(Section):
         description="layers of each model chunk, in model order; 2.5 ends between a layer's attention and its MLP "
         "(model.block=serial); default: whole layers, balanced with the logits",
     )
-    zero: Literal[0, 1, 2] = Field(
+    zero: Literal[0, 1, 2, 3] = Field(
         1,
         description="ZeRO stage; 0: everything is replicated; 1: optimizer state is sharded over data-parallel ranks, "
-        "gradients are reduced once per step; 2: fp32 gradients are sharded too and reduced after every micro-batch",
+        "gradients are reduced once per step; 2: fp32 gradients are sharded too and reduced after every micro-batch; "
+        "3: matrices are sharded too and gathered layer by layer for each forward and backward",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="communication dtype of gradients between data-parallel ranks; float32: as accumulated; bfloat16: "
-        "rounded, half the bytes, summed in float32 (needs zero=1 or 2)",
+        "rounded, half the bytes, summed in float32 (needs zero=1 or more)",
     )
     gather_precision: Literal["auto", "float8", "default"] = Field(
         "default",  # until its kernels have run on several GPUs

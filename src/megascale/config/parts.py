@@ -58,6 +58,17 @@ class PartFacts:
 
 
 @dataclass(frozen=True)
+class AttentionFacts(PartFacts):
+    """Facts of an attention.
+
+    Attributes:
+        masks_documents: whether it keeps to `ForwardContext.documents`; samples with documents are refused otherwise.
+    """
+
+    masks_documents: bool = False
+
+
+@dataclass(frozen=True)
 class SinkFacts:
     """Facts of a span sink.
 
@@ -200,9 +211,9 @@ NORMS: Registry[NormFacts] = Registry(
     },
     home=MODEL_PACKAGE,
 )
-ATTENTIONS: Registry[PartFacts] = Registry(
+ATTENTIONS: Registry[AttentionFacts] = Registry(
     "model.attention",
-    {"causal": PartFacts("causal, grouped queries, full or in a sliding window")},
+    {"causal": AttentionFacts("causal, grouped queries, full or in a sliding window", masks_documents=True)},
     home=MODEL_PACKAGE,
 )
 MLPS: Registry[PartFacts] = Registry(

@@ -47,8 +47,50 @@ class DataConfig(Section):
         description="on the fly: tokenizer threads; default: half of the usable cores",
     )
     ring_steps: int = Field(2, ge=1, le=10_000, description="steps that the host's loader buffers in shared memory")
+    document_mask: bool = Field(
+        False,
+        description="keep attention within documents, restart positions at each, and predict no document's first "
+        "token; false: all tokens of a sample see all tokens before them",
+    )
+    packing: Literal["concatenate", "best_fit"] = Field(
+        "concatenate",
+        description="concatenate: cut the joined documents every model.sequence_length tokens; best_fit: put whole "
+        "documents into samples with little padding and cut longer ones only (needs data.document_mask)",
+    )
+    max_documents: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_COUNT,
+        description="largest number of documents in a sample under data.document_mask; a sample that would have more "
+        "ends early. Default: one per 64 tokens of model.sequence_length, at least 16",
+    )
 
     _paths = field_validator("train", "valid", "tokenizer")(expand_home)
+
+    @model_validator(mode="after")
+    def _check_documents(self) -> DataConfig:
+        """Refuse settings that have no effect without document_mask."""
+        if self.document_mask:
+            return self
+        if self.packing != "concatenate":
+            raise ValueError(
+                f"data.packing={self.packing} needs attention within documents; set --data.document_mask=true, or "
+                "--data.packing=concatenate"
+            )
+        if self.max_documents is not None:
+            raise ValueError(
+                f"data.max_documents={self.max_documents} has no effect without documents; set "
+                "--data.document_mask=true, or leave it out"
+            )
+        return self
+
+    def count_max_documents(self, sequence_length: int) -> int:
+        """Return the largest number of documents in a sample; 0 without data.document_mask."""
+        if not self.document_mask:
+            return 0
+        if self.max_documents is not None:
+            return min(self.max_documents, sequence_length)
+        return min(max(16, sequence_length // 64), sequence_length)
 
     @model_validator(mode="after")
     def _check_weights(self) -> DataConfig:
@@ -147,10 +189,20 @@ class KernelsConfig(Section):
         "reference with a printed line if they cannot run",
     )
     attention: Literal[
-        "auto", "cudnn", "flash", "flash_window", "flex", "cudnn_frontend", "flash4", "sdpa", "eager"
+        "auto",
+        "cudnn",
+        "flash",
+        "flash_window",
+        "flash_varlen",
+        "flex",
+        "cudnn_frontend",
+        "flash4",
+        "sdpa",
+        "eager",
     ] = Field(
         "auto",
-        description="attention kernel; auto: the fastest kernel for the layer's mask, measured at start-up",
+        description="attention kernel; auto: the fastest kernel for the layer's mask, measured at start-up. "
+        "flash_varlen, flash4, cudnn_frontend, flex and sdpa can keep attention within documents",
     )
     graphs: Literal["auto", "on", "off"] = Field(
         "auto",

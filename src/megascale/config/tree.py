@@ -88,8 +88,8 @@ class Config(Section):
     def _check_bfloat16_reduction(self) -> None:
         if self.parallel.zero == 0:
             raise ValueError(
-                "parallel.reduce_dtype=bfloat16 needs parallel.zero=1 or 2, because with 0 the sums would be rounded "
-                "too; set --parallel.zero=1 or --parallel.reduce_dtype=float32"
+                "parallel.reduce_dtype=bfloat16 needs parallel.zero=1 or more, because with 0 the sums would be "
+                "rounded too; set --parallel.zero=1 or --parallel.reduce_dtype=float32"
             )
         if self.train.precision == "float64":
             raise ValueError(
@@ -104,6 +104,11 @@ class Config(Section):
                 "parallel.gather_precision=float8 needs weights with one float8 scale per matrix, and "
                 f"train.linear_precision is {linear_precision}; set --train.linear_precision=float8 or "
                 "--parallel.gather_precision=auto"
+            )
+        if self.parallel.zero == 3:
+            raise ValueError(
+                "parallel.gather_precision=float8 has no slots for float8 matrices, which parallel.zero=3 would need; "
+                "set --parallel.zero=2 or --parallel.gather_precision=default"
             )
         if self.parallel.zero == 0:
             raise ValueError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from megascale.config import ModelConfig
+from megascale.config.parts import ATTENTIONS
 from megascale.core.inventory import resolve_layers
 from megascale.errors import ConfigError
 
@@ -71,12 +72,17 @@ def check_fields(fields: SampleFields, model: ModelConfig, setting: str, value: 
     Args:
         setting, value: the key that named the data, and its value.
     """
+    layers = resolve_layers(model)
     if fields.max_documents:
-        raise ConfigError(
-            f"{setting}={value} has document boundaries, and attention within documents is not supported yet; use a "
-            "format without `document_starts`"
-        )
-    if fields.positions and all(layer.rope is None for layer in resolve_layers(model)):
+        for name in sorted({layer.mixer.name for layer in layers}):
+            if not ATTENTIONS[name].masks_documents:
+                raise ConfigError(
+                    f"{setting}={value} has document boundaries, which model.attention={name} ignores; set "
+                    "--model.attention=causal, or --data.document_mask=false"
+                )
+    # Positions that come with documents restart at each of them, which a model without positions may ignore.
+    has_positions = model.positions == "learned" or any(layer.rope is not None for layer in layers)
+    if fields.positions and not fields.max_documents and not has_positions:
         raise ConfigError(
             f"{setting}={value} has positions for its tokens, which model.positions={model.positions} ignores; set "
             "--model.positions=rotary, or use a format without `positions`"

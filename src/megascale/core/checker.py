@@ -179,7 +179,7 @@ def _expected_counts(schedule: Schedule, stage: int, count: np.ndarray) -> np.nd
     expected[ActionKind.BACKWARD, :, :m] = ~is_split
     expected[ActionKind.BACKWARD_INPUT, :, :m] = is_split
     expected[ActionKind.BACKWARD_WEIGHT, :, :m] = is_split
-    for kind in (*SENDS, *RECEIVES):
+    for kind in SENDS + RECEIVES:
         expected[kind, :, :m] = schedule.has_message(stage, kind)[:, None]
     expected[ActionKind.GATHER_PARAMS, :, m] = 1
     once = count[ActionKind.REDUCE_GRADS, :, m] == 1
@@ -255,7 +255,7 @@ class Machine:
     def _compile(self, stage: int, communicator: CommunicatorOf, numbers: dict[Hashable, int]) -> None:
         schedule, table = self.schedule, self.schedule.table[stage]
         comms: dict[tuple[int, int], int] = {}  # of each kind and chunk that has messages
-        for kind in (*SENDS, *RECEIVES):
+        for kind in SENDS + RECEIVES:
             for chunk in np.unique(table[table[:, 0] == kind, 1]).tolist():
                 key = communicator(schedule.channel(stage, Action(kind, chunk, 0)))
                 comms[int(kind), chunk] = numbers.setdefault(key, len(numbers))

@@ -3,12 +3,14 @@
 Convention "full attention": the whole s x s score matrix counts although only the causal half is computed. This is
 Megatron-LM's formula 72 B L s h^2 (1 + s/6h + V/12Lh) and PaLM's, which published MFU figures use. A sliding window of
 w tokens counts as full attention times the fraction of the causal triangle that it covers, so w = s gives the full
-count. Embedding look-ups are free. The vocabulary counts with its padding, as it is computed.
+count. Under data.document_mask each document counts as a sequence of its own length, and padding has no attention.
+Embedding look-ups are free. The vocabulary counts with its padding, as it is computed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -27,6 +29,7 @@ from megascale.core.inventory import (
 from megascale.core.layer_spec import LayerSpec
 
 CONVENTION = "full attention, windows by area, no recompute"
+DOCUMENT_CONVENTION = f"{CONVENTION}, documents as sequences of their own"
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,23 @@ def flops_per_token(model: ModelConfig) -> FlopCount:
     )
 
 
+def document_flops(model: ModelConfig, lengths: Mapping[int, float], padding: float = 0.0) -> FlopCount:
+    """Return the FLOPs per token of samples whose attention stays within documents.
+
+    Args:
+        lengths: number of documents of each length.
+        padding: number of tokens of padding, which have no attention.
+    """
+    full = flops_per_token(model)
+    tokens = padding + sum(length * number for length, number in lengths.items())
+    attention = 0.0
+    for layer, count in count_distinct_layers(model):
+        flops = ATTENTION_PARTS[layer.mixer.name].flops
+        total = sum(length * number * flops(layer, length) for length, number in lengths.items())
+        attention += count * total / tokens
+    return replace(full, attention=attention)
+
+
 def count_parameters(model: ModelConfig, embeddings: bool = True) -> int:
     """Return the number of trained parameters, without padding rows."""
     total = 0
@@ -110,6 +130,13 @@ def device_peak_tflops(name: str) -> float | None:
     return None
 
 
-def mfu(model: ModelConfig, tokens_per_second: float, devices: int, peak_tflops: float) -> float:
-    """Return the model FLOPs utilisation, 0 to 1, under CONVENTION."""
-    return flops_per_token(model).training * tokens_per_second / (devices * peak_tflops * 1e12)
+def mfu(
+    model: ModelConfig, tokens_per_second: float, devices: int, peak_tflops: float, flops: FlopCount | None = None
+) -> float:
+    """Return the model FLOPs utilisation, 0 to 1, under CONVENTION.
+
+    Args:
+        flops: FLOPs of samples with documents (`document_flops`); default: those of full samples.
+    """
+    flops = flops or flops_per_token(model)
+    return flops.training * tokens_per_second / (devices * peak_tflops * 1e12)

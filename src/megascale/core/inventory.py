@@ -61,6 +61,11 @@ class LogicalTensor:
         return len(self.shape) > 1
 
     @property
+    def is_unit_matrix(self) -> bool:
+        """Whether it belongs to a unit of the forward from ZeRO-2 on: a matrix without copies along the tensor axis."""
+        return self.decay and self.partition_dim is not None
+
+    @property
     def elements(self) -> int:
         """Number of trained elements."""
         return prod(self.shape)

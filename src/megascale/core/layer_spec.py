@@ -61,6 +61,9 @@ class AttentionSpec:
     @classmethod
     def from_model(cls, model: ModelConfig) -> AttentionSpec:
         """Return the attention of a model whose layers are all alike."""
+        multiplier = model.attention_multiplier
+        if multiplier == model.head_size**-0.5:
+            multiplier = None
         rope = None
         if model.positions == "rotary":
             width = int(model.head_size * model.rotary_fraction)
@@ -75,7 +78,7 @@ class AttentionSpec:
             input_bias=model.attention_bias,
             output_bias=model.out_bias,
             qk_norm=None if model.qk_norm == "none" else model.qk_norm,
-            multiplier=model.attention_multiplier,
+            multiplier=multiplier,
             softcap=model.attention_softcap,
         )
 

@@ -13,6 +13,7 @@ from megascale.core.memory import MemoryEstimate
 from megascale.core.rank_memory import estimate_rank_memory
 from megascale.core.schedule import Schedule
 from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, build_schedule, chunk_map_of
+from megascale.core.unit_slots import assign_chunk_slots, gathers_whole_chunks
 from megascale.errors import FitError
 
 # Forward passes in a step's schedule over all stages; published runs have some thousands.
@@ -57,7 +58,7 @@ class Layout:
             parallel.pipeline,
             parallel.virtual_stages,
             self.microbatches,
-            parallel.zero == 2 and self.grid.shards > 1,
+            parallel.zero >= 2 and self.grid.shards > 1,
             parallel.micro_batch_group_size,
             self.config.overlap.pipeline,
         )
@@ -84,6 +85,12 @@ class Layout:
         if self.grid.shards > 1:
             return self.config.parallel.bucket_elements
         return None
+
+    def chunk_slots(self, stage: int) -> list[int] | None:
+        """Return the slot of each chunk of a stage if ZeRO-3 gathers whole chunks, else None."""
+        if self.config.parallel.zero < 3 or not gathers_whole_chunks(self.config.parallel.virtual_stages):
+            return None
+        return assign_chunk_slots(self.schedule(), stage)
 
     def stage_memory(
         self, stage: int, limit: float | None = None, uses_gpus: bool = True
@@ -160,11 +167,12 @@ def _placement_faults(config: Config) -> list[str]:
     """Return why a stage cannot hold both ends of the model."""
     parallel = config.parallel
     has_both_ends = parallel.pipeline > 1 and len(chunk_map_of(parallel).end_stages) == 1
-    if not (has_both_ends and config.model.tied_embeddings and parallel.zero == 2):
+    if not (has_both_ends and config.model.tied_embeddings and parallel.zero >= 2):
         return []
     return [
         f"model.tied_embeddings=true with parallel.schedule={parallel.schedule} puts both uses of the embedding on one "
-        "stage, in different chunks, and parallel.zero=2 has no gradients of one chunk during the backward of another; "
+        "stage, in different chunks, and parallel.zero=2 or 3 has no gradients of one chunk during the backward of "
+        "another; "
         "set --parallel.zero=1, or --model.tied_embeddings=false"
     ]
 

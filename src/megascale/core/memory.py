@@ -79,6 +79,7 @@ from megascale.core.schedule import (
     select_kinds,
 )
 from megascale.core.schedule_registry import chunk_map_of
+from megascale.core.unit_slots import CHUNK_SLOTS, gathers_whole_chunks
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # The loss takes as many tokens at a time as have logits of this size (ops/cross_entropy.py).
@@ -104,11 +105,13 @@ class MemoryEstimate:
     """Bytes of one rank by kind.
 
     Attributes:
-        weights: parameters in the training precision.
+        weights: parameters in the training precision. ZeRO-3: the shard of the units' matrices, the slots into which
+            they are gathered, and resident parameters.
         weight_copies: copies of matrices in the format that GEMMs read, if train.linear_precision makes any. If
             data-parallel ranks gather float8, one of the two copies is the receive buffer.
-        gradients: float32 gradient buffer. ZeRO-2: its shard, and two buffers of the largest chunk's size, one that
-            backward fills while the other is in flight. With split backwards there is one more than chunks.
+        gradients: float32 gradient buffer. ZeRO-2: the shard of the units' gradients, two slots of a block's size, one
+            that backward fills while the other is in flight (at least the largest matrix outside blocks), and the
+            gradients of resident parameters: norms, biases, tied embeddings.
         optimizer: float32 master weights (16-bit training) and the optimizer's state, sharded from ZeRO-1 on. It is the
             mean over data-parallel ranks, which differ by a bucket's share if tensors have different state.
         activations: saved activations at the schedule's peak, without logits.
@@ -188,7 +191,7 @@ def _outer_counts(model: ModelConfig, tensor: int) -> tuple[int, int, int]:
     """Return the parameters on one rank of the embeddings, of norm and head, and of the logits' matrix."""
     return (
         count_elements(embedding_tensors(model), tensor),
-        count_elements((*norm_tensors(model.norm, model.hidden, "norm"), *head_tensors(model)), tensor),
+        count_elements(norm_tensors(model.norm, model.hidden, "norm") + list(head_tensors(model)), tensor),
         count_elements((output_matrix(model),), tensor),
     )
 
@@ -253,6 +256,74 @@ def _count_parameters_by_chunk(model: ModelConfig, parallel: ParallelConfig, sta
         count_chunk_parameters(model, layers[g], g, chunk_map.chunks, parallel.tensor, duplicates_tied=duplicates_tied)
         for g in chunk_map.stage_chunks(stage)
     ]
+
+
+@dataclass(frozen=True)
+class UnitElements:
+    """Elements of a stage's units of the forward, which ZeRO-2 reduces one by one (parallel/gradient_slots.py).
+
+    Attributes:
+        by_chunk: matrices of each chunk's units. All other parameters are resident.
+        blocks_by_chunk: matrices of each chunk's blocks.
+        block: the largest block.
+        outer: the largest matrix outside blocks.
+    """
+
+    by_chunk: tuple[int, ...]
+    blocks_by_chunk: tuple[int, ...]
+    block: int
+    outer: int
+
+    @property
+    def sharded(self) -> int:
+        """Elements of all units."""
+        return sum(self.by_chunk)
+
+    @property
+    def parameter_slots(self) -> int:
+        """Elements of ZeRO-3's slots for parameters (parallel/parameter_slots.py)."""
+        if gathers_whole_chunks(len(self.by_chunk)):
+            return CHUNK_SLOTS * max(self.by_chunk)
+        return 2 * self.block + self.outer
+
+    @property
+    def slots(self) -> int:
+        """Elements of the slots for gradients: of two blocks, or of the largest matrix outside blocks."""
+        return max(2 * self.block, self.outer)
+
+
+def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) -> UnitElements:
+    """Return the elements of a stage's units on one tensor-parallel rank."""
+    chunk_map = chunk_map_of(parallel)
+    sums = _unit_sums(model, parallel.tensor)
+    block = outer = 0
+    by_chunk = []
+    blocks_by_chunk = []
+    stage_layers = assign_stage_layers(model, parallel, stage)
+    for layers, position in zip(stage_layers, chunk_map.stage_chunks(stage), strict=True):
+        blocks = []
+        for index, half in layers:
+            if half == "both":
+                blocks.append(int(sums.running[index + 1] - sums.running[index]))
+            else:
+                blocks.append(int((sums.attention if half == "attention" else sums.mlp)[index]))
+        tables: list[LogicalTensor] = []
+        if position == 0 and not model.tied_embeddings:
+            tables += embedding_tensors(model)
+        if position == chunk_map.chunks - 1:
+            tables += head_tensors(model)
+        matrices = [prod(tensor.local_shape(parallel.tensor)) for tensor in tables if tensor.is_unit_matrix]
+        block = max([block, *blocks])
+        outer = max([outer, *matrices])
+        blocks_by_chunk.append(sum(blocks))
+        by_chunk.append(sum(blocks) + sum(matrices))
+    return UnitElements(tuple(by_chunk), tuple(blocks_by_chunk), block, outer)
+
+
+@lru_cache(maxsize=256)
+def _unit_sums(model: ModelConfig, tensor: int) -> LayerSums:
+    """Return the sums of elements of matrices that are not replicated over tensor-parallel ranks."""
+    return _sum_tensors(model, lambda tensors: count_elements((t for t in tensors if t.is_unit_matrix), tensor))
 
 
 # optimizer state -------------------------------------------------------------------------------------------------
@@ -446,7 +517,7 @@ def estimate_stage_memory(
             graph_buffers += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
     matrices = count_stage_matrix_elements(model, parallel, stage)
     return MemoryEstimate(
-        weights=itemsize * parameters,
+        weights=itemsize * _count_weights(model, parallel, grid, stage),
         weight_copies=LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices,
         gradients=_gradient_bytes(model, parallel, grid, schedule, stage, master_itemsize),
         optimizer=master_itemsize * (state * shard // parameters if parallel.zero else state),
@@ -459,23 +530,31 @@ def estimate_stage_memory(
     )
 
 
+def _count_weights(model: ModelConfig, parallel: ParallelConfig, grid: Grid, stage: int) -> int:
+    """Return the elements of parameters in the training precision that a rank of a stage holds."""
+    parameters = count_stage_parameters(model, parallel, stage)
+    if parallel.zero < 3 or grid.shards == 1:
+        return parameters
+    units = count_stage_units(model, parallel, stage)
+    return parameters - units.sharded + -(-units.sharded // grid.shards) + units.parameter_slots
+
+
 def _gradient_bytes(
     model: ModelConfig, parallel: ParallelConfig, grid: Grid, schedule: Schedule, stage: int, master_itemsize: int
 ) -> int:
     """Return the bytes of gradient buffers of a stage."""
-    by_chunk = _count_parameters_by_chunk(model, parallel, stage)
-    parameters = sum(by_chunk)
+    parameters = count_stage_parameters(model, parallel, stage)
     if grid.shards == 1:
         return master_itemsize * parameters
-    shard = -(-parameters // grid.shards)
-    two_chunks = 2 * max(by_chunk)
-    # With split backwards each chunk may hold a buffer of the pool, and another one is in flight.
-    pool_size = schedule.virtual_stages + 1 if schedule.splits_backward else 2
-    buffers = shard + pool_size * max(by_chunk) if parallel.zero == 2 else parameters
+    buffers = in_flight = parameters
+    if parallel.zero >= 2:
+        units = count_stage_units(model, parallel, stage)
+        in_flight = units.slots + parameters - units.sharded
+        buffers = in_flight + -(-units.sharded // grid.shards)
     total = master_itemsize * buffers
     if parallel.reduce_dtype == "bfloat16":
-        # Rounded copies in flight: of a whole stage at the end of a step, of two chunks with ZeRO-2.
-        total += DTYPE_BYTES["bfloat16"] * (parameters if parallel.zero < 2 else two_chunks)
+        # Rounded copies in flight: of all gradients, or from ZeRO-2 on of the slots and of resident parameters.
+        total += DTYPE_BYTES["bfloat16"] * in_flight
     return total
 
 

@@ -86,6 +86,8 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         return f"only overlap.tensor=fused can be captured, not overlap.tensor={config.overlap.tensor}"
     if config.parallel.zero == 2 and data > 1:
         return "parallel.zero=2 reduces every micro-batch's gradients during backward"
+    if config.parallel.zero == 3 and data > 1:
+        return "parallel.zero=3 gathers parameters and reduces gradients within every micro-batch"
     if config.model.dropout:
         return "a dropout mask depends on the step and the sample"
     if mode == "on":

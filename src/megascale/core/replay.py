@@ -37,7 +37,7 @@ from megascale.core.schedule import (
 )
 
 STREAMS = ("compute", "send", "gather", "reduce")
-_STREAM_KINDS = (COMPUTES, (*SENDS, *RECEIVES), (ActionKind.GATHER_PARAMS,), (ActionKind.REDUCE_GRADS,))
+_STREAM_KINDS = (COMPUTES, SENDS + RECEIVES, (ActionKind.GATHER_PARAMS,), (ActionKind.REDUCE_GRADS,))
 
 DurationOf = Callable[[int, Action], float]
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+import numpy as np
+
 from megascale.config import ModelConfig, ParallelConfig
 from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
@@ -17,8 +19,15 @@ from megascale.core.grid import Grid
 from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
 from megascale.core.layer_spec import LayerSpec
 from megascale.core.layers import LayerSums, assign_stage_layers
-from megascale.core.memory import DTYPE_BYTES, count_stage_matrix_elements, count_stage_parameters
-from megascale.core.schedule import SENDS, Schedule, select_kinds
+from megascale.core.memory import (
+    DTYPE_BYTES,
+    UnitElements,
+    count_stage_matrix_elements,
+    count_stage_parameters,
+    count_stage_units,
+)
+from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, select_kinds
+from megascale.core.unit_slots import assign_chunk_slots, gathers_whole_chunks, list_chunk_gathers, list_chunk_uses
 from megascale.errors import FitError
 
 
@@ -29,7 +38,7 @@ class TrafficEstimate:
     Attributes:
         tensor: gathers and scatters of activations and their gradients.
         pipeline: activations and gradients to neighbouring stages.
-        data_gather: parameters (ZeRO-1 and 2); matrices in float8 if they are gathered so.
+        data_gather: parameters (from ZeRO-1 on); matrices in float8 if they are gathered so.
         data_reduce: float32 gradients.
         embedding: gradients of a tied embedding held by the first and the last stage.
     """
@@ -45,7 +54,7 @@ def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -
     """Return whether `data` data-parallel ranks gather matrices as float8; resolves parallel.gather_precision=auto."""
     if LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is None:
         return False
-    return parallel.zero > 0 and data > 1 and parallel.gather_precision != "default"
+    return parallel.zero in (1, 2) and data > 1 and parallel.gather_precision != "default"
 
 
 def gathered_bytes(
@@ -124,22 +133,51 @@ def estimate_stage_traffic(
     kinds = schedule.table[stage][:, 0]
     sends = int(select_kinds(kinds, *SENDS).sum())
     gather_bytes = 0
-    if parallel.zero:
+    units = count_stage_units(model, parallel, stage)
+    if parallel.zero == 3:
+        resident = count_stage_parameters(model, parallel, stage) - units.sharded
+        gather_bytes = itemsize * (resident + _count_unit_gathers(units, schedule, stage))
+    elif parallel.zero:
         gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
     if parallel.reduce_dtype == "bfloat16":
         gradient_itemsize = DTYPE_BYTES["bfloat16"]
     else:
         gradient_itemsize = master_itemsize
-    reductions = {0: 2, 1: 1, 2: schedule.microbatches}[parallel.zero]  # an all-reduce counts twice
     embedding_bytes = 0
     if model.tied_embeddings and len(chunk_map.end_stages) > 1 and (is_first or is_last):
         embedding_bytes = master_itemsize * prod(output_matrix(model).local_shape(t))
     ring_share = (grid.shards - 1) / grid.shards
     parameters = count_stage_parameters(model, parallel, stage)
+    if parallel.zero == 0:
+        reduced = 2 * parameters  # an all-reduce counts twice
+    elif parallel.zero == 1:
+        reduced = parameters
+    else:  # resident parameters are reduced once
+        reduced = parameters + (schedule.microbatches - 1) * units.sharded
     return TrafficEstimate(
         tensor=schedule.microbatches * collectives * hidden_bytes * (t - 1) / t,
         pipeline=sends * hidden_bytes / t,
         data_gather=ring_share * gather_bytes,
-        data_reduce=ring_share * gradient_itemsize * parameters * reductions,
+        data_reduce=ring_share * gradient_itemsize * reduced,
         embedding=float(embedding_bytes),
     )
+
+
+def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> int:
+    """Return the elements of matrices that ZeRO-3 gathers in a step (parallel/parameter_slots.py).
+
+    If blocks are units, each forward and each backward gathers a chunk's blocks, except two that are still in their
+    slots where a backward follows a forward of the same chunk, or the other way round. Embedding and head share a slot.
+    A stage that has one of them gathers it once.
+    """
+    if gathers_whole_chunks(len(units.by_chunk)):
+        gathers = list_chunk_gathers(list_chunk_uses(schedule, stage), assign_chunk_slots(schedule, stage))
+        return sum(units.by_chunk[chunk] for chunk in gathers)
+    kinds, chunks, _ = schedule.table[stage].T
+    is_forward = kinds == ActionKind.FORWARD
+    is_use = is_forward | select_kinds(kinds, *INPUT_BACKWARDS)
+    directions, used = is_forward[is_use], chunks[is_use]
+    kept = int(((directions[1:] != directions[:-1]) & (used[1:] == used[:-1])).sum())
+    total = int(np.array(units.blocks_by_chunk)[used].sum()) - kept * min(2 * units.block, max(units.blocks_by_chunk))
+    outer = units.sharded - sum(units.blocks_by_chunk)
+    return total + outer * (schedule.microbatches if outer > units.outer else 1)

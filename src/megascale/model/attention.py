@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from megascale.config.parts import ATTENTIONS, PartFacts
+from megascale.config.parts import ATTENTIONS, AttentionFacts
 from megascale.config.registry import Registry
 from megascale.core.inventory import ATTENTION_PARTS, LogicalTensor, PartInventory
 from megascale.model.context import ForwardContext, LayerSetup, Rotary
@@ -94,7 +94,15 @@ class CausalAttention(DirectModule):
             q = q * self.query_factor
         if context.cache is not None:
             k, v = context.cache.extend(self.index, k, v, self.window)
-        mixed = attention(q, k, v, window=self.window, softcap=self.softcap, chooser=self._chooser)
+        mixed = attention(
+            q,
+            k,
+            v,
+            window=self.window,
+            softcap=self.softcap,
+            chooser=self._chooser,
+            documents=context.documents,
+        )
         return Branch(mixed, self.out.weight, self.out.bias)
 
 
@@ -107,9 +115,17 @@ ATTENTION_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(ATTENT
 
 
 def register(
-    name: str, make: Callable[[LayerSetup], nn.Module], inventory: PartInventory, description: str = ""
+    name: str,
+    make: Callable[[LayerSetup], nn.Module],
+    inventory: PartInventory,
+    description: str = "",
+    masks_documents: bool = False,
 ) -> None:
-    """Register a value of model.attention; make(setup) has the interface of CausalAttention."""
-    ATTENTIONS.register(name, PartFacts(description))
+    """Register a value of model.attention; make(setup) has the interface of CausalAttention.
+
+    Args:
+        masks_documents: whether it keeps to `ForwardContext.documents`; samples with documents are refused otherwise.
+    """
+    ATTENTIONS.register(name, AttentionFacts(description, masks_documents))
     ATTENTION_PARTS.register(name, inventory)
     ATTENTION_MODULES.register(name, make)

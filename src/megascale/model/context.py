@@ -10,6 +10,7 @@ import torch
 from megascale.core.inventory import LayerInventory, layer_inventory
 from megascale.core.layer_spec import LayerSpec
 from megascale.core.layers import Half
+from megascale.ops.attention_documents import DocumentMask
 from megascale.ops.token_loss import TokenLoss
 from megascale.parallel.collectives import Axis
 from megascale.parallel.linear import LinearPrecision
@@ -92,6 +93,8 @@ class ForwardContext:
             gradients together with the logits.
         cache: keys and values of earlier tokens, for generation.
         token_loss: loss to use instead of cross-entropy.
+        documents: documents of the samples, which attention does not leave; None: a sample is one document. The chunk
+            makes it from the boundaries of its batch.
     """
 
     dropout_key: int | None = None
@@ -99,6 +102,7 @@ class ForwardContext:
     token_grad: torch.Tensor | None = None
     cache: KVCache | None = None
     token_loss: TokenLoss | None = None
+    documents: DocumentMask | None = None
 
     @property
     def past_length(self) -> int:

@@ -21,10 +21,13 @@ class RotaryTables:
     """
 
     def __init__(self, ropes: Sequence[RopeSpec | None], length: int, dtype: torch.dtype) -> None:
-        self._ropes = ropes
+        self._distinct = list(dict.fromkeys(ropes))
+        self._index_of_layer = [self._distinct.index(rope) for rope in ropes]
+        # Inputs longer than this have other frequencies.
+        self._limits = [_find_limit(rope) for rope in self._distinct]
         self._length = length
         self._dtype = torch.promote_types(dtype, torch.float32)
-        self._tables: dict[tuple[RopeSpec, bool, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[tuple[int, bool, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def select(
         self, start: int, stop: int, device: torch.device, positions: torch.Tensor | None = None
@@ -34,25 +37,22 @@ class RotaryTables:
         Args:
             positions: positions [s, b] of samples that have their own, counted from `start`; rows are then [s, b, ...].
         """
-        rows: dict[RopeSpec | None, Rotary] = {}
-        for rope in dict.fromkeys(self._ropes):
-            rows[rope] = self._select_rows(rope, start, stop, device, positions)
-        return [rows[rope] for rope in self._ropes]
+        rows: list[Rotary] = []
+        for index, rope in enumerate(self._distinct):
+            rows.append(None if rope is None else self._select_rows(index, rope, start, stop, device, positions))
+        return [rows[index] for index in self._index_of_layer]
 
     def differs_between(self, length: int, other_length: int) -> bool:
         """Return whether inputs of two lengths have different tables."""
-        for rope in dict.fromkeys(self._ropes):
-            if needs_extended_table(rope, length) != needs_extended_table(rope, other_length):
-                return True
-        return False
+        limits = [limit for limit in self._limits if limit is not None]
+        return any((length > limit) != (other_length > limit) for limit in limits)
 
     def _select_rows(
-        self, rope: RopeSpec | None, start: int, stop: int, device: torch.device, positions: torch.Tensor | None
-    ) -> Rotary:
-        if rope is None:
-            return None
-        is_extended = needs_extended_table(rope, stop)
-        key = (rope, is_extended, device)
+        self, index: int, rope: RopeSpec, start: int, stop: int, device: torch.device, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        limit = self._limits[index]
+        is_extended = limit is not None and stop > limit
+        key = (index, is_extended, device)
         if key not in self._tables or self._tables[key][0].shape[0] < stop:
             length = max(self._length, stop)
             self._tables[key] = rotary_tables(
@@ -65,9 +65,8 @@ class RotaryTables:
         return cos[positions], sin[positions]
 
 
-def needs_extended_table(rope: RopeSpec | None, length: int) -> bool:
-    """Return whether an input of `length` tokens has the frequencies of longrope for long inputs."""
+def _find_limit(rope: RopeSpec | None) -> int | None:
+    """Return the original context length of longrope; None: the frequencies do not depend on the length."""
     if rope is None or rope.scaling is None or rope.scaling.method != "longrope":
-        return False
-    assert rope.scaling.original_length is not None
-    return length > rope.scaling.original_length
+        return None
+    return rope.scaling.original_length

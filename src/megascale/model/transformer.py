@@ -7,9 +7,11 @@ which may have size one. Activations are x_SBH = [sequence / tensor ranks, batch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megascale.config import ModelConfig
@@ -21,6 +23,7 @@ from megascale.model.context import EVALUATION, ForwardContext, LayerSetup
 from megascale.model.fusion import ResidualStream, add_and_norm
 from megascale.model.norm import Norm
 from megascale.model.rotary import RotaryTables
+from megascale.ops.attention_documents import DocumentMask
 from megascale.ops.cross_entropy import softcap_
 from megascale.ops.dropout import dropout, dropout_key
 from megascale.parallel.collectives import SINGLE_RANK, Axis
@@ -87,6 +90,7 @@ class Chunk(DirectModule):
         self.head = head.get("head.weight")
         self.head_bias = head.get("head.bias")
         self.pre_forward_gather: Callable[[int], None] = lambda unit: None
+        self.pre_backward_gather: Callable[[int], None] | None = None  # before the backward of a unit, if set
 
     def forward_units(self) -> list[list[nn.Parameter]]:
         """Return the parameters in the order in which forward needs them; the last unit has all remaining ones.
@@ -97,6 +101,12 @@ class Chunk(DirectModule):
         blocks = [list(block.parameters()) for block in self.blocks]
         embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.first and p is not None]
         return [embeddings, *blocks, list(self.parameters())]
+
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that several units use: an embedding that is also the matrix of the logits."""
+        if self.token_embedding is not None and self.model.tied_embeddings:
+            return [self.token_embedding]
+        return []
 
     def linear_weights(self) -> dict[str, torch.Tensor]:
         """Return the weights [O, I] of linear layers, vocabulary excluded, by the names of their logical tensors."""
@@ -118,16 +128,19 @@ class Chunk(DirectModule):
 
         Args:
             x: tokens [s, b] for the first chunk, else x_SBH [s/t, b, h].
-            batch: the micro-batch; blocks read its positions, and the last chunk its targets. Without targets the
-                last chunk returns the normed hidden states, times the multiplier of logits.
+            batch: the micro-batch; blocks read its positions and document boundaries, and the last chunk its targets.
+                Without targets the last chunk returns the normed hidden states, times the multiplier of logits.
         Returns:
             x_SBH, or on the last chunk with targets the loss of every token [s, b] in float32 or wider.
         """
         self.pre_forward_gather(0)
-        if self.first:
-            x = self._embed(x, context)
-        past = context.past_length
         positions = None if batch is None else batch.positions
+        if self.first:
+            x = self._embed(x, context, positions)
+        past = context.past_length
+        if batch is not None and batch.document_boundaries is not None:
+            length = x.shape[0] * self.axis.size
+            context = replace(context, documents=DocumentMask.from_boundaries(batch.document_boundaries, length))
         rotary = self._rotary.select(past, past + x.shape[0] * self.axis.size, x.device, positions)
         recompute_layers = self.recompute == "full" and torch.is_grad_enabled()
         stream: ResidualStream = x
@@ -138,6 +151,8 @@ class Chunk(DirectModule):
             else:
                 # A norm follows every sum but the last, and computes it.
                 stream = block(stream, rotary[i], context, defer_add=self.last or i + 1 < len(self.blocks))
+            if self.pre_backward_gather is not None:
+                self._call_before_backward(stream, i + 1)
         self.pre_forward_gather(len(self.blocks) + 1)
         if not self.last:
             assert isinstance(stream, torch.Tensor)
@@ -149,7 +164,7 @@ class Chunk(DirectModule):
         if batch is None or batch.targets is None:
             return x
         token_grad = context.token_grad if torch.is_grad_enabled() else None
-        return vocabulary_loss(
+        losses_SB = vocabulary_loss(
             x,
             self.output_weight,
             self.head_bias,
@@ -161,6 +176,21 @@ class Chunk(DirectModule):
             context.token_loss,
             self.model.logit_softcap,
         )
+        if self.pre_backward_gather is not None:
+            self._call_before_backward(losses_SB, len(self.blocks) + 1)
+        return losses_SB
+
+    def _call_before_backward(self, stream: ResidualStream, unit: int) -> None:
+        """Call `pre_backward_gather(unit)` when the backward of what computed `stream` begins.
+
+        The residual that a deferred sum carries needs no call of its own: the backward of the unit's last GEMM, which
+        computed the other summand, precedes all others.
+        """
+        output = stream if isinstance(stream, torch.Tensor) else stream.y_SBH
+        if output.requires_grad:
+            assert self.pre_backward_gather is not None
+            gather = self.pre_backward_gather
+            output.register_hook(lambda grad: gather(unit))
 
     @property
     def output_weight(self) -> nn.Parameter:
@@ -185,12 +215,17 @@ class Chunk(DirectModule):
             softcap_(logits, self.model.logit_softcap)
         return logits
 
-    def _embed(self, tokens_SB: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def _embed(
+        self, tokens_SB: torch.Tensor, context: ForwardContext, positions_SB: torch.Tensor | None
+    ) -> torch.Tensor:
         assert self.token_embedding is not None
         x = vocabulary_embedding(tokens_SB, self.token_embedding, self.axis)
         if self.model.embedding_multiplier != 1:
             x = x * self.model.embedding_multiplier
-        if self.position_embedding is not None:
+        if self.position_embedding is not None and positions_SB is not None:
+            start = self.axis.rank * x.shape[0]
+            x = x + functional.embedding(positions_SB[start : start + x.shape[0]], self.position_embedding)
+        elif self.position_embedding is not None:
             start = context.past_length + self.axis.rank * x.shape[0]
             x = x + self.position_embedding[start : start + x.shape[0], None, :]
         if self.model.dropout and context.dropout_key is not None:

@@ -18,11 +18,19 @@ from megascale.errors import ConfigError
 from megascale.ops import dispatch
 from megascale.ops.attention_backends import (
     BACKENDS,
+    SOFTCAP_BACKENDS,
     candidates,
     causal_mask,
     explain_missing_softcap,
     find_fallback,
-    run_backend,
+)
+from megascale.ops.attention_documents import (
+    DOCUMENT_BACKENDS,
+    DOCUMENT_CANDIDATES,
+    SOFTCAP_DOCUMENT_BACKENDS,
+    DocumentMask,
+    check_document_backend,
+    synthetic_boundaries,
 )
 from megascale.ops.rope import split_qkv
 
@@ -30,10 +38,18 @@ AGREEMENT = 2e-2  # norm-wise, in bfloat16, between kernels of the same mask
 REPEATS = 5
 WARM_UP_SECONDS = 0.3
 BUSY_GEMMS = 12  # 2.5 ms on an H200: longer than launching an attention both ways takes
+DOCUMENT_AGREEMENT = 5e-2  # norm-wise, in bfloat16, of output and gradients with the reference: a wrong mask is far off
+CHECKED_LENGTH = 512  # tokens of the samples on which kernels are compared with the reference
 
 
 def attention_reference(
-    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, *, window: int | None, softcap: float | None = None
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    *,
+    window: int | None,
+    documents: DocumentMask | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute softmax over an explicit mask, in at least float32: the reference of every backend."""
     S, B, N, D = q_SBND.shape
@@ -44,12 +60,19 @@ def attention_reference(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     mask = causal_mask(S, k_SBGD.shape[0], window, q_SBND.device)
+    if documents is not None:
+        keys = torch.arange(k_SBGD.shape[0], device=q_SBND.device)
+        mask = (mask & (keys >= documents.starts_BS[:, -S:, None]))[:, None, None]  # [B, 1, 1, S, T]
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     return torch.einsum("bgnst,tbgd->sbgnd", weights, v_SBGD.to(wide)).reshape(S, B, N * D).to(q_SBND.dtype)
 
 
 class AttentionShape(NamedTuple):
-    """The shape that a choice depends on. window is None for full attention, softcap for unbounded scores."""
+    """The shape that a choice depends on.
+
+    window is None for full attention. documents is the largest number of documents in a sample; 0: a sample is one
+    document. softcap is None for unbounded scores.
+    """
 
     S: int
     B: int
@@ -58,12 +81,15 @@ class AttentionShape(NamedTuple):
     D: int
     window: int | None
     dtype: torch.dtype
+    documents: int = 0
     softcap: float | None = None
 
     def __str__(self) -> str:
         mask = "full" if self.window is None else f"window {self.window}"
+        if self.documents:
+            mask += f", up to {self.documents} documents"
         if self.softcap is not None:
-            mask = f"{mask}, softcap {self.softcap:g}"
+            mask += f", softcap {self.softcap:g}"
         kind = str(self.dtype).removeprefix("torch.")
         return f"{self.S} x {self.B}, {self.N} heads ({self.G} kv) of {self.D}, {mask}, {kind}"
 
@@ -95,11 +121,15 @@ def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
     load.warm_up()
     fallback = find_fallback(shape.softcap)
     choice = AttentionChoice(fallback)
+    names = list(DOCUMENT_CANDIDATES) if shape.documents else candidates(shape.window)
+    if shape.softcap is not None:
+        names = [name for name in SOFTCAP_BACKENDS if name != fallback]
     expected: Tensor | None = None
-    for name in (*candidates(shape.window, shape.softcap), fallback):
+    for name in (*names, fallback):
         if name == fallback and choice.milliseconds:
             break  # the last resort: it is slow, and its explicit mask may not even fit
         try:
+            check_documents(name, shape, device)
             milliseconds, out = _time(name, shape, device, load)
         except Exception as error:  # a kernel may reject a shape with any exception
             choice.refused[name] = _first_line(error)
@@ -167,6 +197,7 @@ class AttentionChooser:
         window: int | None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cuda",
+        documents: int = 0,
         softcap: float | None = None,
     ) -> str:
         """Return the backend for a shape, measured at the first call: at start-up, before any graph capture.
@@ -175,11 +206,12 @@ class AttentionChooser:
 
         Args:
             S, B, N, G, D: tokens, samples, query heads, key/value heads, and width of a head.
+            documents: largest number of documents in a sample; 0: a sample is one document.
             softcap: bound of the scores, if they have one.
         """
         if window is not None and window >= S:
             window = None
-        shape = AttentionShape(S, B, N, G, D, window, dtype, softcap)
+        shape = AttentionShape(S, B, N, G, D, window, dtype, documents, softcap)
         if shape not in self.choices:
             # The caller may be recomputed in backward: its hooks must not see the tensors saved while measuring.
             with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
@@ -200,9 +232,10 @@ class AttentionChooser:
             reason = explain_missing_softcap(name, shape.softcap)
             if reason:
                 return reason
-        elif name not in BACKENDS:
+        elif name not in BACKENDS and name not in DOCUMENT_BACKENDS:
             return "this version has no such kernel"
         try:
+            check_documents(name, shape, device)
             _run(name, shape, *_inputs(shape, device))
         except Exception as error:  # as in `measure`
             return _first_line(error)
@@ -221,11 +254,68 @@ def _inputs(shape: AttentionShape, device: torch.device) -> tuple[Tensor, Tensor
     return qkv, torch.randn(shape.S, shape.B, shape.N * shape.D, device=device, generator=generator).to(shape.dtype)
 
 
-def _run(name: str, shape: AttentionShape, qkv: Tensor, upstream: Tensor) -> Tensor:
-    """Run forward and backward through the QKV split; returns the output."""
+def _make_documents(shape: AttentionShape, device: torch.device) -> DocumentMask | None:
+    """Return synthetic documents of the shape, or None if a sample is one document."""
+    if not shape.documents:
+        return None
+    return DocumentMask.from_boundaries(synthetic_boundaries(shape.S, shape.B, shape.documents).to(device), shape.S)
+
+
+def run_backend(
+    name: str,
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    window: int | None,
+    documents: DocumentMask | None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Run a kernel by name. Raises ConfigError if it cannot keep to the documents, or cannot bound the scores."""
+    if softcap is not None:
+        reason = explain_missing_softcap(name, softcap)
+        if reason:
+            raise ConfigError(reason)
+        if documents is None:
+            return SOFTCAP_BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window, softcap)
+        return SOFTCAP_DOCUMENT_BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window, documents, softcap)
+    if documents is None and name not in BACKENDS:
+        raise ConfigError(
+            f"kernels.attention={name!r} computes attention within documents only; set --data.document_mask=true, or "
+            "--kernels.attention=auto"
+        )
+    if documents is None:
+        return BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window)
+    check_document_backend(name)
+    return DOCUMENT_BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window, documents)
+
+
+def check_documents(name: str, shape: AttentionShape, device: torch.device) -> None:
+    """Raise NotImplementedError if a kernel does not keep output or gradients within documents, on short samples."""
+    if not shape.documents:
+        return
+    shape = shape._replace(S=min(shape.S, CHECKED_LENGTH), documents=min(shape.documents, CHECKED_LENGTH))
+    documents = _make_documents(shape, device)
+    qkv, upstream = _inputs(shape, device)
+    results = []
     with torch.enable_grad():
         q, k, v = split_qkv(qkv, shape.N, shape.G)
-        out = run_backend(name, q, k, v, shape.window, shape.softcap)
+        for out in (
+            attention_reference(q, k, v, window=shape.window, documents=documents, softcap=shape.softcap),
+            run_backend(name, q, k, v, shape.window, documents, shape.softcap),
+        ):
+            results.append((out.detach(), torch.autograd.grad(out, qkv, upstream, retain_graph=True)[0]))
+    for part, expected, actual in zip(("output", "gradient"), *results, strict=True):
+        distance = ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+        if not distance <= DOCUMENT_AGREEMENT:
+            raise NotImplementedError(f"its {part} within documents is {distance:.1e} away from the reference's")
+
+
+def _run(name: str, shape: AttentionShape, qkv: Tensor, upstream: Tensor) -> Tensor:
+    """Run forward and backward through the QKV split; returns the output."""
+    documents = _make_documents(shape, qkv.device)
+    with torch.enable_grad():
+        q, k, v = split_qkv(qkv, shape.N, shape.G)
+        out = run_backend(name, q, k, v, shape.window, documents, shape.softcap)
         torch.autograd.grad(out, qkv, upstream)
     return out.detach()
 
@@ -255,11 +345,12 @@ def attention(
     softcap: float | None = None,
     backend: str = "auto",
     chooser: AttentionChooser | None = None,
+    documents: DocumentMask | None = None,
 ) -> Tensor:
     """Compute causal attention; returns [S, B, N*D].
 
     Views of the fused QKV output are read in place. With fewer queries than keys (generation) the last query is at the
-    last key. Raises ConfigError for an unknown backend.
+    last key. Raises ConfigError for an unknown backend, and for one that cannot keep to the documents.
 
     Args:
         q_SBND: [queries, batch, heads, head size].
@@ -268,6 +359,7 @@ def attention(
         softcap: bound c of the scores x, as c tanh(x / c); None for none.
         backend: "auto" for the chooser's, else a name of `BACKENDS`.
         chooser: holds kernels.attention and the measurements; default: a new one.
+        documents: documents of the samples, which attention does not leave; None: a sample is one document.
     """
     S, B, N, D = q_SBND.shape
     T, G = k_SBGD.shape[0], k_SBGD.shape[2]
@@ -280,15 +372,16 @@ def attention(
     elif name == "auto" and dispatch.mode() == "reference":
         name = find_fallback(softcap)
     elif name == "auto":
-        choice = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype, softcap))
+        count = 0 if documents is None else documents.max_documents
+        choice = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype, count, softcap))
         if choice is not None:
             name = choice.name
         elif torch.is_grad_enabled():
-            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device, softcap)
+            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device, count, softcap)
         else:
             name = find_fallback(softcap)  # prompts come in every length, which are not worth a measurement each
-    if softcap is not None:
-        return run_backend(name, q_SBND, k_SBGD, v_SBGD, window, softcap)
+    if documents is not None or softcap is not None:
+        return run_backend(name, q_SBND, k_SBGD, v_SBGD, window, documents, softcap)
     if name not in BACKENDS:
         raise ConfigError(f"kernels.attention={name!r} is not a backend; choose among auto, {', '.join(BACKENDS)}")
     return BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window)

@@ -32,27 +32,39 @@ def causal_mask(queries: int, keys: int, window: int | None, device: torch.devic
     return mask if window is None else mask & (k > q - window)
 
 
-def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     """View [S, B, N, D] as [B, N, S, D]."""
     return tuple([t.permute(1, 2, 0, 3) for t in tensors])
 
 
-def _merge_heads(out_SBND: Tensor) -> Tensor:
+def merge_heads(out_SBND: Tensor) -> Tensor:
     """Reshape [S, B, N, D] to [S, B, N*D]; a view if the kernel kept the queries' order of dimensions."""
     S, B, N, D = out_SBND.shape
     return out_SBND.reshape(S, B, N * D)
 
 
+def join_samples(x_SBND: Tensor) -> Tensor:
+    """Return [S, B, N, D] as [B x S, N, D], sample after sample: a view for one sample, else a copy."""
+    if x_SBND.shape[1] == 1:
+        return x_SBND.squeeze(1)
+    return x_SBND.transpose(0, 1).flatten(0, 1)
+
+
+def separate_samples(x_TND: Tensor, batch: int) -> Tensor:
+    """Return [B x S, N, D] as a view [S, B, N, D]."""
+    return x_TND.unflatten(0, (batch, -1)).transpose(0, 1)
+
+
 def sdpa(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
     """Run torch's own choice of kernel, with an explicit mask for windows and fewer queries than keys."""
     S, T = q_SBND.shape[0], k_SBGD.shape[0]
-    q, k, v = _heads_first(q_SBND, k_SBGD, v_SBGD)
+    q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
     if (window is not None and window < T) or 1 < S < T:
         mask, causal = causal_mask(S, T, window, q.device), False
     else:
         mask, causal = None, S == T  # a single query is at the last key and sees all
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=_is_grouped(q, k))
-    return _merge_heads(out.permute(2, 0, 1, 3))
+    return merge_heads(out.permute(2, 0, 1, 3))
 
 
 def _is_grouped(q: Tensor, k: Tensor) -> bool:
@@ -77,7 +89,7 @@ def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tenso
         )
     if kind is SDPBackend.CUDNN_ATTENTION and dispatch.deterministic():
         raise ConfigError("torch's cuDNN attention has no deterministic backward (kernels.deterministic)")
-    q, k, v = _heads_first(q_SBND, k_SBGD, v_SBGD)
+    q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
     previous = [is_enabled() for _, is_enabled, _ in _SWITCHES]
     try:
         for backend, _, enable in _SWITCHES:
@@ -93,7 +105,7 @@ def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tenso
     finally:
         for enabled, (_, _, enable) in zip(previous, _SWITCHES, strict=True):
             enable(enabled)
-    return _merge_heads(out.permute(2, 0, 1, 3))
+    return merge_heads(out.permute(2, 0, 1, 3))
 
 
 @torch_private.call_directly
@@ -110,7 +122,7 @@ class _FlashWindow(torch.autograd.Function):
         )
         ctx.save_for_backward(q_BSND, k_BSGD, v_BSGD, out, lse, rng, unused)
         ctx.window = window
-        return _merge_heads(out.transpose(0, 1))
+        return merge_heads(out.transpose(0, 1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -155,14 +167,15 @@ def _flex_mask(length: int, window: int | None, device: torch.device) -> Any:
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Any]:
+def compiled_flex() -> Callable[..., Any]:
+    """Return torch's FlexAttention, compiled for static shapes."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
 
 
 @functools.cache
-def _softcap_scores(softcap: float) -> Callable[..., Tensor]:
+def softcap_scores(softcap: float) -> Callable[..., Tensor]:
     """Return the function of scores that bounds them; one per bound, since each is compiled."""
 
     def bound(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -173,30 +186,35 @@ def _softcap_scores(softcap: float) -> Callable[..., Tensor]:
 
 def flex(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, softcap: float | None = None) -> Tensor:
     """Run torch's FlexAttention, compiled, with a block mask per shape."""
-    q, k, v = _heads_first(q_SBND, k_SBGD, v_SBGD)
+    q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
     mask = _flex_mask(q.shape[2], window, q.device)
-    bound = None if softcap is None else _softcap_scores(softcap)
-    out = _compiled_flex()(q, k, v, score_mod=bound, block_mask=mask, enable_gqa=_is_grouped(q, k))
-    return _merge_heads(out.permute(2, 0, 1, 3))
+    bound = None if softcap is None else softcap_scores(softcap)
+    out = compiled_flex()(q, k, v, score_mod=bound, block_mask=mask, enable_gqa=_is_grouped(q, k))
+    return merge_heads(out.permute(2, 0, 1, 3))
 
 
 def eager(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, softcap: float | None = None) -> Tensor:
     """Compute the scores of all pairs in memory, in at least float32, on any device."""
-    S, D = q_SBND.shape[0], q_SBND.shape[3]
+    mask = causal_mask(q_SBND.shape[0], k_SBGD.shape[0], window, q_SBND.device)
+    return attend_eagerly(q_SBND, k_SBGD, v_SBGD, mask, softcap)
+
+
+def attend_eagerly(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, mask: Tensor, softcap: float | None) -> Tensor:
+    """Compute attention over a mask of visible keys that broadcasts to [batch, groups, heads, queries, keys]."""
     wide = torch.promote_types(q_SBND.dtype, torch.float32)
-    q, k, v = _heads_first(q_SBND.to(wide), k_SBGD.to(wide), v_SBGD.to(wide))
-    q = q.unflatten(1, (k.shape[1], -1))  # [B, groups, heads of a group, S, D]
-    scores = torch.matmul(q, k[:, :, None].transpose(-1, -2)) * D**-0.5
+    q, k, v = heads_first(q_SBND.to(wide), k_SBGD.to(wide), v_SBGD.to(wide))
+    q = q.unflatten(1, (k.shape[1], -1))  # [batch, groups, heads of a group, queries, head size]
+    scores = torch.matmul(q, k[:, :, None].transpose(-1, -2)) * q.shape[-1] ** -0.5
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    mask = causal_mask(S, k.shape[2], window, q.device)
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
     out = torch.matmul(weights, v[:, :, None]).flatten(1, 2)
-    return _merge_heads(out.permute(2, 0, 1, 3)).to(q_SBND.dtype)
+    return merge_heads(out.permute(2, 0, 1, 3)).to(q_SBND.dtype)
 
 
 @functools.cache
-def _flash4() -> Any:
+def flash4_interface() -> Any:
+    """Return the module of FlashAttention-4; ImportError without its package."""
     from flash_attn.cute import interface  # ImportError without the package flash-attn-4
 
     # Its compiler warns about the package's own arguments at each kernel, on every rank.
@@ -225,7 +243,7 @@ class _FlashAttention4(torch.autograd.Function):
         # FlashAttention's window does not count the query itself.
         ctx.mask = {"causal": True, "window_size_left": None if window is None else window - 1}
         ctx.deterministic = dispatch.deterministic()
-        _flash4()._flash_attn_fwd(*_batch_first(q, k, v), **ctx.mask, out=out.transpose(0, 1), lse=lse)
+        flash4_interface()._flash_attn_fwd(*_batch_first(q, k, v), **ctx.mask, out=out.transpose(0, 1), lse=lse)
         ctx.save_for_backward(q, k, v, out, lse)
         return out.view(S, B, N * D)
 
@@ -235,7 +253,7 @@ class _FlashAttention4(torch.autograd.Function):
         d_out = upstream[0].contiguous().view(q.shape)
         grads = allocate_qkv_gradients(q, k)
         dq, dk, dv = _batch_first(*grads)
-        _flash4()._flash_attn_bwd(
+        flash4_interface()._flash_attn_bwd(
             *_batch_first(q, k, v, out, d_out),
             lse,
             dq=dq,
@@ -288,10 +306,8 @@ SoftcapBackend = Callable[[Tensor, Tensor, Tensor, "int | None", float], Tensor]
 SOFTCAP_BACKENDS: dict[str, SoftcapBackend] = {"flex": flex, "eager": eager}
 
 
-def candidates(window: int | None, softcap: float | None = None) -> list[str]:
+def candidates(window: int | None) -> list[str]:
     """Return the backends worth measuring on CUDA for full attention (None) or a window, best guess first."""
-    if softcap is not None:
-        return ["flex"]
     names = ["cudnn", "flash"] if window is None else ["flex", "flash_window"]
     return [*names, "cudnn_frontend", "flash4"]
 
@@ -311,15 +327,3 @@ def explain_missing_softcap(name: str, softcap: float) -> str:
         f"kernels.attention={name!r} has no softcap, which this layer has ({softcap:g}); set --kernels.attention=auto "
         "to choose a kernel per layer"
     )
-
-
-def run_backend(
-    name: str, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, softcap: float | None
-) -> Tensor:
-    """Run a backend. Raises ConfigError if it cannot bound the scores and must."""
-    if softcap is None:
-        return BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window)
-    reason = explain_missing_softcap(name, softcap)
-    if reason:
-        raise ConfigError(reason)
-    return SOFTCAP_BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window, softcap)

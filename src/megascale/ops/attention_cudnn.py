@@ -17,20 +17,23 @@ from megascale.ops import dispatch
 from megascale.ops.rope import allocate_qkv_gradients
 
 # Names of a graph's tensors; cuDNN knows them by number.
-UIDS = {name: number for number, name in enumerate(("q", "k", "v", "o", "stats", "d_o", "d_q", "d_k", "d_v"), start=1)}
+NAMES = ("q", "k", "v", "o", "stats", "d_o", "d_q", "d_k", "d_v", "lengths", *(f"offset{i}" for i in range(9)))
+UIDS = {name: number for number, name in enumerate(NAMES, start=1)}
 
 
 @functools.cache
-def _library() -> Any:
+def cudnn_library() -> Any:
+    """Return the package; ImportError without it."""
     import cudnn  # ImportError without the package
 
     return cudnn
 
 
 @functools.cache
-def _handle(device: int) -> Any:
+def cudnn_handle(device: int) -> Any:
+    """Return cuDNN's handle of a device."""
     with torch.cuda.device(device):
-        return _library().create_handle()
+        return cudnn_library().create_handle()
 
 
 class TensorLayout:
@@ -49,7 +52,7 @@ class AttentionPlan:
     """A built cuDNN graph and the size of its workspace."""
 
     def __init__(self, graph: Any, handle: Any, inputs: dict[str, Any], outputs: dict[str, Any]) -> None:
-        cudnn = _library()
+        cudnn = cudnn_library()
         for name, tensor in {**inputs, **outputs}.items():
             tensor.set_uid(UIDS[name])
         graph.validate()
@@ -64,7 +67,7 @@ class AttentionPlan:
     def run(self, **tensors: Tensor) -> None:
         """Run on the current stream; the tensors have the layouts of the graph."""
         device = next(iter(tensors.values())).device
-        _library().set_stream(handle=self.handle, stream=torch.cuda.current_stream(device).cuda_stream)
+        cudnn_library().set_stream(handle=self.handle, stream=torch.cuda.current_stream(device).cuda_stream)
         workspace = torch.empty(max(self.workspace, 1), dtype=torch.uint8, device=device)
         pointers = {UIDS[name]: tensor.data_ptr() for name, tensor in tensors.items()}
         self.graph.execute(pointers, workspace.data_ptr(), handle=self.handle)
@@ -72,7 +75,7 @@ class AttentionPlan:
 
 def new_graph(dtype: torch.dtype, handle: Any) -> Any:
     """Return an empty graph for tensors of `dtype` that computes in float32."""
-    cudnn = _library()
+    cudnn = cudnn_library()
     kind = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[dtype]
     return cudnn.pygraph(
         io_data_type=kind,
@@ -85,7 +88,7 @@ def new_graph(dtype: torch.dtype, handle: Any) -> Any:
 def mask_options(window: int | None) -> dict[str, Any]:
     """Return the options of a causal mask, top left; cuDNN's left bound counts the token itself, as windows here do."""
     bound = {} if window is None else {"diagonal_band_left_bound": window}
-    alignment = _library().diagonal_alignment.TOP_LEFT
+    alignment = cudnn_library().diagonal_alignment.TOP_LEFT
     return {"diagonal_alignment": alignment, "diagonal_band_right_bound": 0, **bound}
 
 
@@ -105,7 +108,9 @@ def add_forward(
     )
     out.set_output(True).set_dim(o.dim).set_stride(o.stride)
     B, N, S, _ = q.dim
-    stats.set_output(True).set_data_type(_library().data_type.FLOAT).set_dim([B, N, S, 1]).set_stride([N * S, S, 1, 1])
+    stats.set_output(True).set_data_type(cudnn_library().data_type.FLOAT).set_dim([B, N, S, 1]).set_stride(
+        [N * S, S, 1, 1]
+    )
     return inputs, {"o": out, "stats": stats}
 
 
@@ -123,7 +128,7 @@ def add_backward(
     layouts = {"q": q, "k": k, "v": v, "o": o, "d_o": o}
     inputs = {name: graph.tensor(dim=t.dim, stride=t.stride) for name, t in layouts.items()}
     B, N, S, _ = q.dim
-    inputs["stats"] = graph.tensor(dim=[B, N, S, 1], stride=[N * S, S, 1, 1], data_type=_library().data_type.FLOAT)
+    inputs["stats"] = graph.tensor(dim=[B, N, S, 1], stride=[N * S, S, 1, 1], data_type=cudnn_library().data_type.FLOAT)
     outputs = graph.sdpa_backward(
         name="attention backward",
         q=inputs["q"],
@@ -150,7 +155,7 @@ def _plan(
     like = tensors[0]
     key = (backward, like.dtype, like.device, window, deterministic, *[(t.shape, t.stride()) for t in tensors])
     if key not in _plans:
-        handle = _handle(like.device.index)
+        handle = cudnn_handle(like.device.index)
         layouts = [TensorLayout(t) for t in tensors]
         graph = new_graph(like.dtype, handle)
         if backward:

@@ -29,6 +29,9 @@ class InlineStream:
     def synchronize(self) -> None:
         """Let the main stream wait for all submitted work."""
 
+    def wait_for_main(self) -> None:
+        """Let work that is submitted later wait for this point of the main stream, whatever its event."""
+
 
 class SideStream(InlineStream):
     """A CUDA stream of `device` next to the main one, which is the caller's current stream."""
@@ -54,6 +57,9 @@ class SideStream(InlineStream):
     def synchronize(self) -> None:
         while self._in_flight:
             self._await_oldest()
+
+    def wait_for_main(self) -> None:
+        self._stream.wait_event(self.record_event())
 
     def _await_oldest(self) -> None:
         # The memory of its inputs may be reused only by work that the main stream runs after this.

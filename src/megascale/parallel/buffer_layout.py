@@ -9,7 +9,7 @@ unit of communication. Each bucket is padded so that every data-parallel rank ow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 ALIGN = 64  # elements: 128 bytes of bfloat16, which suits vector loads and NCCL
@@ -25,6 +25,8 @@ class BufferMember:
         summed: axes over which its gradient is summed before it is reduced with all others.
         tied: a tied embedding, which gets a bucket to itself because another stage holds its shards as well.
         float8_gather: may be gathered in float8 (parallel/float8_gather.py), in buckets of such parameters only.
+        unit: unit of the forward (`Chunk.forward_units`) whose buckets hold it and no parameter of another unit; None
+            for a parameter that shares buckets with all others of its region.
     """
 
     count: int
@@ -32,11 +34,16 @@ class BufferMember:
     summed: tuple[str, ...]
     tied: bool = False
     float8_gather: bool = False
+    unit: int | None = None
 
     @property
-    def region(self) -> tuple[bool, tuple[str, ...], bool]:
-        """Return the sort key of the member's region. Members of one region share buckets."""
-        return self.tied, self.summed, not self.float8_gather
+    def region(self) -> tuple[bool, int, tuple[str, ...], bool]:
+        """Return the sort key of the member's region. Members of one region share buckets.
+
+        Units come first, the last one of the forward before all others.
+        """
+        order = 1 if self.unit is None else -self.unit
+        return self.tied, order, self.summed, not self.float8_gather
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ class FlatLayout:
     Attributes:
         summed: ranges that hold exactly the members whose gradients are summed over axes first, in separate buckets.
         tied_bucket: index of the bucket of the tied embedding, or None without one.
+        units: unit of each bucket, None for a bucket of members without a unit. Buckets of units come first.
+        unit_size: elements of the buckets of units, which are the first ones of the buffer.
     """
 
     starts: tuple[int, ...]
@@ -71,6 +80,8 @@ class FlatLayout:
     size: int
     summed: tuple[SummedRange, ...]
     tied_bucket: int | None
+    units: tuple[int | None, ...] = ()
+    unit_size: int = 0
 
     def shard(self, bucket: int, rank: int, ranks: int) -> tuple[int, int]:
         """Return the elements [start, stop) of the buffer that data-parallel `rank` owns of a bucket."""
@@ -85,7 +96,7 @@ def lay_out(members: Sequence[BufferMember], ranks: int, bucket_elements: int | 
     Args:
         members: the chunk's parameters in forward order.
         ranks: data-parallel ranks that share each bucket equally.
-        bucket_elements: approximate elements per bucket of matrices; None makes one bucket.
+        bucket_elements: approximate elements per bucket of matrices; None makes one bucket. A unit is not divided.
     """
     starts = [0] * len(members)
     buckets: list[BucketSpan] = []
@@ -109,7 +120,29 @@ def lay_out(members: Sequence[BufferMember], ranks: int, bucket_elements: int | 
         tied_bucket = last
     else:
         tied_bucket = None
-    return FlatLayout(tuple(starts), tuple(buckets), offset, tuple(summed), tied_bucket)
+    units = tuple(members[span.members[0]].unit for span in buckets)
+    unit_size = max((span.stop for span, unit in zip(buckets, units, strict=True) if unit is not None), default=0)
+    return FlatLayout(tuple(starts), tuple(buckets), offset, tuple(summed), tied_bucket, units, unit_size)
+
+
+def find_unit_ranges(layout: FlatLayout) -> dict[int, tuple[int, int]]:
+    """Return the elements [start, stop) of the layout of each unit."""
+    ranges: dict[int, tuple[int, int]] = {}
+    for span, unit in zip(layout.buckets, layout.units, strict=True):
+        if unit is not None:
+            start, _ = ranges.get(unit, (span.start, 0))
+            ranges[unit] = start, span.stop
+    return ranges
+
+
+def find_gaps(start: int, stop: int, spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges of [start, stop) that no span covers, in order; the spans lie in it and do not overlap."""
+    gaps = []
+    for first, last in [*sorted(spans), (stop, stop)]:
+        if first > start:
+            gaps.append((start, first))
+        start = last
+    return gaps
 
 
 def _group_by_bucket(members: Sequence[BufferMember], bucket_elements: int | None) -> list[list[int]]:
@@ -119,7 +152,8 @@ def _group_by_bucket(members: Sequence[BufferMember], bucket_elements: int | Non
     region = None
     size = 0
     for i in order:
-        is_full = bucket_elements is not None and size + members[i].count > bucket_elements
+        limit = bucket_elements if members[i].unit is None else None
+        is_full = limit is not None and size + members[i].count > limit
         if is_full or members[i].region != region:
             groups.append([])
             size = 0

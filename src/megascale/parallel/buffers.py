@@ -4,6 +4,10 @@ The parameters of a chunk lie in one contiguous buffer in their own type. Gradie
 float64 models), in the order of `buffer_layout.py`. Weight gradients accumulate directly in the buffer. The ranges of
 weights whose gradient a GEMM produces are not zeroed: the first GEMM of a step overwrites them
 (`GradientSink.overwrite`). Buckets are the unit of communication.
+
+From ZeRO-2 on, the matrices of each unit of the forward have buckets of their own. Their gradients exist in a slot
+(gradient_slots.py) from their computation to their reduction, and then as the shard's sum. All other parameters
+(norms, biases, tied embeddings) are resident: their gradients accumulate in a buffer as in ZeRO-1.
 """
 
 from __future__ import annotations
@@ -18,9 +22,10 @@ from torch import nn
 from megascale import torch_private
 from megascale.core.tensors import Piece, flat_boxes
 from megascale.ops.gradient_sink import GradientSink, attach, sink_of
-from megascale.parallel.buffer_layout import BufferMember, FlatLayout, lay_out
+from megascale.parallel.buffer_layout import BufferMember, FlatLayout, find_gaps, lay_out
 from megascale.parallel.collectives import SINGLE_RANK, Axis
-from megascale.parallel.parameters import ParameterSpec, materialise, spec_of
+from megascale.parallel.parameters import ParameterSpec, initialise_parameter, materialise, spec_of
+from megascale.parallel.slot_sink import SlotSink
 
 TIED = "embedding.token.weight"
 
@@ -87,8 +92,10 @@ class ParamAndGradBuffer:
         module: a chunk on the meta device; the constructor gives it storage.
         device: device of the buffers.
         axes: the axes that share its buckets.
-        zero: 0 keeps all optimizer state on every rank, 1 shards it, 2 shards the accumulated gradients too.
-        bucket_elements: approximate size of a bucket; None for one bucket per chunk.
+        zero: 0 keeps all optimizer state on every rank, 1 shards it, 2 shards the accumulated gradients too, 3 the
+            matrices of units too, which get no memory before `ParameterSlots` is made.
+        bucket_elements: approximate size of a bucket; None for one bucket per chunk. From ZeRO-2 on, it divides
+            resident parameters only.
         float8_gather: place the matrices of linear layers in buckets of their own, which may be gathered in float8.
     """
 
@@ -108,28 +115,36 @@ class ParamAndGradBuffer:
         specs = [spec_of(param) for param in meta_params]
         self.names = {piece.name for spec in specs for piece in spec.pieces}
         matrices = {id(param) for param in module.linear_weights().values()} if float8_gather else set()  # type: ignore[operator]
-        self.layout: FlatLayout = lay_out(
-            [self._make_member(param, id(param) in matrices) for param in meta_params], axes.data.size, bucket_elements
-        )
+        units = _find_units(module, meta_params) if self.zero >= 2 else {}
+        members = [self._make_member(param, id(param) in matrices, units.get(id(param))) for param in meta_params]
+        self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements)
+        # Elements before this one have gradients in slots.
+        self.resident_start = self.layout.unit_size
         dtype = meta_params[0].dtype
-        self.params = torch.zeros(self.layout.size, dtype=dtype, device=device)
-        views = [
-            self.params[start : start + param.numel()].view(param.shape)
-            for param, start in zip(meta_params, self.layout.starts, strict=True)
-        ]
+        params_start = self.resident_start if self.zero == 3 else 0
+        self.params = torch.zeros(self.layout.size - params_start, dtype=dtype, device=device)
+        self.shard_params = torch.zeros(params_start // axes.data.size, dtype=dtype, device=device)
+        views = []
+        for param, start in zip(meta_params, self.layout.starts, strict=True):
+            if start < params_start:
+                views.append(torch.zeros(1, dtype=dtype, device=device).expand(param.shape))
+            else:
+                start -= params_start
+                views.append(self.params[start : start + param.numel()].view(param.shape))
         materialise(module, dict(zip(meta_params, views, strict=True)))
         self.parameters = list(module.parameters())
         self.grad_dtype = grad_dtype(dtype)
         empty = torch.empty(0, dtype=self.grad_dtype, device=device)  # until `set_grads`
-        self.sinks = [attach(param, GradientSink(empty)) for param in self.parameters]
-        for param in self.parameters:
+        self.sinks = []
+        for param, member in zip(self.parameters, members, strict=True):
+            sink = GradientSink(empty) if member.unit is None else SlotSink(empty)
+            self.sinks.append(attach(param, sink))
             param.register_post_accumulate_grad_hook(self._accumulate)
-        if self.zero == 2:
-            self.grads = empty
-            self.shard_grads = torch.zeros(self.layout.size // axes.data.size, dtype=self.grad_dtype, device=device)
-        else:
-            self.set_grads(torch.zeros(self.layout.size, dtype=self.grad_dtype, device=device))
+        self.resident_params = [i for i, member in enumerate(members) if member.unit is None]
+        self.shard_grads = torch.zeros(self.resident_start // axes.data.size, dtype=self.grad_dtype, device=device)
+        self.set_grads(torch.zeros(self.layout.size - self.resident_start, dtype=self.grad_dtype, device=device))
         spans = self.layout.buckets
+        self.resident_buckets = [bucket for bucket, unit in enumerate(self.layout.units) if unit is None]
         self.bucket_of = {i: bucket for bucket, span in enumerate(spans) for i in span.members}
         # Buckets in the order in which a forward first needs them.
         self.forward_order = sorted(range(len(spans)), key=lambda bucket: min(spans[bucket].members))
@@ -137,17 +152,25 @@ class ParamAndGradBuffer:
         self._overwritten: list[int] = []  # parameters whose gradient the first GEMM of a step overwrites
         self._zeroed: list[torch.Tensor] | None = None  # ranges of the gradients that each step zeroes
 
-    def _make_member(self, param: nn.Parameter, float8_gather: bool) -> BufferMember:
+    def _make_member(self, param: nn.Parameter, float8_gather: bool, unit: int | None) -> BufferMember:
         spec = spec_of(param)
         tied = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
         decay = any(piece.decay for piece in spec.pieces)
-        return BufferMember(param.numel(), decay, spec.summed_axes, tied, float8_gather)
+        if tied or spec.summed_axes or not decay:
+            unit = None
+        return BufferMember(param.numel(), decay, spec.summed_axes, tied, float8_gather, unit)
 
     def set_grads(self, buffer: torch.Tensor) -> None:
-        """Accumulate gradients in `buffer` from now on. It is as long as the parameters."""
+        """Accumulate the gradients of resident parameters in `buffer` from now on."""
         self.grads = buffer
-        for param, sink, start in zip(self.parameters, self.sinks, self.layout.starts, strict=True):
-            sink.main_grad = buffer[start : start + param.numel()].view(param.shape)
+        for i in self.resident_params:
+            param = self.parameters[i]
+            start = self.layout.starts[i] - self.resident_start
+            self.sinks[i].main_grad = buffer[start : start + param.numel()].view(param.shape)
+
+    def slice_grads(self, start: int, stop: int) -> torch.Tensor:
+        """Return the gradients of elements [start, stop) of the layout, which are resident."""
+        return self.grads[start - self.resident_start : stop - self.resident_start]
 
     @staticmethod
     def _accumulate(param: torch.Tensor) -> None:
@@ -173,6 +196,17 @@ class ParamAndGradBuffer:
         units: list[list[nn.Parameter]] = self.module.forward_units()  # type: ignore[operator]
         return [sorted({self.bucket_of[index_of[id(param)]] for param in unit}) for unit in units]
 
+    def initialise_resident(self, seed: int) -> None:
+        """Give all parameters that are not in slots their initial values."""
+        for i in self.resident_params:
+            initialise_parameter(self.parameters[i], seed)
+
+    def count_units(self) -> int:
+        """Return the units of the module's forward; a module that declares none is one unit."""
+        if not hasattr(self.module, "forward_units"):
+            return 1
+        return len(self.module.forward_units())  # type: ignore[operator]
+
     # gradients of a step ---------------------------------------------------------------------------------------
 
     def zero_grads(self, contributions: Sequence[int]) -> None:
@@ -181,9 +215,6 @@ class ParamAndGradBuffer:
         Args:
             contributions: additions to each parameter's gradient per micro-batch, all 0 while unknown.
         """
-        if self.zero == 2:
-            self.shard_grads.zero_()
-            return
         if self._zeroed is None and any(contributions):
             self._find_overwritten(contributions)
         torch_private.foreach_zero_([self.grads] if self._zeroed is None else self._zeroed)
@@ -192,16 +223,11 @@ class ParamAndGradBuffer:
 
     def _find_overwritten(self, contributions: Sequence[int]) -> None:
         """Find weights whose single gradient per micro-batch comes from a GEMM: they need no zeros."""
-        self._overwritten = [i for i, sink in enumerate(self.sinks) if contributions[i] == 1 and sink.by_gemm]
+        self._overwritten = [i for i in self.resident_params if contributions[i] == 1 and self.sinks[i].by_gemm]
         starts = self.layout.starts
-        spans = sorted((starts[i], starts[i] + self.parameters[i].numel()) for i in self._overwritten)
-        spans.append((self.layout.size, self.layout.size))
-        self._zeroed = []
-        offset = 0
-        for start, stop in spans:
-            if start > offset:
-                self._zeroed.append(self.grads[offset:start])
-            offset = stop
+        spans = [(starts[i], starts[i] + self.parameters[i].numel()) for i in self._overwritten]
+        gaps = find_gaps(self.resident_start, self.layout.size, spans)
+        self._zeroed = [self.slice_grads(start, stop) for start, stop in gaps]
 
     @property
     def overwritten_params(self) -> frozenset[int]:
@@ -224,11 +250,18 @@ class ParamAndGradBuffer:
         if self.zero > 0:
             start, stop = self.layout.shard(bucket, data.rank, data.size)
         extents = sorted(self._find_extents(span.members, start, stop), key=lambda extent: extent.start)
-        grads = self.grads[start:stop]
-        if self.zero == 2:
-            first = span.start // data.size
+        first = span.start // data.size  # of the shard of a unit's bucket
+        if self.layout.units[bucket] is None:
+            grads = self.slice_grads(start, stop)
+        else:
             grads = self.shard_grads[first : first + stop - start]
-        return FlatShard(self.params[start:stop], grads, extents)
+        if self.zero < 3:
+            params = self.params[start:stop]
+        elif self.layout.units[bucket] is None:
+            params = self.params[start - self.resident_start : stop - self.resident_start]
+        else:
+            params = self.shard_params[first : first + stop - start]
+        return FlatShard(params, grads, extents)
 
     def _find_extents(self, members: tuple[int, ...], start: int, stop: int) -> Iterator[Extent]:
         for i in members:
@@ -240,6 +273,24 @@ class ParamAndGradBuffer:
                 if first < end:
                     yield Extent(first - start, end - start, spec, piece, piece_start=first - offset)
                 offset += piece.box.count
+
+
+def _find_units(module: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, int]:
+    """Return the unit of the module's forward that uses a parameter, by the parameter's id.
+
+    Parameters that several units use are left out. A module that declares no units is one unit.
+    """
+    if not hasattr(module, "forward_units"):
+        return {id(param): 0 for param in params}
+    *units, remaining = module.forward_units()  # type: ignore[operator]
+    users: dict[int, set[int]] = {}
+    for number, unit in enumerate(units):
+        for param in unit:
+            users.setdefault(id(param), set()).add(number)
+    for param in remaining:
+        users.setdefault(id(param), {len(units)})
+    shared = {id(param) for param in module.shared_parameters()}  # type: ignore[operator]
+    return {key: min(numbers) for key, numbers in users.items() if len(numbers) == 1 and key not in shared}
 
 
 def grad_dtype(dtype: torch.dtype) -> torch.dtype:

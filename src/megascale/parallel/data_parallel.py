@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 
 from megascale.core.schedule import WEIGHT_BACKWARDS, ActionKind
 from megascale.parallel.buffers import FlatShard, ParamAndGradBuffer
 from megascale.parallel.collectives import (
+    Axis,
     Pending,
     all_gather_into,
     all_reduce,
@@ -25,12 +27,15 @@ from megascale.parallel.collectives import (
     reduce_scatter_rounded,
 )
 from megascale.parallel.float8_gather import Float8Gather
+from megascale.parallel.gradient_slots import GradientSlots
+from megascale.parallel.parameter_slots import ParameterSlots
 
 
 class _ChunkBuckets:
     """Communication in flight for the buckets of one chunk, and the gradient counts of the present backward.
 
     Attributes:
+        number: number of the chunk.
         contributions: additions to each parameter's gradient by a backward of each kind, learnt in the first one.
         counts: additions to each parameter's gradient in the present backward.
         kind: kind of the present backward.
@@ -40,10 +45,12 @@ class _ChunkBuckets:
         unit_buckets: buckets that each unit of the forward needs.
         armed: whether the next backward, or the present one, is reduced.
         reduce_as_filled: whether the present backward reduces buckets as they fill.
-        has_grads: ZeRO-2: whether the chunk holds a gradient buffer of the pool.
+        reductions: backwards of this step that were armed.
+        reduces_resident: whether the present backward completes the gradients of buckets without a unit.
     """
 
-    def __init__(self, buffer: ParamAndGradBuffer, float8: bool) -> None:
+    def __init__(self, number: int, buffer: ParamAndGradBuffer, float8: bool) -> None:
+        self.number = number
         self.buffer = buffer
         self.float8 = Float8Gather(buffer) if float8 else None
         self.contributions: dict[ActionKind, list[int]] = {}
@@ -54,7 +61,8 @@ class _ChunkBuckets:
         self.unit_buckets: list[list[int]] = []
         self.armed = False
         self.reduce_as_filled = False
-        self.has_grads = False
+        self.reductions = 0
+        self.reduces_resident = True
         self.reducing: dict[int, Pending] = {}
         self.gathering: dict[int, Pending] = {}
 
@@ -77,55 +85,6 @@ class _ChunkBuckets:
         self.complete_at[kind] = [sum(1 for i in span.members if self.counts[i]) for span in spans]
 
 
-class GradientPool:
-    """Gradient buffers that the chunks of a rank use in turn (ZeRO-2).
-
-    One chunk's backward fills a buffer while another buffer is reduced. Two suffice if backwards are whole. In two
-    halves, every chunk may hold a buffer between them. `drain` finishes a user's reductions.
-    """
-
-    def __init__(
-        self,
-        buffers: Sequence[ParamAndGradBuffer],
-        drain: Callable[[ParamAndGradBuffer, dict[int, Pending]], None],
-        count: int = 2,
-    ) -> None:
-        size = max(buffer.layout.size for buffer in buffers)
-        dtype, device = buffers[0].grad_dtype, buffers[0].params.device
-        self.buffers = [torch.zeros(size, dtype=dtype, device=device) for _ in range(count)]
-        self._users: list[tuple[ParamAndGradBuffer, dict[int, Pending]] | None] = [None] * count
-        self._is_filled = [True] * count  # whether no backward adds to the buffer any more
-        self._drain_user = drain
-        self._index = 0
-
-    def take(self, user: ParamAndGradBuffer) -> tuple[torch.Tensor, dict[int, Pending]]:
-        """Return a zeroed buffer and a dictionary for its reductions, after draining its last user."""
-        count = len(self.buffers)
-        candidates = ((self._index + offset) % count for offset in range(1, count + 1))
-        self._index = next(index for index in candidates if self._is_filled[index])
-        self._drain(self._index)
-        reducing: dict[int, Pending] = {}
-        self._users[self._index] = (user, reducing)
-        self._is_filled[self._index] = False
-        return self.buffers[self._index][: user.layout.size].zero_(), reducing
-
-    def mark_filled(self, user: ParamAndGradBuffer) -> None:
-        """Record that the user's gradients are being reduced, so that its buffer may be drained and taken."""
-        for index, entry in enumerate(self._users):
-            if entry is not None and entry[0] is user:
-                self._is_filled[index] = True
-
-    def drain(self) -> None:
-        """Drain all buffers."""
-        for index in range(len(self.buffers)):
-            self._drain(index)
-
-    def _drain(self, index: int) -> None:
-        user, self._users[index] = self._users[index], None
-        if user is not None:
-            self._drain_user(*user)
-
-
 class DataParallel:
     """Communicates gradients and parameters of this rank's chunks between the data-parallel ranks.
 
@@ -134,7 +93,8 @@ class DataParallel:
         overlap: reduce buckets as they fill and gather ahead; without it both are awaited at once.
         reduce_dtype: communication dtype of gradients; None for their own.
         float8: gather the buckets of linear layers' matrices as float8, in which the chunks compute.
-        splits_backward: whether the schedule has backwards in two halves.
+        microbatches: micro-batches of a step, each of which ZeRO-2 reduces; 0 if unknown.
+        chunk_slots: ZeRO-3: slot of each chunk if chunks are gathered as a whole (core/unit_slots.py).
     """
 
     def __init__(
@@ -143,26 +103,37 @@ class DataParallel:
         overlap: bool = True,
         reduce_dtype: torch.dtype | None = None,
         float8: bool = False,
-        splits_backward: bool = False,
+        microbatches: int = 0,
+        chunk_slots: Sequence[int] | None = None,
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
-        self.reduce_dtype = reduce_dtype
+        self._start_reduction = _choose_reduction(buffers[0], reduce_dtype)
         self._runtime = buffers[0].axes.tensor.runtime
-        self._chunks = [_ChunkBuckets(buffer, float8) for buffer in buffers]
+        self._chunks = [_ChunkBuckets(number, buffer, float8) for number, buffer in enumerate(buffers)]
         self._tied: list[Pending] = []
         self._measured: tuple[_ChunkBuckets, int] | None = None  # the float8 bucket to gather after the next update
         self._armed_gather: tuple[_ChunkBuckets, dict[int, int]] | None = None  # and its buckets by id of their shard
+        self.parameter_slots: ParameterSlots | None = None
+        if buffers[0].zero == 3:
+            self.parameter_slots = ParameterSlots(buffers, chunk_slots, overlap, self._runtime)
         for chunk in self._chunks:
             chunk.buffer.set_gradient_hook(partial(self._mark, chunk))
             if overlap:
                 chunk.unit_buckets = chunk.buffer.find_unit_buckets()
-            if chunk.unit_buckets:
+            if self.parameter_slots is not None:
+                chunk.buffer.module.pre_forward_gather = partial(  # type: ignore[assignment]
+                    self._gather_before_forward, self.parameter_slots, chunk
+                )
+                chunk.buffer.module.pre_backward_gather = partial(  # type: ignore[assignment]
+                    self._gather_before_backward, self.parameter_slots, chunk
+                )
+            elif chunk.unit_buckets:
                 chunk.buffer.module.pre_forward_gather = partial(self._await_unit, chunk)  # type: ignore[assignment]
-        self.pool = None
-        if buffers[0].zero == 2:
-            pool_size = len(buffers) + 1 if splits_backward else 2
-            self.pool = GradientPool(buffers, self._drain, pool_size)
+        self._microbatches = microbatches
+        self.slots: GradientSlots | None = None
+        if buffers[0].zero >= 2:
+            self.slots = GradientSlots(buffers, self._chunks, self._start_reduction, self._runtime)
 
     # gradients ---------------------------------------------------------------------------------------------------
 
@@ -171,10 +142,17 @@ class DataParallel:
         for chunk in self._chunks:
             self._runtime.stream.synchronize()
             chunk.buffer.zero_grads(chunk.microbatch_contributions())
+        if self.slots is not None:
+            self.slots.begin_step()
+            for chunk in self._chunks:
+                chunk.reductions = 0
 
     def arm_reductions(self, chunk: int) -> None:
         """Run REDUCE_GRADS: the chunk's next backward completes its gradients (ZeRO-2: this micro-batch's)."""
-        self._chunks[chunk].armed = True
+        buckets = self._chunks[chunk]
+        buckets.armed = True
+        if self.slots is not None:
+            buckets.reductions += 1
 
     def begin_backward(self, chunk: int, kind: ActionKind = ActionKind.BACKWARD) -> None:
         """Prepare for a micro-batch's backward of the chunk, or for one half of it."""
@@ -182,10 +160,9 @@ class DataParallel:
         buffer = buckets.buffer
         buckets.kind = kind
         buckets.counts = [0] * len(buffer.parameters)
-        if self.pool is not None and not buckets.has_grads:
-            buckets.has_grads = True
-            grads, buckets.reducing = self.pool.take(buffer)
-            buffer.set_grads(grads)
+        if self.slots is not None:
+            self.slots.is_writable = True
+            buckets.reduces_resident = buckets.reductions == self._microbatches
         completes_weights = kind in WEIGHT_BACKWARDS
         buckets.reduce_as_filled = (
             self.overlap and buckets.armed and completes_weights and kind in buckets.contributions
@@ -199,43 +176,69 @@ class DataParallel:
             bucket = buckets.buffer.bucket_of[index]
             buckets.incomplete[bucket] -= 1
             if not buckets.incomplete[bucket] and not _needs_sums(buckets.buffer, bucket):
-                self._reduce(buckets, bucket)
+                if self.slots is None:
+                    self._reduce(buckets, bucket)
+                else:
+                    self._reduce_filled(self.slots, buckets, index)
 
     def end_backward(self, chunk: int, kind: ActionKind = ActionKind.BACKWARD) -> None:
         """Learn the contributions of a micro-batch, and reduce the armed buckets that are not in flight."""
         buckets = self._chunks[chunk]
-        buffer = buckets.buffer
         buckets.learn_contributions(kind)
         buckets.reduce_as_filled = False
+        if self.slots is not None:
+            self.slots.is_writable = False
         if not buckets.armed or kind not in WEIGHT_BACKWARDS:
             return
         buckets.armed = False
         self._runtime.stream.synchronize()
+        if self.slots is not None:
+            self.slots.reduce_chunk(chunk)
+            if not self.overlap:
+                self.slots.drain()
+            if not buckets.reduces_resident:
+                return
+        self._reduce_resident(buckets)
+
+    def _reduce_resident(self, buckets: _ChunkBuckets) -> None:
+        """Reduce the buckets without a unit that are not in flight (ZeRO-0 and 1: all buckets)."""
+        buffer = buckets.buffer
+        resident_start = buffer.resident_start
         buffer.zero_unwritten_grads()
         # Along an axis that cuts the batch, each rank has seen only its part of the tokens.
         for part in buffer.layout.summed:
             for name in part.axes:
-                all_reduce(buffer.grads[part.start : part.stop], buffer.axes.along(name)).wait()
-        for bucket in range(len(buffer.layout.buckets)):
+                grads = buffer.grads[part.start - resident_start : part.stop - resident_start]
+                all_reduce(grads, buffer.axes.along(name)).wait()
+        for bucket in buffer.resident_buckets:
             if bucket not in buckets.reducing:
                 self._reduce(buckets, bucket)
                 if not self.overlap:
                     buckets.reducing[bucket].wait()
-        if self.pool is not None:
-            buckets.has_grads = False
-            self.pool.mark_filled(buffer)
+
+    def _reduce_filled(self, slots: GradientSlots, buckets: _ChunkBuckets, index: int) -> None:
+        """Reduce the bucket of a parameter whose last gradient of the present backward is complete (ZeRO-2)."""
+        bucket = buckets.buffer.bucket_of[index]
+        if buckets.buffer.layout.units[bucket] is not None:
+            slots.buckets[buckets.number][bucket].reduce()
+        elif buckets.reduces_resident:
+            self._reduce(buckets, bucket)
 
     def finish_reductions(self) -> None:
         """Wait until this rank's shards hold the sum over data-parallel ranks.
 
         With overlap the reduction of a tied embedding between its two stages is still in flight (`finish_tied`).
         """
+        if self.slots is not None:
+            self.slots.finish()
         for chunk in self._chunks:
             buffer = chunk.buffer
-            if self.pool is not None:
-                self.pool.drain()
-            else:
-                self._drain(buffer, chunk.reducing)
+            if self.slots is not None and len(chunk.reducing) < len(buffer.resident_buckets):
+                self._runtime.stream.synchronize()
+                self._reduce_resident(chunk)
+            for pending in chunk.reducing.values():
+                pending.wait()
+            chunk.reducing.clear()
             if buffer.layout.tied_bucket is not None:
                 self._tied.append(all_reduce(buffer.shards[buffer.layout.tied_bucket].grads, buffer.axes.tied))
         if not self.overlap:
@@ -249,30 +252,18 @@ class DataParallel:
     def _reduce(self, buckets: _ChunkBuckets, bucket: int) -> None:
         self._runtime.stream.synchronize()
         buffer = buckets.buffer
-        axis = buffer.axes.reduce
         span = buffer.layout.buckets[bucket]
-        grads = buffer.grads[span.start : span.stop]
-        if buffer.zero == 0:
-            buckets.reducing[bucket] = all_reduce(grads, axis)
-        elif self.reduce_dtype is not None and self.reduce_dtype != grads.dtype:
-            buckets.reducing[bucket] = reduce_scatter_rounded(grads, axis, self.reduce_dtype)
-        else:
-            buckets.reducing[bucket] = reduce_scatter_in_place(grads, axis)
-
-    @staticmethod
-    def _drain(buffer: ParamAndGradBuffer, reducing: dict[int, Pending]) -> None:
-        """Wait for reductions in flight; ZeRO-2 adds them to the shard's gradients."""
-        for bucket, pending in reducing.items():
-            reduced = pending.wait()
-            if buffer.zero == 2:
-                buffer.shards[bucket].grads.add_(reduced)
-        reducing.clear()
+        start = span.start - buffer.resident_start
+        grads = buffer.grads[start : span.stop - buffer.resident_start]
+        buckets.reducing[bucket] = self._start_reduction(grads, buffer.axes.reduce)
 
     # parameters --------------------------------------------------------------------------------------------------
 
     def start_gather(self, chunk: int) -> None:
         """Run GATHER_PARAMS: gather the chunk's buckets in forward order, unless a gather is in flight."""
         buckets = self._chunks[chunk]
+        if self.parameter_slots is not None:
+            self.parameter_slots.start_first_gather(chunk)
         if buckets.gathering:
             return
         if buckets.float8 is not None:
@@ -283,8 +274,10 @@ class DataParallel:
             self._finish_gather(buckets)
 
     def invalidate_gathered(self) -> None:
-        """Invalidate gathered float8 weights, because shards are about to be updated or loaded."""
+        """Invalidate weights in float8 or in slots, because shards are about to be updated or loaded."""
         self.finish_gathers()
+        if self.parameter_slots is not None:
+            self.parameter_slots.invalidate()
         for chunk in self._chunks:
             if chunk.float8 is not None:
                 chunk.float8.invalidate()
@@ -331,10 +324,25 @@ class DataParallel:
 
     def is_gathering(self, chunk: int) -> bool:
         """Return whether a gather of the chunk is in flight."""
+        if self.parameter_slots is not None and self.parameter_slots.is_gathering(chunk):
+            return True
         return bool(self._chunks[chunk].gathering)
 
+    def initialise(self, initialise: Callable[[nn.Parameter], None]) -> None:
+        """Give the parameters in slots their initial values (ZeRO-3)."""
+        if self.parameter_slots is not None:
+            self.parameter_slots.fill(initialise)
+
+    def gather_parameter(self, chunk: int, param: nn.Parameter) -> None:
+        """Make a parameter complete, after `gather_full_parameters`, until the next call or step. Collective."""
+        if self.parameter_slots is not None:
+            self.parameter_slots.gather_parameter(chunk, param)
+
     def gather_full_parameters(self) -> None:
-        """Gather all parameters in their own type, including those that training gathers as float8 only."""
+        """Gather all parameters in their own type, including those that training gathers as float8 only.
+
+        Those in slots are gathered when a forward comes to them, or by `gather_parameter`.
+        """
         for index, chunk in enumerate(self._chunks):
             if chunk.float8 is None:
                 self.start_gather(index)
@@ -365,6 +373,8 @@ class DataParallel:
         self.end_update()
         for chunk in self._chunks:
             self._finish_gather(chunk)
+        if self.parameter_slots is not None:
+            self.parameter_slots.wait()
 
     def _gather(self, buckets: _ChunkBuckets, bucket: int, full_precision: bool = False) -> None:
         """Start the gather of a bucket, as float8 where training does unless `full_precision`."""
@@ -372,6 +382,11 @@ class DataParallel:
         data = buffer.axes.data
         if buffer.zero == 0 or data.size == 1 or bucket in buckets.gathering:
             return
+        params_start = 0
+        if buffer.zero == 3:
+            if buffer.layout.units[bucket] is not None:
+                return
+            params_start = buffer.resident_start
         if buckets.float8 is not None and bucket in buckets.float8.buckets and not full_precision:
             buckets.gathering[bucket] = buckets.float8.start_gather(bucket)
             return
@@ -380,7 +395,8 @@ class DataParallel:
         params = buffer.params.data
         span = buffer.layout.buckets[bucket]
         start, stop = buffer.layout.shard(bucket, data.rank, data.size)
-        buckets.gathering[bucket] = all_gather_into(params[span.start : span.stop], params[start:stop], data)
+        whole = params[span.start - params_start : span.stop - params_start]
+        buckets.gathering[bucket] = all_gather_into(whole, params[start - params_start : stop - params_start], data)
 
     def _await_unit(self, buckets: _ChunkBuckets, unit: int) -> None:
         if buckets.gathering:
@@ -389,11 +405,30 @@ class DataParallel:
                 if pending is not None:
                     pending.wait()
 
+    def _gather_before_forward(self, slots: ParameterSlots, buckets: _ChunkBuckets, unit: int) -> None:
+        if buckets.unit_buckets:
+            self._await_unit(buckets, unit)
+        slots.before_forward(buckets.number, unit)
+
+    def _gather_before_backward(self, slots: ParameterSlots, buckets: _ChunkBuckets, unit: int) -> None:
+        slots.before_backward(buckets.number, unit, buckets.reductions < self._microbatches)
+
     @staticmethod
     def _finish_gather(buckets: _ChunkBuckets) -> None:
         for pending in buckets.gathering.values():
             pending.wait()
         buckets.gathering.clear()
+
+
+def _choose_reduction(
+    buffer: ParamAndGradBuffer, reduce_dtype: torch.dtype | None
+) -> Callable[[torch.Tensor, Axis], Pending]:
+    """Return what sums a bucket's gradients over data-parallel ranks; from ZeRO-1 on, a rank gets its shard."""
+    if buffer.zero == 0:
+        return all_reduce
+    if reduce_dtype is not None and reduce_dtype != buffer.grad_dtype:
+        return partial(reduce_scatter_rounded, dtype=reduce_dtype)
+    return reduce_scatter_in_place
 
 
 def _needs_sums(buffer: ParamAndGradBuffer, bucket: int) -> bool:

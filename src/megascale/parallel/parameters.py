@@ -148,15 +148,21 @@ def initialise(module: nn.Module, seed: int) -> None:
     without communication. One logical tensor is in memory at a time. CPU and CUDA draw different values.
     """
     for param in module.parameters():
-        spec = spec_of(param)
-        param.zero_()
-        for piece, view in piece_views(spec, param.data):
-            if spec.init_std is None:
-                view.fill_(spec.init_value)
-                continue
-            values = draw_initial_values(seed, piece.name, piece.shape, spec.init_std, view.device)
-            box = piece.box
-            view.copy_(values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
+        initialise_parameter(param, seed)
+
+
+@torch.no_grad()
+def initialise_parameter(param: nn.Parameter, seed: int) -> None:
+    """Fill one parameter from (seed, logical name)."""
+    spec = spec_of(param)
+    param.zero_()
+    for piece, view in piece_views(spec, param.data):
+        if spec.init_std is None:
+            view.fill_(spec.init_value)
+            continue
+        values = draw_initial_values(seed, piece.name, piece.shape, spec.init_std, view.device)
+        box = piece.box
+        view.copy_(values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
 
 
 def draw_initial_values(seed: int, name: str, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:

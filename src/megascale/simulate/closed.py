@@ -332,9 +332,10 @@ def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, netw
 
     With sequence parallelism a block's forward is an all-gather and a reduce-scatter; its backward exposes the
     gather of the output gradient, while the scatter of the input gradient and the second gather of the input run
-    under weight-gradient and data-gradient GEMMs and only slow them. What is gathered in float8 has half the bytes.
-    Without, forward ends in an all-reduce, and
-    the all-reduce of the input gradient runs under the weight-gradient GEMM or, in older stacks, after both.
+    under weight-gradient and data-gradient GEMMs and only slow them. A float8 gather has half the bytes.
+
+    Without sequence parallelism, forward ends in an all-reduce. The all-reduce of the input gradient runs under the
+    weight-gradient GEMM or, in older stacks, after both.
     """
     overlap = cluster.overlap
     if constants.tp_residual is None:

@@ -25,7 +25,7 @@ def compare_results(first: Path, second: Path) -> list[Row]:
     """Part by part: seconds of both and the difference. The last result of each file is taken."""
     result_a, result_b = _result(first), _result(second)
     rows: list[Row] = []
-    for part in dict.fromkeys([*result_a["parts"], *result_b["parts"]]):
+    for part in result_a["parts"] | result_b["parts"]:
         a, b = float(result_a["parts"].get(part, 0.0)), float(result_b["parts"].get(part, 0.0))
         if max(abs(a), abs(b)) > 1e-4:
             rows.append(_row(part, result_a, a, result_b, b))

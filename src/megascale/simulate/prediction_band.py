@@ -46,7 +46,7 @@ HOST_SPREAD, LAUNCH_BOUND = 0.14, 0.02
 # Share of steps that a band is to hold.
 COVERED = 0.8
 
-# What of a case a calibration remembers the range of; the first four count by doublings.
+# A calibration stores the range of each of these features; the first four count by doublings.
 FEATURES = ("GPUs", "layer weights", "micro-batches", "sequence", "tensor", "pipeline", "micro-batch")
 
 

@@ -224,7 +224,7 @@ def best(
     if not estimates:
         raise FitError(
             f"none of the {len(chosen)} layouts of {gpus:,} GPUs that divide fits {scenario.cluster.gpu.memory_gib:g} "
-            "GiB; use more GPUs, --parallel.zero=2 or, if --recompute was given, more of its kinds"
+            "GiB; use more GPUs, --parallel.zero=3 or, if --recompute was given, more of its kinds"
         )
     # A layout may decide what the stack does, such as replaying graphs, which the search priced as the file has it.
     return sorted(estimates, key=lambda estimate: estimate.seconds)

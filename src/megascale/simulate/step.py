@@ -231,6 +231,7 @@ def engine_software(config: Config, base: Software) -> Software:
         window=model.window,
         distributed_optimizer=parallel.zero > 0,
         reduce_each=parallel.zero == 2,
+        full_sharding=parallel.zero == 3,
         float8=base.float8 or float8 != "none",
         bf16_weight_gradients=float8 == "all but weight gradients",
         gather_bytes=1 if gathers_float8(parallel, config.train.linear_precision, 2) else base.gather_bytes,
@@ -258,6 +259,7 @@ def baseline_software(config: Config, base: Software = MEGATRON_2023) -> Softwar
         base,
         distributed_optimizer=parallel.zero > 0,
         reduce_each=parallel.zero == 2,
+        full_sharding=parallel.zero == 3,
         float8=base.has_float8 and _asks_float8(config),
         recompute=parallel.recompute,
     )
@@ -357,15 +359,9 @@ def run(
     low, high = (float(x) for x in width.around(seconds))
     notes = cautions(scenario.cluster, case, scenario.calibration, family, launches)
     if not scenario.software.is_memory_modelled:
-        notes = (
-            *notes,
-            f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)",
-        )
+        notes += (f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)",)
     if _asks_float8(scenario.config) and not scenario.software.float8:
-        notes = notes + (f"{scenario.label} has no float8: it is priced in bfloat16",)
+        notes += (f"{scenario.label} has no float8: it is priced in bfloat16",)
     if scenario.beyond_training:
-        notes = (
-            *notes,
-            "context parallelism and experts: no step was held against this, and memory does not count them",
-        )
+        notes += ("context parallelism and experts: no step was held against this, and memory does not count them",)
     return StepEstimate(scenario, level, seconds, low, high, shares, memory, event, notes)

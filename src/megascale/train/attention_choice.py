@@ -38,8 +38,12 @@ Measurement = tuple[dict[str, float], dict[str, str]]
 Offer = tuple[str, dict[str, Measurement]]  # kind of device, and shape -> measurement
 
 
-def list_shapes(config: Config, tensor: int, dtype: torch.dtype) -> list[AttentionShape]:
-    """Return every attention shape of training under `tensor`-way tensor parallelism, on any pipeline stage."""
+def list_shapes(config: Config, tensor: int, dtype: torch.dtype, documents: int = 0) -> list[AttentionShape]:
+    """Return every attention shape of training under `tensor`-way tensor parallelism, on any pipeline stage.
+
+    Args:
+        documents: largest number of documents in a sample; 0: a sample is one document.
+    """
     model, S = config.model, config.model.sequence_length
     shapes: dict[AttentionShape, None] = {}
     for layer, _ in count_distinct_layers(model):
@@ -48,8 +52,9 @@ def list_shapes(config: Config, tensor: int, dtype: torch.dtype) -> list[Attenti
             continue
         window = None if mixer.window is None or mixer.window >= S else mixer.window
         heads, kv_heads = mixer.heads // tensor, mixer.kv_heads // tensor
+        batch = config.train.micro_batch
         shape = AttentionShape(
-            S, config.train.micro_batch, heads, kv_heads, mixer.head_size, window, dtype, mixer.softcap
+            S, batch, heads, kv_heads, mixer.head_size, window, dtype, documents=documents, softcap=mixer.softcap
         )
         shapes[shape] = None
     return list(shapes)
@@ -62,12 +67,14 @@ def agree_on_kernels(
     device: torch.device,
     earlier_choices: Choices | None,
     chooser: AttentionChooser,
+    documents: int = 0,
 ) -> tuple[Choices, dict[str, str]]:
     """Agree on attention kernels, collectively over the default group, and set them in `chooser`.
 
     Args:
         tensor: tensor-parallel size.
         earlier_choices: choices of earlier starts; rank 0's are used.
+        documents: largest number of documents in a sample; 0: a sample is one document.
 
     Returns:
         All choices of the run, and start-up lines about devices of other kinds than this rank's.
@@ -76,7 +83,7 @@ def agree_on_kernels(
     """
     if dispatch.mode() == "reference":
         return earlier_choices or {}, {}
-    shapes = list_shapes(config, tensor, dtype)
+    shapes = list_shapes(config, tensor, dtype, documents)
     if config.kernels.attention != "auto":
         _check_named_kernel(config.kernels.attention, shapes, device, chooser)
         return earlier_choices or {}, {}

@@ -44,10 +44,15 @@ class RunView:
     wants_stop: bool = field(default=False, init=False)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's parameters as (name, tensor), after all gathers of them have ended."""
+        """Yield this rank's parameters as (name, tensor), after all gathers of them have ended.
+
+        Collective. With parallel.zero=3 a tensor is complete until the next one is asked for.
+        """
         self.engine.gather_parameters()
-        for chunk in self.engine.chunks:
-            yield from chunk.named_parameters()
+        for number, chunk in enumerate(self.engine.chunks):
+            for name, param in chunk.named_parameters():
+                self.engine.data_parallel.gather_parameter(number, param)
+                yield name, param
 
     def stop(self) -> None:
         """End the run after the next step on all ranks, as Ctrl-C does: it is saved and can be resumed."""

@@ -99,7 +99,7 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
         tokenizer, tokenizer_notes = convert_tokenizer.import_tokenizer(
             folder, Path(staging), list_end_ids(source.generation)
         )
-        notes = [*source.notes, *tokenizer_notes]
+        notes = source.notes + tokenizer_notes
         if tokenizer is not None:
             check_vocabulary(folder, tokenizer, model.vocab)
         try:

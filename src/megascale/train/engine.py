@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.data_parallel import DataParallel
-from megascale.parallel.parameters import initialise
+from megascale.parallel.parameters import initialise, initialise_parameter
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
@@ -153,8 +153,10 @@ class Engine:
             config.overlap.data,
             reduce_dtype=reduce_dtype,
             float8=gathers_in_float8,
-            splits_backward=layout.schedule().splits_backward,
+            microbatches=layout.microbatches,
+            chunk_slots=layout.chunk_slots(coordinate.pipeline),
         )
+        self.data_parallel.initialise(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._loss_weights: LossWeights | None = None
@@ -185,7 +187,13 @@ class Engine:
             tensor_size = self.layout.grid.tensor
             with runtime.kernels.as_current():
                 self.attention_choices, descriptions = agree_on_kernels(
-                    config, tensor_size, self.dtype, self.device, earlier_choices, runtime.attention
+                    config,
+                    tensor_size,
+                    self.dtype,
+                    self.device,
+                    earlier_choices,
+                    runtime.attention,
+                    self.fields.max_documents,
                 )
             self.active |= descriptions
         if self.device.type == "cuda" or config.overlap.gemms == "on":
@@ -248,7 +256,10 @@ class Engine:
             )
             self.chunks.append(chunk)
             self.flats.append(flat)
-            initialise(chunk, config.train.seed)
+            if flat.zero < 3:
+                initialise(chunk, config.train.seed)
+            else:
+                flat.initialise_resident(config.train.seed)
         tokens = config.model.sequence_length * config.train.micro_batch
         for chunk in self.chunks:
             with self.runtime.kernels.as_current():
@@ -288,7 +299,7 @@ class Engine:
         The gradient of each token's loss is known before the loss. Under ZeRO-2 gradients have no memory before
         backward.
         """
-        return self.flats[-1].zero != 2
+        return self.flats[-1].zero < 2
 
     def _make_token_gradient(self) -> torch.Tensor | None:
         """Return the gradient of each token's loss if every token counts the same and if it is used, else None."""
@@ -369,14 +380,21 @@ class Engine:
             batch = replace(batch, loss_weights=torch.zeros(tokens.shape, device=self.device))
         if self.fields.positions:
             batch = replace(batch, positions=tokens)
+        if self.fields.max_documents:
+            boundaries = torch.full(
+                (self.fields.max_documents + 1, train.micro_batch),
+                model.sequence_length,
+                dtype=torch.int32,
+                device=self.device,
+            )
+            boundaries[0] = 0
+            batch = replace(batch, document_boundaries=boundaries)
         context = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
         for number, chunk in enumerate(self.chunks):
             x = tokens
             if not chunk.first:
                 x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
             y = self._run_chunk(number, x, batch, context)
-            if self.data_parallel.pool is not None:
-                self.data_parallel.arm_reductions(number)  # a buffer of the pool is reduced before its next use
             self.data_parallel.begin_backward(number)
             torch.autograd.backward(y, None if chunk.last else torch.zeros_like(y))
             self.data_parallel.end_backward(number)
@@ -515,6 +533,8 @@ class Engine:
                 names.append("loss_weights")
         if self.fields.positions:
             names.append("positions")
+        if self.fields.max_documents:
+            names.append("document_boundaries")
         return names
 
     def _take_graph_inputs(self, chunk: int, i: int, x: torch.Tensor | None) -> tuple[torch.Tensor, ...]:

@@ -13,6 +13,7 @@ from megascale.config.axes import AXES
 from megascale.core.layout import Layout
 from megascale.core.schedule import ActionKind
 from megascale.core.spans import SpanAxis
+from megascale.core.unit_slots import gathers_whole_chunks
 from megascale.errors import ConfigError
 from megascale.parallel import symmetric
 from megascale.parallel.buffers import Axes
@@ -102,6 +103,8 @@ def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
         lines["pipeline overlap"] = _SWITCH[config.overlap.pipeline]
     if grid.shards > 1:
         lines["data overlap"] = _SWITCH[config.overlap.data]
+    if config.parallel.zero >= 2:
+        lines["sharding"] = _describe_sharding(layout)
     for name, size in (("pipeline", grid.pipeline), ("data", grid.shards)):
         channels = config.overlap.max_channels(name)
         if size > 1 and channels is not None and device.type == "cuda":
@@ -113,6 +116,22 @@ def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
                 reason = f"overlap.{name} is off"
             lines[f"{name} channels"] = f"not bounded: {reason}"
     return lines
+
+
+def _describe_sharding(layout: Layout) -> str:
+    """Return what parallel.zero=2 or 3 shards, and when it communicates."""
+    parallel = layout.config.parallel
+    if layout.grid.shards == 1:
+        return f"parallel.zero={parallel.zero} shards nothing: there is one data-parallel rank"
+    if parallel.zero == 2:
+        text = "gradients, reduced block by block in each micro-batch"
+    elif gathers_whole_chunks(parallel.virtual_stages):
+        text = "gradients and matrices, gathered chunk by chunk once per round of micro-batches"
+    else:
+        text = "gradients and matrices, gathered block by block in each micro-batch"
+    if "bucket_elements" in parallel.model_fields_set:
+        text += "; parallel.bucket_elements divides only norms, biases and a tied embedding"
+    return text
 
 
 def make_p2p_streams(groups: Groups | None) -> P2PStreams:

@@ -46,6 +46,8 @@ def evaluate_file(
 ) -> Evaluation:
     """Return the loss of the model on a token file, in which every token is a target once.
 
+    Under data.document_mask attention stays within documents, and their first tokens do not count.
+
     Collective: every rank of the engine's world calls it, and data-parallel ranks share the windows.
 
     Args:
@@ -57,7 +59,8 @@ def evaluate_file(
     model would ignore.
     """
     length, size = config.model.sequence_length, config.train.micro_batch
-    held_out = HeldOut(prefix, length, config.model.vocab_size, stride, option)
+    limit = config.data.count_max_documents(length)
+    held_out = HeldOut(prefix, length, config.model.vocab_size, stride, option, max_documents=limit)
     check_fields(held_out.fields, config.model, option, prefix)
     windows = held_out.spread_windows(samples)
     count = len(windows)

@@ -16,7 +16,7 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.core.batch import Batch, check_fields
 from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind, attach_record
-from megascale.core.flops import CONVENTION, device_peak_tflops, mfu
+from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, FlopCount, device_peak_tflops, document_flops, mfu
 from megascale.core.layout import Layout
 from megascale.core.spans import SpanKind
 from megascale.data.dataset.formats import sample_fields
@@ -102,6 +102,7 @@ class Trainer:
         self.trained_tokens = 0
         self.tokens_per_sample = config.model.sequence_length
         self.peak_flops = config.observe.peak_tflops or device_peak_tflops(find_device_kind(device))
+        self._flops: FlopCount | None = None  # per token, under data.document_mask
         self.groups: Groups | None = None
         self.folder = RunFolder(config.run_folder)
         self.attempt = self.folder.next_attempt()  # all ranks take rank 0's number
@@ -374,10 +375,28 @@ class Trainer:
         if not self.is_leader:
             return
         attention_choice.write_choices(self.folder.path, self.engine.attention_choices)
+        if self.config.data.document_mask:
+            self._measure_documents()
         self._write_start_event()
         self.folder.drop_steps_after(self.step)
         self.reporter.open(self.config, self.step)
         self._log_start()
+
+    def _measure_documents(self) -> None:
+        """Note how full the samples are, and count the FLOPs of attention within their documents."""
+        source = self.feed.open_source()
+        lengths: dict[int, float] = {}
+        padding = 0.0
+        weights = self.config.data.weights or [1.0] * len(source.files)
+        for entry, weight, report in zip(self.config.data.train, weights, source.report_packing(), strict=True):
+            packing, limit = self.config.data.packing, source.fields.max_documents - 1
+            self._data_notes.append(f"{entry}: packing {packing}, at most {limit} documents per sample: {report}")
+            # A file's share of a blend is in samples.
+            scale = weight if self.config.data.weights is None else weight / report.samples
+            padding += scale * report.padding
+            for length, count in zip(report.lengths.tolist(), report.counts.tolist(), strict=True):
+                lengths[length] = lengths.get(length, 0.0) + scale * count
+        self._flops = document_flops(self.config.model, lengths, padding)
 
     def _write_start_event(self) -> None:
         world, source = self.rank_info.world, self.checkpointer.loaded_from
@@ -391,7 +410,8 @@ class Trainer:
             note = "checkpoint.resume=false: starting over"
             self.reporter.write_event(Event.RUN_STARTED, world=world, note=note)
         else:
-            self.reporter.write_event(Event.RUN_STARTED, world=world, flops_convention=CONVENTION)
+            convention = DOCUMENT_CONVENTION if self.config.data.document_mask else CONVENTION
+            self.reporter.write_event(Event.RUN_STARTED, world=world, flops_convention=convention)
 
     def _log_start(self) -> None:
         log_line = self.reporter.log_line
@@ -569,7 +589,8 @@ class Trainer:
             record |= {"float8_clipped": clipped / casts, "float8_flushed": flushed / casts}
         record["memory_gib"] = memory_gib(self.rank_info.device)
         if self.peak_flops:
-            record["mfu"] = mfu(self.config.model, tokens_per_second, self.rank_info.world, self.peak_flops)
+            world = self.rank_info.world
+            record["mfu"] = mfu(self.config.model, tokens_per_second, world, self.peak_flops, self._flops)
         self.reporter.write_metrics(record)
         for event, details in self.feed.loader_events(seconds):
             self.reporter.write_event(event, step=step, **details)

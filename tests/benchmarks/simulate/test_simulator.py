@@ -304,7 +304,7 @@ def test_bands_of_other_stacks_on_a100s():
 
 def test_anchor_cases_divide():
     local = [later_peers("peers"), later_peers("peers-h200"), nemo_h100()[0]]
-    for rows in (strong_scaling(), ablation()[0], weak_scaling()[0], h200_peers(), *local):
+    for rows in (strong_scaling(), ablation()[0], weak_scaling()[0], h200_peers()) + tuple(local):
         assert np.all(rows.cases.fits())
 
 

@@ -47,7 +47,7 @@ def invoke(*arguments):
 # Cases
 
 
-@pytest.mark.parametrize("single", load(None), ids=lambda one: one.name)
+@pytest.mark.parametrize("single", load(None), ids=lambda target: target.name)
 def test_every_shipped_case_is_a_valid_run_of_each_size_that_it_may_have(single):
     for replicas in range(single.least, single.data + 1):
         config = single.config(replicas)
@@ -178,7 +178,7 @@ def test_the_list_ends_with_the_other_commands():
                 parse(line)
 
 
-@pytest.mark.parametrize("single", load(None), ids=lambda one: one.name)
+@pytest.mark.parametrize("single", load(None), ids=lambda target: target.name)
 def test_every_shipped_case_was_predicted_on_each_machine_that_it_may_run_on(single):
     """A case that changes is predicted again: python -m benchmarks targets --predict >> targets_predicted.toml."""
     for replicas in targets_predicted.REPLICAS:

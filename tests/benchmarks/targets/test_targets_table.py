@@ -117,6 +117,6 @@ def test_the_table_of_all_shipped_cases_fits_a_hundred_columns(tmp_path, capsys)
     table = lines[1 : next(i for i, line in enumerate(lines) if line.startswith("MFU:"))]
     assert len(table) == 3 + 2 * len(cases)  # no cell needed a third line
     assert max(len(line.rstrip()) for line in table) <= 100
-    assert all(any(line.startswith(one.name + " ") for line in table) for one in cases)
+    assert all(any(line.startswith(target.name + " ") for line in table) for target in cases)
     assert any("clock 1,755" in line for line in lines)
     assert all(figure.label for figure in FIGURES.values())

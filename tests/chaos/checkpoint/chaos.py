@@ -304,7 +304,7 @@ class ChaosRun:
         return Blow("leaks", True)
 
     def kill(self) -> None:
-        """Leave no process behind, whatever the outcome."""
+        """Leave no process behind, with any outcome."""
         if self.child is not None and self.child.is_alive():
             self.child.kill()
             self.child.join()

@@ -250,7 +250,8 @@ class _Run:
         ledger = [json.loads(line) for line in (run / "samples" / "ledger.jsonl").read_text().splitlines()]
         losses = [strict_json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         return [
-            (*a.values(), b["step"], b["loss"].hex(), b["grad_norm"].hex()) for a, b in zip(ledger, losses, strict=True)
+            tuple(a.values()) + (b["step"], b["loss"].hex(), b["grad_norm"].hex())
+            for a, b in zip(ledger, losses, strict=True)
         ]
 
     def restarts(self) -> int:

@@ -76,7 +76,7 @@ def driver(
         for client in clients:
             client.start()
         result = [_result(results, seconds + 300, served) for _ in range(processes + 1)]
-        for process in (served, *clients):
+        for process in (served,) + tuple(clients):
             process.join()
     measures = next(r for r in result if "verdicts" in r)
     silences = [tuple(s) for r in result for s in r.get("silences", ())]

@@ -96,7 +96,8 @@ class ReferenceWeights:
         work.mkdir(parents=True, exist_ok=True)
         arguments = [f"--train.steps={steps}", "--resilience.spares=0", "--resilience.test_spares=false"]
         job = Launched(make(work), f"undisturbed-{steps}", arguments, pace=0.001)
-        if code := job.end():
+        code = job.end()
+        if code:
             raise TrainingError(f"the undisturbed run ended with {code}: {job.output.read_text()[-2000:]}")
         return job.weights()
 

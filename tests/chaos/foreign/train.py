@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 FAULT_STEP = 8
-REST = 0.05  # seconds of each step
+PAUSE = 0.05  # seconds of each step
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
         losses = [torch.zeros(()) for _ in range(dist.get_world_size())]
         if not (is_faulty and fault == "skip"):
             dist.all_gather(losses, loss.detach())
-        time.sleep(REST)
+        time.sleep(PAUSE)
         if rank == 0:
             print(f"step: {step}  loss: {torch.stack(losses).mean().item():.5f}  grad_norm: 1.0", flush=True)
             torch.save({"model": model.state_dict(), "step": step}, folder / "checkpoint.tmp")

@@ -66,7 +66,8 @@ def fuzz(
 
     expected = [target.name for target in TARGETS]
     chosen = [name.strip() for name in targets.split(",") if name.strip()] or expected
-    if unknown := [name for name in chosen if name not in expected]:
+    unknown = [name for name in chosen if name not in expected]
+    if unknown:
         raise ConfigError(f"--targets={targets}: there is no {unknown[0]}; choose from {', '.join(expected)}")
     console = Console(highlight=False, soft_wrap=True)
     results = []
@@ -82,7 +83,8 @@ def fuzz(
     console.print(table)
     details = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "minutes": minutes, "seed": seed}
     out.write_text(strict_json.dumps(details | {"results": [asdict(result) for result in results]}, indent=1))
-    if finds := [f"{r.target} with seed {r.seed}: {r.find.splitlines()[-1]}" for r in results if r.find]:
+    finds = [f"{r.target} with seed {r.seed}: {r.find.splitlines()[-1]}" for r in results if r.find]
+    if finds:
         raise TrainingError("; ".join(finds))
 
 
@@ -133,5 +135,5 @@ def feed(name: str, seconds: float, seed: int, folder: Path) -> FuzzResult:
 
 
 if __name__ == "__main__":
-    found = feed(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
-    print(json.dumps(asdict(found)))
+    finding = feed(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    print(json.dumps(asdict(finding)))

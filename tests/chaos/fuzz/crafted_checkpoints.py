@@ -110,15 +110,15 @@ def _set(column: str, value: Any) -> Craft:
     def change(header: dict[str, Any], columns: Columns) -> None:
         columns[column].flat[0] = value
 
-    return lambda place: edit_index(place, change)
+    return lambda folder: edit_index(folder, change)
 
 
 def _index(change: Callable[[dict[str, Any], Columns], Any]) -> Craft:
-    return lambda place: edit_index(place, lambda header, columns: change(header, columns))
+    return lambda folder: edit_index(folder, lambda header, columns: change(header, columns))
 
 
 def _record(**values: Any) -> Craft:
-    return lambda place: edit_commit(place, lambda record: {**record, **values})
+    return lambda folder: edit_commit(folder, lambda record: {**record, **values})
 
 
 def _double(header: dict[str, Any], columns: Columns) -> None:
@@ -206,20 +206,20 @@ CRAFTED: dict[str, Craft] = {
     "a shape of text": _index(lambda header, columns: _first(header).__setitem__(0, ["3"])),
     "a shape beyond numbers": _index(lambda header, columns: _first(header).__setitem__(0, [1 << 40, 1 << 40, 0])),
     "a name that drives a terminal": _index(lambda header, columns: _rename(header, "\x1b]0;owned\x07")),
-    "an index that is text": lambda place: put_index(place, b"not an index"),
-    "an index that is cut": lambda place: put_index(place, struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 8, 8, 9, 9, 0)),
-    "COMMIT that is no JSON": lambda place: _seal(place, b"{"),
-    "COMMIT that is a list": lambda place: _seal(place, b"[]"),
-    "COMMIT a hundred thousand deep": lambda place: _seal(place, b"[" * 100_000 + b"]" * 100_000),
-    "COMMIT whose state is deep": lambda place: _seal(
-        place, json.dumps(_commit(place) | {"state": {}}).replace('"state": {}', '"state": ' + '{"a":' * 900).encode()
+    "an index that is text": lambda folder: put_index(folder, b"not an index"),
+    "an index that is cut": lambda folder: put_index(folder, struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 8, 8, 9, 9, 0)),
+    "COMMIT that is no JSON": lambda folder: _seal(folder, b"{"),
+    "COMMIT that is a list": lambda folder: _seal(folder, b"[]"),
+    "COMMIT a hundred thousand deep": lambda folder: _seal(folder, b"[" * 100_000 + b"]" * 100_000),
+    "COMMIT whose state is deep": lambda folder: _seal(
+        folder, json.dumps(_commit(folder) | {"state": {}}).replace('"state": {}', '"state": ' + '{"a":' * 900).encode()
         + b"1" + b"}" * 901,
     ),
-    "COMMIT of five million tables": lambda place: _seal(place, b"[" + b"[]," * 5_000_000 + b"[]]"),
+    "COMMIT of five million tables": lambda folder: _seal(folder, b"[" + b"[]," * 5_000_000 + b"[]]"),
     "COMMIT of a terabyte": _sparse_commit,
     "COMMIT that is a pipe": _pipe_for_commit,
-    "COMMIT with bytes that are no text": lambda place: _seal(place, b'{"format": 1, "step": "\xff"}'),
-    "COMMIT without files": lambda place: edit_commit(place, lambda record: record.pop("files") and record),
+    "COMMIT with bytes that are no text": lambda folder: _seal(folder, b'{"format": 1, "step": "\xff"}'),
+    "COMMIT without files": lambda folder: edit_commit(folder, lambda record: record.pop("files") and record),
     "COMMIT of another step": _record(step=7),
     "COMMIT of no step": _record(step="1"),
     "COMMIT of step -1": _record(step=-1),

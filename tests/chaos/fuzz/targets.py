@@ -225,27 +225,29 @@ def _model(folder: Path) -> Feed:
     }  # fmt: skip
 
     def feed(rng: random.Random) -> None:
-        place = sound[rng.choice(list(sound))]
-        settings, tensors = (place / "config.json").read_bytes(), (place / "model.safetensors").read_bytes()
-        index, shard = place / "model.safetensors.index.json", place / "shard.safetensors"
-        generation = place / "generation_config.json"
+        position = sound[rng.choice(list(sound))]
+        settings, tensors = (position / "config.json").read_bytes(), (position / "model.safetensors").read_bytes()
+        index, shard = position / "model.safetensors.index.json", position / "shard.safetensors"
+        generation = position / "generation_config.json"
         try:
             if rng.random() < 0.7:
                 record = json.loads(settings)
                 record |= {key: more[key] for key in rng.sample(sorted(more), rng.randrange(3))}
-                (place / "config.json").write_bytes(_text(rng, record))
+                (position / "config.json").write_bytes(_text(rng, record))
             elif rng.random() < 0.5:
-                (place / "model.safetensors").write_bytes(odd_bytes(rng, tensors[: rng.choice((8, 400, len(tensors)))]))
+                (position / "model.safetensors").write_bytes(
+                    odd_bytes(rng, tensors[: rng.choice((8, 400, len(tensors)))])
+                )
             else:
-                (place / "model.safetensors").rename(shard)  # it would be read before an index
+                (position / "model.safetensors").rename(shard)  # it would be read before an index
                 index.write_bytes(_text(rng, {"weight_map": {"wte.weight": shard.name}}))
             if rng.random() < 0.1:
                 generation.write_bytes(_text(rng, {"eos_token_id": [0, 1], "bos_token_id": 0}))
             with contextlib.suppress(DataError):
-                read_folder(place)
+                read_folder(position)
         finally:
-            (place / "config.json").write_bytes(settings)
-            (place / "model.safetensors").write_bytes(tensors)
+            (position / "config.json").write_bytes(settings)
+            (position / "model.safetensors").write_bytes(tensors)
             for file in (index, shard, generation):
                 file.unlink(missing_ok=True)
 
@@ -289,7 +291,7 @@ def _journal(folder: Path) -> Feed:
     sound, run = folder / "sound", folder / "run"
     sound.mkdir()
     journal, _ = Journal.take(sound, 0.05)
-    log = AuditLog(sound, journal, lambda who, text: None)
+    log = AuditLog(sound, journal, lambda source, text: None)
     for number in range(20):
         log.record("hang", attempt=number, nodes=("n0",), evidence=("x" * 50,), extra={"a": [1]})
     journal.close()
@@ -335,7 +337,10 @@ def _frames(folder: Path) -> Feed:
     schemas = [value for module in modules for value in vars(module).values() if isinstance(value, Schema)]
     full = make_greeting(bytes(32))
     kinds = [(schema, do, kind) for schema in schemas for do, kind in schema.types.items()]
-    values = (*(value for value in _ODD if value not in (2**64, 10**30, 10**400, "\ud800", -(2**63))), b"", b"a" * 64)
+    values = tuple(value for value in _ODD if value not in (2**64, 10**30, 10**400, "\ud800", -(2**63))) + (
+        b"",
+        b"a" * 64,
+    )
 
     def feed(rng: random.Random) -> None:
         with contextlib.suppress(ProtocolError):

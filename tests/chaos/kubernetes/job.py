@@ -132,7 +132,7 @@ class KubernetesJob(Launched):
         return sorted({n for e in self.events() if e.kind == "node_joined" and e.time > start for n in e.nodes})
 
     def driver_output(self) -> str:
-        """What the driver said."""
+        """Return the output of the driver."""
         return self.output.read_text(errors="replace")
 
     def attempts(self) -> int:
@@ -177,7 +177,7 @@ class DriverPodJob(KubernetesJob):
         return {"Complete": 0, "Failed": 1}.get(state, -1)
 
     def driver_output(self) -> str:
-        """What the newest driver said."""
+        """Return the output of the newest driver."""
         try:
             return self.kubectl("logs", self.driver()["metadata"]["name"])
         except TrainingError as error:

@@ -88,7 +88,8 @@ class Kubelets:
         elif pod["status"].get("phase") == "Pending":
             self._run(name, where, pod)
         elif pod["status"].get("phase") == "Running" and name in self.processes:
-            if (code := self.processes[name].poll()) is not None:
+            code = self.processes[name].poll()
+            if code is not None:
                 self._patch_status(name, _ended(code))
             elif self._folder is not None:
                 self._annotate(self._folder / name, pod)

@@ -112,7 +112,8 @@ def _serve(pipe: Connection, nodes: int) -> None:
                     pipe.send(len(server.requests))
         except (EOFError, OSError):
             return
-        if (version := store.version) != observed:
+        version = store.version
+        if version != observed:
             observed = version  # of before: a pod may come while others are started
             _start_pods(store)
         if churning:

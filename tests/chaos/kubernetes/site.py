@@ -57,7 +57,8 @@ def programs() -> Path:
 def impossible() -> str:
     """Return why Kubernetes cannot run here, or an empty string."""
     folder = programs()
-    if missing := [name for name in PROGRAMS + ("pause", "VERSION") if not (folder / name).exists()]:
+    missing = [name for name in PROGRAMS + ("pause", "VERSION") if not (folder / name).exists()]
+    if missing:
         return f"no {missing[0]} in {folder}: scripts/kubernetes-build"
     missing = [name for name in _NEEDS if shutil.which(name) is None]
     if not Path("/usr/lib/cni/bridge").exists():
@@ -122,7 +123,9 @@ class KubernetesSite(Site):
     def _images(self) -> Path:
         pause = Image(PAUSE, {"pause": (self.programs / "pause").read_bytes()}, entry=["/pause"])
         files = {name: Path("/", name).read_bytes() for name in _FILES if Path("/", name).exists()}
-        locations = sorted({str(p).strip("/") for m in mounts() for p in (Path(m), *Path(m).parents) if p != Path("/")})
+        locations = sorted(
+            {str(p).strip("/") for m in mounts() for p in (Path(m),) + tuple(Path(m).parents) if p != Path("/")}
+        )
         local = Image(IMAGE, files, list(dict.fromkeys(list(_FOLDERS) + locations)), _LINKS)
         write_images(self.folder / "images.tar", [pause, local])
         return self.folder / "images.tar"

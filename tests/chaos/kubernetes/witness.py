@@ -85,7 +85,8 @@ class Witness:
                 if _PART not in (process / "cmdline").read_bytes():
                     self._other_processes[pid] = born
                     return
-                if not (file := self._file(process)):  # what forks them, or one that has not opened its file yet
+                file = self._file(process)
+                if not file:  # what forks them, or one that has not opened its file yet
                     return
                 rank = int(file.rsplit("rank-", 1)[1].split(".status")[0])
                 local = int((process / "status").read_text().split("NSpid:")[1].split("\n")[0].split()[-1])

@@ -278,7 +278,8 @@ def register(app: typer.Typer) -> None:
         from rich.console import Console
         from rich.table import Table
 
-        if unknown := [item for item in case if item not in CASES]:
+        unknown = [item for item in case if item not in CASES]
+        if unknown:
             raise ConfigError(f"--case={unknown[0]!r} is none; give one of: {', '.join(CASES)}")
         cases = case or list(CASES)
         layouts = _layouts(device)
@@ -286,7 +287,7 @@ def register(app: typer.Typer) -> None:
         outcomes = []
         console = Console(highlight=False)
         for kind in cases:
-            suited = [one for one in layouts if one[1] > 1] if kind == "missing send" else layouts
+            suited = [shape for shape in layouts if shape[1] > 1] if kind == "missing send" else layouts
             for number in range(runs):
                 layout = suited[number % len(suited)]
                 with temporary_folder() as folder:

@@ -325,7 +325,7 @@ def _show(record: dict[str, Any], result: Comparison) -> None:
     layouts = len({strict_json.dumps(a.layout, sort_keys=True) for a in result.attempts})
     for name, value in {
         "killed": ", ".join(f"{subject} {count}" for subject, count in victims.items()),
-        "went on from": ", ".join(f"{what} {count}" for what, count in sources.items() if count),
+        "went on from": ", ".join(f"{origin} {count}" for origin, count in sources.items() if count),
         "layouts": str(layouts),
         "steps trained again": f"{sum(lost)} in all, at most {max(lost, default=0)} a kill",
         "start to first step": f"median {statistics.median(waits):.1f} s" if waits else "-",

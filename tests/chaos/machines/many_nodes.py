@@ -54,7 +54,8 @@ def many_nodes(
 
     if lost >= nodes:
         raise ConfigError(f"--lost={lost} must leave a node of --nodes={nodes}")
-    if why := impossible():
+    why = impossible()
+    if why:
         raise ConfigError(f"the many-nodes campaign cannot run here: {why}")
     with temporary_folder() as name:
         folder = Path(name) if keep is None else keep.absolute()
@@ -129,10 +130,10 @@ def _strike(machines: Machines, job: _Job, nodes: int, seconds: float) -> dict[s
     machines["many"].heal()
     back, after = time.time(), job.events()[-1].id
 
-    def whole(event: Any) -> bool:
+    def is_complete(event: Any) -> bool:
         return event.kind == "first_step" and event.id > after and _ranks(job, event.id) == nodes
 
-    repeated = job.first(whole, _START)
+    repeated = job.first(is_complete, _START)
     joined = [e.time for e in job.events() if e.kind == "node_joined" and e.id > before]
     row: dict[str, Any] = {"missed": missed.time - cut if missed else None}
     row["last_joined"] = max(joined, default=back) - back

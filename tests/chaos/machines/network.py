@@ -202,7 +202,7 @@ class Machines:
         for machine in self:
             with contextlib.suppress(TrainingError):
                 machine.power_off()
-        for name in (*(f"{self._network}-{m.name}" for m in self), f"{self._network}-sw"):
+        for name in tuple(f"{self._network}-{m.name}" for m in self) + (f"{self._network}-sw",):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def __iter__(self) -> Iterator[Machine]:
@@ -229,7 +229,8 @@ def wait(find: Callable[[], T], subject: str, seconds: float = 20.0) -> T:
     """Return the first result of `find`. Raise TrainingError if there is none in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if result := find():
+        result = find()
+        if result:
             return result
         time.sleep(0.02)
     raise TrainingError(f"waited {seconds:g} s for {subject}")

@@ -71,11 +71,11 @@ def torchrun_session(folder: Path, log: Callable[[str], None]) -> bool:
     with Machines(folder / "machines", ["n0", "n1"]) as machines:
         n0, n1 = machines["n0"], machines["n1"]
 
-        def both() -> list[subprocess.Popen[bytes]]:
+        def start_pair() -> list[subprocess.Popen[bytes]]:
             lines = [_TRAIN.format(rank=rank, first=n0.address) for rank in range(2)]
             return [terminals.start(m, line, f"{m.name}.out") for m, line in zip((n0, n1), lines, strict=True)]
 
-        started = both()
+        started = start_pair()
         terminals.until_text("n0.out", "step 150/")
         terminals.typed(n1, "pkill -KILL -f -- '-u -m megascale train'")
         for process in started:
@@ -83,7 +83,7 @@ def torchrun_session(folder: Path, log: Callable[[str], None]) -> bool:
         terminals.typed(n0, "grep -o 'error: rank 0 lost contact with another rank in step [0-9]*' n0.out")
         ends = " and ".join(str(process.returncode) for process in started)
         log(f"(both commands have ended, with exit codes {ends})")
-        started = both()
+        started = start_pair()
         codes = [process.wait(WAIT) for process in started]
         terminals.until_text("n0.out", "step 300/")
         output = terminals.typed(n0, "grep '^resuming' n0.out; tail -n 2 n0.out | cut -c 1-80")

@@ -154,7 +154,8 @@ def cancel(job: SlurmJob) -> Injected:
     if job.jobs()[job.id] != "CANCELLED":
         injected.wrong.append(f"the job is {job.jobs()[job.id]} after scancel")
     for node in job.site.names:
-        if remaining := job.processes(node):
+        remaining = job.processes(node)
+        if remaining:
             injected.wrong.append(f"on {node} is left: {'; '.join(remaining)[:300]}")
     job.submit()
     return injected

@@ -1,4 +1,4 @@
-"""A session under Slurm as docs/machines.md shows it: from an idle cluster to a run that survives a node's loss."""
+"""A session under Slurm as docs/slurm.md shows it: from an idle cluster to a run that survives a node's loss."""
 
 from __future__ import annotations
 

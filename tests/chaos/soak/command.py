@@ -80,7 +80,8 @@ def soak(
         raise ConfigError(f"--parts={parts}: choose from {', '.join(PARTS)}")
     if first > 1 and (late := [part for part in chosen if part in IN_ORDER]):
         raise ConfigError(f"--first={first}: each case of {', '.join(late)} depends on those before it; leave it out")
-    if short := [part for part in chosen if first > (count or PARTS[part])]:
+    short = [part for part in chosen if first > (count or PARTS[part])]
+    if short:
         raise ConfigError(f"--first={first}: {short[0]} has {count or PARTS[short[0]]} cases; choose one of them")
     console = Console()
     results: dict[str, list[SoakCase]] = {}

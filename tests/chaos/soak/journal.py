@@ -123,7 +123,8 @@ def _pids(job: Launched) -> list[int]:
 
     def pid(rank: int) -> int:
         for _ in range(100):  # a record that is being written is read as none
-            if (status := read_status(job.run / "status" / f"rank-{rank}.status")) is not None:
+            status = read_status(job.run / "status" / f"rank-{rank}.status")
+            if status is not None:
                 return status.pid
             time.sleep(0.01)
         return 0

@@ -92,10 +92,11 @@ def draw(chance: random.Random) -> tuple[Tree, int]:
         "init_std": 0.2,  # wide enough that softmax and norms are far from linear
     }
     # A window of one token leaves queries and keys without a gradient: only rounding would be compared.
-    if window := pick((None, 2, 3, 100)):
+    window = pick((None, 2, 3, 100))
+    if window:
         model["window"] = window
     # Several chunks on one stage are for long rounds, which ZeRO-2 does not go with.
-    zero = pick((0, 1, 2)) if pipeline > 1 or virtual == 1 else pick((0, 1))
+    zero = pick((0, 1, 2, 3)) if pipeline > 1 or virtual == 1 else pick((0, 1, 3))
     microbatches, micro_batch = chance.randint(1, 5), pick((1, 2))
     parallel: dict[str, Any] = {
         "tensor": tensor,

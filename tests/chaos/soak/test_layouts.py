@@ -42,12 +42,12 @@ def test_cases_hold(tmp_path):
 
 
 def test_a_case_that_differs_or_fails_does_not_hold(tmp_path, monkeypatch):
-    def other(tree):
+    def rearrange(tree):
         changed = one_process(tree)
         return changed | {"lr": {**changed["lr"], "peak": 1.001e-2}}
 
     result: list[SoakCase] = []
-    monkeypatch.setattr(soak_layouts, "one_process", other)
+    monkeypatch.setattr(soak_layouts, "one_process", rearrange)
     run(range(1), 3, tmp_path / "other", result.append)
     monkeypatch.setattr(soak_layouts, "draw", lambda chance: (draw(chance)[0], 1))  # too few for the layout
     run(range(1), 3, tmp_path / "undivided", result.append)

@@ -46,6 +46,7 @@ def run(tmp_path: Path) -> Any:
     folder = tmp_path / "run"
     folder.mkdir()
     yield folder
-    for host in (folder, *folder.glob("host-*")):
-        if pid := service_protocol.locate_service(service_protocol.private_folder(host)).owner_pid():
+    for host in (folder,) + tuple(folder.glob("host-*")):
+        pid = service_protocol.locate_service(service_protocol.private_folder(host)).owner_pid()
+        if pid:
             os.kill(pid, signal.SIGKILL)

@@ -455,7 +455,8 @@ def test_a_copy_that_fails_in_any_way_holds_up_no_step(run: Path, monkeypatch: p
     copy, failures = StagingSlot.copy_chunks, iter([ValueError("of no kind that was expected")])
 
     def fail_once(staging: StagingSlot) -> Iterator[int]:
-        if error := next(failures, None):
+        error = next(failures, None)
+        if error:
             raise error
         return copy(staging)
 

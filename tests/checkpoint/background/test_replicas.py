@@ -268,7 +268,7 @@ def test_a_snapshot_that_is_never_completed_leaves_no_copy(snapshot: Any) -> Non
 def test_a_copy_that_is_not_as_its_checksums_say_does_not_count(snapshot: Any) -> None:
     slot, staged, copies = snapshot
     crcs, _ = frame_chunks(slot.memory.view[: staged.size], slot.index, iter([4]), progress := Progress())
-    wrong = [*crcs.tolist()[:-1], 1]
+    wrong = list(crcs.tolist()[:-1]) + [1]
     for checksums in (wrong, crcs.tolist()[:-1]):
         assert "arrived damaged" in str(ReplicaSender(staged, 2, slot, progress).finish(checksums))
         assert not copies.list_complete()

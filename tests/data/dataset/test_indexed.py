@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, token_dtype
+from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, pair_paths, token_dtype
 from megascale.errors import DataError
 
 DOCUMENTS = [[1, 2, 3], [], [4], list(range(50))]
@@ -252,3 +252,162 @@ def test_noise_after_the_magic_is_refused(tmp_path: Path, noise: bytes) -> None:
     (tmp_path / "n.idx").write_bytes(b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + noise)
     with pytest.raises(DataError):
         IndexedDataset(tmp_path / "n")
+
+
+def write_index(
+    prefix: Path,
+    lengths: list[int],
+    pointers: list[int],
+    documents: list[int],
+    *,
+    code: int = 4,
+    size: int | None = None,
+) -> IndexedDataset:
+    """Write a pair from its tables as they are, and open it; `size` is that of the .bin in bytes."""
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(documents))
+    tables = struct.pack(f"<{len(lengths)}i", *lengths) + struct.pack(f"<{len(pointers)}q", *pointers)
+    prefix.with_suffix(".idx").write_bytes(header + tables + struct.pack(f"<{len(documents)}q", *documents))
+    prefix.with_suffix(".bin").write_bytes(bytes(range(4 * sum(lengths) if size is None else size)))
+    return IndexedDataset(prefix)
+
+
+def test_an_index_without_documents_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="indices from nothing where 0 to 0 "):
+        write_index(tmp_path / "a", [], [], [])
+    assert write_index(tmp_path / "a", [], [], [0]).documents == 0
+
+
+@pytest.mark.parametrize("documents", [[1, 2], [0, 1], [0, 3]])
+def test_documents_reach_from_the_first_to_the_last_sequence(tmp_path: Path, documents: list[int]) -> None:
+    with pytest.raises(DataError, match=f"from {documents[0]} to {documents[1]} where 0 to 2 "):
+        write_index(tmp_path / "a", [1, 1], [0, 4], documents)
+
+
+def test_half_a_token_at_the_end_is_refused(tmp_path: Path) -> None:
+    """The last sequence begins at an odd byte, and the file ends where it says."""
+    with pytest.raises(DataError, match="7 bytes, not a multiple of its tokens' 4"):
+        write_index(tmp_path / "a", [1, 1], [0, 3], [0, 2], size=7)
+
+
+@pytest.mark.parametrize("code", [0, 6, 7, 9])
+def test_only_integers_are_tokens(tmp_path: Path, code: int) -> None:
+    with pytest.raises(DataError, match=rf"type code {code}; integer types are 1 \(uint8\).*5 \(int64\), 8 \(uint16\)"):
+        write_index(tmp_path / "a", [], [], [0], code=code)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pointers", "documents", "output"),
+    [
+        ([1, 2, 1], [0, 4, 12], [0, 2, 1, 3], "not ascending"),
+        ([1, 2, 1], [0, 4, 12], [0, -1, 3], "not ascending"),
+        ([1, 2, 1], [0, 4, 12], [0, 4, 3], "not ascending"),
+        ([1, 2, 1], [0, 8, 12], [0, 3], "sequence 1 at byte 8 of the .bin where the lengths before it give 4"),
+        ([1, -1, 4], [0, 4, 0], [0, 3], "sequence of -1 tokens"),
+    ],
+)
+def test_a_complete_check_sees_every_entry(
+    tmp_path: Path, lengths: list[int], pointers: list[int], documents: list[int], output: str
+) -> None:
+    data = write_index(tmp_path / "a", lengths, pointers, documents, size=16)
+    with pytest.raises(DataError, match=output):
+        data.verify()
+
+
+@pytest.mark.parametrize("documents", [[0, 0, 3], [0, 3, 3], [0, 1, 2, 3]])
+def test_a_complete_check_accepts_empty_documents_and_sequences(tmp_path: Path, documents: list[int]) -> None:
+    data = write_index(tmp_path / "a", [1, 0, 3], [0, 4, 4], documents)
+    data.verify()
+    assert sum(len(data.document(d)) for d in range(data.documents)) == data.tokens == 4
+
+
+def test_reads_at_the_borders_of_a_sequence(tmp_path: Path) -> None:
+    data = write_index(tmp_path / "a", [2, 3], [0, 8], [0, 1, 2])
+    full = data.stream.tolist()
+    assert [data.get(1, offset).tolist() for offset in (0, 1, 3)] == [full[2:], full[3:], []]
+    assert data.get(1, 0, 3).tolist() == full[2:]
+    assert data.get(1, 3, 0).tolist() == []
+    assert [data.start(i) for i in range(3)] == [0, 2, 5]
+    for arguments in ((1, 4), (1, 3, 1), (1, -1), (2,), (-1,)):
+        with pytest.raises(IndexError, match=r"outside (sequence 1 of 3 tokens|0\.\.1)"):
+            data.get(*arguments)
+    assert [data.document(d).tolist() for d in range(2)] == [full[:2], full[2:]]
+    for d in (-1, 2):
+        with pytest.raises(IndexError, match=f"document {d} is outside 0..1"):
+            data.document(d)
+
+
+def test_a_sequence_outside_of_the_file_is_not_read(tmp_path: Path) -> None:
+    """Each entry is checked at its use; the last one is checked at the opening."""
+    for pointer in (-4, 1, 20, 24):
+        data = write_index(tmp_path / "a", [1, 3, 1], [0, pointer, 16], [0, 1, 2, 3], size=20)
+        with pytest.raises(DataError, match=f"sequence 1 of 3 tokens at byte {pointer} of a .bin of 20 bytes"):
+            data.get(1)
+        assert len(data.get(0)) == len(data.get(2)) == 1
+    data = write_index(tmp_path / "a", [1, 3, 1], [0, 8, 16], [0, 1, 2, 3], size=20)
+    assert len(data.get(1)) == 3  # it reaches the end of the file
+    data = write_index(tmp_path / "a", [1, 3, 1], [8, 4, 16], [0, 1, 2, 3], size=20)
+    with pytest.raises(DataError, match="sequence 0 of 1 tokens at byte 8"):
+        data.document(0)  # its end lies before its beginning
+    data = write_index(tmp_path / "a", [1, 3], [0, 4], [0, 2, 1, 2])
+    with pytest.raises(DataError, match=r"gives document 1 the sequences 2\.\.1"):
+        data.document(1)
+
+
+@pytest.mark.parametrize("name", ["set", "set.bin", "set.idx", "set.BIN", "set.IDX"])
+def test_a_pair_is_named_by_its_prefix_or_either_file(tmp_path: Path, name: str) -> None:
+    assert pair_paths(tmp_path / name) == (tmp_path / "set.bin", tmp_path / "set.idx")
+    assert IndexedDataset.files(str(tmp_path / name)) == [tmp_path / "set.bin", tmp_path / "set.idx"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "uint32", "uint64"])
+def test_a_type_that_the_format_lacks_is_refused(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(DataError, match=f"tokens of type {dtype} cannot be stored"):
+        IndexedWriter(tmp_path / "new" / "w", dtype)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("dtype", "limits"), [("uint8", (0, 255)), ("int8", (-128, 127)), ("uint16", (0, 65535))])
+def test_the_limits_of_a_type_fit_it(tmp_path: Path, dtype: str, limits: tuple[int, int]) -> None:
+    with IndexedWriter(tmp_path / "w", dtype) as writer:
+        writer.add(limits)
+    assert IndexedDataset(tmp_path / "w").stream.tolist() == list(limits)
+
+
+def test_writers_refuse_lengths_that_do_not_fit(tmp_path: Path) -> None:
+    writer = IndexedWriter(tmp_path / "w", "uint16")
+    for lengths, total in (([1, 1], 2), ([4], 4), ([4, -1], 3)):
+        with pytest.raises(ValueError, match=f"add up to {total}, not to the 3 tokens"):
+            writer.add_documents(np.arange(3), lengths)
+    writer._add_lengths(np.array([(1 << 31) - 1]))
+    with pytest.raises(DataError, match="2147483648 tokens is longer than the format allows"):
+        writer._add_lengths(np.array([1, 1 << 31]))
+    writer.abort()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("modes", [[[1], None], [None, [1]], [[1, 2]], [[]]])
+def test_each_sequence_has_one_mode_or_none_has(tmp_path: Path, modes: list[list[int] | None]) -> None:
+    with IndexedWriter(tmp_path / "w", "uint16") as writer:
+        for first in modes[:-1]:
+            writer.add_document([[1]], first)
+        if modes[-1] is None:
+            writer.add_document([[1]])
+            return  # documents without modes may follow; the reader refuses a table that is too short
+        with pytest.raises(DataError, match="1 sequences with another number of modes"):
+            writer.add_document([[1]], modes[-1])
+
+
+def test_a_file_that_cannot_be_completed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"), IndexedWriter(tmp_path / "w", "uint16") as writer:
+        writer.add([1])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_in_place_of_an_index_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.idx").mkdir()
+    with pytest.raises(DataError, match=r"a\.idx cannot be read: .*check the path and its permissions"):
+        IndexedDataset(tmp_path / "a")

@@ -113,3 +113,91 @@ def test_the_samples_of_a_step() -> None:
     lines = [{"step": 1, "first": 0, "count": 4}, {"step": 2, "first": 4, "count": 8}]
     assert [find_step_samples(lines, step, 16) for step in (1, 2, 3, 5)] == [(0, 4), (4, 8), (12, 16), (44, 16)]
     assert find_step_samples([], 3, 16) == (32, 16)
+
+
+def test_totals_prove_the_samples_of_lines_that_are_lost(source: SampleSource) -> None:
+    """Lines that a crash has cut off leave one longer span, whose tokens are read again as a whole."""
+    lines = add_totals(ledger(source, 6), source)
+    for removed, text in (
+        ({3}, "step 3 has no line; samples 8 to 11 were read, as the totals after them say"),
+        ({2, 3, 4}, "steps 2 to 4 have no line; samples 4 to 15 were read, as the totals after them say"),
+        ({1}, "step 1 has no line; samples 0 to 3 were read, as the totals after them say"),
+    ):
+        remaining = [line for line in lines if line["step"] not in removed]
+        report = check_ledger(remaining, source, full=True)
+        assert (report.missing, report.faults, report.unknown) == ([text], [], 0)
+        assert (report.steps, report.recorded, report.compared) == (6 - len(removed),) * 3
+        assert report.samples == BATCH * (6 - len(removed))
+        # A wrong token of a lost step shows in the span that it is part of.
+        damaged = add_totals(ledger(source, 6), source, wrong_step=max(removed))
+        remaining = [line for line in damaged if line["step"] not in removed]
+        (fault,) = check_ledger(remaining, source, full=True).faults
+        first, last = BATCH * (min(removed) - 1), BATCH * (max(removed) + 1) - 1
+        assert fault == (
+            f"samples {first} to {last} (up to step {max(removed) + 1}): the tokens that ranks read are not those of "
+            "the files"
+        )
+
+
+def test_totals_after_a_line_without_them_prove_all_samples_from_their_first(source: SampleSource) -> None:
+    """The line of a release that wrote no totals is covered by the next totals, which count from sample 0."""
+    lines = ledger(source, 4)
+    with_totals = add_totals(lines, source)
+    mixed = [with_totals[0], lines[1], with_totals[2], with_totals[3]]
+    report = check_ledger(mixed, source, full=True)
+    assert (report.recorded, report.compared, report.steps_before_change, report.faults) == (3, 3, 0, [])
+    spans = ledger_module._find_spans(mixed)
+    assert [(span.step, span.begin, span.end) for span in spans] == [(1, 0, 4), (3, 0, 12), (4, 12, 16)]
+
+
+def test_lines_in_which_ranks_read_other_samples_are_told(source: SampleSource) -> None:
+    lines = add_totals(ledger(source, 3), source)
+    totals = ReadTotals.from_record(lines[1]["read"])
+    assert totals is not None
+    totals.sums += ReadSums(numbers=1)
+    lines[1]["read"] = totals.to_record()
+    faults = check_ledger(lines, None).faults
+    text = "the numbers that ranks read are others, or some came twice"
+    assert faults == [f"samples 4 to 7 (up to step 2): {text}", f"samples 8 to 11 (up to step 3): {text}"]
+
+
+def test_steps_before_an_accepted_change_of_the_data_are_not_drawn_again(source: SampleSource) -> None:
+    """Totals count anew from the first sample of the other data."""
+    earlier = [line | {"ids": "of other data"} for line in add_totals(ledger(source, 2), source)]
+    later = ledger(source, 5)[2:]
+    totals = ReadTotals(first=8)
+    for line in later:
+        totals.sums += sum_samples(line["first"], source.batch(line["first"], BATCH).T)
+        line["read"] = totals.to_record()
+    report = check_ledger(earlier + later, source, full=True)
+    assert (report.faults, report.missing, report.steps_before_change) == ([], [], 2)
+    assert (report.steps, report.recorded, report.compared, report.distinct) == (5, 5, 3, 12)
+    assert report.epochs == 2.0
+    numbers_only = check_ledger(earlier + later, None)
+    assert (numbers_only.steps_before_change, numbers_only.compared, numbers_only.distinct) == (2, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "faults"),
+    [
+        ([1, 3], ["step 3 follows step 1"]),
+        ([2, 1], ["step 2 follows step 0", "step 1 follows step 2"]),
+    ],
+)
+def test_steps_out_of_order_are_told(steps: list[int], faults: list[str]) -> None:
+    lines = [{"step": step, "first": i * BATCH, "count": BATCH, "ids": ""} for i, step in enumerate(steps)]
+    assert check_ledger(lines, None).faults == faults
+
+
+@pytest.mark.parametrize(
+    ("steps", "tokens", "expected"),
+    [(6, 36, [6]), (6, 71, [6]), (6, 72, [3, 6]), (6, 108, [2, 4, 6]), (6, 1000, [1, 2, 3, 4, 5, 6]), (5, 72, [2, 5])],
+)
+def test_the_steps_that_are_read_again_are_spread_over_the_run(
+    source: SampleSource, steps: int, tokens: int, expected: list[int]
+) -> None:
+    """At least one is read, and the last one always."""
+    spans = ledger_module._find_spans(add_totals(ledger(source, steps), source))
+    selected = ledger_module._select(spans, 8, tokens)
+    assert [span.step for span in selected] == expected
+    assert ledger_module._select([], 8, tokens) == []

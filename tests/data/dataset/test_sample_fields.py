@@ -87,7 +87,7 @@ def test_fields_belong_to_their_tokens(
 ) -> None:
     tokens = windows * length + 1
     first_length, other_length = documents
-    starts = [0, *range(first_length, tokens, min(length, other_length))]
+    starts = [0] + list(range(first_length, tokens, min(length, other_length)))
     source = open_samples(configured([write(tmp_path / "t.npz", tokens, starts)], length))
     samples = source.read(first, 5)
     assert samples.loss_weights is not None
@@ -115,7 +115,7 @@ def test_a_file_without_fields_gets_defaults(tmp_path: Path) -> None:
     assert samples.document_boundaries is not None
     assert (samples.loss_weights[:, files == 0] == 1).all()
     assert (samples.positions[:, files == 0] == np.arange(8)[:, None]).all()
-    assert ([0, *[8] * MAX_DOCUMENTS] == samples.document_boundaries[:, files == 0].T).all()
+    assert ([0] + [8] * MAX_DOCUMENTS == samples.document_boundaries[:, files == 0].T).all()
     assert np.array_equal(samples.loss_weights[:, files == 1], samples.tokens[1:, files == 1] / np.float32(4))
     plain = open_samples(configured(train[:1], 8)).read(0, 2)
     assert (plain.loss_weights, plain.positions, plain.document_boundaries) == (None, None, None)

@@ -28,7 +28,7 @@ NAMES_BOTH = r"b/tokenizer\.json \(280 entries, .*a/tokenizer\.json \(290 entrie
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data sets `a` and `b` of one text by two tokenizers, `c` by a's, and a run `runs/one` trained on a."""
     folder = tmp_path_factory.mktemp("made")
     (folder / "in").mkdir()
@@ -48,72 +48,72 @@ def tree(built: Path, name: str, valid: str | None = None, **data: object) -> di
     return {"model": model, "data": data, "train": {**train, "device": "cpu"}, "observe": {"tensorboard": False}}
 
 
-def test_a_file_of_another_tokenizer_is_not_evaluated(made: Path) -> None:
-    run = made / "runs" / "one"
+def test_a_file_of_another_tokenizer_is_not_evaluated(prepared: Path) -> None:
+    run = prepared / "runs" / "one"
     with pytest.raises(DataError, match=r"--file=.*b/valid.*" + NAMES_BOTH) as error:
-        api.evaluate(run, str(made / "b" / "valid"), device="cpu")
+        api.evaluate(run, str(prepared / "b" / "valid"), device="cpu")
     assert error.value.exit_code == 4
-    assert api.evaluate(run, str(made / "c" / "valid"), device="cpu") == api.evaluate(run, device="cpu")
+    assert api.evaluate(run, str(prepared / "c" / "valid"), device="cpu") == api.evaluate(run, device="cpu")
 
 
-def test_held_out_data_of_another_tokenizer_is_refused_before_the_first_step(made: Path) -> None:
+def test_held_out_data_of_another_tokenizer_is_refused_before_the_first_step(prepared: Path) -> None:
     with pytest.raises(DataError, match=r"data\.valid=.*b/valid.*" + NAMES_BOTH):
-        api.train(from_tree(tree(made, "two", valid=str(made / "b" / "valid"))))
-    assert not (made / "runs" / "two" / "metrics.jsonl").exists()
+        api.train(from_tree(tree(prepared, "two", valid=str(prepared / "b" / "valid"))))
+    assert not (prepared / "runs" / "two" / "metrics.jsonl").exists()
     with pytest.raises(DataError, match=r"nothing\.idx"):
-        api.train(from_tree(tree(made, "two", valid=str(made / "a" / "nothing"))))
+        api.train(from_tree(tree(prepared, "two", valid=str(prepared / "a" / "nothing"))))
 
 
-def test_of_a_blend_every_file_counts(made: Path, tmp_path: Path) -> None:
+def test_of_a_blend_every_file_counts(prepared: Path, tmp_path: Path) -> None:
     """Also where nothing is known of the first, and where text is tokenised on the fly."""
     bare = str(tmp_path / "bare")
     with IndexedWriter(bare, np.uint16) as writer:
         writer.add(np.arange(100))
-    b = str(made / "b" / "valid")
-    for train in ([bare, str(made / "a" / "train")], [str(made / "a" / "train"), bare]):
+    b = str(prepared / "b" / "valid")
+    for train in ([bare, str(prepared / "a" / "train")], [str(prepared / "a" / "train"), bare]):
         with pytest.raises(DataError, match=NAMES_BOTH):
-            check_tokenizers_of(from_tree(tree(made, "x", valid=b, train=train)))
-    text = {"train": [str(made / "in")], "tokenizer": str(made / "a" / "tokenizer.json")}
+            check_tokenizers_of(from_tree(tree(prepared, "x", valid=b, train=train)))
+    text = {"train": [str(prepared / "in")], "tokenizer": str(prepared / "a" / "tokenizer.json")}
     with pytest.raises(DataError, match=NAMES_BOTH):
-        check_tokenizers_of(from_tree(tree(made, "x", valid=b, **text)))
-    check_tokenizers_of(from_tree(tree(made, "x", **text)))
-    check_tokenizers_of(from_tree(tree(made, "x", valid=bare)))  # nothing is known of it; its ids decide
+        check_tokenizers_of(from_tree(tree(prepared, "x", valid=b, **text)))
+    check_tokenizers_of(from_tree(tree(prepared, "x", **text)))
+    check_tokenizers_of(from_tree(tree(prepared, "x", valid=bare)))  # nothing is known of it; its ids decide
 
 
-def test_a_tokenizer_next_to_a_file_without_manifest_counts(made: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_next_to_a_file_without_manifest_counts(prepared: Path, tmp_path: Path) -> None:
     for part in ("valid.bin", "valid.idx", "tokenizer.json"):
-        shutil.copy(made / "b" / part, tmp_path)
+        shutil.copy(prepared / "b" / part, tmp_path)
     with pytest.raises(DataError, match="of another tokenizer"):
-        api.evaluate(made / "runs" / "one", str(tmp_path / "valid"), device="cpu")
+        api.evaluate(prepared / "runs" / "one", str(tmp_path / "valid"), device="cpu")
     (tmp_path / "tokenizer.json").write_text("of another kind")
-    assert api.evaluate(made / "runs" / "one", str(tmp_path / "valid"), device="cpu").tokens
+    assert api.evaluate(prepared / "runs" / "one", str(tmp_path / "valid"), device="cpu").tokens
 
 
-def test_a_larger_vocabulary_is_refused_where_the_runs_tokenizer_is_unknown(made: Path, tmp_path: Path) -> None:
+def test_a_larger_vocabulary_is_refused_where_the_runs_tokenizer_is_unknown(prepared: Path, tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "bare", np.uint16) as writer:
         writer.add(np.arange(100))
-    settings = tree(made, "x", train=[str(tmp_path / "bare")])
+    settings = tree(prepared, "x", train=[str(tmp_path / "bare")])
     settings["model"]["vocab_size"] = 285
     with pytest.raises(DataError, match=r"a/tokenizer\.json \(290 entries.*model\.vocab_size=285"):
         check_tokenizers_of(from_tree(settings))
 
 
-def test_a_run_goes_on_with_its_own_tokenizer_when_another_takes_its_place(made: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_its_own_tokenizer_when_another_takes_its_place(prepared: Path, tmp_path: Path) -> None:
     """The copy in the run folder counts; where that is exchanged too, no text is made of another's ids."""
     local = tmp_path / "tokenizer.json"
-    load_tokenizer(made / "a" / "tokenizer.json").save(local)
-    settings = tree(made, "three", tokenizer=str(local))
+    load_tokenizer(prepared / "a" / "tokenizer.json").save(local)
+    settings = tree(prepared, "three", tokenizer=str(local))
     settings["train"]["runs"] = str(tmp_path)
     api.train(from_tree(settings))
     run = tmp_path / "three"
     text = "".join(api.generate(run, "word", tokens=3, device="cpu"))
     assert text
-    shutil.copy(made / "b" / "tokenizer.json", local)
+    shutil.copy(prepared / "b" / "tokenizer.json", local)
     assert "".join(api.generate(run, "word", tokens=3, device="cpu")) == text
     assert api.evaluate(run, device="cpu").tokens
     assert api.export_model(run, tmp_path / "one", family="gpt2").tokenizer
     assert load_tokenizer(tmp_path / "one" / "tokenizer.json").sha256 == read_identity(run).sha256
-    shutil.copy(made / "b" / "tokenizer.json", run / "tokenizer.json")
+    shutil.copy(prepared / "b" / "tokenizer.json", run / "tokenizer.json")
     lost = r"three/tokenizer\.json is not the tokenizer that .*three was trained with"
     with pytest.raises(DataError, match=lost):
         list(api.generate(run, "word", device="cpu"))
@@ -123,18 +123,18 @@ def test_a_run_goes_on_with_its_own_tokenizer_when_another_takes_its_place(made:
     assert api.evaluate(run, device="cpu").tokens
     local.unlink()
     with pytest.raises(DataError, match="of another tokenizer"):
-        api.evaluate(run, str(made / "b" / "valid"), device="cpu")
+        api.evaluate(run, str(prepared / "b" / "valid"), device="cpu")
 
 
-def test_a_tokenizer_replaced_next_to_its_data_set_is_refused(made: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_replaced_next_to_its_data_set_is_refused(prepared: Path, tmp_path: Path) -> None:
     """The check runs before training and in every reader: the manifest has a hash of the tokens' tokenizer."""
-    shutil.copytree(made / "a", tmp_path / "a")
+    shutil.copytree(prepared / "a", tmp_path / "a")
     local = tmp_path / "a" / "tokenizer.json"
-    settings = tree(made, "x", train=[str(tmp_path / "a" / "train")])
+    settings = tree(prepared, "x", train=[str(tmp_path / "a" / "train")])
     settings["train"]["runs"] = str(tmp_path)
     api.train(from_tree(settings))
     run = tmp_path / "x"
-    shutil.copy(made / "b" / "tokenizer.json", local)
+    shutil.copy(prepared / "b" / "tokenizer.json", local)
     refused = (
         rf"{local} is not the tokenizer that {tmp_path}/a was built with \(sha256 .*290 entries.*Put the files back"
     )
@@ -153,17 +153,17 @@ def test_a_tokenizer_replaced_next_to_its_data_set_is_refused(made: Path, tmp_pa
     assert list(api.generate(run, "word", tokens=2, device="cpu"))
     assert api.evaluate(run, device="cpu").loss > 0
     assert api.export_model(run, tmp_path / "out", family="gpt2").tokenizer
-    settings["data"]["tokenizer"] = str(made / "a" / "tokenizer.json")
+    settings["data"]["tokenizer"] = str(prepared / "a" / "tokenizer.json")
     check_tokenizers_of(from_tree(settings))  # another one is named, so the file beside the tokens counts for nothing
     # The build makes good what it finds damaged.
-    build(tmp_path / "a", inputs=[made / "in"], vocab_size=290, progress=False)
-    assert load_tokenizer(local).sha256 == load_tokenizer(made / "a" / "tokenizer.json").sha256
+    build(tmp_path / "a", inputs=[prepared / "in"], vocab_size=290, progress=False)
+    assert load_tokenizer(local).sha256 == load_tokenizer(prepared / "a" / "tokenizer.json").sha256
 
 
-def test_a_tokenizer_that_was_only_formatted_anew_is_the_same(made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "a", tmp_path / "a")
+def test_a_tokenizer_that_was_only_formatted_anew_is_the_same(prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared / "a", tmp_path / "a")
     local = tmp_path / "a" / "tokenizer.json"
-    config = from_tree(tree(made, "x", train=[str(tmp_path / "a" / "train")]))
+    config = from_tree(tree(prepared, "x", train=[str(tmp_path / "a" / "train")]))
     local.write_text(json.dumps(json.loads(local.read_text())))
     check_tokenizers_of(config)
     local.write_text("{}")
@@ -173,23 +173,23 @@ def test_a_tokenizer_that_was_only_formatted_anew_is_the_same(made: Path, tmp_pa
     check_tokenizers_of(config)  # a missing one is no other one
 
 
-def test_another_end_of_a_document_is_another_tokenizer(made: Path, tmp_path: Path) -> None:
+def test_another_end_of_a_document_is_another_tokenizer(prepared: Path, tmp_path: Path) -> None:
     """The end is named by a file of its own, which may change while the tokenizer's does not."""
-    shutil.copytree(made / "a", tmp_path / "a")
-    config = from_tree(tree(made, "x", train=[str(tmp_path / "a" / "train")]))
+    shutil.copytree(prepared / "a", tmp_path / "a")
+    config = from_tree(tree(prepared, "x", train=[str(tmp_path / "a" / "train")]))
     check_tokenizers_of(config)
     (tmp_path / "a" / "tokenizer_config.json").write_text('{"eos_token": "word"}')
     with pytest.raises(DataError, match=r"end of a document in its tokenizer_config\.json, was changed"):
         check_tokenizers_of(config)
 
 
-def test_a_run_of_an_older_version_is_read(made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "runs" / "one", tmp_path / "old")
+def test_a_run_of_an_older_version_is_read(prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared / "runs" / "one", tmp_path / "old")
     assert read_identity(tmp_path / "old") is not None
     (tmp_path / "old" / RECORD).unlink()
     assert api.evaluate(tmp_path / "old", device="cpu").tokens
     with pytest.raises(DataError, match=NAMES_BOTH):
-        api.evaluate(tmp_path / "old", str(made / "b" / "valid"), device="cpu")
+        api.evaluate(tmp_path / "old", str(prepared / "b" / "valid"), device="cpu")
 
 
 # token ids ----------------------------------------------------------------------------------------------------------

@@ -144,16 +144,16 @@ def test_a_plan_names_the_readers_of_each_stream(
 def test_auto_chooses_it_where_it_pays(prefix: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
 
-    def wanted(entry: str, loader: str, tensor: int = 1, gpus: bool = False, ranks: int = 2) -> bool:
+    def is_separate(entry: str, loader: str, tensor: int = 1, gpus: bool = False, ranks: int = 2) -> bool:
         config = configured(entry, tmp_path, tensor, train=[entry], loader=loader)
         return plan_host_of(config, ranks, 0, ranks).needs_loader(gpus)
 
-    assert not wanted(prefix, "auto")
-    assert wanted(prefix, "auto", tensor=2)
-    assert wanted(prefix, "auto", gpus=True, ranks=1)
-    assert wanted(str(tmp_path / "a.jsonl"), "auto")
-    assert wanted(prefix, "host")
-    assert not wanted(prefix, "local", tensor=2, gpus=True)
+    assert not is_separate(prefix, "auto")
+    assert is_separate(prefix, "auto", tensor=2)
+    assert is_separate(prefix, "auto", gpus=True, ranks=1)
+    assert is_separate(str(tmp_path / "a.jsonl"), "auto")
+    assert is_separate(prefix, "host")
+    assert not is_separate(prefix, "local", tensor=2, gpus=True)
     middle = plan_host_of(configured(prefix, tmp_path, pipeline=3), 3, 1, 1)
     assert not middle.needs_loader(gpus=True)  # a host of middle stages reads nothing
 
@@ -243,7 +243,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_worker_killed_while_copying(prefix: str, tmp_path: Path, hosts: list[Host]) -> None:
-    """It holds its slot for ever; nobody waits for the dead."""
+    """It holds its slot for ever; no reader waits for the dead one."""
     host = Host(configured(prefix, tmp_path, tensor=2), 2)
     hosts.append(host)
     host.read(0)

@@ -173,7 +173,7 @@ feed.plan_host = lambda *given: replace(right(*given), {host})
 @pytest.mark.parametrize("loader", ["local", "host"])
 @pytest.mark.parametrize("fault", WRONG_SHARES)
 def test_a_loader_that_gives_the_wrong_share_is_seen_in_the_ledger(tiny, tmp_path, loader, fault) -> None:
-    """What was due is in the ledger all the same."""
+    """The ledger has the samples that were due all the same."""
     local, host = WRONG_SHARES[fault]
     arguments = ["--train.steps=2", "--train.micro_batch=1", "--parallel.data=2", f"--data.loader={loader}"]
     arguments += ["--checkpoint.at_end=false", "--checkpoint.interval=0", "--train.eval_samples=1"]
@@ -186,7 +186,7 @@ def test_a_loader_that_gives_the_wrong_share_is_seen_in_the_ledger(tiny, tmp_pat
 
 
 def test_the_checksum_of_a_world_is_that_of_its_samples(tokens: Path, tmp_path: Path) -> None:
-    """Whoever reads which sample, in whatever order, and however many ranks read each."""
+    """Any rank may read each sample, in any order, and any number of ranks may read it."""
     source = open_samples(configured(str(tokens / "train"), tmp_path))
     rows = source.batch(5, 8)
     expected = sum_samples(5, rows.T)

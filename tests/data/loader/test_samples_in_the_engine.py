@@ -60,7 +60,7 @@ def start(tiny: Path, file: Path, arguments: list[str], world: int, dies: int = 
     return [rank.code for rank in ended]
 
 
-def told(
+def read_report(
     tiny: Path, file: Path, arguments: list[str], world: int, subject: str, step: int
 ) -> dict[int, list[list[int]]]:
     """Rows of `what` that the engines of each tensor-parallel rank got in a step, over all data-parallel ranks."""
@@ -93,7 +93,7 @@ def test_the_engine_gets_each_sample_once(tiny: Path, tmp_path: Path, loader: st
         for step, (first, count) in steps.items():
             samples = source.batch(first, count)
             for subject, due in (("tokens", samples[:, :-1]), ("targets", samples[:, 1:])):
-                by_tensor_rank = told(tiny, tmp_path / file, arguments, world, subject, step)
+                by_tensor_rank = read_report(tiny, tmp_path / file, arguments, world, subject, step)
                 assert by_tensor_rank
                 for rows in by_tensor_rank.values():
                     assert sorted(rows) == sorted(due.tolist()), (file, step, subject)

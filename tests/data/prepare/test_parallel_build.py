@@ -135,7 +135,9 @@ def test_killed_build_goes_on_where_it_stopped(tmp_path: Path, corpus: Path, sma
     ran: list[int] = []
     real = worker_pool.encode_pieces
     monkeypatch.setattr(
-        worker_pool, "encode_pieces", lambda pieces, *rest: (ran.extend(p.number for p in pieces), real(pieces, *rest))
+        worker_pool,
+        "encode_pieces",
+        lambda pieces, *options: (ran.extend(p.number for p in pieces), real(pieces, *options)),
     )
     build(tmp_path / "out", inputs=[corpus], tokenizer=argv, workers=2, progress=False)
     assert ran

@@ -89,12 +89,12 @@ def test_published_encodings_are_known(tmp_path: Path, published: dict[str, dict
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_their_patterns_cut_text_alike(published: dict[str, dict], name: str, text: str) -> None:
     """Every pair of bytes is a token, so the ids show the cuts of the pattern."""
-    ours, theirs = both(name, published[name]["pat_str"])
+    ours, theirs = build_pair(name, published[name]["pat_str"])
     assert ours.encode(text) == theirs.encode_ordinary(text)
 
 
 @lru_cache
-def both(name: str, pattern: str) -> tuple:
+def build_pair(name: str, pattern: str) -> tuple:
     pairs = {bytes([b]): b for b in range(256)}
     pairs |= {bytes([a, b]): 256 + 256 * a + b for a in range(256) for b in range(256)}
     theirs = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=pairs, special_tokens={})

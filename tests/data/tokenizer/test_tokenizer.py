@@ -118,7 +118,7 @@ def test_other_kinds_of_hugging_face_files(tmp_path: Path, make) -> None:
     assert arguments.end_of_document == 1
     assert arguments.vocab_size == inner.get_vocab_size()
     tokens, lengths = arguments.encode_documents([text, "the"])
-    assert tokens[: lengths[0]].tolist() == [*expected, 1]
+    assert tokens[: lengths[0]].tolist() == list(expected) + [1]
     if make is unigram:
         assert arguments.decode(expected) == text
 
@@ -140,7 +140,7 @@ def word_pieces_of_whole_words() -> Library:
 
 def byte_pairs(**settings: object) -> Library:
     """A vocabulary in which `</s>` is also what merges of characters come to, or a word as a whole."""
-    arguments = ["</s>", "<s>", "</", "s>", "the", "th", "hat", "ha", *"</>estha"]
+    arguments = ["</s>", "<s>", "</", "s>", "the", "th", "hat", "ha"] + list("</>estha")
     vocabulary = {word: number for number, word in enumerate(dict.fromkeys(arguments))}
     merges = [("<", "/"), ("s", ">"), ("</", "s>"), ("<", "s>"), ("t", "h"), ("th", "e"), ("h", "a"), ("ha", "t")]
     inner = Library(models.BPE(vocabulary, [] if settings else merges, **settings))

@@ -56,7 +56,9 @@ def page(browser: Any) -> Iterator[Any]:
     built = context.new_page()
     wrong: list[str] = []
     built.on("pageerror", lambda error: wrong.append(str(error)))
-    built.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
+    built.on(
+        "console", lambda message: wrong.append(message.text) if "Content Security Policy" in message.text else None
+    )
     built.set_default_timeout(30_000)
     yield built
     context.close()

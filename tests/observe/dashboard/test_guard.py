@@ -197,8 +197,8 @@ def test_a_server_that_is_killed_leaves_nobody_behind(runs, tmp_path):
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
         arguments = ["dashboard", runs, "--port=0", "--no-browser"]
         process = Forked(arguments, output=tmp_path / "out", cwd=tmp_path, env={"TMPDIR": str(tmp_path)})
-        until(lambda: "dashboard of" in (tmp_path / "out").read_text())
-        until(lambda process=process: len(children(process.pid)) >= 2)
+        wait_until(lambda: "dashboard of" in (tmp_path / "out").read_text())
+        wait_until(lambda process=process: len(children(process.pid)) >= 2)
         workers = children(process.pid)
         address = re.search(r"https?://\S+", (tmp_path / "out").read_text())[0]
         file = Path(re.search(r"the token in (\S+)", (tmp_path / "out").read_text())[1])
@@ -214,7 +214,7 @@ def test_a_server_that_is_killed_leaves_nobody_behind(runs, tmp_path):
         assert "Traceback" not in (tmp_path / "out").read_text()
         assert file.exists() == (number == signal.SIGKILL)
         stream.close()
-        until(lambda workers=workers: not any(Path(f"/proc/{pid}/stat").exists() for pid in workers))
+        wait_until(lambda workers=workers: not any(Path(f"/proc/{pid}/stat").exists() for pid in workers))
         (tmp_path / "out").write_text("")
 
 
@@ -222,7 +222,7 @@ def test_a_query_process_that_is_ended_leaves_no_thread():
     """One that still tidied up while the interpreter ends would print a traceback after Ctrl-C."""
     before = set(threading.enumerate())
     process = QueryProcess(Sources(dict, dict, dict))
-    until(lambda: process.pids)
+    wait_until(lambda: process.pids)
     process.close()
     assert set(threading.enumerate()) <= before
 
@@ -231,7 +231,7 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def until(present) -> None:
+def wait_until(present) -> None:
     deadline = time.monotonic() + 60
     while not present():
         assert time.monotonic() < deadline

@@ -22,7 +22,7 @@ expect = pytest.importorskip(
 ).expect
 expect.set_options(timeout=30_000)
 
-WORDS = ["--resilience.nodes=4", "--train.steps=100000", "--resilience.faults=true"]
+OPTIONS = ["--resilience.nodes=4", "--train.steps=100000", "--resilience.faults=true"]
 # Without a spare the driver does not evict a slow node itself, however long the person takes.
 LASTING = [
     "--resilience.spares=0",
@@ -50,7 +50,7 @@ def order(page, button: str, token: str, output: str, why: str = "tried from the
 
 @pytest.mark.xdist_group("browser")
 def test_a_person_finds_and_evicts_a_slow_node_and_sees_who_stands_still(page, launch):
-    job = launch("watched", "--dashboard=0", *WORDS, *LASTING)
+    job = launch("watched", "--dashboard=0", *OPTIONS, *LASTING)
     job.until_step(2)
     act = read_tokens(job.run).act.decode()
     # Slow also where the machine is busy and all steps take longer.

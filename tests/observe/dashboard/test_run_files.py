@@ -131,7 +131,7 @@ def test_the_time_of_a_run_is_told_by_cause(tmp_path):
         {"event": "hang", "time": 130.0, "action": "alert"}, {"event": "driver_ended", "time": 115.0},
         {"event": "driver_started", "time": 135.0},
     ]  # fmt: skip
-    repeated = measure_effective_time(metrics.read_columns(), sorted(events, key=lambda one: float(one["time"])))
+    repeated = measure_effective_time(metrics.read_columns(), sorted(events, key=lambda event: float(event["time"])))
     assert repeated.total == pytest.approx(60.0)
     assert repeated.seconds["not running"] == pytest.approx(20.0)
     assert repeated.seconds["stopped: process ended"] == pytest.approx(10.0)

@@ -54,7 +54,7 @@ class Driver:
     def record_refusal(self, peer: str, node: str, why: str) -> None: ...
 
 
-async def until(observed: Callable[[], Any]) -> None:
+async def wait_until(observed: Callable[[], Any]) -> None:
     async with asyncio.timeout(30.0):
         while not observed():
             await asyncio.sleep(0.005)
@@ -78,7 +78,7 @@ def play(folder: Path, monkeypatch: pytest.MonkeyPatch, scene: Scene, lease: flo
         agent = Agent("n0", folder, "127.0.0.1", "")
         rank = agent.trainers.trainers[0] = TrainerProcess(0, folder / "log", 0)
         life = asyncio.create_task(agent.run())
-        await until(lambda: driver.beats)
+        await wait_until(lambda: driver.beats)
         try:
             await scene(driver, agent, rank, life)
         finally:
@@ -96,12 +96,12 @@ def test_a_driver_hears_that_ranks_have_ended_which_ended_just_now(tmp_path, mon
     async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
         agent.trainers._server = object()  # type: ignore[assignment]
         os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: driver.beats[-1].leaving)
+        await wait_until(lambda: driver.beats[-1].leaving)
         assert not driver.beats[-1].is_finished
         agent.trainers._server = None
         rank.end(130 << 8)
         await life
-        await until(lambda: driver.beats[-1].is_finished)
+        await wait_until(lambda: driver.beats[-1].is_finished)
 
     play(tmp_path, monkeypatch, scene)
 
@@ -109,7 +109,7 @@ def test_a_driver_hears_that_ranks_have_ended_which_ended_just_now(tmp_path, mon
 def test_a_driver_that_hung_up_is_told_when_it_is_back(tmp_path, monkeypatch):
     async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
         driver.channels[0].close()
-        await until(lambda: agent.link.channel is None)
+        await wait_until(lambda: agent.link.channel is None)
         rank.end(130 << 8)
         agent.ended.set()
         await life
@@ -126,10 +126,10 @@ def test_an_agent_that_ends_starts_no_ranks(tmp_path, monkeypatch):
         driver.answers = False
         rank.end(130 << 8)
         agent.ended.set()
-        await until(lambda: driver.beats[-1].is_finished)
+        await wait_until(lambda: driver.beats[-1].is_finished)
         start = {"attempt": 2, "job": "job", "ranks": [0], "world": 1, "master": ["127.0.0.1", 1], "settings": ""}
         driver.channels[0].send_message(do="start", epoch=1, **start)
-        await until(lambda: driver.messages)
+        await wait_until(lambda: driver.messages)
         driver.channels[0].send_message(do="heard", epoch=1, sequence=driver.beats[-1].sequence)
         await life
 
@@ -161,7 +161,7 @@ def test_a_garbled_status_record_and_a_reader_that_fails_silence_no_agent(tmp_pa
         async def beats() -> Heartbeat:
             before = len(driver.beats)
             agent.telemetry._changed.set()
-            await until(lambda: len(driver.beats) > before)
+            await wait_until(lambda: len(driver.beats) > before)
             return driver.beats[-1]
 
         rank.pid = os.getpid()
@@ -173,7 +173,7 @@ def test_a_garbled_status_record_and_a_reader_that_fails_silence_no_agent(tmp_pa
         workers = agent.trainers.workers
         monkeypatch.setattr(agent.trainers, "workers", lambda: 1 / 0 if next(failing, False) else workers())
         agent.telemetry._changed.set()  # this one ends the loop of heartbeats, which starts again
-        await until(lambda: "the heartbeat failed" in caplog.text)
+        await wait_until(lambda: "the heartbeat failed" in caplog.text)
         assert (await beats()).workers[0].pid == rank.pid
         rank.end(0)
         agent.ended.set()

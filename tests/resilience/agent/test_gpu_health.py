@@ -113,7 +113,7 @@ def nvml(monkeypatch):
     return Nvml()
 
 
-def taken(health: GpuHealth) -> tuple[GpuReport, ...]:
+def take_reports(health: GpuHealth) -> tuple[GpuReport, ...]:
     """Return the answers to questions from now on."""
     assert health.wait_for_answer(10)
     health.take()
@@ -123,7 +123,7 @@ def taken(health: GpuHealth) -> tuple[GpuReport, ...]:
 
 def judged(health: GpuHealth):
     """The rules' verdicts on what an agent sends, as the driver reads it."""
-    sent = FROM_AGENT.decode(FROM_AGENT.encode(heartbeat(0, 1, [worker(0)], gpus=taken(health))))
+    sent = FROM_AGENT.decode(FROM_AGENT.encode(heartbeat(0, 1, [worker(0)], gpus=take_reports(health))))
     return [v for v in rules.judge(view({0: [sent]})) if v.kind.startswith("device")]
 
 
@@ -133,9 +133,9 @@ def test_an_xid_event_reaches_the_rule_and_what_follows_it_hides_it_not(nvml):
         assert nvml.registered == {"handle 0", "handle 1"}
         assert not judged(health)
         nvml.happens(("handle 1", 13))
-        assert [g.xid for g in taken(health)] == [0, 13]
+        assert [g.xid for g in take_reports(health)] == [0, 13]
         nvml.happens(("handle 1", 79), 999, ("handle 1", 45))  # 999: a wait that fails ends nothing
-        assert [g.xid for g in taken(health)] == [0, 79]
+        assert [g.xid for g in take_reports(health)] == [0, 79]
         verdict = one(judged(health), "device_fault")
         assert verdict.action == "evict"
         assert "GPU 1 (H200) of node-0 reported Xid 79" in verdict.evidence[0]
@@ -148,9 +148,9 @@ def test_a_device_off_the_bus_is_told_though_it_answers_nothing(nvml):
     try:
         nvml.lost.add("handle 0")
         nvml.happens(("handle 0", 95))  # its index cannot be asked any more, its handle is known
-        assert taken(health)[0].xid in (79, 95)
+        assert take_reports(health)[0].xid in (79, 95)
         assert one(judged(health), "device_fault").action == "evict"
-        assert [g.xid for g in taken(health)] == [79, 0]
+        assert [g.xid for g in take_reports(health)] == [79, 0]
     finally:
         health.close()
 
@@ -158,11 +158,11 @@ def test_a_device_off_the_bus_is_told_though_it_answers_nothing(nvml):
 def test_a_recovery_action_is_read_where_there_is_one(nvml):
     health = GpuHealth(nvml)
     try:
-        assert [g.recovery for g in taken(health)] == ["", ""]
+        assert [g.recovery for g in take_reports(health)] == ["", ""]
         nvml.recovery["handle 0"] = 4
         assert one(judged(health), "device_warning").action == "alert"
         nvml.recovery["handle 1"] = 1
-        assert [g.recovery for g in taken(health)] == ["drain and reset", "reset"]
+        assert [g.recovery for g in take_reports(health)] == ["drain and reset", "reset"]
         assert "needs a reset" in one(judged(health), "device_fault").evidence[0]
     finally:
         health.close()
@@ -172,7 +172,7 @@ def test_a_recovery_action_is_read_where_there_is_one(nvml):
 def test_a_neighbours_device_is_not_this_nodes(nvml, monkeypatch, visible, local):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     health = GpuHealth(nvml)
-    assert {g.index for g in taken(health)} == local
+    assert {g.index for g in take_reports(health)} == local
     health.close()
 
 
@@ -189,7 +189,7 @@ def test_a_driver_that_does_not_answer_holds_no_heartbeat_up_and_is_told(nvml, m
 
     health = GpuHealth(nvml, clock=lambda: current[0])
     try:
-        taken(health)
+        take_reports(health)
         assert health.wait_for_answer(10)
         monkeypatch.setattr(nvml, "nvmlDeviceGetTemperature", hangs)
         health.take()
@@ -204,7 +204,7 @@ def test_a_driver_that_does_not_answer_holds_no_heartbeat_up_and_is_told(nvml, m
         verdict = one(rules.judge(view({0: [beat]})), "device_warning")
         assert (verdict.action, "has not answered for 30 s" in verdict.evidence[0]) == ("alert", True)
         answers.set()
-        assert [g.silent_seconds for g in taken(health)] == [0.0, 0.0]
+        assert [g.silent_seconds for g in take_reports(health)] == [0.0, 0.0]
     finally:
         answers.set()
         health.close()
@@ -213,9 +213,9 @@ def test_a_driver_that_does_not_answer_holds_no_heartbeat_up_and_is_told(nvml, m
 def test_a_library_that_fails_ends_no_heartbeat(nvml):
     health = GpuHealth(nvml)
     try:
-        taken(health)
+        take_reports(health)
         nvml.nvmlDeviceGetName = None
-        assert [g.temperature for g in taken(health)] == [50, 50]
+        assert [g.temperature for g in take_reports(health)] == [50, 50]
     finally:
         health.close()
 
@@ -228,7 +228,7 @@ def test_the_real_library_is_asked_where_it_is():
         pytest.skip("no NVIDIA driver here")
     health = GpuHealth()
     try:
-        assert len(taken(health)) >= 1
-        assert all(g.temperature > 0 for g in taken(health))
+        assert len(take_reports(health)) >= 1
+        assert all(g.temperature > 0 for g in take_reports(health))
     finally:
         health.close()

@@ -89,9 +89,9 @@ def test_a_resumed_attempt_replaces_the_steps_that_it_repeats(tmp_path):
 
 
 def test_a_rank_gives_its_stack_and_keeps_the_sitecustomize_of_its_environment(tmp_path):
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "sitecustomize.py").write_text("import sys; sys.own = 1")
+    own_folder = tmp_path / "own"
+    own_folder.mkdir()
+    (own_folder / "sitecustomize.py").write_text("import sys; sys.own = 1")
     for name in ("status", "flight"):
         (tmp_path / name).mkdir()
     script = tmp_path / "script.py"
@@ -99,7 +99,7 @@ def test_a_rank_gives_its_stack_and_keeps_the_sitecustomize_of_its_environment(t
         "import sys, time\ndef wait_here():\n    print(sys.own, flush=True)\n    time.sleep(60)\nwait_here()\n"
     )
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(SITE_FOLDER), str(own)]),
+        "PYTHONPATH": os.pathsep.join([str(SITE_FOLDER), str(own_folder)]),
         "RANK": "0",
         "MEGASCALE_STATUS": str(tmp_path / "status"),
         "MEGASCALE_FLIGHT": str(tmp_path / "flight"),

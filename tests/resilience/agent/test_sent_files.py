@@ -56,19 +56,21 @@ class Link:
     """Both ends, without the network between them; `lossy` drivers write and die before they confirm."""
 
     def __init__(self, local: Path, present: Path) -> None:
-        self.here, self.there = local, present
+        self.local, self.remote = local, present
         local.mkdir(parents=True)
         present.mkdir(parents=True)
         self.agent = SentFiles(local)
 
     def carry(self, confirm: bool = True) -> None:
         """Have all that is to be sent written by a driver."""
-        driver = ReceivedFiles(self.there, lambda: "settings = 1\n")
+        driver = ReceivedFiles(self.remote, lambda: "settings = 1\n")
         confirmed: list[tuple[str, int]] = []
         while pieces := self.agent.take():
             for piece in pieces:
                 assert driver.take(
-                    FROM_AGENT.decode(FROM_AGENT.encode(piece)), lambda *kept: confirmed.append(kept), self.here.name
+                    FROM_AGENT.decode(FROM_AGENT.encode(piece)),
+                    lambda *confirmation: confirmed.append(confirmation),
+                    self.local.name,
                 )
         driver.close()
         if confirm:
@@ -100,7 +102,7 @@ def test_the_run_folder_tells_the_story_of_a_run_that_goes_back_moves_and_loses_
         done = max(0, done - lost)
         for name in STEPS:  # as RunFolder.rewind
             expected[name] = [text for text in expected[name] if json.loads(text)["step"] <= done]
-            local = link.here / name
+            local = link.local / name
             if lost and local.exists():
                 text = "".join(t for t in local.read_text().splitlines(True) if json.loads(t)["step"] <= done)
                 write(local.with_suffix(".tmp"), text, "w")
@@ -109,11 +111,11 @@ def test_the_run_folder_tells_the_story_of_a_run_that_goes_back_moves_and_loses_
             done += 1
             for name in STEPS:
                 expected[name].append(json.dumps({"step": done, "n": len(events)}) + "\n")
-                write(link.here / name, expected[name][-1])
+                write(link.local / name, expected[name][-1])
             log += f"step {done}\n"
-            write(link.here / "logs" / "rank-0.log", f"step {done}\n")
+            write(link.local / "logs" / "rank-0.log", f"step {done}\n")
             events += json.dumps({"time": len(events), "event": "x"}) + "\n"
-            write(link.here / "events.jsonl", events.splitlines(True)[-1])
+            write(link.local / "events.jsonl", events.splitlines(True)[-1])
         link.carry(confirm=then != "lost")
         if then == "driver":
             link.agent.begin_session()
@@ -122,41 +124,41 @@ def test_the_run_folder_tells_the_story_of_a_run_that_goes_back_moves_and_loses_
             link.carry()
         elif then == "move":
             number += 1
-            present = link.there
-            link.here = folder / f"n{number}"
-            link.here.mkdir()
-            link.agent = SentFiles(link.here)
+            present = link.remote
+            link.local = folder / f"n{number}"
+            link.local.mkdir()
+            link.agent = SentFiles(link.local)
             link.agent.follow((0,))
-            assert link.there is present
+            assert link.remote is present
     if story:
         for name in STEPS:
-            assert (link.there / name).read_text() == "".join(expected[name])
-        assert (link.there / "events.jsonl").read_text() == events
+            assert (link.remote / name).read_text() == "".join(expected[name])
+        assert (link.remote / "events.jsonl").read_text() == events
         if all(then != "lost" for _, _, then in story):
-            assert (link.there / "logs" / "rank-0.log").read_text() == log
+            assert (link.remote / "logs" / "rank-0.log").read_text() == log
 
 
 def test_a_node_that_dies_while_it_sends_its_rewritten_steps_again_takes_none_away(tmp_path):
     link = Link(tmp_path / "n0", tmp_path / "run")
     link.agent.follow((0,))
     steps = [line(n) for n in range(1, 3001)]  # several pieces
-    write(link.here / "metrics.jsonl", "".join(steps))
+    write(link.local / "metrics.jsonl", "".join(steps))
     link.carry()
-    assert (link.there / "metrics.jsonl").read_text() == "".join(steps)
-    write(link.here / "new", "".join(steps[:2000]))  # it went back to step 2000
-    os.replace(link.here / "new", link.here / "metrics.jsonl")
-    write(link.here / "metrics.jsonl", line(2001, 0.5))
-    driver = ReceivedFiles(link.there, lambda: "")
+    assert (link.remote / "metrics.jsonl").read_text() == "".join(steps)
+    write(link.local / "new", "".join(steps[:2000]))  # it went back to step 2000
+    os.replace(link.local / "new", link.local / "metrics.jsonl")
+    write(link.local / "metrics.jsonl", line(2001, 0.5))
+    driver = ReceivedFiles(link.remote, lambda: "")
     (piece,) = link.agent.take()
-    assert driver.take(piece, lambda *kept: None)
+    assert driver.take(piece, lambda *confirmation: None)
     assert driver.flush(10.0)  # and no more of this node
-    assert (link.there / "metrics.jsonl").read_text() == "".join(steps)
-    link.here = tmp_path / "n1"
-    write(link.here / "metrics.jsonl", line(2001, 0.25) + line(2002, 0.25))
-    link.agent = SentFiles(link.here)
+    assert (link.remote / "metrics.jsonl").read_text() == "".join(steps)
+    link.local = tmp_path / "n1"
+    write(link.local / "metrics.jsonl", line(2001, 0.25) + line(2002, 0.25))
+    link.agent = SentFiles(link.local)
     link.agent.follow((0,))
     link.carry()
-    assert (link.there / "metrics.jsonl").read_text() == "".join(steps[:2000]) + line(2001, 0.25) + line(2002, 0.25)
+    assert (link.remote / "metrics.jsonl").read_text() == "".join(steps[:2000]) + line(2001, 0.25) + line(2002, 0.25)
     driver.close()
 
 
@@ -165,15 +167,15 @@ def test_lines_that_a_crash_has_cut_in_the_run_folder_come_whole(tmp_path):
     link.agent.follow((0,))
     names = STEPS + ("events.jsonl",)
     for name in names:
-        write(link.here / name, "".join(line(n) for n in (1, 2)))
+        write(link.local / name, "".join(line(n) for n in (1, 2)))
     link.carry()
     for name in names:
-        write(link.here / name, line(3) + line(4))
-        write(link.there / name, line(3)[:20])  # the driver's machine went down
+        write(link.local / name, line(3) + line(4))
+        write(link.remote / name, line(3)[:20])  # the driver's machine went down
     link.agent.begin_session()
     link.carry()
     for name in names:
-        assert (link.there / name).read_text() == "".join(line(n) for n in (1, 2, 3, 4)), name
+        assert (link.remote / name).read_text() == "".join(line(n) for n in (1, 2, 3, 4)), name
 
 
 def test_no_more_than_a_window_is_on_its_way_and_what_is_not_confirmed_comes_again(tmp_path, monkeypatch):
@@ -181,7 +183,7 @@ def test_no_more_than_a_window_is_on_its_way_and_what_is_not_confirmed_comes_aga
     link.agent.follow((3,))
     monkeypatch.setattr(sent_files, "LOG_BACKLOG_BYTES", 1 << 30)
     text = "".join(f"{n:09d}\n" for n in range(400_000))  # 4 MB
-    write(link.here / "logs" / "rank-3.log", text)
+    write(link.local / "logs" / "rank-3.log", text)
     sent = 0
     while pieces := link.agent.take():
         sent += sum(len(piece.data) for piece in pieces)
@@ -194,16 +196,16 @@ def test_no_more_than_a_window_is_on_its_way_and_what_is_not_confirmed_comes_aga
     link.agent.begin_session()
     for _ in range(8):
         link.carry()
-    assert (link.there / "logs" / "rank-3.log").read_text() == text
+    assert (link.remote / "logs" / "rank-3.log").read_text() == text
 
 
 def test_of_a_log_that_grows_too_fast_the_middle_is_left_out(tmp_path):
     link = Link(tmp_path / "n0", tmp_path / "run")
     link.agent.follow((0,))
-    write(link.here / "logs" / "rank-0.log", "x" * (3 * sent_files.LOG_BACKLOG_BYTES) + "end\n")
+    write(link.local / "logs" / "rank-0.log", "x" * (3 * sent_files.LOG_BACKLOG_BYTES) + "end\n")
     for _ in range(8):
         link.carry()
-    result = (link.there / "logs" / "rank-0.log").read_text()
+    result = (link.remote / "logs" / "rank-0.log").read_text()
     assert len(result) < sent_files.LOG_BACKLOG_BYTES
     assert f"[{3 * sent_files.LOG_BACKLOG_BYTES + 4 - sent_files.LOG_BACKLOG_BYTES // 2} bytes left out]" in result
     assert result.endswith("end\n")
@@ -213,29 +215,29 @@ def test_the_runs_tokenizer_comes_in_pieces_and_is_replaced_by_a_shorter_one(tmp
     link = Link(tmp_path / "n0", tmp_path / "run")
     link.agent.follow((0, 1))
     long = "".join(f"{n:09d}," for n in range(30_000))  # several pieces
-    write(link.here / "tokenizer.json", long)
-    write(link.here / "chat_template.jinja", "{{ messages }}")
+    write(link.local / "tokenizer.json", long)
+    write(link.local / "chat_template.jinja", "{{ messages }}")
     link.carry()
     link.agent.begin_session()
     link.carry()
-    assert (link.there / "tokenizer.json").read_text() == long
-    assert (link.there / "chat_template.jinja").read_text() == "{{ messages }}"
-    write(link.here / "new", long[::-1][:100_000])
-    os.replace(link.here / "new", link.here / "tokenizer.json")
+    assert (link.remote / "tokenizer.json").read_text() == long
+    assert (link.remote / "chat_template.jinja").read_text() == "{{ messages }}"
+    write(link.local / "new", long[::-1][:100_000])
+    os.replace(link.local / "new", link.local / "tokenizer.json")
     link.carry()
-    assert (link.there / "tokenizer.json").read_text() == long[::-1][:100_000]
+    assert (link.remote / "tokenizer.json").read_text() == long[::-1][:100_000]
 
 
 def test_small_files_come_as_a_whole_and_the_settings_with_the_identity(tmp_path):
     link = Link(tmp_path / "n0", tmp_path / "run")
     link.agent.follow((0,))
-    write(link.here / "identity", "abc\n")
+    write(link.local / "identity", "abc\n")
     link.carry()
-    assert (link.there / "identity").read_text() == "abc\n"
-    assert (link.there / "config.toml").read_text() == "settings = 1\n"
-    write(link.here / "kernels.json", "{}")
+    assert (link.remote / "identity").read_text() == "abc\n"
+    assert (link.remote / "config.toml").read_text() == "settings = 1\n"
+    write(link.local / "kernels.json", "{}")
     link.carry()
-    assert (link.there / "kernels.json").read_text() == "{}"
+    assert (link.remote / "kernels.json").read_text() == "{}"
 
 
 MORE = ("tensorboard/events.out.tfevents.1/../../x", "tensorboard/x", "faults/1.json", "status/rank-0.evidence")
@@ -244,7 +246,7 @@ MORE = ("tensorboard/events.out.tfevents.1/../../x", "tensorboard/x", "faults/1.
 def test_no_other_file_of_the_run_folder_is_written(tmp_path):
     driver = ReceivedFiles(tmp_path, lambda: "")
     for name in ("journal.sqlite", "../x", "/etc/x", "driver/token", "logs/rank-0.log/../../x", "checkpoints/x") + MORE:
-        assert not driver.take(FileData(name, 0, b"x"), lambda *kept: None)
+        assert not driver.take(FileData(name, 0, b"x"), lambda *confirmation: None)
     assert not list(tmp_path.iterdir())
 
 
@@ -278,34 +280,34 @@ def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sent_files, "SPANS_INTERVAL", 0.0)
     monkeypatch.setattr(sent_files, "PIECE_BYTES", 5000)
     link = Link(tmp_path / "n0", tmp_path / "run")
-    ingest = record(link.here, 0, 7, 40)
+    ingest = record(link.local, 0, 7, 40)
     link.agent.follow((7,))
     link.carry()
-    present = link.there / "spans" / "host=0@n0"
-    assert spans_of(link.there) == {(0, 7): (40, 20_000)}
-    assert (present / "spool-000000.bin").read_bytes() == (link.here / "spans/host=0/spool-000000.bin").read_bytes()
+    present = link.remote / "spans" / "host=0@n0"
+    assert spans_of(link.remote) == {(0, 7): (40, 20_000)}
+    assert (present / "spool-000000.bin").read_bytes() == (link.local / "spans/host=0/spool-000000.bin").read_bytes()
 
     ingest.tick(1e9)  # the segment has become tables: a driver has a piece of them, does not confirm it and is gone
-    driver = ReceivedFiles(link.there, lambda: "")
+    driver = ReceivedFiles(link.remote, lambda: "")
     pieces = link.agent.take()
     assert [piece.has_more for piece in pieces if "spans-000000" in piece.name] == [True]
     for piece in pieces:
-        assert driver.take(piece, lambda *kept: None, "n0")
+        assert driver.take(piece, lambda *confirmation: None, "n0")
     driver.close()
-    assert spans_of(link.there) == {(0, 7): (40, 20_000)}
+    assert spans_of(link.remote) == {(0, 7): (40, 20_000)}
     link.agent.begin_session()
     link.carry()
     names = sorted(path.name for path in present.iterdir())
     assert names == ["ranks.jsonl", "rollups-000000.parquet", "spans-000000.parquet"]
-    assert spans_of(link.there) == {(0, 7): (40, 20_000)}
+    assert spans_of(link.remote) == {(0, 7): (40, 20_000)}
 
     monkeypatch.setattr(parquet, "_MERGED_FILES", 2)
-    link.here = tmp_path / "1"  # a node whose name is a number
-    ingest = record(link.here, 0, 7, 30)
-    link.agent = SentFiles(link.here)
+    link.local = tmp_path / "1"  # a node whose name is a number
+    ingest = record(link.local, 0, 7, 30)
+    link.agent = SentFiles(link.local)
     link.agent.follow((7,))
     link.carry()
-    assert spans_of(link.there) == {(0, 7): (40, 35_000)}
+    assert spans_of(link.remote) == {(0, 7): (40, 35_000)}
     ingest.tick(1e9)
     link.carry()
     ingest.add_records(COUNTERS, np.ones(1, COUNTER))
@@ -315,11 +317,11 @@ def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
         ring.write(ROLLUPS, step, np.ones(1, ROLLUP), 0)
         ingest.take_frames(ring)
         ingest.tick(1e9 * step)
-    assert (link.here / "spans/host=0/spans-000000-000001.parquet").exists()
+    assert (link.local / "spans/host=0/spans-000000-000001.parquet").exists()
     link.carry()
-    assert spans_of(link.there) == {(0, 7): (42, 35_010)}
-    assert {path.name for path in (link.there / "spans/host=0@1").iterdir()} == {
-        path.name for path in (link.here / "spans/host=0").iterdir()
+    assert spans_of(link.remote) == {(0, 7): (42, 35_010)}
+    assert {path.name for path in (link.remote / "spans/host=0@1").iterdir()} == {
+        path.name for path in (link.local / "spans/host=0").iterdir()
     } - {"rings.json"}
 
 
@@ -333,7 +335,7 @@ def test_a_piece_of_a_table_that_is_missing_is_asked_for_again(tmp_path):
         FileData("spans/host=0/../x", 0, b"x"),
         FileData("spans/host=0@n1/spans-000001.parquet", 0, b"x"),
     ):
-        driver.take(piece, lambda *kept: report.append(kept), "a/b")
+        driver.take(piece, lambda *confirmation: report.append(confirmation), "a/b")
     driver.close()
     assert report == [(name, 8), (name, 17)]
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == [
@@ -347,9 +349,9 @@ def test_a_piece_that_cannot_be_taken_in_keeps_no_later_one_out(tmp_path: Path, 
     files = ReceivedFiles(tmp_path, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     (tmp_path / "metrics.jsonl").write_text(line(1))
     for data in (b'{"step": Infinity}\n', b'{"step": ' + b"[" * 100_000 + b"\n"):
-        assert files.take(FileData("metrics.jsonl", 0, data, first=True), lambda *told: confirmed.append(told))
-    assert files.take(FileData("identity", 0, b"a\n", replaces_file=True), lambda *told: confirmed.append(told))
-    assert files.take(FileData("logs/rank-0.log", 0, b"words\n"), lambda *told: confirmed.append(told))
+        assert files.take(FileData("metrics.jsonl", 0, data, first=True), lambda *receipt: confirmed.append(receipt))
+    assert files.take(FileData("identity", 0, b"a\n", replaces_file=True), lambda *receipt: confirmed.append(receipt))
+    assert files.take(FileData("logs/rank-0.log", 0, b"words\n"), lambda *receipt: confirmed.append(receipt))
     assert files.flush(30.0)
     files.close()
     assert confirmed[-1] == ("logs/rank-0.log", 6)

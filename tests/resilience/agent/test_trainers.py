@@ -80,7 +80,7 @@ def test_a_port_that_was_taken_is_nobodys_mistake(tiny, tmp_path):
         second.listen()
         port = second.getsockname()[1]
         # A signal that Slurm sends to all processes does not end the fork server, which would end its ranks.
-        before = lambda mine: mine._server.send_signal(signal.SIGTERM)
+        before = lambda agent: agent._server.send_signal(signal.SIGTERM)
         [verdict] = ended(tmp_path, tiny, "--parallel.data=2", ranks=2, port=port, before=before)
     assert (verdict.kind, verdict.action, verdict.ranks) == ("port_taken", "recover", (0,)), verdict.evidence
 

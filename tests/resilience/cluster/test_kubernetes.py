@@ -59,7 +59,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     server.down()
 
 
-async def until(observed: Callable[[], Any], seconds: float = 60.0) -> Any:
+async def wait_until(observed: Callable[[], Any], seconds: float = 60.0) -> Any:
     """Return the first result of `seen`."""
     async with asyncio.timeout(seconds):
         while not (result := observed()):
@@ -123,7 +123,7 @@ def test_the_block_list_outlives_the_driver(site):
         cluster.block(name, "its fan is loud")
         await cluster.fence(name)
         listed = "megascale-job"
-        await until(lambda: name in json.loads(site.store.get("configmaps", listed)["data"]["blocked.json"]))
+        await wait_until(lambda: name in json.loads(site.store.get("configmaps", listed)["data"]["blocked.json"]))
         assert not cluster.view.describe_node(name).alive
         blocked.append(name)
 
@@ -144,7 +144,7 @@ def test_a_pod_that_is_stuck_is_removed_by_force_and_proves_nothing(site, monkey
         assert name is not None
         site.kubelets.cut.add(name)  # its kubelet does not reach the server
         assert not await cluster.fence(name)
-        await until(lambda: not cluster.view.table.list_pods(name))
+        await wait_until(lambda: not cluster.view.table.list_pods(name))
         assert not site.store.all("pods")
         assert not cluster.has_stopped(name)
         peers = await asyncio.gather(cluster.request(), cluster.request())
@@ -160,7 +160,7 @@ def test_a_pod_that_no_machine_takes_is_made_again_when_one_is_free(site):
         for name in ("k0", "k1", "k2"):
             cluster.block(name, "all are")
         requested = asyncio.create_task(cluster.request())
-        await until(lambda: any(pod.obstacle.reason for pod in cluster.view.table.pods.values()))
+        await wait_until(lambda: any(pod.obstacle.reason for pod in cluster.view.table.pods.values()))
         first = {pod.name for pod in cluster.view.table.pods.values()}
         cluster.unblock("k1")
         assert await requested == "k1"
@@ -177,7 +177,7 @@ def test_a_pod_that_no_machine_has_taken_goes_with_the_driver(site):
         for name in ("k0", "k1", "k2"):
             cluster.block(name, "all are")
         requested = asyncio.create_task(cluster.request())
-        await until(lambda: len(cluster.view.table.pods) == 2)
+        await wait_until(lambda: len(cluster.view.table.pods) == 2)
         requested.cancel()
 
     site.run(work)
@@ -189,13 +189,13 @@ def test_pods_that_run_are_told_where_a_new_driver_is(site):
     async def begin(cluster: KubernetesCluster) -> None:
         assert await cluster.request()
 
-    def told() -> bool:
+    def was_reported() -> bool:
         notes = site.store.all("pods")[0]["metadata"]["annotations"]
         return (notes["megascale.dev/driver"], notes["megascale.dev/epoch"]) == ("127.0.0.1:2", "2")
 
     async def take_over(cluster: KubernetesCluster) -> None:
         assert [info.running for info in cluster.nodes()] == [True]
-        await until(told)
+        await wait_until(was_reported)
 
     site.run(begin)
     site.run(take_over, port=2)
@@ -206,15 +206,15 @@ def test_drained_machines_and_deleted_pods_are_seen(site):
         name = await cluster.request()
         assert name is not None
         site.store.update("nodes", name, lambda thing: thing["spec"].update(unschedulable=True))
-        await until(lambda: name in cluster.drained)
+        await wait_until(lambda: name in cluster.drained)
         site.kubelets.cut.add(name)
         pod = site.store.all("pods")[0]["metadata"]["name"]
         site.store.delete("pods", pod, 30)
-        await until(lambda: name in cluster.ending)
+        await wait_until(lambda: name in cluster.ending)
         assert not cluster.view.describe_node(name).running
         assert not cluster.has_stopped(name)
         site.store.delete("pods", pod, 0)  # by force: what ran may run on, and its agent is still to end
-        await until(lambda: not cluster.view.table.pods)
+        await wait_until(lambda: not cluster.view.table.pods)
         assert name in cluster.ending
 
     site.run(work)

@@ -118,7 +118,7 @@ def test_refusals_and_a_server_that_is_away(api, server):
     server.up()
 
 
-class Heard:
+class Recorder:
     """Events that a watch has brought."""
 
     def __init__(self) -> None:
@@ -132,31 +132,31 @@ class Heard:
             self.names = names if kind == "all" else self.names - names if kind == "deleted" else self.names | names
             self.changed.notify_all()
 
-    def until(self, names: set[str]) -> None:
+    def wait_until(self, names: set[str]) -> None:
         with self.changed:
             assert self.changed.wait_for(lambda: self.names == names, 60.0), (self.names, names)
 
 
 def test_a_watch_goes_on_after_an_outage_and_begins_anew_after_expiry(api, server):
-    received, store = Heard(), server.store
+    received, store = Recorder(), server.store
     store.create("nodes", machine("k0"))
     watch = Watch(api, "/api/v1/nodes", received)
     watch.start()
-    received.until({"k0"})
+    received.wait_until({"k0"})
     store.create("nodes", machine("k1"))
-    received.until({"k0", "k1"})
+    received.wait_until({"k0", "k1"})
     server.down()
     store.create("nodes", machine("k2"))
     server.up()
     watch.retry_now()
-    received.until({"k0", "k1", "k2"})
+    received.wait_until({"k0", "k1", "k2"})
     assert watch.lists == 1
     server.down()
     store.delete("nodes", "k0", 0)
     store.forget()  # the server does not know what happened since
     server.up()
     watch.retry_now()
-    received.until({"k1", "k2"})
+    received.wait_until({"k1", "k2"})
     assert watch.lists == 2
     watch.stop()
 
@@ -190,7 +190,7 @@ def test_a_driver_s_pod_that_is_not_there_may_live_on(api, named):
 
 def test_a_watch_goes_on_after_an_object_that_cannot_be_read(api, server, caplog):
     """A thread that ended silently would leave the driver with the machines of that moment."""
-    received, store = Heard(), server.store
+    received, store = Recorder(), server.store
     failures = iter([KeyError("metadata")])
 
     def changed(change: tuple[str, list[dict]]) -> None:
@@ -201,9 +201,9 @@ def test_a_watch_goes_on_after_an_object_that_cannot_be_read(api, server, caplog
     store.create("nodes", machine("k0"))
     watch = Watch(api, "/api/v1/nodes", changed)
     watch.start()
-    received.until({"k0"})
+    received.wait_until({"k0"})
     store.create("nodes", machine("k1"))
-    received.until({"k0", "k1"})
+    received.wait_until({"k0", "k1"})
     assert watch.lists == 2
     assert "following /api/v1/nodes failed (KeyError: 'metadata')" in caplog.text
     watch.stop()

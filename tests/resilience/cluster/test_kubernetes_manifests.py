@@ -141,7 +141,9 @@ def test_the_driver_s_manifests_carry_the_files_that_settings_name(tmp_path: Pat
     assert 'pod = "/etc/megascale/job/pod.yaml"' in data["job.toml"]
     role = result["Role"]["rules"]
     assert not any("secrets" in rule["resources"] and {"get", "list", "watch"} & set(rule["verbs"]) for rule in role)
-    assert not any("*" in rule["verbs"] + rule["resources"] for rule in [*role, *result["ClusterRole"]["rules"]])
+    assert not any(
+        "*" in rule["verbs"] + rule["resources"] for rule in list(role) + list(result["ClusterRole"]["rules"])
+    )
     assert result["Job"]["spec"]["template"]["spec"]["serviceAccountName"] == "megascale-driver"
 
 

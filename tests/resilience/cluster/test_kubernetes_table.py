@@ -11,10 +11,10 @@ from tests.chaos.kubernetes.kubelets import machine
 
 
 class Clock:
-    now = 100.0
+    seconds = 100.0
 
     def __call__(self) -> float:
-        return self.now
+        return self.seconds
 
 
 RUNNING = {"running": {"startedAt": "now"}}
@@ -65,9 +65,9 @@ def test_a_pod_that_was_removed_by_force_is_not():
     built.remove_pod(pod(RUNNING))
     assert not built.pods
     assert not built.has_stopped("k1", 30)
-    clock.now += 44  # its machine is there: its kubelet ends what the server does not have
+    clock.seconds += 44  # its machine is there: its kubelet ends what the server does not have
     assert not built.has_stopped("k1", 30)
-    clock.now += 2
+    clock.seconds += 2
     assert built.has_stopped("k1", 30)
 
 
@@ -92,7 +92,7 @@ def test_a_machine_that_nobody_hears_proves_nothing_until_somebody_says_that_it_
     built.update_pod(pod(RUNNING))
     built.update_machine(machine("k1", ready=False))
     built.remove_pod(pod(RUNNING))
-    clock.now += 10_000
+    clock.seconds += 10_000
     assert not built.has_stopped("k1", 30)
     off = machine("k1", ready=False)
     off["spec"]["taints"] = [{"key": OUT_OF_SERVICE, "value": "nodeshutdown", "effect": "NoExecute"}]
@@ -105,11 +105,11 @@ def test_a_kubelet_that_comes_back_gets_its_time():
     built.update_machine(machine("k1", ready=False))
     built.update_pod(pod(RUNNING))
     built.remove_pod(pod(RUNNING))
-    clock.now += 1000
+    clock.seconds += 1000
     built.update_machine(machine("k1"))
-    clock.now += 40
+    clock.seconds += 40
     assert not built.has_stopped("k1", 30)
-    clock.now += 6
+    clock.seconds += 6
     assert built.has_stopped("k1", 30)
 
 
@@ -174,9 +174,9 @@ def test_a_pod_that_should_have_ended_is_stuck():
     deleted = pod(RUNNING)
     deleted["metadata"] |= {"deletionTimestamp": "now", "deletionGracePeriodSeconds": 30}
     built.update_pod(deleted)
-    clock.now += 35.0
+    clock.seconds += 35.0
     assert not built.list_stuck_pods(5.0)
-    clock.now += 0.1
+    clock.seconds += 0.1
     assert [each.name for each in built.list_stuck_pods(5.0)] == ["job-1"]
     built.update_pod(deleted | {"status": pod(ENDED)["status"]})
     assert not built.list_stuck_pods(5.0)

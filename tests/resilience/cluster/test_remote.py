@@ -20,7 +20,7 @@ from megascale.resilience.protocol.job_description import JobDescription, read_j
 TOKEN = b"t" * 64
 
 
-class Here(RemoteCluster):
+class LocalCluster(RemoteCluster):
     """The far end is this machine; hosts named "gone" are not reached."""
 
     def command(self, host: Host, arguments: Sequence[str]) -> list[str]:
@@ -31,11 +31,11 @@ class Here(RemoteCluster):
 def play(tmp_path: Path):
     """Runs scene(make) on a loop: make(NAMES, epoch=N) is a driver's cluster, announced. Ends the agents."""
     output: list[str] = []
-    built: list[Here] = []
+    built: list[LocalCluster] = []
 
-    def make(names: Sequence[str], epoch: int = 1, run: Path = tmp_path / "runs" / "job") -> Here:
+    def make(names: Sequence[str], epoch: int = 1, run: Path = tmp_path / "runs" / "job") -> LocalCluster:
         hosts = [Host(name, "gone" if name.startswith("gone") else "here", folder=str(tmp_path)) for name in names]
-        cluster = Here(ClusterRequest(run, Config(), (), lambda who, text: output.append(text)), hosts)
+        cluster = LocalCluster(ClusterRequest(run, Config(), (), lambda source, text: output.append(text)), hosts)
         built.append(cluster)
         cluster.announce(JobDescription("job", epoch, ("127.0.0.1", 9), ResilienceConfig()), TOKEN)
         return cluster
@@ -55,12 +55,12 @@ def play(tmp_path: Path):
         end_agent(folder.parent)
 
 
-async def until(result) -> None:
+async def wait_until(result) -> None:
     while not result():
         await asyncio.sleep(0.01)
 
 
-def state(cluster: Here) -> dict[str, tuple[bool, bool]]:
+def state(cluster: LocalCluster) -> dict[str, tuple[bool, bool]]:
     return {info.name: (info.alive, info.running) for info in cluster.nodes()}
 
 
@@ -81,7 +81,7 @@ def test_an_agent_is_started_outlives_its_driver_is_found_by_the_next_and_ended(
 
         second = make(["n0"], epoch=2)
         assert state(second) == {"n0": (True, True)}  # before it has answered: nothing is decided on a guess
-        await until(lambda: read_job(tmp_path / "n0").epoch == 2)
+        await wait_until(lambda: read_job(tmp_path / "n0").epoch == 2)
         assert find_agent(tmp_path / "n0") == pid
         (tmp_path / "n0" / "epoch").write_text("2")
         assert not await first.start_agent("n0")  # it would have ended what the newer driver runs
@@ -102,7 +102,7 @@ def test_an_agent_that_is_killed_is_known_at_once_and_started_again(play, tmp_pa
         pid = json.loads((tmp_path / "n0" / PROCESS_FILE).read_text())["pid"]
         os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(5):
-            await until(lambda: state(cluster) == {"n0": (True, False)})
+            await wait_until(lambda: state(cluster) == {"n0": (True, False)})
         assert cluster.nodes()[0].reason == "its agent ended: signal SIGKILL"
         assert await cluster.start_agent("n0")
         assert find_agent(tmp_path / "n0") not in (0, pid)
@@ -111,18 +111,18 @@ def test_an_agent_that_is_killed_is_known_at_once_and_started_again(play, tmp_pa
 
 
 def test_where_no_command_may_hold_an_agent_its_end_is_seen_by_another_one(play, tmp_path, monkeypatch):
-    monkeypatch.setattr(Here, "waits_separately", True)
+    monkeypatch.setattr(LocalCluster, "waits_separately", True)
 
     async def scene(make):
         cluster = make(["n0"])
         assert await cluster.start_agent("n0")
         starter, pid = cluster._machines["n0"].process, find_agent(tmp_path / "n0")
-        await until(lambda: cluster._machines["n0"].process not in (None, starter))
+        await wait_until(lambda: cluster._machines["n0"].process not in (None, starter))
         assert starter.returncode is not None or await starter.wait()  # killed, and the agent lives
         assert find_agent(tmp_path / "n0") == pid
         assert state(cluster) == {"n0": (True, True)}
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: state(cluster) == {"n0": (True, False)})
+        await wait_until(lambda: state(cluster) == {"n0": (True, False)})
 
     assert play(scene) == []
 

@@ -106,7 +106,7 @@ def test_the_log_is_next_to_the_run_whatever_its_folder_is_called(tmp_path, monk
     (output,) = [word for word in sbatch_words(text) if word.startswith("--output=")]
     pattern = output.removeprefix("--output=")
     # Slurm's replacements.
-    path = re.sub("%(.)", lambda found: {"%": "%", "j": "17"}[found[1]], pattern)
+    path = re.sub("%(.)", lambda escape: {"%": "%", "j": "17"}[escape[1]], pattern)
     assert path == f"{tmp_path}/{folder}/demo.slurm-17.out"
 
 
@@ -146,7 +146,7 @@ class Batch:
         env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
         self.process = subprocess.Popen(["bash", "job.sbatch"], env=env)
 
-    def asked(self) -> list[str]:
+    def requests(self) -> list[str]:
         return (self.folder / "asked").read_text().splitlines()
 
     def until_up(self) -> None:
@@ -160,14 +160,14 @@ START = "-P -m megascale launch job file.toml --nodes=2"
 def test_a_driver_that_is_killed_is_started_again_and_its_exit_code_is_the_jobs(tmp_path, monkeypatch):
     batch = Batch(tmp_path, monkeypatch, [137, 139, 4])
     assert batch.process.wait(30) == 4
-    assert batch.asked() == [START] * 3
+    assert batch.requests() == [START] * 3
     assert not (tmp_path / "submitted").exists()
 
 
 def test_one_that_is_killed_again_and_again_is_given_up(tmp_path, monkeypatch):
     batch = Batch(tmp_path, monkeypatch, [137] * 20)
     assert batch.process.wait(30) == 137
-    assert len(batch.asked()) == 6
+    assert len(batch.requests()) == 6
 
 
 def test_before_the_time_limit_the_driver_saves_and_the_next_job_is_submitted(tmp_path, monkeypatch):
@@ -175,7 +175,7 @@ def test_before_the_time_limit_the_driver_saves_and_the_next_job_is_submitted(tm
     batch.until_up()
     batch.process.send_signal(signal.SIGUSR1)
     assert batch.process.wait(30) == 0
-    assert batch.asked() == [START, f"{START} --dry-run"]
+    assert batch.requests() == [START, f"{START} --dry-run"]
     assert (tmp_path / "submitted").read_text() == "--dependency=afterany:17\nthe next job\n"
 
 
@@ -184,7 +184,7 @@ def test_a_cancelled_job_saves_and_is_not_submitted_again(tmp_path, monkeypatch)
     batch.until_up()
     batch.process.send_signal(signal.SIGTERM)
     assert batch.process.wait(30) == 130
-    assert batch.asked() == [START]
+    assert batch.requests() == [START]
     assert not (tmp_path / "submitted").exists()
 
 

@@ -70,7 +70,7 @@ class Slurm:
         assert process.stdout.readline() == f"{slurm_standby.READY}\n"
         return process
 
-    def until(self, name: str) -> None:
+    def wait_for(self, name: str) -> None:
         deadline = time.monotonic() + 20.0
         while not (self.folder / name).exists():
             assert time.monotonic() < deadline, name
@@ -79,7 +79,7 @@ class Slurm:
         """The standby has taken in what Slurm says now."""
         for _ in range(2):
             (self.folder / "asked").unlink(missing_ok=True)
-            self.until("asked")
+            self.wait_for("asked")
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_it_signals_the_script_before_the_time_limit_and_leaves_a_job_alone_that
     slurm.script("#SBATCH --signal=B:USR1@60\ntrap 'rm up; exit 0' USR1\ntouch up; while :; do sleep 0.05; done")
     process = slurm.stand_by()
     slurm.has("n2,n3", more="EndTime=2999-01-01T00:00:00")
-    slurm.until("up")
+    slurm.wait_for("up")
     soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 50))
     slurm.has("n2,n3", more=f"EndTime={soon}")
     while (slurm.folder / "up").exists():
@@ -140,7 +140,7 @@ def test_told_to_end_with_all_of_the_job_it_sees_the_scripts_end(slurm):
     slurm.script("trap 'exit 130' TERM\ntrap 'touch again' USR1\ntouch up; while :; do sleep 0.05; done")
     process = slurm.stand_by()
     slurm.has("n2,n3")
-    slurm.until("up")
+    slurm.wait_for("up")
     slurm.has("n2,n3", "CANCELLED", "EndTime=2026-01-01T00:00:00")
     slurm.until_asked()
     process.send_signal(signal.SIGTERM)
@@ -153,7 +153,7 @@ def test_told_to_end_with_all_of_the_job_it_sees_the_scripts_end(slurm):
 def test_the_driver_that_was_replaced_waits_for_the_jobs_end(slurm, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     config = Config(resilience=ResilienceConfig(cluster="slurm", nodes=2, spares=1))
-    cluster = SlurmCluster(ClusterRequest(slurm.run, config, (), lambda who, text: None))
+    cluster = SlurmCluster(ClusterRequest(slurm.run, config, (), lambda source, text: None))
     assert cluster.wait_for_job_end() is None  # the node is the job's: somebody else has the run
     slurm.has("n2,n3")
     verdict = {"job": "17", "starts": 0, "code": 4}

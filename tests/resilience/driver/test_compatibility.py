@@ -6,13 +6,13 @@ import pytest
 
 from megascale.resilience.driver.telemetry.admission import find_incompatibility
 
-MINE = {"python": "3.11.7", "torch": "2.13.0+cpu", "numpy": "2.1.0"}
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0+cpu", "numpy": "2.1.0"}
 GOOD = {"python": "3.11.2", "torch": "2.13.0+cu130", "numpy": "2.1.0", "nvidia-nccl-cu13": "2.28.3"}
 GPUS = {"cores": "96", "gpus": "8"}
 
 
 def judge(hardware=GPUS, versions=GOOD, peers=(), ranks=8, device="auto"):
-    return find_incompatibility("n1", hardware, versions, driver=MINE, members=peers, ranks=ranks, device=device)
+    return find_incompatibility("n1", hardware, versions, driver=VERSIONS, members=peers, ranks=ranks, device=device)
 
 
 def test_the_same_release_in_another_build_than_the_drivers_is_welcome():

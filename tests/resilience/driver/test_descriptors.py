@@ -46,7 +46,7 @@ def no_descriptors() -> Iterator[Callable[[], None]]:
 
 def test_events_are_written_when_all_descriptors_are_taken(run, no_descriptors):
     journal, _ = Journal.take(run, 3.0)
-    log = AuditLog(run, journal, lambda who, text: None)
+    log = AuditLog(run, journal, lambda source, text: None)
     no_descriptors()
     with pytest.raises(OSError, match="Too many open files"):
         (run / "anything").touch()
@@ -66,7 +66,7 @@ def _lines(run: Path) -> list[str]:
 
 def test_an_event_follows_a_line_that_a_crash_has_cut(run):
     journal, _ = Journal.take(run, 3.0)
-    log = AuditLog(run, journal, lambda who, text: None)
+    log = AuditLog(run, journal, lambda source, text: None)
     log.record("hang", attempt=0)
     with open(run / "events.jsonl", "a") as out:
         out.write('{"time": 3.0, "ev')
@@ -78,7 +78,7 @@ def test_an_event_follows_a_line_that_a_crash_has_cut(run):
 def test_an_event_that_cannot_be_written_ends_nothing(run):
     journal, _ = Journal.take(run, 3.0)
     output: list[str] = []
-    log = AuditLog(run, journal, lambda who, text: output.append(text))
+    log = AuditLog(run, journal, lambda source, text: output.append(text))
     (run / "events.jsonl").mkdir()
     log.record("hang", attempt=1)
     log.record("hang", attempt=2)

@@ -157,13 +157,13 @@ def test_the_environment_goes_with_every_start(tmp_path):
 
 
 def test_each_port_that_is_taken_is_followed_by_another_five_times(tmp_path):
-    def taken(played: Played, channel: agent_channel.AgentChannel) -> bool:
+    def is_connected(played: Played, channel: agent_channel.AgentChannel) -> bool:
         error = "ConfigError: rank 0 cannot serve the store"
         played.beat(channel, state="exited", code=2, exit=ExitRecord(ExitKind.PORT_TAKEN), error=error)
         return False
 
     agent = Played(tmp_path, epoch=0, attempt=0)
-    code, events, _ = driven(tmp_path, agent, taken)
+    code, events, _ = driven(tmp_path, agent, is_connected)
     ports = [order.master[1] for order in agent.starts]
     assert len(ports) == len(set(ports)) == 5
     assert code != 0

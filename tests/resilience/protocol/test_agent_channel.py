@@ -31,14 +31,14 @@ HELLO = {"job": "job", "node": "n0", "address": "127.0.0.1", "pod": "", "boot": 
 HELLO |= {"attempt": 0, "hardware": {}, "versions": {}, "version": agent_channel.VERSION}
 
 
-class Heard:
+class Recorder:
     """A driver that only listens."""
 
     def __init__(self) -> None:
         self.beats: list[Heartbeat] = []
         self.refusals: list[str] = []
         self.messages: list[Any] = []
-        self.gone = 0
+        self.disconnects = 0
 
     def handle_hello(self, channel, hello):
         channel.send_message(do="welcome", epoch=1, version=agent_channel.VERSION)
@@ -51,7 +51,7 @@ class Heard:
         self.messages.append(message)
 
     def handle_disconnect(self, node, channel):
-        self.gone += 1
+        self.disconnects += 1
 
     def record_refusal(self, peer, node, why):
         self.refusals.append(why)
@@ -75,11 +75,11 @@ def beat(sequence: int, **changes: Any) -> Heartbeat:
     return Heartbeat(**({"job": "job", "attempt": 1, "node": "n0", "sequence": sequence, "sent_ns": 1} | changes))
 
 
-def scene(play) -> Heard:
+def scene(play) -> Recorder:
     """Run `play(connect)` against an agent server; `connect` gives (channel, tapped writer) after a greeting."""
 
-    async def run() -> Heard:
-        received = Heard()
+    async def run() -> Recorder:
+        received = Recorder()
         agent_server = AgentServer("job", TOKEN, received, received)
         host, port = await agent_server.open("127.0.0.1", 0)
 
@@ -99,21 +99,21 @@ def scene(play) -> Heard:
     return asyncio.run(run())
 
 
-async def until(result) -> None:
+async def wait_until(result) -> None:
     while not result():
         await asyncio.sleep(0.005)
 
 
 def test_heartbeats_and_messages_come_in_order():
-    async def play(connect, heard, _):
+    async def play(connect, recorder, _):
         channel, _, answer = await connect()
         assert answer == Welcome(1, agent_channel.VERSION)
         for i in range(1, 50):
             channel.send(beat(i))
         channel.send(Stopped(5, 1, 7))
-        await until(lambda: heard.messages)
+        await wait_until(lambda: recorder.messages)
         channel.close()
-        await until(lambda: heard.gone)
+        await wait_until(lambda: recorder.disconnects)
 
     received = scene(play)
     assert [b.sequence for b in received.beats] == list(range(1, 50))
@@ -121,10 +121,10 @@ def test_heartbeats_and_messages_come_in_order():
 
 
 def test_a_wrong_token_learns_nothing():
-    async def play(connect, heard, _):
+    async def play(connect, recorder, _):
         with pytest.raises(ProtocolError, match="token"):
             await connect(token=b"x" * 64)
-        await until(lambda: heard.refusals)
+        await wait_until(lambda: recorder.refusals)
 
     received = scene(play)
     assert "token" in received.refusals[0]
@@ -132,12 +132,12 @@ def test_a_wrong_token_learns_nothing():
 
 
 def test_a_frame_sent_again_is_refused():
-    async def play(connect, heard, _):
+    async def play(connect, recorder, _):
         channel, tapped, _ = await connect()
         channel.send(beat(1))
-        await until(lambda: heard.beats)
+        await wait_until(lambda: recorder.beats)
         tapped.inner.write(tapped.frames[-1])
-        await until(lambda: heard.refusals)
+        await wait_until(lambda: recorder.refusals)
 
     received = scene(play)
     assert "repeated" in received.refusals[0]
@@ -145,13 +145,13 @@ def test_a_frame_sent_again_is_refused():
 
 
 def test_a_frame_of_another_connection_is_refused():
-    async def play(connect, heard, _):
+    async def play(connect, recorder, _):
         single, tapped_one, _ = await connect()
         _, tapped_two, _ = await connect()
         single.send(beat(1))
-        await until(lambda: heard.beats)
+        await wait_until(lambda: recorder.beats)
         tapped_two.inner.write(tapped_one.frames[-1])
-        await until(lambda: heard.refusals)
+        await wait_until(lambda: recorder.refusals)
 
     received = scene(play)
     assert "forged" in received.refusals[0]
@@ -159,15 +159,15 @@ def test_a_frame_of_another_connection_is_refused():
 
 
 def test_a_changed_bit_is_refused():
-    async def play(connect, heard, _):
+    async def play(connect, recorder, _):
         channel, tapped, _ = await connect()
         channel.send(beat(1))
-        await until(lambda: heard.beats)
+        await wait_until(lambda: recorder.beats)
         frame = bytearray(tapped.frames[-1])
         body = FROM_AGENT.encode(beat(2))
         frame[:] = make_head(len(body)) + secrets.token_bytes(SEAL_BYTES) + body
         tapped.inner.write(bytes(frame))
-        await until(lambda: heard.refusals)
+        await wait_until(lambda: recorder.refusals)
 
     received = scene(play)
     assert "forged" in received.refusals[0]
@@ -179,7 +179,7 @@ def test_an_enormous_or_empty_frame_is_refused_before_it_is_read(size):
     async def play(connect, received, _):
         _, tapped, _ = await connect()
         tapped.inner.write(make_head(size))
-        await until(lambda: received.refusals)
+        await wait_until(lambda: received.refusals)
 
     assert f"{size} bytes" in scene(play).refusals[0]
 
@@ -193,11 +193,11 @@ def test_an_enormous_or_empty_frame_is_refused_before_it_is_read(size):
     ],
 )
 def test_a_heartbeat_that_is_old_or_in_another_name_ends_the_connection(changes, reason):
-    async def play(connect, heard, _):
+    async def play(connect, recorder, _):
         channel, _, _ = await connect()
         channel.send(beat(1))
         channel.send(beat(**changes))
-        await until(lambda: heard.refusals)
+        await wait_until(lambda: recorder.refusals)
 
     received = scene(play)
     assert reason in received.refusals[0]
@@ -211,9 +211,9 @@ def test_malformed_messages_end_the_connection_and_only_it():
             channel, tapped, _ = await connect()
             before = len(received.refusals)
             tapped.inner.write(make_head(len(body)) + channel._seal.make(body) + body)
-            await until(lambda n=before: len(received.refusals) > n)
+            await wait_until(lambda n=before: len(received.refusals) > n)
         second.send(beat(1, node="n1"))
-        await until(lambda: received.beats)
+        await wait_until(lambda: received.beats)
 
     assert len(scene(play).refusals) == 5
 
@@ -231,11 +231,11 @@ def test_another_jobs_agent_and_a_bad_greeting_are_turned_away():
 
 
 def test_an_agent_of_another_version_is_refused_by_name():
-    async def play(connect, heard, address):
+    async def play(connect, recorder, address):
         _, _, answer = await connect(node="n7", version="0.0.9 (form 2)")
         assert isinstance(answer, Refuse)
         assert "node n7" in answer.reason
-        await until(lambda: heard.refusals)
+        await wait_until(lambda: recorder.refusals)
 
     received = scene(play)
     assert "MegaScale 0.0.9 (form 2), this driver is " + agent_channel.VERSION in received.refusals[0]
@@ -261,13 +261,13 @@ def test_another_form_of_the_protocol_is_refused_by_name_before_anything_else(fi
         writer.write(first)
         await reader.read()
         writer.close()
-        await until(lambda: received.refusals)
+        await wait_until(lambda: received.refusals)
 
     assert reason in scene(play).refusals[0]
 
 
 def test_nothing_but_a_greeting_is_taken_as_one():
-    async def play(connect, heard, location):
+    async def play(connect, recorder, location):
         reader, writer = await asyncio.open_connection(*location)
         proof = TokenProof(TOKEN, "agents", "client")
         writer.write(make_greeting(proof.nonce))
@@ -275,7 +275,7 @@ def test_nothing_but_a_greeting_is_taken_as_one():
         await reader.readexactly(PROOF_BYTES)
         body = FROM_AGENT.encode(beat(1))
         writer.write(make_head(len(body)) + Seal(proof.connection_key(), server=False).make(body) + body)
-        await until(lambda: heard.refusals)
+        await wait_until(lambda: recorder.refusals)
         writer.close()
 
     received = scene(play)
@@ -290,7 +290,7 @@ def test_strangers_that_say_nothing_do_not_keep_others_out(monkeypatch):
         silent = [await asyncio.open_connection(*location) for _ in range(50)]
         channel, _, _ = await connect()
         channel.send(beat(1))
-        await until(lambda: received.beats and len(received.refusals) == 50)
+        await wait_until(lambda: received.beats and len(received.refusals) == 50)
         for _, writer in silent:
             writer.close()
 
@@ -307,7 +307,7 @@ def test_a_flood_of_silent_strangers_is_bounded_and_keeps_no_agent_out(monkeypat
             writer.write(make_greeting(bytes(32))[:-1])
         channel, _, _ = await connect()
         channel.send(beat(1))
-        await until(lambda: received.beats and len(received.refusals) >= 32)
+        await wait_until(lambda: received.beats and len(received.refusals) >= 32)
         for _, writer in silent:
             writer.close()
 
@@ -326,7 +326,7 @@ def test_what_strangers_send_is_not_heaped_up():
             sock.send(sent)
         tracemalloc.start()
         try:
-            await until(lambda: len(received.refusals) == 40)
+            await wait_until(lambda: len(received.refusals) == 40)
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()

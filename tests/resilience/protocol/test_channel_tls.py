@@ -16,12 +16,12 @@ from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_channel import DriverTls
 from megascale.resilience.protocol.agent_messages import JobOffer, Refuse
 from megascale.services.framing import ProtocolError
-from tests.resilience.protocol.test_agent_channel import HELLO, TOKEN, Heard, beat, until
+from tests.resilience.protocol.test_agent_channel import HELLO, TOKEN, Recorder, beat, wait_until
 
 OPEN = "192.0.2.1"  # an address other than loopback, without a listener
 
 
-class Asked(Heard):
+class TlsRecorder(Recorder):
     """A driver that also describes its job."""
 
     def handle_join(self, join):
@@ -34,7 +34,7 @@ class Relay:
     def __init__(self, port: int, change=lambda data, sent: data) -> None:
         self._to = port
         self._change = change
-        self.seen = bytearray()
+        self.received = bytearray()
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def open(self) -> int:
@@ -47,14 +47,14 @@ class Relay:
 
     async def _pass(self, source, target, from_driver) -> None:
         while data := await source.read(65536):
-            self.seen += data
+            self.received += data
             target.write(self._change(data, from_driver))
         target.close()
 
 
-def scene(play, tls: DriverTls | None) -> Asked:
-    async def run() -> Asked:
-        received = Asked()
+def scene(play, tls: DriverTls | None) -> TlsRecorder:
+    async def run() -> TlsRecorder:
+        received = TlsRecorder()
         server = AgentServer("job", TOKEN, received, received)
         _, port = await server.open("127.0.0.1", 0, tls)
         async with asyncio.timeout(30):
@@ -74,15 +74,15 @@ async def enter(port: int, do: str = "hello", **changes: Any):
 
 
 def test_messages_of_both_sides_are_encrypted_and_long_ones_come_whole():
-    async def play(heard, port):
+    async def play(recorder, port):
         relay = Relay(port)
         channel, _ = await enter(await relay.open(), node="unmistakable-name")
         assert channel.encrypted
         channel.send(beat(1, node="unmistakable-name"))
         channel.send_message(do="lines", rank=0, lines=["x" * 1900] * 100)
-        await until(lambda: heard.messages)
-        assert b"unmistakable-name" not in relay.seen
-        assert b"xxxx" not in relay.seen
+        await wait_until(lambda: recorder.messages)
+        assert b"unmistakable-name" not in relay.received
+        assert b"xxxx" not in relay.received
 
     received = scene(play, create_agents_tls(OPEN, None, None))
     assert received.refusals == []
@@ -124,12 +124,12 @@ def test_nobody_between_them_can_talk_them_out_of_encrypting():
 
 
 def test_a_stranger_who_has_not_proved_the_secret_gets_no_handshake():
-    async def play(heard, port):
+    async def play(recorder, port):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with pytest.raises((ssl.SSLError, ConnectionError)):
             await asyncio.open_connection("127.0.0.1", port, ssl=context)
-        await until(lambda: heard.refusals)
+        await wait_until(lambda: recorder.refusals)
 
     received = scene(play, create_agents_tls(OPEN, None, None))
     assert "does not speak MegaScale's protocol" in received.refusals[0]
@@ -147,7 +147,7 @@ def test_the_fingerprint_is_the_certificates_own(tmp_path):
 
 
 def test_a_node_that_asks_in_is_told_the_job_or_why_not():
-    async def play(heard, port):
+    async def play(recorder, port):
         assert (await enter(port, "join"))[1] == JobOffer(7, agent_channel.VERSION, "{}")
         for changes, why in (
             ({"node": "old"}, "node old is too old"),

@@ -78,7 +78,7 @@ def test_a_silent_node_whose_ranks_train_is_not_lost():
     st.floats(0.0, 1.0),
     st.integers(1, 3),
 )
-def test_a_node_that_ends_is_missed_within_the_window_however_fast_the_job_was(pace, phase, ahead, before, others):
+def test_a_node_that_ends_is_missed_within_the_window_however_fast_the_job_was(pace, phase, ahead, before, peers):
     """It ends at 40 s; the others come `ahead` steps further, and no step ends any more."""
     end, current = 40.0, 40.0 + WINDOW + 0.01
 
@@ -86,13 +86,13 @@ def test_a_node_that_ends_is_missed_within_the_window_however_fast_the_job_was(p
         return 100 + int(at / pace) if at < end else 100 + int(end / pace) + ahead
 
     members = [RankView("node-0", (0,), end - before, heartbeat(0, 1, [worker(0)]))]
-    for node in range(1, 1 + others):
+    for node in range(1, 1 + peers):
         times = [phase + i for i in range(int(current - phase) + 1)]
         sent = [heartbeat(node, i, [worker(node, step=step(at))]) for i, at in enumerate(times)]
         members.append(
             RankView(f"node-{node}", (node,), times[-1], sent[-1], deque(zip(times, sent, strict=True), HISTORY))
         )
-    state = view({}, Grid(data=1 + others, ranks_per_host=1), now=current)
+    state = view({}, Grid(data=1 + peers, ranks_per_host=1), now=current)
     state.members = members
     assert one(rules.judge(state), "missed_heartbeat").nodes == ("node-0",)
 

@@ -41,9 +41,9 @@ def balanced(result) -> bool:
     st.sampled_from(sorted(CONTROLS)), st.booleans(), st.integers(0, 2**20),
     st.lists(st.tuples(st.integers(0, 31), st.integers(0, 31), st.integers(1, 300_000)), min_size=1, max_size=20),
 )  # fmt: skip
-def test_packets_are_conserved_and_all_flows_finish(small, control, pfc, seed, wanted):
-    wanted = [w for w in wanted if w[0] != w[1]] or [(0, 1, 5000)]
-    flows = Flows.from_arrays(*zip(*wanted, strict=True))
+def test_packets_are_conserved_and_all_flows_finish(small, control, pfc, seed, requested):
+    requested = [w for w in requested if w[0] != w[1]] or [(0, 1, 5000)]
+    flows = Flows.from_arrays(*zip(*requested, strict=True))
     paths = route(small, flows, five_tuple_keys(flows, seed), seed)
     result = simulate_packets(small, flows, paths, PacketSettings(control=control, pfc=pfc, seed=seed))
     assert balanced(result)

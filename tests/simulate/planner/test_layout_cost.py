@@ -242,8 +242,23 @@ def test_notes():
     assert "uneven" in " ".join(example("model.layers=95").notes())
     assert "cannot fill 8 stages" in " ".join(example("train.global_batch=768").notes())
     assert "reduces gradients 32 times" in " ".join(example("parallel.zero=2").notes())
-    assert "and saves 6." in " ".join(example("parallel.zero=2").notes())
-    assert "not less" in " ".join(example("parallel.zero=2", "parallel.virtual_stages=1").notes())
+    assert "and saves 8." in " ".join(example("parallel.zero=2").notes())
+    assert "and saves 8." in " ".join(example("parallel.zero=2", "parallel.virtual_stages=1").notes())
+    assert "gathers 25 GiB of parameters per rank and step, and saves 10." in " ".join(
+        example("parallel.zero=3").notes()
+    )
+    alone = make_plan(load(None, ["model.preset=gpt2-124m", "model.vocab_size=50304", "parallel.zero=3"]), 1, 80.0)
+    assert "parallel.zero=3 shards nothing" in " ".join(alone.notes())
+
+
+def test_zero_3_is_proposed_where_only_it_fits():
+    """gpt-13b on four H100s has 72 GB of state per GPU even with ZeRO-2."""
+    arguments = ["model.preset=gpt-13b", "model.vocab_size=50304", "train.precision=bfloat16", "train.micro_batch=1"]
+    arguments += ["train.global_batch=16", "parallel.recompute=full"]
+    plan = make_plan(load(None, arguments), 4, 80.0)
+    assert not plan.fits
+    assert plan.remedies() == ["--parallel.zero=3"]
+    assert make_plan(load(None, [*arguments, "parallel.zero=3"]), 4, 80.0).fits
     assert "beyond a host of 4" in " ".join(example("parallel.gpus_per_host=4").notes())
 
 

@@ -192,7 +192,8 @@ def check_tokenizers(data: DataConfig, sequence_length: int, vocab_size: int | N
     if data.valid is not None:
         check_token_file("data.valid", data.valid, identify_run_tokenizer(data), vocab_size)
         # Report a file that cannot be used at the start instead of at the first evaluation.
-        HeldOut(data.valid, sequence_length, vocab_size).check()
+        limit = data.count_max_documents(sequence_length)
+        HeldOut(data.valid, sequence_length, vocab_size, max_documents=limit).check()
 
 
 def check_text(data: DataConfig) -> list[str]:

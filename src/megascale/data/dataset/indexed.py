@@ -214,6 +214,13 @@ class IndexedDataset(TokenFile):
             f"{self.tokens * self.dtype.itemsize} bytes: it is damaged; {_REMEDY}"
         )
 
+    def read_document_starts(self) -> NDArray[np.int64]:
+        """Return the first token of each document that is not empty, int64; DataError if the index is damaged."""
+        self.verify()
+        sequence_starts = np.append(self._pointers // self.dtype.itemsize, self.tokens)
+        starts = np.unique(sequence_starts[self.document_indices[:-1]])
+        return starts[starts < self.tokens]
+
     @property
     def stream(self) -> NDArray:
         """All tokens, a memory-mapped view."""

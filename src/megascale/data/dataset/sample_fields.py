@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.core.batch import SampleFields
+from megascale.data.dataset.packing import SamplePlan
 from megascale.data.dataset.token_file import TokenFile
-from megascale.errors import DataError
+from megascale.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,100 @@ class Samples:
     loss_weights: NDArray[np.float32] | None = None
     positions: NDArray[np.int32] | None = None
     document_boundaries: NDArray[np.int32] | None = None
+
+
+def combine_documents(fields: SampleFields, max_documents: int, setting: str, entry: str) -> SampleFields:
+    """Return the fields of samples whose documents are kept apart (data.document_mask).
+
+    Args:
+        fields: fields that the format of `entry` provides.
+        max_documents: largest number of documents in a sample, without padding.
+        setting: the key that named the file.
+
+    Raises ConfigError for a format with positions of its own.
+    """
+    if fields.positions:
+        raise ConfigError(
+            f"{setting}={entry} has positions for its tokens, and data.document_mask=true restarts positions at each "
+            "document; set --data.document_mask=false, or use a format without `positions`"
+        )
+    # Padding is a document of its own.
+    return SampleFields(loss_weights=True, positions=True, max_documents=max_documents + 1)
+
+
+def read_documents(file: TokenFile, setting: str) -> NDArray[np.int64]:
+    """Return the first token of each document, ascending from 0; ConfigError for a format without documents."""
+    starts = file.read_document_starts()
+    if starts is None:
+        raise ConfigError(
+            f"data.document_mask=true needs documents, and {setting}={file.prefix} has none: its format has no "
+            "`document_starts`; set --data.document_mask=false, or build it with `megascale data build`"
+        )
+    return np.unique(np.append(0, np.asarray(starts, np.int64)))
+
+
+def restart_positions(boundaries: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return positions that restart at each document, int32 [sequence], from one sample's boundaries."""
+    numbers = np.arange(boundaries[-1], dtype=np.int32)
+    return numbers - np.repeat(boundaries[:-1], np.diff(boundaries))
+
+
+class DocumentReader:
+    """Reads the samples of a token file whose documents are kept apart (data.document_mask).
+
+    Args:
+        file: the token file.
+        starts: first token of each document, ascending from 0.
+        plan: intervals of the file that each sample holds.
+        fields: reader of the fields of its run.
+    """
+
+    def __init__(self, file: TokenFile, starts: NDArray[np.int64], plan: SamplePlan, fields: FieldReader) -> None:
+        self.file = file
+        self.starts = starts
+        self.plan = plan
+        self._fields = fields
+
+    def tokens(self, sample: int) -> NDArray[np.int64]:
+        """Return the tokens of a sample, int64 [sequence_length + 1]; padding is 0."""
+        row = np.zeros(self._fields.length + 1, np.int64)
+        offset = 0
+        for start, length in self.plan.intervals(sample):
+            # The token after an interval is the target of its last token; the next interval overwrites it.
+            view = self.file.stream[start : start + length + 1]
+            row[offset : offset + len(view)] = view
+            offset += length
+        return row
+
+    def weights(self, sample: int) -> NDArray[np.float32]:
+        """Return the weights of a sample's targets: 0 for the first token of each document and for padding."""
+        weights = np.zeros(self._fields.length, np.float32)
+        offset = 0
+        for start, length in self.plan.intervals(sample):
+            count = min(length, self.file.tokens - start - 1)
+            targets = weights[offset : offset + count]
+            targets[:] = self._fields.weights(self.file, start + 1, count)
+            targets[self._starts_between(start + 1, start + 1 + count) - start - 1] = 0
+            offset += length
+        return weights
+
+    def boundaries(self, sample: int) -> NDArray[np.int32]:
+        """Return the cumulative document lengths of a sample, int32 [max_documents + 1]."""
+        edges: list[int] = []
+        offset = 0
+        for start, length in self.plan.intervals(sample):
+            inner = self._starts_between(start + 1, start + length) - start + offset
+            edges += [offset, *inner.tolist()]
+            offset += length
+        edges.append(offset)
+        boundaries = np.full(self._fields.fields.max_documents + 1, self._fields.length, np.int32)
+        boundaries[: len(edges)] = edges
+        return boundaries
+
+    def _starts_between(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Return the starts of documents in tokens first .. stop - 1."""
+        begin, end = np.searchsorted(self.starts, (first, stop))
+        return self.starts[begin:end]
 
 
 class FieldReader:

@@ -4,7 +4,8 @@ All training files are cut into windows of sequence_length + 1 tokens. Neighbour
 each token (except a file's first and its last few) is predicted once per epoch. An epoch is a pseudo-random order of
 windows that needs no table (sample_order.py). Without data.weights it orders the windows of all files together. With
 weights it orders each file's windows separately, and the files take turns by weight. Documents are joined; their end
-tokens stay. Nothing is kept between calls, so resuming at any sample with any number of ranks is exact.
+tokens stay. Under data.document_mask the windows are those of a plan (packing.py), which keeps documents apart. Nothing
+is kept between calls, so resuming at any sample with any number of ranks is exact.
 """
 
 from __future__ import annotations
@@ -21,9 +22,18 @@ from numpy.typing import NDArray
 
 from megascale.config import DataConfig
 from megascale.core.batch import NO_FIELDS, Batch, SampleFields
-from megascale.data.dataset.formats import is_text, open_tokens, sample_fields
+from megascale.data.dataset.file_hash import fingerprint_file
+from megascale.data.dataset.formats import is_text, open_tokens, sample_fields, token_files
 from megascale.data.dataset.metered_files import Meter
-from megascale.data.dataset.sample_fields import FieldReader, Samples
+from megascale.data.dataset.packing import PackingReport, load_plan
+from megascale.data.dataset.sample_fields import (
+    DocumentReader,
+    FieldReader,
+    Samples,
+    combine_documents,
+    read_documents,
+    restart_positions,
+)
 from megascale.data.dataset.sample_order import SMALLEST, Blend, derive_key, permute
 from megascale.data.dataset.token_file import TokenFile, too_short_error
 from megascale.errors import ConfigError, DataError
@@ -57,12 +67,25 @@ def check_ids(setting: str, file: str, tokens: NDArray, first: int, vocab_size: 
     )
 
 
-def find_fields(data: DataConfig) -> SampleFields:
-    """Return the optional fields that the samples of data.train carry; no file is opened."""
+def find_fields(data: DataConfig, sequence_length: int) -> SampleFields:
+    """Return the optional fields that the samples of data.train carry; no file is opened.
+
+    Raises ConfigError under data.document_mask for text that is tokenised on the fly and for fields that exclude it.
+    """
     fields = NO_FIELDS
     for entry in data.train:
-        if not is_text(entry):
-            fields |= sample_fields(entry)
+        if is_text(entry):
+            if data.document_mask:
+                raise ConfigError(
+                    f"data.document_mask=true needs token files, and data.train={entry} is text that is tokenised on "
+                    "the fly; build it with `megascale data build`, or set --data.document_mask=false"
+                )
+            continue
+        entry_fields = sample_fields(entry)
+        if data.document_mask:
+            count = data.count_max_documents(sequence_length)
+            entry_fields = combine_documents(entry_fields, count, "data.train", entry)
+        fields |= entry_fields
     return fields
 
 
@@ -96,7 +119,7 @@ class SampleSource:
             )
         self.data = data
         self.sequence_length = sequence_length
-        self.fields = find_fields(data)
+        self.fields = find_fields(data, sequence_length)
         self.meter = Meter()
         self._has_fields = self.fields != NO_FIELDS
         self._fields_reader = FieldReader(self.fields, sequence_length)
@@ -104,7 +127,8 @@ class SampleSource:
         self._seed = seed
         self._index = index
         self.files: list[TokenFile | TextStream] = self._open_files()
-        self._counts = [self._count_windows(file) if isinstance(file, TokenFile) else 0 for file in self.files]
+        self._documents = self._plan_documents()
+        self._counts = [self._count_windows(i) for i in range(len(self.files))]
         weights = data.weights
         if weights is not None and min(weights) < SMALLEST * sum(weights):
             raise ConfigError(
@@ -146,8 +170,50 @@ class SampleSource:
             meter=self.meter,
         )
 
-    def _count_windows(self, file: TokenFile) -> int:
-        count = max(0, (file.tokens - 1) // self.sequence_length)
+    def _plan_documents(self) -> dict[int, DocumentReader]:
+        """Return the readers of files whose documents are kept apart, by their number: none, or all files."""
+        readers: dict[int, DocumentReader] = {}
+        if not self.data.document_mask:
+            return readers
+        for number, (file, entry) in enumerate(zip(self.files, self.data.train, strict=True)):
+            assert isinstance(file, TokenFile)
+            starts = read_documents(file, "data.train")
+            identity = " ".join(map(fingerprint_file, token_files(entry)))
+            plan = load_plan(
+                self._index,
+                identity,
+                self.data.packing,
+                starts,
+                file.tokens,
+                sequence_length=self.sequence_length,
+                max_documents=self.data.count_max_documents(self.sequence_length),
+            )
+            readers[number] = DocumentReader(file, starts, plan, self._fields_reader)
+        return readers
+
+    def report_packing(self) -> list[PackingReport]:
+        """Return how full the samples of each file are; empty without data.document_mask."""
+        return [
+            reader.plan.report(reader.starts, reader.file.tokens, self.sequence_length)
+            for reader in self._documents.values()
+        ]
+
+    def token_ranges(self, file: int, window: int) -> list[tuple[int, int]]:
+        """Return the (first, past-last) tokens of `file` that a window holds, targets included."""
+        if file in self._documents:
+            intervals = self._documents[file].plan.intervals(window)
+            return [(start, min(start + length + 1, self.files[file].tokens)) for start, length in intervals]
+        return [(window * self.sequence_length, (window + 1) * self.sequence_length + 1)]
+
+    def _count_windows(self, number: int) -> int:
+        """Return the samples of a file in an epoch; 0 for text, whose number is not known beforehand."""
+        file = self.files[number]
+        if not isinstance(file, TokenFile):
+            return 0
+        if number in self._documents:
+            count = self._documents[number].plan.samples
+        else:
+            count = max(0, (file.tokens - 1) // self.sequence_length)
         if not count:
             raise too_short_error(file.prefix, file.tokens, self.sequence_length)
         return count
@@ -225,6 +291,11 @@ class SampleSource:
                 continue
             # Copying from a memory map reads it, so waiting for the disk and copying are one measurement.
             started = time.perf_counter()
+            if self._documents:
+                row[:] = self._documents[number].tokens(window)
+                self.meter.read_seconds += time.perf_counter() - started
+                self.meter.bytes_read += row.size * file.stream.itemsize
+                continue
             start = window * self.sequence_length
             view = file.stream[start : start + self.sequence_length + 1]
             row[:] = view
@@ -235,7 +306,8 @@ class SampleSource:
                 name = self.files[number].prefix
                 if not isinstance(self.files[number], TokenFile):
                     name = f"{name} (epoch {epoch})"
-                check_ids("data.train", name, tokens, window * self.sequence_length, self._vocab_size)
+                first = self.token_ranges(number, window)[0][0]
+                check_ids("data.train", name, tokens, first, self._vocab_size)
         return batch
 
     def read(self, first_sample: int, count: int) -> Samples:
@@ -246,6 +318,8 @@ class SampleSource:
         tokens = self.batch(first_sample, count).T
         if not self._has_fields:
             return Samples(tokens)
+        if self._documents:
+            return self._read_documents(tokens, first_sample, count)
         fields, reader = self.fields, self._fields_reader
         weights, positions, boundaries = [], [], []
         for file, start in self._locate(first_sample, count):
@@ -262,9 +336,26 @@ class SampleSource:
             document_boundaries=np.stack(boundaries, axis=1) if boundaries else None,
         )
 
+    def _read_documents(self, tokens: NDArray[np.int64], first_sample: int, count: int) -> Samples:
+        """Return the samples with their weights, positions and document boundaries."""
+        weights, boundaries = [], []
+        for _, number, window in self.ids(first_sample, count).tolist():
+            weights.append(self._documents[number].weights(window))
+            boundaries.append(self._documents[number].boundaries(window))
+        return Samples(
+            tokens,
+            loss_weights=np.stack(weights, axis=1),
+            positions=np.stack([restart_positions(edges) for edges in boundaries], axis=1),
+            document_boundaries=np.stack(boundaries, axis=1),
+        )
+
     def sum_weights(self, first_sample: int, count: int) -> float:
         """Return the sum of the loss weights of samples first_sample and following, without reading their tokens."""
         total = 0.0
+        if self._documents:
+            for _, number, window in self.ids(first_sample, count).tolist():
+                total += float(self._documents[number].weights(window).sum(dtype=np.float64))
+            return total
         for file, start in self._locate(first_sample, count):
             weights = self._fields_reader.weights(file, start + 1, self.sequence_length)
             total += float(weights.sum(dtype=np.float64))
@@ -287,9 +378,14 @@ class HeldOut:
     The first token is predicted from the file's last one, which in files built here is an end of document. The last
     window is padded; padding has target IGNORE.
 
+    Args:
+        max_documents: largest number of documents in a sample of training, which are kept apart here too; 0: they are
+            joined.
+
     Attributes:
         fields: optional fields that its batches carry.
         windows: number of windows.
+        document_starts: first token of each document if documents are kept apart, else None.
         tokens: number of targets, and of tokens.
         setting: the key or option that named the file.
     """
@@ -301,6 +397,7 @@ class HeldOut:
         vocab_size: int | None = None,
         stride: int | None = None,
         setting: str = "data.valid",
+        max_documents: int = 0,
     ) -> None:
         self.prefix = prefix
         self.sequence_length = sequence_length
@@ -313,15 +410,30 @@ class HeldOut:
                 "window would never be predicted"
             )
         self.fields = sample_fields(prefix)
-        self._fields_reader = FieldReader(self.fields, sequence_length)
         self._file = open_tokens(prefix)
+        self.document_starts: NDArray[np.int64] | None = None
+        if max_documents:
+            self.document_starts = read_documents(self._file, setting)
+            # With the number of training, evaluation runs the kernels that were chosen for training.
+            count = max(max_documents, self._count_max_documents(self.document_starts))
+            self.fields = combine_documents(self.fields, count, setting, prefix)
+        self._fields_reader = FieldReader(self.fields, sequence_length)
         self.tokens = self._file.tokens
         if not self.tokens:
             raise DataError(f"held-out file {prefix} has no tokens; build it with more text")
         self.windows = -(-self.tokens // self.stride)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HeldOut, (self.prefix, self.sequence_length, self.vocab_size, self.stride, self.setting)
+        limit = 0 if self.document_starts is None else self.fields.max_documents - 1
+        return HeldOut, (self.prefix, self.sequence_length, self.vocab_size, self.stride, self.setting, limit)
+
+    def _count_max_documents(self, document_starts: NDArray[np.int64]) -> int:
+        """Return the largest number of documents in a window."""
+        begins = np.arange(0, self._file.tokens, self.stride) + self.stride - self.sequence_length
+        inputs = np.maximum(begins, 0) - 1  # number of the first input token
+        first = np.searchsorted(document_starts, inputs, side="right")
+        stop = np.searchsorted(document_starts, inputs + self.sequence_length)
+        return 1 + int((stop - first).max(initial=0))
 
     def __len__(self) -> int:
         return self.windows
@@ -382,6 +494,14 @@ class HeldOut:
             stop = min(start + self.stride, self.tokens)
             if fields.loss_weights:
                 weights[row, start - begin : stop - begin] = reader.weights(self._file, start, stop - start)
+            if self.document_starts is not None:
+                first, last = np.searchsorted(self.document_starts, (begin, stop))
+                columns = self.document_starts[first:last] - begin  # of targets that begin a document
+                weights[row, columns] = 0
+                inner = columns[columns + 1 < self.sequence_length] + 1  # of inputs
+                boundaries[row, 1 : 1 + len(inner)] = inner
+                positions[row] = restart_positions(boundaries[row])
+                continue
             if fields.positions:
                 numbers = np.arange(begin - 1, stop - 1) % self.tokens  # the input before the first token is the last
                 positions[row, : stop - begin] = reader.positions(self._file, numbers)

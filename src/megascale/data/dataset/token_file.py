@@ -59,6 +59,10 @@ class TokenFile(ABC):
         """Ascending offsets of documents in `stream`; None: each sample is one document."""
         return None
 
+    def read_document_starts(self) -> NDArray | None:
+        """Return the ascending offsets of documents in `stream` for data.document_mask; None: the format has none."""
+        return self.document_starts
+
 
 def too_short_error(name: str, tokens: int, sequence_length: int) -> DataError:
     """Return the error for training data of fewer tokens than one sample needs."""

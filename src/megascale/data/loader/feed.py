@@ -19,7 +19,7 @@ from megascale.core.layout import Layout
 from megascale.data.dataset.data_checks import check_run_data
 from megascale.data.dataset.read_checksum import ReadChecksum
 from megascale.data.dataset.sample_fields import Samples
-from megascale.data.dataset.samples import hash_ids
+from megascale.data.dataset.samples import SampleSource, hash_ids
 from megascale.data.loader import host_loader
 from megascale.data.loader.host_loader import LoaderReader
 from megascale.data.loader.host_plan import HostPlan, plan_host
@@ -104,6 +104,10 @@ class LocalFeed:
         if self._check_data:
             return self._check_data(first)
         return []
+
+    def open_source(self) -> SampleSource:
+        """Return the samples that this feed reads."""
+        return self.source
 
     def batches(self, first: int) -> ReadBatch:
         """Return a function of i: micro-batch i of this rank's share of the step that begins at sample `first`."""
@@ -218,6 +222,10 @@ class HostFeed:
         if self._pinned is not None:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.address)
             self._pinned = None
+
+    def open_source(self) -> SampleSource:
+        """Open the samples that the host's loader reads."""
+        return self.plan.open_source()
 
     def batches(self, first: int) -> ReadBatch:
         """Return a function that returns this rank's micro-batches of the step in order, each once."""

@@ -150,7 +150,7 @@ class HostPlan:
 def plan_host(layout: Layout, first_rank: int, ranks: int) -> HostPlan:
     """Return the plan of the host that runs `ranks` ranks from `first_rank` on."""
     config, grid = layout.config, layout.grid
-    fields = find_fields(config.data)
+    fields = find_fields(config.data, config.model.sequence_length)
     streams: dict[int, list[int]] = {}
     for rank in range(first_rank, first_rank + ranks):
         reads_ends = grid.coordinate(rank).pipeline in layout.chunk_map.end_stages

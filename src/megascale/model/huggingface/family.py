@@ -48,31 +48,27 @@ _PLAIN_VALUES: dict[str, Sequence[Any]] = {
 }
 
 # Keys of config.json of any family that have no effect on the logits, by what they are about.
-_ABOUT_FILE = """
+_FILE_KEYS = """
     model_type architectures transformers_version _name_or_path name_or_path _commit_hash torch_dtype dtype
     tokenizer_class initializer_range unsloth_version unsloth_fixed
 """
-_ABOUT_EXECUTION = """
+_EXECUTION_KEYS = """
     output_attentions output_hidden_states output_scores return_dict return_dict_in_generate tie_last_hidden_states
     use_cache cache_implementation gradient_checkpointing torchscript use_bfloat16 tf_legacy_loss attn_implementation
     _attn_implementation _attn_implementation_autoset experts_implementation chunk_size_feed_forward
 """
-_ABOUT_OTHER_TASKS = """
+_TASK_KEYS = """
     id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout classifier_bias
     classifier_activation
 """
-_ABOUT_TEXT = """
+_TEXT_KEYS = """
     bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id prefix max_length min_length
     max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens
     begin_suppress_tokens exponential_decay_length_penalty
 """
-IGNORED_KEYS = frozenset((_ABOUT_FILE + _ABOUT_EXECUTION + _ABOUT_OTHER_TASKS + _ABOUT_TEXT).split())
-# Keys of the classes of GPT-2 and GPT-J for heads of other tasks.
-SUMMARY_KEYS = frozenset(
-    f"summary_{key}" for key in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")
-)
+IGNORED_KEYS = frozenset((_FILE_KEYS + _EXECUTION_KEYS + _TASK_KEYS + _TEXT_KEYS).split())
 # Keys of config.json of any family that may have one value only.
 REQUIRED_VALUES: dict[str, Any] = {
     "is_encoder_decoder": False,
@@ -239,15 +235,15 @@ class ConfigKeys:
         if value != allowed:
             raise self.make_error(name, value, f"{reason}; only {name}={allowed!r} can be imported")
 
-    def refuse_other_keys(self, family: Family) -> None:
+    def refuse_unknown_keys(self, family: Family) -> None:
         """Raise DataError for a key that the import has not read and that may have an effect on the logits.
 
         A key that is null says nothing: transformers writes it for a setting that was left out.
         """
         for name, allowed in (REQUIRED_VALUES | dict(family.required_values)).items():
             self.require_value(name, allowed, f"it has no other meaning in {family.name}", default=allowed)
-        known = self.read_names | IGNORED_KEYS | family.ignored_keys
-        for name in sorted(set(self.values) - known):
+        accepted_names = self.read_names | IGNORED_KEYS | family.ignored_keys
+        for name in sorted(set(self.values) - accepted_names):
             if self.values[name] is not None:
                 raise self.make_error(
                     name,
@@ -256,9 +252,9 @@ class ConfigKeys:
                     "import; remove the key if it has no effect on the logits",
                 )
 
-    def translate(self, name: str, table: Mapping[str, str], default: str, *other_names: str) -> str:
+    def translate(self, name: str, table: Mapping[str, str], default: str, *synonyms: str) -> str:
         """Return the table's entry for the value of a key, which may have other names. Raises DataError without one."""
-        value = self.get(name, *other_names, default=default)
+        value = self.get(name, *synonyms, default=default)
         if value not in table:
             raise self.make_error(name, value, f"this activation is not supported; supported: {', '.join(table)}")
         return table[value]
@@ -280,13 +276,13 @@ def find_unsupported_values(
     supported: Mapping[str, Sequence[Any]],
     *,
     allows_unrotated: bool = False,
-    allows_other_rope: bool = False,
+    allows_rope_by_kind: bool = False,
 ) -> list[str]:
     """Return a sentence for each key of [model] whose value the family does not support.
 
     Args:
         allows_unrotated: whether layers of the family may be without rotary positions.
-        allows_other_rope: whether layers of the family may have rotary positions of their own.
+        allows_rope_by_kind: whether layers of the family may have rotary positions of their own.
     """
     faults = []
     for key, values in {**_PLAIN_VALUES, **supported}.items():
@@ -299,7 +295,7 @@ def find_unsupported_values(
         kind = resolve_layers(model.resolve_kind(letter))[0]
         is_window_shared = kind.window in (None, model.window)
         mixer = replace(kind.mixer, window=common.mixer.window)
-        if (allows_unrotated and mixer.rope is None) or (allows_other_rope and mixer.rope is not None):
+        if (allows_unrotated and mixer.rope is None) or (allows_rope_by_kind and mixer.rope is not None):
             mixer = replace(mixer, rope=common.mixer.rope)
         if not is_window_shared or replace(kind, mixer=mixer) != common:
             settings = model.layer_kinds[letter].model_dump(exclude_none=True)

@@ -30,7 +30,7 @@ def import_generation_config(folder: Path, settings: Mapping[str, Any]) -> tuple
             values = _read(folder / FILE_NAME)
         except DataError as error:
             notes.append(f"{error}; the file is ignored")
-    ends = list(dict.fromkeys([*list_end_ids(values), *list_end_ids(settings)]))
+    ends = list(dict.fromkeys(list_end_ids(values) + list_end_ids(settings)))
     for key in TOKEN_IDS:
         if values.get(key) is None and settings.get(key) is not None:
             values[key] = settings[key]

@@ -5,18 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.family import (
-    GELU,
-    GELU_OUT,
-    SUMMARY_KEYS,
-    ConfigKeys,
-    Family,
-    StoredWeight,
-    find_head_faults,
-    find_unsupported_values,
-    find_window_faults,
-    linear_weights,
-)
+from megascale.model.huggingface.family import ConfigKeys, Family, StoredWeight, linear_weights
+from megascale.model.huggingface.gpt_keys import SUMMARY_KEYS, find_gpt_faults, read_gpt_keys, write_gpt_keys
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
@@ -28,39 +18,14 @@ def read(keys: ConfigKeys) -> dict[str, Any]:
         "scale_attn_by_inverse_layer_idx", False, "scores scaled by layer are not supported", default=False
     )
     keys.require_value("add_cross_attention", False, "cross-attention is not supported", default=False)
-    hidden = keys.require_count("n_embd", "hidden_size")
     length = keys.get("n_positions", "max_position_embeddings") or keys.require_count("n_ctx")
     # transformers does not read n_ctx; the oldest files have no other key.
     if keys.get("n_ctx", default=length) != length:
         raise keys.make_error("n_ctx", keys.get("n_ctx"), f"but n_positions={length!r} has the same meaning")
     return {
-        "layers": keys.require_layers("n_layer", "num_hidden_layers"),
-        "hidden": hidden,
-        "heads": keys.require_count("n_head", "num_attention_heads"),
-        "ffn_hidden": keys.get("n_inner", default=4 * hidden),
-        "vocab_size": keys.require_count("vocab_size"),
+        **read_gpt_keys(keys),
         "sequence_length": length,
-        "norm_eps": keys.get("layer_norm_epsilon", default=1e-5),
-        "activation": keys.translate("activation_function", GELU, "gelu_new"),
         "tied_embeddings": keys.get("tie_word_embeddings", default=True),
-        "dropout": keys.read_dropout("resid_pdrop", "embd_pdrop", attention="attn_pdrop"),
-        "init_std": keys.get("initializer_range", default=0.02),
-    }
-
-
-def write(model: ModelConfig) -> dict[str, Any]:
-    """See Family.write_config."""
-    return {
-        "n_layer": model.layers,
-        "n_embd": model.hidden,
-        "n_head": model.heads,
-        "n_inner": model.ffn,
-        "n_positions": model.sequence_length,
-        "layer_norm_epsilon": model.norm_eps,
-        "activation_function": GELU_OUT[model.activation],
-        "resid_pdrop": model.dropout,
-        "embd_pdrop": model.dropout,
-        "attn_pdrop": 0.0,
     }
 
 
@@ -68,16 +33,10 @@ def faults(model: ModelConfig) -> list[str]:
     """See Family.find_faults."""
     supported: dict[str, list[Any]] = {
         "block": ["serial"],
-        "norm": ["layernorm"],
-        "activation": list(GELU_OUT),
         "positions": ["learned"],
         "head_bias": [False],
     }
-    return (
-        find_unsupported_values(model, "GPT-2", supported)
-        + find_head_faults(model, "GPT-2")
-        + find_window_faults(model, "GPT-2")
-    )
+    return find_gpt_faults(model, "GPT-2", supported)
 
 
 def weights(model: ModelConfig) -> list[StoredWeight]:
@@ -107,7 +66,7 @@ GPT2 = Family(
     prefix="transformer.",
     head="lm_head.weight",
     read_config=read,
-    write_config=write,
+    write_config=write_gpt_keys,
     find_faults=faults,
     list_weights=weights,
     buffers=r"\.attn\.(bias|masked_bias)$",

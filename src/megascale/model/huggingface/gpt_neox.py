@@ -5,17 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.family import (
-    GELU,
-    GELU_OUT,
-    ConfigKeys,
-    Family,
-    StoredWeight,
-    find_head_faults,
-    find_unsupported_values,
-    find_window_faults,
-    linear_weights,
-)
+from megascale.model.huggingface.family import GELU, GELU_OUT, ConfigKeys, Family, StoredWeight, linear_weights
+from megascale.model.huggingface.gpt_keys import find_gpt_faults
 from megascale.model.huggingface.rotary import read_rotary
 
 
@@ -77,17 +68,11 @@ def write(model: ModelConfig) -> dict[str, Any]:
 def faults(model: ModelConfig) -> list[str]:
     """See Family.find_faults."""
     supported: dict[str, list[Any]] = {
-        "norm": ["layernorm"],
-        "activation": list(GELU_OUT),
         "positions": ["rotary"],
         "rotary_interleaved": [False],
         "head_bias": [False],
     }
-    return (
-        find_unsupported_values(model, "GPT-NeoX", supported)
-        + find_head_faults(model, "GPT-NeoX")
-        + find_window_faults(model, "GPT-NeoX")
-    )
+    return find_gpt_faults(model, "GPT-NeoX", supported)
 
 
 def weights(model: ModelConfig) -> list[StoredWeight]:

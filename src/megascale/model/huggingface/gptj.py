@@ -5,60 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from megascale.config import ModelConfig
-from megascale.model.huggingface.family import (
-    GELU,
-    GELU_OUT,
-    SUMMARY_KEYS,
-    ConfigKeys,
-    Family,
-    StoredWeight,
-    find_head_faults,
-    find_unsupported_values,
-    find_window_faults,
-    linear_weights,
-)
+from megascale.model.huggingface.family import ConfigKeys, Family, StoredWeight, linear_weights
+from megascale.model.huggingface.gpt_keys import SUMMARY_KEYS, find_gpt_faults, read_gpt_keys, write_gpt_keys
 from megascale.model.huggingface.rotary import rotary_fraction_of, rotary_width
 
 
 def read(keys: ConfigKeys) -> dict[str, Any]:
     """See Family.read_config."""
-    hidden, heads = keys.require_count("n_embd", "hidden_size"), keys.require_count("n_head", "num_attention_heads")
+    model = read_gpt_keys(keys)
+    head_size = model["hidden"] // model["heads"]
     return {
-        "layers": keys.require_layers("n_layer", "num_hidden_layers"),
-        "hidden": hidden,
-        "heads": heads,
-        "ffn_hidden": keys.get("n_inner", default=4 * hidden),
-        "vocab_size": keys.require_count("vocab_size"),
+        **model,
         "sequence_length": keys.require_count("n_positions", "max_position_embeddings"),
         "block": "parallel",
-        "norm_eps": keys.get("layer_norm_epsilon", default=1e-5),
-        "activation": keys.translate("activation_function", GELU, "gelu_new"),
         "positions": "rotary",
-        "rotary_fraction": rotary_fraction_of(keys.require_count("rotary_dim"), hidden // heads),
+        "rotary_fraction": rotary_fraction_of(keys.require_count("rotary_dim"), head_size),
         "rotary_interleaved": True,
         "attention_bias": False,
         "head_bias": True,
         "tied_embeddings": keys.get("tie_word_embeddings", default=False),
-        "dropout": keys.read_dropout("resid_pdrop", "embd_pdrop", attention="attn_pdrop"),
-        "init_std": keys.get("initializer_range", default=0.02),
     }
 
 
 def write(model: ModelConfig) -> dict[str, Any]:
     """See Family.write_config."""
-    return {
-        "n_layer": model.layers,
-        "n_embd": model.hidden,
-        "n_head": model.heads,
-        "n_inner": model.ffn,
-        "n_positions": model.sequence_length,
-        "rotary_dim": rotary_width(model),
-        "layer_norm_epsilon": model.norm_eps,
-        "activation_function": GELU_OUT[model.activation],
-        "resid_pdrop": model.dropout,
-        "embd_pdrop": model.dropout,
-        "attn_pdrop": 0.0,
-    }
+    return {**write_gpt_keys(model), "rotary_dim": rotary_width(model)}
 
 
 def faults(model: ModelConfig) -> list[str]:
@@ -66,19 +37,13 @@ def faults(model: ModelConfig) -> list[str]:
     supported: dict[str, list[Any]] = {
         "block": ["parallel"],
         "parallel_norms": [1],
-        "norm": ["layernorm"],
-        "activation": list(GELU_OUT),
         "positions": ["rotary"],
         "rotary_interleaved": [True],
         "rotary_base": [10000.0],
         "attention_bias": [False],
         "out_bias": [False],
     }
-    return (
-        find_unsupported_values(model, "GPT-J", supported)
-        + find_head_faults(model, "GPT-J")
-        + find_window_faults(model, "GPT-J")
-    )
+    return find_gpt_faults(model, "GPT-J", supported)
 
 
 def weights(model: ModelConfig) -> list[StoredWeight]:

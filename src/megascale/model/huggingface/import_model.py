@@ -134,7 +134,7 @@ def read_config(keys: ConfigKeys) -> tuple[Family, ModelConfig]:
         keys.notes.append("auto_map names code of the model; it is ignored, as transformers does by default")
     try:
         tree = {"model": family.read_config(keys)}
-        keys.refuse_other_keys(family)
+        keys.refuse_unknown_keys(family)
         return family, from_tree(tree).model
     except ConfigError as error:
         raise DataError(f"{keys.source} describes an unsupported model: {error}") from None

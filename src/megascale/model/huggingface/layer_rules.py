@@ -1,4 +1,4 @@
-"""What the layers of a family differ in: windows and rotary positions, as config.json and [model] say it."""
+"""Windows and rotary positions of layers that differ from each other, in config.json and in [model]."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from megascale.model.huggingface.family import ConfigKeys, find_window_faults, l
 from megascale.model.huggingface.rotary import read_rotary_of_kinds, write_rotary_of_kinds
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_OTHER_ROPE = "G"  # letter of layers without a window that have rotary positions of their own
+_FULL_ROPE = "G"  # letter of layers without a window that have rotary positions of their own
 
 
 @dataclass(frozen=True)
 class LayerRules:
-    """What the layers of a family differ in; by default all layers are alike, without windows.
+    """Rules for layers that differ from each other; by default all layers are alike, without windows.
 
     Attributes:
         read: keys of [model] for a number of layers.
         write: keys of config.json.
         find_faults: reasons why a model's layers are not of the family, given its title.
         allows_unrotated: whether layers may be without rotary positions.
-        allows_other_rope: whether layers may have rotary positions of their own.
+        allows_rope_by_kind: whether layers may have rotary positions of their own.
         reads_rotary: whether `read` and `write` are responsible for rotary positions too.
     """
 
@@ -33,7 +33,7 @@ class LayerRules:
     write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     find_faults: Callable[[ModelConfig, str], list[str]] = find_window_faults
     allows_unrotated: bool = False
-    allows_other_rope: bool = False
+    allows_rope_by_kind: bool = False
     reads_rotary: bool = False
 
 
@@ -156,7 +156,7 @@ def rope_by_kind(
         kind = {"window": 0, **full}
         if "rotary_scaling" in local and "rotary_scaling" not in full:
             kind["rotary_scaling"] = {"method": "none"}
-        return local | make_pattern(windowed, window, _OTHER_ROPE) | {"layer_kinds": {_OTHER_ROPE: kind}}
+        return local | make_pattern(windowed, window, _FULL_ROPE) | {"layer_kinds": {_FULL_ROPE: kind}}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         local, full = _find_ropes(model)
@@ -173,7 +173,7 @@ def rope_by_kind(
             return [f"model.rotary_scaling.is_range_rounded=False, and {title} only has True"]
         return []
 
-    return LayerRules(read, write, find_faults, allows_other_rope=True, reads_rotary=True)
+    return LayerRules(read, write, find_faults, allows_rope_by_kind=True, reads_rotary=True)
 
 
 def _find_ropes(model: ModelConfig) -> tuple[list[RopeSpec | None], list[RopeSpec | None]]:

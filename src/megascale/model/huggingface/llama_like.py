@@ -292,7 +292,7 @@ class LlamaLike:
             self.title,
             supported,
             allows_unrotated=self.layers.allows_unrotated,
-            allows_other_rope=self.layers.allows_other_rope,
+            allows_rope_by_kind=self.layers.allows_rope_by_kind,
         )
         faults += self.layers.find_faults(model, self.title)
         for scalar in self.scalars:

@@ -161,13 +161,13 @@ def _read_scaling(keys: ConfigKeys, name: str, rope: dict[str, Any], types: Sequ
             f"scaled rotary positions of the types {', '.join(types)} are supported",
         )
     names = _SCALING_KEYS[rope_type]
-    known = [*_COMMON_KEYS, *names.values()]
+    accepted_names = [*_COMMON_KEYS, *names.values()]
     if rope_type == "yarn":
-        known += _MSCALE_KEYS
+        accepted_names += _MSCALE_KEYS
     elif rope_type == "longrope":
-        known.append("factor")
+        accepted_names.append("factor")
     for key, value in rope.items():
-        if key not in known and value is not None:
+        if key not in accepted_names and value is not None:
             raise keys.make_error(
                 f"{name}.{key}", value, f"the type {rope_type} has no such key, or it is not supported"
             )

@@ -59,7 +59,7 @@ OPTIMIZER = "optimizer"
 DATA_PARALLEL = (GATHER, REDUCE, SEPARATE)
 # Kinds after a step's last compute, in this order.
 TAIL = (GARBAGE, NORMS, EMBEDDING, REDUCE, SEPARATE, CLIP, OPTIMIZER)
-KINDS = (*COMPUTE, *TRANSFERS, GATHER, *TAIL)
+KINDS = COMPUTE + tuple(TRANSFERS) + (GATHER,) + TAIL
 
 # Column of the file -> attribute and DuckDB's type.
 _COLUMNS = {
@@ -143,7 +143,7 @@ class OperationTrace:
             codes[self.kind == name] = code
         additional, inverse = np.unique(self.kind[codes < 0], return_inverse=True)
         codes[codes < 0] = len(names) + inverse.ravel()
-        return [*names, *additional.tolist()], codes
+        return names + additional.tolist(), codes
 
 
 def make_trace(columns: dict[str, Any]) -> OperationTrace:
@@ -189,7 +189,7 @@ def read_trace(path: Path) -> OperationTrace:
             if missing:
                 raise DataError(
                     f"{path} lacks the columns {', '.join(missing)}; a trace has {', '.join(_COLUMNS)}, see "
-                    "docs/observe.md"
+                    "docs/lower-mfu.md"
                 )
             selected = [f"CAST({column} AS {kind}) AS {name}" for column, (name, kind) in _COLUMNS.items()]
             if "waited" in names:

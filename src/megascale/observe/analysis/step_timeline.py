@@ -38,7 +38,7 @@ _VIEWS = {"pipeline": (1, (2, 0, 1)), "tensor": (0, (2, 1, 0)), "data": (2, (1, 
 # shown ranks, their pipelines and their tensor peers are read.
 _MAX_READ_RANKS = 256
 _NO_WAIT = 100_000  # nanoseconds; a shorter wait was for a message that had already arrived
-_SCHEDULE_ACTIONS = {SPAN_OF_ACTION[kind].label: kind for kind in (*COMPUTES, *SENDS, *RECEIVES)}
+_SCHEDULE_ACTIONS = {SPAN_OF_ACTION[kind].label: kind for kind in COMPUTES + SENDS + RECEIVES}
 # Direction of the message that a compute awaits.
 _INPUT_DIRECTIONS = {
     SpanKind.FORWARD.label: "forward",

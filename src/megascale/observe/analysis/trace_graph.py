@@ -41,6 +41,7 @@ from megascale.observe.analysis.operation_trace import (
     FORWARD,
     GARBAGE,
     GATHER,
+    KINDS,
     REDUCE,
     SEPARATE,
     TAIL,
@@ -427,8 +428,7 @@ class _Dependencies:
             fed = forwards[(self.chunk[forwards] == chunk) | (chunk < 0)]
             if len(fed):
                 self.before[int(fed[0])].append(gather)
-        known_kinds = [*COMPUTE, *TRANSFERS, GATHER, *TAIL]
-        for node in np.flatnonzero((self.stage == stage) & ~np.isin(self.kind, known_kinds)).tolist():
+        for node in np.flatnonzero((self.stage == stage) & ~np.isin(self.kind, KINDS)).tolist():
             self._await_compute(node, int(self.computes[-1]))
 
     def _match_transfers(self, stage: int, kind: str) -> None:

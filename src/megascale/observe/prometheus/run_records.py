@@ -47,12 +47,8 @@ class RunRecords:
         for cause, count in sorted(self._restarts.items()):
             restarts.add(count, cause=cause.replace(" ", "_"))
         mismatches = Family("megascale_checksum_mismatches_total", "counter", "Replicas whose weights differed.")
-        return [
-            *self._speed_families(),
-            *self._time_families(is_alive),
-            restarts,
-            mismatches.add(self._mismatches),
-        ]
+        counters = [restarts, mismatches.add(self._mismatches)]
+        return self._speed_families() + self._time_families(is_alive) + counters
 
     def _count_events(self) -> None:
         new_count = self._reader.event_count - self._processed

@@ -89,7 +89,7 @@ class ProgressReader:
 
     def __init__(self, patterns: Sequence[str]) -> None:
         own = [ProgressPattern("foreign.patterns", pattern, example="") for pattern in patterns]
-        rows = (*own, *sorted(SHIPPED, key=lambda row: row.trainer == "Hugging Face Trainer"))
+        rows = own + sorted(SHIPPED, key=lambda row: row.trainer == "Hugging Face Trainer")
         self._rows = [(re.compile(row.pattern), row) for row in rows]
 
     def read(self, line: str) -> Reading | None:

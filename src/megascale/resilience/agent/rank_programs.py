@@ -169,7 +169,7 @@ class OwnTrainer(RankProgram):
         arguments = ["train", str(self._settings)]
         if not self._shared:
             arguments.append(f"--train.runs={self._run.parent}")
-        self._arguments = (*arguments, *order.words)
+        self._arguments = tuple(arguments) + tuple(order.words)
 
     def make_fork(self, rank: int, attempt: int, environment: Mapping[str, str], log: Path) -> Fork:
         """Return the order to fork a rank of `megascale train`."""
@@ -219,8 +219,10 @@ class ForeignProgram(RankProgram):
         for folder in (self._status, self._flight):
             folder.mkdir(exist_ok=True)
         for rank in order.ranks:
-            files = [*self._status.glob(f"rank-{rank}.*"), *self._flight.glob(f"rank-{rank}.*")]
-            for file in (*files, self._flight / f"nccl_trace_rank_{rank}"):
+            files = [self._flight / f"nccl_trace_rank_{rank}"]
+            files += self._status.glob(f"rank-{rank}.*")
+            files += self._flight.glob(f"rank-{rank}.*")
+            for file in files:
                 file.unlink(missing_ok=True)
         self._last_rank = order.world - 1
         self._environment = self._make_environment(order)

@@ -76,7 +76,7 @@ _FAULTS = (
     Fault("flapping-node", "node", False, "a node's agent is killed three times", "evicted at the third"),
     Fault("kill-driver", "run", False, "SIGKILL to the driver", "training continues; launch again takes over"),
     Fault("redis-loss", "run", False, "the Redis server of the rendezvous ends", "training continues"),
-    Fault("partition", "node", False, "packets to a node's address are dropped", "missed heartbeats, replaced"),
+    Fault("partition", "node", False, "packets to a node's agent are dropped", "an alert while its ranks train"),
     Fault("slow-link", "node", False, "the run's network is slowed down", "slower steps, an alert"),
 )
 FAULTS = {fault.kind: fault for fault in _FAULTS}

@@ -87,8 +87,8 @@ def finish_times(
         sizes: [F] bytes; a flow of 0 is done when it starts.
         bandwidth: [E] bytes/s.
         tolerance: rates are computed anew only once per this share of the time since the start: a step of 12,288 GPUs
-            then takes some hundred rounds instead of ten thousand. What a flow frees waits for the others so long, so
-            that finish times may be late by about this share, never early.
+            then takes some hundred rounds instead of ten thousand. Other flows get freed bandwidth only at the next
+            computation, so finish times may be late by about this share, never early.
         starts: [F] seconds at which flows begin; default all at 0.
     """
     if (sizes < 0).any():

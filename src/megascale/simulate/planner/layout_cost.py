@@ -28,8 +28,8 @@ RESERVE_GIB = 4.0
 # and backward: 0.36 of the time at 1,024 of 8,192 tokens, 0.98 at 512 of 2,048). Above WINDOW_PAYS it is not worth it.
 WINDOW_OVERHEAD = 600.0
 WINDOW_PAYS = 0.9
-# What a FLOP takes in those of a bfloat16 layer, by the simulator's calibration to H200s (gpt-13b): of the logits, with
-# their loss; of float8 linear layers, with their casts.
+# Time per FLOP of the logits with their loss, and of float8 linear layers with their casts. Both are relative to a
+# bfloat16 layer and come from the calibration of the simulator to H200s (gpt-13b).
 LOGITS_TIME = 1.25
 FLOAT8_TIME = 0.6
 _REPLAYED = 4_000_000  # actions, over all splits tried at once
@@ -151,9 +151,9 @@ class LayoutCost:
         """Layers of each chunk that make the step shorter, and by what share; None if no move of layers does.
 
         The default split evens out the stages' work. But the first stage begins first and ends last, while the others
-        wait for its first results and it for nobody's: with some more work on it the bubble is filled. Found by moving
-        one layer at a time off the busiest stage and replaying, or then half a layer where blocks divide, so it is no
-        proof that no better one exists.
+        wait for its first results: with some more work on it the bubble is filled. The search moves one layer at a time
+        off the busiest stage and replays the schedule, and then half a layer where blocks divide. A better split may
+        exist.
         """
         stages, counts = self.layout.grid.pipeline, [chunk.layer_count for chunk in self.layout.layers]
         if stages == 1:
@@ -224,20 +224,35 @@ class LayoutCost:
                 f"parallel.tensor={grid.tensor} reaches beyond a host of {parallel.gpus_per_host} GPUs: gathers and "
                 "scatters of every layer cross the network"
             )
-        if parallel.zero == 2:
-            saved = self._zero_saving() / GIB
-            if saved > 0:
-                text = f"saves {saved:.1f} GiB"
-            else:
-                text = f"needs {-saved:.1f} GiB more, not less (too few chunks)"
-            notes.append(
-                f"parallel.zero=2 reduces gradients {self.layout.microbatches} times a step where parallel.zero=1 "
-                f"reduces once, and {text}"
-            )
+        if parallel.zero >= 2:
+            notes.append(self._describe_sharding())
         return notes
 
+    def _describe_sharding(self) -> str:
+        """Return what parallel.zero=2 or 3 costs and saves."""
+        zero = self.config.parallel.zero
+        if self.layout.grid.shards == 1:
+            return f"parallel.zero={zero} shards nothing: there is one data-parallel rank"
+        saved = self._zero_saving() / GIB
+        if saved > 0:
+            text = f"saves {saved:.1f} GiB"
+        else:
+            text = f"needs {-saved:.1f} GiB more, not less (few and small blocks)"
+        count = self.layout.microbatches
+        cost = f"parallel.zero={zero} reduces gradients {count} times per step where parallel.zero=1 reduces once, "
+        if zero == 3:
+            gathered = max(self.traffic(stage).data_gather for stage in self.stages) / GIB
+            cost += f"gathers {gathered:.0f} GiB of parameters per rank and step, "
+        return f"{cost}and {text}"
+
+    def _shares_embedding(self) -> bool:
+        """Return whether one stage of several has both ends of a model with tied embeddings."""
+        has_both_ends = len(self.layout.chunk_map.end_stages) == 1 and self.layout.grid.pipeline > 1
+        return has_both_ends and self.config.model.tied_embeddings
+
     def _zero_saving(self) -> int:
-        alternative = self._changed(parallel={"zero": 1}, kernels={"graphs": "off"})  # which zero=2 does not have
+        # ZeRO-2 and 3 have no graphs.
+        alternative = self._changed(parallel={"zero": 1}, kernels={"graphs": "off"})
         return max(m.total for m in alternative.memory) - max(m.total for m in self.memory)
 
     def _changed(self, **sections: dict[str, Any]) -> LayoutCost:
@@ -266,8 +281,11 @@ class LayoutCost:
                 tries.append((f"--parallel.recompute={less}", {"parallel": {"recompute": less}}))
         if train.micro_batch > 1:
             tries.append(("--train.micro_batch=1", {"train": {"micro_batch": 1}}))
-        if parallel.zero < 2 and not (parallel.pipeline == 1 and parallel.virtual_stages > 1):
-            tries.append(("--parallel.zero=2", {"parallel": {"zero": 2}}))
+        if self.layout.grid.shards > 1 and not self._shares_embedding():
+            if parallel.zero < 2 and not (parallel.pipeline == 1 and parallel.virtual_stages > 1):
+                tries.append(("--parallel.zero=2", {"parallel": {"zero": 2}}))
+            if parallel.zero < 3:
+                tries.append(("--parallel.zero=3", {"parallel": {"zero": 3}}))
         if parallel.recompute != "full":
             tries.append(("--parallel.recompute=full", {"parallel": {"recompute": "full"}}))
         return [text for text, change in tries if self._changed(**change).fits]

@@ -54,8 +54,8 @@ def scrape(result: Served, token: str | None = None) -> dict[str, float]:
             match = _SAMPLE.match(line)
             assert match, line
             assert match[2].startswith(LABELS), line
-            rest = match[2].removeprefix(LABELS).removeprefix(",").removesuffix("}")
-            samples[match[1] + (f"{{{rest}}}" if rest else "")] = float(match[3])
+            label_text = match[2].removeprefix(LABELS).removeprefix(",").removesuffix("}")
+            samples[match[1] + (f"{{{label_text}}}" if label_text else "")] = float(match[3])
     return samples
 
 
@@ -133,7 +133,7 @@ def test_its_end_is_read_or_waited_for_in_vain_or_a_person_goes_on(end):
     scrapes.note(current)
     lines: list[str] = []
     job = SimpleNamespace(entered=current + 0.001, phase=Phase.DONE)
-    driver = SimpleNamespace(job=job, log_line=lambda who, text: lines.append(text))
+    driver = SimpleNamespace(job=job, log_line=lambda source, text: lines.append(text))
 
     async def wait() -> None:
         loop = asyncio.get_running_loop()
@@ -278,10 +278,10 @@ needs_prometheus = pytest.mark.skipif(
 class Webhook(BaseHTTPRequestHandler):
     """Keeps what an Alertmanager posts."""
 
-    told: ClassVar[list[dict]] = []
+    answers: ClassVar[list[dict]] = []
 
     def do_POST(self) -> None:
-        self.told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.answers.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self.send_response(200)
         self.end_headers()
 
@@ -314,7 +314,7 @@ def daemon(tmp_path):
 @pytest.mark.skipif(not shutil.which("prometheus-alertmanager"), reason="prometheus-alertmanager is not installed")
 def test_prometheus_scrapes_it_and_alertmanager_calls(served, tmp_path, daemon):  # noqa: F811
     """The test uses the driver's token and the shipped rules with short times. The loss is NaN."""
-    Webhook.told.clear()
+    Webhook.answers.clear()
     hook = HTTPServer(("127.0.0.1", 0), Webhook)
     threading.Thread(target=hook.serve_forever, daemon=True).start()
     served.driver.observations.record_steps(
@@ -343,7 +343,7 @@ def test_prometheus_scrapes_it_and_alertmanager_calls(served, tmp_path, daemon):
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 60
-        while not Webhook.told:
+        while not Webhook.answers:
             assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-2000:]
             assert server.poll() is None, (tmp_path / "log").read_text()[-2000:]
             time.sleep(0.1)
@@ -353,6 +353,6 @@ def test_prometheus_scrapes_it_and_alertmanager_calls(served, tmp_path, daemon):
         assert (labels["run"], labels["job_name"]) == ("job", "job")
     finally:
         hook.shutdown()
-    alert = Webhook.told[0]["alerts"][0]
+    alert = Webhook.answers[0]["alerts"][0]
     assert (alert["status"], alert["labels"]["alertname"]) == ("firing", "MegascaleLossNotFinite")
     assert alert["labels"]["instance"] == target

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +34,7 @@ situations = st.builds(
     alive=st.booleans(),
     spares=st.integers(0, 2),
     slow_start=st.booleans(),
+    running=st.booleans(),
     time=st.just(1000.0),
 ).filter(lambda s: s.node or (s.reachable and s.alive and not s.evict))
 uses = st.lists(
@@ -49,8 +53,9 @@ def test_the_mildest_possible_action_within_its_budget(at, used):
     replaced = sum(u.action in ("spare", "replenish") for u in recent)
     may_retry = at.reachable and not at.evict and local["retry"] < 2
     may_respawn = at.alive and not at.evict and local["respawn"] < 1
-    if at.node and at.slow_start and not at.reachable and at.spares:
-        may_respawn = False  # an agent that comes anew on another machine takes longer than a spare
+    if at.node and (at.slow_start or at.running) and not at.reachable and at.spares:
+        # An agent that comes anew on another machine takes longer than a spare; one that runs is cut off.
+        may_respawn = False
     if may_retry:
         expected = "retry"
     elif may_respawn:
@@ -90,7 +95,7 @@ def test_a_start_that_a_node_explains_later_gives_back_its_own_budget_and_no_shr
 
 def test_the_journal_gives_back_a_retry_and_not_the_shrink_after_it(tmp_path):
     journal, _ = Journal.take(tmp_path, 5.0)
-    audit_log = AuditLog(tmp_path, journal, lambda who, text: None)
+    audit_log = AuditLog(tmp_path, journal, lambda source, text: None)
     audit_log.record(Event.RECOVERY_ACTION, attempt=1, action="retry")
     audit_log.record(Event.RECOVERY_ACTION, attempt=1, action="shrink")
     audit_log.record(Event.RECOVERY_ACTION, attempt=1, action="respawn", nodes=("n1",), explains=True)
@@ -127,6 +132,72 @@ def test_sizes_to_shrink_to_divide_everything(tensor, pipeline, micro, batch, no
             assert data * tensor * pipeline == count * per_node
             assert count <= nodes
             assert batch % (micro * data) == 0
+
+
+@given(
+    tensor=st.sampled_from([1, 2, 4]),
+    micro=st.integers(1, 3),
+    batch=st.integers(1, 24),
+    nodes=st.integers(1, 9),
+    per_node=st.sampled_from([1, 2, 4, 8]),
+    least=st.integers(1, 4),
+)
+@settings(max_examples=200, deadline=None)
+def test_all_sizes_that_fit_are_offered(tensor, micro, batch, nodes, per_node, least):
+    expected = []
+    for data in range(least, nodes * per_node + 1):
+        hosts, remainder = divmod(data * tensor, per_node)
+        if remainder == 0 and hosts <= nodes and batch % (micro * data) == 0:
+            expected.append((data, hosts))
+    assert data_sizes(_config(tensor, 1, micro, batch, least), per_node, nodes) == expected[::-1]
+
+
+def test_uses_of_the_journal_expire_on_this_processs_clock():
+    """Their age counts by the time of day; an event from the future counts as of now."""
+
+    def entry(time: float, action: str, *nodes: str, kind: str = "recovery_action"):
+        return SimpleNamespace(time=time, action=action, nodes=nodes, kind=kind, details={})
+
+    entries = [
+        entry(900.0, "retry", "n1", "n2"),
+        entry(1030.0, "shrink"),
+        entry(990.0, "retry", kind="hang"),
+        entry(990.0, "unknown"),
+    ]
+    assert list_past_uses(entries, 1000.0, 5000.0) == [Use(4900.0, "retry", "n1"), Use(5000.0, "shrink", "")]
+
+
+def test_a_budget_is_spent_for_just_its_period():
+    at = Situation("n1", False, True, True, spares=0, time=1000.0)
+    for age, action in ((99.9, "respawn"), (100.0, "retry")):
+        assert choose(CONFIG, at, [Use(1000.0 - age, "retry", "n1")] * 2).action == action
+    reasons = choose(CONFIG, at, [Use(1000.0, "retry", "n1")]).reasons
+    assert reasons == ("retry: use 2 of 2 for n1 in 100 s",)
+    nameless = Situation("", False, True, True, spares=1, time=1000.0)
+    spent = [Use(1000.0, "retry", "")] * 2 + [Use(1000.0, "respawn", "")]
+    assert choose(CONFIG, nameless, spent).reasons == (
+        "retry: all 2 uses without a node to blame in 100 s are spent",
+        "respawn: all 1 uses without a node to blame in 100 s are spent",
+        "spare: no node is to blame, so replacing one would be a guess",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"alive": False}, "respawn: not possible, n1 is down"),
+        ({"running": True}, "respawn: skipped, the agent of n1 runs but sends nothing"),
+        ({"slow_start": True}, "respawn: skipped, a spare takes over sooner than n1 starts again"),
+        ({"evict": True}, "retry and respawn: skipped, n1 is to be evicted"),
+    ],
+)
+def test_an_action_that_is_passed_over_is_explained(changes, reason):
+    at = replace(Situation("n1", False, False, True, spares=2, tested=1, time=1000.0), **changes)
+    choice = choose(CONFIG, at, [])
+    assert choice.action == "spare"
+    assert any(text.startswith(reason) for text in choice.reasons)
+    assert ("retry: not possible, the agent of n1 does not answer" in choice.reasons) == (not at.evict)
+    assert choice.reasons[-1] == "spare: 2 warm, 1 passed the self-checks; replacement 1 of 2 in 100 s"
 
 
 def test_data_parallelism_does_not_shrink_below_what_is_allowed():

@@ -72,6 +72,22 @@ def test_a_start_ends_in_the_step_of_those_to_blame_and_not_while_it_saves_or_lo
     for phase in ("", "start", "load", "save", "evaluate", "done", "failed"):
         assert progress.find_end_step(blamed, [trainer(1, phase, 7)]) == 0
     assert progress.find_end_step(blamed, [trainer(1, "failed", 0)]) == 0  # an error before the first step
+    # Of several steps, that of most ranks counts, and of all ranks only those to blame.
+    assert progress.find_end_step(absent, [trainer(0, "train", 8), trainer(1, "train", 7), trainer(2, "train", 7)]) == 7
+    assert progress.find_end_step(blamed, [trainer(0, "train", 8), trainer(1, "train", 7), trainer(2, "train", 8)]) == 7
+    assert progress.find_end_step(blamed, [trainer(0, "train", 8)]) == 0
+
+
+def test_equal_ends_are_counted_from_the_last_one():
+    assert progress.count_equal_ends(JobState("a")) == (0, 0)
+    assert progress.count_equal_ends(replace(JobState("a"), ends=(7, 3, 7, 7))) == (7, 2)
+    job = replace(JobState("a"), step=5, best=5, ends=(3,), starts_without_progress=1)
+    assert progress.count_start(job, 6) == {"starts_without_progress": 2, "ends": (3, 6)}
+    assert progress.count_start(replace(job, step=6), 6) == {"best": 6, "starts_without_progress": 0, "ends": (6,)}
+    ends = progress.count_start(replace(job, ends=tuple(range(50))), 99)["ends"]
+    assert ends == (*range(1, 50), 99)
+    assert "brought no step beyond 5 (resilience.no_progress_limit=3)" in progress.explain_no_progress(job, 3)
+    assert "brought no step at all" in progress.explain_no_progress(replace(job, best=0), 3)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 10)), max_size=60), st.integers(1, 8))

@@ -47,7 +47,7 @@ def test_a_node_that_has_stopped_and_is_lost_before_the_start_gets_no_ranks():
     placement = Placement(
         job=SimpleNamespace(state=state, entered=100.0, apply=events.append),
         nodes=nodes,
-        attempts=SimpleNamespace(order=3, begin=lambda now: events.append(JobEvent.BEGUN)),
+        attempts=SimpleNamespace(order=3, begin=lambda time: events.append(JobEvent.BEGUN)),
         recovery=None,
         checks=None,
         settings=SimpleNamespace(limits=ResilienceConfig(window=5.0)),

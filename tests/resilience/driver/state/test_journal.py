@@ -242,8 +242,8 @@ def driver(run, journal: Journal) -> Driver:
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(kept=st.integers(0, 12), evicted=st.integers(-1, 11), garbled=st.integers(0, 11))
-def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, kept, evicted, garbled):
+@given(remaining=st.integers(0, 12), evicted=st.integers(-1, 11), garbled=st.integers(0, 11))
+def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, remaining, evicted, garbled):
     run = tmp_path_factory.mktemp("run")
     journal, _ = Journal.take(run, 0.05)
     stored = driver(run, journal)
@@ -257,20 +257,20 @@ def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, kept, evicte
     noted = journal.events()
     journal.close()
     db = sqlite3.connect(run / FILE)
-    db.execute("DELETE FROM events WHERE id > ?", (kept,))
+    db.execute("DELETE FROM events WHERE id > ?", (remaining,))
     db.commit()
     db.close()
     text = (run / "events.jsonl").read_bytes().splitlines()
     text[garbled] = text[garbled][: len(text[garbled]) // 2]
-    (run / "events.jsonl").write_bytes(b"\n".join([b'{"time": 1.0, "event": "evaluated", "step": 5}', *text]))
+    (run / "events.jsonl").write_bytes(b"\n".join([b'{"time": 1.0, "event": "evaluated", "step": 5}'] + list(text)))
     repeated, damaged = Journal.take(run, 0.05)
     assert not damaged
     recalled = restore_lost_events(repeated, run)
-    expected = [e for i, e in enumerate(noted) if i < kept or i != garbled]
+    expected = [e for i, e in enumerate(noted) if i < remaining or i != garbled]
     assert [e.__dict__ | {"id": 0} for e in repeated.events()] == [e.__dict__ | {"id": 0} for e in expected]
-    assert recalled.count == len(expected) - kept
+    assert recalled.count == len(expected) - remaining
     assert recalled.attempt == 3
-    back = kept <= evicted != garbled
+    back = remaining <= evicted != garbled
     assert recalled.evicted == (("n7",) if back else ())
     assert [record.state for record in repeated.nodes().values()] == (["evicted"] if back else [])
     assert restore_lost_events(repeated, run).count == 0

@@ -172,7 +172,7 @@ def test_a_driver_whose_journal_was_replaced_is_over(tmp_path):
 def test_budgets_expire_though_the_clock_was_set_back(back, retries, tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     journal, _ = Journal.take(run, 0.1)
-    audit_log = AuditLog(run, journal, lambda who, text: None)
+    audit_log = AuditLog(run, journal, lambda source, text: None)
     for _ in range(retries):
         audit_log.record("recovery_action", attempt=1, action="retry", nodes=("n0",))
     journal._db.execute("UPDATE events SET time = time + ?", (back,))  # the clock has gone back since

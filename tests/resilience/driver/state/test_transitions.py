@@ -35,24 +35,24 @@ from megascale.resilience.driver.state.transitions import (
 )
 
 NAMES = st.sampled_from(["n0", "n1", "n2"])
-FEW = st.integers(0, 9)
+COUNTS = st.integers(0, 9)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
-    "attempt": FEW,
+    "attempt": COUNTS,
     "placement": st.lists(NAMES, unique=True).map(tuple),
     "ranks_per_node": st.integers(1, 8),
     "data": st.integers(1, 8),
-    "master": st.tuples(NAMES, FEW),
+    "master": st.tuples(NAMES, COUNTS),
     "save": st.booleans(),
     "fresh": st.lists(NAMES, unique=True).map(tuple),
     "distrust": st.booleans(),
     "updating": st.booleans(),
-    "step": FEW,
-    "best": FEW,
-    "starts_without_progress": FEW,
-    "ends": st.lists(FEW, max_size=3).map(tuple),
-    "exit_code": FEW,
+    "step": COUNTS,
+    "best": COUNTS,
+    "starts_without_progress": COUNTS,
+    "ends": st.lists(COUNTS, max_size=3).map(tuple),
+    "exit_code": COUNTS,
     "reason": st.text(max_size=20),
-    "epoch": FEW,
+    "epoch": COUNTS,
     "recovery": st.lists(st.tuples(NAMES, st.sampled_from(["retry", "spare"])), max_size=2).map(tuple),
     "evicting": st.lists(NAMES, unique=True).map(tuple),
     "unexplained": st.booleans(),
@@ -77,7 +77,7 @@ def node_events(draw: st.DrawFn) -> tuple[NodeEvent, str, dict[str, Any]]:
     return draw(st.sampled_from(NodeEvent)), draw(NAMES), chosen
 
 
-STEPS = st.tuples(st.just("step"), FEW)
+STEPS = st.tuples(st.just("step"), COUNTS)
 EVENTS = st.lists(st.one_of(job_events(), node_events(), STEPS), max_size=40)
 
 

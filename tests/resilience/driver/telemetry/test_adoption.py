@@ -34,18 +34,18 @@ def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
     job.until("first_step", attempt=2)
     pids = [job.pid(0), job.pid(1)]
 
-    def again(damage) -> list[str]:
+    def adopt_again(damage) -> list[str]:
         """Kill the driver, damage the journal, and start a driver: what it tells until it has taken over."""
         job.process.kill()
         job.process.wait()
         damage()
         began = time.time()
 
-        def since() -> list[Entry]:
+        def list_new() -> list[Entry]:
             return [e for e in job.events() if e.time >= began]
 
         job.start()
-        adopted = job.wait(lambda: [e for e in since() if e.kind == "attempt_adopted"], "the adoption")
+        adopted = job.wait(lambda: [e for e in list_new() if e.kind == "attempt_adopted"], "the adoption")
         assert adopted[0].details["known"] <= 2
         job.until_step((job.run / "metrics.jsonl").read_text().count("\n") + 3)
         assert [job.pid(0), job.pid(1)] == pids, job.story()
@@ -53,7 +53,7 @@ def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
         reader.close()
         assert reader.job is not None
         assert (reader.job.attempt, reader.job.phase) == (2, Phase.RUNNING)
-        return [e.kind for e in since()]
+        return [e.kind for e in list_new()]
 
     def remove() -> None:
         for file in job.run.glob(f"{FILE}*"):
@@ -71,10 +71,10 @@ def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
         remove()
         (job.run / "events.jsonl").unlink()  # only the agents know
 
-    assert "journal_behind" in again(set_back)
-    assert "journal_damaged" in again(garble)
+    assert "journal_behind" in adopt_again(set_back)
+    assert "journal_damaged" in adopt_again(garble)
     assert [e.attempt for e in job.events() if e.kind == "attempt_started"] == [1, 2]  # its history is there
-    again(remove_all)
+    adopt_again(remove_all)
     job.seen = 0
     # It can still do all that a driver does: another fault, and an end on request.
     job.kill_rank(0)
@@ -138,7 +138,7 @@ class Channel:
     st.sampled_from([Phase.WAITING, Phase.PAUSED]),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agents, known, phase):
+def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agents, recorded, phase):
     """(attempt, whether its trainers run, whether they have done a step) of each agent; what the journal knows."""
     run = tmp_path_factory.mktemp("run")
     journal, _ = Journal.take(run, 0.05)
@@ -152,7 +152,7 @@ def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agen
             LocalCluster(ClusterRequest(run, Config())),
             ["train"],
             journal,
-            JobState("a", phase, known),
+            JobState("a", phase, recorded),
             unsure=True,
         )
         driver.adoption.wait_for_agents(time.monotonic())
@@ -168,13 +168,13 @@ def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agen
 
     driver, channels = asyncio.run(work())
     job = driver.job.state
-    adopted = newest >= known and stored[newest]
-    assert job.attempt == max(newest, known)
+    adopted = newest >= recorded and stored[newest]
+    assert job.attempt == max(newest, recorded)
     assert job.placement == (tuple(stored[newest]) if adopted else ())
     stepped = bool(adopted) and agents[int(stored[newest][0][1:])][2]
     assert job.phase == ((Phase.RUNNING if stepped else Phase.STARTING) if adopted else phase)
     for i, channel in enumerate(channels):
         assert ("stop" in channel.orders) == (not adopted or f"n{i}" not in stored[newest])
     assert ("attempt_adopted" in [e.kind for e in journal.events()]) == bool(adopted)
-    assert journal.job() == job or not (adopted or newest > known)
+    assert journal.job() == job or not (adopted or newest > recorded)
     journal.close()

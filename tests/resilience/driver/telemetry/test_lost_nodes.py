@@ -206,7 +206,7 @@ def test_a_driver_that_took_over_waits_for_agents_to_be_told_of_it(tmp_path):
 
 
 def test_a_node_that_gets_ranks_for_the_first_time_is_told_whose_checkpoints_they_go_on_from(tmp_path):
-    class Told(Channel):
+    class RecordingChannel(Channel):
         def send_message(self, do: str, **details: object) -> None:
             super().send_message(do, **details)
             if do == "start":
@@ -214,7 +214,7 @@ def test_a_node_that_gets_ranks_for_the_first_time_is_told_whose_checkpoints_the
 
     async def scene(driver, cluster, channels):
         node = driver.nodes["n2"]
-        node.channel = report = Told()
+        node.channel = report = RecordingChannel()
         driver.attempts.send_start(node)
         assert report.identity == ""
         (tmp_path / "identity").write_text("0123456789abcdef\n")

@@ -1,0 +1,59 @@
+"""Slots of whole chunks under ZeRO-3: which chunks of a stage share memory for their gathered parameters. No torch.
+
+A stage with more chunks than slots gathers a chunk when the schedule comes to it and keeps it until another chunk of
+the same slot is needed. In the steady state of interleaved 1F1B two chunks take turns, one forward and one backward.
+They must not share a slot, or each micro-batch would gather both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megascale.core.schedule import COMPUTES, ActionKind, Schedule
+
+CHUNK_SLOTS = 3
+
+
+def gathers_whole_chunks(virtual_stages: int) -> bool:
+    """Return whether ZeRO-3 gathers chunks as a whole: with more chunks per stage than slots."""
+    return virtual_stages > CHUNK_SLOTS
+
+
+def assign_chunk_slots(schedule: Schedule, stage: int) -> list[int]:
+    """Return the slot of each chunk of a stage, chosen so that a step gathers few times.
+
+    The search starts with slots in turn and moves single chunks while that saves gathers.
+    """
+    uses = list_chunk_uses(schedule, stage)
+    slots = [chunk % CHUNK_SLOTS for chunk in range(schedule.virtual_stages)]
+    best = len(list_chunk_gathers(uses, slots))
+    is_improved = True
+    while is_improved:
+        is_improved = False
+        for chunk in range(len(slots)):
+            for slot in range(CHUNK_SLOTS):
+                changed = [*slots[:chunk], slot, *slots[chunk + 1 :]]
+                count = len(list_chunk_gathers(uses, changed))
+                if count < best:
+                    slots, best, is_improved = changed, count, True
+    return slots
+
+
+def list_chunk_uses(schedule: Schedule, stage: int) -> list[int]:
+    """Return the chunks of a stage in the order of forwards and backwards; weight gradients read no parameters."""
+    uses = []
+    for kind, chunk, _ in schedule.table[stage].tolist():
+        if kind in COMPUTES and kind != ActionKind.BACKWARD_WEIGHT:
+            uses.append(chunk)
+    return uses
+
+
+def list_chunk_gathers(uses: Sequence[int], slots: Sequence[int]) -> list[int]:
+    """Return the chunks that a step gathers, in order, given the order of uses and the slot of each chunk."""
+    holders: dict[int, int] = {}
+    gathers = []
+    for chunk in uses:
+        if holders.get(slots[chunk]) != chunk:
+            holders[slots[chunk]] = chunk
+            gathers.append(chunk)
+    return gathers

@@ -1,0 +1,341 @@
+"""GEMMs of rows that are grouped by expert: each group of rows has a matrix of its own, and groups differ in size.
+
+The rows of a group follow each other. `offsets` on the device holds where groups begin, so that no size is read on the
+host and CUDA graphs can replay the launches. Rows are read through an index, without a permuted copy. Sums are in
+float32, in an order that depends on sizes alone.
+
+Forward and the gradient of the input have one program per tile of the result. `_plan_tiles_kernel` assigns the tiles of
+all groups to programs; at most one tile per group is incomplete. The gradient of a matrix has one program per tile of
+the matrix, which reads all rows of its group.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
+
+
+class Tiling(NamedTuple):
+    """Sizes of a kernel's tiles.
+
+    Attributes:
+        rows, columns: tile of the result.
+        inner: entries of the summed dimension per iteration.
+        grouped_rows: row tiles that are computed for each column tile in turn, so that the cache serves both inputs.
+        warps, stages: options of the compilation.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    inner: int = 64
+    grouped_rows: int = 8
+    warps: int = 8
+    stages: int = 4
+
+
+ROWS_TILING = Tiling()
+GRADIENT_TILING = Tiling()
+
+
+@jit
+def _plan_tiles_kernel(
+    offset_ptr, expert_ptr, row_ptr, experts, tiles, TILE_ROWS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    expert = tl.arange(0, EXPERTS)
+    first = tl.load(offset_ptr + expert, mask=expert < experts, other=0)
+    last = tl.load(offset_ptr + expert + 1, mask=expert < experts, other=0)
+    count = (last - first + TILE_ROWS - 1) // TILE_ROWS
+    end = tl.cumsum(count, 0)
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # A tile belongs to the first expert whose tiles end after it; empty experts have no tiles.
+    before = (end[None, :] <= tile[:, None]) & (expert[None, :] < experts)
+    owner = tl.sum(before.to(tl.int32), 1)
+    is_owner = expert[None, :] == owner[:, None]
+    start = tl.sum(tl.where(is_owner, first[None, :] - (end - count)[None, :] * TILE_ROWS, 0), 1)
+    tl.store(expert_ptr + tile, tl.where(owner < experts, owner, -1), mask=tile < tiles)
+    tl.store(row_ptr + tile, start + tile * TILE_ROWS, mask=tile < tiles)
+
+
+@jit
+def _rows_kernel(
+    x_ptr,
+    index_ptr,
+    weight_ptr,
+    out_ptr,
+    offset_ptr,
+    expert_ptr,
+    row_ptr,
+    tiles,
+    columns,
+    inner,
+    x_stride,
+    expert_stride,
+    column_stride,
+    inner_stride,
+    out_stride,
+    GATHERED: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_INNER: tl.constexpr,
+    GROUPED_ROWS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    column_tiles = tl.cdiv(columns, TILE_COLUMNS)
+    band = program // (GROUPED_ROWS * column_tiles)
+    within = program % (GROUPED_ROWS * column_tiles)
+    band_rows = tl.minimum(tiles - band * GROUPED_ROWS, GROUPED_ROWS)
+    tile = band * GROUPED_ROWS + within % band_rows
+    expert = tl.load(expert_ptr + tile)
+    if expert >= 0:
+        row = tl.load(row_ptr + tile) + tl.arange(0, TILE_ROWS)
+        is_row = row < tl.load(offset_ptr + expert + 1)
+        source = row
+        if GATHERED:
+            source = tl.load(index_ptr + row, mask=is_row, other=0)
+        column = within // band_rows * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+        k = tl.arange(0, TILE_INNER)
+        x_tile = x_ptr + source[:, None].to(tl.int64) * x_stride + k[None, :]
+        weight_tile = weight_ptr + expert.to(tl.int64) * expert_stride
+        weight_tile += column[None, :].to(tl.int64) * column_stride + k[:, None] * inner_stride
+        total = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
+        for start in range(0, inner, TILE_INNER):
+            if EVEN:
+                x = tl.load(x_tile, mask=is_row[:, None], other=0.0)
+                weight = tl.load(weight_tile)
+            else:
+                is_inner = k < inner - start
+                x = tl.load(x_tile, mask=is_row[:, None] & is_inner[None, :], other=0.0)
+                weight = tl.load(weight_tile, mask=is_inner[:, None] & (column[None, :] < columns), other=0.0)
+            total = tl.dot(x, weight, total, input_precision="ieee")
+            x_tile += TILE_INNER
+            weight_tile += TILE_INNER * inner_stride
+        out = out_ptr + row[:, None].to(tl.int64) * out_stride + column[None, :]
+        is_out = is_row[:, None] & (column[None, :] < columns)
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_out)
+
+
+@jit
+def _gradient_kernel(
+    dy_ptr,
+    x_ptr,
+    index_ptr,
+    out_ptr,
+    offset_ptr,
+    rows,
+    columns,
+    dy_stride,
+    x_stride,
+    GATHERED: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_INNER: tl.constexpr,
+    GROUPED_ROWS: tl.constexpr,
+):
+    expert = tl.program_id(1)
+    row_tiles = tl.cdiv(rows, TILE_ROWS)
+    column_tiles = tl.cdiv(columns, TILE_COLUMNS)
+    band = tl.program_id(0) // (GROUPED_ROWS * column_tiles)
+    within = tl.program_id(0) % (GROUPED_ROWS * column_tiles)
+    band_rows = tl.minimum(row_tiles - band * GROUPED_ROWS, GROUPED_ROWS)
+    row = (band * GROUPED_ROWS + within % band_rows) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = within // band_rows * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    first = tl.load(offset_ptr + expert)
+    last = tl.load(offset_ptr + expert + 1)
+    total = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
+    for start in range(first, last, TILE_INNER):
+        token = start + tl.arange(0, TILE_INNER)
+        is_token = token < last
+        source = token
+        if GATHERED:
+            source = tl.load(index_ptr + token, mask=is_token, other=0)
+        is_dy = is_token[:, None]
+        is_x = is_token[:, None]
+        if not EVEN:
+            is_dy = is_dy & (row[None, :] < rows)
+            is_x = is_x & (column[None, :] < columns)
+        dy = tl.load(dy_ptr + token[:, None].to(tl.int64) * dy_stride + row[None, :], mask=is_dy, other=0.0)
+        x = tl.load(x_ptr + source[:, None].to(tl.int64) * x_stride + column[None, :], mask=is_x, other=0.0)
+        total = tl.dot(tl.trans(dy), x, total, input_precision="ieee")
+    out = out_ptr + (expert.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
+    is_out = (row[:, None] < rows) & (column[None, :] < columns)
+    if ACCUMULATE:
+        total += tl.load(out, mask=is_out, other=0.0)
+    tl.store(out, total, mask=is_out)
+
+
+def plan_tiles(offsets: Tensor, rows: int, tile_rows: int = ROWS_TILING.rows) -> tuple[Tensor, Tensor]:
+    """Assign the row tiles of all groups to programs, on the device.
+
+    Args:
+        offsets: [experts + 1], int32.
+        rows: capacity, at least offsets[-1].
+
+    Returns:
+        The expert of each tile, -1 for tiles without rows, and the first row of each tile; int32 [tiles]. Their number
+        depends on sizes alone: there is room for an incomplete tile per expert.
+    """
+    experts = len(offsets) - 1
+    tiles = cdiv(rows, tile_rows) + experts
+    expert_of_tile = torch.empty(tiles, dtype=torch.int32, device=offsets.device)
+    row_of_tile = torch.empty(tiles, dtype=torch.int32, device=offsets.device)
+    block = 64
+    _plan_tiles_kernel[(cdiv(tiles, block),)](
+        offsets,
+        expert_of_tile,
+        row_of_tile,
+        experts,
+        tiles,
+        TILE_ROWS=tile_rows,
+        EXPERTS=max(2, next_power_of_2(experts)),
+        BLOCK=block,
+    )
+    return expert_of_tile, row_of_tile
+
+
+def multiply_groups_reference(
+    x: Tensor, weights: Tensor, offsets: Tensor, index: Tensor | None = None, transposed: bool = False
+) -> Tensor:
+    """Compute `multiply_groups` by a loop over experts; it reads the sizes of the groups on the host."""
+    bounds = offsets.tolist()
+    if index is None:
+        index = torch.arange(len(x), device=x.device)
+    out = x.new_zeros(len(index), weights.shape[2 if transposed else 1])
+    for expert, weight in enumerate(weights):
+        first, last = bounds[expert], bounds[expert + 1]
+        rows = x[index[first:last]]
+        torch.mm(rows, weight if transposed else weight.t(), out=out[first:last])
+    return out
+
+
+def multiply_groups(
+    x: Tensor,
+    weights: Tensor,
+    offsets: Tensor,
+    index: Tensor | None = None,
+    transposed: bool = False,
+    tiles: tuple[Tensor, Tensor] | None = None,
+    tiling: Tiling = ROWS_TILING,
+) -> Tensor:
+    """Multiply the rows of each group by the group's matrix, without gradients.
+
+    Args:
+        x: [tokens, inner].
+        weights: [experts, columns, inner]; with `transposed` [experts, inner, columns].
+        offsets: first row of each group in the result, and the end of the last group, int32 [experts + 1].
+        index: row of x for each row of the result [rows]; None: the same row.
+        transposed: multiply by the matrices instead of their transposes: the gradient of the input.
+        tiles: result of `plan_tiles` for these offsets, if known.
+
+    Returns:
+        [rows, columns] in x's type. Rows beyond the last group are undefined.
+    """
+    if not use_fused("grouped GEMM", x):
+        return multiply_groups_reference(x, weights, offsets, index, transposed)
+    rows = len(x if index is None else index)
+    column_dimension, inner_dimension = (2, 1) if transposed else (1, 2)
+    columns, inner = weights.shape[column_dimension], weights.shape[inner_dimension]
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    out = x.new_empty(rows, columns)
+    expert_of_tile, row_of_tile = tiles or plan_tiles(offsets, rows, tiling.rows)
+    tile_count = len(expert_of_tile)
+    _rows_kernel[(tile_count * cdiv(columns, tiling.columns),)](
+        x,
+        x if index is None else index,
+        weights,
+        out,
+        offsets,
+        expert_of_tile,
+        row_of_tile,
+        tile_count,
+        columns,
+        inner,
+        x.stride(0),
+        weights.stride(0),
+        weights.stride(column_dimension),
+        weights.stride(inner_dimension),
+        out.stride(0),
+        GATHERED=index is not None,
+        EVEN=columns % tiling.columns == 0 and inner % tiling.inner == 0,
+        TILE_ROWS=tiling.rows,
+        TILE_COLUMNS=tiling.columns,
+        TILE_INNER=tiling.inner,
+        GROUPED_ROWS=tiling.grouped_rows,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    return out
+
+
+def accumulate_group_gradients_reference(
+    main_grad: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    index: Tensor | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Compute `accumulate_group_gradients` by a loop over experts; it reads the sizes of the groups on the host."""
+    bounds = offsets.tolist()
+    if index is None:
+        index = torch.arange(len(x), device=x.device)
+    if overwrite:
+        main_grad.zero_()
+    for expert, gradient in enumerate(main_grad):
+        first, last = bounds[expert], bounds[expert + 1]
+        rows = x[index[first:last]].to(gradient.dtype)
+        gradient.addmm_(dy[first:last].to(gradient.dtype).t(), rows)
+
+
+def accumulate_group_gradients(
+    main_grad: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    index: Tensor | None = None,
+    overwrite: bool = False,
+    tiling: Tiling = GRADIENT_TILING,
+) -> None:
+    """Add the gradient of each group's matrix to `main_grad`, or overwrite it; groups without rows add zeros.
+
+    Args:
+        main_grad: [experts, columns, inner], contiguous, float32 or wider.
+        dy: gradient of the result [rows, columns].
+        x, offsets, index: as `multiply_groups` received them.
+    """
+    is_fused = main_grad.dtype == torch.float32 and use_fused("grouped GEMM", x)
+    if not is_fused:
+        accumulate_group_gradients_reference(main_grad, dy, x, offsets, index, overwrite)
+        return
+    experts, rows, columns = main_grad.shape
+    if dy.stride(-1) != 1:
+        dy = dy.contiguous()
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    _gradient_kernel[(cdiv(rows, tiling.rows) * cdiv(columns, tiling.columns), experts)](
+        dy,
+        x,
+        x if index is None else index,
+        main_grad,
+        offsets,
+        rows,
+        columns,
+        dy.stride(0),
+        x.stride(0),
+        GATHERED=index is not None,
+        EVEN=rows % tiling.rows == 0 and columns % tiling.columns == 0,
+        ACCUMULATE=not overwrite,
+        TILE_ROWS=tiling.rows,
+        TILE_COLUMNS=tiling.columns,
+        TILE_INNER=tiling.inner,
+        GROUPED_ROWS=tiling.grouped_rows,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )

@@ -1,0 +1,240 @@
+"""Gradients of units in slots: from ZeRO-2 on, a unit's whole gradient exists only until it is reduced.
+
+The matrices of a unit of the forward (a block, the embedding, the head) lie in buckets of their own. In backward a
+bucket is opened by the first operator that writes one of its gradients: the last user of the same memory is reduced and
+added to the rank's shard first. When its last gradient is complete, or when its memory is needed, the bucket is reduced
+over data-parallel ranks. The result is added to the float32 gradients of the rank's shard, which the first
+reduction of a step overwrites. Every micro-batch does so.
+
+Blocks use two slots in turn, so that one is reduced while the backward of the next block fills the other. Embedding
+and head, which may be much larger, use the memory of both. The address of a gradient never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from megascale import torch_private
+from megascale.core.schedule import ActionKind
+from megascale.parallel.buffer_layout import FlatLayout, find_gaps, find_unit_ranges
+from megascale.parallel.buffers import ParamAndGradBuffer
+from megascale.parallel.collectives import Axis, Pending
+from megascale.parallel.runtime import Runtime
+from megascale.parallel.slot_sink import SlotSink
+
+
+class BackwardState(Protocol):
+    """The state of a chunk's present backward.
+
+    Attributes:
+        kind: its kind.
+        contributions: additions to each parameter's gradient by a backward of each kind, as far as known.
+    """
+
+    kind: ActionKind
+    contributions: dict[ActionKind, list[int]]
+
+
+class GradientBucket:
+    """One bucket of a unit: its memory in the slots and its reduction.
+
+    Attributes:
+        start, stop: its elements of the slots' memory.
+        is_open: whether the present backward has added gradients that are not reduced yet.
+        is_reduced: whether this step has reduced the bucket, so that the next reduction is added.
+    """
+
+    def __init__(self, slots: GradientSlots, buffer: ParamAndGradBuffer, chunk: int, index: int, start: int) -> None:
+        self.slots = slots
+        self.chunk = chunk
+        self.index = index
+        self._buffer = buffer
+        self._span = buffer.layout.buckets[index]
+        self.start = start
+        self.stop = start + self._span.stop - self._span.start
+        self.grads = slots.memory[start : self.stop]
+        self._shard_grads = buffer.shards[index].grads
+        self.is_open = False
+        self.is_reduced = False
+        self._pending: Pending | None = None
+        # By kind of backward: ranges of `grads` that are zeroed, and parameters that a GEMM overwrites.
+        self._plans: dict[ActionKind, tuple[list[torch.Tensor], list[SlotSink]]] = {}
+        self._overwritten: list[SlotSink] = []
+        for i in self._span.members:
+            sink = buffer.sinks[i]
+            assert isinstance(sink, SlotSink)
+            first = buffer.layout.starts[i] - self._span.start
+            param = buffer.parameters[i]
+            sink.view = self.grads[first : first + param.numel()].view(param.shape)
+            sink.before_write = self.open_for_write
+
+    def overlaps(self, bucket: GradientBucket) -> bool:
+        """Return whether both use the same memory."""
+        return self.start < bucket.stop and bucket.start < self.stop
+
+    def open_for_write(self) -> None:
+        """Open the bucket if a backward is about to write one of its gradients."""
+        if not self.is_open and self.slots.is_writable:
+            self.open()
+
+    def open(self) -> None:
+        """Take the bucket's memory from its last user, and zero what no GEMM will overwrite."""
+        for bucket in [bucket for bucket in self.slots.active if bucket.overlaps(self)]:
+            bucket.reduce()
+            bucket.drain()
+        self.slots.active.append(self)
+        self.is_open = True
+        zeroed, self._overwritten = self._plan(self.slots.states[self.chunk])
+        if zeroed:
+            torch_private.foreach_zero_(zeroed)
+        for sink in self._overwritten:
+            sink.overwrite = True
+        self.slots.runtime.stream.wait_for_main()
+
+    def _plan(self, state: BackwardState) -> tuple[list[torch.Tensor], list[SlotSink]]:
+        """Return the ranges to zero and the sinks to overwrite in a backward of the present kind."""
+        plan = self._plans.get(state.kind)
+        if plan is not None:
+            return plan
+        contributions = state.contributions.get(state.kind)
+        if contributions is None:
+            return [self.grads], []
+        overwritten = []
+        spans = []
+        for i in self._span.members:
+            sink = self._buffer.sinks[i]
+            assert isinstance(sink, SlotSink)
+            if contributions[i] == 1 and sink.by_gemm:
+                overwritten.append(sink)
+                first = self._buffer.layout.starts[i] - self._span.start
+                spans.append((first, first + sink.view.numel()))
+        zeroed = [self.grads[first:last] for first, last in find_gaps(0, self.stop - self.start, spans)]
+        self._plans[state.kind] = zeroed, overwritten
+        return self._plans[state.kind]
+
+    def reduce(self) -> None:
+        """Start the reduction of an open bucket."""
+        if not self.is_open:
+            return
+        self.slots.runtime.stream.synchronize()
+        for sink in self._overwritten:
+            if sink.overwrite:
+                sink.view.zero_()
+                sink.overwrite = False
+        self.is_open = False
+        self._pending = self.slots.start_reduction(self.grads, self._buffer.axes.reduce)
+
+    def drain(self) -> None:
+        """Wait for the reduction in flight and add it to the shard's gradients."""
+        assert self._pending is not None
+        reduced = self._pending.wait()
+        self._pending = None
+        if self.is_reduced:
+            self._shard_grads.add_(reduced)
+        else:
+            self._shard_grads.copy_(reduced)
+        self.is_reduced = True
+        self.slots.active.remove(self)
+
+    def finish(self) -> None:
+        """Zero the shard's gradients if no backward of this step has added any."""
+        if not self.is_reduced:
+            self._shard_grads.zero_()
+
+
+class GradientSlots:
+    """The slots of a rank's chunks, which share them.
+
+    Args:
+        buffers: the chunks' buffers.
+        states: the present backward of each chunk.
+        start_reduction: starts to reduce a bucket's gradients over data-parallel ranks.
+        runtime: the rank's runtime.
+
+    Attributes:
+        memory: memory of all slots.
+        buckets: the buckets of units of each chunk; they precede all others of the chunk.
+        active: buckets that are open or whose reduction is in flight.
+        is_writable: whether a backward is running, so that reading a gradient's address announces a write.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[ParamAndGradBuffer],
+        states: Sequence[BackwardState],
+        start_reduction: Callable[[torch.Tensor, Axis], Pending],
+        runtime: Runtime,
+    ) -> None:
+        self.runtime = runtime
+        self.states = states
+        self.start_reduction = start_reduction
+        self.active: list[GradientBucket] = []
+        self.is_writable = False
+        layouts = [buffer.layout for buffer in buffers]
+        size, block_size = size_slots(layouts, [buffer.count_units() for buffer in buffers])
+        self.memory = torch.zeros(size, dtype=buffers[0].grad_dtype, device=buffers[0].params.device)
+        self.buckets: list[list[GradientBucket]] = []
+        for chunk, buffer in enumerate(buffers):
+            starts = find_slot_starts(buffer.layout, buffer.count_units(), block_size)
+            self.buckets.append(
+                [GradientBucket(self, buffer, chunk, index, start) for index, start in enumerate(starts)]
+            )
+
+    def begin_step(self) -> None:
+        """Let the first reduction of each bucket overwrite the shard's gradients."""
+        for bucket in self._all_buckets():
+            bucket.is_reduced = False
+
+    def reduce_chunk(self, chunk: int) -> None:
+        """Start the reductions of a chunk's open buckets, at the end of its backward."""
+        for bucket in list(self.active):
+            if bucket.chunk == chunk:
+                bucket.reduce()
+
+    def drain(self) -> None:
+        """Wait for all reductions in flight."""
+        for bucket in list(self.active):
+            if not bucket.is_open:
+                bucket.drain()
+
+    def finish(self) -> None:
+        """Reduce what is open, and wait until the shards have the sums of the step."""
+        for bucket in list(self.active):
+            bucket.reduce()
+            bucket.drain()
+        for bucket in self._all_buckets():
+            bucket.finish()
+
+    def _all_buckets(self) -> Iterable[GradientBucket]:
+        for buckets in self.buckets:
+            yield from buckets
+
+
+def size_slots(layouts: Sequence[FlatLayout], unit_counts: Sequence[int]) -> tuple[int, int]:
+    """Return the elements of all slots together, and of one of the two slots that blocks use in turn.
+
+    Args:
+        unit_counts: units of each chunk's forward; the first and the last one are not blocks.
+    """
+    largest = block_size = 0
+    for layout, count in zip(layouts, unit_counts, strict=True):
+        for unit, (start, stop) in find_unit_ranges(layout).items():
+            largest = max(largest, stop - start)
+            if 0 < unit < count - 1:
+                block_size = max(block_size, stop - start)
+    return max(largest, 2 * block_size), block_size
+
+
+def find_slot_starts(layout: FlatLayout, unit_count: int, block_size: int) -> list[int]:
+    """Return where each bucket of a unit starts in the slots' memory."""
+    ranges = find_unit_ranges(layout)
+    starts = []
+    for span, unit in zip(layout.buckets, layout.units, strict=True):
+        if unit is not None:
+            is_block = 0 < unit < unit_count - 1
+            slot_start = block_size * (unit % 2) if is_block else 0
+            starts.append(slot_start + span.start - ranges[unit][0])
+    return starts

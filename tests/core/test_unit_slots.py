@@ -1,0 +1,37 @@
+"""Slots of chunks under ZeRO-3: a step gathers each chunk once per round where the slots allow it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megascale.core.schedule import interleaved_1f1b
+from megascale.core.unit_slots import (
+    CHUNK_SLOTS,
+    assign_chunk_slots,
+    gathers_whole_chunks,
+    list_chunk_gathers,
+    list_chunk_uses,
+)
+
+
+def test_a_chunk_is_gathered_when_its_slot_has_another():
+    assert list_chunk_gathers([0, 0, 1, 2, 2, 0], [0, 1, 2]) == [0, 1, 2]
+    assert list_chunk_gathers([0, 0, 1, 1, 0], [0, 0]) == [0, 1, 0]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("virtual", [4, 5, 8])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_gathers_of_interleaved_1f1b(stages, virtual, rounds):
+    """Uses are 2 x chunks x micro-batches; gathers grow with rounds, and no choice in turn is better."""
+    size = 8
+    schedule = interleaved_1f1b(stages, virtual, rounds * size, micro_batch_group_size=size)
+    assert gathers_whole_chunks(virtual)
+    for stage in range(stages):
+        uses = list_chunk_uses(schedule, stage)
+        assert len(uses) == 2 * virtual * rounds * size
+        slots = assign_chunk_slots(schedule, stage)
+        assert set(slots) <= set(range(CHUNK_SLOTS))
+        count = len(list_chunk_gathers(uses, slots))
+        assert count <= len(list_chunk_gathers(uses, [chunk % CHUNK_SLOTS for chunk in range(virtual)]))
+        assert count <= 2 * virtual * rounds * 2

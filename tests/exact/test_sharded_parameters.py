@@ -1,0 +1,168 @@
+"""ZeRO-3 gives the one-process run's losses, gradients, weights and moments in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megascale.config import from_tree
+from megascale.core.memory import count_stage_parameters, count_stage_units
+from megascale.core.traffic import estimate_stage_traffic
+from megascale.parallel import parameter_slots
+from megascale.parallel.collectives import Axis, Pending, all_gather_into
+from megascale.parallel.parameter_slots import ParameterSlots
+from tests.exact.cases import TWO_LAYERS, Case, case
+from tests.exact.compare import assert_equal
+from tests.exact.training import FEW_STEPS, STEPS, Told, make_engine, run_step, train
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+UNTIED = {"tied_embeddings": False}
+CASES = {
+    "accumulation, tied": case(data=2, microbatches=3, zero=3, parallel={"bucket_elements": 700}),
+    "accumulation, untied, LAMB": case(
+        data=4, microbatches=2, zero=3, model={**UNTIED, "head_bias": True}, optimizer={"name": "lamb"}
+    ),
+    "full recompute, dropout": case(
+        data=2, microbatches=2, zero=3, model={**UNTIED, "dropout": 0.1}, parallel={"recompute": "full"}
+    ),
+    "selective recompute, parallel block, TP2, Muon": case(
+        2,
+        data=2,
+        microbatches=2,
+        zero=3,
+        model={**UNTIED, "block": "parallel", "activation": "swiglu", "positions": "rotary"},
+        parallel={"recompute": "selective"},
+        optimizer={"name": "muon"},
+    ),
+    "TP2, nothing overlapped": case(
+        2, data=2, microbatches=2, zero=3, model=UNTIED, overlap={"tensor": "off", "data": False}
+    ),
+    "one micro-batch": case(data=2, microbatches=1, zero=3, model=TWO_LAYERS),
+    "two stages of one chunk, tied": case(1, 2, 2, microbatches=3, zero=3, model={"layers": 3}),
+    "two stages of two chunks, untied": case(1, 2, 2, virtual=2, microbatches=4, zero=3, model=UNTIED),
+    "two stages of five chunks": case(1, 2, 2, virtual=5, microbatches=4, zero=3, model={**UNTIED, "layers": 10}),
+    "two stages of five chunks, tied, full recompute, LAMB": case(
+        1,
+        2,
+        2,
+        virtual=5,
+        microbatches=3,
+        zero=3,
+        model={"layers": 11},
+        parallel={"recompute": "full"},
+        optimizer={"name": "lamb"},
+    ),
+    "four chunks on one stage, one round": case(
+        data=2,
+        virtual=4,
+        microbatches=3,
+        zero=3,
+        model=UNTIED,
+        parallel={"micro_batch_group_size": 3},
+    ),
+    "layers divided between chunks": case(
+        1, 2, 2, virtual=2, microbatches=2, zero=3, model={"layers": 3}, parallel={"layer_split": [0.5, 1, 1, 0.5]}
+    ),
+}
+
+
+@contextmanager
+def poisoned_slots() -> Iterator[None]:
+    """Fill a slot with NaN when its unit is not in use."""
+    with mock.patch.object(ParameterSlots, "poisons", True):
+        yield
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_zero_3_is_exact_and_reads_no_released_slot(name, pool, one_process):
+    layout: Case = CASES[name]
+    result = pool.run(train, layout.world, layout.tree, FEW_STEPS, poisoned_slots)
+    assert_equal(one_process(layout.twin, FEW_STEPS), result, from_tree(layout.tree).model)
+
+
+@pytest.mark.parametrize("name", ["accumulation, tied", "full recompute, dropout", "two stages of five chunks"])
+def test_zero_3_is_exact_where_slots_stay_gathered(name, pool, one_process):
+    layout: Case = CASES[name]
+    result = pool.run(train, layout.world, layout.tree, STEPS)
+    assert_equal(one_process(layout.twin, STEPS), result, from_tree(layout.tree).model)
+
+
+def count_gathers(rank: int, world: int, tree: dict[str, Any]) -> tuple[int, int, int]:
+    """Return the gathers of units in the second step, their bytes, and the planner's bytes."""
+    engine = make_engine(rank, world, tree)
+    report = Told()
+    run_step(engine, 1, report)
+    slots = engine.data_parallel.parameter_slots
+    assert slots is not None
+    before = slots.gathers
+    nbytes = 0
+    gather = all_gather_into
+
+    def count_bytes(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Pending:
+        nonlocal nbytes
+        nbytes += out.nbytes
+        return gather(out, shard, axis)
+
+    with mock.patch.object(parameter_slots, "all_gather_into", count_bytes):
+        run_step(engine, 2, report)
+        engine.synchronize()
+    layout, stage = engine.layout, engine.pipeline.stage
+    model, parallel = layout.config.model, layout.config.parallel
+    traffic = estimate_stage_traffic(model, parallel, layout.grid, layout.schedule(), stage, 1, "float64")
+    resident = count_stage_parameters(model, parallel, stage) - count_stage_units(model, parallel, stage).sharded
+    planned = traffic.data_gather / (1 - 1 / layout.grid.shards) - 8 * resident
+    return slots.gathers - before, nbytes, round(planned)
+
+
+# Five blocks: a micro-batch's forward gathers embedding, blocks and head, and its backward the three blocks that the
+# slots have lost. Full recompute gathers no more. The next forward finds two blocks in their slots.
+FIVE_BLOCKS = {**UNTIED, "layers": 5}
+
+
+@pytest.mark.parametrize(
+    ("layout", "counts"),
+    [
+        (case(data=2, microbatches=1, zero=3, model=FIVE_BLOCKS), [7 + 3]),
+        (case(data=2, microbatches=1, zero=3, model=FIVE_BLOCKS, parallel={"recompute": "full"}), [7 + 3]),
+        (case(data=2, microbatches=2, zero=3, model=FIVE_BLOCKS), [2 * (7 + 3) - 2]),
+        # Rounds of all eight micro-batches: forward gathers each chunk once, and backward the two that are lost.
+        (
+            case(
+                data=2,
+                virtual=5,
+                microbatches=8,
+                zero=3,
+                model=FIVE_BLOCKS,
+                parallel={"micro_batch_group_size": 8},
+            ),
+            [5 + 2],
+        ),
+        # Two rounds of four micro-batches on two stages: far fewer gathers than the 2 x 5 x 8 uses of a chunk.
+        (
+            case(
+                1,
+                2,
+                2,
+                virtual=5,
+                microbatches=8,
+                zero=3,
+                model={**UNTIED, "layers": 10},
+                parallel={"micro_batch_group_size": 4},
+            ),
+            None,
+        ),
+        (case(1, 2, 2, microbatches=3, zero=3, model={"layers": 8}), None),
+    ],
+    ids=["one micro-batch", "full recompute", "two micro-batches", "one round", "two rounds", "1F1B"],
+)
+def test_gathers_of_a_step_are_those_of_the_planner(layout, counts, pool):
+    for count, nbytes, planned in pool.run(count_gathers, layout.world, layout.tree):
+        if counts is not None:
+            assert [count] == counts
+        assert nbytes == pytest.approx(planned, rel=0.03)  # buckets are padded

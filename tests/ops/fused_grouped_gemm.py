@@ -1,0 +1,102 @@
+"""Grouped GEMMs against a loop in float64: groups of any size, empty ones among them, read through an index."""
+
+from __future__ import annotations
+
+# First: it prepares the interpreter.
+from tests.ops import interpreted  # noqa: F401
+
+# isort: split
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.ops import dispatch
+from megascale.ops.grouped_gemm import (
+    Tiling,
+    accumulate_group_gradients,
+    accumulate_group_gradients_reference,
+    multiply_groups,
+    multiply_groups_reference,
+    plan_tiles,
+)
+from tests.ops.tools import TOLERANCE, distance
+
+TILING = Tiling(rows=16, columns=16, inner=16, grouped_rows=3)
+COUNTS = st.lists(st.sampled_from([0, 0, 1, 5, 16, 17]), min_size=1, max_size=4)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _fused():
+    with dispatch.Kernels("fused").as_current():
+        yield
+
+
+def make_offsets(counts: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+
+
+@settings(max_examples=20, deadline=None)
+@given(counts=COUNTS, spare=st.sampled_from([0, 3, 50]))
+def test_tiles_cover_each_row_of_each_group_once(counts, spare):
+    offsets = make_offsets(counts)
+    experts, rows = plan_tiles(offsets, sum(counts) + spare, 16)
+    covered = []
+    for expert, row in zip(experts.tolist(), rows.tolist(), strict=True):
+        if expert >= 0:
+            last = int(offsets[expert + 1])
+            covered += [(r, expert) for r in range(row, min(row + 16, last))]
+    assert covered == [(r, e) for e, n in enumerate(counts) for r in range(int(offsets[e]), int(offsets[e]) + n)]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    counts=COUNTS,
+    spare=st.sampled_from([0, 7]),
+    columns=st.sampled_from([16, 24, 48]),
+    inner=st.sampled_from([16, 32, 40]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    gathered=st.booleans(),
+    transposed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_rows_meet_the_matrix_of_their_group(counts, spare, columns, inner, dtype, gathered, transposed, seed):
+    generator = torch.Generator().manual_seed(seed)
+    offsets, rows = make_offsets(counts), sum(counts) + spare
+    tokens = 11 if gathered else rows
+    index = torch.randint(0, tokens, (rows,), generator=generator) if gathered else None
+    x = torch.randn(tokens, inner, generator=generator).to(dtype)
+    shape = (len(counts), inner, columns) if transposed else (len(counts), columns, inner)
+    weights = torch.randn(shape, generator=generator).to(dtype)
+    result = multiply_groups(x, weights, offsets, index, transposed, tiling=TILING)
+    expected = multiply_groups_reference(x.double(), weights.double(), offsets, index, transposed)
+    used = sum(counts)
+    assert result.dtype == dtype
+    assert distance(result[:used], expected[:used]) <= TOLERANCE[dtype]
+    assert dispatch.active()["grouped GEMM"] == "triton"
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    counts=COUNTS,
+    rows=st.sampled_from([16, 24]),
+    columns=st.sampled_from([32, 40]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    gathered=st.booleans(),
+    overwrite=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_gradients_of_matrices_sum_the_rows_of_their_group(counts, rows, columns, dtype, gathered, overwrite, seed):
+    generator = torch.Generator().manual_seed(seed)
+    offsets, total = make_offsets(counts), sum(counts)
+    tokens = 11 if gathered else total
+    index = torch.randint(0, tokens, (total,), generator=generator) if gathered else None
+    x = torch.randn(tokens, columns, generator=generator).to(dtype)
+    dy = torch.randn(total, rows, generator=generator).to(dtype)
+    main_grad = torch.randn(len(counts), rows, columns, generator=generator)
+    expected = main_grad.double()
+    accumulate_group_gradients(main_grad, dy, x, offsets, index, overwrite, tiling=TILING)
+    accumulate_group_gradients_reference(expected, dy.double(), x.double(), offsets, index, overwrite)
+    assert distance(main_grad, expected) <= TOLERANCE[torch.float32]

@@ -1,0 +1,207 @@
+"""Gradients and parameters of units in slots (ZeRO-2 and 3) on one process, with communication replaced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megascale.config import from_tree
+from megascale.core.batch import Batch
+from megascale.model.transformer import Chunk
+from megascale.parallel import parameter_slots
+from megascale.parallel.buffer_layout import BufferMember, find_gaps, lay_out
+from megascale.parallel.buffers import Axes, ParamAndGradBuffer
+from megascale.parallel.collectives import Axis, Pending
+from megascale.parallel.data_parallel import DataParallel
+from megascale.parallel.gradient_slots import size_slots
+from megascale.parallel.parameter_slots import ParameterUnit
+
+RANKS = 2
+LAYERS = 4
+
+
+class LateReduction:
+    """A reduction that returns this rank's shard late and poisons the slot: nothing may read it afterwards."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, grads: torch.Tensor, axis: Axis) -> Pending:
+        self.count += 1
+        result = grads.view(RANKS, -1)[axis.rank].clone()
+        grads.fill_(float("nan"))
+        return Pending(result)
+
+
+def make_data_parallel(
+    monkeypatch: pytest.MonkeyPatch, zero: int, rank: int, shares_block: bool = False, **options: Any
+) -> DataParallel:
+    model = {"hidden": 12, "heads": 4, "layers": LAYERS, "sequence_length": 8, "vocab_size": 21, "init_std": 0.2}
+    config = from_tree({"model": {**model, **options}}).model
+    module = Chunk(config, range(LAYERS), first=True, last=True, dtype=torch.float64)
+    if shares_block:
+        module.blocks[2] = module.blocks[0]
+    data = Axis(None, RANKS, rank)
+    buffer = ParamAndGradBuffer(module, torch.device("cpu"), Axes(data=data, reduce=data), zero)
+    data_parallel = DataParallel([buffer], microbatches=3)
+    data_parallel._start_reduction = CountedReduction()  # resident buffers hold the sums
+    if data_parallel.slots is not None:
+        data_parallel.slots.start_reduction = LateReduction()
+    slots = data_parallel.parameter_slots
+    if slots is None:
+        for param in buffer.parameters:
+            draw_values(param)
+        return data_parallel
+    for i in buffer.resident_params:
+        draw_values(buffer.parameters[i])
+    slots.fill(draw_values)
+    # Every unit's matrices as all ranks hold them together, by the address of this rank's shard.
+    wholes: dict[int, torch.Tensor] = {}
+    for unit in slots.units[0]:
+        if unit is not None:
+            unit.memory.zero_()
+            for param in unit.params:
+                draw_values(param)
+            for out, shard in unit._messages:
+                wholes[shard.data_ptr()] = out.clone()
+    slots.memory.fill_(float("nan"))
+    monkeypatch.setattr(
+        parameter_slots,
+        "all_gather_into",
+        lambda out, shard, axis: Pending(out, finish=lambda: out.copy_(wholes[shard.data_ptr()])),
+    )
+    slots.poisons = True
+    return data_parallel
+
+
+@torch.no_grad()
+def draw_values(param: torch.Tensor) -> None:
+    torch.nn.init.normal_(param, std=0.2, generator=torch.Generator().manual_seed(param.numel()))
+
+
+class CountedReduction:
+    """A reduction that changes nothing, and the number of its calls."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, grads: torch.Tensor, axis: Axis) -> Pending:
+        self.count += 1
+        return Pending(grads)
+
+
+def run_step(data: DataParallel, microbatches: int) -> None:
+    """Run forward and backward of a step's micro-batches, each with tokens of its own."""
+    data.begin_step()
+    for i in range(microbatches):
+        tokens = (torch.arange(8)[:, None] * (i + 1)) % 21
+        loss = data.buffers[0].module(tokens, Batch(tokens, tokens)).sum()
+        if data.slots is not None or i == microbatches - 1:
+            data.arm_reductions(0)
+        data.begin_backward(0)
+        loss.backward()
+        data.end_backward(0)
+    data.finish_reductions()
+
+
+def collect_shard(data: DataParallel) -> dict[tuple[str, int], torch.Tensor]:
+    """Return this rank's gradients by tensor and place in it."""
+    grads = {}
+    for shard in data.buffers[0].shards:
+        for extent in shard.extents:
+            grads[extent.piece.name, extent.piece_start] = shard.grads[extent.start : extent.stop].clone()
+    return grads
+
+
+def collect_expected(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], shares_block: bool, microbatches: int
+) -> dict[str, torch.Tensor]:
+    """Return the whole gradients, by tensor, of a step without sharding."""
+    data = make_data_parallel(monkeypatch, 0, 0, shares_block, **options)
+    run_step(data, microbatches)
+    return {name: grad for (name, _), grad in collect_shard(data).items()}
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("shares_block", [False, True], ids=["each block once", "a block used twice"])
+@pytest.mark.parametrize(
+    "options", [{"tied_embeddings": False}, {"block": "parallel", "activation": "swiglu"}], ids=["untied", "tied"]
+)
+def test_shards_have_the_sums_of_all_micro_batches(options, shares_block, rank, zero, monkeypatch):
+    """The first micro-batch overwrites the last step's sums, the others add, and a released slot is never read.
+
+    Units are reduced in every micro-batch, resident parameters once per step.
+    """
+    data = make_data_parallel(monkeypatch, zero, rank, shares_block, **options)
+    assert data.slots is not None
+    expected = collect_expected(monkeypatch, options, shares_block, microbatches=3)
+    for _ in range(3):
+        run_step(data, 3)
+        assert not data.slots.active
+        for (name, start), grad in collect_shard(data).items():
+            whole = expected[name].flatten()[start : start + grad.numel()]
+            torch.testing.assert_close(grad, whole, rtol=1e-12, atol=1e-14)
+    units = len(data.slots.buckets[0])
+    assert units == LAYERS - 2 * shares_block + 2 * ("block" not in options)
+    assert data.slots.start_reduction.count == 3 * 3 * units
+    assert data._start_reduction.count == 3 * len(data.buffers[0].resident_buckets)
+
+
+def test_the_embedding_is_not_gathered_for_backward(monkeypatch):
+    """Backward gathers the head and the blocks, last first, and never reads the embedding's slot."""
+    data = make_data_parallel(monkeypatch, 3, 0, tied_embeddings=False)
+    slots = data.parameter_slots
+    assert slots is not None
+    gathered: list[int] = []
+    start_gather = ParameterUnit.start_gather
+
+    def log_gather(unit: ParameterUnit) -> None:
+        gathered.append(slots.units[0].index(unit))
+        start_gather(unit)
+
+    monkeypatch.setattr(ParameterUnit, "start_gather", log_gather)
+    slots.prefetches = False
+    run_step(data, 1)
+    forward = list(range(LAYERS + 2))
+    assert gathered == forward + forward[-2:0:-1]
+
+
+def test_parameters_keep_their_addresses(monkeypatch):
+    """CUDA graphs may replay what reads and writes them: no gather and no backward moves a parameter or gradient."""
+    data = make_data_parallel(monkeypatch, 3, 0)
+    buffer = data.buffers[0]
+    parameters = [param.data_ptr() for param in buffer.parameters]
+    gradients = [sink.main_grad.data_ptr() for sink in buffer.sinks]
+    run_step(data, 2)
+    assert [param.data_ptr() for param in buffer.parameters] == parameters
+    assert [sink.main_grad.data_ptr() for sink in buffer.sinks] == gradients
+
+
+def test_a_unit_without_gradients_has_a_sum_of_zero(monkeypatch):
+    data = make_data_parallel(monkeypatch, 2, 0)
+    run_step(data, 1)
+    assert any(shard.grads.any() for shard in data.buffers[0].shards)
+    data.begin_step()
+    data.finish_reductions()
+    assert not any(shard.grads.any() for shard in data.buffers[0].shards)
+
+
+def test_slots_hold_two_blocks_or_the_largest_matrix():
+    """Layouts of blocks that are smaller, and larger, than half of the embedding."""
+    for block, table in ((100, 1000), (900, 1000)):
+        members = [BufferMember(table, True, (), unit=0)]
+        members += [BufferMember(block, True, (), unit=unit) for unit in (1, 2, 3)]
+        members.append(BufferMember(5, False, ("tensor",)))
+        layout = lay_out(members, 1, None)
+        assert [layout.units[bucket] for bucket in range(5)] == [3, 2, 1, 0, None]
+        size, block_size = size_slots([layout], [5])
+        assert block_size == -(-block // 64) * 64
+        assert size == max(1024, 2 * block_size)
+
+
+def test_gaps_between_spans():
+    assert find_gaps(0, 10, [(4, 6), (0, 2)]) == [(2, 4), (6, 10)]
+    assert find_gaps(3, 3, []) == []
