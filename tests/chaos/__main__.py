@@ -17,6 +17,7 @@ CAMPAIGNS: dict[str, str] = {
     "checkpoint": "tests.chaos.checkpoint.command",
     "loader": "tests.chaos.data.command",
     "soak": "tests.chaos.soak.command",
+    "families": "tests.chaos.families.command",
     "fuzz": "tests.chaos.fuzz.command",
     "hostile": "tests.chaos.hostile.command",
     "driver": "tests.chaos.driver.load",
