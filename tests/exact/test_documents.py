@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 
 DOCUMENTS = SampleFields(loss_weights=True, positions=True, max_documents=4)
 ROTARY = {**TWO_LAYERS, "positions": "rotary"}
-EXAMPLES = 5
+EXAMPLES = 3
 
 LAYOUTS = {
     "all axes": case(2, 2, 2, virtual=2, microbatches=2, zero=2, train={"micro_batch": 2}),

@@ -32,7 +32,7 @@ def test_the_fill_is_printed_and_the_ledger_is_exact_over_a_resume(
     records = [line for line in lines(run / "metrics.jsonl") if "loss" in line]
     assert len({line["loss_weight"] for line in records}) > 1  # steps have unequal counts
     assert records[-1]["mfu"] > 0
-    resumed = megascale("train", tiny, *settings, "--train.steps=9", "--parallel.data=2")
+    resumed = megascale("train", tiny, *settings, "--train.steps=9", "--parallel.data=2", "--data.loader=host")
     assert resumed.returncode == 0, resumed.stderr
     checked = megascale("data", "ledger", run)
     assert "as the seed and the files determine it" in checked.stdout, checked.stderr

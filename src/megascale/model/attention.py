@@ -18,6 +18,7 @@ from megascale.model.context import ForwardContext, LayerSetup, Rotary
 from megascale.model.fusion import Branch
 from megascale.model.norm import Norm, norm_projections
 from megascale.ops.attention import attention
+from megascale.ops.norm_rotary import split_norm_rotary
 from megascale.ops.rope import apply_rotary, split_qkv
 from megascale.parallel.module import DirectModule
 from megascale.parallel.tensor import RowLinear
@@ -53,6 +54,12 @@ class CausalAttention(DirectModule):
         if spec.qk_norm is not None:
             self.query_norm = self._make_norm(setup, "query_norm")
             self.key_norm = self._make_norm(setup, "key_norm")
+        # A part that overrides `attend` receives queries and keys as the projection gives them.
+        self._fuses_norms = (
+            spec.qk_norm == "head"
+            and setup.layer.norms.name == "rmsnorm"
+            and type(self).attend is CausalAttention.attend
+        )
         self._axis = setup.axis
         self.out = RowLinear(_select(setup, "output"), setup.linears, setup.dtype)
         self._chooser = setup.axis.runtime.attention
@@ -64,6 +71,14 @@ class CausalAttention(DirectModule):
 
     def forward(self, qkv: torch.Tensor, rotary: Rotary, context: ForwardContext) -> Branch:
         """Attend from the projection [s, b, (n + 2g) d] of this rank's heads; return their share of the output."""
+        if self._fuses_norms and rotary is not None:
+            assert self.query_norm is not None
+            assert self.key_norm is not None
+            weights = self.query_norm.weight, self.key_norm.weight
+            q, k, v = split_norm_rotary(
+                qkv, self.heads, self.kv_heads, *weights, self.query_norm.eps, *rotary, self.interleaved
+            )
+            return self._mix(q, k, v, context)
         cos, sin = self.select_split_tables(rotary)
         q, k, v = split_qkv(qkv, self.heads, self.kv_heads, cos, sin, self.interleaved)
         return self.attend(q, k, v, rotary, context)
@@ -90,6 +105,10 @@ class CausalAttention(DirectModule):
             if rotary is not None:
                 q = apply_rotary(q, *rotary, self.interleaved)
                 k = apply_rotary(k, *rotary, self.interleaved)
+        return self._mix(q, k, v, context)
+
+    def _mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext) -> Branch:
+        """Attend with normed and rotated queries and keys."""
         if self.query_factor != 1:
             q = q * self.query_factor
         if context.cache is not None:

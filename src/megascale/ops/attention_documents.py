@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,10 +43,12 @@ class DocumentMask:
         starts_BS: first token of each token's document, int32 [batch, sequence].
         cumulative: cumulative lengths of the documents of all samples, sample after sample, int32
             [batch x max_documents + 1]; empty documents repeat an entry.
+        block_masks: FlexAttention's masks by window, made by the first layer that needs one.
     """
 
     starts_BS: Tensor
     cumulative: Tensor
+    block_masks: dict[int | None, Any] = field(default_factory=dict)
 
     @property
     def max_documents(self) -> int:
@@ -142,7 +144,9 @@ def flex(
     if not q_SBND.is_cuda:
         raise ConfigError("kernels.attention='flex' trains on CUDA devices; set --kernels.attention=auto")
     q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
-    mask = make_block_mask(documents, window)
+    if window not in documents.block_masks:
+        documents.block_masks[window] = make_block_mask(documents, window)
+    mask = documents.block_masks[window]
     bound = None if softcap is None else softcap_scores(softcap)
     out = compiled_flex()(q, k, v, score_mod=bound, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return merge_heads(out.permute(2, 0, 1, 3))

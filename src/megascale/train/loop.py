@@ -364,7 +364,7 @@ class Trainer:
         if reads_data:
             try:
                 self._data_notes = self.feed.start(self.consumed_samples)
-            except DataError as error:
+            except (ConfigError, DataError) as error:
                 problem = str(error)
         problems = self.checkpointer.peers.all_gather(problem, str | None)
         for problem in problems:

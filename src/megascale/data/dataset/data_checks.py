@@ -13,7 +13,7 @@ from megascale.config import DataConfig
 from megascale.data.dataset import manifest, sources
 from megascale.data.dataset.file_hash import fingerprint_file, write_atomically
 from megascale.data.dataset.formats import is_text, open_tokens, token_files
-from megascale.data.dataset.samples import HeldOut
+from megascale.data.dataset.samples import HeldOut, find_fields
 from megascale.data.dataset.token_file import too_short_error
 from megascale.data.dataset.tokenizer_agreement import (
     check_run_tokenizer,
@@ -58,7 +58,9 @@ def check_data(data: DataConfig, sequence_length: int, *, needs_tokenizer: bool)
 
     Raises:
         DataError: a data set or tokenizer is missing, damaged or too short.
+        ConfigError: data.document_mask=true, and data have no documents.
     """
+    find_fields(data, sequence_length)
     for entry in data.train:
         if is_text(entry):
             load_run_tokenizer(data)

@@ -1,11 +1,11 @@
-"""Documents in samples: which part of a token file each sample holds, and how full the samples are. No torch.
+"""Packing of documents into samples, and the fill of the samples. No torch.
 
 A sample is a list of intervals of the file. **concatenate** walks the joined documents: a sample is the next
-sequence_length tokens, or ends early at its last allowed document. **best_fit** keeps documents whole: documents in
+sequence_length tokens, or ends early at its last allowed document. **best_fit** keeps documents whole. Documents in
 descending length go into the fullest sample that still has room (best fit decreasing; Ding et al. 2024, "Fewer
-Truncations Improve Language Modeling", arXiv:2404.10830). Only documents longer than a sample are cut. The first tokens
-of a document's remainder are predicted from nothing before them, but for the very first: it is the last target of the
-piece before. A document of one token has nothing to predict; best_fit leaves it out.
+Truncations Improve Language Modeling", arXiv:2404.10830). Only documents longer than a sample are cut. The first token
+after a cut is the last target of the piece before it. A document of one token has nothing to predict, so best_fit
+leaves it out.
 
 The plan of a file depends on its documents' lengths, the sequence length and the maximum number of documents. The
 seed decides the order of samples only, as for samples without documents (samples.py).
@@ -66,10 +66,10 @@ class PackingReport:
         return area / max(1, self.samples * self.sequence_length * (self.sequence_length + 1) / 2)
 
     def __str__(self) -> str:
-        held = int(self.counts.sum())
+        parts = int(self.counts.sum())
         return (
-            f"{self.samples:,} samples are {self.fill:.2%} full, with {held / max(1, self.samples):.1f} documents of "
-            f"{self.tokens / max(1, held):,.0f} tokens each; {self.cut:,} of {self.documents:,} documents are cut"
+            f"{self.samples:,} samples are {self.fill:.2%} full, with {parts / max(1, self.samples):.1f} documents of "
+            f"{self.tokens / max(1, parts):,.0f} tokens each; {self.cut:,} of {self.documents:,} documents are cut"
         )
 
 
@@ -108,10 +108,10 @@ class SamplePlan:
         # Every part between two edges lies in one interval, or in none if it was left out.
         order = np.argsort(begins, kind="stable")
         interval = np.searchsorted(begins[order], edges, side="right") - 1
-        is_held = (interval >= 0) & (edges < stops[order][np.maximum(interval, 0)])
-        sizes = np.diff(np.append(edges, tokens))[is_held]
+        is_covered = (interval >= 0) & (edges < stops[order][np.maximum(interval, 0)])
+        sizes = np.diff(np.append(edges, tokens))[is_covered]
         lengths, counts = np.unique(sizes, return_counts=True)
-        inner_edges = np.setdiff1d(edges[is_held], document_starts, assume_unique=True)
+        inner_edges = np.setdiff1d(edges[is_covered], document_starts, assume_unique=True)
         cut = len(np.unique(np.searchsorted(document_starts, inner_edges, side="right")))
         return PackingReport(
             self.samples, sequence_length, int(sizes.sum()), len(document_starts), cut, lengths, counts
@@ -256,7 +256,7 @@ def assign_best_fit(lengths: Lengths, capacity: int, max_documents: int) -> tupl
     room = _Rooms(capacity, max_documents)
     bounds = np.flatnonzero(np.diff(ordered, prepend=-1))
     for first, stop in zip(bounds.tolist(), [*bounds[1:].tolist(), len(ordered)], strict=True):
-        samples[order[first:stop]] = room.place(int(ordered[first]), stop - first)
+        samples[order[first:stop]] = room.assign(int(ordered[first]), stop - first)
     first_pieces = np.full(room.samples, len(lengths), np.int64)
     np.minimum.at(first_pieces, samples, np.arange(len(lengths)))
     numbers = np.empty(room.samples, np.int64)
@@ -278,20 +278,20 @@ class _Rooms:
         self._open: dict[int, list[tuple[Lengths, Lengths]]] = {}
         self._rooms = 0  # bit r is set if a sample has room r
 
-    def place(self, length: int, count: int) -> Lengths:
+    def assign(self, length: int, count: int) -> Lengths:
         """Return the samples of `count` pieces of `length` tokens."""
-        placed: list[Lengths] = []
+        assigned: list[Lengths] = []
         remaining = count
         while remaining:
             fitting = self._rooms >> length
             if not fitting:
-                placed.append(self._begin(length, remaining))
+                assigned.append(self._begin(length, remaining))
                 break
             room = length + (fitting & -fitting).bit_length() - 1
             numbers = self._fill(room, length, remaining)
-            placed.append(numbers)
+            assigned.append(numbers)
             remaining -= len(numbers)
-        return np.concatenate(placed)
+        return np.concatenate(assigned)
 
     def _begin(self, length: int, count: int) -> Lengths:
         """Put `count` pieces into new samples."""
