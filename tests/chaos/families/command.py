@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ def families(
 ) -> None:
     """Compare logits with `transformers` in float32 and float64, and gradients of one configuration per family.
 
-    Exit 1 if an error is above its limit: 1e-5 and 1e-10 of the maximum logit, 1e-9 of a tensor's maximum gradient.
+    Exit 1 if an error is above its limit: 1e-5 (or three times the rounding of `transformers`, for ill-conditioned
+    models) and 1e-10 of the maximum logit, 1e-9 of a tensor's maximum gradient.
     Example: python -m tests.chaos families --families llama,gemma3_text --draws 10
     """
     import torch
@@ -49,10 +51,10 @@ def families(
         records.append(record)
         console.print(f"{family}: {draws} draws in {record['seconds']:.0f} s", highlight=False)
     table = Table(title=f"maximum errors next to transformers, seed {seed}")
-    for column in ("family", "draws", "logits, float32", "logits, float64", "gradients, float64"):
+    for column in ("family", "draws", "logits, float32", "(rounding there)", "logits, float64", "gradients, float64"):
         table.add_column(column, justify="left" if column == "family" else "right")
     for record in records:
-        errors = [f"{record[key]:.1e}" for key in ("float32", "float64", "gradients")]
+        errors = [f"{record[key]:.1e}" for key in ("float32", "rounding", "float64", "gradients")]
         table.add_row(record["family"], str(record["draws"]), *errors)
     console.print(table)
     date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -64,35 +66,32 @@ def families(
 
 def _measure_family(family: str, draws: int, seed: int, faults: list[str]) -> dict[str, Any]:
     """Return the maximum errors of a family. Failed comparisons are appended to `faults`."""
-    import torch
-
     from tests.chaos.families.measures import (
-        ERROR_LIMITS,
         GRADIENT_LIMIT,
+        LogitErrors,
         draw_family,
         measure_gradients,
         measure_logits,
     )
 
     began = time.monotonic()
-    worst = dict.fromkeys(ERROR_LIMITS, 0.0)
+    worst = LogitErrors()
     for number in range(draws):
         settings = draw_family(family, number, seed)
         with temporary_folder() as folder:
             errors = measure_logits(family, settings, Path(folder))
-        for dtype, error in errors.items():
-            worst[dtype] = max(worst[dtype], error)
-            if error > ERROR_LIMITS[dtype]:
-                faults.append(f"{family}, draw {number}, {dtype}: {error:.1e} with {settings}")
+        worst = worst.max_with(errors)
+        fault = errors.find_fault()
+        if fault:
+            faults.append(f"{family}, draw {number}: {fault}, with {settings}")
     with temporary_folder() as folder:
         gradients = measure_gradients(family, Path(folder))
-    if gradients > GRADIENT_LIMIT:
+    if not gradients <= GRADIENT_LIMIT:
         faults.append(f"{family}, gradients: {gradients:.1e}")
     return {
         "family": family,
         "draws": draws,
-        "float32": worst[torch.float32],
-        "float64": worst[torch.float64],
+        **asdict(worst),
         "gradients": gradients,
         "seconds": time.monotonic() - began,
     }
