@@ -61,10 +61,7 @@ def resolve(config: Config) -> Config:
 
     Raises ConfigError or DataError if the tokenizer is missing or does not fit model.vocab_size.
     """
-    if config.checkpoint.imported is not None:
-        from megascale.train.imported_weights import adopt_folder
-
-        config = adopt_folder(config)
+    config = adopt_imported_model(config)
     vocab_size = config.model.vocab_size
     has_tokenizer = config.data.tokenizer is not None
     if vocab_size is not None and not (config.data.train and has_tokenizer):
@@ -86,6 +83,22 @@ def resolve(config: Config) -> Config:
             f"drop the key or set --model.vocab_size={tokens}"
         )
     return config
+
+
+def adopt_imported_model(config: Config) -> Config:
+    """Return the configuration with the model and the tokenizer of the Hugging Face folder in checkpoint.imported.
+
+    Raises DataError if the folder is not a model, ConfigError if a given key of [model] contradicts it.
+    """
+    from megascale.core.model_folder import is_model_folder
+
+    folder = config.checkpoint.imported
+    # A run that was imported has all keys of its model; torch is not loaded for it.
+    if folder is None or (config.model.model_fields_set and not is_model_folder(folder)):
+        return config
+    from megascale.train.imported_weights import adopt_folder
+
+    return adopt_folder(config)
 
 
 def describe(config: Config) -> RunDescription:

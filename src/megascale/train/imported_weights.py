@@ -15,6 +15,7 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.source_chunks import SourceChunks, make_index
 from megascale.config import Config, ModelConfig, from_tree, load
 from megascale.core.inventory import logical_shapes
+from megascale.core.model_folder import is_model_folder
 from megascale.core.tensors import Box
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import TOKENIZER, load_tokenizer
@@ -26,11 +27,6 @@ from megascale.model.huggingface.generation_config import (
 )
 from megascale.model.huggingface.import_model import read_folder, read_model
 from megascale.model.huggingface.logical_tensors import LogicalTensors
-
-
-def is_model_folder(path: str | Path) -> bool:
-    """Return whether a path is a Hugging Face folder, and no folder of checkpoints."""
-    return "://" not in str(path) and (Path(path) / "config.json").is_file()
 
 
 def check_vocabulary(folder: Path, tokenizer: Tokenizer, vocab: int) -> None:

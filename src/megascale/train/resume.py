@@ -20,12 +20,13 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.setting_changes import Change
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
+from megascale.core.model_folder import is_model_folder
 from megascale.data.dataset import data_checks, tokenizer_agreement
 from megascale.data.dataset.formats import is_text
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_run_tokenizer, tokenizer_path
 from megascale.errors import ConfigError, DataError
-from megascale.train.imported_weights import copy_generation_config, is_model_folder, load_folder
+from megascale.train.imported_weights import copy_generation_config, load_folder
 from megascale.train.run_folder import RunFolder, find_checkpoints, load_run_config, resolve_paths
 from megascale.train.run_tokenizer import copy_tokenizer, find_tokenizer
 
