@@ -16,7 +16,6 @@ BENCHMARKS: dict[str, str] = {
     "gradients": "benchmarks.training.gradient_error",
     "kernel-peers": "benchmarks.kernels.peers",
     "layouts": "benchmarks.training.layouts",
-    "model-card": "benchmarks.training.model_card",
     "overlap": "benchmarks.training.overlap",
     "peers": "benchmarks.training.peer_comparison",
     "schedules": "benchmarks.training.schedules",

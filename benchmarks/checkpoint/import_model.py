@@ -208,12 +208,10 @@ def _measure_imports(folder: Path) -> int:
     """Return the proportional memory of a process that has imported torch and the conversion, and does nothing."""
     from benchmarks.harness.usage import memory
 
-    process = subprocess.Popen([sys.executable, "-c", _IMPORTS_ALONE], stdout=subprocess.PIPE, cwd=folder)
-    try:
+    with subprocess.Popen([sys.executable, "-c", _IMPORTS_ALONE], stdout=subprocess.PIPE, cwd=folder) as process:
         assert process.stdout is not None
-        process.stdout.readline()
-        return memory(process.pid)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        try:
+            process.stdout.readline()
+            return memory(process.pid)
+        finally:
+            process.kill()

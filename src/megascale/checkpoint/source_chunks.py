@@ -38,7 +38,7 @@ def make_index(tensors: Mapping[str, TensorInfo]) -> CheckpointIndex:
             boxes.append(padded)
             start += box.count * item
     begin = np.array(starts, np.int64)
-    columns = {
+    columns: dict[str, np.ndarray] = {
         "tensor": np.array(numbers, np.int32),
         "in_file": np.array(numbers, np.int32),
         "start": begin,

@@ -1,4 +1,4 @@
-"""`python -m benchmarks model-card`: verification cards of Hugging Face families, one page per family."""
+"""`python -m tests.chaos model-card`: verification cards of Hugging Face families, one page per family."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TIMEOUT = 240.0  # seconds of a training
 _INDEX_HEAD = """# Verification cards
 
 A card states what was checked of a [family](../model-families.md) with small random models of `transformers`: import,
-logits, gradients, export, and {steps} steps of training in several layouts. `python -m benchmarks model-card` writes
+logits, gradients, export, and {steps} steps of training in several layouts. `python -m tests.chaos model-card` writes
 the cards and this page. Errors are relative to the maximum logit, with eager attention on both sides.
 
 """
@@ -102,7 +102,7 @@ class Card:
         command = " ".join(["megascale train", f"--model.from=models/{self.family}", "--data.train=data/train"])
         return (
             f"# {self.family}\n\n"
-            f"Written by `python -m benchmarks model-card {self.family}`; do not edit. [All cards](index.md).\n\n"
+            f"Written by `python -m tests.chaos model-card {self.family}`; do not edit. [All cards](index.md).\n\n"
             f"| check | result |\n|---|---|\n{table}\n\n"
             f"The command of one process is `{command} {' '.join(_SETTINGS)}`. The folder has random weights of this "
             f"configuration, with the defaults of all other keys:\n\n```toml\n{self.model.strip()}\n```\n"
@@ -110,7 +110,7 @@ class Card:
 
 
 def register(app: typer.Typer) -> None:
-    """Add `python -m benchmarks model-card`."""
+    """Add `python -m tests.chaos model-card`."""
     app.command("model-card")(model_card)
 
 
@@ -122,7 +122,7 @@ def model_card(
     """Check Hugging Face families and write a page for each, and an index of all pages in the folder.
 
     Exit 1 if a check fails; that family's page is not written. Takes about a minute per family.
-    Example: python -m benchmarks model-card llama qwen3 --draws 2
+    Example: python -m tests.chaos model-card llama qwen3 --draws 2
     """
     from rich.console import Console
 

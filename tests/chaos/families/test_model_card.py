@@ -1,4 +1,4 @@
-"""`benchmarks model-card`: a page per family, an index of all pages, and no page for a family that fails."""
+"""`tests.chaos model-card`: a page per family, an index of all pages, and no page for a family that fails."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.training import model_card
-from benchmarks.training.model_card import Card, make_index
 from megascale.config import from_tree
 from megascale.errors import ConfigError, TrainingError
 from megascale.model.huggingface.families import FAMILIES
+from tests.chaos.families import model_card
+from tests.chaos.families.model_card import Card, make_index
 
 PAGES = Path(__file__).parents[3] / "docs" / "models"
 CARD = Card("llama", 5, 1e-6, 1e-15, 1e-16, (4.2, 3.5), {"2 data, ZeRO-2": 1e-16}, "model.layers = 3\nmodel.hidden = 8")
@@ -28,7 +28,7 @@ def test_the_configuration_of_a_card_is_read(family):
     text = (PAGES / f"{family}.md").read_text()
     [table] = re.findall(r"^```toml\n(.*?)^```", text, re.M | re.S)
     assert from_tree(tomllib.loads(table)).model.vocab_size == 64
-    assert len(text.split()) < 200
+    assert len(text.split()) < 400
 
 
 def test_a_page_has_the_results(tmp_path):
