@@ -9,7 +9,7 @@ import numpy as np
 
 from megascale.checkpoint.conversion import Source
 from megascale.checkpoint.format.archive import element_size
-from megascale.checkpoint.format.chunks import split_box
+from megascale.checkpoint.format.chunks import CHUNK_BYTES, split_box
 from megascale.checkpoint.format.index import CheckpointIndex, TensorInfo
 from megascale.checkpoint.loader import ChunkSource
 from megascale.checkpoint.saver import to_host_bytes
@@ -18,8 +18,12 @@ from megascale.core.tensors import Box
 from megascale.errors import DataError
 
 
-def make_index(tensors: Mapping[str, TensorInfo]) -> CheckpointIndex:
-    """Return an index in which each tensor is a file of its elements in row-major order, without checksums."""
+def make_index(tensors: Mapping[str, TensorInfo], limit: int = CHUNK_BYTES) -> CheckpointIndex:
+    """Return an index in which each tensor is a file of its elements in row-major order, without checksums.
+
+    Args:
+        limit: bytes of a chunk.
+    """
     tensors = dict(sorted(tensors.items()))
     dims = max((len(info.shape) for info in tensors.values()), default=0)
     numbers: list[int] = []
@@ -29,7 +33,7 @@ def make_index(tensors: Mapping[str, TensorInfo]) -> CheckpointIndex:
     for number, info in enumerate(tensors.values()):
         item = element_size(info.dtype)
         start = 0
-        for box in split_box(Box((0,) * len(info.shape), info.shape), item):
+        for box in split_box(Box((0,) * len(info.shape), info.shape), item, limit):
             padded = np.zeros((2, dims), np.int64)
             padded[:, : len(info.shape)] = (box.offsets, box.sizes)
             numbers.append(number)
