@@ -89,7 +89,7 @@ test-slurm: .venv/dev
 # can be none.
 test-kubernetes: .venv/dev
 	@scripts/kubernetes-build || true
-	@MEGASCALE_TEST_KUBERNETES=1 $(BIN)/python -m pytest tests/kubernetes
+	@MEGASCALE_TEST_KUBERNETES=1 $(BIN)/python -m pytest tests/kubernetes tests/resilience/cluster/test_containerfile.py
 
 clean:
 	rm -rf .venv .venv-oldest scripts/page-types/node_modules

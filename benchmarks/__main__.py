@@ -30,6 +30,7 @@ BENCHMARKS: dict[str, str] = {
     "init": "benchmarks.rendezvous.init",
     "observe": "benchmarks.observe.command",
     "dashboard": "benchmarks.observe.dashboard",
+    "fleet": "benchmarks.observe.fleet",
 }
 
 app = make_app(

@@ -3,6 +3,7 @@
 
     python -m benchmarks dashboard --folder runs/big        # makes the second
     scripts/dashboard_pictures.py RUNS [--out docs/images] [--chromium /usr/bin/chromium]
+    python -m benchmarks fleet --folder runs/fleet && scripts/dashboard_pictures.py runs/fleet --only fleet
     megascale faults inject stop-rank --run RUNS/demo --rank 5 && scripts/dashboard_pictures.py RUNS --only hang
 
 The last is of a job that runs: `make demo`, or megascale launch examples/demo.toml.
@@ -19,6 +20,7 @@ from pathlib import Path
 
 # Name, view with its choices, theme, and what is done before the picture is taken.
 PICTURES = (
+    ("fleet", "fleet", "light", ()),
     ("overview", "overview?run=demo", "light", ()),
     ("heatmap", "heatmap?run=big", "light", ("wait .machine",)),
     ("timeline", "timeline?run=demo", "light", ("click section[aria-label='longest waits'] button",)),
@@ -39,7 +41,9 @@ def main() -> int:
     parser.add_argument("--chromium", default=shutil.which("chromium") or shutil.which("google-chrome"))
     parser.add_argument("--only", default="", help="names, separated by commas")
     inputs = parser.parse_args()
-    expected = inputs.only.split(",") if inputs.only else [name for name, *_ in PICTURES if name != "hang"]
+    expected = (
+        inputs.only.split(",") if inputs.only else [name for name, *_ in PICTURES if name not in ("fleet", "hang")]
+    )
     command = [
         sys.executable,
         "-m",

@@ -757,8 +757,9 @@ def main() -> int:
                 if not count:
                     continue
             else:
+                # Of the copy: the checkout may change during a campaign, and a mutant is a range of bytes.
                 candidates = [
-                    (f, mutation) for f in area.sources for mutation in find_mutations((ROOT / f).read_bytes())
+                    (f, mutation) for f in area.sources for mutation in find_mutations((sandbox.tree / f).read_bytes())
                 ]
                 mutants, count = draw(candidates, f"{args.seed}/{name}"), args.count
             for result in run_area(sandbox, area, mutants, equivalents, count):

@@ -19,6 +19,7 @@ from megascale.errors import ConfigError, MegascaleError
 
 if TYPE_CHECKING:
     from megascale.data.prepare.builder import BuildResult
+    from megascale.train.chat import ChatSession
     from megascale.train.convert_model import Conversion
     from megascale.train.evaluation import Evaluation
     from megascale.train.loop import TrainResult
@@ -28,10 +29,12 @@ __all__ = [
     "build_data",
     "describe",
     "evaluate",
+    "export_adapter",
     "export_model",
     "generate",
     "import_model",
     "load_config",
+    "open_chat",
     "resolve",
     "train",
 ]
@@ -56,11 +59,15 @@ class RunDescription:
 
 
 def resolve(config: Config) -> Config:
-    """Return the configuration with the settings that depend on files: the model of a Hugging Face folder that
-    checkpoint.imported names, and the vocabulary size of the tokenizer.
+    """Return the configuration with the settings that depend on files: the model of checkpoint.start_from or of a
+    Hugging Face folder in checkpoint.imported, and the vocabulary size of the tokenizer.
 
     Raises ConfigError or DataError if the tokenizer is missing or does not fit model.vocab_size.
     """
+    if config.checkpoint.start_from is not None:
+        from megascale.train.resume import adopt_model
+
+        config = adopt_model(config)
     config = adopt_imported_model(config)
     vocab_size = config.model.vocab_size
     has_tokenizer = config.data.tokenizer is not None
@@ -94,7 +101,8 @@ def adopt_imported_model(config: Config) -> Config:
 
     folder = config.checkpoint.imported
     # A run that was imported has all keys of its model; torch is not loaded for it.
-    if folder is None or (config.model.model_fields_set and not is_model_folder(folder)):
+    is_complete = bool(config.model.model_fields_set) and folder is not None and not is_model_folder(folder)
+    if folder is None or is_complete or config.checkpoint.start_from is not None:
         return config
     from megascale.train.imported_weights import adopt_folder
 
@@ -103,7 +111,7 @@ def adopt_imported_model(config: Config) -> Config:
 
 def describe(config: Config) -> RunDescription:
     """Return the sizes of a run on this machine without starting it."""
-    from megascale.core.flops import count_parameters, flops_per_token
+    from megascale.core.flops import count_parameters, count_training_flops
 
     config = resolve_precision(resolve(config), visible_gpus(config) > 0)
     model, train_section = config.model, config.train
@@ -112,7 +120,7 @@ def describe(config: Config) -> RunDescription:
         config=config,
         parameters=total,
         embedding_parameters=total - count_parameters(model, embeddings=False),
-        flops_per_token=flops_per_token(model).training,
+        flops_per_token=count_training_flops(model, train_section.lora is not None),
         tokens=train_section.steps * train_section.global_batch * model.sequence_length,
     )
 
@@ -133,9 +141,11 @@ def train(config: Config) -> TrainResult:
     from megascale.train.claim import record_refusal
     from megascale.train.loop import Trainer
     from megascale.train.rank_info import check_local_ranks, find_rank_info, has_bfloat16
+    from megascale.train.resume import check_start
 
     try:
         config = resolve(config)
+        check_start(config)
         rank_info = find_rank_info(config)
         config = resolve_precision(config, has_bfloat16(rank_info.device))
         layout = lay_out(config, rank_info.world)
@@ -224,6 +234,43 @@ def generate(
     yield from decode_stream(tokenizer, stream, stop, tokenizer.encode(prompt))
 
 
+def open_chat(
+    run: str | Path,
+    *,
+    system: str = "",
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    step: int | None = None,
+    device: str = "auto",
+) -> ChatSession:
+    """Open a conversation with a run's checkpoint; its `reply(text)` yields the answer in pieces.
+
+    Messages are rendered by the chat template of the run's tokenizer. A reply ends with the template's turn, at the end
+    of a document, or after `tokens` tokens. Raises DataError without a template.
+    """
+    from megascale.data.tokenizer.chat_template import load_chat_template
+    from megascale.model.huggingface.generation_config import list_end_ids, load_generation_config
+    from megascale.train.chat import ChatSession, find_chat_folder
+    from megascale.train.generation import Sampling
+    from megascale.train.rank_info import choose_device
+    from megascale.train.restore import restore_model
+    from megascale.train.resume import load_trained_config, load_trained_tokenizer
+
+    run = Path(run)
+    choose_device(device)  # refuse a missing device before any work
+    config, _ = load_trained_config(run, step)
+    file, tokenizer = load_trained_tokenizer(run, config, step)
+    template = load_chat_template(find_chat_folder(run, file))
+    ends = {tokenizer.end_of_document, *list_end_ids(load_generation_config(run))}
+    sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    model, _ = restore_model(run, step=step, device=device)
+    return ChatSession(model, tokenizer, template, ends=ends, sampling=sampling, tokens=tokens, system=system)
+
+
 def import_model(folder: str | Path, run: str | Path, *, sequence_length: int | None = None) -> Conversion:
     """Make a run folder of a Hugging Face folder; see megascale.train.convert_model."""
     from megascale.train import convert_model
@@ -236,6 +283,13 @@ def export_model(run: str | Path, out: str | Path, **options: Any) -> Conversion
     from megascale.train import convert_model
 
     return convert_model.export_model(Path(run), Path(out), **options)
+
+
+def export_adapter(run: str | Path, out: str | Path, **options: Any) -> Conversion:
+    """Write a run's adapters as a folder that `peft` loads; see megascale.train.convert_model for the options."""
+    from megascale.train import convert_model
+
+    return convert_model.export_adapter(Path(run), Path(out), **options)
 
 
 def visible_gpus(config: Config | None = None) -> int:

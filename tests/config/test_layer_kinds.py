@@ -60,7 +60,7 @@ def test_a_layer_has_its_kinds_settings_and_the_models_others(pattern, kinds, la
         (["layer_pattern=SX", "layer_kinds.X.windows=3"], ["model.layer_kinds.X.windows", "3", "keys of", "window"]),
         (["layer_pattern=SX", "layer_kinds.X.window=-1"], ["model.layer_kinds.X.window=-1"]),
         (["layer_pattern=SX", "layer_kinds.X=3"], ["model.layer_kinds.X=3"]),
-        (["layer_pattern=SX", "layer_kinds.X.mlp=experts"], ["experts", "dense"]),
+        (["layer_pattern=SX", "layer_kinds.X.mlp=mixtures"], ["mixtures", "dense"]),
         (["layer_pattern=SX", "layer_kinds.X.kv_heads=3"], ["model.layer_kinds.X", "kv_heads=3"]),
         (
             ["positions=learned", "layer_pattern=SX", "layer_kinds.X.positions=none"],

@@ -25,6 +25,7 @@ PATHS = [
     "train.runs",
     "checkpoint.location",
     "checkpoint.imported",
+    "checkpoint.start_from",
     "rendezvous.tls_ca",
     "rendezvous.tls_certificate",
     "rendezvous.tls_key",
@@ -36,9 +37,10 @@ PATHS = [
     "resilience.tls_key",
     "kubernetes.kubeconfig",
     "kubernetes.pod",
+    "slurm.image",
 ]
 # Their descriptions mention files or folders, but not of this machine.
-NO_PATHS = {"train.name", "data.text_key"}
+NO_PATHS = {"train.name", "data.text_key", "slurm.mounts"}
 
 
 def encoded(text: str, encoding: str) -> bytes:
@@ -104,6 +106,10 @@ def test_a_path_begins_at_the_home_folder(key, tmp_path, monkeypatch):
         value = [path, "other"] if key == "data.train" else path
         pair = {"tls_certificate": "tls_key", "tls_key": "tls_certificate", "targets": "driver_metrics"}.get(name)
         table = {name: value} | ({pair: "x:1"} if pair else {})
+        if key == "slurm.image":
+            table["container"] = "apptainer"
+        if key == "checkpoint.start_from":
+            table["start_state"] = "fresh"
         result = getattr(getattr(from_tree({section: table}), section), name)
         return result[0] if key == "data.train" else result
 

@@ -17,6 +17,12 @@ from tests.exact.training import STEPS, Told, make_engine, observe, run_step, st
 
 pytestmark = pytest.mark.xdist_group("processes")
 
+EXPERTS = {
+    "mlp": "experts",
+    "mlp_bias": False,
+    "kv_heads": 4,
+    "experts": {"number": 8, "top_k": 2, "width": 12, "bias_rate": 0.02, "sequence_loss": 0.1, "shared_width": 16},
+}
 MODEL = {"layers": 6, "kv_heads": 2, "dropout": 0.1, "vocab_size": 19, "head_bias": True}
 
 
@@ -30,6 +36,7 @@ def layout(
     tied: bool,
     optimizer: str = "lamb",
     block: str = "parallel",
+    model: dict[str, Any] | None = None,
     **parallel: Any,
 ) -> Case:
     """Four samples a step in any layout."""
@@ -40,14 +47,14 @@ def layout(
         virtual=virtual,
         zero=zero,
         microbatches=4 // data,
-        model={**MODEL, "tied_embeddings": tied, "block": block},
+        model={**MODEL, "tied_embeddings": tied, "block": block, **(model or {})},
         optimizer={"name": optimizer},
         parallel=parallel,
     )
 
 
 def shards(engine: Engine) -> list[checkpoint.TensorShard]:
-    return [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical_tensors()]
+    return [checkpoint.TensorShard(*parts) for parts in engine.logical_tensors()]
 
 
 def save(rank: int, world: int, tree: dict[str, Any], folder: Path) -> Told:
@@ -69,6 +76,9 @@ def load(rank: int, world: int, tree: dict[str, Any], folder: Path) -> tuple[Tol
     for state in engine.optimizer.states:
         for tensor in (state.master,) + tuple(state.state_tensors()):
             tensor.normal_(generator=torch.Generator().manual_seed(rank))
+    if engine.experts is not None:
+        for _, _, _, bias in engine.experts.logical_tensors():
+            bias.normal_(generator=torch.Generator().manual_seed(rank))
     with engine.loading_weights():
         assert checkpoint.load(folder, shards(engine)) == {"samples": 8}
     loaded.state = state_of(engine)
@@ -99,6 +109,18 @@ PAIRS = {
     "chunks on one stage to pipeline": (
         layout(2, 1, 2, 3, tied=True, micro_batch_group_size=2, bucket_elements=700),
         layout(1, 2, 2, 3, tied=True, micro_batch_group_size=2),
+    ),
+    "experts of four ranks to one process": (
+        layout(4, 1, 2, tied=True, model=EXPERTS, bucket_elements=700),
+        layout(1, 1, 1, tied=True, model=EXPERTS),
+    ),
+    "experts of one process to two ranks": (
+        layout(1, 1, 1, tied=True, model=EXPERTS, optimizer="muon"),
+        layout(2, 2, 2, zero=2, tied=True, model=EXPERTS, optimizer="muon"),
+    ),
+    "experts of four ranks to two": (
+        layout(4, 2, 1, zero=0, tied=False, model=EXPERTS, optimizer="adamw"),
+        layout(2, 1, 4, tied=False, model=EXPERTS, optimizer="adamw", recompute="full"),
     ),
     "another split of layers and buckets": (
         layout(2, 2, 1, 2, tied=False, block="serial", bucket_elements=500, layer_split=[0, 4, 1, 1]),

@@ -15,14 +15,19 @@ import torch.distributed as dist
 
 from megascale.config import from_tree
 from megascale.core.schedule import ActionKind
+from megascale.model import experts as model_experts
 from megascale.model import transformer
+from megascale.ops.gradient_sink import sink_of
 from megascale.optim import optimizer, sharded_lamb
 from megascale.parallel import data_parallel
+from megascale.parallel import experts as parallel_experts
 from megascale.parallel.collectives import Axis, Pending
 from megascale.parallel.tensor import vocabulary_loss
+from megascale.train import expert_balance
 from tests.exact.cases import case
 from tests.exact.compare import TOLERANCE, assert_equal, differences
 from tests.exact.pool import JobFailed
+from tests.exact.test_experts import BALANCED, ROUTED, experts_case
 from tests.exact.training import Late, late_gemms, train
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -96,7 +101,69 @@ def gradients_are_read_before_gemms_end() -> Iterator[None]:
 
 UNTIED = {"tied_embeddings": False}
 MATRIX = "step 1 gradient layers.0.mlp.in.weight"
+
+
 # (the bug, where it shows, what it makes wrong, what it leaves right)
+@contextmanager
+def experts_divide_by_their_ranks() -> Iterator[None]:
+    """Gradients of experts are means over the ranks that hold experts instead of sums."""
+    backward = parallel_experts.run_experts_backward
+
+    def divided(*args: Any) -> Any:
+        into, out = args[5], args[6]
+        result = backward(*args)
+        for weight in (into, out):
+            sink_of(weight).main_grad.div_(2)
+        return result
+
+    with mock.patch.object(parallel_experts, "run_experts_backward", divided):
+        yield
+
+
+@contextmanager
+def norm_without_experts() -> Iterator[None]:
+    merge = optimizer._merge_ranges
+
+    def merge_others(everything: Any, local: Any) -> Any:
+        return merge(everything, [extent for extent in local if ".experts." not in extent.piece.name])
+
+    with mock.patch.object(optimizer, "_merge_ranges", merge_others):
+        yield
+
+
+@contextmanager
+def biases_from_local_counts() -> Iterator[None]:
+    """Each rank moves its biases by the tokens of its own."""
+    update = expert_balance.ExpertBalance.update
+
+    def update_locally(self: expert_balance.ExpertBalance, summed: Any, skip: Any) -> Any:
+        own = summed.clone()
+        counts = self._view_counts(own)
+        for module in self._modules:
+            counts[self.layers.index(module.index)] = module.counts.double()
+        return update(self, own, skip)
+
+    with mock.patch.object(expert_balance.ExpertBalance, "update", update_locally):
+        yield
+
+
+@contextmanager
+def sequence_loss_of_the_own_slice() -> Iterator[None]:
+    """A rank balances its slice of each sequence instead of the whole."""
+    with mock.patch.object(model_experts, "all_reduce", lambda x, axis: Pending(x * axis.size)):
+        yield
+
+
+@contextmanager
+def balance_losses_are_means_of_micro_batches() -> Iterator[None]:
+    """Balance losses are divided by the tokens of a micro-batch."""
+    begin = model_experts.ExpertsMlp.begin_training
+    with mock.patch.object(
+        model_experts.ExpertsMlp, "begin_training", lambda self, tokens, device: begin(self, tokens // 2, device)
+    ):
+        yield
+
+
 FAULTS = {
     "shared": (gradients_stay_local, case(2, microbatches=1), "step 1 gradient layers.0.norm1.weight", MATRIX),
     "tied": (gradients_stay_local, case(1, 2, microbatches=2), "step 1 gradient embedding.token.weight", MATRIX),
@@ -119,6 +186,36 @@ FAULTS = {
         case(1, 1, 2, microbatches=2),
         "step 1 gradient layers.0.attention.query.weight",
         MATRIX,
+    ),
+    "experts divided": (
+        experts_divide_by_their_ranks,
+        experts_case(2, experts=ROUTED),
+        "step 1 gradient layers.0.mlp.experts.in.weight",
+        "step 1 gradient layers.1.mlp.router.weight",
+    ),
+    "experts not in the norm": (
+        norm_without_experts,
+        experts_case(2, experts=ROUTED),
+        "step 1 norm on rank 0",
+        "step 1 gradient layers.0.mlp.experts.in.weight",
+    ),
+    "biases from local counts": (
+        biases_from_local_counts,
+        experts_case(1, 1, 2, experts=BALANCED),
+        "state model.layers.0.mlp.router.bias",
+        "step 1 norm on rank 0",
+    ),
+    "balance of slices": (
+        sequence_loss_of_the_own_slice,
+        experts_case(2, experts=BALANCED),
+        "step 1 gradient layers.0.mlp.router.weight",
+        "step 1 loss on rank 0",
+    ),
+    "balance by micro-batch": (
+        balance_losses_are_means_of_micro_batches,
+        experts_case(2, experts=BALANCED),
+        "step 1 gradient layers.0.mlp.router.weight",
+        "step 1 loss on rank 0",
     ),
     "mask": (every_rank_draws_the_same_mask, case(2, microbatches=1, model={"dropout": 0.2}), MATRIX, None),
     "padding": (padding_has_a_probability, case(2, microbatches=1, model={"vocab_size": 19, **UNTIED}), MATRIX, None),

@@ -218,7 +218,7 @@ def positions(config: configuration.Config, step: int, sample: int) -> np.ndarra
 
 def state_of(engine: Engine) -> list[Boxed]:
     """This rank's share of weights and moments."""
-    return [Boxed(name, shape, at, view.numpy().copy()) for name, shape, at, view in engine.optimizer.logical_tensors()]
+    return [Boxed(name, shape, at, view.numpy().copy()) for name, shape, at, view in engine.logical_tensors()]
 
 
 def boxes_of(report: list[Told]) -> Iterator[tuple[str, list[Boxed]]]:

@@ -60,6 +60,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 4,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "mixtral": {
+        **SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "intermediate_size": 21,
+        "max_position_embeddings": 32,
+        "sliding_window": 5,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+    },
+    "qwen3_moe": {
+        **SIZES,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "intermediate_size": 37,
+        "max_position_embeddings": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 11,
+        "mlp_only_layers": [0],
+    },
     "olmo2": {**SIZES, "num_key_value_heads": 2, "intermediate_size": 37, "max_position_embeddings": 32},
     "seed_oss": {
         **SIZES,
@@ -176,11 +198,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+def loop_over_experts(family: str) -> dict[str, str]:
+    """Arguments of a model of transformers: its grouped GEMMs take certain sizes and types only."""
+    return {"experts_implementation": "eager"} if family in ("mixtral", "qwen3_moe") else {}
+
+
 def small(family: str, seed: int = 0, **settings: object):
     """A random model of a family; norms and biases are random too, so that a forgotten one shows."""
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(family, **(NO_TOKENS | CONFIGS[family] | settings))
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, **loop_over_experts(family)).eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
     return model
@@ -190,6 +217,8 @@ def load(folder: Path):
     """A folder as users load it; every tensor of the model must come from the folder."""
     model, result = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(result.values()), result
+    if loop_over_experts(model.config.model_type):
+        model.set_experts_implementation("eager")
     return model.eval()
 
 

@@ -85,9 +85,14 @@ ALERTS: dict[str, list[Case]] = {
             firing("critical", "Run gpt has failed; `megascale events` gives the reason.", phase="failed")),
     ],
     "MegascaleStandsStill": [
-        ("steps", [RUNNING, of_run("step", "7+1x40")], "30m", []),
-        ("it starts", [of_run("job_phase", "1x40", phase="starting"), of_run("step", "7x40")], "30m", []),
-        ("no step", [RUNNING, of_run("step", "7x40")], "30m",
+        ("steps", [RUNNING, of_run("step_age_seconds", "5x40"), of_run("step_seconds", "9x40")], "30m", []),
+        ("it starts", [of_run("job_phase", "1x40", phase="starting"), of_run("step_age_seconds", "0+60x40")],
+            "30m", []),
+        ("a step of 20 minutes", [RUNNING, of_run("step_age_seconds", "0+60x40"), of_run("step_seconds", "1200x40")],
+            "30m", []),
+        ("three steps of 8 minutes", [RUNNING, of_run("step_age_seconds", "0+60x40"), of_run("step_seconds", "480x40")],
+            "30m", firing("critical", "Run gpt completes no step; see `megascale hang`.", phase="running")),
+        ("no step", [RUNNING, of_run("step_age_seconds", "0+60x40")], "30m",
             firing("critical", "Run gpt completes no step; see `megascale hang`.", phase="running")),
     ],
     "MegascaleRestartsOften": [

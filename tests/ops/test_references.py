@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 from megascale.errors import ConfigError
 from megascale.ops import activation, dispatch
 from megascale.ops.activation import activate, gelu, swiglu
-from megascale.ops.adam import adamw_apply, lamb_apply, lamb_direction
+from megascale.ops.adam import adamw_apply, bias_correction_of, lamb_apply, lamb_direction, trust_ratio
 from megascale.ops.attention import AttentionChoice, AttentionChooser, AttentionShape, attention, attention_reference
 from megascale.ops.cross_entropy import VocabShard, chunk_tokens, cross_entropy, linear_cross_entropy
 from megascale.ops.dropout import dropout, dropout_add, dropout_key, philox
@@ -418,6 +418,33 @@ def test_lamb_is_algorithm_2():
     torch.testing.assert_close(flat, torch.cat(tensors))
     torch.testing.assert_close(out, flat.bfloat16())
     assert flat[9:14].norm() > 10
+
+
+@pytest.mark.parametrize("number", [1, 2, 10])
+def test_a_moving_average_is_corrected_by_its_weight(number):
+    expected = 1 - 0.9**number
+    assert bias_correction_of(0.9, number) == pytest.approx(expected, rel=1e-15)
+    on_device = bias_correction_of(0.9, torch.tensor(number))
+    assert on_device.dtype == torch.float64
+    assert on_device.item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weight", "update", "bounds", "expected"),
+    [
+        (3.0, 2.0, (0.0, math.inf), 1.5),
+        (3.0, 2.0, (0.0, 1.0), 0.5),
+        (3.0, 2.0, (4.0, 8.0), 2.0),
+        (0.0, 2.0, (4.0, 8.0), 1.0),
+        (3.0, 0.0, (0.0, math.inf), 1.0),
+        (0.0, 0.0, (0.0, math.inf), 1.0),
+    ],
+)
+def test_the_trust_ratio_is_one_where_a_norm_is_zero(weight, update, bounds, expected):
+    sums = torch.tensor([[weight**2, 25.0], [update**2, 1.0]], dtype=D)
+    ratio = trust_ratio(sums, *bounds)
+    assert ratio[0].item() == pytest.approx(expected)
+    assert ratio[1].item() == pytest.approx(min(max(5.0, bounds[0]), bounds[1]))
 
 
 def test_a_skipped_step_changes_nothing():

@@ -160,3 +160,19 @@ def test_devices_and_shapes_are_checked_before_the_first_step(monkeypatch, recip
     assert (devices, shapes) == (["cuda"], [("a", 64, 16, 32), ("b", 64, 4, 8)])
     with pytest.raises(ConfigError, match=r"needs bfloat16 operators on a GPU, and train\.precision is float32"):
         linears.check({"a": torch.zeros(32, 16)}, 64, torch.device("cuda"))
+
+
+def test_gathered_rows_of_a_pinned_weight_are_transposed_in_its_memory():
+    """No second copy of the columns is made where CUDA graphs read them."""
+    linears, weight = TensorWiseFloat8(), draw(1)
+    first, second = cast(draw(2)), cast(draw(3))
+    assert first.rows is not None
+    assert second.rows is not None
+    rows, scale = first.rows.clone(), first.rows_scale
+    linears.set_gathered_rows(weight, rows, scale)
+    linears.pin_weights([weight])
+    pinned = linears.weight(weight)
+    rows.copy_(second.rows)
+    linears.set_gathered_rows(weight, rows, scale)
+    assert linears.weight(weight) is pinned
+    assert torch.equal(pinned.columns.float(), second.rows.float().T)

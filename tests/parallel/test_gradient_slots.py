@@ -142,8 +142,8 @@ def test_shards_have_the_sums_of_all_micro_batches(options, shares_block, rank, 
         run_step(data, 3)
         assert not data.slots.active
         for (name, start), grad in collect_shard(data).items():
-            whole = expected[name].flatten()[start : start + grad.numel()]
-            torch.testing.assert_close(grad, whole, rtol=1e-12, atol=1e-14)
+            shard = expected[name].flatten()[start : start + grad.numel()]
+            torch.testing.assert_close(grad, shard, rtol=1e-12, atol=1e-14)
     units = len(data.slots.buckets[0])
     assert units == LAYERS - 2 * shares_block + 2 * ("block" not in options)
     assert data.slots.start_reduction.count == 3 * 3 * units

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Condition
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,18 +223,20 @@ class CountingGemms(LinearPrecision):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("overlap", ["off", "async"])
+@pytest.mark.parametrize("overlap", ["off", "async", "fused"])
 def test_collectives_are_hidden_by_gemms_only_if_that_is_asked_for(monkeypatch, overlap, rank):
+    """Parts that are too large for an exchange go by collectives, which are hidden too."""
     flight = Flight()
     monkeypatch.setattr(tensor_module, "all_gather", flight.all_gather)
     monkeypatch.setattr(tensor_module, "reduce_scatter", flight.reduce_scatter)
-    axis = Axis(None, 2, rank, overlap=overlap, runtime=Runtime())
+    exchange: Any = SimpleNamespace(shard_bytes=1) if overlap == "fused" else None
+    axis = Axis(None, 2, rank, overlap=overlap, exchange=exchange, runtime=Runtime())
     linears = CountingGemms(axis, flight)
     x, weight = make_leaf(draw(ROWS, BATCH, HIDDEN, seed=1)), make_leaf(draw(COLUMNS, HIDDEN, seed=2))
     y = gather_linear(x, weight, None, linears)
     torch.testing.assert_close(y, torch.nn.functional.linear(torch.cat([x, x]), weight))
     y.backward(torch.ones_like(y))
-    hidden = int(overlap == "async")
+    hidden = int(overlap != "off")
     forward = [("forward", hidden), ("forward", 0)] if hidden else [("forward", 0)]
     assert flight.during_gemms == [*forward, ("dgrad", hidden), ("wgrad", hidden)]
     torch.testing.assert_close(

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import pytest
 import torch
 
 from megascale import checkpoint
@@ -275,6 +276,34 @@ def test_the_metrics_of_a_job_and_its_node_are_discovered_until_it_ends(launch, 
     job.process.send_signal(signal.SIGINT)
     assert job.finish() == 130, job.story()
     assert not file.exists()
+
+
+def test_a_collector_gets_the_recovery_and_the_end_of_a_job(launch):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install -e '.[otel]'")
+    from tests.otlp_collector import Collector, read_attributes
+
+    collector = Collector()
+    try:
+        export = [f"--resilience.otlp={collector.url}", "--resilience.otlp_interval=0.2"]
+        job = launch("exported", "--nodes=1", "--train.steps=40", "--checkpoint.interval=8", *CALM, *export)
+        job.until("first_step")
+        job.kill_rank(1)
+        job.until("first_step", attempt=2)
+        assert job.finish() == 0, job.story()
+    finally:
+        collector.close()
+    spans = collector.read_spans()
+    root = read_attributes(spans["recovery"].attributes)
+    assert (root["megascale.cause"], root["megascale.action"], root["megascale.attempt"]) == (
+        "process killed",
+        "retry",
+        2,
+    )
+    phases = {
+        read_attributes(point.attributes)["phase"]: point.as_double
+        for point in collector.read_metrics()["megascale_job_phase"].gauge.data_points
+    }
+    assert [phase for phase, value in phases.items() if value] == ["done"]
 
 
 def test_an_address_for_metrics_that_is_taken_is_named_at_the_start(launch):

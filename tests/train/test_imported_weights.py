@@ -71,7 +71,7 @@ def test_a_start_without_a_state_of_its_own_begins_with_the_imported_weights(
 
 
 def test_ranks_begin_with_the_imported_weights(work, sound, tokens, megascale):
-    arguments = ["--train.name=b", "--parallel.data=2", "--parallel.zero=2"] + OPTIONS
+    arguments = ["--train.name=b", "--parallel.data=2", "--parallel.zero=3"] + OPTIONS
     done = megascale("train", work / "config.toml", f"--data.train={tokens}/train", *arguments)
     assert done.returncode == 0, done.stderr
     assert "starts with the imported weights" in done.stdout

@@ -102,6 +102,8 @@ def test_a_run_from_a_folder_resumes_without_it_and_is_exported(folder, tokens, 
         (["--model.preset=gpt2-124m"], "both describe the model"),
         (["--checkpoint.imported=elsewhere"], "name two models"),
         (["--model.from=3"], "must name the folder"),
+        (["--checkpoint.start_from=runs/x", "--checkpoint.start_state=fresh"], "name two models"),
+        (["--train.lora.rank=2"], "megascale convert import"),
     ],
 )
 def test_a_model_that_is_given_twice_is_refused(arguments, message, folder, tokens, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ class CompleteCheckpoint:
     def state(self) -> dict[str, Any]:
         """Return the saved state besides tensors."""
         return self.commit.state
+
+    def list_chunks(self) -> Iterator[tuple[str, tuple[int, ...], str, list[tuple[Any, ...]]]]:
+        """Yield (name, shape, dtype, chunks) of each tensor by name; a chunk is (offsets, sizes, CRC-32)."""
+        rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self.tensors}
+        for row in range(len(self._index)):
+            box = self._index.box(row)
+            rows[self._index.name(row)].append((box.offsets, box.sizes, int(self._index.columns["crc"][row])))
+        for name, info in sorted(self.tensors.items()):
+            yield name, info.shape, info.dtype, rows[name]
 
     def read_tensor(self, name: str) -> torch.Tensor:
         """Return a complete logical tensor in host memory."""

@@ -68,6 +68,9 @@ def export(
     ),
     step: int | None = typer.Option(None, help="Step of the checkpoint; default: the newest."),
     dtype: str | None = typer.Option(None, help="float32, bfloat16 or float16; default: the run's own."),
+    adapter: bool = typer.Option(
+        False, "--adapter", help="Write the adapters of a run with train.lora as a folder for peft, without the model."
+    ),
     tokenizer: bool = typer.Option(True, help="Write the run's tokenizer too."),
     file_gib: float = typer.Option(4.0, min=0.001, help="Size in GiB above which weights are split into files."),
     as_json: bool = JSON,
@@ -75,18 +78,29 @@ def export(
     """Write a run's model as config.json, safetensors and tokenizer files for transformers.AutoModelForCausalLM.
 
     A model that the family cannot express is an error that names the keys. Memory holds one file's weights at a time.
+    Adapters (train.lora) are merged into the model, or written alone with --adapter.
 
     Examples:
 
       megascale convert export runs/stdlib --out exported
 
       python -c "from transformers import AutoModelForCausalLM as M; print(M.from_pretrained('exported'))"
+
+      megascale convert export runs/adapted --out adapter --adapter
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     from megascale import api
 
+    if adapter:
+        written = api.export_adapter(run, out, family=family, step=step, dtype=dtype)
+        if as_json:
+            _print_json(written)
+            return
+        typer.echo(f"{written.path}: adapters of {written.family} with {written.parameters:,} parameters, for peft")
+        _print_notes(written)
+        return
     console = Console(stderr=True)
     columns = (TextColumn("writing"), BarColumn(), DownloadColumn(binary_units=True))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.cli.common import JSON, print_json
-from megascale.errors import DataError
+from megascale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megascale.data.dataset.ledger import LedgerReport
     from megascale.data.dataset.packing_comparison import PackingRow
     from megascale.data.dataset.samples import SampleSource
+    from megascale.data.prepare.chat_builder import ChatBuild
 
 data = typer.Typer(no_args_is_help=True, help="Make data sets of text and inspect them.")
 
@@ -43,8 +44,19 @@ def build(
     stdlib: bool = typer.Option(False, "--stdlib", help="Use the Python standard library's own source as text."),
     inputs: list[Path] = typer.Option([], "--input", "-i", help="File or folder of text; repeatable."),
     vocab_size: int = typer.Option(4096, help="Entries of the byte-level BPE tokenizer to train."),
+    chat: list[Path] = typer.Option(
+        [], "--chat", help="JSON lines of conversations (messages) or prompt/completion pairs; repeatable."
+    ),
     tokenizer: Path | None = typer.Option(
-        None, help="Use this tokenizer.json (Hugging Face) or .tiktoken file instead of training one."
+        None,
+        help="Use this tokenizer.json (Hugging Face) or .tiktoken file instead of training one; with --chat also the "
+        "folder of a tokenizer.",
+    ),
+    chat_template: Path | None = typer.Option(
+        None, help="With --chat: Jinja file to use instead of the tokenizer's own chat template."
+    ),
+    max_tokens: int | None = typer.Option(
+        None, min=2, help="With --chat: cut longer conversations to this; default: keep them whole."
     ),
     held_out: float = typer.Option(0.05, help="Share of the text for evaluation (the library has its own)."),
     text_key: str = typer.Option("text", help="Key of the text in jsonl records and parquet rows."),
@@ -56,6 +68,8 @@ def build(
     Reads text files (one document each), .jsonl and .json (also .gz and .zst), .parquet, and folders of them. An
     interrupted build continues when it is called again; a finished one changes nothing.
 
+    With --chat only the assistant's tokens count in the loss. The first conversation is printed as it is trained.
+
     Examples:
 
         megascale data build --stdlib --out datasets/stdlib
@@ -63,7 +77,18 @@ def build(
         megascale data build --input ~/notes --input book.txt --vocab-size 8192 --out datasets/mine
 
         megascale data build --input crawl/ --tokenizer llama/tokenizer.json --held-out 0.001 --out datasets/crawl
+
+        megascale data build --chat conversations.jsonl --tokenizer llama/ --out datasets/chat
     """
+    if chat:
+        if stdlib or inputs:
+            raise ConfigError("--chat makes a data set of its own; omit --input and --stdlib")
+        if workers is not None or text_key != "text":
+            raise ConfigError("--workers and --text-key have no effect with --chat; omit them")
+        _build_chat(out, chat, tokenizer, chat_template, vocab_size, held_out, max_tokens, as_json)
+        return
+    if chat_template is not None or max_tokens is not None:
+        raise ConfigError("--chat-template and --max-tokens need --chat=FILE.jsonl; add it, or omit them")
     from rich.console import Console
     from rich.table import Table
 
@@ -102,6 +127,77 @@ def build(
     console.print(
         f"Train on it with --data.train={out}/train --data.valid={out}/valid", soft_wrap=True, highlight=False
     )
+
+
+def _build_chat(
+    out: Path,
+    chat: list[Path],
+    tokenizer: Path | None,
+    template: Path | None,
+    vocab_size: int,
+    held_out: float,
+    max_tokens: int | None,
+    as_json: bool,
+) -> None:
+    from megascale.data.prepare.chat_builder import build_chat
+
+    built = build_chat(
+        out,
+        chat,
+        tokenizer=tokenizer,
+        template=template,
+        vocab_size=vocab_size,
+        held_out=held_out,
+        max_tokens=max_tokens,
+    )
+    if as_json:
+        print_json(asdict(built.manifest))
+        return
+    _print_chat(built)
+
+
+def _print_chat(built: ChatBuild) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not built.fresh:
+        console.print(f"{built.folder} is already built from these inputs; nothing to do.")
+    if built.sample:
+        console.print("The first conversation; tokens that count in the loss are marked:", highlight=False)
+        _print_marked(built.sample, console)
+    table = Table("part", "conversations", "tokens", "counted", "share")
+    for name, part in built.manifest.parts.items():
+        counted = part.counted_tokens or 0
+        table.add_row(
+            name, f"{part.documents:,}", f"{part.tokens:,}", f"{counted:,}", f"{counted / max(part.tokens, 1):.1%}"
+        )
+    console.print(table)
+    if built.sides:
+        longest = max(side.longest for side in built.sides.values())
+        console.print(f"the longest conversation has {longest:,} tokens", highlight=False)
+    for note in built.manifest.notes:
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+    console.print(
+        f"Train on it with --data.train={built.folder}/train --data.valid={built.folder}/valid",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def _print_marked(parts: list[tuple[str, bool]], console: Console) -> None:
+    """Print a conversation with its counted parts in colour on a terminal, in brackets elsewhere."""
+    from rich.text import Text
+
+    text = Text()
+    for part, is_counted in parts:
+        if not is_counted:
+            text.append(part, style="dim" if console.is_terminal else "")
+        elif console.is_terminal:
+            text.append(part, style="bold green")
+        else:
+            text.append(f"[[{part}]]")
+    console.print(text, soft_wrap=True, highlight=False)
 
 
 @data.command()

@@ -13,6 +13,7 @@ from megascale.cli.common import JSON, format_optional, make_console, make_list,
 if TYPE_CHECKING:
     from megascale.observe.hang.scene import Scene
     from megascale.observe.hang.verdict import Hang
+    from megascale.observe.machine_report import Finding
     from megascale.resilience.diagnose.check import SelfCheck
 
 _AGENT_SECONDS = 28.0  # agents have 15 s to look at their ranks, and the driver must write what they send
@@ -26,14 +27,26 @@ def register(app: typer.Typer) -> None:
     app.command()(diagnose)
 
 
-def doctor(as_json: bool = JSON) -> None:
-    """Print what this machine has, what is missing or slow, and why. Changes nothing.
+def doctor(
+    cluster: str = typer.Option("", "--cluster", help="Examine this cluster instead: slurm or kubernetes."),
+    namespace: str = typer.Option("", "--namespace", help="Kubernetes: the job's namespace; default: the context's."),
+    kubeconfig: str = typer.Option("", "--kubeconfig", help="Kubernetes: the kubeconfig file; default: as kubectl."),
+    as_json: bool = JSON,
+) -> None:
+    """Print what this machine or a cluster has, what is missing or slow, and why. Changes nothing.
 
-    Example: megascale doctor
+    With --cluster: commands, partitions, time-outs and container runtimes of Slurm; rights, namespace, GPUs and
+    extensions of Kubernetes.
+
+    Examples:
+
+      megascale doctor
+
+      megascale doctor --cluster slurm
+
+      megascale doctor --cluster kubernetes --namespace training
     """
-    from megascale.observe.machine_report import examine_machine
-
-    findings = examine_machine()
+    findings = _examine(cluster, namespace, kubeconfig)
     if as_json:
         print_json([vars(finding) for finding in findings], indent=2)
         return
@@ -42,6 +55,26 @@ def doctor(as_json: bool = JSON) -> None:
     for finding in findings:
         table.add_row(marks[finding.verdict], finding.subject, finding.value, finding.advice)
     make_console().print(table)
+
+
+def _examine(cluster: str, namespace: str, kubeconfig: str) -> list[Finding]:
+    """Return the findings about this machine or a cluster."""
+    if not cluster:
+        from megascale.observe.machine_report import examine_machine
+
+        return examine_machine()
+    from megascale.config import KubernetesConfig
+    from megascale.errors import ConfigError
+    from megascale.resilience.cluster.cluster_report import examine_kubernetes, examine_slurm
+
+    if cluster == "slurm":
+        return examine_slurm()
+    if cluster != "kubernetes":
+        raise ConfigError(f"--cluster={cluster} is unknown; choose slurm or kubernetes")
+    from megascale.resilience.cluster.kubernetes_api import KubernetesApi
+
+    settings = KubernetesConfig(namespace=namespace, kubeconfig=kubeconfig)
+    return examine_kubernetes(KubernetesApi(settings), settings.gpu_resource)
 
 
 def diagnose(

@@ -130,6 +130,8 @@ def _describe_command(command: list[str], per_node: int | None) -> list[str]:
 def _drive(config: Config, dashboard: int | None) -> int:
     """Check the job, run its driver, and return the exit code."""
     require("fastapi", "driver")
+    if config.resilience.otlp:
+        require("opentelemetry", "otel")
     from megascale.resilience.driver import start_driver
     from megascale.resilience.driver.launch_checks import check_timeouts, read_job_files
 

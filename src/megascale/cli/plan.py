@@ -130,7 +130,10 @@ def _print_layout(cost: LayoutCost, console: Console) -> None:
         f"micro-batches of {train.micro_batch} on each of {grid.replicas} replicas",
     )
     table.add_row("sharding", f"ZeRO-{parallel.zero}, recompute {parallel.recompute}, {train.precision}")
-    table.add_row("parameters", f"{facts['parameters'] / 1e9:,.3f} billion")
+    parameters = f"{facts['parameters'] / 1e9:,.3f} billion"
+    if facts["trained_parameters"] != facts["parameters"]:
+        parameters += f"; adapters train {facts['trained_parameters']:,}"
+    table.add_row("parameters", parameters)
     table.add_row(
         "FLOPs",
         f"{flops['per_token'] / 1e9:,.1f} GFLOP per token, {flops['per_step'] / 1e15:,.2f} PFLOP per step, "

@@ -118,13 +118,20 @@ def _print_start(description: RunDescription) -> None:
 
 def _describe_sizes(description: RunDescription) -> list[tuple[str, str]]:
     """Return the sizes of a run as label and value."""
+    from megascale.core.adapters import AdapterSpec, count_adapter_elements
     from megascale.core.flops import CONVENTION
+    from megascale.core.layers import ChunkLayers
 
     model, train_section = description.config.model, description.config.train
     flops = _format_count(description.flops_per_token * description.tokens)
     parameters, embeddings = _format_count(description.parameters), _format_count(description.embedding_parameters)
+    counts = f"{parameters} ({embeddings} in embeddings)"
+    spec = AdapterSpec.from_config(train_section)
+    if spec is not None:
+        layers = ChunkLayers.from_range(range(model.layers))
+        counts += f"; adapters train {_format_count(count_adapter_elements(model, spec, layers))}"
     return [
-        ("parameters", f"{parameters} ({embeddings} in embeddings)"),
+        ("parameters", counts),
         (
             "FLOPs per token",
             f"{_format_count(description.flops_per_token)}, forward and backward ({CONVENTION})",

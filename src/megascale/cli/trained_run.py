@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -13,6 +14,7 @@ from megascale.cli.common import JSON, check_picture, make_console, make_list, p
 from megascale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from megascale.train.chat import ChatSession
     from megascale.train.evaluation import Evaluation
 
 RUN = typer.Argument(..., help="Run folder, such as runs/stdlib.", show_default=False)
@@ -70,7 +72,12 @@ def evaluate(
 def print_evaluation(evaluation: Evaluation) -> None:
     """Print the held-out loss, and general compressors for comparison if the text's size is known."""
     console = make_console()
-    console.print(f"held-out loss {evaluation.loss:.4f} nats per token over {evaluation.tokens:,} tokens", markup=False)
+    counted = ""
+    if evaluation.weight_sum is not None:
+        counted = f" with a loss weight of {evaluation.weight_sum:,.10g}"
+    console.print(
+        f"held-out loss {evaluation.loss:.4f} nats per token over {evaluation.tokens:,} tokens{counted}", markup=False
+    )
     if evaluation.bits_per_byte is None:
         return
     table = make_list("held-out text", "bits per byte")
@@ -85,6 +92,12 @@ def generate(
     run: Path = RUN,
     prompt: str | None = typer.Option(None, help="Text to continue. [default: 'def']", show_default=False),
     prompt_file: Path | None = typer.Option(None, help="File with the text to continue; - reads stdin."),
+    chat: bool = typer.Option(
+        False,
+        "--chat",
+        help="Answer --prompt as a message of a conversation; without --prompt, talk until Ctrl-D or Ctrl-C.",
+    ),
+    system: str = typer.Option("", help="With --chat: first message, with the role system."),
     tokens: int = typer.Option(200, min=1, help="Longest continuation, in tokens."),
     temperature: float = typer.Option(0.8, min=0, help="0 takes the most likely token each time."),
     top_k: int = typer.Option(50, min=0, help="Draw among this many most likely tokens; 0: all."),
@@ -109,9 +122,35 @@ def generate(
       megascale generate runs/stdlib --prompt 'class Queue' --tokens 300 --seed 7
 
       megascale generate runs/stdlib --prompt-file begun.py --temperature 0 --stop 'def '
+
+      megascale generate runs/chat --chat --prompt 'What is 2 plus 3?'
+
+      megascale generate runs/chat --chat
     """
     from megascale import api
 
+    if chat:
+        if stop:
+            raise ConfigError("--stop has no effect with --chat, whose replies end with the template's turn; omit it")
+        session = api.open_chat(
+            run,
+            system=system,
+            tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            step=step,
+            device=device,
+        )
+        if prompt is None and prompt_file is None:
+            _talk(session)
+        else:
+            _answer(session, _read_prompt(prompt, prompt_file), as_json)
+        return
+    if system:
+        raise ConfigError("--system needs --chat; add it, or omit --system")
     text = _read_prompt(prompt, prompt_file)
     pieces = api.generate(
         run,
@@ -134,6 +173,40 @@ def generate(
     for piece in pieces:
         typer.echo(piece, nl=False)
     typer.echo()
+
+
+def _answer(session: ChatSession, text: str, as_json: bool) -> None:
+    """Print the reply to one message."""
+    pieces = session.reply(text)
+    if as_json:
+        for _ in pieces:
+            pass
+        print_json({"messages": session.messages})
+        return
+    for piece in pieces:
+        typer.echo(piece, nl=False)
+    typer.echo()
+
+
+def _talk(session: ChatSession) -> None:
+    """Read messages and print replies until the end of the input or Ctrl-C. Ctrl-C in a reply ends the reply only."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        typer.echo("Ctrl-D or Ctrl-C ends the conversation, Ctrl-C during a reply ends the reply.", err=True)
+    while True:
+        try:
+            text = input("> " if is_terminal else "")
+        except (EOFError, KeyboardInterrupt):
+            typer.echo()
+            return
+        if not text.strip():
+            continue
+        try:
+            for piece in session.reply(text):
+                typer.echo(piece, nl=False)
+        except KeyboardInterrupt:
+            pass
+        typer.echo()
 
 
 def _read_prompt(text: str | None, file: Path | None) -> str:

@@ -7,7 +7,7 @@ from megascale.config.base import Section
 from megascale.config.loading import from_tree, list_presets, load, load_command_line, read_preset
 from megascale.config.model_section import ModelConfig
 from megascale.config.parallel_sections import OverlapConfig, ParallelConfig
-from megascale.config.resilience_section import ForeignConfig, KubernetesConfig, ResilienceConfig
+from megascale.config.resilience_section import ForeignConfig, KubernetesConfig, ResilienceConfig, SlurmConfig
 from megascale.config.run_sections import (
     CHANGEABLE_KEYS,
     CheckpointConfig,
@@ -35,6 +35,7 @@ __all__ = [
     "RendezvousConfig",
     "ResilienceConfig",
     "Section",
+    "SlurmConfig",
     "TrainConfig",
     "from_tree",
     "list_presets",

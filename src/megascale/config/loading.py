@@ -13,7 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megascale.config.base import check_encoding
+from megascale.config.base import Section, check_encoding
+from megascale.config.experts_section import ExpertsConfig
+from megascale.config.lora_section import LoraConfig
 from megascale.config.model_section import LayerKind
 from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, LR_SCHEDULES, OPTIMIZERS, SINKS, SPAN_SINKS
 from megascale.config.registry import Registry
@@ -150,6 +152,10 @@ def _move_imported_folder(tree: dict[str, Any]) -> None:
         raise ConfigError(
             f"model.from={folder} and checkpoint.imported={table['imported']} name two models; give one of them"
         )
+    if table.get("start_from") is not None:
+        raise ConfigError(
+            f"model.from={folder} and checkpoint.start_from={table['start_from']} name two models; give one of them"
+        )
     tree["model"] = {key: value for key, value in model.items() if key != "from"}
     tree["checkpoint"] = {**table, "imported": folder}
 
@@ -225,7 +231,12 @@ def _explain_unknown(path: Sequence[str], value: Any) -> str:
         return f"there is no section [{path[0]}]; {hint or 'known: ' + ', '.join(Config.model_fields)}"
     section, key = path[:2]
     if len(path) > 2:
-        table = RotaryScaling if path[-2] == "rotary_scaling" else LayerKind
+        tables: dict[str, type[Section]] = {
+            "rotary_scaling": RotaryScaling,
+            "lora": LoraConfig,
+            "experts": ExpertsConfig,
+        }
+        table = tables.get(path[-2], LayerKind)
         known = ", ".join(table.model_fields)
         return f"there is no key {'.'.join(path)} (value {value!r}); keys of [{'.'.join(path[:-1])}]: {known}"
     hint = format_question(suggest_keys(key, section))

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from megascale.config.base import MAX_COUNT, MAX_LAYERS, Section
+from megascale.config.experts_section import ExpertsConfig
 from megascale.config.parts import ACTIVATIONS, ATTENTIONS, BLOCKS, MLPS, NORMS
 from megascale.config.rotary_scaling import RotaryScaling
 from megascale.errors import ConfigError
@@ -75,6 +76,11 @@ class ModelConfig(Section):
     )
     mlp: Annotated[str, AfterValidator(MLPS.validate_name)] = Field(
         "dense", description="MLP of a block, by registered name"
+    )
+    experts: ExpertsConfig | None = Field(
+        None,
+        description="mixture of experts in layers with model.mlp=experts: [model.experts] with some of "
+        + ", ".join(ExpertsConfig.model_fields),
     )
     norm: Annotated[str, AfterValidator(NORMS.validate_name)] = Field(
         "layernorm",
@@ -168,6 +174,11 @@ class ModelConfig(Section):
         return self.ffn_hidden or 4 * self.hidden
 
     @property
+    def expert_settings(self) -> ExpertsConfig:
+        """Settings of layers of experts; the defaults without a table [model.experts]."""
+        return self.experts or ExpertsConfig()
+
+    @property
     def has_gated_mlp(self) -> bool:
         """True if the MLP has a gate (two input projections)."""
         return ACTIVATIONS[self.activation].gated
@@ -216,6 +227,7 @@ class ModelConfig(Section):
             )
         for letter, kind in self.layer_kinds.items():
             self._check_kind(letter, kind)
+        self._check_experts()
         resolved = [self.resolve_kind(letter).positions for letter in set(self.layer_pattern)]
         if self.rotary_scaling is not None and "rotary" not in resolved:
             raise ValueError(
@@ -233,6 +245,26 @@ class ModelConfig(Section):
                 "embeddings; set model.positions=rotary or remove model.embedding_multiplier"
             )
         return self
+
+    def _check_experts(self) -> None:
+        """Raise ValueError unless the settings of experts have an effect and are supported."""
+        has_experts = any(self.resolve_kind(letter).mlp == "experts" for letter in self.layer_letters())
+        if self.experts is not None and not has_experts:
+            raise ValueError(
+                f"[model.experts] has no effect, since model.mlp={self.mlp}; set model.mlp=experts, or remove "
+                "[model.experts]"
+            )
+        if not has_experts:
+            return
+        if self.mlp_bias:
+            raise ValueError(
+                "model.mlp_bias=true with model.mlp=experts: experts have no biases; set model.mlp_bias=false"
+            )
+        if self.expert_settings.dense_layers >= self.layers:
+            raise ValueError(
+                f"model.experts.dense_layers={self.expert_settings.dense_layers} leaves no layer of model.layers="
+                f"{self.layers} with experts; lower dense_layers, or set model.mlp=dense"
+            )
 
     def _check_kind(self, letter: str, kind: LayerKind) -> None:
         """Raise ValueError unless the pattern uses the kind and every setting of it has an effect."""

@@ -109,11 +109,13 @@ class OptimizerFacts:
             the tensor and zero before the first step.
         own_settings: keys of [optimizer] that only this optimizer reads.
         default_peak: its own default of lr.peak; None: the general default.
+        has_matrix_norms: whether the update of a matrix depends on its norm, so that stacked matrices are told apart.
     """
 
     state_names: Callable[[str, tuple[int, ...]], tuple[str, ...]]
     own_settings: tuple[str, ...] = ()
     default_peak: float | None = None
+    has_matrix_norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,8 +158,8 @@ def _moment_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a logical tensor is a matrix of a layer, not of embedding or output."""
-    return name.startswith("layers.") and len(shape) == 2
+    """Return whether a logical tensor is a matrix, or a stack of matrices, of a layer, not of embedding or output."""
+    return name.startswith("layers.") and len(shape) >= 2
 
 
 def _muon_state_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -170,7 +172,7 @@ OPTIMIZERS: Registry[OptimizerFacts] = Registry(
     "optimizer.name",
     {
         "adamw": OptimizerFacts(_moment_names),
-        "lamb": OptimizerFacts(_moment_names, ("trust_min", "trust_max", "lamb_bias_correction"), LAMB_PEAK),
+        "lamb": OptimizerFacts(_moment_names, ("trust_min", "trust_max", "lamb_bias_correction"), LAMB_PEAK, True),
         "muon": OptimizerFacts(_muon_state_names, ("muon_momentum", "muon_nesterov", "muon_steps", "muon_rms")),
     },
     home="megascale.optim",
@@ -217,7 +219,12 @@ ATTENTIONS: Registry[AttentionFacts] = Registry(
     home=MODEL_PACKAGE,
 )
 MLPS: Registry[PartFacts] = Registry(
-    "model.mlp", {"dense": PartFacts("one input projection (gated: two), one output projection")}, home=MODEL_PACKAGE
+    "model.mlp",
+    {
+        "dense": PartFacts("one input projection (gated: two), one output projection"),
+        "experts": PartFacts("mixture of experts, of which each token passes a few"),
+    },
+    home=MODEL_PACKAGE,
 )
 BLOCKS: Registry[PartFacts] = Registry(
     "model.block",

@@ -1,4 +1,4 @@
-"""The sections [resilience] and [kubernetes]: fault tolerance of `megascale launch` and its cluster."""
+"""The sections [resilience], [slurm] and [kubernetes]: fault tolerance of `megascale launch` and its cluster."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from megascale.config.base import MAX_COUNT, Section, expand_home
 _Pair = Annotated[str, StringConstraints(pattern=r"^[^=\s]+=[^\s]*$")]
 _Assignment = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*=")]
 _Mount = Annotated[str, StringConstraints(pattern=r"^(host:/[^:]*|claim:[a-z0-9.-]+):/[^:]+(:ro)?$")]
+_Bind = Annotated[str, StringConstraints(pattern=r"^/[^:,\n]*:/[^:,\n]*(:ro)?$")]
+_SLURM_TIME = r"^([0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2})?$"
 _ADDRESS = r"^(|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5})$"  # HOST:PORT
 _Label = r"^(|([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)$"
 
@@ -142,6 +144,13 @@ class ResilienceConfig(Section):
         description="folder in which the driver writes NAME.json with the addresses of driver_metrics and "
         "agent_metrics, for Prometheus' file-based discovery; empty: none",
     )
+    otlp: str = Field(
+        "",
+        pattern=r"^(|https?://[^\s/]+(/[^\s]*)?)$",
+        description="URL of an OpenTelemetry collector (OTLP over HTTP), such as http://collector:4318, to which the "
+        "driver sends its metrics, and a trace of each recovery; needs the extra otel. Empty: none",
+    )
+    otlp_interval: float = Field(15.0, ge=0.1, description="seconds between two exports to resilience.otlp")
     job_name: str = Field(
         "",
         max_length=100,
@@ -264,6 +273,64 @@ class ForeignConfig(Section):
             raise ValueError(
                 f"foreign.per_node={self.per_node} without a command; add -- COMMAND to the command line, or set "
                 "foreign.command"
+            )
+        return self
+
+
+class SlurmConfig(Section):
+    """Cluster slurm: options of the batch script, and the container of the nodes (docs/operators.md)."""
+
+    account: str = Field("", description="account that is charged; empty: the user's default")
+    partition: str = Field("", description="partition of the nodes; empty: the site's default")
+    qos: str = Field("", description="quality of service; empty: the site's default")
+    time: str = Field(
+        "",
+        pattern=_SLURM_TIME,
+        description="time limit of one job: MINUTES, HH:MM:SS or DAYS-HH; empty: the partition's default",
+    )
+    constraint: str = Field("", description="features that nodes must have, such as `h100&ib`")
+    reservation: str = Field("", description="reservation of the nodes")
+    resubmission: Literal["sbatch", "requeue"] = Field(
+        "sbatch",
+        description="how training continues after the time limit: sbatch (the job submits the next one) or requeue "
+        "(`scontrol requeue` of the same job, where nodes may not submit)",
+    )
+    attempts: int = Field(
+        1,
+        ge=1,
+        le=10_000,
+        description="jobs submitted as an array that run one after another, each up to the time limit, so that no job "
+        "has to submit another; those that are left are cancelled when training ends",
+    )
+    container: Literal["", "pyxis", "apptainer"] = Field(
+        "", description="container runtime of agents and trainers; the driver runs outside of it. Empty: none"
+    )
+    image: str = Field(
+        "", description="image of the container: docker://NAME:TAG or a file; pyxis takes registry#NAME:TAG too"
+    )
+    mounts: list[_Bind] = Field(
+        default_factory=list,
+        description="mounts of the container, /HOST:/CONTAINER, with :ro for read-only; the run folder and the home "
+        "folder are mounted always",
+    )
+    python: str = Field("python3", min_length=1, description="interpreter in the container")
+
+    _paths = field_validator("image")(expand_home)
+
+    @model_validator(mode="after")
+    def _check_container(self) -> SlurmConfig:
+        if self.container and not self.image:
+            raise ValueError(f"slurm.container={self.container} needs an image; set slurm.image")
+        if self.image and not self.container:
+            raise ValueError(f"slurm.image={self.image} has no runtime; set slurm.container to pyxis or apptainer")
+        return self
+
+    @model_validator(mode="after")
+    def _check_attempts(self) -> SlurmConfig:
+        if self.attempts > 1 and self.resubmission == "requeue":
+            raise ValueError(
+                f"slurm.attempts={self.attempts} continues in the next job of an array, and slurm.resubmission=requeue "
+                "in the same job; set only one of them"
             )
         return self
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
@@ -47,6 +47,20 @@ class CheckpointConfig(Section):
         "checkpoints loads the weights (of step 0) from there, or fails. `convert import` sets it. "
         "`--model.from=FOLDER` sets it to a Hugging Face folder; keys of [model] that are not given are that model's",
     )
+    start_from: str | None = Field(
+        None,
+        description="run folder (or folder or URL of checkpoints) whose model a start without own checkpoints begins "
+        "with; keys of [model] that are not given are that run's. Needs checkpoint.start_state",
+    )
+    start_step: int | None = Field(
+        None, ge=0, le=MAX_COUNT, description="step of the checkpoint in checkpoint.start_from; default: the newest"
+    )
+    start_state: Literal["fresh", "continued"] | None = Field(
+        None,
+        description="what a start takes from checkpoint.start_from; fresh: the weights, while optimizer state, step "
+        "count and learning-rate schedule begin anew; continued: also the optimizer state and the step count, so that "
+        "the schedule goes on at that step",
+    )
     background: bool = Field(
         False,
         description="copy the state to host memory during the next step and let a service write it; needs slots x the "
@@ -79,7 +93,7 @@ class CheckpointConfig(Section):
         "saved in config.toml",
     )
 
-    _paths = field_validator("location", "imported")(expand_home)
+    _paths = field_validator("location", "imported", "start_from")(expand_home)
 
     @field_validator("accept_changes")
     @classmethod
@@ -91,6 +105,22 @@ class CheckpointConfig(Section):
                     "and the tokenizer of a run cannot change; all other settings may change without being listed here"
                 )
         return keys
+
+    @model_validator(mode="after")
+    def _check_start(self) -> CheckpointConfig:
+        if self.start_from is not None and self.start_state is None:
+            raise ValueError(
+                f"checkpoint.start_from={self.start_from} needs checkpoint.start_state; set it to fresh (weights only: "
+                "optimizer state, step count and learning-rate schedule begin anew) or continued (they go on)"
+            )
+        for key in ("start_state", "start_step"):
+            value = getattr(self, key)
+            if value is not None and self.start_from is None:
+                raise ValueError(
+                    f"checkpoint.{key}={value} has no effect without checkpoint.start_from; set "
+                    f"--checkpoint.start_from=RUN, or leave checkpoint.{key} out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_background(self) -> CheckpointConfig:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from megascale.config.base import MAX_COUNT, Section, expand_home
+from megascale.config.lora_section import LoraConfig
 from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, LR_SCHEDULES, OPTIMIZERS
 
 # Short names, as users of Megatron-LM and torchtitan write them.
@@ -260,6 +261,12 @@ class TrainConfig(Section):
     loss: Annotated[str, AfterValidator(LOSSES.validate_name)] = Field(
         "cross_entropy",
         description="training loss; evaluation always reports cross-entropy (ops/token_loss.py)",
+    )
+    lora: LoraConfig | None = Field(
+        None,
+        description="train low-rank adapters of the layers' matrices and leave the model as it is: [train.lora] with "
+        "rank, alpha (16; an adapter's output is multiplied by alpha / rank) and targets (matrices by their names "
+        "within a layer, such as attention.query,mlp.out; default: all)",
     )
     callbacks: list[Annotated[str, AfterValidator(CALLBACKS.validate_name)]] = Field(
         default_factory=list,

@@ -18,7 +18,7 @@ from megascale.config.parallel_sections import (
     ParallelConfig,
 )
 from megascale.config.parts import LINEAR_PRECISIONS, OPTIMIZERS
-from megascale.config.resilience_section import ForeignConfig, KubernetesConfig, ResilienceConfig
+from megascale.config.resilience_section import ForeignConfig, KubernetesConfig, ResilienceConfig, SlurmConfig
 from megascale.config.run_sections import CheckpointConfig, ObserveConfig, RendezvousConfig
 from megascale.config.training_sections import DataConfig, KernelsConfig, LrConfig, OptimizerConfig, TrainConfig
 from megascale.errors import FitError
@@ -40,6 +40,7 @@ class Config(Section):
     observe: ObserveConfig = ObserveConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     foreign: ForeignConfig = ForeignConfig()
+    slurm: SlurmConfig = SlurmConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 
     @property
@@ -81,6 +82,11 @@ class Config(Section):
             self._check_bfloat16_reduction()
         if self.parallel.gather_precision == "float8":
             self._check_float8_gather()
+        if self.train.lora is not None and self.checkpoint.start_state == "continued":
+            raise ValueError(
+                "checkpoint.start_state=continued needs the optimizer state of what is trained, and "
+                "checkpoint.start_from has none of adapters (train.lora); set --checkpoint.start_state=fresh"
+            )
         if self.lr.min > self.lr.peak:
             raise ValueError(f"lr.min={self.lr.min} is above lr.peak={self.lr.peak}; lower lr.min")
         return self

@@ -51,6 +51,14 @@ class FlopCount:
         """FLOPs of forward and backward."""
         return 3 * self.forward
 
+    @property
+    def adapter_training(self) -> float:
+        """FLOPs of forward and backward without the weights' gradients, when adapters are trained.
+
+        The adapters' own FLOPs are not counted.
+        """
+        return 2 * self.forward + self.attention
+
 
 @lru_cache(maxsize=256)
 def layer_flops(layer: LayerSpec, sequence: int) -> FlopCount:
@@ -130,13 +138,23 @@ def device_peak_tflops(name: str) -> float | None:
     return None
 
 
-def mfu(
-    model: ModelConfig, tokens_per_second: float, devices: int, peak_tflops: float, flops: FlopCount | None = None
-) -> float:
-    """Return the model FLOPs utilisation, 0 to 1, under CONVENTION.
+def count_training_flops(model: ModelConfig, has_adapters: bool = False, flops: FlopCount | None = None) -> float:
+    """Return the FLOPs per token of training the model, or adapters of its matrices.
 
     Args:
         flops: FLOPs of samples with documents (`document_flops`); default: those of full samples.
     """
-    flops = flops or flops_per_token(model)
-    return flops.training * tokens_per_second / (devices * peak_tflops * 1e12)
+    count = flops or flops_per_token(model)
+    return count.adapter_training if has_adapters else count.training
+
+
+def mfu(
+    model: ModelConfig,
+    tokens_per_second: float,
+    devices: int,
+    peak_tflops: float,
+    flops: FlopCount | None = None,
+    has_adapters: bool = False,
+) -> float:
+    """Return the model FLOPs utilisation, 0 to 1, under CONVENTION; `flops` as for `count_training_flops`."""
+    return count_training_flops(model, has_adapters, flops) * tokens_per_second / (devices * peak_tflops * 1e12)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from megascale.config import ModelConfig
 from megascale.config.parts import ATTENTIONS, BLOCKS, MLPS, NORMS
 from megascale.config.registry import Registry
-from megascale.core.layer_spec import AttentionSpec, DenseSpec, LayerSpec, NormsSpec
+from megascale.core.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, NormsSpec
 from megascale.core.tensors import Box, Piece
 
 TOKENS = "embedding.token.weight"
@@ -37,6 +37,7 @@ class LogicalTensor:
         is_gemm_weight: whether every token is multiplied with it.
         padded_rows: size of the first dimension in memory, if that is padded. Rows beyond `shape` have no meaning.
         other_cuts: (axis, dimension that its ranks divide) of axes other than the tensor axis.
+        is_trained: False for state of the model that no gradient changes, such as the bias of a router.
     """
 
     name: str
@@ -47,6 +48,7 @@ class LogicalTensor:
     is_gemm_weight: bool = False
     padded_rows: int | None = None
     other_cuts: tuple[tuple[str, int], ...] = ()
+    is_trained: bool = True
 
     @property
     def cuts(self) -> dict[str, int]:
@@ -68,7 +70,7 @@ class LogicalTensor:
     @property
     def elements(self) -> int:
         """Number of trained elements."""
-        return prod(self.shape)
+        return prod(self.shape) if self.is_trained else 0
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -134,6 +136,7 @@ class PartInventory:
         flops: maps (layer, sequence length) to forward FLOPs per token, without those of its matrices.
         splits_fused_projection: whether it can read its half of a parallel block's fused projection.
         make_spec: makes the part's specification from the settings of its layers; None: as the built-in part does.
+        saves_norm_output: whether backward keeps the output of the norm before it even if norms are recomputed.
     """
 
     tensors: Callable[[LayerSpec, str], list[LogicalTensor]]
@@ -141,6 +144,7 @@ class PartInventory:
     flops: Callable[[LayerSpec, int], float] = lambda layer, sequence: 0.0
     splits_fused_projection: bool = False
     make_spec: Callable[[ModelConfig], Any] | None = None
+    saves_norm_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -238,22 +242,29 @@ def _score_flops(layer: LayerSpec, sequence: int) -> float:
 
 
 def _mlp_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
+    return _dense_tensors(layer, layer.feed_forward, f"{name}.mlp")
+
+
+def _dense_tensors(layer: LayerSpec, part: DenseSpec, name: str) -> list[LogicalTensor]:
     h = layer.hidden
-    part = layer.feed_forward
     f = part.width
     tensors: list[LogicalTensor] = []
     if part.is_gated:
-        tensors += linear_tensors(f"{name}.mlp.gate", f, h, 0, part.bias, layer.init_std)
-    tensors += linear_tensors(f"{name}.mlp.in", f, h, 0, part.bias, layer.init_std)
-    return tensors + linear_tensors(f"{name}.mlp.out", h, f, 1, part.bias, layer.output_init_std)
+        tensors += linear_tensors(f"{name}.gate", f, h, 0, part.bias, layer.init_std)
+    tensors += linear_tensors(f"{name}.in", f, h, 0, part.bias, layer.init_std)
+    return tensors + linear_tensors(f"{name}.out", h, f, 1, part.bias, layer.output_init_std)
 
 
 def _mlp_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
+    return _dense_saved_activations(layer.feed_forward, "mlp")
+
+
+def _dense_saved_activations(part: DenseSpec, name: str) -> list[SavedActivation]:
     return [
-        SavedActivation("mlp_in", layer.feed_forward.input_width, "columns", has_gradient=True),
+        SavedActivation(f"{name}_in", part.input_width, "columns", has_gradient=True),
         SavedActivation(
-            "mlp_activation",
-            layer.feed_forward.width,
+            f"{name}_activation",
+            part.width,
             "columns",
             recompute_name="activation",
             has_gradient=True,
@@ -262,12 +273,62 @@ def _mlp_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
     ]
 
 
+def _experts_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
+    h = layer.hidden
+    part: ExpertsSpec = layer.feed_forward
+    number, width = part.settings.number, part.width
+    inputs = (number, part.input_matrices, width, h)
+    tensors = [
+        LogicalTensor(f"{name}.mlp.router.weight", (number, h), init_std=layer.init_std),
+        LogicalTensor(f"{name}.mlp.experts.in.weight", inputs, 0, layer.init_std),
+        LogicalTensor(f"{name}.mlp.experts.out.weight", (number, h, width), 0, layer.output_init_std),
+    ]
+    if part.settings.bias_rate:
+        tensors.append(LogicalTensor(f"{name}.mlp.router.bias", (number,), is_trained=False))
+    if part.shared is not None:
+        tensors += _dense_tensors(layer, part.shared, f"{name}.mlp.shared")
+    if part.settings.shared_gate:
+        tensors.append(LogicalTensor(f"{name}.mlp.shared.scale.weight", (h,), init_std=layer.init_std))
+    return tensors
+
+
+def _experts_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
+    """Return what a layer of experts saves with an even load; backward computes the activation again."""
+    part: ExpertsSpec = layer.feed_forward
+    settings = part.settings
+    saved = [
+        SavedActivation("router_scores", 3 * settings.number, "sequence", is_statistic=True),
+        # The experts of each token as 8-byte integers, and their weights, of the whole sequence.
+        SavedActivation("expert_plan", 5 * settings.top_k, "sequence", is_statistic=True),
+        SavedActivation("experts_in", settings.top_k * part.input_matrices * part.width, "columns", has_gradient=True),
+    ]
+    if part.shared is not None:
+        saved += _dense_saved_activations(part.shared, "shared")
+    if settings.shared_gate:
+        saved.append(SavedActivation("shared_output", layer.hidden, "sequence"))
+    return saved
+
+
+def _experts_flops(layer: LayerSpec, sequence: int) -> float:
+    """Return the forward FLOPs per token of the router and of the experts that the token passes."""
+    part: ExpertsSpec = layer.feed_forward
+    expert = (part.input_matrices + 1) * part.width * layer.hidden
+    return 2.0 * (part.settings.top_k * expert + part.settings.number * layer.hidden)
+
+
 _CAUSAL_ATTENTION = PartInventory(
     _attention_tensors, _attention_saved_activations, _score_flops, splits_fused_projection=True
 )
 _DENSE_MLP = PartInventory(_mlp_tensors, _mlp_saved_activations, splits_fused_projection=True)
 ATTENTION_PARTS: Registry[PartInventory] = Registry(ATTENTIONS.key, {"causal": _CAUSAL_ATTENTION})
-MLP_PARTS: Registry[PartInventory] = Registry(MLPS.key, {"dense": _DENSE_MLP})
+_EXPERTS = PartInventory(
+    _experts_tensors,
+    _experts_saved_activations,
+    _experts_flops,
+    make_spec=ExpertsSpec.from_model,
+    saves_norm_output=True,
+)
+MLP_PARTS: Registry[PartInventory] = Registry(MLPS.key, {"dense": _DENSE_MLP, "experts": _EXPERTS})
 
 
 def has_fused_projection(layer: LayerSpec) -> bool:
@@ -342,7 +403,13 @@ def _resolve_layer(model: ModelConfig, layers: int) -> LayerSpec:
 def resolve_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return the specification of every layer, from the model's pattern and kinds of layers."""
     kinds = {letter: _resolve_layer(model.resolve_kind(letter), model.layers) for letter in set(model.layer_pattern)}
-    return tuple(kinds[letter] for letter in model.layer_letters())
+    layers = [kinds[letter] for letter in model.layer_letters()]
+    if model.experts is not None:
+        for index, letter in zip(range(model.experts.dense_layers), model.layer_letters(), strict=False):
+            kind = model.resolve_kind(letter)
+            if kind.mlp == "experts":
+                layers[index] = _resolve_layer(kind.model_copy(update={"mlp": "dense"}), model.layers)
+    return tuple(layers)
 
 
 @lru_cache(maxsize=256)
@@ -388,7 +455,10 @@ def half_saved_activations(layer: LayerSpec) -> tuple[tuple[SavedActivation, ...
     if norms.has_pre:
         attention += _norm_saved_activations(layer, "")
     if norms.has_pre and norms.count == 2:
-        mlp += _norm_saved_activations(layer, "second_")
+        norm = _norm_saved_activations(layer, "second_")
+        if MLP_PARTS[layer.feed_forward.name].saves_norm_output:
+            norm = [replace(activation, recompute_name="") for activation in norm]
+        mlp += norm
     attention += ATTENTION_PARTS[layer.mixer.name].saved_activations(layer)
     mlp += MLP_PARTS[layer.feed_forward.name].saved_activations(layer)
     if norms.has_post:
@@ -470,5 +540,5 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def count_elements(tensors: Iterable[LogicalTensor], ranks: int = 1) -> int:
-    """Return the number of elements on one of `ranks` tensor-parallel ranks, padding included."""
-    return sum(prod(tensor.local_shape(ranks)) for tensor in tensors)
+    """Return the number of trained elements on one of `ranks` tensor-parallel ranks, padding included."""
+    return sum(prod(tensor.local_shape(ranks)) for tensor in tensors if tensor.is_trained)

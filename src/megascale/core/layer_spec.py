@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megascale.config import ModelConfig
+from megascale.config.experts_section import ExpertsConfig
 from megascale.config.parts import ACTIVATIONS, NORMS
 from megascale.config.rotary_scaling import RotaryScaling
 
@@ -115,6 +116,43 @@ class DenseSpec:
     def is_gated(self) -> bool:
         """True if the activation multiplies two projections."""
         return ACTIVATIONS[self.activation].gated
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """Feed-forward of many experts, of which a token passes a few, and possibly a shared MLP.
+
+    Attributes:
+        name: registered name, a value of model.mlp.
+        width: columns between the matrices of an expert.
+        activation: value of model.activation.
+        settings: the table [model.experts].
+        bias: False; experts have no biases.
+    """
+
+    name: str
+    width: int
+    activation: str
+    settings: ExpertsConfig
+    bias: bool = False
+
+    @classmethod
+    def from_model(cls, model: ModelConfig) -> ExpertsSpec:
+        """Return the feed-forward of a model whose layers are all alike."""
+        settings = model.expert_settings
+        return cls(name=model.mlp, width=settings.width or model.ffn, activation=model.activation, settings=settings)
+
+    @property
+    def input_matrices(self) -> int:
+        """Input matrices of an expert: two with a gate."""
+        return 2 if ACTIVATIONS[self.activation].gated else 1
+
+    @property
+    def shared(self) -> DenseSpec | None:
+        """The MLP that every token passes, if there is one."""
+        if not self.settings.shared_width:
+            return None
+        return DenseSpec(name="dense", width=self.settings.shared_width, activation=self.activation, bias=False)
 
 
 @dataclass(frozen=True)

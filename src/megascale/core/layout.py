@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from math import gcd, isqrt
 
 from megascale.config import Config, ModelConfig, ParallelConfig
+from megascale.core.adapters import list_adapter_faults
 from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Grid
+from megascale.core.inventory import resolve_layers
+from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layers import ChunkLayers, assign_layers
 from megascale.core.memory import MemoryEstimate
 from megascale.core.rank_memory import estimate_rank_memory
 from megascale.core.schedule import Schedule
 from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, build_schedule, chunk_map_of
-from megascale.core.unit_slots import assign_chunk_slots, gathers_whole_chunks
+from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots
 from megascale.errors import FitError
 
 # Forward passes in a step's schedule over all stages; published runs have some thousands.
@@ -88,7 +91,7 @@ class Layout:
 
     def chunk_slots(self, stage: int) -> list[int] | None:
         """Return the slot of each chunk of a stage if ZeRO-3 gathers whole chunks, else None."""
-        if self.config.parallel.zero < 3 or not gathers_whole_chunks(self.config.parallel.virtual_stages):
+        if self.config.parallel.zero < 3 or not has_chunk_slots(self.config.parallel.virtual_stages):
             return None
         return assign_chunk_slots(self.schedule(), stage)
 
@@ -118,7 +121,7 @@ def lay_out(config: Config, world: int) -> Layout:
     faults = _tensor_faults(config.model, parallel.tensor)
     if parallel.virtual_stages > 1 and parallel.pipeline == 1:
         faults += _one_stage_faults(parallel)
-    faults += _placement_faults(config)
+    faults += _expert_faults(config)
     if parallel.micro_batch_group_size is not None and parallel.virtual_stages == 1:
         faults.append(
             f"parallel.micro_batch_group_size={parallel.micro_batch_group_size} orders the chunks of "
@@ -142,6 +145,7 @@ def lay_out(config: Config, world: int) -> Layout:
         faults.append(str(error))
     if microbatches is not None and layers is not None:
         faults += _schedule_faults(config, 1 if grid is None else grid.replicas, microbatches)
+    faults += list_adapter_faults(config, layers)
     if faults or grid is None or layers is None or microbatches is None:
         raise FitError("\n".join(faults))
     return Layout(config, grid, microbatches, tuple(layers))
@@ -163,18 +167,41 @@ def _schedule_faults(config: Config, data: int, microbatches: int) -> list[str]:
     ]
 
 
-def _placement_faults(config: Config) -> list[str]:
-    """Return why a stage cannot hold both ends of the model."""
-    parallel = config.parallel
-    has_both_ends = parallel.pipeline > 1 and len(chunk_map_of(parallel).end_stages) == 1
-    if not (has_both_ends and config.model.tied_embeddings and parallel.zero >= 2):
+def _expert_faults(config: Config) -> list[str]:
+    """Return the settings that layers of experts exclude."""
+    model, tensor = config.model, config.parallel.tensor
+    if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(model)):
         return []
-    return [
-        f"model.tied_embeddings=true with parallel.schedule={parallel.schedule} puts both uses of the embedding on one "
-        "stage, in different chunks, and parallel.zero=2 or 3 has no gradients of one chunk during the backward of "
-        "another; "
-        "set --parallel.zero=1, or --model.tied_embeddings=false"
-    ]
+    faults = []
+    settings = model.expert_settings
+    if settings.number % tensor:
+        ranks = " or ".join(str(n) for n in nearest_divisors(settings.number, tensor))
+        faults.append(
+            f"model.experts.number={settings.number} is not divisible by parallel.tensor={tensor}, whose ranks hold "
+            f"the experts; use --parallel.tensor={ranks}"
+        )
+    if settings.shared_width % tensor:
+        multiples = " or ".join(str(n) for n in nearest_multiples(settings.shared_width, tensor))
+        faults.append(
+            f"model.experts.shared_width={settings.shared_width} is not divisible by parallel.tensor={tensor}; use "
+            f"--model.experts.shared_width={multiples}"
+        )
+    if config.train.linear_precision != "default":
+        faults.append(
+            f"train.linear_precision={config.train.linear_precision} with model.mlp=experts: the GEMMs of experts run "
+            "in train.precision only; set --train.linear_precision=default"
+        )
+    if config.train.lora is not None and settings.bias_rate:
+        faults.append(
+            f"model.experts.bias_rate={settings.bias_rate} with train.lora: adapters leave the model as it is, and "
+            "the routers' biases belong to it; train the whole model, or one without model.experts.bias_rate"
+        )
+    if config.kernels.graphs == "on":
+        faults.append(
+            "kernels.graphs=on with model.mlp=experts: the number of a rank's tokens is read on the host, which CUDA "
+            "graphs cannot replay; set --kernels.graphs=auto or off"
+        )
+    return faults
 
 
 def _one_stage_faults(parallel: ParallelConfig) -> list[str]:

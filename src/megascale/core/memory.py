@@ -47,6 +47,7 @@ import numpy as np
 
 from megascale.config import ModelConfig, ParallelConfig
 from megascale.config.parts import LINEAR_PRECISIONS, NORMS, OPTIMIZERS
+from megascale.core.adapters import AdapterSpec, count_adapter_elements, count_adapter_state
 from megascale.core.flops import count_parameters
 from megascale.core.grid import Grid
 from megascale.core.inventory import (
@@ -79,7 +80,7 @@ from megascale.core.schedule import (
     select_kinds,
 )
 from megascale.core.schedule_registry import chunk_map_of
-from megascale.core.unit_slots import CHUNK_SLOTS, gathers_whole_chunks
+from megascale.core.unit_slots import CHUNK_SLOTS, has_chunk_slots
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # The loss takes as many tokens at a time as have logits of this size (ops/cross_entropy.py).
@@ -282,7 +283,7 @@ class UnitElements:
     @property
     def parameter_slots(self) -> int:
         """Elements of ZeRO-3's slots for parameters (parallel/parameter_slots.py)."""
-        if gathers_whole_chunks(len(self.by_chunk)):
+        if has_chunk_slots(len(self.by_chunk)):
             return CHUNK_SLOTS * max(self.by_chunk)
         return 2 * self.block + self.outer
 
@@ -381,12 +382,14 @@ def layer_saved_tensors(
     recompute: str = "none",
     linear_precision: str = "default",
     half: Half = "both",
+    keeps_inputs: bool = False,
 ) -> list[SavedTensor]:
     """Return the tensors that one layer's forward of one micro-batch saves on one rank, as in this module's table.
 
     Args:
         sequence: tokens of a sample.
         half: "attention" or "mlp" for one half of a divided layer.
+        keeps_inputs: whether inputs of GEMMs are saved next to their float8 copies, because adapters read them.
     """
     s = sequence
     b = micro_batch
@@ -406,7 +409,7 @@ def layer_saved_tensors(
             shape = (s // tensor, b, activation.width)
         else:
             shape = (s, b, activation.width // tensor)
-        if copy_itemsize is None or activation.gemm_input != "only":
+        if copy_itemsize is None or keeps_inputs or activation.gemm_input != "only":
             saved.append(SavedTensor(activation.name, shape, max(4, itemsize) if activation.is_statistic else itemsize))
         if copy_itemsize is not None and activation.gemm_input != "no":
             saved.append(SavedTensor(f"{activation.name}_copy", shape, copy_itemsize))
@@ -420,16 +423,30 @@ def _sum_bytes(tensors: Iterable[SavedTensor]) -> int:
 # Cached because the estimates of all stages of a layout ask for the same sums.
 @lru_cache(maxsize=64)
 def sum_saved_bytes(
-    model: ModelConfig, tensor: int, micro_batch: int, precision: str, recompute: str, linear_precision: str
+    model: ModelConfig,
+    tensor: int,
+    micro_batch: int,
+    precision: str,
+    recompute: str,
+    linear_precision: str,
+    adapters: AdapterSpec | None = None,
 ) -> LayerSums:
-    """Return the sums of the bytes that a forward of one micro-batch saves in layers; see `layer_saved_tensors`."""
+    """Return the sums of the bytes that a forward of one micro-batch saves in layers; see `layer_saved_tensors`.
+
+    Each adapter also saves its inner activation, of width `rank`, unless backward recomputes the layer.
+    """
     parts: dict[LayerSpec, tuple[int, int, int]] = {}
     for layer, _ in count_distinct_layers(model):
         arguments = (layer, model.sequence_length, tensor, micro_batch, precision, recompute, linear_precision)
+        inner = [0, 0]
+        if adapters is not None and recompute != "full":
+            for half, tensors in enumerate(layer_inventory(layer).halves):
+                count = sum(adapters.is_target(matrix) for matrix in tensors)
+                inner[half] = count * adapters.rank * model.sequence_length * micro_batch * DTYPE_BYTES[precision]
         parts[layer] = (
-            _sum_bytes(layer_saved_tensors(*arguments, "both")),
-            _sum_bytes(layer_saved_tensors(*arguments, "attention")),
-            _sum_bytes(layer_saved_tensors(*arguments, "mlp")),
+            _sum_bytes(layer_saved_tensors(*arguments, "both", adapters is not None)) + sum(inner),
+            _sum_bytes(layer_saved_tensors(*arguments, "attention", adapters is not None)) + inner[0],
+            _sum_bytes(layer_saved_tensors(*arguments, "mlp", adapters is not None)) + inner[1],
         )
     return LayerSums.collect([parts[layer] for layer in resolve_layers(model)])
 
@@ -463,6 +480,7 @@ def estimate_stage_memory(
     optimizer: str = "adamw",
     linear_precision: str = "default",
     graphs: bool = False,
+    adapters: AdapterSpec | None = None,
 ) -> MemoryEstimate:
     """Estimate the peak memory of a rank of pipeline stage `stage`, in bytes by kind.
 
@@ -476,17 +494,27 @@ def estimate_stage_memory(
         optimizer: its name; config/parts.py declares its state.
         linear_precision: value of train.linear_precision; config/parts.py has its facts.
         graphs: whether chunks are CUDA graphs (core/rank_memory.py).
+        adapters: low-rank adapters, which alone have gradients and optimizer state; None: all parameters have.
     """
     t = grid.tensor
     itemsize = DTYPE_BYTES[precision]
     master_itemsize = max(4, itemsize)
-    parameters = count_stage_parameters(model, parallel, stage)
-    shard = -(-parameters // grid.shards)
-    state = _count_stage_state(model, parallel, stage, optimizer)
+    weights = _count_weights(model, parallel, grid, stage)
+    if adapters is None:
+        trained = count_stage_parameters(model, parallel, stage)
+        state = _count_stage_state(model, parallel, stage, optimizer)
+        gradients = _gradient_bytes(model, parallel, grid, schedule, stage, master_itemsize)
+    else:
+        layers_by_chunk = assign_stage_layers(model, parallel, stage)
+        trained = sum(count_adapter_elements(model, adapters, layers, t) for layers in layers_by_chunk)
+        state = sum(count_adapter_state(model, adapters, layers, optimizer, t) for layers in layers_by_chunk)
+        gradients = _adapter_gradient_bytes(trained, parallel, grid, master_itemsize)
+        weights += trained
+    shard = -(-trained // grid.shards)
     if itemsize < master_itemsize:
-        state += parameters
-    saved = sum_saved_bytes(model, t, micro_batch, precision, parallel.recompute, linear_precision)
-    all_saved = sum_saved_bytes(model, t, micro_batch, precision, "none", linear_precision)
+        state += trained
+    saved = sum_saved_bytes(model, t, micro_batch, precision, parallel.recompute, linear_precision, adapters)
+    all_saved = sum_saved_bytes(model, t, micro_batch, precision, "none", linear_precision, adapters)
     stage_chunks = assign_stage_layers(model, parallel, stage)
     stage_layers = sorted({index for layers in stage_chunks for index, _ in layers})
 
@@ -501,10 +529,10 @@ def estimate_stage_memory(
     specs = resolve_layers(model)
     workspace = 0
     for spec, index in {specs[i]: i for i in stage_layers}.items():
-        gradients = s * micro_batch * _workspace_width(spec, t, side_stream) * itemsize
+        activation_gradients = s * micro_batch * _workspace_width(spec, t, side_stream) * itemsize
         recomputed = all_saved.running[index + 1] - all_saved.running[index]
         recomputed -= saved.running[index + 1] - saved.running[index]
-        workspace = max(workspace, gradients + int(recomputed))
+        workspace = max(workspace, activation_gradients + int(recomputed))
     graph_buffers = 0
     if graphs:
         in_flight = schedule.count_in_flight(stage)
@@ -517,10 +545,10 @@ def estimate_stage_memory(
             graph_buffers += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
     matrices = count_stage_matrix_elements(model, parallel, stage)
     return MemoryEstimate(
-        weights=itemsize * _count_weights(model, parallel, grid, stage),
+        weights=itemsize * weights,
         weight_copies=LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices,
-        gradients=_gradient_bytes(model, parallel, grid, schedule, stage, master_itemsize),
-        optimizer=master_itemsize * (state * shard // parameters if parallel.zero else state),
+        gradients=gradients,
+        optimizer=master_itemsize * (state * shard // trained if parallel.zero else state),
         activations=_peak_activation_bytes(model, parallel, schedule, stage, micro_batch, precision, saved),
         logits=logits,
         workspace=workspace,
@@ -537,6 +565,17 @@ def _count_weights(model: ModelConfig, parallel: ParallelConfig, grid: Grid, sta
         return parameters
     units = count_stage_units(model, parallel, stage)
     return parameters - units.sharded + -(-units.sharded // grid.shards) + units.parameter_slots
+
+
+def _adapter_gradient_bytes(trained: int, parallel: ParallelConfig, grid: Grid, master_itemsize: int) -> int:
+    """Return the bytes of gradient buffers of a stage's adapters, at most: ZeRO-2 may hold fewer at a time."""
+    buffers = trained
+    if parallel.zero >= 2 and grid.shards > 1:
+        buffers += -(-trained // grid.shards)
+    total = master_itemsize * buffers
+    if parallel.reduce_dtype == "bfloat16" and grid.shards > 1:
+        total += DTYPE_BYTES["bfloat16"] * trained
+    return total
 
 
 def _gradient_bytes(

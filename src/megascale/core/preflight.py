@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megascale.config import Config
+from megascale.core.adapters import AdapterSpec, count_adapter_elements, count_adapter_state
 from megascale.core.capacity import Capacity, free_disk
+from megascale.core.layers import ChunkLayers
 from megascale.core.layout import Layout
 from megascale.core.memory import DTYPE_BYTES, MemoryEstimate, count_checkpoint_elements
 from megascale.core.rank_memory import GPU_CONTEXT, estimate_rank_memory
@@ -130,6 +132,11 @@ def count_local_stage_ranks(layout: Layout, share: HostShare) -> dict[int, int]:
 def checkpoint_bytes(config: Config) -> int:
     """Return the size of a checkpoint: master weights and the optimizer's state."""
     itemsize = max(4, DTYPE_BYTES[config.train.precision])
+    adapters = AdapterSpec.from_config(config.train)
+    if adapters is not None:
+        layers = ChunkLayers.from_range(range(config.model.layers))
+        elements = count_adapter_elements(config.model, adapters, layers)
+        return itemsize * (elements + count_adapter_state(config.model, adapters, layers, config.optimizer.name))
     return itemsize * count_checkpoint_elements(config.optimizer.name, config.model)
 
 

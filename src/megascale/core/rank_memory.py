@@ -11,9 +11,11 @@ from typing import Any
 from megascale.config import Config
 from megascale.config.parts import ACTIVATIONS, ATTENTIONS, BLOCKS, LINEAR_PRECISIONS, MLPS, NORMS
 from megascale.config.registry import Registry
+from megascale.core.adapters import AdapterSpec
 from megascale.core.flops import layer_flops
 from megascale.core.grid import Grid
 from megascale.core.inventory import count_distinct_layers
+from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.memory import MemoryEstimate, estimate_stage_memory
 from megascale.core.schedule import Schedule
 
@@ -64,6 +66,7 @@ def _estimate(config: Config, grid: Grid, schedule: Schedule, stage: int, graphs
         optimizer=config.optimizer.name,
         linear_precision=config.train.linear_precision,
         graphs=graphs,
+        adapters=AdapterSpec.from_config(config.train),
     )
 
 
@@ -80,6 +83,8 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         tensor, data = config.parallel.tensor, 2
     else:
         tensor, data = grid.tensor, grid.shards
+    if config.train.lora is not None:
+        return "train.lora is not captured"
     if mode == "off":
         return "kernels.graphs=off"
     if tensor > 1 and config.overlap.tensor in ("async", "off"):
@@ -88,6 +93,8 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         return "parallel.zero=2 reduces every micro-batch's gradients during backward"
     if config.parallel.zero == 3 and data > 1:
         return "parallel.zero=3 gathers parameters and reduces gradients within every micro-batch"
+    if any(isinstance(layer.feed_forward, ExpertsSpec) for layer, _ in count_distinct_layers(config.model)):
+        return "the number of tokens of experts is read on the host"
     if config.model.dropout:
         return "a dropout mask depends on the step and the sample"
     if mode == "on":

@@ -58,6 +58,60 @@ class Piece:
         return cls(name, shape, Box(offsets, sizes), len(shape) > 1)
 
 
+@dataclass(frozen=True)
+class MatrixRange:
+    """A range of a piece's elements that lies in one matrix of a stack, or in a whole tensor of less dimensions.
+
+    Attributes:
+        name: name of the matrix: that of the tensor, with the matrix's index in brackets if there are several.
+        shape: shape of the whole matrix.
+        box: the piece's part of the matrix.
+        start, stop: elements of the piece.
+        first: index of the first element within `box`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    start: int
+    stop: int
+    first: int
+
+
+def list_matrix_names(name: str, shape: tuple[int, ...]) -> list[str]:
+    """Return the names of a logical tensor's matrices: of a stack [..., rows, columns] one per index before them."""
+    if len(shape) <= 2:
+        return [name]
+    return [f"{name}[{index}]" for index in range(prod(shape[:-2]))]
+
+
+def matrix_ranges(piece: Piece, start: int, stop: int) -> Iterator[MatrixRange]:
+    """Cut elements `start:stop` of a piece's row-major flattening at the borders of its matrices."""
+    box = piece.box
+    if len(piece.shape) <= 2:
+        yield MatrixRange(piece.name, piece.shape, box, start, stop, first=start)
+        return
+    matrix = Box(box.offsets[-2:], box.sizes[-2:])
+    while start < stop:
+        local = start // matrix.count
+        index = 0
+        for dimension, coordinate in enumerate(_unravel(local, box.sizes[:-2])):
+            index = index * piece.shape[dimension] + box.offsets[dimension] + coordinate
+        end = min(stop, (local + 1) * matrix.count)
+        name = f"{piece.name}[{index}]"
+        yield MatrixRange(name, piece.shape[-2:], matrix, start, end, first=start - local * matrix.count)
+        start = end
+
+
+def _unravel(index: int, sizes: tuple[int, ...]) -> list[int]:
+    """Return the coordinates of a flat index."""
+    coordinates = []
+    for size in reversed(sizes):
+        index, coordinate = divmod(index, size)
+        coordinates.append(coordinate)
+    return coordinates[::-1]
+
+
 def flat_boxes(box: Box, start: int, stop: int) -> Iterator[tuple[Box, int, int]]:
     """Cut elements `start:stop` of a box's row-major flattening into boxes.
 

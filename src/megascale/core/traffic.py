@@ -15,6 +15,7 @@ import numpy as np
 from megascale.config import ModelConfig, ParallelConfig
 from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
+from megascale.core.adapters import AdapterSpec, count_adapter_elements
 from megascale.core.grid import Grid
 from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
 from megascale.core.layer_spec import LayerSpec
@@ -27,7 +28,7 @@ from megascale.core.memory import (
     count_stage_units,
 )
 from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, select_kinds
-from megascale.core.unit_slots import assign_chunk_slots, gathers_whole_chunks, list_chunk_gathers, list_chunk_uses
+from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots, list_chunk_gathers, list_chunk_uses
 from megascale.errors import FitError
 
 
@@ -113,10 +114,11 @@ def estimate_stage_traffic(
     micro_batch: int,
     precision: str,
     linear_precision: str = "default",
+    adapters: AdapterSpec | None = None,
 ) -> TrafficEstimate:
     """Estimate the bytes that a rank of pipeline stage `stage` sends in a step.
 
-    The arguments are those of `memory.estimate_stage_memory`.
+    The arguments are those of `memory.estimate_stage_memory`. Adapters' small messages within layers are left out.
     """
     t = grid.tensor
     itemsize = DTYPE_BYTES[precision]
@@ -133,9 +135,14 @@ def estimate_stage_traffic(
     kinds = schedule.table[stage][:, 0]
     sends = int(select_kinds(kinds, *SENDS).sum())
     gather_bytes = 0
+    parameters = count_stage_parameters(model, parallel, stage)
     units = count_stage_units(model, parallel, stage)
-    if parallel.zero == 3:
-        resident = count_stage_parameters(model, parallel, stage) - units.sharded
+    sharded = units.sharded
+    if adapters is not None:
+        parameters = sharded = sum(count_adapter_elements(model, adapters, chunk, t) for chunk in layers)
+        gather_bytes = itemsize * parameters if parallel.zero else 0
+    elif parallel.zero == 3:
+        resident = parameters - units.sharded
         gather_bytes = itemsize * (resident + _count_unit_gathers(units, schedule, stage))
     elif parallel.zero:
         gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
@@ -144,16 +151,15 @@ def estimate_stage_traffic(
     else:
         gradient_itemsize = master_itemsize
     embedding_bytes = 0
-    if model.tied_embeddings and len(chunk_map.end_stages) > 1 and (is_first or is_last):
+    if adapters is None and model.tied_embeddings and len(chunk_map.end_stages) > 1 and (is_first or is_last):
         embedding_bytes = master_itemsize * prod(output_matrix(model).local_shape(t))
     ring_share = (grid.shards - 1) / grid.shards
-    parameters = count_stage_parameters(model, parallel, stage)
     if parallel.zero == 0:
         reduced = 2 * parameters  # an all-reduce counts twice
     elif parallel.zero == 1:
         reduced = parameters
     else:  # resident parameters are reduced once
-        reduced = parameters + (schedule.microbatches - 1) * units.sharded
+        reduced = parameters + (schedule.microbatches - 1) * sharded
     return TrafficEstimate(
         tensor=schedule.microbatches * collectives * hidden_bytes * (t - 1) / t,
         pipeline=sends * hidden_bytes / t,
@@ -170,7 +176,7 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> 
     slots where a backward follows a forward of the same chunk, or the other way round. Embedding and head share a slot.
     A stage that has one of them gathers it once.
     """
-    if gathers_whole_chunks(len(units.by_chunk)):
+    if has_chunk_slots(len(units.by_chunk)):
         gathers = list_chunk_gathers(list_chunk_uses(schedule, stage), assign_chunk_slots(schedule, stage))
         return sum(units.by_chunk[chunk] for chunk in gathers)
     kinds, chunks, _ = schedule.table[stage].T

@@ -14,7 +14,7 @@ from megascale.core.schedule import COMPUTES, ActionKind, Schedule
 CHUNK_SLOTS = 3
 
 
-def gathers_whole_chunks(virtual_stages: int) -> bool:
+def has_chunk_slots(virtual_stages: int) -> bool:
     """Return whether ZeRO-3 gathers chunks as a whole: with more chunks per stage than slots."""
     return virtual_stages > CHUNK_SLOTS
 
@@ -35,7 +35,9 @@ def assign_chunk_slots(schedule: Schedule, stage: int) -> list[int]:
                 changed = [*slots[:chunk], slot, *slots[chunk + 1 :]]
                 count = len(list_chunk_gathers(uses, changed))
                 if count < best:
-                    slots, best, is_improved = changed, count, True
+                    slots = changed
+                    best = count
+                    is_improved = True
     return slots
 
 

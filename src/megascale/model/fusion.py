@@ -116,7 +116,20 @@ def sum_branches(linears: LinearPrecision, branches: Sequence[Branch | Tensor]) 
         total = finished.pop(0)
     for part in finished:
         total = total + part
+    if linears.adapters is not None:
+        total = _add_adapters(total, branches)
     return total
+
+
+def _add_adapters(total_SBH: Tensor, branches: Sequence[Branch | Tensor]) -> Tensor:
+    """Return the sum of branches with the outputs of the adapters of their matrices."""
+    for branch in branches:
+        if isinstance(branch, Branch):
+            adapter = getattr(branch.weight, "adapter", None)
+            if adapter is not None:
+                x = branch.x if branch.recompute_fn is None else branch.recompute_fn(branch.x)
+                total_SBH = adapter.add(total_SBH, x)
+    return total_SBH
 
 
 def add_branches(

@@ -11,6 +11,7 @@ from megascale.config.parts import MLPS, PartFacts
 from megascale.config.registry import Registry
 from megascale.core.inventory import MLP_PARTS, PartInventory
 from megascale.model.context import LayerSetup
+from megascale.model.experts import ExpertsMlp
 from megascale.model.fusion import Branch
 from megascale.ops import activation as activations
 from megascale.ops.activation import RecomputedActivation, activate, fuses
@@ -58,7 +59,9 @@ class DenseMlp(DirectModule):
         return Branch(activate(self.activation, inner, bias, is_bias_added), self.out.weight, self.out.bias)
 
 
-MLP_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(MLPS.key, {"dense": DenseMlp})
+MLP_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(
+    MLPS.key, {"dense": DenseMlp, "experts": ExpertsMlp}
+)
 
 
 def register(

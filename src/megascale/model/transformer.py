@@ -15,11 +15,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megascale.config import ModelConfig
+from megascale.core.adapters import AdapterSpec, is_adapter
 from megascale.core.batch import Batch
 from megascale.core.inventory import LogicalTensor, embedding_tensors, head_tensors, norm_tensors, resolve_layers
 from megascale.core.layers import ChunkLayers
 from megascale.model.block import make_block
 from megascale.model.context import EVALUATION, ForwardContext, LayerSetup
+from megascale.model.experts import keep_routing
 from megascale.model.fusion import ResidualStream, add_and_norm
 from megascale.model.norm import Norm
 from megascale.model.rotary import RotaryTables
@@ -46,6 +48,7 @@ class Chunk(DirectModule):
         recompute: value of parallel.recompute.
         linear_precision: value of train.linear_precision.
         embedding: token embedding of another chunk of this process, for tied logits; that chunk keeps its ownership.
+        adapters: low-rank adapters, the only parameters that are trained; None: all parameters are.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Chunk(DirectModule):
         recompute: str = "none",
         linear_precision: str = "default",
         embedding: nn.Parameter | None = None,
+        adapters: AdapterSpec | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -70,6 +74,8 @@ class Chunk(DirectModule):
         self.dtype = dtype
         self.recompute = recompute
         self.linears = make_linears(linear_precision, axis)
+        if adapters is not None:
+            self.linears.adapters = adapters
         self._borrowed = () if embedding is None else (embedding,)  # a tuple does not register it as a parameter
         has_embedding = first or (last and model.tied_embeddings and not self._borrowed)
         tokens, *positions = embedding_tensors(model)
@@ -91,6 +97,14 @@ class Chunk(DirectModule):
         self.head_bias = head.get("head.bias")
         self.pre_forward_gather: Callable[[int], None] = lambda unit: None
         self.pre_backward_gather: Callable[[int], None] | None = None  # before the backward of a unit, if set
+        if adapters is not None:
+            self._freeze()
+
+    def _freeze(self) -> None:
+        """Exclude all parameters but adapters from training."""
+        for parameter in self.parameters():
+            if not any(is_adapter(piece.name) for piece in spec_of(parameter).pieces):
+                parameter.requires_grad_(False)
 
     def forward_units(self) -> list[list[nn.Parameter]]:
         """Return the parameters in the order in which forward needs them; the last unit has all remaining ones.
@@ -100,7 +114,10 @@ class Chunk(DirectModule):
         """
         blocks = [list(block.parameters()) for block in self.blocks]
         embeddings = [p for p in (self.token_embedding, self.position_embedding) if self.first and p is not None]
-        return [embeddings, *blocks, list(self.parameters())]
+        units = [embeddings, *blocks, list(self.parameters())]
+        if self.linears.adapters is None:
+            return units
+        return [[parameter for parameter in unit if parameter.requires_grad] for unit in units]
 
     def shared_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that several units use: an embedding that is also the matrix of the logits."""
@@ -137,6 +154,8 @@ class Chunk(DirectModule):
         positions = None if batch is None else batch.positions
         if self.first:
             x = self._embed(x, context, positions)
+            if self.linears.adapters is not None and torch.is_grad_enabled():
+                x.requires_grad_()  # so that every activation is a part of the graph, whichever matrices have adapters
         past = context.past_length
         if batch is not None and batch.document_boundaries is not None:
             length = x.shape[0] * self.axis.size
@@ -147,7 +166,10 @@ class Chunk(DirectModule):
         for i, block in enumerate(self.blocks):
             self.pre_forward_gather(i + 1)
             if recompute_layers:
-                stream = checkpoint(block, stream, rotary[i], context, use_reentrant=False, preserve_rng_state=False)
+                run_block = keep_routing(block)
+                stream = checkpoint(
+                    run_block, stream, rotary[i], context, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 # A norm follows every sum but the last, and computes it.
                 stream = block(stream, rotary[i], context, defer_add=self.last or i + 1 < len(self.blocks))

@@ -68,11 +68,12 @@ class JsonLines:
 
 
 # Groups in TensorBoard: by the prefix of a metric's name, otherwise by the name.
-_PREFIXES = {"valid_": "valid", "wait_": "waits", "loader_": "data", "float8_": "precision"}
+_PREFIXES = {"valid_": "valid", "wait_": "waits", "loader_": "data", "float8_": "precision", "expert_": "experts"}
 _GROUPS = {
     "train": ("loss", "grad_norm", "learning_rate", "skipped_steps"),
     "speed": ("seconds", "tokens_per_second", "mfu", "compute_seconds", "memory_gib"),
     "progress": ("tokens", "epoch"),
+    "experts": ("dead_experts",),
 }
 
 
@@ -211,6 +212,8 @@ class Terminal:
             parts["skipped"] = f"{record['skipped_steps']} steps skipped"
         if "float8_clipped" in record:
             parts["float8"] = f"float8 clipped {record['float8_clipped']:.0e}, flushed {record['float8_flushed']:.0e}"
+        if "expert_rank_load_max" in record:
+            parts["experts"] = f"rank load {record['expert_rank_load_max']:.2f}x, {record['dead_experts']:.0f} dead"
         if "mfu" in record:
             parts["mfu"] = f"MFU {100 * record['mfu']:.0f}%"
         parts["memory"] = f"{record['memory_gib']:.{0 if record['memory_gib'] >= 10 else 1}f} GiB"

@@ -14,6 +14,7 @@ import torch
 
 from megascale.config import OptimizerConfig
 from megascale.config.parts import OptimizerFacts
+from megascale.core.tensors import matrix_ranges
 from megascale.ops.segments import Segments
 from megascale.parallel.buffers import Extent, FlatShard
 from megascale.parallel.collectives import SINGLE_RANK, Axis
@@ -142,7 +143,23 @@ def make_state_parts(
     starts = [0, *(extents[0].start for _, extents in groups[1:]), master.numel()]
     parts = []
     for (state_names, extents), start, stop in zip(groups, starts, starts[1:], strict=False):
-        rows = [(e.start - start, e.stop - start, e.piece.decay, ids[e.piece.name]) for e in extents]
+        rows = []
+        for extent in extents:
+            rows += _list_segments(extent, start, facts, ids)
         state = {name: torch.zeros_like(master[start:stop]) for name in state_names}
         parts.append(StatePart(start, stop, extents, Segments(rows, len(ids), master.device), state))
     return parts
+
+
+def _list_segments(
+    extent: Extent, part_start: int, facts: OptimizerFacts, ids: dict[str, int]
+) -> list[tuple[int, int, bool, int]]:
+    """Return an extent's segments: one, or one per matrix of a stack if the update depends on their norms."""
+    piece = extent.piece
+    if not facts.has_matrix_norms:
+        return [(extent.start - part_start, extent.stop - part_start, piece.decay, ids[piece.name])]
+    shift = extent.start - extent.piece_start - part_start
+    segments = []
+    for run in matrix_ranges(piece, extent.piece_start, extent.piece_start + extent.stop - extent.start):
+        segments.append((run.start + shift, run.stop + shift, piece.decay, ids[run.name]))
+    return segments

@@ -14,10 +14,12 @@ import torch
 from megascale import torch_private
 from megascale.config import OptimizerConfig
 from megascale.config.parts import OPTIMIZERS
+from megascale.core.tensors import list_matrix_names
 from megascale.optim.base import Shards, ShardState, UpdateStep, make_state_parts
 from megascale.optim.rules import RULES
 from megascale.parallel.buffers import Extent, FlatShard, ParamAndGradBuffer, extent_boxes
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce
+from megascale.parallel.parameters import spec_of
 
 
 class ShardedOptimizer:
@@ -50,7 +52,7 @@ class ShardedOptimizer:
         self.norm_axis = norm
         self.norm_weight = norm_weight
         facts = OPTIMIZERS[config.name]
-        names = _list_names(chunks)
+        names = _list_names(chunks, facts.has_matrix_norms)
         index = {name: i for i, name in enumerate(names)}
         self.states: list[ShardState] = []
         self._tied_states: set[int] = set()
@@ -164,9 +166,17 @@ class ShardedOptimizer:
                             yield f"optimizer.{state_name}.{piece.name}", piece.shape, offsets, view
 
 
-def _list_names(chunks: Sequence[ParamAndGradBuffer]) -> list[str]:
-    """Return this stage's logical tensors in an order that all its tensor- and data-parallel ranks share."""
-    return sorted({name for chunk in chunks for name in chunk.names})
+def _list_names(chunks: Sequence[ParamAndGradBuffer], by_matrix: bool) -> list[str]:
+    """Return this stage's logical tensors in an order that all its tensor- and data-parallel ranks share.
+
+    by_matrix: the matrices of a stack one by one.
+    """
+    names = set()
+    for chunk in chunks:
+        for param in chunk.parameters:
+            for piece in spec_of(param).pieces:
+                names.update(list_matrix_names(piece.name, piece.shape) if by_matrix else [piece.name])
+    return sorted(names)
 
 
 def _merge_ranges(extents: list[Extent], selected: list[Extent]) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from megascale.config import OptimizerConfig
+from megascale.core.tensors import matrix_ranges
 from megascale.ops.adam import lamb_apply, lamb_direction
 from megascale.optim.base import Shards, UpdateRule, UpdateStep
 from megascale.parallel.buffers import FlatShard
@@ -17,7 +18,7 @@ from megascale.parallel.collectives import all_reduce
 class ShardedLamb(UpdateRule):
     """LAMB with the state exp_avg and exp_avg_sq for every tensor.
 
-    Norms are those of the weights and of the direction of each decayed tensor.
+    Norms are those of the weights and of the direction of each decayed tensor, and of each matrix of stacked experts.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
@@ -28,8 +29,10 @@ class ShardedLamb(UpdateRule):
         index = {name: i for i, name in enumerate(shards.names)}
         for state in shards.states:
             for extent in state.shard.extents:
-                self._adapted[index[extent.piece.name]] = float(extent.piece.decay)
-                self._counted[index[extent.piece.name]] = float(extent.spec.is_counted(shards.position))
+                stop = extent.piece_start + extent.stop - extent.start
+                for run in matrix_ranges(extent.piece, extent.piece_start, stop):
+                    self._adapted[index[run.name]] = float(extent.piece.decay)
+                    self._counted[index[run.name]] = float(extent.spec.is_counted(shards.position))
 
     def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
         """Compute directions and their sums over all shards, reduce the sums, and update the weights."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megascale import torch_private
 from megascale.config import OptimizerConfig
-from megascale.core.tensors import Box, flat_boxes
+from megascale.core.tensors import Box, flat_boxes, matrix_ranges
 from megascale.ops.adam import newton_schulz
 from megascale.optim.base import Shards, ShardState, StatePart, UpdateRule, UpdateStep
 from megascale.optim.sharded_adamw import update_part
@@ -74,10 +74,12 @@ class ShardedMuon(UpdateRule):
                     continue
                 self._matrix_parts.append((state, part))
                 for extent in part.extents:
-                    piece = extent.piece
-                    length = extent.stop - extent.start
-                    runs.append(MatrixRun(piece.name, piece.shape, piece.box, extent.piece_start, length))
-                    local_runs.append(_LocalRun(part, extent.start - part.start, extent.stop - part.start))
+                    shift = extent.start - extent.piece_start - part.start
+                    stop = extent.piece_start + extent.stop - extent.start
+                    for span in matrix_ranges(extent.piece, extent.piece_start, stop):
+                        length = span.stop - span.start
+                        runs.append(MatrixRun(span.name, span.shape, span.box, span.first, length))
+                        local_runs.append(_LocalRun(part, span.start + shift, span.stop + shift))
         runs_by_rank = _gather_runs(runs, shards.stage)
         all_runs = [run for rank_runs in runs_by_rank for run in rank_runs]
         shapes = {run.name: run.shape for run in all_runs}

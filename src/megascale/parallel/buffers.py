@@ -89,7 +89,7 @@ class ParamAndGradBuffer:
     """The parameter and gradient buffers of one chunk.
 
     Args:
-        module: a chunk on the meta device; the constructor gives it storage.
+        module: a chunk on the meta device; the constructor gives storage to its trained parameters.
         device: device of the buffers.
         axes: the axes that share its buckets.
         zero: 0 keeps all optimizer state on every rank, 1 shards it, 2 shards the accumulated gradients too, 3 the
@@ -111,7 +111,7 @@ class ParamAndGradBuffer:
         self.module = module
         self.axes = axes = axes or Axes()
         self.zero = min(zero, 1) if axes.data.size == 1 else zero
-        meta_params = list(module.parameters())
+        meta_params = [param for param in module.parameters() if param.requires_grad]
         specs = [spec_of(param) for param in meta_params]
         self.names = {piece.name for spec in specs for piece in spec.pieces}
         matrices = {id(param) for param in module.linear_weights().values()} if float8_gather else set()  # type: ignore[operator]
@@ -132,7 +132,7 @@ class ParamAndGradBuffer:
                 start -= params_start
                 views.append(self.params[start : start + param.numel()].view(param.shape))
         materialise(module, dict(zip(meta_params, views, strict=True)))
-        self.parameters = list(module.parameters())
+        self.parameters = [param for param in module.parameters() if param.requires_grad]
         self.grad_dtype = grad_dtype(dtype)
         empty = torch.empty(0, dtype=self.grad_dtype, device=device)  # until `set_grads`
         self.sinks = []

@@ -116,7 +116,7 @@ class DataParallel:
         self._armed_gather: tuple[_ChunkBuckets, dict[int, int]] | None = None  # and its buckets by id of their shard
         self.parameter_slots: ParameterSlots | None = None
         if buffers[0].zero == 3:
-            self.parameter_slots = ParameterSlots(buffers, chunk_slots, overlap, self._runtime)
+            self.parameter_slots = ParameterSlots(buffers, chunk_slots, overlap)
         for chunk in self._chunks:
             chunk.buffer.set_gradient_hook(partial(self._mark, chunk))
             if overlap:

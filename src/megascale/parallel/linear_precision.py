@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megascale.core.adapters import AdapterSpec
 from megascale.ops.gradient_sink import GradientSink
 from megascale.ops.linear import Gemms, Operand
 from megascale.parallel.collectives import SINGLE_RANK, Axis
@@ -21,9 +22,11 @@ class LinearPrecision(Gemms):
 
     Attributes:
         collects_amax: whether operators collect the amax of their outputs (ops/amax.py).
+        adapters: low-rank adapters of the layers that use this precision; None: the layers are trained themselves.
     """
 
     collects_amax = False
+    adapters: AdapterSpec | None = None
 
     def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         self.axis = axis
@@ -94,6 +97,8 @@ class LinearPrecision(Gemms):
         sink: GradientSink | None = getattr(weight, "gradient_sink", None)
         if sink is not None:
             self.accumulate_gradient(sink, dy, x, after)
+            return None
+        if not weight.requires_grad:
             return None
         main_grad = weight.new_empty(weight.shape, dtype=torch.promote_types(weight.dtype, torch.float32))
         self.accumulate_wgrad(main_grad, dy, x if isinstance(x, tuple) else x(), overwrite=True)

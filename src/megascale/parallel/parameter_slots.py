@@ -21,7 +21,6 @@ from megascale.core.unit_slots import CHUNK_SLOTS
 from megascale.parallel.buffer_layout import find_unit_ranges
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Pending, all_gather_into
-from megascale.parallel.runtime import Runtime
 
 
 class ParameterUnit:
@@ -30,7 +29,7 @@ class ParameterUnit:
     Attributes:
         start, stop: elements of the slots' memory.
         params: the matrices.
-        is_held: whether the slot has the matrices, or their gather is in flight.
+        is_gathered: whether the slot has the matrices, or their gather is in flight.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class ParameterUnit:
         self.start = start
         self.stop = start + last - first
         self.memory = memory[self.start : self.stop]
-        self.is_held = False
+        self.is_gathered = False
         self.pending: list[Pending] = []
         self._axis = buffer.axes.data
         self._messages: list[tuple[torch.Tensor, torch.Tensor]] = []  # each bucket's part of the slot, and its shard
@@ -67,7 +66,7 @@ class ParameterUnit:
 
     def start_gather(self) -> None:
         """Start to gather the matrices into the slot."""
-        self.is_held = True
+        self.is_gathered = True
         for out, shard in self._messages:
             self.pending.append(all_gather_into(out, shard, self._axis))
 
@@ -78,8 +77,8 @@ class ParameterUnit:
 
     def store_shards(self) -> None:
         """Write this rank's shards from the matrices in the slot."""
-        for whole, shard in self._messages:
-            shard.copy_(whole.view(self._axis.size, -1)[self._axis.rank])
+        for out, shard in self._messages:
+            shard.copy_(out.view(self._axis.size, -1)[self._axis.rank])
 
 
 class ParameterSlots:
@@ -89,7 +88,6 @@ class ParameterSlots:
         buffers: the chunks' buffers. Their matrices get memory here.
         chunk_slots: slot of each chunk if units are whole chunks; None for blocks.
         prefetches: gather the next unit while one computes.
-        runtime: the rank's runtime.
 
     Attributes:
         memory: memory of all slots.
@@ -105,18 +103,16 @@ class ParameterSlots:
         buffers: Sequence[ParamAndGradBuffer],
         chunk_slots: Sequence[int] | None,
         prefetches: bool,
-        runtime: Runtime,
     ) -> None:
         self.prefetches = prefetches
         self.gathers = 0
         self.is_by_chunk = chunk_slots is not None
-        self._runtime = runtime
-        self._held: list[ParameterUnit] = []
+        self._gathered: list[ParameterUnit] = []
         self.units: list[list[ParameterUnit | None]] = []
         if chunk_slots is None:
-            starts, size = _place_blocks(buffers)
+            starts, size = _find_block_starts(buffers)
         else:
-            starts, size = _place_chunks(buffers, chunk_slots)
+            starts, size = _find_chunk_starts(buffers, chunk_slots)
         self.memory = torch.zeros(size, dtype=buffers[0].params.dtype, device=buffers[0].params.device)
         for buffer, unit_starts in zip(buffers, starts, strict=True):
             units: list[ParameterUnit | None] = [None] * buffer.count_units()
@@ -147,7 +143,7 @@ class ParameterSlots:
     def start_first_gather(self, chunk: int) -> None:
         """Start to gather the first unit of a chunk's forward, unless another unit has its slot and may be in use."""
         unit = next((unit for unit in self.units[chunk] if unit is not None), None)
-        if self.prefetches and unit is not None and not any(held.overlaps(unit) for held in self._held):
+        if self.prefetches and unit is not None and not any(occupant.overlaps(unit) for occupant in self._gathered):
             self._start_gather(unit)
 
     def gather_parameter(self, chunk: int, param: nn.Parameter) -> None:
@@ -163,12 +159,12 @@ class ParameterSlots:
 
     def wait(self) -> None:
         """Wait for all gathers in flight."""
-        for unit in self._held:
+        for unit in self._gathered:
             unit.wait()
 
     def invalidate(self) -> None:
         """Drop what is gathered, because shards are about to be updated or loaded."""
-        for unit in list(self._held):
+        for unit in list(self._gathered):
             self._release(unit)
 
     @torch.no_grad()
@@ -186,33 +182,35 @@ class ParameterSlots:
 
     def _make_complete(self, unit: ParameterUnit | None) -> None:
         if self.poisons:
-            for held in [held for held in self._held if held is not unit and not held.pending]:
-                self._release(held)
+            for occupant in list(self._gathered):
+                if occupant is not unit and not occupant.pending:
+                    self._release(occupant)
         if unit is not None:
             self._start_gather(unit)
             unit.wait()
 
     def _start_gather(self, unit: ParameterUnit | None) -> None:
         """Start to gather a unit unless its slot has it."""
-        if unit is None or unit.is_held:
+        if unit is None or unit.is_gathered:
             return
-        for held in [held for held in self._held if held.overlaps(unit)]:
-            self._release(held)
-        self._runtime.stream.synchronize()  # work on the side stream may still read the slot
+        for occupant in list(self._gathered):
+            if occupant.overlaps(unit):
+                self._release(occupant)
+        # The side stream needs no wait: it computes gradients of weights, which read no parameter.
         unit.start_gather()
         self.gathers += 1
-        self._held.append(unit)
+        self._gathered.append(unit)
 
     def _release(self, unit: ParameterUnit) -> None:
         """Give up a unit's matrices."""
         unit.wait()
-        unit.is_held = False
-        self._held.remove(unit)
+        unit.is_gathered = False
+        self._gathered.remove(unit)
         if self.poisons:
             unit.memory.fill_(float("nan"))
 
 
-def _place_blocks(buffers: Sequence[ParamAndGradBuffer]) -> tuple[list[dict[int, int]], int]:
+def _find_block_starts(buffers: Sequence[ParamAndGradBuffer]) -> tuple[list[dict[int, int]], int]:
     """Return where each unit of each chunk starts, and the size of all slots: two of a block and one for the others."""
     block_size = outer_size = 0
     for buffer in buffers:
@@ -230,7 +228,7 @@ def _place_blocks(buffers: Sequence[ParamAndGradBuffer]) -> tuple[list[dict[int,
     return starts, 2 * block_size + outer_size
 
 
-def _place_chunks(
+def _find_chunk_starts(
     buffers: Sequence[ParamAndGradBuffer], chunk_slots: Sequence[int]
 ) -> tuple[list[dict[int, int]], int]:
     """Return where each chunk starts, as its only unit, and the size of all slots."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from megascale.config.axes import AXES
 from megascale.core.inventory import LogicalTensor
-from megascale.core.tensors import Piece
+from megascale.core.tensors import Box, Piece
 from megascale.errors import ConfigError
 from megascale.ops.gradient_sink import SinkParameter
 from megascale.parallel.collectives import Axis
@@ -72,9 +73,12 @@ class LocalParameter(SinkParameter):
 
     Attributes:
         spec: its pieces, initial values and cuts.
+        adapter: low-rank adapter of a row-parallel matrix (parallel/adapters.py), whose output the reader of the
+            matrix adds; None without one.
     """
 
     spec: ParameterSpec
+    adapter: Any = None
 
 
 def local_parameter(
@@ -122,13 +126,15 @@ def spec_of(param: torch.Tensor) -> ParameterSpec:
 
 
 def materialise(module: nn.Module, storage: dict[nn.Parameter, torch.Tensor]) -> None:
-    """Replace every meta parameter by one that lives in the given tensor of the same shape."""
+    """Replace each given parameter by one that lives in its tensor of the same shape."""
     materialised = {}
     for param, tensor in storage.items():
         materialised[param] = _make_parameter(tensor, spec_of(param), param.requires_grad)
+        materialised[param].adapter = getattr(param, "adapter", None)
     for submodule in module.modules():
         for name, param in submodule.named_parameters(recurse=False):
-            setattr(submodule, name, materialised[param])
+            if param in materialised:
+                setattr(submodule, name, materialised[param])
 
 
 def piece_views(spec: ParameterSpec, data: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
@@ -160,9 +166,23 @@ def initialise_parameter(param: nn.Parameter, seed: int) -> None:
         if spec.init_std is None:
             view.fill_(spec.init_value)
             continue
-        values = draw_initial_values(seed, piece.name, piece.shape, spec.init_std, view.device)
-        box = piece.box
-        view.copy_(values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
+        for name, shape, box, part in _list_draws(piece, view):
+            values = draw_initial_values(seed, name, shape, spec.init_std, view.device)
+            part.copy_(values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))])
+
+
+def _list_draws(piece: Piece, view: torch.Tensor) -> Iterator[tuple[str, tuple[int, ...], Box, torch.Tensor]]:
+    """Yield name, shape, box and view of what is drawn at once: a whole tensor, or of stacked matrices each entry.
+
+    Each expert is drawn by itself, because all experts of a layer in float32 may not fit.
+    """
+    box = piece.box
+    if len(piece.shape) <= 2:
+        yield piece.name, piece.shape, box, view
+        return
+    inner = Box(box.offsets[1:], box.sizes[1:])
+    for i, part in enumerate(view):
+        yield f"{piece.name}[{box.offsets[0] + i}]", piece.shape[1:], inner, part
 
 
 def draw_initial_values(seed: int, name: str, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:

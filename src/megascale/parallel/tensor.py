@@ -26,6 +26,7 @@ from megascale.ops.gradient_sink import tracked
 from megascale.ops.linear import Operand
 from megascale.ops.reduce import bias_gradient
 from megascale.ops.token_loss import TokenLoss
+from megascale.parallel.adapters import ColumnAdapter, RowAdapter
 from megascale.parallel.collectives import (
     Axis,
     Pending,
@@ -190,6 +191,8 @@ def _scattered_gradients(
     """Return the gradients of an input that was gathered and of the weight."""
     axis = linears.axis
     linears.prepare_weights((weight,))
+    if not weight.requires_grad:
+        return _scattered_input_gradient(dy, weight, linears), None
     # Before the gather, behind which an all-reduce of the scale would wait.
     gradient = linears.prepare_gradient(dy, weight)
     has_exchange = axis.exchange is not None and can_exchange(axis, saved.data.nbytes)
@@ -206,6 +209,19 @@ def _scattered_gradients(
     scattering = _reduce_scattered_gemm(write_dgrad, (*dy.shape[:-1], weight.shape[1]), dy, axis, has_next_gemm=True)
     dw = linears.wgrad(weight, gradient, lambda: linears.finish_gather(wait()), ready)
     return scattering.wait(), dw
+
+
+def _scattered_input_gradient(dy: torch.Tensor, weight: torch.Tensor, linears: LinearPrecision) -> torch.Tensor:
+    """Return the gradient of an input that was gathered, for a weight that is not trained."""
+    axis = linears.axis
+    gradient = linears.prepare_gradient(dy, weight)
+
+    def write_dgrad(out: torch.Tensor, rank: int | None) -> None:
+        part = gradient if rank is None else _select_part(gradient, axis, rank)
+        linears.dgrad(part, weight, out)
+
+    shape = (*dy.shape[:-1], weight.shape[1])
+    return _reduce_scattered_gemm(write_dgrad, shape, dy, axis, has_next_gemm=False).wait()
 
 
 @torch_private.call_directly
@@ -341,6 +357,12 @@ class ColumnLinear(DirectModule):
         biases = [t for t in tensors if not t.is_gemm_weight]
         self.weight = local_parameter([t for t in tensors if t.is_gemm_weight], axis.rank, axis.size, dtype)
         self.bias = local_parameter(biases, axis.rank, axis.size, dtype) if biases else None
+        self.adapter: ColumnAdapter | None = None
+        spec = linears.adapters
+        if spec is not None:
+            matrices = [tensor for tensor in tensors if tensor.is_gemm_weight]
+            if any(spec.is_target(matrix) for matrix in matrices):
+                self.adapter = ColumnAdapter(matrices, spec, axis, dtype)
 
     def forward(
         self, x_SBH: torch.Tensor, recompute_fn: RecomputeFn | None = None, fused_bias_gradient: bool = False
@@ -348,7 +370,10 @@ class ColumnLinear(DirectModule):
         """Multiply x by the weight, [s/t, b, h] -> [s, b, columns/t]; see `gather_linear` for the arguments."""
         params = self._parameters  # direct access: nn.Module looks attributes up in several dictionaries
         weight: Any = params["weight"]
-        return gather_linear(x_SBH, weight, params.get("bias"), self.linears, recompute_fn, None, fused_bias_gradient)
+        y = gather_linear(x_SBH, weight, params.get("bias"), self.linears, recompute_fn, None, fused_bias_gradient)
+        if self.adapter is None:
+            return y
+        return self.adapter.add(y, x_SBH if recompute_fn is None else recompute_fn(x_SBH))
 
 
 class RowLinear(DirectModule):
@@ -366,6 +391,10 @@ class RowLinear(DirectModule):
         weight, *bias = tensors
         self.weight = local_parameter([weight], axis.rank, axis.size, dtype)
         self.bias = local_parameter(bias, axis.rank, axis.size, dtype) if bias else None
+        self.adapter: RowAdapter | None = None
+        if linears.adapters is not None and linears.adapters.is_target(weight):
+            self.adapter = RowAdapter(weight, linears.adapters, axis, dtype)
+            self.weight.adapter = self.adapter
 
 
 def vocabulary_embedding(tokens_SB: torch.Tensor, weight: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -10,7 +10,8 @@ import numpy as np
 
 from megascale.config import ModelConfig
 from megascale.core.inventory import resolve_layers, window_area_fraction
-from megascale.core.layer_spec import AttentionSpec, DenseSpec
+from megascale.core.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec
+from megascale.errors import FitError
 from megascale.simulate.software import ATTENTION_KERNELS, RECOMPUTE, Software
 
 
@@ -109,8 +110,15 @@ class Case:
 
         The software decides block and window: set them from the model's own where a run is to be priced as it is.
         `middle` and `last` default to layers / pipeline.
+
+        Raises FitError for a model with layers of experts, whose kernels are not calibrated.
         """
         layers = resolve_layers(model.model_copy(update={"window": software.window}))
+        if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in layers):
+            raise FitError(
+                "model.mlp=experts has no price: the simulator is not calibrated for grouped GEMMs; `megascale plan` "
+                "gives memory and FLOPs of the model, and --experts with a dense model prices a rough alternative"
+            )
         share = float(np.mean([window_area_fraction(model.sequence_length, layer.window) for layer in layers]))
         attentions = [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
         dense = [layer.feed_forward for layer in layers if isinstance(layer.feed_forward, DenseSpec)]

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from megascale import checkpoint
+from megascale.checkpoint.complete_checkpoint import open_checkpoint
 from megascale.checkpoint.conversion import write_checkpoint
 from megascale.checkpoint.storage.base import explain_save_error
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config, from_tree
+from megascale.core.adapters import AdapterSpec
 from megascale.core.events import Event
 from megascale.core.flops import count_parameters
 from megascale.core.inventory import logical_shapes
@@ -35,7 +37,9 @@ from megascale.model.huggingface.generation_config import (
 )
 from megascale.model.huggingface.import_model import read_folder
 from megascale.model.huggingface.logical_tensors import LogicalTensors
+from megascale.model.huggingface.peft_adapter import write_adapter
 from megascale.train.imported_weights import check_vocabulary, describe_source
+from megascale.train.merged_weights import find_base_of, load_weights
 from megascale.train.resume import hash_tokenizer, load_trained_config, load_trained_tokenizer, read_tokenizer_hash
 from megascale.train.run_folder import RunFolder, find_checkpoints
 
@@ -195,7 +199,7 @@ def export_model(
                 checkpoint.TensorShard(f"model.{name}", shapes[name], (0,) * tensor.dim(), tensor)
                 for name, tensor in tensors.items()
             ]
-            checkpoint.load(checkpoints, shards, step=source, accept=accept)
+            load_weights(run, config, shards, step=source, accept=accept)
             return tensors
 
         def count(size: int) -> None:
@@ -237,6 +241,48 @@ def export_model(
             if not was_removed or time.monotonic() > deadline:
                 raise
     return Conversion(out, chosen_family.name, count_parameters(model), exported_tokenizer is not None, notes)
+
+
+def export_adapter(
+    run: Path,
+    out: Path,
+    *,
+    family: str | None = None,
+    step: int | None = None,
+    dtype: str | None = None,
+) -> Conversion:
+    """Write a run's adapters as a folder that `peft` loads onto the model they were trained on.
+
+    Args:
+        run, out, family, step: as for `export_model`.
+        dtype: float32, bfloat16 or float16; default: float32, as adapters are trained.
+
+    Raises ConfigError if the run has no adapters, or for matrices that PEFT cannot express; DataError as
+    `export_model`.
+    """
+    config, _ = load_trained_config(run, step)
+    spec = AdapterSpec.from_config(config.train)
+    if spec is None:
+        raise ConfigError(f"{run} trains the whole model and has no adapters (train.lora); omit --adapter")
+    chosen_family = family_for(config.model, family)
+    dtype = dtype or "float32"
+    if dtype not in EXPORT_DTYPES:
+        raise ConfigError(f"--dtype={dtype} cannot be exported; choose {', '.join(EXPORT_DTYPES)}")
+    source = open_checkpoint(find_checkpoints(run, config), step)
+    base = find_base_of(source, config)
+
+    def read(name: str) -> torch.Tensor:
+        return source.read_tensor(f"model.{name}")
+
+    with complete_folder(out) as folder:
+        parameters = write_adapter(
+            folder, chosen_family, config.model, spec, read, dtype=EXPORT_DTYPES[dtype], base=base.folder
+        )
+    note = (
+        f"the adapters belong to step {base.step} of {base.folder}; export that run too, and set "
+        "base_model_name_or_path of adapter_config.json to its folder"
+    )
+    return Conversion(out, chosen_family.name, parameters, tokenizer=False, notes=[note])
 
 
 def _find_tokenizer(run: Path, config: Config, step: int | None) -> tuple[tuple[Path, Tokenizer] | None, list[str]]:

@@ -12,11 +12,15 @@ import torch
 
 from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
+from megascale.core.adapters import AdapterSpec, list_adapters, name_within_layer
 from megascale.core.batch import NO_FIELDS, Batch, SampleFields, check_fields
 from megascale.core.grid import Coordinate
+from megascale.core.inventory import resolve_layers
+from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layout import Layout
 from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.core.spans import SpanKind
+from megascale.core.tensors import Piece
 from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
@@ -29,12 +33,13 @@ from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.data_parallel import DataParallel
-from megascale.parallel.parameters import initialise, initialise_parameter
+from megascale.parallel.parameters import initialise, initialise_parameter, materialise, piece_views, spec_of
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.groups import Groups
 from megascale.train import engine_axes
 from megascale.train.attention_choice import Choices, agree_on_kernels
+from megascale.train.expert_balance import ExpertBalance, ExpertCounts
 from megascale.train.loss_weights import LossWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -72,6 +77,7 @@ class StepResult:
             empty without it.
         weight_sum: float64: sum of the loss weights of the global batch, None without weights. If it is 0, the loss is
             0 and the step has changed nothing.
+        expert_counts: routing of the global batch, None without experts.
     """
 
     loss: torch.Tensor
@@ -80,6 +86,7 @@ class StepResult:
     cast_counts: torch.Tensor
     read_checksum: torch.Tensor
     weight_sum: torch.Tensor | None = None
+    expert_counts: ExpertCounts | None = None
 
 
 class Engine:
@@ -134,6 +141,7 @@ class Engine:
         self.after_update_hooks: list[Callable[[int], None]] = []
         self.active: dict[str, str] = {}
 
+        self.adapters = AdapterSpec.from_config(config.train)
         self.runtime = runtime or Runtime()
         self._choose_kernels(groups, earlier_choices)
         own_axes = engine_axes.make_own_axes(self.runtime, groups)
@@ -158,6 +166,7 @@ class Engine:
         )
         self.data_parallel.initialise(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
+        self.experts = self._make_expert_balance(rank)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._loss_weights: LossWeights | None = None
         if fields.loss_weights and self.chunks[-1].last:
@@ -210,6 +219,8 @@ class Engine:
     def _choose_gather_precision(self) -> bool:
         """Return whether data-parallel ranks gather the matrices of linear layers as float8; record the choice."""
         config, data_size = self.config, self.layout.grid.shards
+        if self.adapters is not None:
+            return False  # the matrices are not trained, and so never gathered
         gathers_in_float8 = gathers_float8(config.parallel, config.train.linear_precision, data_size)
         if LINEAR_PRECISIONS[config.train.linear_precision].gathered_weight_bytes is None:
             return gathers_in_float8
@@ -250,7 +261,10 @@ class Engine:
                     recompute=config.parallel.recompute,
                     linear_precision=linear_precision,
                     embedding=self.chunks[0].token_embedding if shares_embedding else None,
+                    adapters=self.adapters,
                 )
+            if self.adapters is not None:
+                self._place_base(chunk)
             flat = ParamAndGradBuffer(
                 chunk, self.device, axes, config.parallel.zero, self.layout.bucket_elements, has_own_buckets
             )
@@ -260,12 +274,42 @@ class Engine:
                 initialise(chunk, config.train.seed)
             else:
                 flat.initialise_resident(config.train.seed)
+        if self.adapters is not None:
+            targets = ", ".join(sorted(self.adapters.targets)) or "all matrices of the layers"
+            self.active["adapters"] = f"rank {self.adapters.rank} on {targets}; the model itself is not trained"
         tokens = config.model.sequence_length * config.train.micro_batch
         for chunk in self.chunks:
             with self.runtime.kernels.as_current():
                 chunk.linears.check(chunk.linear_weights(), tokens, self.device)
         if any(chunk.linears.collects_amax for chunk in self.chunks):
             self.runtime.kernels.amaxes = AmaxSlots()
+
+    def _place_base(self, chunk: Chunk) -> None:
+        """Give storage to the parameters that are not trained: weights only, whole on every data-parallel rank.
+
+        Raises ConfigError if the module of a matrix has not made its adapter.
+        """
+        frozen = [parameter for parameter in chunk.parameters() if not parameter.requires_grad]
+        materialise(chunk, {p: torch.zeros(p.shape, dtype=p.dtype, device=self.device) for p in frozen})
+        adapted: set[str] = set()
+        expected: set[str] = set()
+        for parameter in chunk.parameters():
+            names = adapted if parameter.requires_grad else expected
+            names.update(piece.name for piece in spec_of(parameter).pieces)
+        assert self.adapters is not None
+        for matrix, *factors in list_adapters(self.config.model, self.adapters):
+            if matrix.name in expected and not {factor.name for factor in factors} <= adapted:
+                raise ConfigError(
+                    f"train.lora.targets includes {name_within_layer(matrix)}, whose module has no adapters; leave it "
+                    "out of train.lora.targets"
+                )
+
+    def list_base_pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Yield each piece of the parameters that are not trained, with its view; nothing without adapters."""
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                if not parameter.requires_grad:
+                    yield from piece_views(spec_of(parameter), parameter.data)
 
     def _make_optimizer(self, axes: Axes, coordinate: Coordinate) -> ShardedOptimizer:
         grid = self.layout.grid
@@ -281,6 +325,20 @@ class Engine:
             stage=axes.stage,
             duplicates=frozenset({TIED}) if duplicates_tied else frozenset(),
         )
+
+    def _make_expert_balance(self, rank: int) -> ExpertBalance | None:
+        """Return the balance of experts, None for a model without experts."""
+        grid, model = self.layout.grid, self.config.model
+        if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(model)):
+            return None
+        copies = [name for name in AXES.stage if AXES[name].cuts_batch == "nothing"]
+        balance = ExpertBalance(
+            model, self.chunks, self.tokens_per_step, self.device, grid.is_first(copies, rank), grid.tensor
+        )
+        self.active["experts"] = f"{model.expert_settings.number} on {grid.tensor} tensor-parallel ranks, dropless"
+        if self.config.parallel.recompute in ("norms", "selective"):
+            self.active["recomputed norms"] = "not those before experts, which keep their input"
+        return balance
 
     def _make_pipeline(self, groups: Groups | None, stage: int) -> PipelineExecutor:
         layout, streams = self.layout, engine_axes.make_p2p_streams(groups)
@@ -453,11 +511,20 @@ class Engine:
         before_update()
         recorder.end_action()
         grad_norm, summed = self._update(learning_rate, step, scalars, has_next_step)
+        weight_sum = None
+        if self.fields.loss_weights:
+            weight_sum = summed[-1]
+            summed = summed[:-1]
+        expert_counts = None
+        if self.experts is not None:
+            skip = ~torch.isfinite(grad_norm)
+            if weight_sum is not None:
+                skip |= weight_sum == 0
+            expert_counts = self.experts.update(summed[-self.experts.size :], skip)
+            summed = summed[: -self.experts.size]
         for hook in self.after_update_hooks:
             hook(step)
-        if self.fields.loss_weights:
-            return StepResult(summed[0], grad_norm, summed[1], summed[2:5], summed[5:-1], summed[-1])
-        return StepResult(summed[0], grad_norm, summed[1], summed[2:5], summed[5:])
+        return StepResult(summed[0], grad_norm, summed[1], summed[2:5], summed[5:], weight_sum, expert_counts)
 
     def _run_micro_batches(self, count_casts: bool) -> torch.Tensor | None:
         """Run the pipeline's forwards and backwards. Return the sum of the losses on the last stage, else None."""
@@ -465,6 +532,8 @@ class Engine:
         for chunk in self.chunks:
             chunk.linears.count_casts(count_casts)
         self.data_parallel.begin_step()
+        if self.experts is not None:
+            self.experts.begin_step()
         if self.graphs is None:
             chunks = EagerRunner(self._forward, self.runtime.weight_gradients)
         else:
@@ -565,12 +634,15 @@ class Engine:
             hook(step)
 
     def _collect_scalars(self, loss: torch.Tensor | None, stop: bool, read_checksum: Sequence[float]) -> torch.Tensor:
-        """Return float64: loss, stop, three counts of casts, checksum, loss weights if samples carry them.
+        """Return float64: loss, stop, three counts of casts, checksum, routing if there are experts, loss weights if
+        samples carry them.
 
         The norm's all-reduce sums them. Values of the host are filled in on the device: a copy from the host's memory
         would wait for the whole step before the optimizer is launched.
         """
         count = 5 + len(read_checksum) + self.fields.loss_weights
+        if self.experts is not None:
+            count += self.experts.size
         scalars = torch.zeros(count, dtype=torch.float64, device=self.device)
         scalars[1].fill_(float(stop))
         if loss is not None and self.counts_loss:
@@ -584,6 +656,9 @@ class Engine:
         for index, number in enumerate(read_checksum, 5):
             if number:  # ranks between the first and the last stage have read nothing
                 scalars[index].fill_(number)
+        if self.experts is not None:
+            first = 5 + len(read_checksum)
+            self.experts.fill(scalars[first : first + self.experts.size])
         return scalars
 
     def _update(
@@ -624,6 +699,12 @@ class Engine:
             self.tensor.exchange.close(failed)
 
     # weights and evaluation -------------------------------------------------------------------------------------
+
+    def logical_tensors(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+        """Yield a checkpoint's content, see `ShardedOptimizer.logical_tensors`; with the biases of routers."""
+        yield from self.optimizer.logical_tensors()
+        if self.experts is not None:
+            yield from self.experts.logical_tensors()
 
     @torch.no_grad()
     @contextmanager

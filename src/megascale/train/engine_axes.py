@@ -13,7 +13,7 @@ from megascale.config.axes import AXES
 from megascale.core.layout import Layout
 from megascale.core.schedule import ActionKind
 from megascale.core.spans import SpanAxis
-from megascale.core.unit_slots import gathers_whole_chunks
+from megascale.core.unit_slots import has_chunk_slots
 from megascale.errors import ConfigError
 from megascale.parallel import symmetric
 from megascale.parallel.buffers import Axes
@@ -125,7 +125,7 @@ def _describe_sharding(layout: Layout) -> str:
         return f"parallel.zero={parallel.zero} shards nothing: there is one data-parallel rank"
     if parallel.zero == 2:
         text = "gradients, reduced block by block in each micro-batch"
-    elif gathers_whole_chunks(parallel.virtual_stages):
+    elif has_chunk_slots(parallel.virtual_stages):
         text = "gradients and matrices, gathered chunk by chunk once per round of micro-batches"
     else:
         text = "gradients and matrices, gathered block by block in each micro-batch"

@@ -27,6 +27,8 @@ class Evaluation:
             loss.
         compressed: sizes of the same text under zlib and xz, if known.
         complete: whether every window of the file was evaluated.
+        weight_sum: sum of the loss weights of the targets, which for conversations is the number of counted tokens;
+            None if the file has no loss weights.
     """
 
     loss: float
@@ -34,6 +36,7 @@ class Evaluation:
     bits_per_byte: float | None
     compressed: Compressed | None
     complete: bool = True
+    weight_sum: float | None = None
 
 
 def evaluate_file(
@@ -77,7 +80,7 @@ def evaluate_file(
         weighted_sum, weight_sum = totals.tolist()
         if not weight_sum:
             raise DataError(f"{option}: the loss weights of the {tokens:,} targets evaluated in {prefix} sum to 0")
-        return Evaluation(weighted_sum / weight_sum, tokens, None, None, is_complete)
+        return Evaluation(weighted_sum / weight_sum, tokens, None, None, is_complete, weight_sum)
     loss = float(totals) / tokens
     part = None
     if is_complete:

@@ -82,7 +82,9 @@ def _check_given_shapes(folder: str, model: ModelConfig, adopted: ModelConfig) -
 def copy_generation_config(run: Path, config: Config) -> None:
     """Write the generation settings of the Hugging Face folder in checkpoint.imported, if the run has none."""
     folder = config.checkpoint.imported
-    if folder is None or not is_model_folder(folder) or (run / FILE_NAME).exists():
+    if folder is None or config.checkpoint.start_from is not None:
+        return
+    if not is_model_folder(folder) or (run / FILE_NAME).exists():
         return
     _, settings = read_model(Path(folder))
     values, _ = import_generation_config(Path(folder), settings)

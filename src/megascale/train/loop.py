@@ -210,7 +210,7 @@ class Trainer:
         if config.data.valid is not None:
             check_fields(sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
         self.engine = Engine(self.layout, self.groups, info.device, earlier_choices, fields=self.feed.fields)
-        shards = [checkpoint.TensorShard(*parts) for parts in self.engine.optimizer.logical_tensors()]
+        shards = [checkpoint.TensorShard(*parts) for parts in self.engine.logical_tensors()]
         self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
         self.checkpoint_policy = CheckpointPolicy(config.checkpoint, self.checkpointer, self.reporter)
         self.origin = Origin(config, self.folder, self.checkpointer.peers)
@@ -317,7 +317,7 @@ class Trainer:
         """Load the newest state if this run may resume from it. Nothing in the run folder changes yet."""
         if not self.config.checkpoint.resume:
             self.origin.check_restart()
-            self._load_imported_weights()
+            self._load_initial_state()
             return
         self.status.update("load", 0)
         started, report = time.monotonic(), checkpoint.LoadReport()
@@ -336,8 +336,13 @@ class Trainer:
             self.origin.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} starts at zero")
         if state is None:
             self.origin.check_first_start()
-            self._load_imported_weights()
+            self._load_initial_state()
             return
+        self._load_base()
+        self._take_counts(state)
+
+    def _take_counts(self, state: dict[str, Any]) -> None:
+        """Continue the counts of steps, samples and tokens of a saved state."""
         self.step = state["step"]
         self.ending.step = self.step
         self.consumed_samples = state.get("samples", 0)  # an imported checkpoint has consumed none
@@ -351,10 +356,36 @@ class Trainer:
     def _list_weight_shards(self) -> list[checkpoint.TensorShard]:
         return [shard for shard in self.checkpointer.shards if shard.name.startswith("model.")]
 
-    def _load_imported_weights(self) -> None:
-        """Load the weights of the imported model that this run starts from, if checkpoint.imported names one."""
-        folder = self.config.checkpoint.imported
-        if folder is not None:
+    def _load_base(self) -> None:
+        """Load the model that adapters are trained on, which their own checkpoints do not hold."""
+        if self.config.train.lora is None:
+            return
+        shards = []
+        for piece, view in self.engine.list_base_pieces():
+            shards.append(checkpoint.TensorShard(f"model.{piece.name}", piece.shape, piece.box.offsets, view))
+        with self.engine.loading_weights():
+            self.origin.load_base(shards)
+
+    def _load_initial_state(self) -> None:
+        """Load the state that checkpoint.start_from or checkpoint.imported names for a run without own checkpoints."""
+        section = self.config.checkpoint
+        folder = section.imported
+        if self.config.train.lora is not None:
+            self._load_base()
+        elif section.start_state == "continued":
+            with self.engine.loading_weights():
+                state = self.origin.load_continued(self.checkpointer.shards)
+            self._take_counts(state)
+            if self.step >= self.config.train.steps:
+                raise ConfigError(
+                    f"train.steps={self.config.train.steps} is reached: checkpoint.start_from={section.start_from} is "
+                    f"at step {self.step}, and checkpoint.start_state=continued goes on from there; set more "
+                    "--train.steps"
+                )
+        elif section.start_from is not None:
+            with self.engine.loading_weights():
+                self.origin.load_base(self._list_weight_shards())
+        elif folder is not None:
             with self.engine.loading_weights():
                 self.origin.load_imported(folder, self._list_weight_shards())
 
@@ -417,7 +448,7 @@ class Trainer:
         log_line = self.reporter.log_line
         if self.groups is not None:
             log_line(self.groups.report())
-        if self.step:
+        if self.step and self.checkpointer.loaded_from != "nothing":
             source = self.checkpointer.loaded_from
             line = f"resuming {self.folder.path} after step {self.step}"
             if source != "storage":
@@ -587,10 +618,15 @@ class Trainer:
         clipped, flushed, casts = result.cast_counts.tolist()
         if casts:
             record |= {"float8_clipped": clipped / casts, "float8_flushed": flushed / casts}
+        if result.expert_counts is not None:
+            record |= result.expert_counts.summarise()
+            if step % self.config.train.log_interval == 0:
+                record["expert_counts"] = result.expert_counts.counts.long().tolist()
         record["memory_gib"] = memory_gib(self.rank_info.device)
         if self.peak_flops:
             world = self.rank_info.world
-            record["mfu"] = mfu(self.config.model, tokens_per_second, world, self.peak_flops, self._flops)
+            has_adapters = self.config.train.lora is not None
+            record["mfu"] = mfu(self.config.model, tokens_per_second, world, self.peak_flops, self._flops, has_adapters)
         self.reporter.write_metrics(record)
         for event, details in self.feed.loader_events(seconds):
             self.reporter.write_event(event, step=step, **details)

@@ -17,9 +17,9 @@ from megascale.parallel.collectives import Axis
 from megascale.parallel.parameters import materialise, piece_views, spec_of
 from megascale.parallel.runtime import Runtime
 from megascale.train.engine import DTYPES, Engine
+from megascale.train.merged_weights import load_weights
 from megascale.train.rank_info import choose_device
 from megascale.train.resume import load_trained_config
-from megascale.train.run_folder import find_checkpoints
 
 
 def restore_engine(
@@ -37,7 +37,8 @@ def restore_engine(
     """
     torch_device = choose_device(device)
     config, accept = load_trained_config(run, step)
-    changes: dict[str, object] = {"global_batch": config.train.micro_batch}
+    trained = config
+    changes: dict[str, object] = {"global_batch": config.train.micro_batch, "lora": None}
     if linear_precision is not None:
         try:
             changes["linear_precision"] = LINEAR_PRECISIONS.validate_name(linear_precision)
@@ -47,10 +48,10 @@ def restore_engine(
     # No update follows, so the default optimizer serves a run whose registered optimizer is unknown here.
     config = config.model_copy(update={"parallel": ParallelConfig(), "train": train, "optimizer": OptimizerConfig()})
     engine = Engine(lay_out(config, 1), None, torch_device)
-    shards = [checkpoint.TensorShard(*parts) for parts in engine.optimizer.logical_tensors()]
+    shards = [checkpoint.TensorShard(*parts) for parts in engine.logical_tensors()]
     weights = [shard for shard in shards if shard.name.startswith("model.")]
     with engine.loading_weights():
-        checkpoint.load(find_checkpoints(run, config), weights, step=step, accept=accept)
+        load_weights(run, trained, weights, step=step, accept=accept)
     return engine, config
 
 
@@ -72,5 +73,5 @@ def restore_model(run: Path, *, step: int | None = None, device: str = "auto") -
     for parameter in chunk.parameters():
         for piece, view in piece_views(spec_of(parameter), parameter.data):
             shards.append(checkpoint.TensorShard(f"model.{piece.name}", piece.shape, piece.box.offsets, view))
-    checkpoint.load(find_checkpoints(run, config), shards, step=step, accept=accept)
+    load_weights(run, config, shards, step=step, accept=accept)
     return chunk.requires_grad_(False), config

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascale import checkpoint
 from megascale.checkpoint import setting_changes
+from megascale.checkpoint.base_model import BaseModel, open_base
 from megascale.checkpoint.format import step_folders
 from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.setting_changes import Change
@@ -53,6 +54,8 @@ class Origin:
         self.changes: list[Change] = []
         self.notes: list[str] = []
         self.has_other_samples = False
+        self.base: BaseModel | None = None
+        self._saved_base: dict[str, Any] | None = None  # of the adapters that this start resumes
         self._identity: str | None = None
         self._location_owner = ""  # run that owned checkpoint.location when this start was checked
         self._data_hashes: dict[str, Any] = {}
@@ -62,8 +65,12 @@ class Origin:
         """Identity, hashes of data and tokenizer, and settings, which each checkpoint of this run holds."""
         section = self.config.checkpoint.model_copy(update={"accept_changes": []})
         config = self.config.model_copy(update={"checkpoint": section})
+        base = {}
+        if self.config.train.lora is not None and self.base is not None:
+            base["base"] = self.base.to_record()
         return {
             "run": {"id": self._identity, "name": self.config.train.name},
+            **base,
             **self._data_hashes,
             "config": config.model_dump(exclude_none=True),
         }
@@ -85,6 +92,90 @@ class Origin:
     def check_restart(self) -> None:
         """Check a start that begins at step 0 because of checkpoint.resume=false. DataError on all ranks if refused."""
         self._share_verdict(self._judge_restart)
+
+    def find_base(self) -> BaseModel:
+        """Return the model that adapters are trained on, or that this start begins with; collective.
+
+        The adapters' own checkpoint names its step. Raises DataError on all ranks if it is unusable or another model.
+        """
+
+        def open_on_leader() -> str | None:
+            config = self.config.checkpoint
+            if config.start_from is None:
+                assert config.imported is not None
+                self.base, _ = open_base(config.imported, 0, "checkpoint.imported")
+            else:
+                step = config.start_step
+                if step is None and self._saved_base is not None:
+                    step = self._saved_base["step"]
+                folder = locate_checkpoints(config.start_from)
+                self.base, _ = open_base(folder, step, "checkpoint.start_from")
+            saved = self._saved_base
+            if saved is None or saved["fingerprint"] == self.base.fingerprint:
+                return None
+            return (
+                f"the adapters of {self.run.path} were trained on another model than that of step {self.base.step} in "
+                f"{self.base.folder} (fingerprint {saved['fingerprint'][:12]}, {self.base.fingerprint[:12]} now). They "
+                f"belong to step {saved['step']} of {saved['folder']}; name it with --checkpoint.start_from and "
+                "--checkpoint.start_step"
+            )
+
+        self._share_verdict(open_on_leader)
+        fields = ("", 0, "")
+        if self.base is not None:
+            fields = (self.base.folder, self.base.step, self.base.fingerprint)
+        return BaseModel(*self.peers.broadcast(fields, tuple[str, int, str]))
+
+    def load_base(self, weights: Sequence[checkpoint.TensorShard]) -> None:
+        """Fill this process's weights from `find_base`; collective.
+
+        Raises DataError if the model is lost, damaged or another one.
+        """
+        base = self.find_base()
+        checkpoint.load(base.folder, weights, step=base.step, accept=self._accept_base, complete=True)
+        if self.config.train.lora is None:
+            use = "this run starts with"
+        else:
+            use = "the adapters are trained on"
+        self.notes.append(f"{use} the weights of step {base.step} of {base.folder}")
+
+    def load_continued(self, shards: Sequence[checkpoint.TensorShard]) -> dict[str, Any]:
+        """Fill this process's weights and optimizer state from checkpoint.start_from, and return the saved state.
+
+        Its `samples` are 0 if the samples are others than before. Raises DataError as `load_base`.
+        """
+        base = self.find_base()
+        state = checkpoint.load(base.folder, shards, step=base.step, accept=self._accept_continued, complete=True)
+        note = (
+            f"this run continues step {base.step} of {base.folder} with its optimizer state and learning-rate schedule"
+        )
+        changed_keys = {change.key for change in self.changes} & setting_changes.SAMPLE_ORDER_KEYS
+        has_same_data = state.get("data") == self._data_hashes.get("data") and not changed_keys
+        has_same_data = self.peers.broadcast(has_same_data, bool)
+        if has_same_data:
+            note += f", after {state.get('samples', 0):,} samples"
+        else:
+            note += ", on other samples from the first one on"
+            state = {**state, "samples": 0, "read": None}
+        self.notes.append(note)
+        self.changes = []
+        return state
+
+    def _accept_base(self, state: Mapping[str, Any], name: str) -> bool:
+        """Refuse another model; settings of training may differ, and no optimizer state is loaded."""
+        changes = self.changes
+
+        def judge() -> str | None:
+            return self._compare_settings(state, name, begun=False)
+
+        self._share_verdict(judge)
+        self.changes = changes
+        return False
+
+    def _accept_continued(self, state: Mapping[str, Any], name: str) -> bool:
+        self._share_verdict(lambda: self._compare_settings(state, name, begun=False))
+        present = self.config.optimizer.name
+        return bool(_find_section(state, "optimizer").get("name", present) != present)
 
     def load_imported(self, folder: str, weights: Sequence[checkpoint.TensorShard]) -> None:
         """Fill this process's weights from step 0 of `folder`, which checkpoint.imported names.
@@ -156,7 +247,8 @@ class Origin:
     def _judge_state(self, state: Mapping[str, Any], name: str) -> str | None:
         self.changes, self.notes = [], []
         self._read_owner()
-        problem = self._compare_run(state, name) or self._compare_settings(state, name)
+        problem = self._compare_run(state, name) or self._compare_adapters(state, name)
+        problem = problem or self._compare_settings(state, name)
         changes_samples = any(change.key in setting_changes.SAMPLE_ORDER_KEYS for change in self.changes)
         has_other_data = state.get("data") not in (None, self._data_hashes.get("data"))
         has_other_run = _find_run(state).get("id") not in (None, self._identity)
@@ -187,11 +279,29 @@ class Origin:
             return _explain_other_run(self._storage.url, "which has taken it over", self.config)
         return None
 
-    def _compare_settings(self, state: Mapping[str, Any], name: str) -> str | None:
-        """Compare model, tokenizer, data and other settings; keep the changes that are allowed."""
+    def _compare_adapters(self, state: Mapping[str, Any], name: str) -> str | None:
+        """Compare what was trained and what this start trains: the model, or adapters of some rank."""
+        self._saved_base = state.get("base")
+        lora = self.config.train.lora
+        present = None if lora is None else lora.model_dump()
+        saved = _find_section(state, "train").get("lora")
+        if saved == present:
+            return None
+        return (
+            f"the checkpoint {name!r} holds {_format_lora(saved)}, and this start would train {_format_lora(present)}; "
+            "train under another --train.name with --checkpoint.start_from=RUN --checkpoint.start_state=fresh, or "
+            "restore [train.lora]"
+        )
+
+    def _compare_settings(self, state: Mapping[str, Any], name: str, begun: bool | None = None) -> str | None:
+        """Compare model, tokenizer, data and other settings; keep the changes that are allowed.
+
+        Args:
+            begun: whether this run has trained samples already; default: whether the state has.
+        """
         self._data_hashes = collect_hashes(self.config)
         tree = state.get("config")
-        has_begun = bool(state.get("samples"))
+        has_begun = bool(state.get("samples")) if begun is None else begun
         data_problem = None
         if has_begun:
             data_problem = self._compare_data(state, name)
@@ -284,6 +394,75 @@ def _as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
+def _format_lora(lora: Mapping[str, Any] | None) -> str:
+    """Return what is trained with these settings of train.lora."""
+    if lora is None:
+        return "the whole model"
+    return f"adapters ({', '.join(f'{key}={value}' for key, value in lora.items())})"
+
+
+def check_start(config: Config) -> None:
+    """Check which model a run starts from, before anything is opened.
+
+    Raises ConfigError for adapters without a model.
+    """
+    section = config.checkpoint
+    _check_adapted_model(config)
+    if config.train.lora is not None and section.start_from is None and section.imported is None:
+        raise ConfigError(
+            f"train.lora.rank={config.train.lora.rank} trains adapters of an existing model, and none is named; set "
+            "--checkpoint.start_from=RUN --checkpoint.start_state=fresh, or import one with `megascale convert import`"
+        )
+
+
+def _check_adapted_model(config: Config) -> None:
+    """Raise ConfigError for adapters of a model in a Hugging Face folder: only a checkpoint has a fingerprint."""
+    folder = config.checkpoint.imported
+    if config.train.lora is None or config.checkpoint.start_from is not None or folder is None:
+        return
+    if is_model_folder(folder):
+        raise ConfigError(
+            f"train.lora.rank={config.train.lora.rank} needs a model in a checkpoint, and checkpoint.imported={folder} "
+            f"(model.from) is a Hugging Face folder; run `megascale convert import {folder} --out RUN` and set "
+            "--checkpoint.start_from=RUN --checkpoint.start_state=fresh"
+        )
+
+
+def locate_checkpoints(path: str) -> Path | str:
+    """Return the folder or URL of the checkpoints of a run folder; another path is returned as it is."""
+    if "://" not in path and (Path(path) / "config.toml").exists():
+        return find_checkpoints(Path(path), load_run_config(Path(path)))
+    return path
+
+
+def adopt_model(config: Config) -> Config:
+    """Return a configuration whose keys of [model] are those of checkpoint.start_from, unless they are given.
+
+    Raises DataError if that run has no checkpoint.
+    """
+    section = config.checkpoint
+    if section.start_from is None:
+        return config
+    if section.resume and (config.run_folder / "config.toml").exists():
+        model = load_run_config(config.run_folder).model  # the run has begun, and may no longer need the other one
+    else:
+        _, source = open_base(locate_checkpoints(section.start_from), section.start_step, "checkpoint.start_from")
+        tree = source.state.get("config")
+        if not isinstance(tree, Mapping):
+            return config
+        model = setting_changes.read_saved_config(tree)[0].model
+    explicit_keys = config.model.model_fields_set
+    # The preset would be read again, and the weights are the base's.
+    values = {**model.model_dump(exclude={"preset"}), **config.model.model_dump(include=explicit_keys)}
+    try:
+        adopted = type(model).model_validate(values)
+    except ValueError as error:
+        raise ConfigError(
+            f"[model] does not fit the model of checkpoint.start_from={section.start_from}: {error}"
+        ) from None
+    return config.model_copy(update={"model": adopted})
+
+
 def _find_run(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return id and name of the run that saved a state, empty for an imported checkpoint."""
     return state.get("run") or {}
@@ -308,7 +487,7 @@ def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, Acc
     data = config.data
     if sha256 is not None and hash_tokenizer(config) != sha256 and hash_tokenizer(saved) == sha256:
         data = saved.data
-    train = config.train.model_copy(update={"precision": saved.train.precision})
+    train = config.train.model_copy(update={"precision": saved.train.precision, "lora": saved.train.lora})
     config = config.model_copy(update={"model": saved.model, "train": train, "data": data})
 
     def accept(state: Mapping[str, Any], name: str) -> bool:

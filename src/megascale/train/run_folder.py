@@ -158,7 +158,9 @@ def resolve_paths(config: Config, run: Path) -> Config:
         "valid": data.valid and resolve(data.valid),
         "tokenizer": data.tokenizer and resolve(data.tokenizer),
     }
-    checkpoint = config.checkpoint.model_copy(update={"location": location and resolve(location)})
+    base = config.checkpoint.start_from
+    folders = {"location": location and resolve(location), "start_from": base and resolve(base)}
+    checkpoint = config.checkpoint.model_copy(update=folders)
     return config.model_copy(update={"data": data.model_copy(update=paths), "checkpoint": checkpoint})
 
 

@@ -32,9 +32,10 @@ the cards and this page. Errors are relative to the maximum logit, with eager at
 _SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 24, "n_head": 4, "n_inner": 36, "n_positions": _LENGTH},
     "gptj": {"n_embd": 40, "n_head": 4, "n_inner": 36},
+    "qwen3_moe": {"intermediate_size": 36, "moe_intermediate_size": 12, "num_hidden_layers": 4},
     "mistral": {"num_key_value_heads": 2, "intermediate_size": 36},
 }
-_COMMON_SIZES = {"intermediate_size": 36}
+_COMMON_SIZES: dict[str, Any] = {"intermediate_size": 36}
 _SETTINGS = (
     f"--model.sequence_length={_LENGTH}",
     f"--train.steps={STEPS}",
@@ -227,12 +228,12 @@ def _write_model(family: str, folder: Path) -> None:
     """Write a random model whose first loss is that of a uniform distribution, about ln 64."""
     import torch
 
-    from tests.model.huggingface import CONFIGS, NO_TOKENS, transformers
+    from tests.model.huggingface import CONFIGS, NO_TOKENS, loop_over_experts, transformers
 
     settings = NO_TOKENS | CONFIGS[family] | _SIZES.get(family, _COMMON_SIZES) | {"vocab_size": _VOCAB}
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **settings)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config, **loop_over_experts(family)).save_pretrained(folder)
 
 
 def _check_round_trip(family: str, folder: Path) -> None:

@@ -141,6 +141,15 @@ def requeue(job: SlurmJob) -> Injected:
     return Injected(at)
 
 
+def reach_limit(job: SlurmJob) -> Injected:
+    """The signal before the time limit comes now; the job has itself requeued, and starts when somebody says now."""
+    at = time.time()
+    job.site.slurm("scancel", "--batch", "--signal=USR1", job.id)
+    wait(lambda: "PENDING" in job.jobs().values(), "the job to be requeued", 60.0)
+    job.site.slurm("scontrol", "update", f"jobid={job.id}", "StartTime=now")
+    return Injected(at)
+
+
 def nothing(job: SlurmJob) -> Injected:
     """The time limit comes by itself."""
     return Injected(time.time())
@@ -222,6 +231,7 @@ class SlurmFault:
             goes on without.
         steps: of the run; lost: steps that may be done twice, as each is copied to a peer.
         sbatch: further options.
+        settings: further settings of the job.
     """
 
     strike: Callable[[SlurmJob], Injected]
@@ -231,6 +241,7 @@ class SlurmFault:
     steps: int = 150
     lost: int = 1
     sbatch: str = ""
+    settings: tuple[str, ...] = ()
 
 
 _LOST = ("missed_heartbeat", "process_exit", "node_lost")
@@ -245,6 +256,9 @@ FAULTS: dict[str, SlurmFault] = {
     "drain": SlurmFault(drain, replaced, _LOST + ("agent_restarted",)),
     "requeue": SlurmFault(requeue, one_job, _SAVED, "next", lost=0),
     "time-limit": SlurmFault(nothing, next_job, _SAVED, "next", 1000, 0, "--time=4 --signal=B:USR1@120"),
+    "time-limit-requeued": SlurmFault(
+        reach_limit, one_job, _SAVED, "next", lost=0, settings=("--slurm.resubmission=requeue", "--slurm.time=10")
+    ),
     "scancel": SlurmFault(cancel, any_job, _SAVED, "next", lost=0),
     "controller-restarted": SlurmFault(restart_controller, one_job, (), "ride"),
 }

@@ -13,7 +13,7 @@ from tests.observe.dashboard.conftest import EVIL, JOB, SLOW
 pytestmark = pytest.mark.xdist_group("browser")
 # Axe's rules that look at colours, of those that it applies unless it is told otherwise.
 COLOURS = ["color-contrast", "link-in-text-block"]
-VIEWS = ("overview", "heatmap", "timeline", "grid", "nodes", "plan")
+VIEWS = ("fleet", "overview", "heatmap", "timeline", "grid", "nodes", "plan")
 
 
 def settled(page, address: str, view: str, **arguments: object) -> None:
@@ -60,6 +60,27 @@ def test_the_link_with_the_token_opens_the_page_and_leaves_the_address(page, ser
     assert page.url == f"{address}heatmap?run=calm"
     page.reload()  # the tab keeps it
     page.wait_for_selector("main[data-ready]")
+
+
+def test_front_page_lists_all_runs_and_filters_them(page, address):
+    page.goto(address)
+    page.wait_for_selector("main[data-ready]")
+    rows = page.locator("section[aria-label=runs] tbody tr")
+    assert rows.count() == 4
+    assert "40.0%" in rows.filter(has_text="calm").inner_text()  # step 200 of 500
+    page.get_by_label("filter runs").fill("calm")
+    assert rows.count() == 1
+    assert "filter=calm" in page.url
+    page.get_by_label("filter runs").fill("")
+    page.get_by_role("button", name="run", exact=True).click()
+    names = rows.locator("td:first-child").all_inner_texts()
+    assert names == sorted(names, key=str.lower)
+    page.get_by_label("State").select_option("ended")
+    assert rows.all_inner_texts() == ["No run matches."]
+    page.get_by_label("State").select_option("all")
+    page.get_by_role("link", name="calm", exact=True).click()
+    page.wait_for_url(lambda url: "/overview?run=calm" in url)
+    page.wait_for_selector(".tiles .tile.now")
 
 
 def test_overview_shows_several_runs_over_each_other(page, address):

@@ -160,6 +160,28 @@ def test_pods_request_cpu_and_memory_and_write_only_to_volumes(form):
         assert container(pod)["livenessProbe"]["httpGet"]["path"] == "/live"
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_driver_and_nodes_have_the_priority_class(form):
+    """A driver of lower priority would be preempted before its nodes."""
+    pods = list(find_pods(make_manifests(config(priority_class="training"), form, 8, "/data/runs/job")))
+    assert pods
+    assert {pod["priorityClassName"] for pod in pods} == {"training"}
+
+
+def test_kueue_admits_a_jobset_as_a_whole_and_other_pods_one_by_one():
+    queue = "kueue.x-k8s.io/queue-name"
+    (jobset,) = [
+        thing
+        for thing in make_manifests(config(queue="team"), "jobset", 8, "/data/runs/job")
+        if thing["kind"] == "JobSet"
+    ]
+    assert jobset["metadata"]["labels"][queue] == "team"
+    for job in jobset["spec"]["replicatedJobs"]:
+        assert queue not in job["template"]["spec"]["template"]["metadata"]["labels"]
+    (node,) = [thing for thing in make_manifests(config(queue="team"), "nodes", 8, "/r") if thing["kind"] == "Pod"]
+    assert node["metadata"]["labels"][queue] == "team"
+
+
 def test_shared_memory_counts_as_memory():
     (pod,) = find_pods(make_manifests(config(), "nodes", 8, "/data/runs/job"))
     assert container(pod)["resources"]["requests"]["memory"] == f"{65 * 1024}Mi"

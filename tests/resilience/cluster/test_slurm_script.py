@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megascale.cli.main import app
-from megascale.config import Config, ResilienceConfig, TrainConfig, load
+from megascale.config import Config, ResilienceConfig, SlurmConfig, TrainConfig, load
 from megascale.errors import ConfigError
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.slurm import expand_counts, gpus_per_node
+from megascale.resilience.cluster.slurm_container import enter_container
 from megascale.resilience.cluster.slurm_script import batch_script
 
 # Stands where python does: notes what it was asked for, and ends as the next line of `ends` says.
@@ -35,8 +36,9 @@ while :; do sleep 0.05; done
 
 def script(**details) -> str:
     limits = ResilienceConfig(cluster="slurm", nodes=2, spares=1, sbatch="--partition=gpu --signal=B:USR1@60")
+    settings = details.pop("slurm", SlurmConfig())
     arguments = {"gpus": 8, "overrides": ["job file.toml", "--nodes=2"], "blocked": ["n7", "n9"], "path": ""} | details
-    return batch_script(Config(resilience=limits), **arguments)
+    return batch_script(Config(resilience=limits, slurm=settings), **arguments)
 
 
 def test_it_asks_for_one_allocation_with_spares_and_without_evicted_nodes():
@@ -98,6 +100,67 @@ def test_sbatch_reads_every_option_as_it_was_given(values, comment):
     assert sbatch_words(text)[-len(given_words) :] == given_words
 
 
+@given(st.dictionaries(st.sampled_from(["account", "partition", "qos", "constraint", "reservation"]), WORD))
+def test_sbatch_reads_the_slurm_section_as_it_was_given(settings):
+    text = batch_script(Config(slurm=SlurmConfig(**settings)), 0, [], [], "")
+    assert {f"--{key}={value}" for key, value in settings.items()} <= set(sbatch_words(text))
+
+
+def test_slurm_section_is_explained_and_stands_before_free_options():
+    settings = SlurmConfig(time="1-12", attempts=4, partition="gpu")
+    text = batch_script(Config(slurm=settings, resilience=ResilienceConfig(sbatch="--time=5")), 0, [], [], "")
+    lines = text.splitlines()
+    assert lines[lines.index("#SBATCH --time=1-12") - 1] == "# The time limit of one job (slurm.time)"
+    assert "#SBATCH --array=1-4%1" in lines
+    words = sbatch_words(text)
+    assert words.index("--time=5") > words.index("--time=1-12")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["slurm.container=pyxis"], "needs an image; set slurm.image"),
+        (["slurm.image=a.sif"], "set slurm.container"),
+        (["slurm.attempts=3", "slurm.resubmission=requeue"], "set only one"),
+        (["slurm.time=tomorrow"], r"slurm\.time"),
+        (['slurm.mounts=["data:/data"]'], r"slurm\.mounts"),
+    ],
+)
+def test_wrong_slurm_section_names_the_key(overrides, reason):
+    with pytest.raises(ConfigError, match=reason):
+        load(None, overrides)
+
+
+def test_pyxis_gets_image_name_and_mounts_with_the_run_folder():
+    settings = SlurmConfig(container="pyxis", image="docker://site/megascale:1", mounts=["/data:/data:ro"])
+    assert enter_container(settings, "17", Path("/home/me/it's 100%")) == [
+        "--container-image=docker://site/megascale:1",
+        "--container-name=megascale-17",
+        "--container-mounts=/data:/data:ro,/home/me/it's 100%:/home/me/it's 100%",
+        "--container-mount-home",
+    ]
+    mounted = SlurmConfig(container="pyxis", image="i", mounts=["/big:/home"])
+    assert "--container-mounts=/big:/home" in enter_container(mounted, "17", Path("/home/me/run"))
+    with pytest.raises(ConfigError, match="has a comma"):
+        enter_container(settings, "17", Path("/home/a,b"))
+
+
+def test_apptainer_runs_the_program_in_the_image(tmp_path, monkeypatch):
+    """A stand-in that reads apptainer's options runs what follows the image."""
+    program = tmp_path / "apptainer"
+    program.write_text(
+        "#!/bin/bash\n[ $1 = exec ] || exit 2\nshift\n"
+        'while :; do case "$1" in --nv) shift;; --bind) echo "bind $2"; shift 2;; -*) exit 2;; *) break;; esac; done\n'
+        'echo "image $1"; shift; exec "$@"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    settings = SlurmConfig(container="apptainer", image="/images/a b.sif", mounts=["/data:/mnt"])
+    command = [*enter_container(settings, "17", Path("/runs/x")), "echo", "a b"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert output.splitlines() == ["bind /data:/mnt", "bind /runs/x:/runs/x", "image /images/a b.sif", "a b"]
+
+
 @pytest.mark.parametrize("folder", ["my runs", "it's", 'say "so"', "100%", "%j", "a#b", "a\tb"])
 def test_the_log_is_next_to_the_run_whatever_its_folder_is_called(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
@@ -134,7 +197,7 @@ def test_a_quotation_without_an_end_names_the_key(key):
 class Batch:
     """The script at work in a folder, with a driver that ends as told and an sbatch that keeps what it is given."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, ends: list[object]) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, ends: list[object], **slurm: object):
         self.folder = folder
         for name, text in (("driver", DRIVER), ("sbatch", '#!/bin/bash\n{ echo "$@"; cat; } > submitted\n')):
             (folder / name).write_text(text)
@@ -142,8 +205,11 @@ class Batch:
         (folder / "ends").write_text("".join(f"{end}\n" for end in ends))
         monkeypatch.chdir(folder)
         monkeypatch.setattr("sys.executable", str(folder / "driver"))
-        (folder / "job.sbatch").write_text(script())
-        env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+        for name in ("scontrol", "scancel"):
+            (folder / name).write_text(f'#!/bin/bash\necho "{name} $@" >> commands\n')
+            (folder / name).chmod(0o755)
+        (folder / "job.sbatch").write_text(script(slurm=SlurmConfig(**slurm)))
+        env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "SLURM_ARRAY_JOB_ID": "9"}
         self.process = subprocess.Popen(["bash", "job.sbatch"], env=env)
 
     def requests(self) -> list[str]:
@@ -177,6 +243,31 @@ def test_before_the_time_limit_the_driver_saves_and_the_next_job_is_submitted(tm
     assert batch.process.wait(30) == 0
     assert batch.requests() == [START, f"{START} --dry-run"]
     assert (tmp_path / "submitted").read_text() == "--dependency=afterany:17\nthe next job\n"
+
+
+def test_where_nodes_may_not_submit_the_job_is_queued_again(tmp_path, monkeypatch):
+    batch = Batch(tmp_path, monkeypatch, ["wait"], resubmission="requeue")
+    batch.until_up()
+    batch.process.send_signal(signal.SIGUSR1)
+    assert batch.process.wait(30) == 0
+    assert (tmp_path / "commands").read_text() == "scontrol requeue 17\n"
+    assert not (tmp_path / "submitted").exists()
+
+
+@pytest.mark.parametrize(("ends", "code"), [([0], 0), ([3], 3)])
+def test_the_end_of_training_cancels_the_attempts_that_are_left(tmp_path, monkeypatch, ends, code):
+    batch = Batch(tmp_path, monkeypatch, ends, attempts=3)
+    assert batch.process.wait(30) == code
+    assert (tmp_path / "commands").read_text() == "scancel --state=PENDING 9\n"
+
+
+def test_at_the_time_limit_the_next_attempt_of_the_array_is_left(tmp_path, monkeypatch):
+    batch = Batch(tmp_path, monkeypatch, ["wait"], attempts=3)
+    batch.until_up()
+    batch.process.send_signal(signal.SIGUSR1)
+    assert batch.process.wait(30) == 0
+    assert not (tmp_path / "commands").exists()
+    assert not (tmp_path / "submitted").exists()
 
 
 def test_a_cancelled_job_saves_and_is_not_submitted_again(tmp_path, monkeypatch):

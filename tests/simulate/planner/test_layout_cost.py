@@ -259,6 +259,9 @@ def test_zero_3_is_proposed_where_only_it_fits():
     assert not plan.fits
     assert plan.remedies() == ["--parallel.zero=3"]
     assert make_plan(load(None, [*arguments, "parallel.zero=3"]), 4, 80.0).fits
+    # Adapters leave the model whole on every rank.
+    adapters = make_plan(load(None, [*arguments, "train.lora.rank=8"]), 4, 20.0)
+    assert "--parallel.zero=3" not in adapters.remedies()
     assert "beyond a host of 4" in " ".join(example("parallel.gpus_per_host=4").notes())
 
 

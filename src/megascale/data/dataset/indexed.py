@@ -22,6 +22,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from megascale.core.batch import SampleFields
 from megascale.data.dataset.token_file import TokenFile
 from megascale.errors import DataError
 
@@ -58,6 +59,11 @@ def pair_paths(prefix: str | Path) -> tuple[Path, Path]:
     return Path(text + ".bin"), Path(text + ".idx")
 
 
+def weights_path(prefix: str | Path) -> Path:
+    """Return the file of a prefix's loss weights, one byte per token, which exists for conversations only."""
+    return pair_paths(prefix)[0].with_suffix(".weights")
+
+
 class IndexedDataset(TokenFile):
     """A read-only, memory-mapped token file.
 
@@ -79,6 +85,7 @@ class IndexedDataset(TokenFile):
         index = _map(self._idx_path)
         self._parse(index)
         self._check_ends()
+        self._weights = self._open_weights()
 
     def _parse(self, index: NDArray[np.uint8]) -> None:
         """Cut the index into its arrays; every size is checked against the file before an array is made."""
@@ -139,6 +146,28 @@ class IndexedDataset(TokenFile):
             raise DataError(f"{self._bin_path} has {size} bytes, not a multiple of its tokens' {item}; {_REMEDY}")
         self._data = data.view(self.dtype)
         self.tokens = len(self._data)
+
+    def _open_weights(self) -> NDArray[np.uint8] | None:
+        path = weights_path(self.prefix)
+        if not path.exists():
+            return None
+        weights = _map(path)
+        if len(weights) != self.tokens:
+            raise DataError(
+                f"{path} has {len(weights)} loss weights for {self.tokens} tokens: it is cut off or belongs to another "
+                f"data set; {_REMEDY}"
+            )
+        return weights
+
+    @classmethod
+    def fields(cls, entry: str | Path) -> SampleFields:
+        """Return loss weights if the file of conversations has them."""
+        return SampleFields(loss_weights=weights_path(entry).exists())
+
+    @property
+    def loss_weights(self) -> NDArray[np.uint8] | None:
+        """Weight of each token's loss, 0 or 1; None for plain text."""
+        return self._weights
 
     def verify(self) -> None:
         """Read and check every entry of the index; DataError naming the first wrong one."""
@@ -228,8 +257,9 @@ class IndexedDataset(TokenFile):
 
     @classmethod
     def files(cls, entry: str | Path) -> list[Path]:
-        """Return the pair of an entry."""
-        return list(pair_paths(entry))
+        """Return the pair of an entry, and its loss weights if it has any."""
+        weights = weights_path(entry)
+        return [*pair_paths(entry), weights] if weights.exists() else list(pair_paths(entry))
 
 
 class IndexedWriter:

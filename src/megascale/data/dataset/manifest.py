@@ -78,6 +78,7 @@ class DataSetPart:
         idx_sha256: hash of the index.
         bin_sha256, bin_fingerprint: hash of the tokens, and of a sample of them; empty if they are not recorded.
         compressed: general compressors' sizes of the same text (held-out part only).
+        counted_tokens: tokens that count in the loss, of conversations; None: all.
     """
 
     documents: int
@@ -90,6 +91,7 @@ class DataSetPart:
     lost_bytes: int = 0
     bin_sha256: str = ""
     bin_fingerprint: str = ""
+    counted_tokens: int | None = None
 
     @property
     def bytes_per_token(self) -> float:

@@ -29,7 +29,7 @@ from megascale import __version__
 from megascale.core.capacity import usable_cores
 from megascale.data.dataset import sources
 from megascale.data.dataset.file_hash import fingerprint_file, sha256_file
-from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, token_dtype
+from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter, token_dtype, weights_path
 from megascale.data.dataset.manifest import MANIFEST, DataSetPart, Manifest, compress, read_manifest
 from megascale.data.dataset.sources import InputPiece
 from megascale.data.dataset.tokenizer_agreement import has_other_tokenizer
@@ -135,7 +135,7 @@ def build(
         settings[1] = [held_out, text_key]
         files = sources.find_files([Path(path) for path in inputs], without=out)
     recipe = _recipe(settings, files)
-    manifest = _find_result(out, recipe)
+    manifest = find_result(out, recipe)
     if manifest is not None:
         _clear(out)  # the process may have been killed between writing the manifest and removing the parts
         return BuildResult(out, manifest, fresh=False)
@@ -168,7 +168,7 @@ def _recipe(settings: list, files: Sequence[sources.SourceFile]) -> str:
     return hashlib.sha256(json.dumps([settings, listing]).encode()).hexdigest()
 
 
-def _find_result(out: Path, recipe: str) -> Manifest | None:
+def find_result(out: Path, recipe: str) -> Manifest | None:
     """Return the manifest in `out` if it holds the complete result of `recipe`; DataError for another data set."""
     manifest = read_manifest(out)
     if manifest is None:
@@ -197,6 +197,9 @@ def _is_complete(out: Path, manifest: Manifest) -> bool:
             if not path.exists() or path.stat().st_size != size:
                 return False
         if part.bin_fingerprint and fingerprint_file(tokens) != part.bin_fingerprint:
+            return False
+        weights = weights_path(tokens)
+        if part.counted_tokens is not None and not (weights.exists() and weights.stat().st_size == part.tokens):
             return False
     try:
         return (out / TOKENIZER).exists() and not has_other_tokenizer(out, manifest)

@@ -96,6 +96,20 @@ class Tokenizer(ABC):
     def _count_lost_bytes(self, texts: list[str]) -> int:
         return 0
 
+    def encode_markup(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Return the ids of texts whose names of special tokens stand for the tokens, such as rendered chat templates.
+
+        Returns:
+            For each text the ids, and each token's range [start, stop) of characters.
+
+        Raises DataError if the tokenizer's kind does not support it.
+        """
+        raise DataError("conversations need a Hugging Face tokenizer.json; this tokenizer is of another kind")
+
+    def list_special_tokens(self) -> list[str]:
+        """Return the names of special tokens."""
+        return []
+
     @abstractmethod
     def to_json(self) -> str:
         """Return the contents of a tokenizer.json."""

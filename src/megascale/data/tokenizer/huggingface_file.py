@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -85,25 +86,43 @@ class HuggingFaceTokenizer(Tokenizer):
         return cls(inner, end_of_document, source, json.loads(text))
 
     @classmethod
-    def train_bpe(cls, texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
+    def train_bpe(
+        cls, texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()
+    ) -> HuggingFaceTokenizer:
         """Train byte-level BPE; see `tokenizer.train_tokenizer`."""
         from tokenizers import Tokenizer as Library
         from tokenizers import decoders, models, pre_tokenizers, trainers
 
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        minimum = len(alphabet) + len(cls._special)
+        special_tokens = [*cls._special, *special_tokens]
+        minimum = len(alphabet) + len(special_tokens)
         if vocab_size < minimum:
             raise ConfigError(
-                f"vocab_size={vocab_size} is too small for byte-level BPE: 256 bytes and an end make {minimum}"
+                f"vocab_size={vocab_size} is too small for byte-level BPE: 256 bytes and {len(special_tokens)} special "
+                f"tokens make {minimum}; use a larger --vocab-size"
             )
         inner = Library(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=cls._special, initial_alphabet=alphabet, show_progress=False
+            vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
         )
         inner.train_from_iterator(texts, trainer)
         return cls(inner)
+
+    def encode_markup(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        with self._named_failures():
+            encodings = self._markup_encoder.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
+    @cached_property
+    def _markup_encoder(self) -> Any:
+        encoder = type(self._inner).from_str(self._inner.to_str())
+        encoder.encode_special_tokens = False
+        return encoder
+
+    def list_special_tokens(self) -> list[str]:
+        return [token.content for token in self._inner.get_added_tokens_decoder().values() if token.special]
 
     def to_json(self) -> str:
         return self._inner.to_str(pretty=True)

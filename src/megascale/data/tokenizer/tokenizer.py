@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,13 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ) from None
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE (as GPT-2) on `texts`; id 0 ends a document. Any text can be encoded."""
-    return HuggingFaceTokenizer.train_bpe(texts, vocab_size)
+def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
+    """Train byte-level BPE (as GPT-2) on `texts`; id 0 ends a document. Any text can be encoded.
+
+    Args:
+        special_tokens: names of further special tokens, which get the ids after 0.
+    """
+    return HuggingFaceTokenizer.train_bpe(texts, vocab_size, special_tokens)
 
 
 def tokenizer_path(data: DataConfig) -> Path:

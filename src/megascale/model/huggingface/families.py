@@ -17,17 +17,19 @@ from megascale.model.huggingface.granite import GRANITE
 from megascale.model.huggingface.llama import LLAMA
 from megascale.model.huggingface.ministral import MINISTRAL
 from megascale.model.huggingface.mistral import MISTRAL
+from megascale.model.huggingface.mixtral import MIXTRAL
 from megascale.model.huggingface.olmo2 import OLMO2
 from megascale.model.huggingface.olmo3 import OLMO3
 from megascale.model.huggingface.phi3 import PHI3
 from megascale.model.huggingface.qwen import QWEN2, QWEN3
+from megascale.model.huggingface.qwen_moe import QWEN3_MOE
 from megascale.model.huggingface.seed_oss import SEED_OSS
 from megascale.model.huggingface.smollm3 import SMOLLM3
 
 # Of families that fit a model equally well, the first one is exported.
 _ALL = (
     *(GPT2, GPTJ, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, SEED_OSS),
-    *(MINISTRAL, COHERE, COHERE2, GRANITE, OLMO3, GEMMA2, GEMMA3, PHI3),
+    *(MINISTRAL, COHERE, COHERE2, GRANITE, OLMO3, GEMMA2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE),
 )
 FAMILIES = {family.name: family for family in _ALL}
 

@@ -39,6 +39,7 @@ _PLAIN_VALUES: dict[str, Sequence[Any]] = {
     "qk_norm": ["none"],
     "norm_placement": ["pre"],
     "rotary_scaling": [None],
+    "mlp": ["dense"],
     "attention_multiplier": [None],
     "attention_softcap": [None],
     "logit_softcap": [None],
@@ -90,6 +91,7 @@ class StoredWeight:
         transposed: stored as [in, out], like GPT-2's Conv1D.
         heads: above 0, the parts are interleaved head by head (GPT-NeoX): [head, part, head size, ...].
         rows: rows of each part, if the parts differ in them.
+        index: entry of the first dimensions of its only part that is stored: one expert of a stack.
     """
 
     name: str
@@ -97,10 +99,11 @@ class StoredWeight:
     transposed: bool = False
     heads: int = 0
     rows: tuple[int, ...] = ()
+    index: tuple[int, ...] = ()
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Return the stored shape, given the shapes of the logical tensors."""
-        rows, *columns = shapes[self.parts[0]]
+        rows, *columns = shapes[self.parts[0]][len(self.index) :]
         stacked = (sum(self.rows) or rows * len(self.parts), *columns)
         return stacked[::-1] if self.transposed else stacked
 
@@ -116,7 +119,7 @@ def linear_weights(
 
 
 def split_weight(weight: StoredWeight, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the logical tensors of a stored one by name, as views if strides allow."""
+    """Return the logical tensors of a stored one by name, or the entries of them, as views if strides allow."""
     tensor = tensor.t() if weight.transposed else tensor
     count = len(weight.parts)
     if weight.heads:
@@ -128,7 +131,7 @@ def split_weight(weight: StoredWeight, tensor: Tensor) -> dict[str, Tensor]:
 
 def join_weight(weight: StoredWeight, logical: Mapping[str, Tensor]) -> Tensor:
     """Return the stored tensor of logical ones, contiguous. The inverse of `split_weight`."""
-    parts = [logical[name] for name in weight.parts]
+    parts = [logical[name][weight.index] for name in weight.parts]
     if weight.heads:
         tensor = torch.stack([part.unflatten(0, (weight.heads, -1)) for part in parts], dim=1).flatten(0, 2)
     else:

@@ -107,6 +107,7 @@ class LlamaLike:
         declares_head_dim: whether the class declares head_dim; the other classes accept it.
         divides_hidden: whether transformers requires hidden to be a multiple of heads.
         layers: what its layers differ in.
+        mlp: the only value of the setting; the weights of other feed-forwards than dense ones are not the base's.
         ignored_keys: see Family.
         required_values: see Family.
     """
@@ -138,6 +139,7 @@ class LlamaLike:
     declares_head_dim: bool = True
     divides_hidden: bool = True
     layers: LayerRules = EQUAL_LAYERS
+    mlp: str = "dense"
     ignored_keys: frozenset[str] = frozenset()
     required_values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -269,6 +271,7 @@ class LlamaLike:
             "head_bias": [False],
             "qk_norm": [self.qk_norm],
             "norm_placement": [self.norm_placement],
+            "mlp": [self.mlp],
         }
         scaling = model.rotary_scaling
         if scaling is None or scaling.method in ("none", *self.rope_types):

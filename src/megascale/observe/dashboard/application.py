@@ -28,7 +28,7 @@ from megascale.observe.dashboard.run_reader import RunList
 log = logging.getLogger("megascale.dashboard")
 
 PAGES = Path(__file__).parent / "pages"
-VIEWS = ("overview", "heatmap", "timeline", "grid", "nodes", "plan")
+VIEWS = ("fleet", "overview", "heatmap", "timeline", "grid", "nodes", "plan")
 PULSE_SECONDS = 0.5  # between checks of a run
 _KEEP_ALIVE_SECONDS = 15.0  # after which a quiet stream sends a comment
 _MAX_STREAMS = 200
@@ -164,6 +164,12 @@ def build(runs: RunList, integrations: Integrations) -> FastAPI:
 
     async def answer(question: str, run: str, **options: Any) -> Response:
         text = await queries.ask(question, runs.find_folder(run), **options)
+        return Response(text, media_type="application/json", headers={"cache-control": "no-store"})
+
+    @app.get("/api/fleet")
+    async def fleet() -> Response:
+        """Return state, progress, speed, effective time and last event of all runs."""
+        text = await queries.ask("fleet", runs.folder)
         return Response(text, media_type="application/json", headers={"cache-control": "no-store"})
 
     _add_run_questions(app, runs, answer)

@@ -29,15 +29,18 @@ class RecordTail:
 
     Args:
         file: may be missing, grow, be truncated or be replaced.
+        newest_bytes: of a longer file, the first call reads only this much of its end; None: all.
 
     Attributes:
+        is_partial: older records were left out.
         damaged: number of lines so far that are not JSON objects.
         error: why the file cannot be read; empty if it can be read or is missing.
         missing: the file does not exist.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, newest_bytes: int | None = None) -> None:
         self.file = file
+        self._newest_bytes = newest_bytes
         self.error = ""
         self.missing = True
         self._reset()
@@ -46,7 +49,15 @@ class RecordTail:
         self._offset = 0
         self._inode = inode
         self._is_in_long_line = False
+        self.is_partial = False
         self.damaged = 0
+
+    def _skip_older_records(self, size: int) -> None:
+        """Begin near the end of a file of `size` bytes, after the line that the first byte may be a part of."""
+        if self._newest_bytes is not None and size > self._newest_bytes:
+            self._offset = size - self._newest_bytes
+            self._is_in_long_line = True
+            self.is_partial = True
 
     def read_new_records(self) -> tuple[bool, list[dict[str, Any]]]:
         """Return whether the file started anew, and the records since the last call."""
@@ -56,6 +67,7 @@ class RecordTail:
                 is_new = status.st_ino != self._inode or status.st_size < self._offset
                 if is_new:
                     self._reset(status.st_ino)
+                    self._skip_older_records(status.st_size)
                 file.seek(self._offset)
                 data = file.read(_MAX_READ_BYTES)
         except FileNotFoundError:
@@ -111,8 +123,8 @@ class MetricColumns:
         latest: newest value of each key.
     """
 
-    def __init__(self, file: Path) -> None:
-        self.tail = RecordTail(file)
+    def __init__(self, file: Path, newest_bytes: int | None = None) -> None:
+        self.tail = RecordTail(file, newest_bytes)
         self._clear()
 
     def _clear(self) -> None:

@@ -23,6 +23,7 @@ from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
 from megascale.observe.analysis.run_steps import list_sampled_steps
 from megascale.observe.analysis.step_timeline import Track, read_step_timeline
 from megascale.observe.analysis.stragglers import find_stragglers
+from megascale.observe.dashboard.fleet import Fleet
 from megascale.observe.dashboard.rank_values import (
     finite,
     make_heat_map,
@@ -81,6 +82,7 @@ class Questions:
         self._readers: OrderedDict[Path, RunReader] = OrderedDict()
         self._tables: OrderedDict[Path, tuple[SpanTables, str, float]] = OrderedDict()
         self._answers: OrderedDict[tuple[Any, ...], tuple[str, bytes]] = OrderedDict()
+        self._fleet = Fleet(sources.job)
         self._run_questions: dict[str, Callable[..., dict[str, Any]]] = {
             "pulse": lambda run: self._reader(run).pulse(),
             "overview": lambda run: self._reader(run).overview(),
@@ -89,6 +91,7 @@ class Questions:
             "nodes": self._answer_nodes,
             "plan": self._answer_plan,
             "hang": answer_hang,
+            "fleet": self._fleet.list_rows,
         }
         self._span_questions: dict[str, Callable[..., dict[str, Any]]] = {
             "spans_heat": make_heat_map,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import socket
 import time
 import tomllib
@@ -45,7 +46,9 @@ _ACTIVITIES = {
     "evaluate": "evaluation",
     "save": "saving checkpoints",
 }
-_ENDED_PHASES = {"run_finished": "done", "run_failed": "failed", "interrupted": "interrupted"}
+_TRAIN_HEADER = re.compile(r"^\[train\][ \t]*$", re.MULTILINE)
+_TABLE_HEADER = re.compile(r"^\[", re.MULTILINE)
+ENDED_PHASES = {"run_finished": "done", "run_failed": "failed", "interrupted": "interrupted"}
 TILES = ("loss", "valid_loss", "tokens_per_second", "mfu", "memory_gib", "grad_norm", "learning_rate", "seconds")
 
 
@@ -108,12 +111,13 @@ class RunReader:
     Args:
         path: the run folder.
         job_of: returns the state of a run's driver or journal (phase, attempt, nodes), None if it was not launched.
+        newest_bytes: of metrics and events, the first refresh reads only this much of the end; None: all.
     """
 
-    def __init__(self, path: Path, job_of: JobOf) -> None:
+    def __init__(self, path: Path, job_of: JobOf, newest_bytes: int | None = None) -> None:
         self.path = path
-        self.metrics = MetricColumns(path / "metrics.jsonl")
-        self._tail = RecordTail(path / "events.jsonl")
+        self.metrics = MetricColumns(path / "metrics.jsonl", newest_bytes)
+        self._tail = RecordTail(path / "events.jsonl", newest_bytes)
         self.events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
         self.event_count = 0
         self._job_of = job_of
@@ -132,6 +136,11 @@ class RunReader:
             record["event"] = str(record.get("event", ""))
             self.events.append(record)
         self.event_count += len(records)
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether older metrics or events were left out."""
+        return self.metrics.tail.is_partial or self._tail.is_partial
 
     def read_job(self) -> tuple[dict[str, Any] | None, str]:
         """Return the state of the driver or its journal, and why it cannot be read; at most twice per second."""
@@ -166,37 +175,27 @@ class RunReader:
             state = {"phase": str(job["phase"]), "alive": bool(job["driver"]), "attempt": job["attempt"]}
             state["why"] = str(job["why"])
             step = max(step, to_float(job["step"]))
-            if not state["alive"] and state["phase"] not in _ENDED_PHASES.values():
+            if not state["alive"] and state["phase"] not in ENDED_PHASES.values():
                 state["why"] = f"no driver is running; last entry of its journal: {job['why']}"
         else:
             state = self._describe_unlaunched()
-        train = self.read_settings()[0].get("train", {})
-        if isinstance(train, dict):
-            steps = to_float(train.get("steps"))
-        else:
-            steps = math.nan
         return state | {
             "step": finite(step),
-            "steps": finite(steps),
+            "steps": finite(self._read_planned_steps()),
             "launched": job is not None,
             "world": job["world"] if job else None,
         }
 
     def _describe_unlaunched(self) -> dict[str, Any]:
         """Return phase, attempt and liveness of a run without a driver, from its records."""
-        times = [self.metrics.latest.get("time", math.nan)]
-        if self.events:
-            times.append(to_float(self.events[-1].get("time")))
-        age = time.time() - max((value for value in times if is_plausible_time(value)), default=-math.inf)
         phase = ""
         for event in reversed(self.events):
             if event["event"] in ("run_started", "resumed", "active"):
                 break
-            if event["event"] in _ENDED_PHASES:
-                phase = _ENDED_PHASES[event["event"]]
+            if event["event"] in ENDED_PHASES:
+                phase = ENDED_PHASES[event["event"]]
                 break
-        quiet = max(_QUIET_SECONDS, _QUIET_STEPS * self.metrics.latest.get("seconds", 0.0))
-        is_alive = not phase and (age < quiet or self._read_process()[1])
+        is_alive = not phase and (self.has_recent_record() or self._read_process()[1])
         phase = phase or ("running" if is_alive else "silent")
         attempts = [to_float(event["attempt"]) for event in self.events if "attempt" in event]
         reason = ""
@@ -209,6 +208,14 @@ class RunReader:
             "why": reason,
         }
 
+    def has_recent_record(self) -> bool:
+        """Return whether the newest record is younger than usual silences of a running job."""
+        times = [self.metrics.latest.get("time", math.nan)]
+        if self.events:
+            times.append(to_float(self.events[-1].get("time")))
+        age = time.time() - max((value for value in times if is_plausible_time(value)), default=-math.inf)
+        return age < max(_QUIET_SECONDS, _QUIET_STEPS * self.metrics.latest.get("seconds", 0.0))
+
     def _read_process(self) -> tuple[str, bool]:
         """Return the phase of rank 0 in its status, and whether its process runs on this host."""
         file = self.path / "status" / "rank-0.calls"
@@ -218,6 +225,19 @@ class RunReader:
             return "", False
         is_here = record.host == socket.gethostname()[:40]
         return status.phase, is_here and read_process_state(record.pid, str(file.resolve())) in ("running", "stopped")
+
+    def _read_planned_steps(self) -> float:
+        """Return train.steps of config.toml, NaN if it is unknown; the other tables are not parsed."""
+        try:
+            text = decode_text(read_bounded(self.path / "config.toml", _CONFIG_BYTES))
+            header = _TRAIN_HEADER.search(text)
+            if header is not None:
+                following = _TABLE_HEADER.search(text, header.end())
+                text = text[header.start() : following.start() if following else None]
+            train = tomllib.loads(text).get("train", {})
+        except (OSError, ValueError, RecursionError):
+            return math.nan
+        return to_float(train.get("steps")) if isinstance(train, dict) else math.nan
 
     def read_settings(self) -> tuple[dict[str, Any], str]:
         """Return config.toml as tables, and why it cannot be read."""

@@ -49,7 +49,15 @@ RBAC = "rbac.authorization.k8s.io/v1"
 AGENTS_PORT = 29400  # of a JobSet's driver
 DRIVER_RESTARTS = 6
 # Parts of a node's pod spec that the driver's pod has too.
-_SHARED_SPEC = ("nodeSelector", "tolerations", "imagePullSecrets", "hostNetwork", "dnsPolicy", "securityContext")
+_SHARED_SPEC = (
+    "nodeSelector",
+    "tolerations",
+    "imagePullSecrets",
+    "hostNetwork",
+    "dnsPolicy",
+    "securityContext",
+    "priorityClassName",
+)
 
 
 def make_manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json]:

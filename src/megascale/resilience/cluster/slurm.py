@@ -30,6 +30,7 @@ from megascale.resilience.cluster import slurm_standby
 from megascale.resilience.cluster.base import ClusterRequest, configured_gpus
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.cluster.remote import REST_SECONDS, START_TIMEOUT, Host, RemoteCluster, kill_command
+from megascale.resilience.cluster.slurm_container import enter_container
 from megascale.resilience.protocol.contact import driver_folder
 from megascale.resilience.protocol.job_description import JobDescription
 
@@ -54,7 +55,10 @@ class SlurmCluster(RemoteCluster):
     def __init__(self, request: ClusterRequest) -> None:
         self._job_id = _check_allocation()
         names = _expand_nodelist(os.environ["SLURM_JOB_NODELIST"])
-        super().__init__(request, [Host(name, name) for name in names])
+        self._settings = request.config.slurm
+        # The path of this interpreter is unknown in a container.
+        python = self._settings.python if self._settings.container else ""
+        super().__init__(request, [Host(name, name, python=python) for name in names])
         cores = expand_counts(os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
         self._cores = dict(zip(names, cores, strict=False))
         self._restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
@@ -83,6 +87,9 @@ class SlurmCluster(RemoteCluster):
         return gpus_per_node(config), _own_address()
 
     def command(self, host: Host, program: Sequence[str], name: str = "agent") -> list[str]:
+        container: list[str] = []
+        if name == "agent":  # The standby of the driver needs Slurm's commands, which a container lacks.
+            container = enter_container(self._settings, self._job_id, self.run)
         return [
             "srun",
             f"--jobid={self._job_id}",
@@ -98,6 +105,7 @@ class SlurmCluster(RemoteCluster):
             "--quiet",
             "--export=ALL",
             f"--job-name={name}",
+            *container,
             *program,
         ]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megascale.errors import ConfigError
+from megascale.resilience.cluster.slurm_container import enter_container
 
 if TYPE_CHECKING:
     from megascale.config import Config
@@ -36,11 +37,25 @@ while :; do
     # After a kill of the driver its agents continue, and the next driver takes the job over.
     [ $code -gt 128 ] && [ $code -ne 130 ] && [ $next = 0 ] && [ $starts -lt 6 ] || break
 done
-# The next job starts once this one has ended.
+{continuation}exit $code
+"""
+# What follows the time limit, by the way in which training continues.
+_SUBMISSION = """# The next job starts once this one has ended.
 if [ $next = 1 ] && [ $code -gt 128 ]; then
     (launch --dry-run) | sbatch --dependency=afterany:$SLURM_JOB_ID && code=0
 fi
-exit $code
+"""
+_REQUEUE = """# Slurm ends this job and starts it again, possibly on other nodes (slurm.resubmission).
+if [ $next = 1 ] && [ $code -gt 128 ]; then
+    scontrol requeue $SLURM_JOB_ID && code=0
+fi
+"""
+_NEXT_ATTEMPT = """# After the time limit the next job of the array continues (slurm.attempts); else training has ended.
+if [ $next = 1 ] && [ $code -gt 128 ]; then
+    code=0
+else
+    scancel --state=PENDING $SLURM_ARRAY_JOB_ID
+fi
 """
 SIGNAL_SECONDS = 300  # before the time limit; Slurm may send the signal up to a minute early
 
@@ -58,6 +73,7 @@ def batch_script(config: Config, gpus: int, overrides: Sequence[str], blocked: S
     Raises:
         ConfigError: a batch script cannot hold an option or a path.
     """
+    enter_container(config.slurm, "0", config.run_folder.absolute())  # refuses what it cannot mount
     lines = [
         f"# {reason}\n{_option_lines([option])}" for option, reason in _choose_options(config, gpus, blocked).items()
     ]
@@ -72,7 +88,17 @@ def batch_script(config: Config, gpus: int, overrides: Sequence[str], blocked: S
         path=export_path,
         python=shlex.quote(sys.executable),
         overrides=shlex.join(overrides),
+        continuation=_choose_continuation(config),
     )
+
+
+def _choose_continuation(config: Config) -> str:
+    """Return the lines after the end of the driver."""
+    if config.slurm.attempts > 1:
+        return _NEXT_ATTEMPT
+    if config.slurm.resubmission == "requeue":
+        return _REQUEUE
+    return _SUBMISSION
 
 
 def _choose_options(config: Config, gpus: int, blocked: Sequence[str]) -> dict[str, str]:
@@ -85,6 +111,19 @@ def _choose_options(config: Config, gpus: int, blocked: Sequence[str]) -> dict[s
         "--exclusive": "No other job runs on these nodes",
         "--mem=0": "All memory of each node; some sites otherwise give a job a small default",
     }
+    settings = config.slurm
+    for key, value, reason in (
+        ("account", settings.account, "The account that is charged (slurm.account)"),
+        ("partition", settings.partition, "The partition of the nodes (slurm.partition)"),
+        ("qos", settings.qos, "The quality of service (slurm.qos)"),
+        ("time", settings.time, "The time limit of one job (slurm.time)"),
+        ("constraint", settings.constraint, "Features of the nodes (slurm.constraint)"),
+        ("reservation", settings.reservation, "The reservation of the nodes (slurm.reservation)"),
+    ):
+        if value:
+            options[f"--{key}={value}"] = reason
+    if settings.attempts > 1:
+        options[f"--array=1-{settings.attempts}%1"] = "Jobs that run one after another (slurm.attempts)"
     if gpus:
         options[f"--gpus-per-node={gpus}"] = "GPUs per node"
     options |= {
@@ -117,7 +156,7 @@ def _quote(word: str) -> str:
     if re.search(r"[\x00-\x08\x0a-\x1f\x7f]", word):
         raise ConfigError(
             f"{word!r} holds a line break or another control character, which an option of sbatch cannot hold; remove "
-            "it from train.name, train.runs or resilience.sbatch, or start from a folder without it"
+            "it from train.name, train.runs, [slurm] or resilience.sbatch, or start from a folder without it"
         )
     return re.sub(r"([\s\\'\"#])", r"\\\1", word) or '""'
 

@@ -43,6 +43,7 @@ from megascale.resilience.protocol import contact
 if TYPE_CHECKING:
     from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes
     from megascale.resilience.driver.api.scrape_targets import ScrapeTargets
+    from megascale.resilience.driver.api.telemetry_export import TelemetryExport
     from megascale.services.door import LimitedListener
 
 log = logging.getLogger("megascale.driver")
@@ -59,6 +60,7 @@ _MACHINE_SETTINGS = (
     "api_port",
     "driver_metrics",
     "targets",
+    "otlp",
     "tls_certificate",
     "tls_key",
 )
@@ -389,6 +391,7 @@ async def _serve(driver: Driver) -> int:
     except OSError as error:
         raise _cannot_listen("api_port", limits.listen, limits.api_port, error) from None
     targets = _write_targets(driver)
+    export = _start_export(driver, job_metrics)
     driver.announce(url)
     warnings = describe_open_addresses(limits, driver.announcement.address, url)
     if warnings:
@@ -400,6 +403,8 @@ async def _serve(driver: Driver) -> int:
     finally:
         if targets is not None:
             targets.remove_if_ended()
+        if export is not None:
+            await export.close()
         if metrics_page is not None:
             await metrics_page.close()
         await close_api()
@@ -421,6 +426,17 @@ def _write_targets(driver: Driver) -> ScrapeTargets | None:
         ) from None
     driver.tasks.spawn(keep_running(targets.keep_current, f"writing to {driver.limits.targets}", log))
     return targets
+
+
+def _start_export(driver: Driver, job_metrics: JobMetrics) -> TelemetryExport | None:
+    """Start the export to `resilience.otlp`, None if it is empty."""
+    if not driver.limits.otlp:
+        return None
+    from megascale.resilience.driver.api.telemetry_export import TelemetryExport
+
+    export = TelemetryExport(driver, job_metrics)
+    driver.tasks.spawn(keep_running(export.keep_sending, f"the export to {driver.limits.otlp}", log))
+    return export
 
 
 async def _serve_metrics(driver: Driver, job_metrics: JobMetrics) -> LimitedListener | None:

@@ -12,6 +12,7 @@ import numpy as np
 from megascale.config import Config, ModelConfig
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core import flops, inventory
+from megascale.core.adapters import AdapterSpec, count_adapter_elements
 from megascale.core.inventory import BLOCK_PARTS
 from megascale.core.layout import Layout, lay_out
 from megascale.core.memory import MemoryEstimate, count_stage_parameters
@@ -123,7 +124,14 @@ class LayoutCost:
         train = self.config.train
         kinds = train.precision, train.linear_precision
         return estimate_stage_traffic(
-            config.model, config.parallel, grid, self.schedule, stage, train.micro_batch, *kinds
+            config.model,
+            config.parallel,
+            grid,
+            self.schedule,
+            stage,
+            train.micro_batch,
+            *kinds,
+            adapters=AdapterSpec.from_config(train),
         )
 
     @property
@@ -245,11 +253,6 @@ class LayoutCost:
             cost += f"gathers {gathered:.0f} GiB of parameters per rank and step, "
         return f"{cost}and {text}"
 
-    def _shares_embedding(self) -> bool:
-        """Return whether one stage of several has both ends of a model with tied embeddings."""
-        has_both_ends = len(self.layout.chunk_map.end_stages) == 1 and self.layout.grid.pipeline > 1
-        return has_both_ends and self.config.model.tied_embeddings
-
     def _zero_saving(self) -> int:
         # ZeRO-2 and 3 have no graphs.
         alternative = self._changed(parallel={"zero": 1}, kernels={"graphs": "off"})
@@ -281,21 +284,28 @@ class LayoutCost:
                 tries.append((f"--parallel.recompute={less}", {"parallel": {"recompute": less}}))
         if train.micro_batch > 1:
             tries.append(("--train.micro_batch=1", {"train": {"micro_batch": 1}}))
-        if self.layout.grid.shards > 1 and not self._shares_embedding():
+        if self.layout.grid.shards > 1:
             if parallel.zero < 2 and not (parallel.pipeline == 1 and parallel.virtual_stages > 1):
                 tries.append(("--parallel.zero=2", {"parallel": {"zero": 2}}))
-            if parallel.zero < 3:
+            if parallel.zero < 3 and train.lora is None:
                 tries.append(("--parallel.zero=3", {"parallel": {"zero": 3}}))
         if parallel.recompute != "full":
             tries.append(("--parallel.recompute=full", {"parallel": {"recompute": "full"}}))
         return [text for text, change in tries if self._changed(**change).fits]
+
+    def _count_trained(self) -> int:
+        """Return the number of trained parameters: of the model, or of its adapters."""
+        spec = AdapterSpec.from_config(self.config.train)
+        if spec is None:
+            return flops.count_parameters(self.config.model)
+        return sum(count_adapter_elements(self.config.model, spec, layers) for layers in self.layout.layers)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data for JSON."""
         model = self.config.model
         grid = self.layout.grid
         train = self.config.train
-        count = flops.flops_per_token(model)
+        flops_per_token = flops.count_training_flops(model, train.lora is not None)
         tokens = train.global_batch * model.sequence_length
         return {
             "gpus": grid.world_size,
@@ -311,14 +321,15 @@ class LayoutCost:
                 "recompute": self.config.parallel.recompute,
             },
             "parameters": flops.count_parameters(model),
+            "trained_parameters": self._count_trained(),
             "parameters_by_stage": [
                 count_stage_parameters(model, self.config.parallel, s) for s in range(grid.pipeline)
             ],
             "flops": {
                 "convention": flops.CONVENTION,
-                "per_token": count.training,
-                "per_step": count.training * tokens,
-                "per_step_and_gpu": count.training * tokens / grid.world_size,
+                "per_token": flops_per_token,
+                "per_step": flops_per_token * tokens,
+                "per_step_and_gpu": flops_per_token * tokens / grid.world_size,
             },
             "tokens_per_step": tokens,
             "schedule": {

@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
+from urllib.parse import urlencode
 
 import pytest
 import yaml
@@ -28,7 +29,7 @@ from megascale.config import ResilienceConfig, load
 from megascale.errors import ConfigError
 from megascale.observe.prometheus import Family, format_families, rules_file
 from megascale.observe.prometheus.dashboards import make_fleet_dashboard, make_run_dashboard
-from megascale.resilience.driver.api.metrics import Scrapes
+from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes
 from megascale.resilience.driver.api.scrape_targets import ScrapeTargets
 from megascale.resilience.driver.start_driver import _await_last_scrape
 from megascale.resilience.driver.state.job_state import Phase
@@ -94,6 +95,18 @@ def test_the_job_in_few_series(served):  # noqa: F811
     assert after['megascale_network_bytes_per_second{direction="send"}'] == 20
     assert len(after) < 60  # for any number of ranks
     driver.nodes["n0"].channel = None
+
+
+def test_age_of_the_last_step_starts_again_with_each_step_also_of_a_replay(served):  # noqa: F811
+    metrics = JobMetrics(served.driver)
+    observations = served.driver.observations
+    begin = time.monotonic()
+    assert metrics._measure_step_age(begin) == 0
+    assert metrics._measure_step_age(begin + 50) == 50
+    for step in (8, 7):  # the job's furthest step stays
+        observations.record_steps(Steps(replaces_earlier=False, steps=(StepFigures(step, 2.0, 1.0, 0.7),)))
+        assert metrics._measure_step_age(begin + 60) == 0
+        assert metrics._measure_step_age(begin + 61) == 1
 
 
 def test_ranks_are_compared_with_those_of_their_stage(served):  # noqa: F811
@@ -310,6 +323,37 @@ def daemon(tmp_path):
         process.wait(20)
 
 
+def query_prometheus(port: int, expression: str) -> list[dict]:
+    """Return the series of an instant query; a wrong query raises."""
+    url = f"http://127.0.0.1:{port}/api/v1/query?{urlencode({'query': expression})}"
+    with urllib.request.urlopen(url, timeout=20) as response:
+        answer = json.load(response)
+    assert answer["status"] == "success", answer
+    return list(answer["data"]["result"])
+
+
+# Panels without data as long as nothing of their kind happens, or for lack of a history of some minutes.
+EMPTY_PANELS = {"megascale_incidents_total", "megascale:step_seconds:median1h"}
+
+
+def check_dashboards(port: int) -> None:
+    """Query each panel of both dashboards as Grafana does, with its variables replaced."""
+    pending = {
+        target["expr"].replace("$run", "job").replace("$job_name", "job").replace("$__rate_interval", "1m")
+        for dashboard in (make_run_dashboard(), make_fleet_dashboard())
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+    }
+    assert len(pending) > 20
+    deadline = time.monotonic() + 60
+    while pending:  # A recording rule has its first value after an interval.
+        pending = {each for each in pending if not query_prometheus(port, each)}
+        if all(any(name in each for name in EMPTY_PANELS) for each in pending):
+            return
+        assert time.monotonic() < deadline, pending
+        time.sleep(0.2)
+
+
 @needs_prometheus
 @pytest.mark.skipif(not shutil.which("prometheus-alertmanager"), reason="prometheus-alertmanager is not installed")
 def test_prometheus_scrapes_it_and_alertmanager_calls(served, tmp_path, daemon):  # noqa: F811
@@ -320,6 +364,8 @@ def test_prometheus_scrapes_it_and_alertmanager_calls(served, tmp_path, daemon):
     served.driver.observations.record_steps(
         Steps(replaces_earlier=False, steps=(StepFigures(8, float("nan"), 1.0, 0.7),))
     )
+    beat(served, {0: 1.0})
+    write_records(served.run)
     (tmp_path / "rules.yml").write_text(rules_file().read_text().replace("interval: 15s", "interval: 1s"))
     (tmp_path / "alerts.yml").write_text(
         "route: {receiver: hook, group_wait: 0s}\nreceivers:\n- name: hook\n"
@@ -347,10 +393,9 @@ def test_prometheus_scrapes_it_and_alertmanager_calls(served, tmp_path, daemon):
             assert time.monotonic() < deadline, (tmp_path / "log").read_text()[-2000:]
             assert server.poll() is None, (tmp_path / "log").read_text()[-2000:]
             time.sleep(0.1)
-        query = f"http://127.0.0.1:{port}/api/v1/query?query=megascale_step"
-        with urllib.request.urlopen(query, timeout=20) as response:
-            labels = json.load(response)["data"]["result"][0]["metric"]
+        labels = query_prometheus(port, "megascale_step")[0]["metric"]
         assert (labels["run"], labels["job_name"]) == ("job", "job")
+        check_dashboards(port)
     finally:
         hook.shutdown()
     alert = Webhook.answers[0]["alerts"][0]

@@ -1,8 +1,8 @@
 // The address holds the view and all that was chosen in it: a link shows the same to whoever follows it.
 
-/** @returns {string} */
+/** The view, or nothing at the server's front page. @returns {string} */
 export function view() {
-  return location.pathname.slice(1) || "overview";
+  return location.pathname.slice(1);
 }
 
 export function runs() {

@@ -20,6 +20,8 @@ const VIEWS = [
   { name: "nodes", title: "Nodes", key: "n", load: () => import("./nodes.js") },
   { name: "plan", title: "Plan", key: "p", load: () => import("./plan.js") },
 ];
+/** The table of all runs, which is the front page of a folder of runs. */
+const FLEET = { name: "fleet", title: "Runs", key: "r", load: () => import("./fleet.js") };
 const MOST = 8;
 
 recallTheme();
@@ -30,6 +32,10 @@ const chip = h("span", { class: "chip", role: "status" });
 /** @type {{runs: string[], place: string, single: boolean, version: string}} */
 let known = { runs: [], place: "", single: false, version: "" };
 let leaving = new AbortController();
+
+function views() {
+  return known.single ? VIEWS : [FLEET, ...VIEWS];
+}
 
 /** @param {string} words */
 function notice(words) {
@@ -67,9 +73,9 @@ function header(runs, current) {
   );
   fill(
     top,
-    h("a", { class: "brand", href: address.link("overview", runs), onclick: follows }, "MegaScale"),
-    picker,
-    h("nav", { "aria-label": "views" }, VIEWS.map((view) =>
+    h("a", { class: "brand", href: known.single ? address.link("overview", runs) : address.link("fleet", []), onclick: follows }, "MegaScale"),
+    current === FLEET.name ? null : picker,
+    h("nav", { "aria-label": "views" }, views().map((view) =>
       h("a", { href: address.link(view.name, runs), onclick: follows, "aria-current": view.name === current ? "page" : null, "aria-keyshortcuts": view.key }, view.title))),
     chip,
     h("button", { class: "plain", type: "button", title: "dark or light (key: d)", "aria-label": "switch between dark and light", onclick: toggleTheme }, "◐"),
@@ -90,7 +96,7 @@ function showKeys() {
     { "aria-label": "keys", onclose: () => dialog.remove() },
     h("h2", {}, "Keys"),
     h("dl", {},
-      VIEWS.map((view) => [h("dt", {}, h("kbd", {}, view.key)), h("dd", {}, view.title)]).flat(),
+      views().map((view) => [h("dt", {}, h("kbd", {}, view.key)), h("dd", {}, view.title)]).flat(),
       h("dt", {}, h("kbd", {}, "d")), h("dd", {}, "switch between dark and light"),
       h("dt", {}, h("kbd", {}, "← → ↑ ↓")), h("dd", {}, "move in the focused drawing"),
       h("dt", {}, h("kbd", {}, "+ −")), h("dd", {}, "zoom in and out"),
@@ -113,9 +119,11 @@ async function render() {
   leaving.abort();
   leaving = new AbortController();
   const { signal } = leaving;
-  const current = VIEWS.find((view) => view.name === address.view()) ?? VIEWS[0];
+  const name = address.view() || (address.runs().length ? VIEWS[0].name : FLEET.name);
+  const isFleet = name === FLEET.name && !known.single;
+  const current = VIEWS.find((view) => view.name === name) ?? VIEWS[0];
   const runs = chosen();
-  header(runs, current.name);
+  header(runs, isFleet ? FLEET.name : current.name);
   if (!runs.length) {
     fill(place, h("p", { class: "quiet" }, `No run in ${known.place} yet.`));
     return;
@@ -126,6 +134,13 @@ async function render() {
     if (!signal.aborted) place.dataset.ready = String(Math.round(performance.now()));
   };
   try {
+    if (isFleet) {
+      const { show } = await FLEET.load();
+      fill(chip);
+      document.title = "Runs – MegaScale";
+      if (!signal.aborted) show(place, { signal, notice, ready, follows });
+      return;
+    }
     const module = await current.load();
     if (signal.aborted) return;
     const hears = module.show(place, { runs, signal, notice, ready });
@@ -169,7 +184,7 @@ window.addEventListener("popstate", () => void render());
 document.addEventListener("keydown", (event) => {
   const at = /** @type {HTMLElement} */ (event.target);
   if (event.ctrlKey || event.metaKey || event.altKey || at.closest("input, select, textarea, dialog")) return;
-  const view = VIEWS.find((each) => each.key === event.key);
+  const view = views().find((each) => each.key === event.key);
   if (view) address.go(address.link(view.name, chosen()));
   else if (event.key === "d") toggleTheme();
   else if (event.key === "?") showKeys();

@@ -76,15 +76,39 @@ class JobMetrics:
         self._records = RunRecords(driver.run_folder)
         self._record_families: list[Family] = []
         self._records_time = -math.inf
+        self._progress: tuple[object, ...] = ()
+        self._progress_time = time.monotonic()
         self._lock = asyncio.Lock()
 
     async def read_families(self) -> list[Family]:
-        """Return the metrics of the job, its steps, its nodes and its run folder."""
+        """Return the metrics for a Prometheus that reads them now."""
         self.scrapes.note(time.monotonic())
+        return await self.collect_families()
+
+    async def collect_families(self) -> list[Family]:
+        """Return the metrics of the job, its steps, its nodes and its run folder."""
         driver = self._driver
+        age = Family("megascale_step_age_seconds", "gauge", "Time since the last step, as the scrapes saw it.")
+        age.add(self._measure_step_age(time.monotonic()))
         start = Family("megascale_driver_start_time_seconds", "gauge", "Start of this driver, seconds since 1970.")
-        families = [start.add(self._started)] + _job_families(driver) + _step_families(driver) + _node_families(driver)
+        families = (
+            [start.add(self._started), age] + _job_families(driver) + _step_families(driver) + _node_families(driver)
+        )
         return families + await self._read_records()
+
+    def _measure_step_age(self, current_time: float) -> float:
+        """Return the seconds since the last step, or since attempt or phase changed.
+
+        The job's own step is the furthest, which stays while steps are replayed.
+        """
+        state = self._driver.job.state
+        metrics = self._driver.observations.view(current_time).metrics
+        last_step = metrics[-1].step if metrics else 0
+        progress = (state.step, last_step, state.attempt, self._driver.job.phase)
+        if progress != self._progress:
+            self._progress = progress
+            self._progress_time = current_time
+        return current_time - self._progress_time
 
     async def _read_records(self) -> list[Family]:
         """Return the metrics of the run folder. A thread reads it, so that a long history delays no heartbeat."""

@@ -1,0 +1,265 @@
+"""Chat templates: conversations as text, and the ranges of the text that the assistant has written.
+
+A template is Jinja, rendered as `transformers` does: in an immutable sandbox, with the tokenizer's special tokens, and
+with `{% generation %}` blocks around what the assistant writes. Without such blocks the assistant's text is the
+difference between two renderings (`render`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megascale.config.text_files import read_text
+from megascale.data.tokenizer.huggingface_file import CONFIG
+from megascale.errors import DataError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+Message = Mapping[str, Any]
+
+TEMPLATE = "chat_template.jinja"
+_SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+# Around a generation block while it is rendered. Unicode guarantees that these two are never characters of a text.
+_BEGIN, _END = "\U0010fffe", "\U0010ffff"
+
+CHATML_BEGIN, CHATML_END = "<|im_start|>", "<|im_end|>"
+# ChatML, the template of a tokenizer that is trained on conversations.
+CHATML = """{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
+{%- else -%}
+{{- message['content'] + '<|im_end|>' -}}
+{%- endif -%}
+{{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+
+class TemplateError(ValueError):
+    """A template refuses a conversation, or does not show which text the assistant has written."""
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation as text.
+
+    Attributes:
+        text: the text.
+        spans: ranges [start, stop) of characters that the assistant has written, with the end of its turn.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+class ChatTemplate:
+    """A chat template with the special tokens that it may name.
+
+    Args:
+        source: the Jinja text.
+        special_tokens: values of variables such as `bos_token`.
+        name: file of the template, for messages.
+
+    Raises DataError if the text is not Jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], name: str) -> None:
+        from jinja2 import TemplateSyntaxError
+
+        self.source = source
+        self.name = name
+        self._special_tokens = dict(special_tokens)
+        environment = _make_environment()
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise DataError(
+                f"{name}, line {error.lineno}: the chat template is not valid Jinja: {error.message}; correct the file"
+            ) from None
+        # The parser has seen each tag, so the text need not be searched for them.
+        self.has_generation_blocks = bool(environment.generation_blocks)  # type: ignore[attr-defined]
+
+    def render_text(
+        self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = False
+    ) -> str:
+        """Return the text of a conversation; with `add_generation_prompt` the assistant's next turn begins at its end.
+
+        Raises TemplateError with the template's own words if it refuses the conversation.
+        """
+        return self._render(messages, tools, add_generation_prompt).replace(_BEGIN, "").replace(_END, "")
+
+    def render(self, messages: Sequence[Message], tools: Any = None) -> RenderedChat:
+        """Return the text of a conversation with the ranges that the assistant has written.
+
+        Without generation blocks, the turn of an assistant's message is what follows the rendering of all messages
+        before it with `add_generation_prompt`, without white space after the turn's end.
+
+        Raises TemplateError if the template refuses the conversation, or if its renderings do not continue each other.
+        """
+        if self.has_generation_blocks:
+            return _cut_marks(self._render(messages, tools, False))
+        text = self.render_text(messages, tools=tools)
+        spans = []
+        for index, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            prefix = self.render_text(messages[:index], tools=tools, add_generation_prompt=True)
+            turn = self.render_text(messages[: index + 1], tools=tools)
+            if not (turn.startswith(prefix) and text.startswith(turn)):
+                raise TemplateError(
+                    f"the template {self.name} renders messages[{index}] differently at the end of a conversation and "
+                    "within it, so the assistant's tokens cannot be found; put {% generation %} and "
+                    "{% endgeneration %} around the assistant's text in the template, or name another one with "
+                    "--chat-template"
+                )
+            spans.append((len(prefix), len(turn.rstrip())))
+        return RenderedChat(text, tuple(spans))
+
+    def find_turn_end(self) -> str:
+        """Return the text that ends an assistant's turn after its content, such as `<|im_end|>`; "" if there is none.
+
+        Raises TemplateError as `render`.
+        """
+        content = "Content"
+        messages = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": content}]
+        chat = self.render(messages)
+        if not chat.spans:
+            return ""
+        start, stop = chat.spans[-1]
+        _, _, end = chat.text[start:stop].partition(content)
+        return end.strip()
+
+    def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
+        from jinja2 import TemplateError as JinjaError
+
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except (JinjaError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            raise TemplateError(f"the template {self.name} refuses the conversation: {error}") from None
+
+
+def _cut_marks(marked: str) -> RenderedChat:
+    """Return a text without the marks of generation blocks, and the ranges between them."""
+    parts: list[str] = []
+    spans: list[tuple[int, int]] = []
+    length = 0
+    for number, block in enumerate(marked.split(_BEGIN)):
+        inside, end, outside = block.rpartition(_END)
+        text = (inside.replace(_END, "") + outside) if end else block
+        if number and end:
+            spans.append((length, length + len(inside)))
+        parts.append(text)
+        length += len(text)
+    return RenderedChat("".join(parts), tuple(span for span in spans if span[0] < span[1]))
+
+
+def _make_environment() -> Environment:
+    """Return a sandbox with the filters, functions and tags that chat templates of transformers use."""
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError as JinjaError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationBlocks(Extension):
+        """The tag `{% generation %}`, whose body the assistant has written."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2 reads the class attribute
+
+        def __init__(self, environment: Environment) -> None:
+            super().__init__(environment)
+            environment.extend(generation_blocks=0)
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            self.environment.generation_blocks += 1  # type: ignore[attr-defined]
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = nodes.CallBlock(self.call_method("_mark"), [], [], body)
+            return call.set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{_BEGIN}{caller()}{_END}"
+
+    def raise_exception(message: str) -> NoReturn:
+        raise JinjaError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        # jinja2's own filter escapes characters of HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def find_template(folder: Path) -> str | None:
+    """Return the chat template of a tokenizer's folder, None without one; chat_template.jinja has precedence."""
+    file = folder / TEMPLATE
+    if file.exists():
+        return _read_file(file)
+    template = _read_settings(folder / CONFIG).get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def load_chat_template(folder: Path, file: Path | None = None) -> ChatTemplate:
+    """Return the chat template of a tokenizer's folder, or of a Jinja file with the folder's special tokens.
+
+    Raises DataError without a template, and for one that is not Jinja.
+    """
+    if file is not None:
+        return ChatTemplate(_read_file(file), read_special_tokens(folder), str(file))
+    source = find_template(folder)
+    if source is None:
+        raise DataError(
+            f"the tokenizer in {folder} has no chat template ({TEMPLATE}, or chat_template in {CONFIG}); name one with "
+            "--chat-template=FILE.jinja"
+        )
+    return ChatTemplate(source, read_special_tokens(folder), str(folder / TEMPLATE))
+
+
+def read_special_tokens(folder: Path) -> dict[str, str]:
+    """Return the special tokens that a tokenizer's settings name, such as `eos_token`."""
+    tokens: dict[str, str] = {}
+    for name in (_SPECIAL_TOKENS_MAP, CONFIG):
+        for key, value in _read_settings(folder / name).items():
+            content = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(content, str):
+                tokens[key] = content
+    return tokens
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Return a JSON object of a tokenizer's folder; empty if the file is missing or is not an object."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def _read_file(file: Path) -> str:
+    try:
+        return read_text(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"the chat template {file} cannot be read: {error}; name a Jinja file in UTF-8") from None

@@ -1,0 +1,80 @@
+"""Low-rank adapters as the folder that `peft` loads: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from megascale.config import ModelConfig
+from megascale.core.adapters import LORA_A, LORA_B, AdapterSpec, list_adapters
+from megascale.errors import ConfigError
+from megascale.model.huggingface.family import Family
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+def find_modules(family: Family, model: ModelConfig, spec: AdapterSpec) -> dict[str, str]:
+    """Return the module's name in transformers for each matrix with an adapter.
+
+    Raises ConfigError for a matrix that the family stores joined with others or transposed, as PEFT has no adapter of
+    a part of a module.
+    """
+    modules = {}
+    for weight in family.list_weights(model):
+        if len(weight.parts) == 1 and not weight.transposed and not weight.heads:
+            modules[weight.parts[0]] = weight.name.removesuffix(".weight")
+    result = {}
+    for matrix, _, _ in list_adapters(model, spec):
+        if matrix.name not in modules:
+            raise ConfigError(
+                f"{family.name} of transformers stores {matrix.name} joined with other matrices, for which PEFT has no "
+                "adapter; omit --adapter to write the merged model"
+            )
+        result[matrix.name] = modules[matrix.name]
+    return result
+
+
+def write_adapter(
+    out: Path,
+    family: Family,
+    model: ModelConfig,
+    spec: AdapterSpec,
+    read: Callable[[str], torch.Tensor],
+    dtype: torch.dtype,
+    base: str,
+) -> int:
+    """Write the adapters into a folder, and return the number of trained parameters.
+
+    Args:
+        read: returns a logical tensor by name.
+        base: folder or name of the model, for adapter_config.json.
+
+    Raises ConfigError as `find_modules`.
+    """
+    modules = find_modules(family, model, spec)
+    tensors = {}
+    for matrix, module in modules.items():
+        name = matrix.removesuffix(".weight")
+        tensors[f"{_PREFIX}{module}.lora_A.weight"] = read(name + LORA_A).to(dtype).contiguous()
+        tensors[f"{_PREFIX}{module}.lora_B.weight"] = read(name + LORA_B).to(dtype).contiguous()
+    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules.values()}),
+    }
+    (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return sum(tensor.numel() for tensor in tensors.values())

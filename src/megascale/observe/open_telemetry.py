@@ -1,0 +1,244 @@
+"""Metrics and recoveries of a run for an OpenTelemetry collector, by OTLP over HTTP (the extra `otel`).
+
+Metrics are those of the driver's page /metrics. Every recovery is a trace: its root span lasts from the first fault to
+the first step afterwards, with child spans for the decision and for the start of the trainers. The exporters' own
+threads are not used: the caller decides when to send.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Gauge,
+    Metric,
+    MetricExportResult,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+
+from megascale import __version__
+from megascale.core.events import Event, is_plausible_time
+from megascale.core.strict_json import to_float
+from megascale.observe.dashboard.effective_time import CAUSES, choose_cause
+from megascale.observe.dashboard.metric_columns import RecordTail
+from megascale.observe.prometheus import Family
+
+log = logging.getLogger("megascale.otel")
+
+_SCOPE = InstrumentationScope("megascale", __version__)
+_MAX_WAITING = 1000  # spans that wait for a collector
+_MAX_EVIDENCE = 8  # sentences in a span
+# OpenTelemetry's units (UCUM) for those at the end of our metrics' names.
+_UNITS = {
+    "bytes_per_second": "By/s",
+    "tokens_per_second": "{token}/s",
+    "seconds": "s",
+    "celsius": "Cel",
+    "watts": "W",
+    "ratio": "1",
+    "steps": "{step}",
+}
+
+
+@dataclass
+class Recovery:
+    """A recovery: times in seconds since 1970.
+
+    Attributes:
+        begin: first fault.
+        decided: last decision about it, 0.0 before one.
+        started: begin of the attempt that succeeded.
+        end: first step of that attempt.
+        action: last action of the driver, such as respawn or spare.
+        attempt: the attempt that succeeded.
+    """
+
+    begin: float
+    causes: list[str] = field(default_factory=list)
+    evidence: list[str] = field(default_factory=list)
+    nodes: set[str] = field(default_factory=set)
+    decided: float = 0.0
+    started: float = 0.0
+    end: float = 0.0
+    action: str = ""
+    attempt: int = 0
+
+
+class RecoveryTracker:
+    """Finds recoveries in the events of a run, given in order."""
+
+    def __init__(self) -> None:
+        self._current: Recovery | None = None
+
+    def add_event(self, event: Mapping[str, Any]) -> Recovery | None:
+        """Take one event and return the recovery that it completes."""
+        event_time = to_float(event.get("time"))
+        if not is_plausible_time(event_time):
+            return None
+        kind = str(event.get("event"))
+        if kind in CAUSES and event.get("action") != "alert":
+            self._add_cause(kind, event_time, event)
+        current = self._current
+        if current is None:
+            return None
+        if kind == Event.RECOVERY_ACTION:
+            current.decided = event_time
+            current.action = str(event.get("action", ""))
+        elif kind == Event.ATTEMPT_STARTED:
+            current.started = event_time
+            current.attempt = int(to_float(event.get("attempt")) or 0)
+        elif kind == Event.FIRST_STEP and current.started:
+            current.end = event_time
+            self._current = None
+            return current
+        elif kind in (Event.JOB_DONE, Event.JOB_FAILED):
+            self._current = None
+        return None
+
+    def _add_cause(self, kind: str, event_time: float, event: Mapping[str, Any]) -> None:
+        if self._current is None:
+            self._current = Recovery(event_time)
+        self._current.causes.append(CAUSES[Event(kind)])
+        evidence = event.get("evidence")
+        if isinstance(evidence, list):
+            self._current.evidence += [str(text)[:500] for text in evidence]
+        nodes = event.get("nodes")
+        if isinstance(nodes, list):
+            self._current.nodes |= {str(name)[:100] for name in nodes}
+
+
+class Telemetry:
+    """Sends metrics and recoveries of one run.
+
+    Args:
+        endpoint: base URL of the collector, such as http://collector:4318. OTEL_EXPORTER_OTLP_HEADERS and the other
+            variables of the exporters hold for it too.
+        run: the run folder.
+        labels: attributes of the resource.
+        begin: seconds since 1970; recoveries that ended earlier were sent by an earlier driver.
+        timeout: seconds for a request with its repetitions.
+    """
+
+    def __init__(
+        self, endpoint: str, run: Path, labels: Mapping[str, str], *, begin: float, timeout: float = 5.0
+    ) -> None:
+        base = endpoint.rstrip("/")
+        self._metric_exporter = OTLPMetricExporter(f"{base}/v1/metrics", timeout=timeout)
+        self._span_exporter = OTLPSpanExporter(f"{base}/v1/traces", timeout=timeout)
+        attributes = {"service.name": "megascale", "service.version": __version__}
+        self._resource = Resource(attributes | {f"megascale.{name}": value for name, value in labels.items()})
+        self._labels = dict(labels)
+        self._begin = begin
+        self._tail = RecordTail(run / "events.jsonl")
+        self._tracker = RecoveryTracker()
+        self._waiting: deque[ReadableSpan] = deque(maxlen=_MAX_WAITING)
+
+    def send(self, families: Iterable[Family], current_time: float) -> bool:
+        """Send the metrics and the recoveries since the last call; return whether the collector took both.
+
+        Spans that the collector did not take are sent again with the next call. Metrics are not.
+        """
+        self._read_recoveries()
+        metrics = self._convert_families(families, round(current_time * 1e9))
+        has_metrics = self._metric_exporter.export(metrics) is MetricExportResult.SUCCESS
+        if not self._waiting:
+            return has_metrics
+        if self._span_exporter.export(list(self._waiting)) is not SpanExportResult.SUCCESS:
+            return False
+        self._waiting.clear()
+        return has_metrics
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._metric_exporter.shutdown()
+        self._span_exporter.shutdown()
+
+    def _read_recoveries(self) -> None:
+        _, records = self._tail.read_new_records()
+        for record in records:
+            recovery = self._tracker.add_event(record)
+            if recovery is not None and recovery.end >= self._begin:
+                self._waiting.extend(self._make_spans(recovery))
+
+    def _convert_families(self, families: Iterable[Family], time_ns: int) -> MetricsData:
+        metrics = [self._convert_family(family, time_ns) for family in families if family.samples]
+        scope = ScopeMetrics(_SCOPE, metrics, "")
+        return MetricsData([ResourceMetrics(self._resource, [scope], "")])
+
+    def _convert_family(self, family: Family, time_ns: int) -> Metric:
+        start_ns = round(self._begin * 1e9)
+        points = [
+            NumberDataPoint(self._labels | dict(labels), start_ns, time_ns, value) for labels, value in family.samples
+        ]
+        data: Gauge | Sum = Gauge(points)
+        if family.kind == "counter":
+            data = Sum(points, AggregationTemporality.CUMULATIVE, is_monotonic=True)
+        # A collector that serves Prometheus adds _total itself.
+        return Metric(family.name.removesuffix("_total"), family.help, _UNITS.get(family.unit, ""), data)
+
+    def _make_spans(self, recovery: Recovery) -> list[ReadableSpan]:
+        # The identifiers follow from the run and the fault, so a recovery that is sent twice is one trace.
+        digest = hashlib.sha256(f"{self._labels} {recovery.begin}".encode()).digest()
+        trace = int.from_bytes(digest[:16], "big")
+        root = self._make_context(trace, digest[16:24])
+        attributes = {
+            "megascale.cause": choose_cause(recovery.causes),
+            "megascale.action": recovery.action,
+            "megascale.attempt": recovery.attempt,
+            "megascale.nodes": sorted(recovery.nodes),
+            "megascale.evidence": recovery.evidence[:_MAX_EVIDENCE],
+        }
+        decided = min(max(recovery.begin, recovery.decided or recovery.started), recovery.started)
+        parts = [
+            ("decide", recovery.begin, decided),
+            ("prepare", decided, recovery.started),
+            ("start", recovery.started, recovery.end),
+        ]
+        spans = [self._make_span("recovery", root, None, (recovery.begin, recovery.end), attributes)]
+        for index, (name, begin, end) in enumerate(parts):
+            context = self._make_context(trace, hashlib.sha256(digest + bytes([index])).digest()[:8])
+            spans.append(self._make_span(name, context, root, (begin, end), {}))
+        return spans
+
+    @staticmethod
+    def _make_context(trace: int, span: bytes) -> SpanContext:
+        flags = TraceFlags(TraceFlags.SAMPLED)
+        return SpanContext(trace, int.from_bytes(span, "big"), is_remote=False, trace_flags=flags)
+
+    def _make_span(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        times: tuple[float, float],
+        attributes: Mapping[str, Any],
+    ) -> ReadableSpan:
+        return ReadableSpan(
+            name,
+            context=context,
+            parent=parent,
+            resource=self._resource,
+            attributes=attributes,
+            kind=SpanKind.INTERNAL,
+            start_time=round(times[0] * 1e9),
+            end_time=round(max(times) * 1e9),
+            instrumentation_scope=_SCOPE,
+        )

@@ -1,0 +1,79 @@
+"""Two grouped linear layers with an activation between them: the experts of a rank, forward and backward.
+
+`ops/grouped_gemm.py` has the GEMMs: kernels on a GPU, and as the reference a loop of `mm` over experts. Backward keeps
+the input projection's result and computes the activation again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megascale.ops.activation import RecomputedActivation
+from megascale.ops.gradient_sink import sink_of
+from megascale.ops.grouped_gemm import accumulate_group_gradients, multiply_groups
+from megascale.ops.routing import RoutingPlan, combine_rows
+
+
+def run_experts(
+    x_TH: Tensor, weights_TK: Tensor, plan: RoutingPlan, into: Tensor, out: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of each token's local experts [tokens, h], and the input projection [rows, columns].
+
+    Args:
+        into: matrices [experts, matrices, width, h], with a gate [gate, up].
+        out: matrices [experts, h, width].
+    """
+    inner = multiply_groups(x_TH, into.detach().flatten(1, 2), plan.offsets, plan.token)
+    activated = RecomputedActivation(activation, None)(inner)
+    rows = multiply_groups(activated, out.detach(), plan.offsets)
+    return combine_rows(rows, plan, weights_TK), inner
+
+
+def run_experts_backward(
+    dy_TH: Tensor,
+    x_TH: Tensor,
+    weights_TK: Tensor,
+    inner: Tensor,
+    plan: RoutingPlan,
+    into: Tensor,
+    out: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of x, of the weights, and of both matrices (None where their sinks take them)."""
+    row_weights = weights_TK[plan.token, plan.slot].unsqueeze(1)
+    unweighted = multiply_groups(dy_TH, out.detach(), plan.offsets, plan.token, transposed=True)
+    weighted = (unweighted * row_weights).to(inner.dtype)
+    activated, d_inner = RecomputedActivation(activation, None).with_gradient(inner, weighted)
+    # The gradient of a weight is <y, dy> = <activation, gradient of the activation>, so y is not kept.
+    products = (activated.to(weights_TK.dtype) * unweighted.to(weights_TK.dtype)).sum(1)
+    padded = torch.cat((products, products.new_zeros(1)))
+    d_weights_TK = padded[plan.row]
+    d_out = _add_gradient(out, dy_TH[plan.token], (activated * row_weights).to(inner.dtype), plan)
+    rows = multiply_groups(d_inner, into.detach().flatten(1, 2), plan.offsets, transposed=True)
+    d_into = _add_gradient(into, d_inner, x_TH, plan, plan.token)
+    return combine_rows(rows, plan), d_weights_TK, d_into, d_out
+
+
+def _add_gradient(
+    weight: Tensor, dy: Tensor, x: Tensor, plan: RoutingPlan, index: Tensor | None = None
+) -> Tensor | None:
+    """Add the gradient of matrices [experts, ..., inner] to their sink, or return it without one."""
+    sink = sink_of(weight)
+    if sink is None and not weight.requires_grad:
+        return None
+    if sink is None:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        gradient = torch.empty(weight.shape, dtype=wide, device=weight.device)
+        accumulate_group_gradients(_stack(gradient), dy, x, plan.offsets, index, overwrite=True)
+        return gradient.to(weight.dtype)
+    accumulate_group_gradients(_stack(sink.main_grad), dy, x, plan.offsets, index, overwrite=sink.overwrite)
+    sink.overwrite = False
+    sink.by_gemm = True
+    sink.ready()
+    return None
+
+
+def _stack(matrices: Tensor) -> Tensor:
+    """Return a view [experts, rows, inner] of matrices [experts, ..., inner]."""
+    return matrices.view(matrices.shape[0], -1, matrices.shape[-1])

@@ -1,0 +1,146 @@
+"""Routing of tokens to experts: scores, selection, and the plan by which grouped GEMMs read rows. All deterministic.
+
+No token is dropped, no sum uses atomic additions, and ties go to the expert of the lowest index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megascale.config.experts_section import ExpertsConfig
+from megascale.ops.gradient_sink import sink_of, tracked
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the type of the router's arithmetic: float32, or float64 for float64 models."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class _RouterLinear(torch.autograd.Function):
+    """Logits x @ weight.T in float32 at least, whose weight gradient is not rounded to the weight's type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tracked_weight: Tensor | None, args: tuple[Tensor]) -> Tensor:
+        ctx.args = args
+        ctx.save_for_backward(x)
+        wide = wide_dtype(x)
+        return F.linear(x.to(wide), args[0].detach().to(wide))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        [weight] = ctx.args
+        [x] = ctx.saved_tensors
+        dy = grads[0]
+        dx = (dy @ weight.detach().to(dy.dtype)).to(x.dtype)
+        if not weight.requires_grad:
+            return dx, None, None
+        dy_TE = dy.flatten(0, -2)
+        x_TH = x.flatten(0, -2).to(dy.dtype)
+        sink = sink_of(weight)
+        if sink is None:
+            return dx, (dy_TE.t() @ x_TH).to(weight.dtype), None
+        sink.main_grad.addmm_(dy_TE.t(), x_TH)
+        sink.ready()
+        return dx, None, None
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits [..., experts] of tokens [..., h] in float32 or wider; weight: [experts, h]."""
+    logits: Tensor = _RouterLinear.apply(x, tracked(x, weight), (weight,))
+    return logits
+
+
+def score_experts(logits: Tensor, settings: ExpertsConfig) -> Tensor:
+    """Return the experts' scores [..., experts], in the type of the logits."""
+    if settings.scores == "sigmoid":
+        return torch.sigmoid(logits)
+    return torch.softmax(logits, -1)
+
+
+@torch.no_grad()
+def select_experts(scores: Tensor, settings: ExpertsConfig, bias: Tensor | None = None) -> Tensor:
+    """Return the experts of each token [..., top_k], the best first. Of equal scores the lowest index is better.
+
+    Args:
+        scores: [..., experts].
+        bias: added to the scores for the selection only [experts].
+    """
+    choice = scores if bias is None else scores + bias.to(scores.dtype)
+    if settings.group_limit is not None and settings.group_limit < settings.groups:
+        grouped = choice.unflatten(-1, (settings.groups, -1))
+        best = grouped.sort(dim=-1, descending=True, stable=True).values[..., :2].sum(-1)
+        groups = best.sort(dim=-1, descending=True, stable=True).indices[..., : settings.group_limit]
+        is_selected = (groups.unsqueeze(-1) == torch.arange(settings.groups, device=groups.device)).any(-2)
+        choice = grouped.masked_fill(~is_selected.unsqueeze(-1), -torch.inf).flatten(-2)
+    return choice.sort(dim=-1, descending=True, stable=True).indices[..., : settings.top_k].contiguous()
+
+
+def weigh_experts(scores: Tensor, indices: Tensor, settings: ExpertsConfig) -> Tensor:
+    """Return the weights [..., top_k] of each token's experts."""
+    weights = scores.gather(-1, indices)
+    if settings.normalize == "selected":
+        total = weights.sum(-1, keepdim=True)
+        if settings.scores == "sigmoid":
+            total = total + 1e-20  # all sigmoids of a token may underflow to 0
+        weights = weights / total
+    return weights * settings.scaling
+
+
+@dataclass(frozen=True)
+class RoutingPlan:
+    """Rows that a rank's experts process: one for each pair of a token and one of these experts, by expert, then token.
+
+    Attributes:
+        offsets: first row of each expert, and the end of the last one's, int32 [experts + 1].
+        token: token of each row [rows].
+        slot: position of the row's expert among the token's experts [rows].
+        row: row of each token's slot, `rows` where another rank has the expert [tokens, top_k].
+    """
+
+    offsets: Tensor
+    token: Tensor
+    slot: Tensor
+    row: Tensor
+
+
+def plan_rows(indices: Tensor, first: int, count: int) -> RoutingPlan:
+    """Plan the rows of experts `first` to `first + count`. The number of rows is read on the host.
+
+    Args:
+        indices: experts of each token [tokens, top_k].
+    """
+    tokens, top_k = indices.shape
+    local = indices.reshape(-1) - first
+    local = torch.where((local >= 0) & (local < count), local, count)
+    order = local.argsort(stable=True)
+    sizes = (local.unsqueeze(0) == torch.arange(count, device=local.device).unsqueeze(1)).sum(1)
+    offsets = torch.zeros(count + 1, dtype=torch.int32, device=local.device)
+    offsets[1:] = sizes.cumsum(0)
+    rows = int(offsets[-1])
+    row = torch.empty_like(order)
+    row[order] = torch.arange(len(order), device=order.device)
+    order = order[:rows]
+    return RoutingPlan(offsets, order // top_k, order % top_k, row.clamp(max=rows).view(tokens, top_k))
+
+
+def combine_rows(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None) -> Tensor:
+    """Return the sum of each token's rows [tokens, columns], in the order of its experts, summed in float32 at least.
+
+    Args:
+        rows: [rows, columns].
+        weights: weight of each token's experts [tokens, top_k]; None: 1.
+    """
+    wide = wide_dtype(rows)
+    padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+    total = torch.zeros(len(plan.row), rows.shape[1], dtype=wide, device=rows.device)
+    for slot in range(plan.row.shape[1]):
+        part = padded[plan.row[:, slot]].to(wide)
+        if weights is not None:
+            part = part * weights[:, slot : slot + 1]
+        total += part
+    return total.to(rows.dtype)

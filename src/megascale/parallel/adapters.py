@@ -1,0 +1,75 @@
+"""Low-rank adapters next to linear layers, divided like their matrices over the tensor-parallel ranks.
+
+A column-parallel layer gathers A x, of width `rank`, instead of its input. A row-parallel layer reduce-scatters it, and
+multiplies by B on each rank's part of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional as F
+
+from megascale.core.adapters import AdapterSpec
+from megascale.core.inventory import LogicalTensor
+from megascale.parallel.collectives import Axis, gather_sequence, scatter_sequence
+from megascale.parallel.module import DirectModule
+from megascale.parallel.parameters import local_parameter
+
+
+class ColumnAdapter(DirectModule):
+    """Adapters of the matrices that a column-parallel layer stacks, with one gather for all of them.
+
+    Args:
+        matrices: stacked logical matrices [O_i, I] of the layer, some of which are targets.
+    """
+
+    def __init__(self, matrices: Sequence[LogicalTensor], spec: AdapterSpec, axis: Axis, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.axis = axis
+        self.rank = spec.rank
+        self.scale = spec.scale
+        self.parts: list[tuple[int, bool]] = []  # local rows of each matrix, and whether it has an adapter
+        pairs = []
+        for matrix in matrices:
+            is_target = spec.is_target(matrix)
+            self.parts.append((matrix.local_shape(axis.size)[0], is_target))
+            if is_target:
+                pairs.append(spec.make_pair(matrix))
+        self.a = local_parameter([a for a, _ in pairs], axis.rank, axis.size, dtype)
+        self.b = local_parameter([b for _, b in pairs], axis.rank, axis.size, dtype)
+
+    def add(self, y_SBC: torch.Tensor, x_SBH: torch.Tensor) -> torch.Tensor:
+        """Return y [s, b, columns/t] plus the adapters' outputs for x [s/t, b, h]."""
+        inner_SBR = gather_sequence(F.linear(x_SBH, self.a), self.axis)
+        outputs: list[torch.Tensor] = []
+        row = 0
+        number = 0
+        for rows, is_target in self.parts:
+            if not is_target:
+                outputs.append(y_SBC.new_zeros((*y_SBC.shape[:-1], rows)))
+                continue
+            part_SBR = inner_SBR[..., number * self.rank : (number + 1) * self.rank]
+            outputs.append(F.linear(part_SBR, self.b[row : row + rows]))
+            row += rows
+            number += 1
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return torch.add(y_SBC, output, alpha=self.scale)
+
+
+class RowAdapter(DirectModule):
+    """Adapter of a row-parallel layer's matrix [h, k]: A is divided like the matrix, B is replicated."""
+
+    def __init__(self, matrix: LogicalTensor, spec: AdapterSpec, axis: Axis, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.axis = axis
+        self.scale = spec.scale
+        a, b = spec.make_pair(matrix)
+        self.a = local_parameter([a], axis.rank, axis.size, dtype)
+        self.b = local_parameter([b], axis.rank, axis.size, dtype)
+
+    def add(self, y_SBH: torch.Tensor, x_SBK: torch.Tensor) -> torch.Tensor:
+        """Return the sum over ranks y [s/t, b, h] plus the adapter's output for x [s, b, k/t]."""
+        inner_SBR = scatter_sequence(F.linear(x_SBK, self.a), self.axis)
+        return torch.add(y_SBH, F.linear(inner_SBR, self.b), alpha=self.scale)

@@ -1,0 +1,76 @@
+"""Expert parallelism on the tensor axis: its ranks hold different experts, and process the tokens of all of them.
+
+The sequence shards, their experts and weights are gathered. Each rank computes the part of every token's sum that its
+experts contribute, and a reduce-scatter adds the parts up. Backward mirrors this and gathers the shards again. The
+loss is divided by the tokens of the global batch, so that gradients are summed and never divided by a number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale import torch_private
+from megascale.ops.gradient_sink import tracked
+from megascale.ops.grouped_linear import run_experts, run_experts_backward
+from megascale.ops.routing import RoutingPlan, plan_rows
+from megascale.parallel.collectives import Axis, all_gather, reduce_scatter
+
+
+@torch_private.call_directly
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_SBH: Tensor,
+        weights_SBK: Tensor,
+        tracked_into: Tensor | None,
+        tracked_out: Tensor | None,
+        args: tuple[Any, ...],
+    ) -> Tensor:
+        indices_SBK, into, out, activation, axis = args
+        gathering_x = all_gather(x_SBH, axis)
+        gathering_weights = all_gather(weights_SBK, axis)
+        gathering_indices = all_gather(indices_SBK, axis)
+        count = into.shape[0]
+        plan = plan_rows(gathering_indices.wait().flatten(0, 1), axis.rank * count, count)
+        weights_TK = gathering_weights.wait().flatten(0, 1)
+        x = gathering_x.wait()
+        y_TH, inner = run_experts(x.flatten(0, 1), weights_TK, plan, into, out, activation)
+        ctx.args = into, out, activation, axis
+        ctx.save_for_backward(x_SBH, weights_TK, inner, plan.offsets, plan.token, plan.slot, plan.row)
+        return reduce_scatter(y_TH.view(x.shape), axis).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        into, out, activation, axis = ctx.args
+        x_SBH, weights_TK, inner, *plan = ctx.saved_tensors
+        gathering_dy = all_gather(grads[0], axis)
+        gathering_x = all_gather(x_SBH, axis)
+        dy = gathering_dy.wait()
+        x = gathering_x.wait()
+        dx_TH, d_weights_TK, d_into, d_out = run_experts_backward(
+            dy.flatten(0, 1), x.flatten(0, 1), weights_TK, inner, RoutingPlan(*plan), into, out, activation
+        )
+        scattering_weights = reduce_scatter(d_weights_TK.view(*x.shape[:2], -1), axis)
+        dx_SBH = reduce_scatter(dx_TH.view(x.shape), axis).wait()
+        return dx_SBH, scattering_weights.wait(), d_into, d_out, None
+
+
+def apply_experts(
+    x_SBH: Tensor, weights_SBK: Tensor, indices_SBK: Tensor, into: Tensor, out: Tensor, activation: str, axis: Axis
+) -> Tensor:
+    """Return the weighted sum of each token's experts, [s/t, b, h].
+
+    Args:
+        x_SBH: this rank's tokens [s/t, b, h].
+        weights_SBK, indices_SBK: weights and experts of these tokens [s/t, b, top_k].
+        into, out: matrices of this rank's experts, as for `run_experts`.
+        axis: the ranks that hold the experts, in order, and the tokens.
+    """
+    y: Tensor = _Experts.apply(
+        x_SBH, weights_SBK, tracked(x_SBH, into), tracked(x_SBH, out), (indices_SBK, into, out, activation, axis)
+    )
+    return y

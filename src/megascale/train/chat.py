@@ -1,0 +1,82 @@
+"""Conversation with a trained run: messages are rendered by the tokenizer's chat template, replies end with a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megascale.data.tokenizer.chat_template import ChatTemplate, Message, TemplateError
+from megascale.data.tokenizer.tokenizer import Tokenizer
+from megascale.errors import DataError
+from megascale.model.transformer import Chunk
+from megascale.train.generation import Sampling, decode_stream, generate_tokens
+
+
+class ChatSession:
+    """A conversation.
+
+    Args:
+        model: the complete model.
+        ends: ids of tokens that end a reply, besides the template's end of a turn.
+        system: content of a first message with the role system; "": none.
+
+    Attributes:
+        messages: all messages so far.
+
+    Raises DataError if the template does not show where a turn ends.
+    """
+
+    def __init__(
+        self,
+        model: Chunk,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        *,
+        ends: set[int],
+        sampling: Sampling,
+        tokens: int,
+        system: str = "",
+    ) -> None:
+        self.messages: list[Message] = []
+        if system:
+            self.messages.append({"role": "system", "content": system})
+        self._model = model
+        self._tokenizer = tokenizer
+        self._template = template
+        self._ends = ends
+        self._sampling = sampling
+        self._tokens = tokens
+        try:
+            turn_end = template.find_turn_end()
+        except TemplateError as error:
+            raise DataError(str(error)) from None
+        self._stops = [turn_end] if turn_end else []
+
+    def reply(self, text: str) -> Iterator[str]:
+        """Add a user's message, and yield the reply in pieces.
+
+        If the caller stops early, the messages hold the pieces that were yielded.
+        Raises DataError if the template refuses the messages.
+        """
+        self.messages.append({"role": "user", "content": text})
+        try:
+            prompt = self._template.render_text(self.messages, add_generation_prompt=True)
+        except TemplateError as error:
+            self.messages.pop()
+            raise DataError(str(error)) from None
+        [(ids, _)] = self._tokenizer.encode_markup([prompt])
+        stream = generate_tokens(self._model, ids, self._tokens, self._sampling, ends=self._ends)
+        pieces: list[str] = []
+        try:
+            for piece in decode_stream(self._tokenizer, stream, self._stops):
+                pieces.append(piece)
+                yield piece
+        finally:
+            self.messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def find_chat_folder(run: Path, tokenizer_file: Path) -> Path:
+    """Return the folder with a run's chat template: the run folder, or the tokenizer's."""
+    if (run / tokenizer_file.name).exists():
+        return run
+    return tokenizer_file.parent

@@ -1,0 +1,216 @@
+"""Data sets of conversations: tokens and weights are those of transformers, and bad records are named."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megascale.data.dataset.indexed import IndexedDataset
+from megascale.data.dataset.samples import HeldOut
+from megascale.data.prepare.chat_builder import build_chat
+from megascale.data.prepare.conversations import encode_lines, read_lines
+from megascale.data.tokenizer.chat_template import CHATML, ChatTemplate, TemplateError, load_chat_template
+from megascale.data.tokenizer.tokenizer import load_tokenizer, train_tokenizer
+from megascale.errors import ConfigError, DataError
+
+# ChatML without generation blocks, as most tokenizers have it.
+PLAIN = CHATML.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+# Drops the system's message after the first turn, so that renderings do not continue each other.
+FORGETFUL = (
+    "{% for message in messages %}{% if loop.last or message['role'] != 'assistant' %}<{{ message['role'] }}>"
+    "{{ message['content'] }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello, who are you?"},
+    {"role": "assistant", "content": "A café\n— 日本"},
+    {"role": "user", "content": "Thanks <|im_end|>"},
+    {"role": "assistant", "content": "You are welcome."},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer's folder with ChatML."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(["Hello, who are you? You are welcome. Be brief."] * 3, 300, SPECIAL).save(path / "tokenizer.json")
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>", "chat_template": PLAIN}))
+    return path
+
+
+def write(file: Path, records: list[Any]) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def encode(records: list[Any], folder: Path, template: ChatTemplate | None, file: Path) -> list[tuple[Any, Any]]:
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    encoded = encode_lines(read_lines([write(file, records)]), tokenizer, template)
+    return [(item.tokens.tolist(), item.weights.tolist()) for _, _, item in encoded]
+
+
+def encode_with_transformers(messages: list[Any], folder: Path, template: str) -> tuple[list[int], list[int]]:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    result = theirs.apply_chat_template(
+        messages, chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return result["input_ids"], result["assistant_masks"]
+
+
+def test_tokens_and_weights_are_those_of_transformers(folder, tmp_path) -> None:
+    marked = ChatTemplate(CHATML, {}, "marked")
+    [(tokens, weights)] = encode([{"messages": TURNS}], folder, marked, tmp_path / "a.jsonl")
+    assert (tokens, weights) == encode_with_transformers(TURNS, folder, CHATML)
+    # Without generation blocks the same tokens count: answers with the end of their turn.
+    plain = load_chat_template(folder)
+    assert not plain.has_generation_blocks
+    assert encode([{"messages": TURNS}], folder, plain, tmp_path / "b.jsonl") == [(tokens, weights)]
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    counted = tokenizer.decode([token for token, weight in zip(tokens, weights, strict=True) if weight])
+    assert counted == "A café\n— 日本<|im_end|>You are welcome.<|im_end|>"
+
+
+@settings(max_examples=25, deadline=None, database=None)
+@given(
+    st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\U0010fffe\U0010ffff"), min_size=1), max_size=4)
+)
+def test_both_ways_to_find_the_assistant_agree(contents: list[str]) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    for content in contents:
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": content}]
+    marked = ChatTemplate(CHATML, {}, "marked").render(messages)
+    plain = ChatTemplate(PLAIN, {}, "plain").render(messages)
+    assert marked == plain
+    assert [marked.text[start:stop] for start, stop in marked.spans] == [f"{content}<|im_end|>" for content in contents]
+
+
+def test_templates_that_hide_the_assistant_or_refuse_are_errors(folder, tmp_path) -> None:
+    with pytest.raises(TemplateError, match=r"put \{% generation %\}"):
+        ChatTemplate(FORGETFUL, {}, "forgetful").render(TURNS)
+    with pytest.raises(DataError, match=r"line 2.*not valid Jinja"):
+        ChatTemplate("\n{% if %}", {}, "broken")
+    strict = ChatTemplate("{{ raise_exception('no ' + messages[0]['role']) }}", {}, "strict")
+    with pytest.raises(DataError, match=r"b.jsonl, line 1, messages: the template strict refuses the .*: no system"):
+        encode([{"messages": TURNS}], folder, strict, tmp_path / "b.jsonl")
+    # The sandbox keeps a template from Python's internals.
+    with pytest.raises(TemplateError, match="unsafe"):
+        ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {}, "attack").render_text(TURNS)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": []}, "messages: it is empty"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]},
+            r"messages\[1\].content: it is missing",
+        ),
+        ({"messages": [{"content": "a"}]}, r"messages\[0\].role: it is missing"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "messages: no message has the role assistant"),
+        ({"prompt": "a"}, "completion: the key is missing"),
+        ({"prompt": "a", "completion": 3}, "completion: it is of type int"),
+        ({"prompt": "a", "completion": ""}, "completion: it is empty"),
+        ({"text": "a"}, "prompt: the key is missing; a record has messages, or prompt and completion, not 'text'"),
+        ([1], "the record: it is of type list"),
+    ],
+)
+def test_bad_records_are_named(record, message, folder, tmp_path) -> None:
+    good = {"prompt": "a", "completion": "b"}
+    with pytest.raises(DataError, match=rf"bad.jsonl, line 2, {message}"):
+        encode([good, record], folder, load_chat_template(folder), tmp_path / "bad.jsonl")
+
+
+def test_several_faults_are_reported_at_once_and_nothing_is_left(tmp_path, megascale) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_text('{"messages": 3}\nnot json\n\n{"prompt": "a", "completion": "b"}\n')
+    run = megascale("data", "build", "--chat", file, "--out", tmp_path / "out")
+    assert run.returncode == 4
+    assert "line 1, messages: it is of type int" in run.stderr
+    assert "line 2, the record: it is not JSON" in run.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_pairs_of_texts_and_of_messages(folder, tmp_path) -> None:
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    pair = {"prompt": "Hello, ", "completion": "you"}
+    messages = {"prompt": TURNS[:4], "completion": TURNS[4:]}
+    template = load_chat_template(folder)
+    [(tokens, weights), (chat, chat_weights)] = encode([pair, messages], folder, template, tmp_path / "a.jsonl")
+    prompt, completion = tokenizer.encode("Hello, "), tokenizer.encode("you")
+    assert tokens == [*prompt, *completion, tokenizer.end_of_document]
+    assert weights == [0] * len(prompt) + [1] * (len(completion) + 1)
+    counted = [token for token, weight in zip(chat, chat_weights, strict=True) if weight]
+    assert tokenizer.decode(counted) == "You are welcome.<|im_end|>"
+    # Without a template only pairs of texts can be encoded.
+    assert encode([pair], folder, None, tmp_path / "b.jsonl") == [(tokens, weights)]
+    with pytest.raises(DataError, match="there is no chat template; name one with --chat-template"):
+        encode([messages], folder, None, tmp_path / "c.jsonl")
+
+
+def test_a_build_is_complete_deterministic_and_evaluated_over_counted_tokens(folder, tmp_path, megascale) -> None:
+    records = [{"prompt": f"{number} and ", "completion": "you are " * (number % 5 + 1)} for number in range(40)]
+    plain = write(tmp_path / "chat.jsonl", records)
+    packed = tmp_path / "chat.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    command = ["data", "build", "--chat", plain, "--tokenizer", folder, "--held-out", "0.2"]
+    run = megascale(*command, "--out", "data", "--max-tokens", "14")
+    assert run.returncode == 0, run.stderr
+    assert "[[you are " in run.stdout
+    assert "were cut to --max-tokens" in run.stdout
+    again = megascale(*command, "--out", "data", "--max-tokens", "14")
+    assert "nothing to do" in again.stdout
+    other = build_chat(tmp_path / "other", [packed], tokenizer=folder, held_out=0.2, max_tokens=14)
+    for side, count in (("train", 32), ("valid", 8)):
+        ours, theirs = (IndexedDataset(tmp_path / name / side) for name in ("data", "other"))
+        assert ours.documents == theirs.documents == count
+        assert ours.lengths.max() <= 14
+        assert ours.stream.tolist() == theirs.stream.tolist()
+        assert ours.loss_weights is not None
+        assert ours.loss_weights.tolist() == theirs.loss_weights.tolist()
+        assert int(ours.loss_weights.sum()) == other.manifest.parts[side].counted_tokens
+    held_out = HeldOut(str(tmp_path / "data" / "valid"), 8)
+    batch = held_out.read_batch(range(held_out.windows))
+    assert batch.loss_weights is not None
+    assert batch.loss_weights.sum() == other.manifest.parts["valid"].counted_tokens
+    weights = tmp_path / "data" / "valid.weights"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"valid.weights has \d+ loss weights for \d+ tokens"):
+        IndexedDataset(tmp_path / "data" / "valid")
+
+
+def test_a_tokenizer_is_trained_and_knows_the_ends_of_turns(tmp_path) -> None:
+    records = [{"messages": TURNS[1:3]}, {"messages": TURNS[3:]}, {"messages": TURNS}]
+    built = build_chat(tmp_path / "data", [write(tmp_path / "a.jsonl", records)], vocab_size=300)
+    assert built.sample[-2:] != []
+    tokenizer = load_tokenizer(tmp_path / "data" / "tokenizer.json")
+    template = load_chat_template(tmp_path / "data")
+    assert template.find_turn_end() == "<|im_end|>"
+    [(ids, _)] = tokenizer.encode_markup(["<|im_end|>"])
+    assert len(ids) == 1
+    counted = [text for text, is_counted in built.sample if is_counted]
+    assert counted
+    assert all(text.endswith("<|im_end|>") for text in counted)
+    assert np.asarray(IndexedDataset(tmp_path / "data" / "train").stream).max() < tokenizer.vocab_size
+
+
+def test_settings_that_contradict_each_other_are_refused(tmp_path, megascale) -> None:
+    file = write(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}])
+    for options, message in (
+        (["--stdlib", "--chat", file], "--chat makes a data set of its own"),
+        (["--stdlib", "--max-tokens", "5"], "need --chat"),
+        (["--chat", file], "1 different conversations"),
+    ):
+        run = megascale("data", "build", "--out", "out", *options)
+        assert run.returncode in (2, 4), run.stdout
+        assert message in run.stderr
+    with pytest.raises(ConfigError, match=r"--held-out=1\.5"):
+        build_chat(tmp_path / "x", [file], held_out=1.5)

@@ -1,0 +1,344 @@
+"""Experts on one process: against a loop over tokens, and each known trap of such layers by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megascale.config import from_tree
+from megascale.config.experts_section import ExpertsConfig
+from megascale.config.parts import OPTIMIZERS
+from megascale.core.batch import Batch
+from megascale.core.flops import flops_per_token
+from megascale.core.inventory import list_tensors
+from megascale.core.layout import lay_out
+from megascale.core.tensors import Box, Piece, list_matrix_names
+from megascale.errors import ConfigError, FitError
+from megascale.model.experts import ExpertsMlp, Routing, list_expert_layers
+from megascale.model.transformer import Chunk
+from megascale.ops.routing import combine_rows, plan_rows, score_experts, select_experts, weigh_experts
+from megascale.optim.base import make_state_parts
+from megascale.parallel.buffers import Extent, FlatShard
+from megascale.parallel.parameters import ParameterSpec, initialise, materialise
+
+MODEL = {
+    "layers": 2,
+    "hidden": 16,
+    "heads": 4,
+    "sequence_length": 8,
+    "vocab_size": 24,
+    "vocab_multiple": 8,
+    "init_std": 0.3,
+    "mlp": "experts",
+    "mlp_bias": False,
+    "activation": "swiglu",
+}
+SHARED = {"number": 6, "top_k": 2, "width": 10, "shared_width": 12, "shared_gate": True, "scaling": 1.5}
+
+
+def make_config(experts: dict[str, Any], **sections: Any) -> Any:
+    """Return a configuration of a small model of experts."""
+    model = {**MODEL, "experts": experts, **sections.pop("model", {})}
+    return from_tree({"model": model, "train": {"precision": "float64", "global_batch": 2}, **sections})
+
+
+def make_chunk(experts: dict[str, Any], dtype: torch.dtype = torch.float64, **options: Any) -> Chunk:
+    """Return the whole model in one chunk."""
+    model = make_config(experts).model
+    chunk = Chunk(model, range(model.layers), first=True, last=True, dtype=dtype, **options)
+    materialise(chunk, {param: torch.empty(param.shape, dtype=param.dtype) for param in chunk.parameters()})
+    initialise(chunk, 1)
+    for layer in list_expert_layers([chunk]):
+        layer.begin_training(16, torch.device("cpu"))
+    return chunk
+
+
+def run_chunk(chunk: Chunk) -> Tensor:
+    """Return the mean loss of a fixed micro-batch, after its backward."""
+    tokens = torch.randint(0, 24, (9, 2), generator=torch.Generator().manual_seed(3))
+    loss = chunk(tokens[:-1], Batch(tokens[:-1], tokens[1:])).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def loop_over_tokens(layer: ExpertsMlp, x: Tensor) -> Tensor:
+    """Compute a layer of experts with a shared MLP token by token, for tests."""
+    experts = layer.settings
+    rows = []
+    for token in x.reshape(-1, x.shape[-1]):
+        scores = torch.softmax(layer.router @ token, 0)
+        best = sorted(range(experts.number), key=lambda e: (-float(scores[e].detach()), e))[: experts.top_k]
+        total = sum(scores[e] for e in best)
+        y = torch.zeros_like(token)
+        for e in best:
+            gate, up = layer.experts_in[e]
+            inner = torch.nn.functional.silu(gate @ token) * (up @ token)
+            y = y + scores[e] / total * experts.scaling * (layer.experts_out[e] @ inner)
+        assert layer.shared_in is not None
+        assert layer.shared_out is not None
+        gate, up = layer.shared_in.weight.chunk(2)
+        shared = layer.shared_out.weight @ (torch.nn.functional.silu(gate @ token) * (up @ token))
+        rows.append(y + torch.sigmoid(layer.shared_scale @ token) * shared)
+    return torch.stack(rows).view(x.shape)
+
+
+def test_a_layer_and_its_gradients_equal_a_loop_over_tokens():
+    layer = next(list_expert_layers([make_chunk(SHARED)]))
+    inputs = torch.randn(8, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    upstream = torch.randn(8, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    results = []
+    for function in (lambda x: layer(x, None), lambda x: loop_over_tokens(layer, x)):
+        x = inputs.clone().requires_grad_()
+        layer.zero_grad()
+        y = function(x)
+        y.backward(upstream)
+        results.append([y.detach(), x.grad, *(param.grad.clone() for param in layer.parameters())])
+    for observed, expected in zip(*results, strict=True):
+        torch.testing.assert_close(observed, expected, rtol=1e-10, atol=1e-12)
+
+
+# selection -----------------------------------------------------------------------------------------------------------
+
+
+def test_ties_go_to_the_lowest_index():
+    scores = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.1, 0.4, 0.1, 0.4]])
+    assert select_experts(scores, ExpertsConfig(number=4, top_k=3)).tolist() == [[0, 1, 2], [1, 3, 0]]
+    grouped = ExpertsConfig(number=4, top_k=2, groups=2, group_limit=1)
+    assert select_experts(scores, grouped).tolist() == [[0, 1], [1, 0]]
+
+
+def test_the_sigmoid_of_a_bf16_model_is_float32():
+    layer = next(list_expert_layers([make_chunk({**SHARED, "scores": "sigmoid"}, torch.bfloat16)]))
+    x = torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights, indices = layer.route(x)
+    assert weights.dtype == torch.float32
+    scores = torch.sigmoid(x.float() @ layer.router.float().t())
+    assert torch.equal(indices, select_experts(scores, layer.settings))
+    torch.testing.assert_close(weights, weigh_experts(scores, indices, layer.settings))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_selection_obeys_its_settings(data):
+    size = data.draw(st.integers(1, 4))
+    groups = data.draw(st.integers(1, 4))
+    limit = data.draw(st.integers(1, groups))
+    top_k = data.draw(st.integers(1, limit * size))
+    options = {"groups": groups, "group_limit": limit, "scores": data.draw(st.sampled_from(["softmax", "sigmoid"]))}
+    experts = ExpertsConfig(number=groups * size, top_k=top_k, **options)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    logits = torch.randint(-2, 3, (5, experts.number), generator=generator).double()  # with many ties
+    scores = score_experts(logits, experts)
+    bias = torch.randn(experts.number, dtype=torch.float64, generator=generator)
+    indices = select_experts(scores, experts, bias)
+    for row, choice in zip(indices.tolist(), (scores + bias).tolist(), strict=True):
+        assert len(set(row)) == top_k
+        chosen_groups = {index // size for index in row}
+        assert len(chosen_groups) <= limit
+        assert row == sorted(row, key=lambda index: (-choice[index], index))
+        for index in set(range(experts.number)) - set(row):
+            if index // size in chosen_groups:
+                assert choice[index] <= choice[row[-1]]
+    weights = weigh_experts(scores, indices, experts)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(5, dtype=torch.float64))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 999), st.integers(0, 6), st.integers(1, 4), st.integers(1, 4))
+def test_a_plan_has_each_local_choice_once_in_order(seed, tokens, ranks, local):
+    number = ranks * local
+    top_k = min(3, number)
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.rand(tokens, number, generator=generator).argsort(1)[:, :top_k].contiguous()
+    total = torch.zeros(tokens, 1, dtype=torch.float64)
+    for rank in range(ranks):
+        plan = plan_rows(indices, rank * local, local)
+        rows = []
+        for expert in range(local):
+            start, stop = plan.offsets[expert : expert + 2].tolist()
+            pairs = list(zip(plan.token[start:stop].tolist(), plan.slot[start:stop].tolist(), strict=True))
+            assert pairs == [tuple(pair) for pair in (indices == rank * local + expert).nonzero().tolist()]
+            rows += [indices[pair] for pair in pairs]
+        values = torch.tensor(rows, dtype=torch.float64).view(-1, 1)
+        total += combine_rows(values, plan)
+    assert torch.equal(total[:, 0], indices.sum(1).double())
+
+
+# traps ---------------------------------------------------------------------------------------------------------------
+
+
+def test_recomputation_does_not_double_counts_and_keeps_the_selection(monkeypatch):
+    selections = []
+
+    def select_and_note(*args: Any) -> Tensor:
+        selections.append(select_experts(*args))
+        return selections[-1]
+
+    monkeypatch.setattr("megascale.model.experts.select_experts", select_and_note)
+    results = []
+    for recompute in ("none", "full"):
+        selections.clear()
+        chunk = make_chunk({**SHARED, "bias_rate": 0.1, "sequence_loss": 0.1}, recompute=recompute)
+        run_chunk(chunk)
+        layers = list(list_expert_layers([chunk]))
+        assert len(selections) == len(layers)
+        for layer in layers:
+            assert layer.counts.sum() == 2 * 8 * 2
+        gradients = [param.grad for param in chunk.parameters()]
+        results.append([*gradients, *(layer.counts for layer in layers), *(layer.losses for layer in layers)])
+    for observed, expected in zip(*results, strict=True):
+        assert torch.equal(observed, expected)
+
+
+def test_a_recomputed_layer_takes_the_kept_selection_after_its_bias_moved():
+    layer = next(list_expert_layers([make_chunk({**SHARED, "bias_rate": 0.1})]))
+    x = torch.randn(8, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    layer.routing = Routing()
+    _, indices = layer.route(x)
+    layer.router_bias += torch.tensor([9.0, 0, 0, 0, 0, 0])
+    _, kept = layer.route(x)
+    layer.routing = None
+    assert torch.equal(indices, kept)
+    assert (layer.route(x)[1][..., 0] == 0).all()
+
+
+def test_all_tokens_on_one_expert_and_experts_without_tokens():
+    chunk = make_chunk({"number": 4, "top_k": 1, "width": 10, "bias_rate": 0.1})
+    for layer in list_expert_layers([chunk]):
+        layer.router_bias += torch.tensor([0.0, 0, 9, 0])
+    run_chunk(chunk)
+    for layer in list_expert_layers([chunk]):
+        assert layer.counts.tolist() == [0, 0, 16, 0]
+        norms = layer.experts_in.grad.flatten(1).norm(dim=1)
+        assert norms[2] > 0
+        assert norms.sum() == norms[2]
+
+
+def test_the_same_step_twice_gives_the_same_bits():
+    results = []
+    for _ in range(2):
+        chunk = make_chunk({**SHARED, "sequence_loss": 0.1, "z_loss": 0.1}, torch.float32)
+        results.append([run_chunk(chunk), *(param.grad for param in chunk.parameters())])
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_balance_losses_are_means_over_the_global_batch():
+    """A micro-batch's gradients of these losses add up: two halves give what the whole gives."""
+    experts = {**SHARED, "sequence_loss": 0.3, "z_loss": 0.2}
+    tokens = torch.randint(0, 24, (9, 4), generator=torch.Generator().manual_seed(3))
+    results = []
+    for parts in (1, 2):
+        chunk = make_chunk(experts)
+        layers = list(list_expert_layers([chunk]))
+        for layer in layers:
+            layer.tokens_per_step = 32
+        for part in tokens.chunk(parts, dim=1):
+            (chunk(part[:-1], Batch(part[:-1], part[1:])).sum() / 32).backward()
+        results.append([*(param.grad for param in chunk.parameters()), *(layer.losses for layer in layers)])
+    for whole, halves in zip(*results, strict=True):
+        torch.testing.assert_close(halves, whole, rtol=1e-10, atol=1e-13)
+
+
+def test_the_sequence_loss_equals_its_definition():
+    coefficient = 0.7
+    layer = next(list_expert_layers([make_chunk({**SHARED, "sequence_loss": coefficient, "scores": "sigmoid"})]))
+    x = torch.randn(8, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    _, indices = layer.route(x)
+    scores = torch.sigmoid(x @ layer.router.detach().t())
+    expected = 0.0
+    for sequence in range(2):
+        for expert in range(6):
+            share = float((indices[:, sequence] == expert).sum()) * 6 / (2 * 8)
+            normalised = scores[:, sequence] / scores[:, sequence].sum(-1, keepdim=True)
+            expected += coefficient / 2 * share * float(normalised[:, expert].mean())
+    assert float(layer.losses[0]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_lamb_has_a_norm_per_expert_and_adamw_one_segment():
+    piece = Piece("layers.0.mlp.experts.in.weight", (4, 2, 3, 5), Box((2, 0, 0, 0), (2, 2, 3, 5)))
+    spec = ParameterSpec((piece,), 0.02)
+    master = torch.zeros(40)
+    shard = FlatShard(master, master, [Extent(0, 40, spec, piece, piece_start=10)])
+    names = list_matrix_names(piece.name, piece.shape)
+    ids = {name: number for number, name in enumerate([*names, piece.name])}
+    [lamb] = make_state_parts(shard, master, OPTIMIZERS["lamb"], ids)
+    rows = [(row.start, row.stop, names[row.tensor]) for row in lamb.segments.rows]
+    stem = "layers.0.mlp.experts.in.weight"
+    assert rows == [(0, 5, f"{stem}[4]"), (5, 20, f"{stem}[5]"), (20, 35, f"{stem}[6]"), (35, 40, f"{stem}[7]")]
+    [adamw] = make_state_parts(shard, master, OPTIMIZERS["adamw"], ids)
+    assert [(row.start, row.stop) for row in adamw.segments.rows] == [(0, 40)]
+
+
+def test_flops_count_active_experts_only():
+    few, many = (make_config({"number": number, "top_k": 2, "width": 10}).model for number in (4, 64))
+    router = 2 * (64 - 4) * 16 * 2
+    assert flops_per_token(many).forward - flops_per_token(few).forward == router
+    assert sum(t.elements for t in list_tensors(many)) > 10 * sum(t.elements for t in list_tensors(few)) / 2
+
+
+# bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("experts", "named"),
+    [
+        ({"number": 4, "top_k": 5}, ["model.experts.top_k=5", "number=4", "at most 4"]),
+        ({"number": 6, "groups": 4}, ["model.experts.groups=4", "number=6", "divisor"]),
+        ({"groups": 4, "group_limit": 5}, ["group_limit=5", "groups=4", "at most 4"]),
+        ({"groups": 4, "group_limit": 1, "top_k": 3}, ["group_limit=1", "2 experts", "top_k=3"]),
+        ({"shared_gate": True}, ["shared_gate", "shared_width"]),
+        ({"numbers": 2}, ["no key model.experts.numbers", "keys of [model.experts]: number, top_k"]),
+        ({"dense_layers": 2}, ["dense_layers=2", "model.layers=2", "model.mlp=dense"]),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(experts, named):
+    with pytest.raises(ConfigError) as error:
+        make_config(experts)
+    for text in named:
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"mlp": "dense"}, ["[model.experts]", "model.mlp=experts"]),
+        ({"mlp_bias": True}, ["model.mlp_bias=true", "model.mlp_bias=false"]),
+    ],
+)
+def test_settings_without_effect_are_refused_by_name(model, named):
+    with pytest.raises(ConfigError) as error:
+        make_config({"number": 4}, model=model)
+    for text in named:
+        assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("experts", "sections", "named"),
+    [
+        ({"number": 6}, {"parallel": {"tensor": 4}}, ["model.experts.number=6", "parallel.tensor=4", "=3 or 6"]),
+        (
+            {"number": 8, "shared_width": 6},
+            {"parallel": {"tensor": 4}},
+            ["model.experts.shared_width=6", "shared_width=4 or 8"],
+        ),
+        ({}, {"train": {"linear_precision": "float8", "global_batch": 4}}, ["linear_precision=float8", "=default"]),
+        (
+            {"bias_rate": 0.1},
+            {"train": {"lora": {"rank": 2}, "global_batch": 4}},
+            ["model.experts.bias_rate=0.1", "train.lora"],
+        ),
+        ({}, {"kernels": {"graphs": "on"}}, ["kernels.graphs=on", "--kernels.graphs=auto or off"]),
+    ],
+)
+def test_layouts_that_experts_exclude_are_refused_by_name(experts, sections, named):
+    config = make_config(experts, **sections)
+    with pytest.raises(FitError) as error:
+        lay_out(config, config.parallel.tensor)
+    for text in named:
+        assert text in str(error.value)
