@@ -22,9 +22,9 @@ VOCAB = 64
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with models of three families in several files each, far from random ones at the first step."""
+    """Return a folder with models of four families in several files each, far from random ones at the first step."""
     root = tmp_path_factory.mktemp("folders")
-    for family in ("llama", "gpt_neox", "gpt2"):
+    for family in ("llama", "gpt_neox", "gpt2", "mixtral"):
         theirs = small(family, vocab_size=VOCAB)
         with torch.no_grad():
             theirs.get_output_embeddings().weight *= 5
@@ -49,9 +49,9 @@ def first_loss(folder: Path, tokens: Path, runs: Path, *arguments: str) -> float
     return loss
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "mixtral"])
 def test_a_start_from_a_folder_equals_a_start_from_its_import(family, folders, tokens, tmp_path, megascale):
-    """GPT-NeoX and GPT-2 store several matrices in one, interleaved or transposed."""
+    """GPT-NeoX and GPT-2 store several matrices in one, interleaved or transposed. Mixtral stores each expert alone."""
     arguments = ["--train.steps=2", "--train.precision=float64"]
     api.import_model(folders / family, tmp_path / "runs" / "a", sequence_length=None if family == "gpt2" else 16)
     config = api.load_config(tmp_path / "runs/a/config.toml", [f"--data.train={tokens}/train", *OPTIONS, *arguments])
