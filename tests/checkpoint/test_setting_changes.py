@@ -13,6 +13,8 @@ from megascale.checkpoint.setting_changes import (
 )
 from megascale.config import from_tree
 
+EXPERTS = {"mlp": "experts", "mlp_bias": False, "experts": {"top_k": 2}}
+
 
 @pytest.mark.parametrize(
     ("name", "key", "values", "kind"),
@@ -42,6 +44,13 @@ def kinds(saved: dict, present: dict, **changes) -> dict[str, str]:
     [
         ({"heads": 4}, {"heads": 4, "kv_heads": 4}, {"model.kv_heads": "free"}),  # the default, spelt out
         ({"kv_heads": 4}, {"kv_heads": 2}, {"model.kv_heads": "refused"}),
+        (
+            EXPERTS,
+            {**EXPERTS, "experts": {"width": 1024, "sequence_loss": 0.1, "z_loss": 0.1}},
+            {"model.experts": "free"},
+        ),
+        (EXPERTS, {**EXPERTS, "experts": {"top_k": 1}}, {"model.experts": "refused"}),
+        (EXPERTS, {**EXPERTS, "experts": {"bias_rate": 0.1}}, {"model.experts": "refused"}),
         ({"positions": "learned"}, {"positions": "learned", "rotary_base": 5.0}, {"model.rotary_base": "free"}),
         ({"positions": "rotary"}, {"positions": "rotary", "rotary_base": 5.0}, {"model.rotary_base": "refused"}),
         (

@@ -228,6 +228,16 @@ def test_the_same_step_twice_gives_the_same_bits():
         assert torch.equal(first, second)
 
 
+def test_bfloat16_is_near_float32_where_it_selects_the_same_experts():
+    """With all experts selected, no rounding can change the selection."""
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        chunk = make_chunk({**SHARED, "top_k": 6}, dtype)
+        results.append([run_chunk(chunk), *(param.grad.float() for param in chunk.parameters())])
+    for wide, narrow in zip(*results, strict=True):
+        assert (narrow - wide).norm() <= 0.1 * wide.norm()
+
+
 def test_balance_losses_are_means_over_the_global_batch():
     """A micro-batch's gradients of these losses add up: two halves give what the whole gives."""
     experts = {**SHARED, "sequence_loss": 0.3, "z_loss": 0.2}
@@ -332,6 +342,11 @@ def test_settings_without_effect_are_refused_by_name(model, named):
             {"bias_rate": 0.1},
             {"train": {"lora": {"rank": 2}, "global_batch": 4}},
             ["model.experts.bias_rate=0.1", "train.lora"],
+        ),
+        (
+            {},
+            {"parallel": {"experts_over": "data"}},
+            ["parallel.experts_over=data", "--parallel.experts_over=tensor"],
         ),
         ({}, {"kernels": {"graphs": "on"}}, ["kernels.graphs=on", "--kernels.graphs=auto or off"]),
     ],

@@ -115,6 +115,8 @@ def test_each_metric_has_a_group():
         "wait_tensor_seconds": "waits/tensor_seconds",
         "loader_ring_fill": "data/ring_fill",
         "float8_clipped": "precision/clipped",
+        "expert_entropy": "experts/entropy",
+        "dead_experts": "experts/dead_experts",
         "loss": "train/loss",
         "memory_gib": "speed/memory_gib",
         "epoch": "progress/epoch",

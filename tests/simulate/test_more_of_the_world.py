@@ -109,6 +109,12 @@ SHARDED = ["--model.preset=llama-8b", "--gpus", "64", "--cluster", "h100-dgx", "
 SHARDED += ["none", "--train.micro_batch=1"]
 
 
+def test_experts_have_no_price_and_are_refused_by_name():
+    model = configuration.load(None, ["model.preset=mixtral-8x7b"]).model
+    with pytest.raises(FitError, match=r"model\.mlp=experts has no price"):
+        Case.from_model(model, MEGASCALE_H200, tensor=8, pipeline=1, virtual=1, data=1, micro=1, batch=8)
+
+
 def test_full_sharding_is_priced_by_what_its_gathers_and_reductions_cannot_hide():
     h100 = load_cluster("h100-dgx")
     model = configuration.load(None, ["model.preset=llama-8b"]).model

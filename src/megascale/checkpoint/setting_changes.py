@@ -159,7 +159,15 @@ def _effective_model(model: ModelConfig) -> dict[str, Any]:
     if model.block != "parallel":
         values["parallel_norms"] = None
     layers = _list_layer_effects(model)
-    return values | {"layer_pattern": layers, "layer_kinds": layers}
+    return values | {"layer_pattern": layers, "layer_kinds": layers, "experts": _effective_experts(model)}
+
+
+def _effective_experts(model: ModelConfig) -> dict[str, Any] | None:
+    """Return what the settings of experts say about the model itself; balance losses concern its training."""
+    if model.experts is None:
+        return None
+    values = model.experts.model_dump(exclude={"sequence_loss", "z_loss", "bias_rate"})
+    return values | {"width": model.experts.width or model.ffn, "has_bias": model.experts.bias_rate > 0}
 
 
 def _effective_layer(model: ModelConfig) -> dict[str, Any]:

@@ -46,6 +46,10 @@ class ParallelConfig(Section):
     data: int | None = Field(
         None, ge=1, le=1_000_000, description="data-parallel ranks; default: all ranks / (tensor x pipeline)"
     )
+    experts_over: Literal["tensor", "data"] = Field(
+        "tensor",
+        description="ranks that divide the experts of a layer (model.mlp=experts); data is not supported yet",
+    )
     axes: list[str] = Field(
         [], description="ranks along axes of plugins, each as NAME=SIZE; the axes are registered in config/axes.py"
     )

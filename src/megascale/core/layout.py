@@ -174,6 +174,11 @@ def _expert_faults(config: Config) -> list[str]:
         return []
     faults = []
     settings = model.expert_settings
+    if config.parallel.experts_over == "data":
+        faults.append(
+            "parallel.experts_over=data is not supported yet: all buckets of gradients are reduced over the "
+            "data-parallel ranks; set --parallel.experts_over=tensor, and --parallel.tensor to divide the experts"
+        )
     if settings.number % tensor:
         ranks = " or ".join(str(n) for n in nearest_divisors(settings.number, tensor))
         faults.append(

@@ -17,6 +17,9 @@ const CHARTS = [
   [["seconds"], "step time", "s"],
   [["learning_rate"], "learning rate", ""],
   [["memory_gib"], "memory, GiB", ""],
+  [["expert_rank_load_max", "expert_load_max"], "largest load of a rank and an expert, relative to the mean", ""],
+  [["expert_entropy"], "entropy of the experts' load, relative to an even load", ""],
+  [["dead_experts"], "experts without tokens", ""],
 ];
 /** @type {Record<string, [string, string]>} */
 const TILES = {
