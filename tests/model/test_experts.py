@@ -97,7 +97,7 @@ def test_a_layer_and_its_gradients_equal_a_loop_over_tokens():
         layer.zero_grad()
         y = function(x)
         y.backward(upstream)
-        results.append([y.detach(), x.grad, *(param.grad.clone() for param in layer.parameters())])
+        results.append([y.detach(), x.grad] + [param.grad.clone() for param in layer.parameters()])
     for observed, expected in zip(*results, strict=True):
         torch.testing.assert_close(observed, expected, rtol=1e-10, atol=1e-12)
 
@@ -190,7 +190,7 @@ def test_recomputation_does_not_double_counts_and_keeps_the_selection(monkeypatc
         for layer in layers:
             assert layer.counts.sum() == 2 * 8 * 2
         gradients = [param.grad for param in chunk.parameters()]
-        results.append([*gradients, *(layer.counts for layer in layers), *(layer.losses for layer in layers)])
+        results.append(list(gradients) + [layer.counts for layer in layers] + [layer.losses for layer in layers])
     for observed, expected in zip(*results, strict=True):
         assert torch.equal(observed, expected)
 
@@ -223,7 +223,7 @@ def test_the_same_step_twice_gives_the_same_bits():
     results = []
     for _ in range(2):
         chunk = make_chunk({**SHARED, "sequence_loss": 0.1, "z_loss": 0.1}, torch.float32)
-        results.append([run_chunk(chunk), *(param.grad for param in chunk.parameters())])
+        results.append([run_chunk(chunk)] + [param.grad for param in chunk.parameters()])
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
 
@@ -233,7 +233,7 @@ def test_bfloat16_is_near_float32_where_it_selects_the_same_experts():
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         chunk = make_chunk({**SHARED, "top_k": 6}, dtype)
-        results.append([run_chunk(chunk), *(param.grad.float() for param in chunk.parameters())])
+        results.append([run_chunk(chunk)] + [param.grad.float() for param in chunk.parameters()])
     for wide, narrow in zip(*results, strict=True):
         assert (narrow - wide).norm() <= 0.1 * wide.norm()
 
@@ -250,7 +250,7 @@ def test_balance_losses_are_means_over_the_global_batch():
             layer.tokens_per_step = 32
         for part in tokens.chunk(parts, dim=1):
             (chunk(part[:-1], Batch(part[:-1], part[1:])).sum() / 32).backward()
-        results.append([*(param.grad for param in chunk.parameters()), *(layer.losses for layer in layers)])
+        results.append([param.grad for param in chunk.parameters()] + [layer.losses for layer in layers])
     for whole, halves in zip(*results, strict=True):
         torch.testing.assert_close(halves, whole, rtol=1e-10, atol=1e-13)
 
@@ -276,7 +276,7 @@ def test_lamb_has_a_norm_per_expert_and_adamw_one_segment():
     master = torch.zeros(40)
     shard = FlatShard(master, master, [Extent(0, 40, spec, piece, piece_start=10)])
     names = list_matrix_names(piece.name, piece.shape)
-    ids = {name: number for number, name in enumerate([*names, piece.name])}
+    ids = {name: number for number, name in enumerate(list(names) + [piece.name])}
     [lamb] = make_state_parts(shard, master, OPTIMIZERS["lamb"], ids)
     rows = [(row.start, row.stop, names[row.tensor]) for row in lamb.segments.rows]
     stem = "layers.0.mlp.experts.in.weight"
