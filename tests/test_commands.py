@@ -55,6 +55,7 @@ SMALL = {
 # What stands in the world where a document speaks of another.
 EXISTING = (
     (r"~/", ""),
+    (r"/data/runs/first", "runs/kept"),
     (r"runs/(NAME|hour|machine-gone-0)", "runs/kept"),
     (r"^((?:nodes|events) runs)/(?:stdlib|demo)", r"\1/kept"),
     (r"--steps \d+-\d+|--before .* --after \S+", "--steps 3-10"),
