@@ -32,7 +32,6 @@ def test_a_state_has_the_size_of_its_tensor_per_name() -> None:
     ):
         assert muon(tensor, shape) == moments
         assert not is_hidden_matrix(tensor, shape)
-    assert not is_hidden_matrix("layers.0.experts.weight", (2, 4, 3))
 
 
 def test_only_lamb_has_a_learning_rate_of_its_own() -> None:
