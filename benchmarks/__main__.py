@@ -24,6 +24,7 @@ BENCHMARKS: dict[str, str] = {
     "calibration": "benchmarks.simulate.command",
     "targets": "benchmarks.targets.command",
     "checkpoint": "benchmarks.checkpoint.command",
+    "import-model": "benchmarks.checkpoint.import_model",
     "loader": "benchmarks.data.loader",
     "tokenize": "benchmarks.data.tokenize",
     "init": "benchmarks.rendezvous.init",

@@ -86,7 +86,7 @@ context.set_forkserver_preload(
         "tests.frozen",
     ]
 )
-context.set_forkserver_preload = lambda names: None  # type: ignore[method-assign]
+context.set_forkserver_preload = lambda module_names: None  # type: ignore[method-assign]
 
 
 SERVER = "MEGASCALE_TEST_FORK_SERVER"

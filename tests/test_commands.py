@@ -19,7 +19,7 @@ from megascale.config.reference import find_settings
 from tests.forked import Forked
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md"] + sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md"] + sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "docs/models").glob("*.md"))
 BLOCK = re.compile(r"^```(?:sh|console)?\n(.*?)^```", re.M | re.S)
 # Programs of the documents' commands. `benchmarks` and `tests.chaos` are only parsed: they take minutes to hours.
 PROGRAMS = {
@@ -30,6 +30,8 @@ PROGRAMS = {
 INLINE = re.compile(rf"`((?:{'|'.join(map(re.escape, PROGRAMS))}) [^`]+)`")
 # Of a setting, in the words of a command.
 SETTING = re.compile(r"--([a-z]+\.[a-z_0-9]+)(?:=|$)")
+
+SHORT_NAMES = {"model.from": "checkpoint.imported"}
 
 # What makes a command small: behind each one that begins so.
 ONE_LAYER = ["--model.layers=1", "--model.hidden=32", "--model.heads=2", "--model.sequence_length=32"]
@@ -45,7 +47,7 @@ FEW_STEPS = [
 ]
 SMALL = {
     r"(train|launch) (examples/(gpt|stdlib-3d)|--model\.preset=gpt|job\.toml --node-rank)": ["--dry-run"],
-    r"train runs/": FEW_STEPS,
+    r"train (runs/|--model\.from)": FEW_STEPS,
     r"train|launch .*--cluster slurm": ONE_LAYER + FEW_STEPS,
     r"launch": ONE_LAYER + FEW_STEPS + ["--train.steps=25", "--observe.spans=1", "--resilience.window=20"],
     r"generate": ["--tokens=4"],
@@ -53,6 +55,7 @@ SMALL = {
 # What stands in the world where a document speaks of another.
 EXISTING = (
     (r"~/", ""),
+    (r"/data/runs/first", "runs/kept"),
     (r"runs/(NAME|hour|machine-gone-0)", "runs/kept"),
     (r"^((?:nodes|events) runs)/(?:stdlib|demo)", r"\1/kept"),
     (r"--steps \d+-\d+|--before .* --after \S+", "--steps 3-10"),
@@ -66,7 +69,7 @@ EXISTING = (
 PARSED = {
     r"data build --stdlib": "half a minute; `make train` does it",
     r"launch examples/stdlib\.toml --nodes 4": "as the two nodes of quickstart.md",
-    r"launch .*--cluster (ssh|manual|kubernetes)|agent ": "needs machines (tests/resilience)",
+    r"doctor --cluster|launch .*--cluster (ssh|manual|kubernetes)|agent ": "needs machines (tests/resilience)",
     r"\.access": "needs a job elsewhere (tests/resilience/driver/api)",
     r"bench kernels|python -m ": "minutes to hours, or a GPU (tests/benchmarks, tests/chaos)",
     r"\b(RUN|FILE)\b": "a placeholder",
@@ -113,7 +116,8 @@ def parse(command: str) -> None:
         context = at.make_context("megascale", arguments, parent=context, resilient_parsing=True)
         _, at, arguments = at.resolve_command(context, arguments)
     for key in filter(None, (SETTING.match(word) for word in arguments)):
-        assert [setting.key for setting in find_settings(key[1])] == [key[1]], command
+        name = SHORT_NAMES.get(key[1], key[1])
+        assert [setting.key for setting in find_settings(name)] == [name], command
     if arguments or not hasattr(at, "resolve_command"):
         at.make_context(command, arguments)
 

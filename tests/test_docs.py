@@ -12,7 +12,7 @@ from megascale.config.registry import PLUGIN_GROUP
 ROOT = Path(__file__).parents[1]
 BASES = (ROOT, ROOT / "src" / "megascale", ROOT / "docs")
 # The log says what was true on its dates, in the names of its time.
-PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/*.md"))
+PAGES = sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/*.md")) + sorted(ROOT.glob("docs/models/*.md"))
 FILE = re.compile(r"`((?:src|benchmarks|tests|docs|examples|scripts)/[\w./*-]*|[\w./-]+\.py)(?:::([\w.]+))?")
 MODULE = re.compile(r"(?<![\w/.-])megascale(?!\.dev/)((?:\.[a-z_]\w*)+)")
 LINK = re.compile(r"\]\(([\w./-]+\.(?:md|py|toml))(?:#[\w-]*)?\)")

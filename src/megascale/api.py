@@ -59,8 +59,8 @@ class RunDescription:
 
 
 def resolve(config: Config) -> Config:
-    """Return the configuration with the settings that depend on files: the model of checkpoint.start_from, and the
-    vocabulary size of the tokenizer.
+    """Return the configuration with the settings that depend on files: the model of checkpoint.start_from or of a
+    Hugging Face folder in checkpoint.imported, and the vocabulary size of the tokenizer.
 
     Raises ConfigError or DataError if the tokenizer is missing or does not fit model.vocab_size.
     """
@@ -68,6 +68,7 @@ def resolve(config: Config) -> Config:
         from megascale.train.resume import adopt_model
 
         config = adopt_model(config)
+    config = adopt_imported_model(config)
     vocab_size = config.model.vocab_size
     has_tokenizer = config.data.tokenizer is not None
     if vocab_size is not None and not (config.data.train and has_tokenizer):
@@ -89,6 +90,23 @@ def resolve(config: Config) -> Config:
             f"drop the key or set --model.vocab_size={tokens}"
         )
     return config
+
+
+def adopt_imported_model(config: Config) -> Config:
+    """Return the configuration with the model and the tokenizer of the Hugging Face folder in checkpoint.imported.
+
+    Raises DataError if the folder is not a model, ConfigError if a given key of [model] contradicts it.
+    """
+    from megascale.core.model_folder import is_model_folder
+
+    folder = config.checkpoint.imported
+    # A run that was imported has all keys of its model; torch is not loaded for it.
+    is_complete = bool(config.model.model_fields_set) and folder is not None and not is_model_folder(folder)
+    if folder is None or is_complete or config.checkpoint.start_from is not None:
+        return config
+    from megascale.train.imported_weights import adopt_folder
+
+    return adopt_folder(config)
 
 
 def describe(config: Config) -> RunDescription:

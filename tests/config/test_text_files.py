@@ -24,6 +24,7 @@ PATHS = [
     "data.tokenizer",
     "train.runs",
     "checkpoint.location",
+    "checkpoint.imported",
     "checkpoint.start_from",
     "rendezvous.tls_ca",
     "rendezvous.tls_certificate",

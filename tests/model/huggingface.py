@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ VOCAB = 101
 NO_TOKENS = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SIZES = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": VOCAB}
 # One odd shape a family: what `small` makes without further settings.
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 21, "n_head": 3, "n_layer": 2, "n_positions": 32, "n_inner": 37},
     "gptj": {"n_embd": 42, "n_head": 3, "n_layer": 2, "n_positions": 32, "n_inner": 37, "rotary_dim": 6},
     "gpt_neox": {**SIZES, "intermediate_size": 37, "max_position_embeddings": 32, "hidden_size": 40},

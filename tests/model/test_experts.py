@@ -15,9 +15,10 @@ from megascale.config.experts_section import ExpertsConfig
 from megascale.config.parts import OPTIMIZERS
 from megascale.core.batch import Batch
 from megascale.core.flops import flops_per_token
-from megascale.core.inventory import list_tensors
+from megascale.core.inventory import list_tensors, resolve_layers
 from megascale.core.layout import lay_out
 from megascale.core.tensors import Box, Piece, list_matrix_names
+from megascale.core.traffic import layer_collectives
 from megascale.errors import ConfigError, FitError
 from megascale.model.experts import ExpertsMlp, Routing, list_expert_layers
 from megascale.model.transformer import Chunk
@@ -97,7 +98,7 @@ def test_a_layer_and_its_gradients_equal_a_loop_over_tokens():
         layer.zero_grad()
         y = function(x)
         y.backward(upstream)
-        results.append([y.detach(), x.grad, *(param.grad.clone() for param in layer.parameters())])
+        results.append([y.detach(), x.grad] + [param.grad.clone() for param in layer.parameters()])
     for observed, expected in zip(*results, strict=True):
         torch.testing.assert_close(observed, expected, rtol=1e-10, atol=1e-12)
 
@@ -190,7 +191,7 @@ def test_recomputation_does_not_double_counts_and_keeps_the_selection(monkeypatc
         for layer in layers:
             assert layer.counts.sum() == 2 * 8 * 2
         gradients = [param.grad for param in chunk.parameters()]
-        results.append([*gradients, *(layer.counts for layer in layers), *(layer.losses for layer in layers)])
+        results.append(list(gradients) + [layer.counts for layer in layers] + [layer.losses for layer in layers])
     for observed, expected in zip(*results, strict=True):
         assert torch.equal(observed, expected)
 
@@ -223,7 +224,7 @@ def test_the_same_step_twice_gives_the_same_bits():
     results = []
     for _ in range(2):
         chunk = make_chunk({**SHARED, "sequence_loss": 0.1, "z_loss": 0.1}, torch.float32)
-        results.append([run_chunk(chunk), *(param.grad for param in chunk.parameters())])
+        results.append([run_chunk(chunk)] + [param.grad for param in chunk.parameters()])
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
 
@@ -233,7 +234,7 @@ def test_bfloat16_is_near_float32_where_it_selects_the_same_experts():
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         chunk = make_chunk({**SHARED, "top_k": 6}, dtype)
-        results.append([run_chunk(chunk), *(param.grad.float() for param in chunk.parameters())])
+        results.append([run_chunk(chunk)] + [param.grad.float() for param in chunk.parameters()])
     for wide, narrow in zip(*results, strict=True):
         assert (narrow - wide).norm() <= 0.1 * wide.norm()
 
@@ -250,7 +251,7 @@ def test_balance_losses_are_means_over_the_global_batch():
             layer.tokens_per_step = 32
         for part in tokens.chunk(parts, dim=1):
             (chunk(part[:-1], Batch(part[:-1], part[1:])).sum() / 32).backward()
-        results.append([*(param.grad for param in chunk.parameters()), *(layer.losses for layer in layers)])
+        results.append([param.grad for param in chunk.parameters()] + [layer.losses for layer in layers])
     for whole, halves in zip(*results, strict=True):
         torch.testing.assert_close(halves, whole, rtol=1e-10, atol=1e-13)
 
@@ -276,7 +277,7 @@ def test_lamb_has_a_norm_per_expert_and_adamw_one_segment():
     master = torch.zeros(40)
     shard = FlatShard(master, master, [Extent(0, 40, spec, piece, piece_start=10)])
     names = list_matrix_names(piece.name, piece.shape)
-    ids = {name: number for number, name in enumerate([*names, piece.name])}
+    ids = {name: number for number, name in enumerate(list(names) + [piece.name])}
     [lamb] = make_state_parts(shard, master, OPTIMIZERS["lamb"], ids)
     rows = [(row.start, row.stop, names[row.tensor]) for row in lamb.segments.rows]
     stem = "layers.0.mlp.experts.in.weight"
@@ -290,6 +291,20 @@ def test_flops_count_active_experts_only():
     router = 2 * (64 - 4) * 16 * 2
     assert flops_per_token(many).forward - flops_per_token(few).forward == router
     assert sum(t.elements for t in list_tensors(many)) > 10 * sum(t.elements for t in list_tensors(few)) / 2
+
+
+@pytest.mark.parametrize(
+    ("model", "experts", "expected"),
+    [
+        ({}, {}, (2, 2)),
+        ({}, {"shared_width": 8}, (3, 3)),
+        ({"block": "parallel"}, {}, (2, 2)),
+        ({"block": "parallel"}, {"shared_width": 8}, (3, 3)),
+    ],
+)
+def test_traffic_counts_the_gathers_and_scatters_of_experts(model, experts, expected):
+    layer = resolve_layers(make_config(experts, model=model).model)[0]
+    assert layer_collectives(layer) == expected
 
 
 # bad input -----------------------------------------------------------------------------------------------------------

@@ -556,7 +556,7 @@ def test_integers_are_no_weights(copy):
 def test_files_without_the_prefix_and_with_buffers_are_read(copy):
     """The published GPT-2 has such files."""
     folder = copy("gpt2")
-    expected = read_folder(folder).tensors
+    expected = dict(read_folder(folder).tensors)
     tensors = load_file(folder / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     bare |= {f"h.{i}.attn.{name}": torch.ones(1, 1, 4, 4) for i in range(2) for name in ("bias", "masked_bias")}

@@ -238,7 +238,7 @@ def test_collectives_are_hidden_by_gemms_only_if_that_is_asked_for(monkeypatch, 
     y.backward(torch.ones_like(y))
     hidden = int(overlap != "off")
     forward = [("forward", hidden), ("forward", 0)] if hidden else [("forward", 0)]
-    assert flight.during_gemms == [*forward, ("dgrad", hidden), ("wgrad", hidden)]
+    assert flight.during_gemms == list(forward) + [("dgrad", hidden), ("wgrad", hidden)]
     torch.testing.assert_close(
         weight.grad, torch.ones(2 * ROWS * BATCH, COLUMNS).double().t() @ torch.cat([x, x]).flatten(0, 1)
     )
@@ -268,17 +268,17 @@ def test_norms_over_the_columns_of_all_ranks(size):
     eps = 0.25
 
     def run(axis: Axis) -> list[torch.Tensor]:
-        parts = [make_leaf(tensor.chunk(size, -1)[axis.rank]) for tensor in (*inputs, *weights)]
+        parts = [make_leaf(tensor.chunk(size, -1)[axis.rank]) for tensor in list(inputs) + list(weights)]
         normed = rms_norm_columns(*parts, eps=eps, axis=axis)
         dys = [dy.chunk(size, -1)[axis.rank] for dy in upstream]
-        return [*normed, *torch.autograd.grad(normed, parts, dys)]
+        return list(normed) + list(torch.autograd.grad(normed, parts, dys))
 
-    whole = [make_leaf(tensor) for tensor in (*inputs, *weights)]
+    whole = [make_leaf(tensor) for tensor in list(inputs) + list(weights)]
     normed = [
         x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
         for x, weight in zip(whole[:2], whole[2:], strict=True)
     ]
-    expected = [*normed, *torch.autograd.grad(normed, whole, upstream)]
+    expected = list(normed) + list(torch.autograd.grad(normed, whole, upstream))
     for rank, results in enumerate(run_ranks(size, run)):
         for result, value in zip(results, expected, strict=True):
             torch.testing.assert_close(result, value.chunk(size, -1)[rank])
@@ -303,7 +303,7 @@ def test_the_vocabulary_is_cut_over_ranks(size):
         logits = vocabulary_logits(x_part, weight_part, bias_part, vocab, axis).detach()
         loss = vocabulary_loss(x_part, weight_part, bias_part, tokens, vocab, axis)
         gradients = torch.autograd.grad(loss.sum(), (x_part, weight_part, bias_part))
-        return [embedded.detach(), embedding_grad, logits, loss.detach(), *gradients]
+        return [embedded.detach(), embedding_grad, logits, loss.detach()] + list(gradients)
 
     leaves = [make_leaf(tensor) for tensor in (x, weight, bias)]
     embedded = torch.nn.functional.embedding(tokens, leaves[1])

@@ -120,9 +120,10 @@ def find_cores(cores: int, local_rank: int) -> set[int]:
 
 def load_shape(overrides: list[str]) -> Config:
     """Return the configuration of overrides alone, with a vocabulary if the model shape has none."""
+    from megascale.api import adopt_imported_model
     from megascale.config import load_command_line
 
-    config = load_command_line(None, overrides)
+    config = adopt_imported_model(load_command_line(None, overrides))
     if config.model.vocab_size is not None:
         return config
     return load_command_line(None, overrides + [f"--model.vocab_size={VOCABULARY}"])

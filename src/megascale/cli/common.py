@@ -40,7 +40,10 @@ def load_for_gpus(file: Path | None, overrides: Sequence[str]) -> Config:
 
     if file is not None and str(file).startswith("--"):
         file, overrides = None, join_arguments(file, overrides)
-    return resolve_precision(load_command_line(file, list(overrides)), bfloat16=True)
+    from megascale import api
+
+    config = api.adopt_imported_model(load_command_line(file, list(overrides)))
+    return resolve_precision(config, bfloat16=True)
 
 
 def check_picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:

@@ -123,6 +123,7 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
         if isinstance(table, dict):
             for key, value in table.items():
                 check_encoding(f"{name}.{key}", value)
+    _move_imported_folder(tree)
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("preset"), str):
         tree["model"] = read_preset(model["preset"]) | model
@@ -130,6 +131,33 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(fault) for fault in error.errors())) from None
+
+
+def _move_imported_folder(tree: dict[str, Any]) -> None:
+    """Move model.from, the short name for a Hugging Face folder to start from, to checkpoint.imported."""
+    model = tree.get("model")
+    if not isinstance(model, dict) or "from" not in model:
+        return
+    folder = model["from"]
+    if not isinstance(folder, str) or not folder:
+        raise ConfigError(f"model.from={folder!r} is wrong: it must name the folder of a Hugging Face model")
+    if model.get("preset") is not None:
+        raise ConfigError(
+            f"model.from={folder} and model.preset={model['preset']} both describe the model; give one of them"
+        )
+    table = tree.get("checkpoint", {})
+    if not isinstance(table, dict):
+        return
+    if table.get("imported", folder) != folder:
+        raise ConfigError(
+            f"model.from={folder} and checkpoint.imported={table['imported']} name two models; give one of them"
+        )
+    if table.get("start_from") is not None:
+        raise ConfigError(
+            f"model.from={folder} and checkpoint.start_from={table['start_from']} name two models; give one of them"
+        )
+    tree["model"] = {key: value for key, value in model.items() if key != "from"}
+    tree["checkpoint"] = {**table, "imported": folder}
 
 
 def _validate_known_parts(tree: Mapping[str, Any]) -> Config:

@@ -43,8 +43,9 @@ class CheckpointConfig(Section):
     )
     imported: str | None = Field(
         None,
-        description="checkpoints of an imported model. A start without own checkpoints loads the weights of step 0 "
-        "from there, or fails; `convert import` sets it",
+        description="checkpoints of an imported model, or the Hugging Face folder of one. A start without own "
+        "checkpoints loads the weights (of step 0) from there, or fails. `convert import` sets it. "
+        "`--model.from=FOLDER` sets it to a Hugging Face folder; keys of [model] that are not given are that model's",
     )
     start_from: str | None = Field(
         None,
@@ -92,7 +93,7 @@ class CheckpointConfig(Section):
         "saved in config.toml",
     )
 
-    _paths = field_validator("location", "start_from")(expand_home)
+    _paths = field_validator("location", "imported", "start_from")(expand_home)
 
     @field_validator("accept_changes")
     @classmethod

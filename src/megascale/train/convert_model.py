@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megascale import checkpoint
 from megascale.checkpoint.complete_checkpoint import open_checkpoint
+from megascale.checkpoint.conversion import write_checkpoint
+from megascale.checkpoint.storage.base import explain_save_error
+from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config, from_tree
 from megascale.core.adapters import AdapterSpec
 from megascale.core.events import Event
@@ -30,7 +36,9 @@ from megascale.model.huggingface.generation_config import (
     write_generation_config,
 )
 from megascale.model.huggingface.import_model import read_folder
+from megascale.model.huggingface.logical_tensors import LogicalTensors
 from megascale.model.huggingface.peft_adapter import write_adapter
+from megascale.train.imported_weights import check_vocabulary, describe_source
 from megascale.train.merged_weights import find_base_of, load_weights
 from megascale.train.resume import hash_tokenizer, load_trained_config, load_trained_tokenizer, read_tokenizer_hash
 from megascale.train.run_folder import RunFolder, find_checkpoints
@@ -91,23 +99,23 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
             "train": {"name": run.name, "runs": str(run.parent)},
         }
     )
-    try:
-        run_folder.create()
-    except OSError as error:
-        raise ConfigError(f"--out={run} cannot be created: {error.strerror}") from None
-    tokenizer, tokenizer_notes = convert_tokenizer.import_tokenizer(folder, run, list_end_ids(source.generation))
-    notes = source.notes + tokenizer_notes
-    if tokenizer is not None and tokenizer.vocab_size > model.vocab:
-        notes.append(f"the tokenizer has {tokenizer.vocab_size} tokens and the model only {model.vocab}")
+    with tempfile.TemporaryDirectory(prefix="megascale-import-") as staging:
+        tokenizer, tokenizer_notes = convert_tokenizer.import_tokenizer(
+            folder, Path(staging), list_end_ids(source.generation)
+        )
+        notes = source.notes + tokenizer_notes
+        if tokenizer is not None:
+            check_vocabulary(folder, tokenizer, model.vocab)
+        try:
+            run_folder.create()
+        except OSError as error:
+            raise ConfigError(f"--out={run} cannot be created: {error.strerror}") from None
+        convert_tokenizer.copy_tokenizer_files(Path(staging), run)
     if source.generation:
         write_generation_config(run, source.generation)
     if (run / TOKENIZER).exists():
         data = config.data.model_copy(update={"tokenizer": str(run / TOKENIZER)})
         config = config.model_copy(update={"data": data})
-    shards = [
-        checkpoint.TensorShard(f"model.{name}", shape, offsets, tensor)
-        for name, shape, offsets, tensor in source.tensors.boxes()
-    ]
     identity = secrets.token_hex(8)
     state = {
         "step": 0,
@@ -116,11 +124,25 @@ def import_model(folder: Path, run: Path, *, sequence_length: int | None = None)
         "tokenizer": hash_tokenizer(config),
         "config": config.model_dump(exclude_none=True),
     }
-    checkpoint.save(run_folder.checkpoints, 0, shards, state, keep=1)
+    _write_weights(run_folder.checkpoints, source.tensors, state)
     run_folder.append_event(Event.IMPORTED, family=source.family.name, source=str(folder), notes=notes)
     # Last, because a folder with config.toml counts as a run.
     run_folder.accept(config, identity)
     return Conversion(run, source.family.name, count_parameters(model), tokenizer is not None, notes)
+
+
+def _write_weights(folder: Path, tensors: LogicalTensors, state: dict[str, Any]) -> None:
+    """Write tensors as a checkpoint of step 0. Memory holds one chunk at a time, however large the model is."""
+    storage = open_storage(folder)
+    source = describe_source(tensors)
+    needed = sum(info.nbytes for info in source[0].values())
+    free = storage.free()
+    if free is not None and free < needed:
+        raise explain_save_error(OSError(errno.ENOSPC, "No space left on device"), storage, needed)
+    try:
+        write_checkpoint(storage, 0, source, state, files=1, on_file=lambda name: None)
+    except OSError as error:
+        raise explain_save_error(error, storage, needed) from None
 
 
 def export_model(

@@ -21,11 +21,13 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.setting_changes import Change
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
+from megascale.core.model_folder import is_model_folder
 from megascale.data.dataset import data_checks, tokenizer_agreement
 from megascale.data.dataset.formats import is_text
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_run_tokenizer, tokenizer_path
 from megascale.errors import ConfigError, DataError
+from megascale.train.imported_weights import copy_generation_config, load_folder
 from megascale.train.run_folder import RunFolder, find_checkpoints, load_run_config, resolve_paths
 from megascale.train.run_tokenizer import copy_tokenizer, find_tokenizer
 
@@ -185,6 +187,10 @@ class Origin:
             self._share_verdict(lambda: self._compare_settings(state, name))
             return False  # no optimizer state is loaded
 
+        if self.peers.compute_once(lambda: is_model_folder(folder), bool):
+            self.notes += load_folder(Path(folder), weights, self.peers)
+            self.notes.append(f"this run starts with the weights of the Hugging Face folder {folder}")
+            return
         try:
             checkpoint.load(folder, weights, step=0, accept=accept, complete=True)
         except DataError as error:
@@ -205,6 +211,7 @@ class Origin:
             assert self._identity is not None
             self.run.accept(self.config, self._identity)
             copy_tokenizer(self.run.path, self.config, self._data_hashes.get("tokenizer"))
+            copy_generation_config(self.run.path, self.config)
 
     def _claim_location(self) -> str | None:
         self._identity = self._identity or secrets.token_hex(8)
@@ -408,10 +415,24 @@ def check_start(config: Config) -> None:
     Raises ConfigError for adapters without a model.
     """
     section = config.checkpoint
+    _check_adapted_model(config)
     if config.train.lora is not None and section.start_from is None and section.imported is None:
         raise ConfigError(
             f"train.lora.rank={config.train.lora.rank} trains adapters of an existing model, and none is named; set "
             "--checkpoint.start_from=RUN --checkpoint.start_state=fresh, or import one with `megascale convert import`"
+        )
+
+
+def _check_adapted_model(config: Config) -> None:
+    """Raise ConfigError for adapters of a model in a Hugging Face folder: only a checkpoint has a fingerprint."""
+    folder = config.checkpoint.imported
+    if config.train.lora is None or config.checkpoint.start_from is not None or folder is None:
+        return
+    if is_model_folder(folder):
+        raise ConfigError(
+            f"train.lora.rank={config.train.lora.rank} needs a model in a checkpoint, and checkpoint.imported={folder} "
+            f"(model.from) is a Hugging Face folder; run `megascale convert import {folder} --out RUN` and set "
+            "--checkpoint.start_from=RUN --checkpoint.start_state=fresh"
         )
 
 

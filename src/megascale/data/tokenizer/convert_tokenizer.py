@@ -41,6 +41,13 @@ def remove_companions(folder: Path) -> None:
         (folder / name).unlink()
 
 
+def copy_tokenizer_files(source: Path, out: Path) -> None:
+    """Copy a tokenizer.json, if there is one, and its companions from one folder to another."""
+    copy_companions(source, out)
+    if (source / TOKENIZER).exists():
+        copy_file(source / TOKENIZER, out / TOKENIZER)
+
+
 def copy_file(source: Path, target: Path) -> None:
     """Copy a file atomically. Raises DataError if `source` is not a file or is longer than 1 GiB."""
     try:

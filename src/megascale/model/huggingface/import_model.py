@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +19,17 @@ from megascale.core.inventory import logical_shapes
 from megascale.core.untrusted_files import is_plain_name, read_bounded
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.families import FAMILIES
-from megascale.model.huggingface.family import ConfigKeys, Family, StoredWeight, split_weight
+from megascale.model.huggingface.family import ConfigKeys, Family, StoredWeight
 from megascale.model.huggingface.generation_config import import_generation_config
+from megascale.model.huggingface.logical_tensors import LogicalTensors
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 _DTYPES = {"float64", "float32", "bfloat16", "float16"}
+_KINDS = {"BF": "bfloat", "F": "float", "I": "int", "U": "uint"}  # by their letters in safetensors
+_COMPARED_BYTES = 64 << 20  # of two tensors, at a time
 _MAX_SHOWN_NAMES = 4  # in a message
 _MAX_JSON_BYTES = 64 << 20  # of config.json, or of an index with a million tensors
-
-
-class LogicalTensors(Mapping[str, Tensor]):
-    """Whole logical tensors by name. Stacks of matrices are made when they are asked for, from their entries.
-
-    Args:
-        shapes: shape of every logical tensor.
-    """
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes = shapes
-        self._entries: dict[str, dict[tuple[int, ...], Tensor]] = {}
-
-    def add(self, weight: StoredWeight, stored: Tensor) -> None:
-        """Add the logical tensors, or the entries of one, that a stored tensor holds."""
-        for name, tensor in split_weight(weight, stored).items():
-            self._entries.setdefault(name, {})[weight.index] = tensor
-
-    def __getitem__(self, name: str) -> Tensor:
-        entries = self._entries[name]
-        if () in entries:
-            return entries[()]
-        return torch.stack([entries[index] for index in sorted(entries)]).view(self._shapes[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def boxes(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
-        """Yield (name, shape, offsets, values) of the parts of logical tensors that are stored, without copies."""
-        for name, entries in self._entries.items():
-            shape = self._shapes[name]
-            for index, tensor in entries.items():
-                offsets = index + (0,) * (len(shape) - len(index))
-                yield name, shape, offsets, tensor[(None,) * len(index)]
 
 
 @dataclass(frozen=True)
@@ -72,7 +39,7 @@ class ImportedModel:
     Attributes:
         family: family of transformers.
         model: the model's configuration.
-        tensors: whole logical tensors by name, views of the mapped files if strides allow.
+        tensors: logical tensors by name, which are read from the files at each access.
         generation: generation settings, with the tokens that begin and end a text.
         notes: remarks for the user: differences in training, and files that were ignored.
     """
@@ -85,13 +52,12 @@ class ImportedModel:
 
 
 def read_folder(folder: Path) -> ImportedModel:
-    """Read a model's configuration and tensors.
+    """Read a model's configuration, and the names and shapes of its tensors. Weights are read when they are accessed.
 
     Raises DataError if the folder is not a model, belongs to an unknown family, has an unsupported setting or no
     safetensors, or if its tensors do not match its configuration.
     """
-    settings = _read_json(folder / "config.json", "name the folder of a Hugging Face model")
-    keys = ConfigKeys(settings, str(folder / "config.json"))
+    keys = _open_config(folder)
     family, model = read_config(keys)
     if (folder / ADAPTER).exists():
         raise DataError(
@@ -105,18 +71,36 @@ def read_folder(folder: Path) -> ImportedModel:
     weights = family.list_weights(model)
     _check_names(files, family, model, weights)
     shapes = logical_shapes(model)
-    tensors = LogicalTensors(shapes)
     for weight in weights:
-        stored = files.tensor(weight.name)
+        stored = files[weight.name]
         shape = weight.shape(shapes)
-        if tuple(stored.shape) != shape:
+        if stored.shape != shape:
             raise DataError(
                 f"{folder}: {weight.name} is {list(stored.shape)}, but config.json gives {list(shape)}; "
                 "the configuration and the weights belong to different models"
             )
-        tensors.add(weight, stored)
-    generation, notes = import_generation_config(folder, settings)
+        if stored.dtype not in _DTYPES:
+            raise DataError(
+                f"{folder}: {weight.name} is of type {stored.dtype}; only {', '.join(sorted(_DTYPES))} is imported"
+            )
+    if model.tied_embeddings and family.head in files:
+        _check_tied_head(files, family.head, weights[0].name)
+    dtypes = {weight.name: files[weight.name].dtype for weight in weights}
+    tensors = LogicalTensors(weights, shapes, dtypes, files.read_rows)
+    generation, notes = import_generation_config(folder, keys.values)
     return ImportedModel(family, model, tensors, generation, keys.notes + notes)
+
+
+def read_model(folder: Path) -> tuple[ModelConfig, Mapping[str, Any]]:
+    """Return the model of a folder and the keys of its config.json, without its weights. Raises DataError."""
+    keys = _open_config(folder)
+    _, model = read_config(keys)
+    return model, keys.values
+
+
+def _open_config(folder: Path) -> ConfigKeys:
+    file = folder / "config.json"
+    return ConfigKeys(_read_json(file, "name the folder of a Hugging Face model"), str(file))
 
 
 def read_config(keys: ConfigKeys) -> tuple[Family, ModelConfig]:
@@ -158,10 +142,21 @@ def read_config(keys: ConfigKeys) -> tuple[Family, ModelConfig]:
         raise DataError(f"{keys.source} has a setting of the wrong kind ({error}); is it a {name}'s?") from None
 
 
-class TensorFiles:
-    """Tensors of a folder by name, from all its files. Files are mapped, not read.
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file: its name there, the file's name, its shape, and its type as torch names it."""
 
-    As in transformers, model.safetensors has priority over shards with an index.
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TensorFiles:
+    """Tensors of a folder by full name, from all its files.
+
+    A file is mapped for the time of one read. Pages of a mapping count as memory of the process, and a model may be
+    larger than the host's memory. As in transformers, model.safetensors has priority over shards with an index.
 
     Attributes:
         notes: files that were ignored, for the user.
@@ -171,30 +166,37 @@ class TensorFiles:
         self.folder = folder
         self._family = family
         self.notes: list[str] = []
-        self._open: dict[str, Any] = {}
-        # Maps the full name to the name in the file and the file.
-        self._locations: dict[str, tuple[str, str]] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         for file in self._find_files():
-            for name in self._names_in(file):
-                self._add(name, file)
+            for tensor in self._list_tensors(file):
+                self._add(tensor)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._locations)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._locations)
+        return len(self._tensors)
 
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor by its full name. Raises DataError for a damaged file or an unsupported type."""
-        stored, file = self._locations[name]
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return self._tensors[name]
+
+    def read_rows(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        """Return rows `start .. stop` of a tensor as memory of its own. Raises DataError for a damaged file."""
+        tensor = self._tensors[name]
         try:
-            tensor = self._handle(file).get_tensor(stored)
+            with self._open(tensor.file) as file:
+                rows = file.get_slice(tensor.name)[start:stop]
+                # The slice may lie in the mapped file, whose pages are released when the file is closed.
+                copy: Tensor = rows.clone(memory_format=torch.contiguous_format)
         except (SafetensorError, OSError) as error:
-            raise self._damaged(file, error) from None
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype not in _DTYPES:
-            raise DataError(f"{self.folder}: {name} is of type {dtype}; only {', '.join(sorted(_DTYPES))} is imported")
-        return tensor
+            raise self._damaged(tensor.file, error) from None
+        expected = (len(range(tensor.shape[0])[start:stop]), *tensor.shape[1:])
+        if copy.shape != expected or str(copy.dtype) != f"torch.{tensor.dtype}":
+            raise DataError(f"{self.folder / tensor.file} was replaced while it was read; start again")
+        return copy
 
     def _full_name(self, name: str) -> str:
         """Return the name with the family's prefix, which files of a model without its head omit."""
@@ -226,23 +228,28 @@ class TensorFiles:
                 )
         return sorted(set(weight_map.values()))
 
-    def _names_in(self, file: str) -> list[str]:
-        """Return the names of a file's tensors."""
+    def _list_tensors(self, file: str) -> list[StoredTensor]:
+        """Return the tensors of a file."""
+        tensors = []
         try:
-            return list(self._handle(file).keys())
+            with self._open(file) as opened:
+                for name in opened.keys():  # noqa: SIM118 (it is not a dictionary)
+                    view = opened.get_slice(name)
+                    tensors.append(StoredTensor(name, file, tuple(view.get_shape()), _name_type(view.get_dtype())))
         except (SafetensorError, OSError) as error:
             raise self._damaged(file, error) from None
+        return tensors
 
-    def _add(self, name: str, file: str) -> None:
+    def _add(self, tensor: StoredTensor) -> None:
         """Add a tensor. Raises DataError if a tensor with the same full name was added before."""
-        full = self._full_name(name)
-        if full in self._locations and not re.search(self._family.buffers, full):
-            previous_name, previous_file = self._locations[full]
+        full = self._full_name(tensor.name)
+        if full in self._tensors and not re.search(self._family.buffers, full):
+            previous = self._tensors[full]
             raise DataError(
-                f"{self.folder} holds {full} twice, as {previous_name} in {previous_file} and as {name} in {file}; "
-                "remove the files that are not part of the model"
+                f"{self.folder} holds {full} twice, as {previous.name} in {previous.file} and as {tensor.name} in "
+                f"{tensor.file}; remove the files that are not part of the model"
             )
-        self._locations[full] = (name, file)
+        self._tensors[full] = tensor
 
     def _no_safetensors(self) -> str:
         pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in self.folder.glob(pattern))
@@ -258,12 +265,10 @@ class TensorFiles:
             ".save_pretrained('converted')\"` and import that folder"
         )
 
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
-            if not (self.folder / file).is_file():  # opening a pipe would block
-                raise FileNotFoundError("the file does not exist")
-            self._open[file] = safe_open(str(self.folder / file), "pt")
-        return self._open[file]
+    def _open(self, file: str) -> Any:
+        if not (self.folder / file).is_file():  # opening a pipe would block
+            raise FileNotFoundError("the file does not exist")
+        return safe_open(str(self.folder / file), "pt")
 
     def _damaged(self, file: str, error: Exception) -> DataError:
         return DataError(f"{self.folder / file} cannot be read ({error}); it is missing or damaged: get it again")
@@ -281,15 +286,32 @@ def _check_names(files: TensorFiles, family: Family, model: ModelConfig, weights
     extra = sorted(name for name in files if name not in expected and not re.search(family.buffers, name))
     if model.tied_embeddings and family.head in extra:
         extra.remove(family.head)
-        if not files.tensor(family.head).equal(files.tensor(weights[0].name)):
-            raise DataError(
-                f"{files.folder}: tie_word_embeddings is true, but {family.head} differs from {weights[0].name}; set "
-                "tie_word_embeddings to false in config.json if the logits have weights of their own"
-            )
     if extra:
         raise DataError(
             f"{files.folder} holds {_abbreviate(extra)} "
             f"({len(extra)} tensors) that a {family.name} of this config.json does not have"
+        )
+
+
+def _name_type(code: str) -> str:
+    """Return torch's name of a type that safetensors calls `code`, such as BF16."""
+    letters = code.rstrip("0123456789")
+    return _KINDS.get(letters, letters) + code[len(letters) :]
+
+
+def _check_tied_head(files: TensorFiles, head: str, embedding: str) -> None:
+    """Raise DataError unless the stored head equals the embedding, which the model uses in its place."""
+    count = files[embedding].shape[0]
+    step = max(1, _COMPARED_BYTES // max(1, 8 * prod(files[embedding].shape[1:])))
+    are_equal = files[head].shape == files[embedding].shape
+    for start in range(0, count, step):
+        if not are_equal:
+            break
+        are_equal = files.read_rows(head, start, start + step).equal(files.read_rows(embedding, start, start + step))
+    if not are_equal:
+        raise DataError(
+            f"{files.folder}: tie_word_embeddings is true, but {head} differs from {embedding}; set "
+            "tie_word_embeddings to false in config.json if the logits have weights of their own"
         )
 
 
