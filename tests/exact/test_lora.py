@@ -26,6 +26,25 @@ LORA = {"rank": 3, "alpha": 6.0}
 QUERY_VALUE_OUT = {**LORA, "targets": ["attention.query", "attention.value", "mlp.out"]}
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "kv_heads": 2}
 
+# A tied embedding on both ends of the pipeline, softcaps, multipliers, and norms that are frozen.
+GEMMA: dict[str, Any] = {
+    "norm": "rmsnorm_zero_centred",
+    "norm_placement": "both",
+    "qk_norm": "head",
+    "activation": "geglu_tanh",
+    "positions": "rotary",
+    "kv_heads": 2,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tied_embeddings": True,
+    "attention_softcap": 5.0,
+    "logit_softcap": 4.0,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "window": 5,
+    "layer_pattern": "SL",
+}
+
 LAYOUTS = {
     "tensor, pipeline, data, ZeRO-2": case(
         2, 2, 2, virtual=2, microbatches=2, zero=2, train={"micro_batch": 2, "lora": LORA}
@@ -60,6 +79,7 @@ LAYOUTS = {
         train={"lora": LORA},
     ),
     "tensor, Muon": case(2, 1, 2, microbatches=2, model=TWO_LAYERS, optimizer={"name": "muon"}, train={"lora": LORA}),
+    "tensor, pipeline, data, tied Gemma": case(2, 2, 2, microbatches=2, zero=1, model=GEMMA, train={"lora": LORA}),
     "split backward in a V": case(
         2, 2, 2, microbatches=4, virtual=2, parallel={"schedule": "zb_v"}, train={"lora": QUERY_VALUE_OUT}
     ),
@@ -88,8 +108,9 @@ def test_every_layout_trains_as_one_process_does(name: str, pool) -> None:
     check(LAYOUTS[name], pool)
 
 
-def test_loss_weights(pool) -> None:
-    check(LAYOUTS["tensor, some matrices, parallel block"], pool, SampleFields(loss_weights=True))
+@pytest.mark.parametrize("name", ["tensor, some matrices, parallel block", "tensor, pipeline, data, tied Gemma"])
+def test_loss_weights(name: str, pool) -> None:
+    check(LAYOUTS[name], pool, SampleFields(loss_weights=True))
 
 
 FLOAT8 = {
