@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -123,3 +124,27 @@ def test_a_run_that_found_nothing_renews_the_identity(tmp_path: Path) -> None:
     identity = read_identity(storage, create=True)
     checkpointer.confirm_load()
     assert read_identity(storage) not in ("", identity)
+
+
+@pytest.mark.parametrize(("newest_commit", "expected"), [(7, "storage"), (8, None)])
+def test_a_state_that_storage_has_too_is_not_saved_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest_commit: int, expected: str | None
+) -> None:
+    """The first step after a start from memory is saved to storage only if the state is nowhere else."""
+    save = SimpleNamespace(sequence=8, step=40, replicas=False)
+    monkeypatch.setattr("megascale.checkpoint.checkpointer.find_memory_save", lambda *arguments: save)
+    monkeypatch.setattr(
+        "megascale.checkpoint.checkpointer.load_memory_save", lambda *arguments, **options: {"step": 40}
+    )
+    monkeypatch.setattr(
+        "megascale.checkpoint.checkpointer.service.connect_checkpoint_service",
+        lambda *arguments: SimpleNamespace(close=list),
+    )
+    checkpointer = make(tmp_path)
+    checkpointer.config = checkpointer.config.model_copy(update={"interval": 100, "memory_interval": 0})
+    report = LoadReport()
+    state = checkpointer._load_from_memory(
+        newest_commit, "identity", step=None, shards=[], report=report, accept=None, complete=True
+    )
+    assert state == {"step": 40}
+    assert checkpointer.save_target(41) == expected
