@@ -55,6 +55,7 @@ SMALL = {
 # What stands in the world where a document speaks of another.
 EXISTING = (
     (r"~/", ""),
+    (r"/data/runs/first", "runs/kept"),
     (r"runs/(NAME|hour|machine-gone-0)", "runs/kept"),
     (r"^((?:nodes|events) runs)/(?:stdlib|demo)", r"\1/kept"),
     (r"--steps \d+-\d+|--before .* --after \S+", "--steps 3-10"),
@@ -68,7 +69,7 @@ EXISTING = (
 PARSED = {
     r"data build --stdlib": "half a minute; `make train` does it",
     r"launch examples/stdlib\.toml --nodes 4": "as the two nodes of quickstart.md",
-    r"launch .*--cluster (ssh|manual|kubernetes)|agent ": "needs machines (tests/resilience)",
+    r"doctor --cluster|launch .*--cluster (ssh|manual|kubernetes)|agent ": "needs machines (tests/resilience)",
     r"\.access": "needs a job elsewhere (tests/resilience/driver/api)",
     r"bench kernels|python -m ": "minutes to hours, or a GPU (tests/benchmarks, tests/chaos)",
     r"\b(RUN|FILE)\b": "a placeholder",

@@ -46,6 +46,19 @@ LAYOUTS = {
         train={"lora": LORA},
         overlap={"data": False, "tensor": "off"},
     ),
+    "tensor, experts": case(
+        2,
+        1,
+        2,
+        microbatches=2,
+        model={
+            **TWO_LAYERS,
+            "mlp": "experts",
+            "mlp_bias": False,
+            "experts": {"number": 4, "top_k": 2, "width": 12, "shared_width": 16, "sequence_loss": 0.1},
+        },
+        train={"lora": LORA},
+    ),
     "tensor, Muon": case(2, 1, 2, microbatches=2, model=TWO_LAYERS, optimizer={"name": "muon"}, train={"lora": LORA}),
     "split backward in a V": case(
         2, 2, 2, microbatches=4, virtual=2, parallel={"schedule": "zb_v"}, train={"lora": QUERY_VALUE_OUT}

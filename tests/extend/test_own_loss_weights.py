@@ -115,10 +115,11 @@ def test_data_without_any_weight_ends_the_run(tokens, tmp_path, tiny, megascale)
 
 def test_what_is_wrong_is_refused_before_the_first_step(tokens, tmp_path, tiny, megascale):
     train = write_rows(tokens / "train", tmp_path / "train.rows")
-    learned = megascale("train", tiny, f"--data.train={train}")
-    assert learned.returncode == 2
-    assert "has positions for its tokens, which model.positions=learned ignores" in learned.stderr
-    held_out = megascale("train", tiny, f"--data.valid={train}")
+    without = "--model.positions=none"
+    unused = megascale("train", tiny, without, f"--data.train={train}")
+    assert unused.returncode == 2
+    assert "has positions for its tokens, which model.positions=none ignores" in unused.stderr
+    held_out = megascale("train", tiny, without, f"--data.valid={train}")
     assert held_out.returncode == 2
     assert "data.valid=" in held_out.stderr
     negative = write_rows(tokens / "train", tmp_path / "negative.rows", scale=-1)

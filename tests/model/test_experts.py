@@ -15,9 +15,10 @@ from megascale.config.experts_section import ExpertsConfig
 from megascale.config.parts import OPTIMIZERS
 from megascale.core.batch import Batch
 from megascale.core.flops import flops_per_token
-from megascale.core.inventory import list_tensors
+from megascale.core.inventory import list_tensors, resolve_layers
 from megascale.core.layout import lay_out
 from megascale.core.tensors import Box, Piece, list_matrix_names
+from megascale.core.traffic import layer_collectives
 from megascale.errors import ConfigError, FitError
 from megascale.model.experts import ExpertsMlp, Routing, list_expert_layers
 from megascale.model.transformer import Chunk
@@ -290,6 +291,20 @@ def test_flops_count_active_experts_only():
     router = 2 * (64 - 4) * 16 * 2
     assert flops_per_token(many).forward - flops_per_token(few).forward == router
     assert sum(t.elements for t in list_tensors(many)) > 10 * sum(t.elements for t in list_tensors(few)) / 2
+
+
+@pytest.mark.parametrize(
+    ("model", "experts", "expected"),
+    [
+        ({}, {}, (2, 2)),
+        ({}, {"shared_width": 8}, (3, 3)),
+        ({"block": "parallel"}, {}, (2, 2)),
+        ({"block": "parallel"}, {"shared_width": 8}, (3, 3)),
+    ],
+)
+def test_traffic_counts_the_gathers_and_scatters_of_experts(model, experts, expected):
+    layer = resolve_layers(make_config(experts, model=model).model)[0]
+    assert layer_collectives(layer) == expected
 
 
 # bad input -----------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def test_compiles_without_spills_and_moves_whole_vectors(name: str) -> None:
         assert stack_bytes(binary.asm["cubin"]) <= SPILLED, f"{kernel} spills registers"
         if kernel in ("_gather_kernel", "_shard_scales_kernel", "_peer_max_kernel", "_plan_tiles_kernel"):
             continue  # reads through an index, a few thousand numbers; one number a matrix; one number; offsets
-        if kernel in ("_rows_kernel", "_gradient_kernel"):
+        if kernel in ("_group_rows_kernel", "_group_gradient_kernel"):
             assert "wgmma.mma_async" in ptx, f"{kernel} does not use the tensor cores of Hopper"
             continue  # asynchronous copies
         # GeLU's backward reads 8 bytes per thread, with more threads.

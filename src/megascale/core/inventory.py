@@ -110,7 +110,7 @@ class SavedActivation:
     Attributes:
         name: for people.
         width: values per token, over all tensor-parallel ranks.
-        split_along: dimension that tensor-parallel ranks divide.
+        split_along: dimension that tensor-parallel ranks divide; "none": each of them has all of it.
         is_statistic: whether it is stored in float32 at least.
         recompute_name: value of parallel.recompute under which backward recomputes it; "" if it never does.
         has_gradient: whether a gradient of its size exists during the part's backward.
@@ -119,7 +119,7 @@ class SavedActivation:
 
     name: str
     width: int
-    split_along: Literal["sequence", "columns"]
+    split_along: Literal["sequence", "columns", "none"]
     is_statistic: bool = False
     recompute_name: str = ""
     has_gradient: bool = False
@@ -137,6 +137,8 @@ class PartInventory:
         splits_fused_projection: whether it can read its half of a parallel block's fused projection.
         make_spec: makes the part's specification from the settings of its layers; None: as the built-in part does.
         saves_norm_output: whether backward keeps the output of the norm before it even if norms are recomputed.
+        workspace: values per token, over all tensor-parallel ranks, that exist only during backward, beyond the
+            gradients of saved activations.
     """
 
     tensors: Callable[[LayerSpec, str], list[LogicalTensor]]
@@ -145,6 +147,7 @@ class PartInventory:
     splits_fused_projection: bool = False
     make_spec: Callable[[ModelConfig], Any] | None = None
     saves_norm_output: bool = False
+    workspace: Callable[[LayerSpec], int] = lambda layer: 0
 
 
 @dataclass(frozen=True)
@@ -296,17 +299,32 @@ def _experts_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
     """Return what a layer of experts saves with an even load; backward computes the activation again."""
     part: ExpertsSpec = layer.feed_forward
     settings = part.settings
+    top_k = settings.top_k
+    # Integers have 8 bytes: the expert of each choice, and of the choices of this rank's experts their token and slot.
+    plan_width = 6 * top_k
+    if settings.normalize == "selected":
+        plan_width += top_k + 1
     saved = [
-        SavedActivation("router_scores", 3 * settings.number, "sequence", is_statistic=True),
-        # The experts of each token as 8-byte integers, and their weights, of the whole sequence.
-        SavedActivation("expert_plan", 5 * settings.top_k, "sequence", is_statistic=True),
-        SavedActivation("experts_in", settings.top_k * part.input_matrices * part.width, "columns", has_gradient=True),
+        SavedActivation("router_scores", settings.number, "sequence", is_statistic=True),
+        SavedActivation("expert_plan", plan_width, "sequence", is_statistic=True),
+        # The row and the weight of each choice of all ranks' tokens.
+        SavedActivation("gathered_choices", 3 * top_k, "none", is_statistic=True),
+        SavedActivation("experts_in", top_k * part.input_matrices * part.width, "columns", has_gradient=True),
     ]
+    if settings.z_loss:
+        saved.append(SavedActivation("router_logits", settings.number + 1, "sequence", is_statistic=True))
     if part.shared is not None:
         saved += _dense_saved_activations(part.shared, "shared")
     if settings.shared_gate:
         saved.append(SavedActivation("shared_output", layer.hidden, "sequence"))
+        saved.append(SavedActivation("shared_scale", 1, "sequence", is_statistic=True))
     return saved
+
+
+def _experts_workspace(layer: LayerSpec) -> int:
+    """Return the rows of chosen tokens: two copies in the width of the layer, and three of the activation."""
+    part: ExpertsSpec = layer.feed_forward
+    return part.settings.top_k * (2 * layer.hidden + 3 * part.width)
 
 
 def _experts_flops(layer: LayerSpec, sequence: int) -> float:
@@ -327,6 +345,7 @@ _EXPERTS = PartInventory(
     _experts_flops,
     make_spec=ExpertsSpec.from_model,
     saves_norm_output=True,
+    workspace=_experts_workspace,
 )
 MLP_PARTS: Registry[PartInventory] = Registry(MLPS.key, {"dense": _DENSE_MLP, "experts": _EXPERTS})
 
@@ -488,10 +507,11 @@ def _post_norm_saved_activations(layer: LayerSpec, prefix: str) -> list[SavedAct
 def gradient_widths(layer: LayerSpec) -> tuple[int, int]:
     """Return the values per token whose gradients exist during backward of the attention, and of the MLP."""
     attention = ATTENTION_PARTS[layer.mixer.name].saved_activations(layer)
-    mlp = MLP_PARTS[layer.feed_forward.name].saved_activations(layer)
+    mlp = MLP_PARTS[layer.feed_forward.name]
     return (
         sum(activation.width for activation in attention if activation.has_gradient),
-        sum(activation.width for activation in mlp if activation.has_gradient),
+        sum(activation.width for activation in mlp.saved_activations(layer) if activation.has_gradient)
+        + mlp.workspace(layer),
     )
 
 

@@ -20,6 +20,9 @@ training precision, statistics in float32.
 | second norm statistics, output | as above | serial block, or parallel block with two norms |
 | MLP in | s, b, f/t (twice if gated) | backward of the activation |
 | MLP activation | s, b, f/t | weight gradient of the MLP's output GEMM |
+| scores, choices | s/t, b, experts and 6k | experts instead of an MLP: router, and rows of the chosen k experts |
+| gathered choices | s, b, 3k | experts only: row and weight of each choice of all ranks' tokens |
+| experts in | s, b, kf/t (twice if gated) | experts only, with an even load; the activation is computed again |
 
 Dropout saves nothing: its mask is a function of seed and index. With f = 4h and k = q = h in 16 bit this is
 32 s b h / t for a serial block, Korthikanti et al. 2022's 34 less two dropout masks, and 28 for a parallel one.
@@ -407,6 +410,8 @@ def layer_saved_tensors(
     for activation in activations:
         if activation.split_along == "sequence":
             shape = (s // tensor, b, activation.width)
+        elif activation.split_along == "none":
+            shape = (s, b, activation.width)
         else:
             shape = (s, b, activation.width // tensor)
         if copy_itemsize is None or keeps_inputs or activation.gemm_input != "only":

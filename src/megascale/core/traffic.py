@@ -18,7 +18,7 @@ from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.adapters import AdapterSpec, count_adapter_elements
 from megascale.core.grid import Grid
 from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
-from megascale.core.layer_spec import LayerSpec
+from megascale.core.layer_spec import ExpertsSpec, LayerSpec
 from megascale.core.layers import LayerSums, assign_stage_layers
 from megascale.core.memory import (
     DTYPE_BYTES,
@@ -88,7 +88,15 @@ def layer_collectives(layer: LayerSpec) -> tuple[int, int]:
     Serial block: two of each. Parallel block with a shared norm: one of each; with two norms the inputs differ, so two
     gathers. Backward swaps them and gathers the inputs again for the weight gradients.
     """
-    return BLOCK_PARTS[layer.norms.block].collectives(layer)
+    block = BLOCK_PARTS[layer.norms.block]
+    gathers, scatters = block.collectives(layer)
+    part = layer.feed_forward
+    if isinstance(part, ExpertsSpec):
+        # Experts scatter by themselves, and a shared MLP gathers and scatters once more.
+        has_shared = part.shared is not None
+        gathers += has_shared
+        scatters += has_shared + block.is_parallel
+    return gathers, scatters
 
 
 @lru_cache(maxsize=64)

@@ -61,7 +61,7 @@ def _plan_tiles_kernel(
 
 
 @jit
-def _rows_kernel(
+def _group_rows_kernel(
     x_ptr,
     index_ptr,
     weight_ptr,
@@ -120,7 +120,7 @@ def _rows_kernel(
 
 
 @jit
-def _gradient_kernel(
+def _group_gradient_kernel(
     dy_ptr,
     x_ptr,
     index_ptr,
@@ -246,7 +246,7 @@ def multiply_groups(
     out = x.new_empty(rows, columns)
     expert_of_tile, row_of_tile = tiles or plan_tiles(offsets, rows, tiling.rows)
     tile_count = len(expert_of_tile)
-    _rows_kernel[(tile_count * cdiv(columns, tiling.columns),)](
+    _group_rows_kernel[(tile_count * cdiv(columns, tiling.columns),)](
         x,
         x if index is None else index,
         weights,
@@ -319,7 +319,7 @@ def accumulate_group_gradients(
         dy = dy.contiguous()
     if x.stride(-1) != 1:
         x = x.contiguous()
-    _gradient_kernel[(cdiv(rows, tiling.rows) * cdiv(columns, tiling.columns), experts)](
+    _group_gradient_kernel[(cdiv(rows, tiling.rows) * cdiv(columns, tiling.columns), experts)](
         dy,
         x,
         x if index is None else index,

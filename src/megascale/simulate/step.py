@@ -231,7 +231,7 @@ def engine_software(config: Config, base: Software) -> Software:
         window=model.window,
         distributed_optimizer=parallel.zero > 0,
         reduce_each=parallel.zero == 2,
-        full_sharding=parallel.zero == 3,
+        full_sharding=base.full_sharding or parallel.zero == 3,
         float8=base.float8 or float8 != "none",
         bf16_weight_gradients=float8 == "all but weight gradients",
         gather_bytes=1 if gathers_float8(parallel, config.train.linear_precision, 2) else base.gather_bytes,
@@ -259,7 +259,7 @@ def baseline_software(config: Config, base: Software = MEGATRON_2023) -> Softwar
         base,
         distributed_optimizer=parallel.zero > 0,
         reduce_each=parallel.zero == 2,
-        full_sharding=parallel.zero == 3,
+        full_sharding=base.full_sharding or parallel.zero == 3,
         float8=base.has_float8 and _asks_float8(config),
         recompute=parallel.recompute,
     )

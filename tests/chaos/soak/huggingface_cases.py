@@ -169,7 +169,7 @@ def _gpt_neox(choose: Choose, settings: dict[str, Any], heads: int, size: int) -
             ({"rope_scaling": dict(rope)}, None),
             ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),  # its class reads rotary_pct
             _scaled(choose),
-            ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}}, None),
+            ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type"),
             ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_parameters"),
             ({"rotary_emb_base": 77}, "rotary_emb_base"),
             ({"rope_theta": 77.0}, "rope_theta"),

@@ -27,7 +27,7 @@ def test_every_drawn_case_can_be_laid_out_and_all_kinds_come():
         for section, keys in tree.items():
             for key, value in keys.items():
                 observed.setdefault(f"{section}.{key}", set()).add(str(value))
-    assert observed["parallel.zero"] == {"0", "1", "2"}
+    assert observed["parallel.zero"] == {"0", "1", "2", "3"}
     assert observed["optimizer.name"] == {"adamw", "lamb", "muon"}
     for key in ("model.block", "model.tied_embeddings", "model.window", "parallel.virtual_stages", "parallel.tensor"):
         assert len(observed[key]) >= 2
