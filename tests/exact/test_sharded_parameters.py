@@ -69,6 +69,17 @@ CASES = {
     "layers divided between chunks": case(
         1, 2, 2, virtual=2, microbatches=2, zero=3, model={"layers": 3}, parallel={"layer_split": [0.5, 1, 1, 0.5]}
     ),
+    # With rotary positions the first chunk has no resident parameter.
+    "an untied embedding in a chunk of its own": case(
+        1,
+        2,
+        2,
+        virtual=2,
+        microbatches=2,
+        zero=3,
+        model={**UNTIED, "layers": 2, "positions": "rotary"},
+        parallel={"layer_split": [0, 1, 1, 0]},
+    ),
 }
 
 

@@ -183,6 +183,8 @@ def run_step(engine: Engine, step: int, report: Told) -> None:
     data = engine.data_parallel
     # What the next step needs first is on its way by now, and nothing is after the last.
     moves = data.overlap and data.buffers[0].zero > 0 and engine.layout.grid.shards > 1
+    if data.buffers[0].zero == 3:
+        moves = moves and bool(data.buffers[0].resident_buckets)
     assert data.is_gathering(0) == (step < STEPS and moves)
     report.losses.append(float(result.loss))
     report.norms.append(float(result.grad_norm))

@@ -217,7 +217,9 @@ class ParamAndGradBuffer:
         """
         if self._zeroed is None and any(contributions):
             self._find_overwritten(contributions)
-        torch_private.foreach_zero_([self.grads] if self._zeroed is None else self._zeroed)
+        zeroed = [self.grads] if self._zeroed is None else self._zeroed
+        if zeroed:  # a chunk of an untied embedding alone has no resident parameter from ZeRO-2 on
+            torch_private.foreach_zero_(zeroed)
         for i in self._overwritten:
             self.sinks[i].overwrite = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import Counter
 from itertools import pairwise
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 
 from megascale import config
 from megascale.data.dataset.indexed import IndexedDataset, IndexedWriter
-from megascale.data.dataset.packing import SamplePlan, assign_best_fit, make_plan
+from megascale.data.dataset.packing import SamplePlan, assign_best_fit, make_plan, sort_distinct
 from megascale.data.dataset.samples import HeldOut, SampleSource
 from megascale.data.loader.host_plan import HostPlan
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, DataError
 from tests.data.dataset.test_sample_fields import FieldFile
 from tests.data.sample_sources import open_samples, plan_host_of, write_documents
 
@@ -146,6 +147,44 @@ def test_a_damaged_plan_is_made_again(tmp_path: Path) -> None:
     stored.write_bytes(stored.read_bytes()[:-8])
     assert np.array_equal(open_samples(configured(prefix, 8, "best_fit"), index).batch(0, 4), expected)
     assert SamplePlan.load(stored) is not None
+
+
+def test_a_plan_that_cannot_be_stored_is_made_at_each_start(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "t", [5, 3, 9, 2])
+    index = tmp_path / "index"
+    index.write_text("a file in the place of the folder")
+    expected = open_samples(configured(prefix, 8, "best_fit")).batch(0, 4)
+    assert np.array_equal(open_samples(configured(prefix, 8, "best_fit"), index).batch(0, 4), expected)
+
+
+def test_hosts_store_the_same_plan_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of two containers may have the same number."""
+    path = tmp_path / "plan.bin"
+    plan = make_plan("best_fit", np.array([0, 5]), 12, sequence_length=8, max_documents=4)
+    replace = os.replace
+
+    def replace_second(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        plan.save(path)  # of the other host
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_second)
+    plan.save(path)
+    assert list(tmp_path.iterdir()) == [path]
+    stored = SamplePlan.load(path)
+    assert stored is not None
+    assert [stored.intervals(i) for i in range(stored.samples)] == [plan.intervals(i) for i in range(plan.samples)]
+
+
+@given(st.lists(st.integers(-9, 9)))
+def test_distinct_values(values: list[int]) -> None:
+    assert sort_distinct(np.array(values, np.int64)).tolist() == sorted(set(values))
+
+
+def test_documents_of_one_token_cannot_be_packed(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "t", [1] * 20)
+    with pytest.raises(DataError, match=r"no document of two tokens or more.*--data.document_mask=false"):
+        open_samples(configured(prefix, 8, "best_fit"))
 
 
 def test_documents_of_the_indexed_format(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megascale.core.batch import SampleFields
+from megascale.data.dataset.packing import sort_distinct
 from megascale.data.dataset.token_file import TokenFile
 from megascale.errors import DataError
 
@@ -247,7 +248,7 @@ class IndexedDataset(TokenFile):
         """Return the first token of each document that is not empty, int64; DataError if the index is damaged."""
         self.verify()
         sequence_starts = np.append(self._pointers // self.dtype.itemsize, self.tokens)
-        starts = np.unique(sequence_starts[self.document_indices[:-1]])
+        starts = sort_distinct(sequence_starts[self.document_indices[:-1]])
         return starts[starts < self.tokens]
 
     @property

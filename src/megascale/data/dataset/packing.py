@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,7 +105,7 @@ class SamplePlan:
         """
         begins = np.asarray(self._starts)
         stops = begins + np.asarray(self._lengths)
-        edges = np.unique(np.concatenate([document_starts, begins, stops]))
+        edges = sort_distinct(np.concatenate([document_starts, begins, stops]))
         edges = edges[edges < tokens]
         # Every part between two edges lies in one interval, or in none if it was left out.
         order = np.argsort(begins, kind="stable")
@@ -112,20 +114,27 @@ class SamplePlan:
         sizes = np.diff(np.append(edges, tokens))[is_covered]
         lengths, counts = np.unique(sizes, return_counts=True)
         inner_edges = np.setdiff1d(edges[is_covered], document_starts, assume_unique=True)
-        cut = len(np.unique(np.searchsorted(document_starts, inner_edges, side="right")))
+        cut = len(sort_distinct(np.searchsorted(document_starts, inner_edges, side="right")))
         return PackingReport(
             self.samples, sequence_length, int(sizes.sum()), len(document_starts), cut, lengths, counts
         )
 
     def save(self, path: Path) -> None:
-        """Write the plan; readers find a complete file or none."""
+        """Write the plan; readers find a complete file or none. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         header = np.array([len(self._starts), self.samples], dtype=np.int64)
-        with open(temporary, "wb") as file:
-            for part in (header, self._starts, self._lengths, self._firsts):
-                file.write(np.ascontiguousarray(part, dtype="<i8").data)
-        os.replace(temporary, path)
+        # Hosts that share the folder write at the same time, and processes of two containers may have the same number.
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            with open(temporary, "xb") as file:
+                for part in (header, self._starts, self._lengths, self._firsts):
+                    file.write(np.ascontiguousarray(part, dtype="<i8").data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     @staticmethod
     def load(path: Path) -> SamplePlan | None:
@@ -179,8 +188,17 @@ def load_plan(
     plan = SamplePlan.load(path)
     if plan is None:
         plan = make()
-        plan.save(path)
+        with suppress(OSError):  # a full or read-only disk only means that the next start makes the plan again
+            plan.save(path)
     return plan
+
+
+def sort_distinct(values: Lengths) -> Lengths:
+    """Return the distinct values, ascending. numpy.unique hashes them, which takes ten times as long for millions."""
+    ordered = np.sort(values, kind="stable")  # merges values that are sorted in parts
+    is_first = np.ones(len(ordered), bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[is_first]
 
 
 def _concatenate(document_starts: Lengths, tokens: int, length: int, max_documents: int) -> SamplePlan:

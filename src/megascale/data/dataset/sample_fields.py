@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.core.batch import SampleFields
-from megascale.data.dataset.packing import SamplePlan
+from megascale.data.dataset.packing import SamplePlan, sort_distinct
 from megascale.data.dataset.token_file import TokenFile
 from megascale.errors import ConfigError, DataError
 
@@ -58,7 +58,7 @@ def read_documents(file: TokenFile, setting: str) -> NDArray[np.int64]:
             f"data.document_mask=true needs documents, and {setting}={file.prefix} has none: its format has no "
             "`document_starts`; set --data.document_mask=false, or build it with `megascale data build`"
         )
-    return np.unique(np.append(0, np.asarray(starts, np.int64)))
+    return sort_distinct(np.append(0, np.asarray(starts, np.int64)))
 
 
 def restart_positions(boundaries: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -212,6 +212,11 @@ class SampleSource:
             return 0
         if number in self._documents:
             count = self._documents[number].plan.samples
+            if not count:
+                raise DataError(
+                    f"data.train: {file.prefix} has no document of two tokens or more, and data.document_mask=true "
+                    "predicts no document's first token; set --data.document_mask=false, or use longer documents"
+                )
         else:
             count = max(0, (file.tokens - 1) // self.sequence_length)
         if not count:
