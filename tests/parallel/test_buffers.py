@@ -243,3 +243,12 @@ def test_a_forward_waits_for_each_block_when_it_is_next(monkeypatch, tied):
         assert needed <= arrived
         assert (later and not later & arrived) or number == 1  # the last block may be all that is left
     assert [min(spans[where].members) for where in sent] == sorted(min(span.members) for span in spans.values())
+
+
+@pytest.mark.parametrize(("zero", "expected"), [(1, "all"), (2, "all"), (3, "resident")])
+def test_the_buffer_of_parameters_has_no_room_for_gathered_units(zero, expected):
+    axes = Axes(data=Axis(size=2))
+    buffer = ParamAndGradBuffer(chunk(Axis(), layers=2), torch.device("cpu"), axes=axes, zero=zero)
+    sizes = {"all": buffer.layout.size, "resident": buffer.layout.size - buffer.layout.unit_size}
+    assert buffer.params.numel() == sizes[expected] > 0
+    assert buffer.shard_params.numel() == (buffer.layout.size - sizes[expected]) // 2

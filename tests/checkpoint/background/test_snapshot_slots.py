@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from megascale.checkpoint.background import snapshot_memory
 from megascale.checkpoint.background.replica import Replicas
 from megascale.checkpoint.background.service_protocol import Replicate
-from megascale.checkpoint.background.snapshot_memory import Slot, make_slots
+from megascale.checkpoint.background.snapshot_memory import Progress, Slot, make_slots
 from megascale.checkpoint.background.staging import choose_slot
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.core.capacity import Capacity
@@ -226,3 +227,20 @@ def test_a_copy_that_still_comes_costs_no_whole_one() -> None:
         reserved.generation = "00000002-b"
         reserved.busy.release()
         assert room(slots, slots - 1, "00000003-b", above=1) is first
+
+
+def test_a_reader_of_a_snapshot_waits_for_its_bytes() -> None:
+    progress = Progress()
+    received: list[int] = []
+    reader = threading.Thread(target=lambda: received.append(progress.wait(10)))
+    reader.start()
+    while reader.is_alive() and not progress._changed._waiters:  # type: ignore[attr-defined]
+        pass
+    progress.advance(4)
+    progress.advance(12)
+    reader.join(30)
+    assert received == [12]
+    progress.fail()
+    assert progress.wait(12) == 12
+    with pytest.raises(OSError, match="before its state was copied"):
+        progress.wait(13)
