@@ -144,6 +144,20 @@ def test_times_are_the_device_s_and_lie_on_the_host_s_clock(device, queue, work)
     assert device.created < 200  # events come out of the pool
 
 
+def test_the_first_synchronisation_bounds_the_offset_on_a_host_that_has_run_for_days(device):
+    """The first block is seen a second late, so that its upper bound can only come from the synchronisation."""
+    device.host = device.busy = 10 * 86_400 * 10**9
+    retained = TimingSink()
+    recorder = DeviceTimers(torch.device("cuda", 0), retained)
+    truth = step(recorder, device, 1, queue=20_000, work=10_000)
+    device.host = device.busy + 10**9
+    recorder.close()
+    ((_, _, spans, error),) = [timing for timing in retained.timings if timing[0] == SPANS]
+    (forward,) = spans[spans["kind"] == SpanKind.FORWARD]
+    assert error < 100_000
+    assert abs(int(forward["start_ns"]) - truth["forward"][0]) <= error + 2000
+
+
 def test_a_device_that_stands_still_costs_blocks_and_no_wait(device):
     recorder = DeviceTimers(torch.device("cuda", 0), TimingSink())
     device.queue(1000, 10**15)
