@@ -162,7 +162,7 @@ def measure_casts(bench: Bench, M: int, N: int) -> None:
         bench.seconds(row, "fused", fused)
         if eager is not None:
             bench.seconds(row, "eager", eager)
-        row.host = timing.host_seconds(fused)
+        row.host = timing.launch_seconds(fused)
 
 
 def _timed(bench: Bench, row: KernelRow, flops: float, function: Callable[[], Any]) -> None:

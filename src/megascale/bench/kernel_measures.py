@@ -85,8 +85,8 @@ def measure_case(bench: Bench, case: KernelCase) -> None:
         gradients = functools.partial(torch.autograd.grad, out, inputs, upstream, retain_graph=True)
         bench.seconds(backward, name, gradients)
         if name == "fused":
-            forward.host = timing.host_seconds(call)
-            backward.host = timing.host_seconds(gradients)
+            forward.host = timing.launch_seconds(call)
+            backward.host = timing.launch_seconds(gradients)
         del out, upstream, gradients
 
 

@@ -12,21 +12,21 @@ import torch
 REPEATS = 9  # timed replays; the median is taken
 
 
-def device_seconds(function: Callable[[], Any], target: float = 2e-3) -> float:
+def device_seconds(function: Callable[[], Any], replay_seconds: float = 2e-3) -> float:
     """Return seconds of device time of one call, the median of REPEATS replays of a graph of several calls.
 
     A function that cannot be captured is timed call after call; on CPU one call is timed. The current stream must not
     be the default one, which cannot be captured.
 
     Args:
-        target: seconds that one replay lasts at least.
+        replay_seconds: approximate duration of one replay (at most 64 calls).
     """
     if not torch.cuda.is_available():
-        return _host_seconds(function)
+        return _cpu_seconds(function)
     for _ in range(3):
         function()
     torch.cuda.synchronize()
-    calls = max(1, min(64, round(target / max(_events(function, 3), 1e-7))))
+    calls = max(1, min(64, round(replay_seconds / max(_seconds_per_call(function, 3), 1e-7))))
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -34,13 +34,16 @@ def device_seconds(function: Callable[[], Any], target: float = 2e-3) -> float:
                 function()
     except Exception:  # it synchronizes with the device
         torch.cuda.synchronize()
-        return _events(function, REPEATS)
+        return _seconds_per_call(function, REPEATS)
     graph.replay()
-    return statistics.median(_events(graph.replay, 1) for _ in range(REPEATS)) / calls
+    return statistics.median(_seconds_per_call(graph.replay, 1) for _ in range(REPEATS)) / calls
 
 
-def host_seconds(function: Callable[[], Any], calls: int = 20) -> float | None:
-    """Return the host's seconds to launch one call, which bound small micro-batches without graphs. None on CPU."""
+def launch_seconds(function: Callable[[], Any], calls: int = 20) -> float | None:
+    """Return the host time to launch one call in seconds, None on CPU.
+
+    It limits small micro-batches when CUDA graphs are off.
+    """
     if not torch.cuda.is_available():
         return None
     function()
@@ -53,7 +56,7 @@ def host_seconds(function: Callable[[], Any], calls: int = 20) -> float | None:
     return elapsed / calls
 
 
-def _events(function: Callable[[], Any], calls: int) -> float:
+def _seconds_per_call(function: Callable[[], Any], calls: int) -> float:
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):
@@ -63,14 +66,14 @@ def _events(function: Callable[[], Any], calls: int) -> float:
     return start.elapsed_time(stop) / calls / 1e3
 
 
-def _host_seconds(function: Callable[[], Any]) -> float:
+def _cpu_seconds(function: Callable[[], Any]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
 def copy_rate(device: torch.device, size: int = 1 << 30) -> float:
-    """Return bytes/s (read + written) of a device copy of `size` bytes, the bound of memory-bound kernels.
+    """Return bytes/s (read + written) of a device copy of `size` bytes, the upper limit for memory-bound kernels.
 
     The better of a copy and of a kernel that reads and writes: a copy inside a graph may go to a copy engine, which
     reaches two thirds of what kernels do on an H200.
