@@ -106,7 +106,7 @@ def test_other_errors_are_not_hidden():
         raise error
 
     with pytest.raises(FileNotFoundError):
-        spare.lend(lambda: fail(FileNotFoundError(errno.ENOENT, "no")))
+        spare.call_with_reserve(lambda: fail(FileNotFoundError(errno.ENOENT, "no")))
     with pytest.raises(sqlite3.OperationalError):
-        spare.lend(lambda: fail(sqlite3.OperationalError("disk I/O error")))
+        spare.call_with_reserve(lambda: fail(sqlite3.OperationalError("disk I/O error")))
     spare.close()

@@ -18,16 +18,16 @@ log = logging.getLogger("megascale.driver")
 Result = TypeVar("Result")
 
 FULL_COLLECTION_INTERVAL = 6 * 3600.0  # seconds: each full collection halts the loop for a second or two
-FULL_COLLECTION_SHARE = 1000.0  # a full collection may take one part in so many of the time
+MAX_COLLECTION_SHARE = 1e-3  # at most this fraction of the time is spent in full collections
 _NEVER = 1 << 30
 
 FILE_LIMIT = 65_536  # open files: agents of the largest job, and as many unauthenticated connections
-_SPARE = 8  # SQLite opens up to three files for a write, the event log one
+_RESERVE_SIZE = 8  # SQLite opens up to three files for a write, the event log one
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 
 
 class LoopTasks:
-    """Tasks that run on the driver's loop besides its own.
+    """Background tasks on the driver's event loop.
 
     Attributes:
         wake: set by events that the loop should handle at once.
@@ -56,10 +56,10 @@ class LoopTasks:
 
 
 class DeferredGarbageCollection:
-    """Keeps Python from searching long-lived objects for garbage whenever its counters say so.
+    """Turns off automatic full garbage collections; `collect_if_due` runs them at fixed intervals instead.
 
-    The history of 1,536 nodes is some millions of objects, nearly all freed by their reference counts, and searching
-    them halts the process for a second. Young objects are collected as usual, old ones by `collect_if_due`.
+    The history of 1,536 nodes consists of several million objects, nearly all freed by their reference counts.
+    Searching them halts the process for a second. Young objects are collected as usual, old ones by `collect_if_due`.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class DeferredGarbageCollection:
     def collect_if_due(self) -> float:
         """Collect all generations if that is due; return the duration in seconds."""
         current_time = time.monotonic()
-        if current_time - self._last <= max(FULL_COLLECTION_INTERVAL, FULL_COLLECTION_SHARE * self._duration):
+        if current_time - self._last <= max(FULL_COLLECTION_INTERVAL, self._duration / MAX_COLLECTION_SHARE):
             return 0.0
         gc.collect()
         self._last = time.monotonic()
@@ -101,7 +101,7 @@ class SpareDescriptors:
         weakref.finalize(self, _close_all, self._reserve)
         self._fill()
 
-    def lend(self, write: Callable[[], Result]) -> Result:
+    def call_with_reserve(self, write: Callable[[], Result]) -> Result:
         """Call `write` and return its result. Without a free descriptor, call it again with the reserve released."""
         try:
             return write()
@@ -129,9 +129,9 @@ class SpareDescriptors:
         return False
 
     def _fill(self) -> None:
-        """Reserve as many descriptors as there are, up to the full number."""
+        """Fill the reserve up to `_RESERVE_SIZE` descriptors, or as far as free ones allow."""
         try:
-            while len(self._reserve) < _SPARE:
+            while len(self._reserve) < _RESERVE_SIZE:
                 self._reserve.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         except OSError as error:
             if error.errno not in _EXHAUSTED:

@@ -57,7 +57,9 @@ class AuditLog:
     ) -> Entry:
         """Record an event. Raise JournalFenced if another driver has taken over."""
         columns: dict[str, Any] = {"action": action, "nodes": nodes, "ranks": ranks, "evidence": evidence}
-        entry = self._descriptors.lend(lambda: self._journal.add(kind, attempt=attempt, **columns, **details))
+        entry = self._descriptors.call_with_reserve(
+            lambda: self._journal.add(kind, attempt=attempt, **columns, **details)
+        )
         line: dict[str, Any] = {"time": entry.time, "date": format_time(entry.time), "event": kind, "by": "driver"}
         line["attempt"] = attempt
         line |= {name: list(value) if isinstance(value, tuple) else value for name, value in columns.items() if value}
@@ -69,7 +71,7 @@ class AuditLog:
         """Append a line to the file. A line that cannot be written is written with the next one."""
         self._late_lines.append(line)
         try:
-            self._descriptors.lend(self._write_lines)
+            self._descriptors.call_with_reserve(self._write_lines)
         except OSError as error:
             if error.errno not in (*DISK_FULL_ERRNOS, self._reported_errno):  # The journal reports a full disk.
                 self._log_line("driver", f"{self._file} cannot be written ({error.strerror}); the driver continues")
