@@ -18,7 +18,7 @@ SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x0c\n\x03\xe2\
 @pytest.mark.parametrize(
     ("name", "data", "output"),
     [
-        ("tokenizer.model", RANKS, r"a tiktoken rank file .as Llama 3's.*NAME\.tiktoken.*NAME\.json"),
+        ("tokenizer.model", RANKS, r"a tiktoken rank file .like Llama 3's.*NAME\.tiktoken.*NAME\.json"),
         ("ranks.txt", RANKS, "a tiktoken rank file"),
         ("tokenizer.model", SENTENCEPIECE, "a sentencepiece model.*AutoTokenizer.*save_pretrained"),
         ("spiece.model", b"\n\x0e\n\x05<pad>\x15\x00\x00\x00\x00\x18\x02", "a sentencepiece model"),
@@ -45,5 +45,5 @@ def test_a_folder_without_a_tokenizer_json(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=rf"from_pretrained\('{tmp_path}'\).save_pretrained"):
             load_tokenizer(path)
     (tmp_path / "tokenizer.model").unlink()
-    with pytest.raises(DataError, match=r"name the tokenizer\.json in it"):
+    with pytest.raises(DataError, match=r"pass the path of the tokenizer\.json inside"):
         load_tokenizer(tmp_path)

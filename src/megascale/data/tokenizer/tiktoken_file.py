@@ -127,7 +127,7 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
             yield parts[0], parts[1]
 
 
-def is_tiktoken_record(text: str) -> bool:
+def is_tiktoken_json(text: str) -> bool:
     """Return whether the contents of a tokenizer.json are a tiktoken encoding that `to_json` wrote."""
     return _KIND in text[:100]
 

@@ -1,5 +1,7 @@
-"""Tokenizers of a run and of files. Three kinds have one interface (base.py): Hugging Face `tokenizer.json` files and
-byte-level BPE trained here (huggingface_file.py), and tiktoken's rank files (tiktoken_file.py).
+"""Load the tokenizer of a run or from a file.
+
+Three kinds have one interface (base.py): Hugging Face `tokenizer.json` files and byte-level BPE trained here
+(huggingface_file.py), and tiktoken's rank files (tiktoken_file.py).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from megascale.data.tokenizer.huggingface_file import (
 from megascale.errors import ConfigError, DataError
 
 TOKENIZER = "tokenizer.json"
-# Files in which a model's folder may hold a tokenizer without a tokenizer.json.
+# Other tokenizer files that a model folder may contain instead of tokenizer.json.
 _OTHER_FORMS = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
 
 
@@ -39,24 +41,22 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except FileNotFoundError:
         remedy = "set data.tokenizer to a tokenizer.json or build a data set"
         if _has_other_form(path.parent):
-            remedy = _conversion_command(path.parent)
+            remedy = _conversion_advice(path.parent)
         raise DataError(f"tokenizer {path} does not exist; {remedy}") from None
     except IsADirectoryError:
         if not (path / TOKENIZER).exists() and _has_other_form(path):
-            raise DataError(
-                f"tokenizer {path} is a folder without a {TOKENIZER}. {_conversion_command(path)}"
-            ) from None
-        raise DataError(f"tokenizer {path} is a folder; name the {TOKENIZER} in it") from None
+            raise DataError(f"tokenizer {path} is a folder without a {TOKENIZER}. {_conversion_advice(path)}") from None
+        raise DataError(f"tokenizer {path} is a folder; pass the path of the {TOKENIZER} inside") from None
     except OSError as error:
         raise DataError(f"tokenizer {path} cannot be read: {error}; check its permissions") from None
-    is_tiktoken = path.suffix.lower() == ".tiktoken"
-    if _is_rank_file(data) and not is_tiktoken:
+    has_tiktoken_suffix = path.suffix.lower() == ".tiktoken"
+    if _looks_like_rank_file(data) and not has_tiktoken_suffix:
         raise DataError(f"tokenizer {path} is not a {TOKENIZER}: {_explain(path, data)}")
     try:
         text = data.decode()
-        if tiktoken_file.is_tiktoken_record(text):
+        if tiktoken_file.is_tiktoken_json(text):
             return tiktoken_file.from_json(text, str(path))
-        if is_tiktoken:
+        if has_tiktoken_suffix:
             return tiktoken_file.from_ranks(path, text)
         return HuggingFaceTokenizer.from_json(text, configured_end(path.with_name(CONFIG)), str(path))
     except (UnicodeDecodeError, NotATokenizerError) as error:
@@ -66,7 +66,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> Tokenizer:
-    """Train byte-level BPE (as GPT-2) on `texts`; id 0 ends a document. Any text can be encoded.
+    """Train byte-level BPE (like GPT-2) on `texts`; id 0 ends a document. Any text can be encoded.
 
     Args:
         special_tokens: names of further special tokens, which get the ids after 0.
@@ -75,7 +75,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Seque
 
 
 def tokenizer_path(data: DataConfig) -> Path:
-    """Return `data.tokenizer`, or the tokenizer.json next to the first training file; ConfigError without either."""
+    """Return `data.tokenizer`, or the tokenizer.json next to the first training file.
+
+    Raises ConfigError if neither is set.
+    """
     if data.tokenizer:
         return Path(data.tokenizer)
     if not data.train:
@@ -84,7 +87,7 @@ def tokenizer_path(data: DataConfig) -> Path:
 
 
 def load_run_tokenizer(data: DataConfig) -> Tokenizer:
-    """Load the run's tokenizer (see tokenizer_path); DataError if it cannot be read."""
+    """Load the run's tokenizer (see tokenizer_path). Raises DataError if it cannot be read."""
     return load_tokenizer(tokenizer_path(data))
 
 
@@ -93,19 +96,19 @@ def _explain(path: Path, data: bytes) -> str:
     kind = _find_kind(path, data)
     if kind == "a tiktoken rank file":
         return (
-            f"it is {kind} (as Llama 3's tokenizer.model). Use the tokenizer.json of the same model, or name the file "
-            'NAME.tiktoken and put NAME.json next to it with {"pattern": "...", "special_tokens": '
+            f"it is {kind} (like Llama 3's tokenizer.model). Use the tokenizer.json of the same model, or rename the "
+            'file to NAME.tiktoken and put NAME.json next to it with {"pattern": "...", "special_tokens": '
             '{"<|endoftext|>": ID}}'
         )
-    return f"it is {kind}. {_conversion_command(path.parent)}"
+    return f"it is {kind}. {_conversion_advice(path.parent)}"
 
 
-def _conversion_command(folder: Path) -> str:
-    """Return how to make a tokenizer.json from a model's folder."""
+def _conversion_advice(folder: Path) -> str:
+    """Return advice on how to get a tokenizer.json for a model's folder."""
     return (
         "Use the tokenizer.json of the same model; where it has none, "
         f"`python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{folder}')"
-        f".save_pretrained('{folder}')\"` makes one (it may need the packages sentencepiece and protobuf)"
+        f".save_pretrained('{folder}')\"` makes one (it may need the sentencepiece and protobuf packages)"
     )
 
 
@@ -115,7 +118,7 @@ def _has_other_form(folder: Path) -> bool:
 
 
 def _find_kind(path: Path, data: bytes) -> str:
-    if _is_rank_file(data):
+    if _looks_like_rank_file(data):
         return "a tiktoken rank file"
     if data[:1] == b"\n" and (path.suffix.lower() in (".model", ".spm") or b"<unk>" in data[:4096]):
         return "a sentencepiece model"
@@ -142,10 +145,10 @@ def _find_record_kind(record: Any) -> str:
         return "the settings of a tokenizer (tokenizer_config.json)"
     if record and all(isinstance(number, int) for number in record.values()):
         return "a vocabulary without its rules (vocab.json)"
-    return "JSON of another kind, or of a newer version of the package tokenizers"
+    return "JSON of another kind, or of a newer version of the tokenizers package"
 
 
-def _is_rank_file(data: bytes) -> bool:
+def _looks_like_rank_file(data: bytes) -> bool:
     """Return whether the first line is a token in base64 and its rank."""
     parts = data[:4096].split(b"\n", 1)[0].split()
     try:
