@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 def compare_results(first: Path, second: Path) -> list[Row]:
     """Part by part: seconds of both and the difference. The last result of each file is taken."""
-    result_a, result_b = _result(first), _result(second)
+    result_a, result_b = _load_result(first), _load_result(second)
     rows: list[Row] = []
     for part in result_a["parts"] | result_b["parts"]:
         a, b = float(result_a["parts"].get(part, 0.0)), float(result_b["parts"].get(part, 0.0))
@@ -33,18 +33,19 @@ def compare_results(first: Path, second: Path) -> list[Row]:
     return rows
 
 
-def _row(part: str, parts_a: dict[str, Any], seconds_a: float, parts_b: dict[str, Any], seconds_b: float) -> Row:
-    first, second = f"{parts_a['label']} (first), s", f"{parts_b['label']} (second), s"
+def _row(part: str, result_a: dict[str, Any], seconds_a: float, result_b: dict[str, Any], seconds_b: float) -> Row:
+    first, second = f"{result_a['label']} (first), s", f"{result_b['label']} (second), s"
     return {"part": part, first: seconds_a, second: seconds_b, "difference, s": seconds_b - seconds_a}
 
 
-def _result(path: Path) -> dict[str, Any]:
+def _load_result(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(read_text(path))
         if isinstance(tree, list):
             last = tree[-1]
         else:
             last = tree
+        # Each conversion raises if the value is missing or malformed.
         float(last["seconds"])
         dict(last["parts"])
         str(last["label"])
@@ -57,12 +58,12 @@ def explain_run(
     folder: Path, cluster: str, calibration: str | None, software: str | None, gpus: int | None = None
 ) -> list[Row]:
     """Predicted and measured step of a run, and for each constant the value that alone would close the gap."""
-    measured, machine = measure(folder, gpus), load_cluster(cluster)
-    check_device(measured, machine)
-    name = software or own_stack(machine)
-    base = stack(name)
-    fitted = load_calibration(calibration, machine.name, base.family)
-    scenario = Scenario(measured.config, measured.gpus, machine, fitted, engine_software(measured.config, base))
+    measured, cluster_model = measure(folder, gpus), load_cluster(cluster)
+    check_device(measured, cluster_model)
+    stack_name = software or own_stack(cluster_model)
+    base = stack(stack_name)
+    fit = load_calibration(calibration, cluster_model.name, base.family)
+    scenario = Scenario(measured.config, measured.gpus, cluster_model, fit, engine_software(measured.config, base))
     result = run(scenario, check_memory=False)
     gap = result.seconds / measured.seconds - 1.0
     if result.low <= measured.seconds <= result.high:
@@ -77,35 +78,44 @@ def explain_run(
         },
         {"what": "predicted step", "value": result.seconds, "remark": f"{gap:+.1%}, measured lies {inside} P10-P90"},
     ]
-    case = scenario.case()
+    inputs = scenario.case()  # of the closed form
     for constant, (low, high, _) in BOUNDS.items():
         grid = np.linspace(low, high, 201)
         seconds = np.array(
-            [float(step_parts(machine, case, replace(fitted.constants, **{constant: float(x)})).total) for x in grid]
+            [
+                float(step_parts(cluster_model, inputs, replace(fit.constants, **{constant: float(x)})).total)
+                for x in grid
+            ]
         )
         if seconds.max() - seconds.min() < 1e-3 * measured.seconds:
             continue
         best = int(np.abs(seconds - measured.seconds).argmin())
-        current = getattr(fitted.constants, constant)
+        current = getattr(fit.constants, constant)
         closes = abs(seconds[best] / measured.seconds - 1.0) < 0.01
         if closes:
             verdict = "closes the gap"
         else:
             verdict = f"leaves {seconds[best] / measured.seconds - 1:+.1%}"
         if current is None:
-            was = "the cluster's figure"
+            current_text = "the cluster's value"
         else:
-            was = f"{current:.3g}"
-        rows.append({"what": f"{constant} alone at", "value": float(grid[best]), "remark": f"{verdict}; now {was}"})
+            current_text = f"{current:.3g}"
+        rows.append(
+            {
+                "what": f"if only {constant} changed",
+                "value": float(grid[best]),
+                "remark": f"{verdict} (currently {current_text})",
+            }
+        )
     return rows
 
 
-def predicted_and_measured(runs: Path, predictions: Path) -> list[Row]:
+def predicted_and_measured(runs_folder: Path, predictions_file: Path) -> list[Row]:
     """Return all predictions with their measurement where the run folder exists."""
-    _, predictions_list = load_predictions(predictions)
-    measured = {p.name: m for p, m in matching(predictions_list, runs)}
+    _, predictions = load_predictions(predictions_file)
+    measured = {p.name: m for p, m in matching(predictions, runs_folder)}
     rows: list[Row] = []
-    for p in predictions_list:
+    for p in predictions:
         m = measured.get(p.name)
         rows.append(
             {
