@@ -22,13 +22,13 @@ from megascale.services.framing import (
     read_greeting,
     read_head,
 )
-from megascale.services.messages import Count, Facts, Finite, Integer, Message, Name, Part, Schema, Text
+from megascale.services.messages import Count, Finite, Integer, Labels, Message, Name, Record, Schema, Text
 from megascale.services.shared_token import NONCE_BYTES
 
 LIMIT = 4096
 
 
-class Leaf(Part, frozen=True):
+class Leaf(Record, frozen=True):
     name: Name
     value: Finite = 0.0
 
@@ -37,7 +37,7 @@ class Tree(Message, frozen=True):
     number: Count
     count: Integer = 0
     text: Text = ""
-    facts: Facts = msgspec.field(default_factory=dict)
+    facts: Labels = msgspec.field(default_factory=dict)
     leaves: Annotated[tuple[Leaf, ...], Meta(max_length=8)] = ()
     data: Annotated[bytes, Meta(max_length=64)] = b""
     maybe: Leaf | None = None

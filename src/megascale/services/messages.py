@@ -1,8 +1,9 @@
 """Messages with a schema: records in MessagePack whose fields are checked for type, range and length when decoded.
 
-A message is a subclass of `Message` with fields of the types below, or records of them. A `Schema` lists the messages
-of one direction; it refuses unknown fields, non-finite numbers and values longer than their type allows. A protocol
-between two processes is thus a module of `Message` classes and one `Schema` per direction:
+A message is a subclass of `Message` whose fields have the types below, or are `Record`s with such fields.
+A `Schema` lists the messages of one direction; it refuses unknown fields, non-finite numbers and values longer than
+their type allows. A protocol between two processes is thus a module of `Message` classes and one `Schema` per
+direction:
 
     class Attach(Message, frozen=True):
         rank: Count
@@ -38,26 +39,26 @@ Name = Annotated[str, Meta(max_length=200)]  # interned when decoded (see `Schem
 NonEmptyName = Annotated[str, Meta(min_length=1, max_length=200)]
 Text = Annotated[str, Meta(max_length=2000)]
 Path = Annotated[str, Meta(max_length=4096)]
-Facts = Annotated[dict[Name, Name], Meta(max_length=256)]
+Labels = Annotated[dict[Name, Name], Meta(max_length=256)]
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """A record within a message."""
 
 
 class Message(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="do", tag=str.lower
 ):
-    """A message between two processes; `do` names its kind: the class name in lower case."""
+    """A message between two processes; `do` holds its tag: the class name in lower case."""
 
     @property
     def do(self) -> str:
-        """Return the kind of message as it is encoded."""
+        """Return the message's tag on the wire."""
         return str(self.__struct_config__.tag)
 
 
 class Schema:
-    """The kinds of message of one direction.
+    """The message types that may be sent in one direction.
 
     Names (fields of the types `Name` and `NonEmptyName`) are interned when decoded: a driver that keeps the last
     minute of 1,536 nodes would otherwise hold "train" and "mlx5_0" a million times.
@@ -69,15 +70,15 @@ class Schema:
 
     def __init__(self, *message_types: type[Message], limit: int) -> None:
         self.limit = limit
-        self.types = {str(kind.__struct_config__.tag): kind for kind in message_types}
+        self.types = {str(message_type.__struct_config__.tag): message_type for message_type in message_types}
         self._decoder = msgspec.msgpack.Decoder(functools.reduce(operator.or_, message_types))
         self._encoder = msgspec.msgpack.Encoder()
-        self._name_fields = {kind: _find_name_fields(kind) for kind in message_types}
+        self._name_fields = {message_type: _find_name_fields(message_type) for message_type in message_types}
 
     def build(self, do: str, fields: dict[str, Any]) -> Message:
-        """Return the message of kind `do`. Raises ValueError for an unknown kind or unsuitable fields."""
+        """Return the message with the tag `do`. Raises ValueError for an unknown tag or unsuitable fields."""
         if do not in self.types:
-            raise ValueError(f"there is no message {do!r}; there are {', '.join(sorted(self.types))}")
+            raise ValueError(f"unknown message {do!r}; expected one of {', '.join(sorted(self.types))}")
         try:
             return self.types[do](**fields)
         except TypeError as error:
@@ -93,12 +94,12 @@ class Schema:
         return data
 
     def encode_frame(self, message: Message) -> bytes:
-        """Return the message with its head, for a stream without attachments. Raises ValueError as `encode`."""
+        """Return the message with its header, for a stream without file descriptors. Raises ValueError as `encode`."""
         data = self.encode(message)
         return make_head(len(data)) + data
 
     def decode(self, data: bytes | bytearray | memoryview) -> Any:
-        """Return the message. Raises ProtocolError, with the reason, for any other data."""
+        """Return the message. Raises ProtocolError if `data` is not a valid message of this schema."""
         message = self._decode(data)
         _intern_names(message, self._name_fields[type(message)])
         return message
@@ -120,12 +121,12 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Yield the messages that `data` completes. Raises ProtocolError for any other data."""
+        """Yield the messages that `data` completes. Raises ProtocolError if one is not valid in this schema."""
         self._buffer += data
         while len(self._buffer) >= HEAD.size:
-            size, _, files = read_head(self._buffer[: HEAD.size], self._schema.limit)
-            if files:
-                raise ProtocolError("a stream cannot carry open files")
+            size, _, descriptors = read_head(self._buffer[: HEAD.size], self._schema.limit)
+            if descriptors:
+                raise ProtocolError("a stream cannot carry file descriptors")
             stop = HEAD.size + size
             if len(self._buffer) < stop:
                 return
@@ -138,24 +139,24 @@ class FrameReader:
 _NameFields = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
 
 
-def _find_name_fields(kind: type[msgspec.Struct]) -> _NameFields:
+def _find_name_fields(record_type: type[msgspec.Struct]) -> _NameFields:
     """Return the fields of a record, and of the records in it, that hold names."""
-    fields = msgspec.structs.fields(kind)
+    fields = msgspec.structs.fields(record_type)
     names = tuple(field.name for field in fields if field.type in (Name, NonEmptyName))
-    parts = [(field.name, _find_part_type(field.type)) for field in fields]
-    return names, tuple((name, _find_name_fields(part)) for name, part in parts if part is not None)
+    members = [(field.name, _find_record_type(field.type)) for field in fields]
+    return names, tuple((name, _find_name_fields(member)) for name, member in members if member is not None)
 
 
-def _find_part_type(kind: Any) -> type[Part] | None:
+def _find_record_type(field_type: Any) -> type[Record] | None:
     """Return the record class of a field that holds a tuple of records."""
-    if get_origin(kind) is Annotated:
-        kind = get_args(kind)[0]
-    if get_origin(kind) is tuple:
-        part = get_args(kind)[0]
+    if get_origin(field_type) is Annotated:
+        field_type = get_args(field_type)[0]
+    if get_origin(field_type) is tuple:
+        element = get_args(field_type)[0]
     else:
-        part = None
-    if isinstance(part, type) and issubclass(part, Part):
-        return part
+        element = None
+    if isinstance(element, type) and issubclass(element, Record):
+        return element
     return None
 
 

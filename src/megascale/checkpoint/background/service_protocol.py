@@ -18,7 +18,7 @@ from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.conversation import Done, ErrorReply
 from megascale.services.framing import PROTOCOL_VERSION
 from megascale.services.host_service import ServiceLocation, make_private_folder, private_base_folder
-from megascale.services.messages import Count, Message, Name, Part, Path, Port, Schema, Text
+from megascale.services.messages import Count, Message, Name, Path, Port, Record, Schema, Text
 
 NAME = "checkpoint"
 LIMIT = 64 << 20  # bytes of a message: a snapshot's checksums, the state saved with it
@@ -184,7 +184,7 @@ class SaveResult(Message, frozen=True):
     record: ExitRecord = NO_RECORD
 
 
-class SnapshotInfo(Part, frozen=True):
+class SnapshotInfo(Record, frozen=True):
     """A snapshot in memory; `replica`: it is another host's."""
 
     rank: Count

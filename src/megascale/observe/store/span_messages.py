@@ -10,7 +10,7 @@ from pathlib import Path
 from megascale.services.conversation import Done, ErrorReply
 from megascale.services.framing import PROTOCOL_VERSION
 from megascale.services.host_service import Launch, ServiceLocation, private_base_folder
-from megascale.services.messages import Count, Facts, Message, Schema
+from megascale.services.messages import Count, Labels, Message, Schema
 
 NAME = "spans"
 RANKS_FILE = "ranks.jsonl"  # in a host's folder: facts of each rank
@@ -24,7 +24,7 @@ class Follow(Message, frozen=True):
 
     rank: Count
     attempt: Count
-    facts: Facts
+    facts: Labels
 
 
 TO_SPANS = Schema(Follow, limit=_MESSAGE_BYTES)

@@ -10,15 +10,15 @@ from megascale.observe.hang.scene import MAX_EVIDENCE_BYTES
 from megascale.resilience.protocol.heartbeat import MAX_BYTES, Heartbeat, Rank
 from megascale.services.messages import (
     Count,
-    Facts,
     Finite,
     Integer,
+    Labels,
     Message,
     Name,
     NonEmptyName,
-    Part,
     Path,
     Port,
+    Record,
     Schema,
     Text,
 )
@@ -38,7 +38,7 @@ _Settings = Annotated[str, Meta(max_length=SETTINGS_CHARACTERS)]
 # From an agent ----------------------------------------------------------------------------------------------------
 
 
-class RunningTrainers(Part, frozen=True):
+class RunningTrainers(Record, frozen=True):
     """State from which a driver with a lost journal adopts the running trainers (driver/telemetry/membership.py).
 
     Attributes:
@@ -70,8 +70,8 @@ class Hello(Message, frozen=True):
     epoch: Count = 0
     attempt: Count = 0
     pid: Count = 0
-    hardware: Facts = field(default_factory=dict)
-    versions: Facts = field(default_factory=dict)
+    hardware: Labels = field(default_factory=dict)
+    versions: Labels = field(default_factory=dict)
     trainers: RunningTrainers | None = None
 
 
@@ -85,8 +85,8 @@ class Join(Message, frozen=True):
     node: NonEmptyName
     version: Name
     address: Name
-    hardware: Facts = field(default_factory=dict)
-    versions: Facts = field(default_factory=dict)
+    hardware: Labels = field(default_factory=dict)
+    versions: Labels = field(default_factory=dict)
 
 
 class Stopped(Message, frozen=True):
@@ -122,7 +122,7 @@ class Lines(Message, frozen=True):
     lines: Annotated[tuple[Text, ...], Meta(max_length=200)]
 
 
-class StepFigures(Part, frozen=True):
+class StepFigures(Record, frozen=True):
     """Metrics of a step. Loss and gradient norm may be NaN or infinite."""
 
     step: Count

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 
 from megascale.core.exit_record import NO_RECORD, ExitRecord
-from megascale.services.messages import Count, Facts, Finite, Integer, Message, Name, NonEmptyName, Part, Text
+from megascale.services.messages import Count, Finite, Integer, Labels, Message, Name, NonEmptyName, Record, Text
 
 MAX_BYTES = 256 * 1024
 TAIL_CHARACTERS = 4000  # characters of stderr_tail
@@ -19,7 +19,7 @@ Tail = Annotated[str, Meta(max_length=TAIL_CHARACTERS)]
 Rank = Annotated[int, Meta(ge=0, lt=10**9)]
 
 
-class Worker(Part, frozen=True):
+class Worker(Record, frozen=True):
     """One trainer process.
 
     Attributes:
@@ -61,7 +61,7 @@ class Worker(Part, frozen=True):
     completed_steps: Count = 0
 
 
-class LogMatch(Part, frozen=True):
+class LogMatch(Record, frozen=True):
     """A line of a trainer's log that matched a pattern since the last heartbeat, read `age` seconds ago."""
 
     rank: Count
@@ -70,7 +70,7 @@ class LogMatch(Part, frozen=True):
     age: Finite = 0.0
 
 
-class GpuReport(Part, frozen=True):
+class GpuReport(Record, frozen=True):
     """Health of one GPU.
 
     Attributes:
@@ -93,7 +93,7 @@ class GpuReport(Part, frozen=True):
     silent_seconds: Finite = 0.0
 
 
-class NetworkTraffic(Part, frozen=True):
+class NetworkTraffic(Record, frozen=True):
     """Traffic of one network interface since the last heartbeat, from samples some milliseconds apart.
 
     Attributes:
@@ -138,13 +138,13 @@ class Heartbeat(Message, frozen=True):
     sent_ns: Count
     address: Name = ""
     pod: Name = ""
-    hardware: Facts = field(default_factory=dict)
-    versions: Facts = field(default_factory=dict)
+    hardware: Labels = field(default_factory=dict)
+    versions: Labels = field(default_factory=dict)
     workers: Annotated[tuple[Worker, ...], _ITEMS] = ()
     logs: Annotated[tuple[LogMatch, ...], _ITEMS] = ()
     gpus: Annotated[tuple[GpuReport, ...], _ITEMS] = ()
     traffic: Annotated[tuple[NetworkTraffic, ...], _ITEMS] = ()
-    checksums: Facts = field(default_factory=dict)
+    checksums: Labels = field(default_factory=dict)
     step_seconds: Annotated[dict[Rank, Finite], _ITEMS] = field(default_factory=dict)
     disks: Annotated[dict[Name, Finite], _ITEMS] = field(default_factory=dict)
     leaving: bool = False
