@@ -86,7 +86,7 @@ CASES = {
 @contextmanager
 def poisoned_slots() -> Iterator[None]:
     """Fill a slot with NaN when its unit is not in use."""
-    with mock.patch.object(ParameterSlots, "poisons", True):
+    with mock.patch.object(ParameterSlots, "poison_unused", True):
         yield
 
 
@@ -111,7 +111,7 @@ def count_gathers(rank: int, world: int, tree: dict[str, Any]) -> tuple[int, int
     run_step(engine, 1, report)
     slots = engine.data_parallel.parameter_slots
     assert slots is not None
-    before = slots.gathers
+    before = slots.gather_count
     nbytes = 0
     gather = all_gather_into
 
@@ -128,7 +128,7 @@ def count_gathers(rank: int, world: int, tree: dict[str, Any]) -> tuple[int, int
     traffic = estimate_stage_traffic(model, parallel, layout.grid, layout.schedule(), stage, 1, "float64")
     resident = count_stage_parameters(model, parallel, stage) - count_stage_units(model, parallel, stage).sharded
     planned = traffic.data_gather / (1 - 1 / layout.grid.shards) - 8 * resident
-    return slots.gathers - before, nbytes, round(planned)
+    return slots.gather_count - before, nbytes, round(planned)
 
 
 # Five blocks: a micro-batch's forward gathers embedding, blocks and head, and its backward the three blocks that the

@@ -64,7 +64,7 @@ def make_data_parallel(
             unit.memory.zero_()
             for param in unit.params:
                 draw_values(param)
-            for out, shard in unit._messages:
+            for out, shard in unit._gather_pairs:
                 wholes[shard.data_ptr()] = out.clone()
     slots.memory.fill_(float("nan"))
     monkeypatch.setattr(
@@ -72,7 +72,7 @@ def make_data_parallel(
         "all_gather_into",
         lambda out, shard, axis: Pending(out, finish=lambda: out.copy_(wholes[shard.data_ptr()])),
     )
-    slots.poisons = True
+    slots.poison_unused = True
     return data_parallel
 
 
@@ -163,7 +163,7 @@ def test_the_embedding_is_not_gathered_for_backward(monkeypatch):
         start_gather(unit)
 
     monkeypatch.setattr(ParameterUnit, "start_gather", log_gather)
-    slots.prefetches = False
+    slots.prefetch = False
     run_step(data, 1)
     forward = list(range(LAYERS + 2))
     assert gathered == forward + forward[-2:0:-1]

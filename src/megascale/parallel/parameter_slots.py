@@ -1,7 +1,7 @@
 """Parameters in slots: under ZeRO-3 a unit's whole matrices exist only around their use.
 
 A rank keeps its shard of each unit's matrices. Before a forward or a backward of the unit, its shards are gathered into
-a slot; the memory is free again when another unit of the same slot is gathered. Parameters are views of their slot at
+a slot; the slot is reused when the next unit assigned to it is gathered. Parameters are views of their slot at
 addresses that never change.
 
 Usually a unit is a block, the embedding or the head. Blocks use two slots in turn, so that the next block is gathered
@@ -27,9 +27,9 @@ class ParameterUnit:
     """Matrices that are gathered together, and their memory in a slot.
 
     Attributes:
-        start, stop: elements of the slots' memory.
+        start, stop: element range within the slots' memory.
         params: the matrices.
-        is_gathered: whether the slot has the matrices, or their gather is in flight.
+        owns_slot: whether the slot holds the matrices, or their gather is in flight.
     """
 
     def __init__(
@@ -39,24 +39,27 @@ class ParameterUnit:
         elements: tuple[int, int],
         start: int,
     ) -> None:
-        first, last = elements
+        buffer_start, buffer_stop = elements
         self.start = start
-        self.stop = start + last - first
+        self.stop = start + buffer_stop - buffer_start
         self.memory = memory[self.start : self.stop]
-        self.is_gathered = False
+        self.owns_slot = False
         self.pending: list[Pending] = []
         self._axis = buffer.axes.data
-        self._messages: list[tuple[torch.Tensor, torch.Tensor]] = []  # each bucket's part of the slot, and its shard
+        # Each bucket's part of the slot, and its shard.
+        self._gather_pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.params: list[nn.Parameter] = []
         for bucket, span in enumerate(buffer.layout.buckets):
-            if not first <= span.start < last:
+            if not buffer_start <= span.start < buffer_stop:
                 continue
-            self._messages.append((self.memory[span.start - first : span.stop - first], buffer.shards[bucket].params))
+            self._gather_pairs.append(
+                (self.memory[span.start - buffer_start : span.stop - buffer_start], buffer.shards[bucket].params)
+            )
             for i in span.members:
                 param = buffer.parameters[i]
-                offset = buffer.layout.starts[i] - first
-                # Gathers write through the slot, whose version counter is not the parameter's. Autograd would
-                # otherwise take a parameter that is gathered again for backward for a changed one.
+                offset = buffer.layout.starts[i] - buffer_start
+                # Gathers write through the slot, whose version counter is not the parameter's. Otherwise,
+                # autograd would consider a parameter modified when it is gathered again for the backward.
                 param.data = self.memory[offset : offset + param.numel()].view(param.shape)
                 self.params.append(param)
 
@@ -66,8 +69,8 @@ class ParameterUnit:
 
     def start_gather(self) -> None:
         """Start to gather the matrices into the slot."""
-        self.is_gathered = True
-        for out, shard in self._messages:
+        self.owns_slot = True
+        for out, shard in self._gather_pairs:
             self.pending.append(all_gather_into(out, shard, self._axis))
 
     def wait(self) -> None:
@@ -77,7 +80,7 @@ class ParameterUnit:
 
     def store_shards(self) -> None:
         """Write this rank's shards from the matrices in the slot."""
-        for out, shard in self._messages:
+        for out, shard in self._gather_pairs:
             shard.copy_(out.view(self._axis.size, -1)[self._axis.rank])
 
 
@@ -87,26 +90,26 @@ class ParameterSlots:
     Args:
         buffers: the chunks' buffers. Their matrices get memory here.
         chunk_slots: slot of each chunk if units are whole chunks; None for blocks.
-        prefetches: gather the next unit while one computes.
+        prefetch: gather the next unit while one computes.
 
     Attributes:
         memory: memory of all slots.
-        units: units of each chunk by number of the unit in the forward, None for one without matrices.
-        poisons: fill a slot with NaN as soon as its unit is not in use, to prove that nothing reads it then.
-        gathers: gathers since the start, for tests and diagnosis.
+        units: `units[chunk][unit_index]`, in forward order; None where a unit has no matrices.
+        poison_unused: fill a slot with NaN as soon as its unit is not in use, to prove that nothing reads it then.
+        gather_count: gathers since the start, for tests and diagnosis.
     """
 
-    poisons = False
+    poison_unused = False
 
     def __init__(
         self,
         buffers: Sequence[ParamAndGradBuffer],
         chunk_slots: Sequence[int] | None,
-        prefetches: bool,
+        prefetch: bool,
     ) -> None:
-        self.prefetches = prefetches
-        self.gathers = 0
-        self.is_by_chunk = chunk_slots is not None
+        self.prefetch = prefetch
+        self.gather_count = 0
+        self.units_are_chunks = chunk_slots is not None
         self._gathered: list[ParameterUnit] = []
         self.units: list[list[ParameterUnit | None]] = []
         if chunk_slots is None:
@@ -117,40 +120,41 @@ class ParameterSlots:
         for buffer, unit_starts in zip(buffers, starts, strict=True):
             units: list[ParameterUnit | None] = [None] * buffer.count_units()
             if chunk_slots is None:
-                for number, elements in find_unit_ranges(buffer.layout).items():
-                    units[number] = ParameterUnit(self.memory, buffer, elements, unit_starts[number])
+                for unit_index, elements in find_unit_ranges(buffer.layout).items():
+                    units[unit_index] = ParameterUnit(self.memory, buffer, elements, unit_starts[unit_index])
             elif buffer.layout.unit_size:
                 unit = ParameterUnit(self.memory, buffer, (0, buffer.layout.unit_size), unit_starts[0])
                 units = [unit] * len(units)
             self.units.append(units)
 
-    def before_forward(self, chunk: int, number: int) -> None:
-        """Make a unit's matrices complete for its forward, and start to gather the next unit's."""
-        self._make_complete(self.units[chunk][number])
-        if self.prefetches and number + 1 < len(self.units[chunk]):
-            self._start_gather(self.units[chunk][number + 1])
+    def before_forward(self, chunk: int, unit_index: int) -> None:
+        """Ensure that a unit's matrices are gathered for its forward, and start to gather the next unit's."""
+        self._ensure_gathered(self.units[chunk][unit_index])
+        if self.prefetch and unit_index + 1 < len(self.units[chunk]):
+            self._start_gather(self.units[chunk][unit_index + 1])
 
-    def before_backward(self, chunk: int, number: int, has_next_microbatch: bool) -> None:
-        """Make a unit's matrices complete for its backward, and start to gather those that are needed next.
+    def before_backward(self, chunk: int, unit_index: int, has_next_microbatch: bool) -> None:
+        """Ensure that a unit's matrices are gathered for its backward, and start to gather the unit needed next.
 
         Args:
             has_next_microbatch: whether another micro-batch follows, whose forward begins with the first unit.
         """
-        self._make_complete(self.units[chunk][number])
-        if self.prefetches and (number > 1 or has_next_microbatch):
-            self._start_gather(self.units[chunk][number - 1])
+        self._ensure_gathered(self.units[chunk][unit_index])
+        # Unit 0 (embedding) needs no gather for backward, only for the next forward.
+        if self.prefetch and (unit_index > 1 or has_next_microbatch):
+            self._start_gather(self.units[chunk][unit_index - 1])
 
     def start_first_gather(self, chunk: int) -> None:
         """Start to gather the first unit of a chunk's forward, unless another unit has its slot and may be in use."""
         unit = next((unit for unit in self.units[chunk] if unit is not None), None)
-        if self.prefetches and unit is not None and not any(occupant.overlaps(unit) for occupant in self._gathered):
+        if self.prefetch and unit is not None and not any(occupant.overlaps(unit) for occupant in self._gathered):
             self._start_gather(unit)
 
     def gather_parameter(self, chunk: int, param: nn.Parameter) -> None:
-        """Make one parameter complete; it stays so until the next use of a slot."""
+        """Ensure that one parameter is gathered; it stays so until the next use of a slot."""
         for unit in self.units[chunk]:
             if unit is not None and any(member is param for member in unit.params):
-                self._make_complete(unit)
+                self._ensure_gathered(unit)
                 return
 
     def is_gathering(self, chunk: int) -> bool:
@@ -180,8 +184,8 @@ class ParameterSlots:
                     initialise(param)
                 unit.store_shards()
 
-    def _make_complete(self, unit: ParameterUnit | None) -> None:
-        if self.poisons:
+    def _ensure_gathered(self, unit: ParameterUnit | None) -> None:
+        if self.poison_unused:
             for occupant in list(self._gathered):
                 if occupant is not unit and not occupant.pending:
                     self._release(occupant)
@@ -191,22 +195,22 @@ class ParameterSlots:
 
     def _start_gather(self, unit: ParameterUnit | None) -> None:
         """Start to gather a unit unless its slot has it."""
-        if unit is None or unit.is_gathered:
+        if unit is None or unit.owns_slot:
             return
         for occupant in list(self._gathered):
             if occupant.overlaps(unit):
                 self._release(occupant)
-        # The side stream needs no wait: it computes gradients of weights, which read no parameter.
+        # No need to wait for the weight-gradient stream: its kernels do not read parameters.
         unit.start_gather()
-        self.gathers += 1
+        self.gather_count += 1
         self._gathered.append(unit)
 
     def _release(self, unit: ParameterUnit) -> None:
         """Give up a unit's matrices."""
         unit.wait()
-        unit.is_gathered = False
+        unit.owns_slot = False
         self._gathered.remove(unit)
-        if self.poisons:
+        if self.poison_unused:
             unit.memory.fill_(float("nan"))
 
 
@@ -215,8 +219,8 @@ def _find_block_starts(buffers: Sequence[ParamAndGradBuffer]) -> tuple[list[dict
     block_size = outer_size = 0
     for buffer in buffers:
         last = buffer.count_units() - 1
-        for number, (start, stop) in find_unit_ranges(buffer.layout).items():
-            if 0 < number < last:
+        for unit_index, (start, stop) in find_unit_ranges(buffer.layout).items():
+            if 0 < unit_index < last:
                 block_size = max(block_size, stop - start)
             else:
                 outer_size = max(outer_size, stop - start)
