@@ -192,7 +192,7 @@ def test_sizes_must_be_positive(sizes):
 
 def test_the_paper_s_175b_schedule():
     schedule = interleaved_1f1b(8, 6, 32)
-    assert [len(t) for t in schedule.table] == [2 * 192 + 4 * 192 - 2 * 32 * (s in (0, 7)) + 12 for s in range(8)]
+    assert [len(t) for t in schedule.tables] == [2 * 192 + 4 * 192 - 2 * 32 * (s in (0, 7)) + 12 for s in range(8)]
     assert schedule.count_in_flight(0) == 55
     assert np.all([schedule.count_in_flight(s) == 55 - 2 * s for s in range(8)])
 

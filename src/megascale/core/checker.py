@@ -99,7 +99,7 @@ def check_order(schedule: Schedule) -> None:
 def _check_stage(schedule: Schedule, stage: int) -> None:
     v = schedule.virtual_stages
     m = schedule.microbatches
-    table = schedule.table[stage]
+    table = schedule.tables[stage]
     stage_name = f"stage {stage} of the schedule {schedule.name}"
     kind, chunk, i = table.T
     outside = (chunk < 0) | (chunk >= v) | (i < -1) | (i >= m)
@@ -180,7 +180,7 @@ def _expected_counts(schedule: Schedule, stage: int, count: np.ndarray) -> np.nd
     expected[ActionKind.BACKWARD_INPUT, :, :m] = is_split
     expected[ActionKind.BACKWARD_WEIGHT, :, :m] = is_split
     for kind in SENDS + RECEIVES:
-        expected[kind, :, :m] = schedule.has_message(stage, kind)[:, None]
+        expected[kind, :, :m] = schedule.message_mask(stage, kind)[:, None]
     expected[ActionKind.GATHER_PARAMS, :, m] = 1
     once = count[ActionKind.REDUCE_GRADS, :, m] == 1
     expected[ActionKind.REDUCE_GRADS, :, m] = once
@@ -243,7 +243,7 @@ class Machine:
 
     def __init__(self, schedule: Schedule, communicator: CommunicatorOf, send_slots: int = SEND_SLOTS) -> None:
         self.schedule, self.send_slots = schedule, send_slots
-        self.lengths = [len(table) for table in schedule.table]
+        self.lengths = [len(table) for table in schedule.tables]
         # Waits of each action: (communicator, number of transfers that it must have delivered).
         self.needs: list[list[tuple[tuple[int, int], ...]]] = [[()] * n for n in self.lengths]
         self.posts: list[list[int]] = [[-1] * n for n in self.lengths]
@@ -253,7 +253,7 @@ class Machine:
             self._compile(stage, communicator, numbers)
 
     def _compile(self, stage: int, communicator: CommunicatorOf, numbers: dict[Hashable, int]) -> None:
-        schedule, table = self.schedule, self.schedule.table[stage]
+        schedule, table = self.schedule, self.schedule.tables[stage]
         comms: dict[tuple[int, int], int] = {}  # of each kind and chunk that has messages
         for kind in SENDS + RECEIVES:
             for chunk in np.unique(table[table[:, 0] == kind, 1]).tolist():
@@ -414,7 +414,7 @@ def _find_communicators(table: np.ndarray, communicators: dict[tuple[int, int], 
 
 def _number_messages(schedule: Schedule, stage: int) -> np.ndarray:
     """Return a number for the message of each SEND and RECV in a stage's list, equal on both sides."""
-    kind, chunk, i = schedule.table[stage].astype(np.int64).T
+    kind, chunk, i = schedule.tables[stage].astype(np.int64).T
     g = schedule.chunk_map.positions[stage, chunk]
     # The sender's chunk numbers a message: an activation comes from the previous chunk, a gradient from the next.
     g -= kind == ActionKind.RECV_FORWARD

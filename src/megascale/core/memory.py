@@ -80,7 +80,7 @@ from megascale.core.schedule import (
     Action,
     ActionKind,
     Schedule,
-    select_kinds,
+    kind_mask,
 )
 from megascale.core.schedule_registry import chunk_map_of
 from megascale.core.unit_slots import CHUNK_SLOTS, has_chunk_slots
@@ -620,7 +620,7 @@ def _workspace_width(spec: LayerSpec, tensor: int, side_stream: bool) -> int:
 
 def _count_pipeline_buffers(schedule: Schedule, stage: int) -> int:
     """Return the number of message buffers of a stage."""
-    kinds, chunks, _ = schedule.table[stage].T
+    kinds, chunks, _ = schedule.tables[stage].T
     count = 0
     for send in SENDS:
         sent = np.unique(chunks[kinds == send]).tolist()
@@ -634,10 +634,10 @@ def _count_pipeline_buffers(schedule: Schedule, stage: int) -> int:
 
 def _count_posted(schedule: Schedule, stage: int, receive: ActionKind, computes: tuple[ActionKind, ...]) -> int:
     """Return the maximum number of receives of a kind that are posted or have arrived while the stage computes."""
-    kind, chunk, _ = schedule.table[stage].T
-    consumed = select_kinds(kind, *computes) & schedule.has_message(stage, receive)[chunk]
+    kind, chunk, _ = schedule.tables[stage].T
+    consumed = kind_mask(kind, *computes) & schedule.message_mask(stage, receive)[chunk]
     waiting = ((kind == receive).astype(int) - consumed).cumsum()
-    return int(waiting[select_kinds(kind, *COMPUTES)].max())
+    return int(waiting[kind_mask(kind, *COMPUTES)].max())
 
 
 def _peak_activation_bytes(
@@ -664,8 +664,8 @@ def _peak_activation_bytes(
     for g in schedule.chunk_map.stage_chunks(stage):
         sizes.append(int(saved.of_chunk(layers[g])) + (head if g == schedule.chunks - 1 else output))
         factor_sizes.append(int(factors.of_chunk(layers[g])))
-    kind, chunk, _ = schedule.table[stage].T
-    changes = schedule.in_flight_steps(stage) * np.array(sizes)[chunk]
+    kind, chunk, _ = schedule.tables[stage].T
+    changes = schedule.in_flight_deltas(stage) * np.array(sizes)[chunk]
     queued = (kind == ActionKind.BACKWARD_INPUT).astype(int) - (kind == ActionKind.BACKWARD_WEIGHT)
     tokens_bytes = model.sequence_length * micro_batch * DTYPE_BYTES[precision]
     changes = changes + queued * tokens_bytes * np.array(factor_sizes)[chunk]

@@ -32,8 +32,8 @@ from megascale.core.schedule import (
     Action,
     ActionKind,
     Schedule,
+    kind_mask,
     peer_offset,
-    select_kinds,
 )
 
 STREAMS = ("compute", "send", "gather", "reduce")
@@ -75,13 +75,13 @@ class ActionGraph:
     @classmethod
     def compile(cls, schedule: Schedule) -> ActionGraph:
         """Compile a schedule. Raises ValueError if it can never finish (see core/checker.py)."""
-        action_counts = [len(table) for table in schedule.table]
+        action_counts = [len(table) for table in schedule.tables]
         stage = np.repeat(np.arange(schedule.stages), action_counts)
-        kind, chunk, microbatch = np.concatenate(schedule.table).T.astype(np.int64)
+        kind, chunk, microbatch = np.concatenate(schedule.tables).T.astype(np.int64)
         partner = _partners(schedule, stage, kind, chunk, microbatch)
         channel = _send_channels(stage, kind, partner)
         predecessors = _dependencies(schedule, stage, kind, chunk, microbatch, partner, channel)
-        levels = _topological_levels(predecessors, ~select_kinds(kind, *RECEIVES))
+        levels = _topological_levels(predecessors, ~kind_mask(kind, *RECEIVES))
         send_channels = int(channel.max(initial=-1)) + 1
         return cls(schedule, stage, kind, chunk, microbatch, partner, predecessors, levels, send_channels)
 
@@ -91,7 +91,7 @@ class ActionGraph:
         For engines with more waits than the schedule, such as blocking exchanges. Raises ValueError if that deadlocks.
         """
         predecessors = np.concatenate([self.predecessors, extra], axis=1)
-        levels = _topological_levels(predecessors, ~select_kinds(self.kind, *RECEIVES))
+        levels = _topological_levels(predecessors, ~kind_mask(self.kind, *RECEIVES))
         return replace(self, predecessors=predecessors, levels=levels)
 
     @property
@@ -110,12 +110,12 @@ class ActionGraph:
     @cached_property
     def is_compute(self) -> np.ndarray:
         """True for actions on the compute stream: [actions]."""
-        return select_kinds(self.kind, *COMPUTES)
+        return kind_mask(self.kind, *COMPUTES)
 
     @cached_property
     def is_send(self) -> np.ndarray:
         """True for SENDs: [actions]."""
-        return select_kinds(self.kind, *SENDS)
+        return kind_mask(self.kind, *SENDS)
 
     @cached_property
     def position(self) -> np.ndarray:
@@ -185,7 +185,7 @@ class Timeline:
     def stream_time(self, stream: str) -> np.ndarray:
         """Return the busy time of a stream of each stage (transfers count at the sender): [stages, ...]."""
         graph = self.graph
-        selected = (graph.stream == STREAMS.index(stream)) & ~select_kinds(graph.kind, *RECEIVES)
+        selected = (graph.stream == STREAMS.index(stream)) & ~kind_mask(graph.kind, *RECEIVES)
         total = np.zeros((graph.schedule.stages, *self.end.shape[1:]))
         np.add.at(total, graph.stage[selected], (self.end - self.transfer_start)[selected])
         return total
@@ -240,7 +240,7 @@ class Timeline:
         """
         graph = self.graph
         overlaps = np.zeros(graph.action_count)
-        real = ~select_kinds(graph.kind, *RECEIVES)
+        real = ~kind_mask(graph.kind, *RECEIVES)
         for s in range(graph.schedule.stages):
             in_stage = (graph.stage == s) & real
             actions = np.flatnonzero(in_stage & (graph.stream == STREAMS.index(stream)))
@@ -279,7 +279,7 @@ def replay_schedule(schedule: Schedule | ActionGraph, durations: np.ndarray | Du
     for level in graph.levels:
         end[level] = end[predecessors[level]].max(axis=1) + durations[level]
     transfer_start = end[:-1] - durations
-    receives = np.flatnonzero(select_kinds(graph.kind, *RECEIVES))
+    receives = np.flatnonzero(kind_mask(graph.kind, *RECEIVES))
     sends = graph.partner[receives]
     end[receives] = end[sends]
     transfer_start[receives] = transfer_start[sends]
@@ -352,7 +352,7 @@ def _partners(
 def _send_channels(stage: np.ndarray, kind: np.ndarray, partner: np.ndarray) -> np.ndarray:
     """Return for each SEND the number, on its stage, of its channel (kind and peer's stage), else -1: [actions]."""
     channel = np.full(len(kind), -1)
-    sends = np.flatnonzero(select_kinds(kind, *SENDS))
+    sends = np.flatnonzero(kind_mask(kind, *SENDS))
     if not len(sends):
         return channel
     stages = int(stage.max()) + 1
@@ -386,7 +386,7 @@ def _dependencies(
     """Build the array `ActionGraph.predecessors`. `channel`: see `_send_channels`."""
     channels = int(channel.max(initial=-1)) + 1
     predecessors = np.full((len(kind), 5 + channels), -1)
-    is_compute = select_kinds(kind, *COMPUTES)
+    is_compute = kind_mask(kind, *COMPUTES)
     predecessors[:, 0] = _previous_marked(is_compute, stage)
     key_count = schedule.stages * schedule.virtual_stages * schedule.microbatches
     key = _compute_key(schedule, stage, chunk, np.maximum(microbatch, 0))
@@ -417,7 +417,7 @@ def _dependencies(
             senders = index_by_key[compute][key[sends]]
             predecessors[senders[senders >= 0], 3] = slot_sends[senders >= 0]
     reduces = np.flatnonzero(kind == ActionKind.REDUCE_GRADS)
-    backwards = np.flatnonzero(select_kinds(kind, *WEIGHT_BACKWARDS))
+    backwards = np.flatnonzero(kind_mask(kind, *WEIGHT_BACKWARDS))
     # A reduction arms the chunk's next backward in the list: search among all, sorted by chunk and then by position.
     by_chunk = np.lexsort((backwards, chunk_key[backwards]))
     order = chunk_key * len(kind) + np.arange(len(kind))

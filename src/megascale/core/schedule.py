@@ -10,12 +10,13 @@ Meaning of the actions (the contract with the executor):
   input, and queues the gradients of linear layers' weights. The second computes these, at any time after the first
   (Qi et al. 2023, zero bubble). Each backward of a list may be whole or in two halves.
 - RECV_* posts the receive now; the FORWARD, BACKWARD or BACKWARD_INPUT of the same chunk and micro-batch awaits it.
-- SEND_* starts the send now. It is awaited only when its buffer is needed again: before the compute whose result is the
-  message SEND_SLOTS later on the same channel. Without overlap (`Schedule.exposed`, non-overlapped) every compute also
-  awaits the sends before it.
+- SEND_* starts the send now. Each channel has SEND_SLOTS buffers. A compute that would overwrite a buffer first waits
+  for the send that last used it. Without overlap (`Schedule.exposed`, non-overlapped) every compute also awaits the
+  sends before it.
 - GATHER_PARAMS starts the gather of the chunk's parameters, bucket by bucket in the order in which its first FORWARD
   needs them; that forward awaits each bucket before its use. The list's first gather (`Schedule.first_gather`) starts
-  during the previous step's update, if that step knows that another follows: a bucket leaves once its shard is updated.
+  during the previous step's update, if that step knows that another follows: each bucket's gather starts as soon as
+  its shard has been updated.
 - REDUCE_GRADS arms the chunk's buckets. It stands before the BACKWARD or BACKWARD_WEIGHT that completes their
   gradients, the chunk's last (ZeRO-2: before every one). Within that backward a bucket is reduced as soon as it is
   full; the optimizer awaits it.
@@ -25,10 +26,10 @@ stage nothing is sent: the list runs them in order, and the second takes the fir
 
 A receive is posted one compute slot before its message can arrive, in warm-up, steady and cool-down phases alike, and
 never in one operation with a send. So no compute waits for a transfer that it does not need (MegaScale section 3.2),
-and no send waits long on the device for its receiver. In groups larger than the pipeline, a message that crosses the
-ring's end arrives before its receiver needs it. A channel is one communicator for one directed edge in one direction of
-travel: on two stages with several chunks the forward edges 0->1 and 1->0 and the backward edges 1->0 and 0->1 are four
-channels.
+and no send waits long on the device for its receiver. In micro-batch groups larger than the number of stages, the
+wrap-around transfer from the last stage back to stage 0 arrives before its receiver needs it. A channel is one
+communicator per directed stage pair and per kind of tensor (activations or gradients): on two stages with several
+chunks the forward edges 0->1 and 1->0 and the backward edges 1->0 and 0->1 are four channels.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ import numpy as np
 from megascale.core.chunk_map import ChunkMap, Placement, make_chunk_map, round_robin
 from megascale.errors import FitError
 
-# Buffers of a channel on the sending side: one in flight, one being filled. A compute that fills a buffer waits for the
-# send this many before its own on that channel.
+# Buffers of a channel on the sending side: one in flight, one being filled. A compute that would overwrite a buffer
+# first waits for the send that last used it.
 SEND_SLOTS = 2
 
 
@@ -99,8 +100,8 @@ _OPPOSITES = {
 }
 
 
-def select_kinds(kinds: np.ndarray, *selected: ActionKind) -> np.ndarray:
-    """Return which of the codes `kinds` are one of `selected`: booleans of its shape."""
+def kind_mask(kinds: np.ndarray, *selected: ActionKind) -> np.ndarray:
+    """Return the boolean mask, of the shape of `kinds`, of the codes that are one of `selected`."""
     table = np.zeros(len(ActionKind), dtype=bool)
     table[list(selected)] = True
     return table[kinds]
@@ -132,7 +133,7 @@ class Action(NamedTuple):
 class Channel(NamedTuple):
     """A communicator: a directed edge between stages, for activations ("forward") or gradients ("backward")."""
 
-    direction: str
+    pass_name: str
     source: int
     target: int
 
@@ -146,8 +147,8 @@ class Schedule:
         stages: p, number of pipeline stages.
         virtual_stages: v, model chunks per stage.
         microbatches: m, micro-batches in a step.
-        table: for each stage an int32 array [actions, 3] of (kind, chunk, microbatch); `schedule[stage]` gives the same
-            as a tuple of Action.
+        tables: for each stage an int32 array [actions, 3] of (kind, chunk, microbatch); `schedule[stage]` gives the
+            same as a tuple of Action.
         exposed: whether every compute awaits all sends before it. `without_overlap` sets it.
         placement: stage of each model chunk.
     """
@@ -156,21 +157,21 @@ class Schedule:
     stages: int
     virtual_stages: int
     microbatches: int
-    table: tuple[np.ndarray, ...]
+    tables: tuple[np.ndarray, ...]
     exposed: bool = False
     placement: Placement = round_robin
 
     def replace_actions(self, actions: Sequence[Iterable[Action]]) -> Schedule:
         """Return this schedule with other actions, one list per stage."""
-        table = tuple(np.array(list(stage_actions), dtype=np.int32).reshape(-1, 3) for stage_actions in actions)
-        return replace(self, table=table)
+        tables = tuple(np.array(list(stage_actions), dtype=np.int32).reshape(-1, 3) for stage_actions in actions)
+        return replace(self, tables=tables)
 
     def __len__(self) -> int:
         return self.stages
 
     def __getitem__(self, stage: int) -> tuple[Action, ...]:
         kinds = list(ActionKind)
-        return tuple(Action(kinds[kind], chunk, i) for kind, chunk, i in self.table[stage].tolist())
+        return tuple(Action(kinds[kind], chunk, i) for kind, chunk, i in self.tables[stage].tolist())
 
     def __iter__(self) -> Iterator[tuple[Action, ...]]:
         return (self[stage] for stage in range(self.stages))
@@ -179,7 +180,7 @@ class Schedule:
         return (
             isinstance(other, Schedule)
             and (self.chunk_map, self.microbatches) == (other.chunk_map, other.microbatches)
-            and all(np.array_equal(a, b) for a, b in zip(self.table, other.table, strict=True))
+            and all(np.array_equal(a, b) for a, b in zip(self.tables, other.tables, strict=True))
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -197,14 +198,14 @@ class Schedule:
     @cached_property
     def splits_backward(self) -> bool:
         """True if some backwards are two actions, one for input gradients and one for weight gradients."""
-        return any((table[:, 0] == ActionKind.BACKWARD_WEIGHT).any() for table in self.table)
+        return any((table[:, 0] == ActionKind.BACKWARD_WEIGHT).any() for table in self.tables)
 
     def global_chunk(self, stage: int, chunk: int) -> int:
         """Return the position of a stage's chunk in the model."""
         return int(self.chunk_map.positions[stage, chunk])
 
-    def has_message(self, stage: int, kind: ActionKind) -> np.ndarray:
-        """Return which chunks of a stage have a SEND or RECV of this kind: [v] booleans.
+    def message_mask(self, stage: int, kind: ActionKind) -> np.ndarray:
+        """Return the mask of the chunks of a stage that have a SEND or RECV of this kind: [v] booleans.
 
         A chunk has none if there is no neighbour in that direction, or if the neighbour is on the same stage.
         """
@@ -218,12 +219,12 @@ class Schedule:
         """Return the communicator of a SEND or RECV of `stage`. Raises ValueError for other actions."""
         peer_stage, _ = self.peer(stage, action)
         if action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD):
-            direction = "forward"
+            pass_name = "forward"
         else:
-            direction = "backward"
+            pass_name = "backward"
         if action.kind.is_send:
-            return Channel(direction, stage, peer_stage)
-        return Channel(direction, peer_stage, stage)
+            return Channel(pass_name, stage, peer_stage)
+        return Channel(pass_name, peer_stage, stage)
 
     def peer(self, stage: int, action: Action) -> tuple[int, Action]:
         """Return the matching action on the other side as (stage, action).
@@ -241,7 +242,7 @@ class Schedule:
 
     def first_gather(self, stage: int) -> int:
         """Return the chunk of the first GATHER_PARAMS in the stage's list. Raises ValueError if there is none."""
-        kind, chunk, _ = self.table[stage].T
+        kind, chunk, _ = self.tables[stage].T
         gathers = chunk[kind == ActionKind.GATHER_PARAMS]
         if not len(gathers):
             raise ValueError(f"the schedule {self.name} gathers no parameters on stage {stage}")
@@ -252,15 +253,15 @@ class Schedule:
         forward = [Channel("forward", source, target) for source, target in self.chunk_map.edges()]
         return forward + [Channel("backward", channel.target, channel.source) for channel in forward]
 
-    def in_flight_steps(self, stage: int) -> np.ndarray:
+    def in_flight_deltas(self, stage: int) -> np.ndarray:
         """Return +1 for each FORWARD of a stage's list, -1 for each backward of its input, else 0: [actions]."""
-        kinds = self.table[stage][:, 0]
-        is_backward = select_kinds(kinds, *INPUT_BACKWARDS)
+        kinds = self.tables[stage][:, 0]
+        is_backward = kind_mask(kinds, *INPUT_BACKWARDS)
         return (kinds == ActionKind.FORWARD).astype(int) - is_backward
 
     def count_in_flight(self, stage: int) -> int:
         """Return the maximum number of chunk-forwards of `stage` whose backward has not run."""
-        return int(self.in_flight_steps(stage).cumsum().max(initial=0))
+        return int(self.in_flight_deltas(stage).cumsum().max(initial=0))
 
 
 def one_f_one_b(stages: int, microbatches: int, reduce_each_microbatch: bool = False) -> Schedule:
@@ -271,7 +272,7 @@ def one_f_one_b(stages: int, microbatches: int, reduce_each_microbatch: bool = F
     one chunk has twice the warm-up and hides them, for p-1-s more micro-batches in flight.
 
     Args:
-        reduce_each: a REDUCE_GRADS before every backward (ZeRO-2) instead of one before a chunk's last.
+        reduce_each_microbatch: a REDUCE_GRADS before every backward (ZeRO-2) instead of one before a chunk's last.
     """
     _check_positive(stages, 1, microbatches)
     warmup = [stages - 1 - s for s in range(stages)]
@@ -287,15 +288,15 @@ def interleaved_1f1b(
 ) -> Schedule:
     """Build interleaved 1F1B (Narayanan et al. 2021) for any number of micro-batches.
 
-    The micro-batches form groups (`group_sizes`; of p, or about `micro_batch_group_size`). In a group each chunk takes
-    its micro-batches in turn: forwards by rising chunk, backwards by falling. With g the largest group, stage
-    s warms up with (v-1) g + 2 (p-1-s) forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) +
-    1) chunk-forwards. Bubble (p-1)/(v m) for any m >= p when stages are equal. Where g > p, results that cross the
-    ring's end come g - p forwards before stage 0 needs them, and are received then.
+    The micro-batches run in groups of p micro-batches, or of about `micro_batch_group_size` (see `group_sizes`). In a
+    group each chunk takes its micro-batches in turn: forwards by rising chunk, backwards by falling. With g the largest
+    group, stage s warms up with (v-1) g + 2 (p-1-s) forwards, then alternates. In flight on stage s: min(v m, (v-1) g +
+    2 (p-1-s) + 1) chunk-forwards. Bubble (p-1)/(v m) for any m >= p when stages are equal. Where g > p, the wrap-around
+    transfers from the last stage arrive g - p forwards before stage 0 needs them, and are received then.
 
-    Large groups are for slow networks: the reduction of a chunk's gradients hides under the g backwards of each chunk
-    after it, and so does, under forwards, the gathering of parameters. One group of all m is the breadth-first
-    schedule of Lamy-Poirier (2022).
+    Large groups are for slow networks: the reduction of a chunk's gradients overlaps the next chunk's g backwards;
+    parameter gathers overlap forwards in the same way. One group of all m is the breadth-first schedule of
+    Lamy-Poirier (2022).
     """
     _check_positive(stages, virtual_stages, microbatches)
     group = max(group_sizes(stages, microbatches, micro_batch_group_size))
@@ -310,8 +311,8 @@ def group_sizes(stages: int, microbatches: int, micro_batch_group_size: int | No
 
     Groups have p micro-batches if p divides m, or `micro_batch_group_size` if that divides m. A remainder is spread
     over the groups, so that none is smaller than p (unless m is). A smaller last group would save memory but deadlocks:
-    its second chunk waits for the ring, while the backwards that the ring awaits are listed behind it (the checker
-    shows this for p = 4, v = 3, m = 5).
+    its second chunk waits for the wrap-around transfer, and the backwards on which that transfer depends are listed
+    behind it (the checker shows this for p = 4, v = 3, m = 5).
     """
     groups = max(1, microbatches // max(stages, micro_batch_group_size or 0))
     size, larger = divmod(microbatches, groups)
@@ -360,7 +361,7 @@ def _orders(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a stage's forwards and backwards in order, as two arrays [v m, 3] of (chunk, microbatch, lead).
 
-    Lead: number of computes of its direction by which a message that crosses the ring's end can arrive early.
+    Lead: number of computes of the same pass by which a wrap-around transfer can arrive early.
     """
     forward = []
     start = 0
@@ -382,7 +383,7 @@ def _build(
     v: int,
     m: int,
     warmup: list[int],
-    reduce_each: bool,
+    reduce_each_microbatch: bool,
     micro_batch_group_size: int | None = None,
 ) -> Schedule:
     """Build a schedule: place forwards and backwards into compute slots, and transfers around them."""
@@ -393,7 +394,7 @@ def _build(
         stage_computes, arrival = _order_computes(stage, p, v, min(warmup[stage], v * m), forwards, backwards)
         computes.append(stage_computes)
         arrivals.append(arrival)
-    return schedule_computes(name, p, v, m, computes, reduce_each_microbatch=reduce_each, arrivals=arrivals)
+    return schedule_computes(name, p, v, m, computes, reduce_each_microbatch=reduce_each_microbatch, arrivals=arrivals)
 
 
 def _order_computes(
@@ -410,10 +411,12 @@ def _order_computes(
     computes = np.empty((2 * n, 3), dtype=np.int32)
     computes[forward_slot] = np.insert(forwards[:, :2], 0, ActionKind.FORWARD, axis=1)
     computes[backward_slot] = np.insert(backwards[:, :2], 0, ActionKind.BACKWARD, axis=1)
-    # A message that crosses the ring's end comes from the previous group.
+    # The message of a wrap-around transfer comes from the group's previous chunk, and may arrive `lead` computes early.
     arrival = np.empty(2 * n, dtype=np.int64)
-    arrival[forward_slot] = forward_slot[i - forwards[:, 2] * (s == 0) * (forwards[:, 0] > 0)]
-    arrival[backward_slot] = backward_slot[i - backwards[:, 2] * (s == p - 1) * (backwards[:, 0] < v - 1)]
+    forward_chunk, forward_lead = forwards[:, 0], forwards[:, 2]
+    backward_chunk, backward_lead = backwards[:, 0], backwards[:, 2]
+    arrival[forward_slot] = forward_slot[i - forward_lead * (s == 0) * (forward_chunk > 0)]
+    arrival[backward_slot] = backward_slot[i - backward_lead * (s == p - 1) * (backward_chunk < v - 1)]
     return computes, arrival
 
 
@@ -436,10 +439,10 @@ def schedule_computes(
     Args:
         computes: for each stage [computes, 3] of (kind, chunk, microbatch), in order.
         reduce_each_microbatch: a REDUCE_GRADS before every backward of weights (ZeRO-2), not only a chunk's last.
-        arrivals: for each stage the compute before which the message of each compute is received: [computes]. The
-            default is that compute itself.
+        arrivals: `arrivals[stage][i]` is the index of the compute before which compute i's input message is
+            received. Default: i.
     """
-    schedule = Schedule(name, stages, virtual_stages, microbatches, table=(), placement=placement)
+    schedule = Schedule(name, stages, virtual_stages, microbatches, tables=(), placement=placement)
     tables = []
     for stage, stage_computes in enumerate(computes):
         stage_computes = np.asarray(stage_computes, dtype=np.int32).reshape(-1, 3)
@@ -448,51 +451,52 @@ def schedule_computes(
         else:
             arrival = arrivals[stage]
         tables.append(_add_communication(schedule, stage, stage_computes, arrival, reduce_each_microbatch))
-    return replace(schedule, table=tuple(tables))
+    return replace(schedule, tables=tuple(tables))
 
 
 def _add_communication(
-    schedule: Schedule, stage: int, computes: np.ndarray, arrival: np.ndarray, reduce_each: bool
+    schedule: Schedule, stage: int, computes: np.ndarray, arrival: np.ndarray, reduce_each_microbatch: bool
 ) -> np.ndarray:
     """Return the actions of a stage as [actions, 3]."""
     slots = np.arange(len(computes))
-    kinds, chunks, _ = computes.T
+    kinds, chunks, microbatches = computes.T
     rows = [computes]
     keys = [slots * 8 + _COMPUTE]
 
-    def put(kind: ActionKind, computes: np.ndarray, slot: np.ndarray, order: int | np.ndarray) -> None:
-        rows.append(np.column_stack([np.full(len(computes), int(kind)), computes[:, 1:]]))
+    def put(
+        kind: ActionKind, chunk: np.ndarray, microbatch: np.ndarray | int, slot: np.ndarray, order: int | np.ndarray
+    ) -> None:
+        columns = np.broadcast_arrays(int(kind), chunk, microbatch)
+        rows.append(np.column_stack(columns))
         keys.append(slot * 8 + order)
 
     for directions, receive, send in (
         ((ActionKind.FORWARD,), ActionKind.RECV_FORWARD, ActionKind.SEND_FORWARD),
         (INPUT_BACKWARDS, ActionKind.RECV_BACKWARD, ActionKind.SEND_BACKWARD),
     ):
-        is_direction = select_kinds(kinds, *directions)
-        received = slots[is_direction & schedule.has_message(stage, receive)[chunks]]
+        is_direction = kind_mask(kinds, *directions)
+        received = slots[is_direction & schedule.message_mask(stage, receive)[chunks]]
         slot = arrival[received]
-        put(receive, computes[received], np.maximum(slot - 1, 0), np.where(slot > 0, _NEXT_RECV, _OWN_RECV))
-        sent = slots[is_direction & schedule.has_message(stage, send)[chunks]]
-        put(send, computes[sent], sent, _SEND)
+        order = np.where(slot > 0, _NEXT_RECV, _OWN_RECV)
+        put(receive, chunks[received], microbatches[received], slot=np.maximum(slot - 1, 0), order=order)
+        sent = slots[is_direction & schedule.message_mask(stage, send)[chunks]]
+        put(send, chunks[sent], microbatches[sent], slot=sent, order=_SEND)
 
     # A chunk's parameters are gathered one chunk ahead, the first two at the start of the step.
     forwards = slots[kinds == ActionKind.FORWARD]
     gathered, first = np.unique(chunks[forwards], return_index=True)
     by_first_use = np.argsort(first)
     first_slots = forwards[first[by_first_use]]
-    whole_steps = np.column_stack([gathered, gathered, np.full(len(gathered), -1)])[by_first_use]
     ahead = np.concatenate([[0], first_slots[:-1]])
     order = np.where(np.arange(len(ahead)) == 0, _OWN_GATHER, _NEXT_GATHER)
-    put(ActionKind.GATHER_PARAMS, whole_steps, ahead, order)
-    backwards = slots[select_kinds(kinds, *WEIGHT_BACKWARDS)]
-    if reduce_each:
-        put(ActionKind.REDUCE_GRADS, computes[backwards], backwards, _REDUCE)
+    put(ActionKind.GATHER_PARAMS, gathered[by_first_use], -1, slot=ahead, order=order)
+    backwards = slots[kind_mask(kinds, *WEIGHT_BACKWARDS)]
+    if reduce_each_microbatch:
+        put(ActionKind.REDUCE_GRADS, chunks[backwards], microbatches[backwards], slot=backwards, order=_REDUCE)
     else:
         reduced, from_end = np.unique(chunks[backwards[::-1]], return_index=True)
         last_slots = backwards[::-1][from_end]
-        put(
-            ActionKind.REDUCE_GRADS, np.column_stack([reduced, reduced, np.full(len(reduced), -1)]), last_slots, _REDUCE
-        )
+        put(ActionKind.REDUCE_GRADS, reduced, -1, slot=last_slots, order=_REDUCE)
     table = np.concatenate(rows)[np.argsort(np.concatenate(keys), kind="stable")].astype(np.int32)
     table.setflags(write=False)
     return table

@@ -111,7 +111,7 @@ def build_schedule(
             f"parallel.schedule={name} made a schedule whose chunks are on stages {schedule.chunk_map.stage_of}, which "
             "its placement contradicts; give the schedule and its ScheduleDefinition the same placement"
         )
-    for stage, table in enumerate(schedule.table):
+    for stage, table in enumerate(schedule.tables):
         microbatch = table[table[:, 0] == ActionKind.REDUCE_GRADS, 2]
         if ((microbatch >= 0) != reduce_each_microbatch).any():
             if reduce_each_microbatch:

@@ -27,7 +27,7 @@ from megascale.core.memory import (
     count_stage_parameters,
     count_stage_units,
 )
-from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, select_kinds
+from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, kind_mask
 from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots, list_chunk_gathers, list_chunk_uses
 from megascale.errors import FitError
 
@@ -140,8 +140,8 @@ def estimate_stage_traffic(
     is_first = stage == chunk_map.first_stage
     is_last = stage == chunk_map.last_stage
     collectives += 2 * is_first + 2 * is_last
-    kinds = schedule.table[stage][:, 0]
-    sends = int(select_kinds(kinds, *SENDS).sum())
+    kinds = schedule.tables[stage][:, 0]
+    sends = int(kind_mask(kinds, *SENDS).sum())
     gather_bytes = 0
     parameters = count_stage_parameters(model, parallel, stage)
     units = count_stage_units(model, parallel, stage)
@@ -187,9 +187,9 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> 
     if has_chunk_slots(len(units.by_chunk)):
         gathers = list_chunk_gathers(list_chunk_uses(schedule, stage), assign_chunk_slots(schedule, stage))
         return sum(units.by_chunk[chunk] for chunk in gathers)
-    kinds, chunks, _ = schedule.table[stage].T
+    kinds, chunks, _ = schedule.tables[stage].T
     is_forward = kinds == ActionKind.FORWARD
-    is_use = is_forward | select_kinds(kinds, *INPUT_BACKWARDS)
+    is_use = is_forward | kind_mask(kinds, *INPUT_BACKWARDS)
     directions, used = is_forward[is_use], chunks[is_use]
     kept = int(((directions[1:] != directions[:-1]) & (used[1:] == used[:-1])).sum())
     total = int(np.array(units.blocks_by_chunk)[used].sum()) - kept * min(2 * units.block, max(units.blocks_by_chunk))

@@ -44,7 +44,7 @@ def assign_chunk_slots(schedule: Schedule, stage: int) -> list[int]:
 def list_chunk_uses(schedule: Schedule, stage: int) -> list[int]:
     """Return the chunks of a stage in the order of forwards and backwards; weight gradients read no parameters."""
     uses = []
-    for kind, chunk, _ in schedule.table[stage].tolist():
+    for kind, chunk, _ in schedule.tables[stage].tolist():
         if kind in COMPUTES and kind != ActionKind.BACKWARD_WEIGHT:
             uses.append(chunk)
     return uses

@@ -8,7 +8,7 @@ import numpy as np
 
 from megascale.core.chrome_trace import Record, name_tracks, write_trace
 from megascale.core.replay import STREAMS
-from megascale.core.schedule import RECEIVES, ActionKind, select_kinds
+from megascale.core.schedule import RECEIVES, ActionKind, kind_mask
 from megascale.simulate.step import StepEstimate
 
 _MICRO = 1e6
@@ -22,7 +22,7 @@ def write(result: StepEstimate, path: Path) -> int:
     records: list[Record] = []
     for stage in range(graph.schedule.stages):
         records += name_tracks(stage, f"stage {stage}", dict(enumerate(STREAMS)))
-    receives = select_kinds(graph.kind, *RECEIVES)
+    receives = kind_mask(graph.kind, *RECEIVES)
     lengths = timeline.end - timeline.transfer_start
     for n in np.flatnonzero(~receives & (lengths > 0)).tolist():
         kind = ActionKind(int(graph.kind[n]))

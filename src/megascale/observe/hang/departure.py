@@ -91,7 +91,7 @@ def _find_skipped_transfer(rank: int, record: CallRecord, layout: Layout, steps_
     for action in passed:
         if not (action.kind.is_send or action.kind.is_receive):
             continue
-        direction = schedule.channel(stage, action).direction
+        direction = schedule.channel(stage, action).pass_name
         op = "send" if action.kind.is_send else "recv"
         if (direction, op, action.chunk, action.microbatch) in signatures:
             continue
