@@ -6,7 +6,7 @@ import pytest
 
 from megascale.simulate.calibration import Constants
 from megascale.simulate.closed import step_parts
-from megascale.simulate.cluster import with_figure
+from megascale.simulate.cluster import with_value
 from megascale.simulate.event import simulate
 from megascale.simulate.software import MEGASCALE, MEGATRON_2023
 from tests.simulate.simulator_cases import calm, case
@@ -16,7 +16,7 @@ from tests.simulate.simulator_cases import calm, case
 @pytest.mark.parametrize("data", [4, 48, 192])
 def test_nics_half_as_fast_cost_the_same_on_both_levels_to_a_point(software, data):
     single, full = case(data=data, batch=32 * data, software=software), calm()
-    half = with_figure(full, "between", "gbs", full.between.gbs / 2)
+    half = with_value(full, "between", "gbs", full.between.gbs / 2)
     closed, event = (
         100 * (level(half) / level(full) - 1)
         for level in (lambda c: float(step_parts(c, single).total), lambda c: simulate(c, single).seconds)

@@ -12,7 +12,7 @@ from megascale import config as configuration
 from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE
 from megascale.errors import ConfigError
 from megascale.simulate.calibration import Calibration
-from megascale.simulate.cluster import load_cluster, with_figure
+from megascale.simulate.cluster import load_cluster, with_value
 from megascale.simulate.planner.layout_cost import DEVICES
 from megascale.simulate.render import show_rows
 from megascale.simulate.series import ablate_in_turn, parse_vary, sweep_rows
@@ -52,7 +52,7 @@ def test_a_varied_figure_is_checked_as_a_cluster_file_is(scenario, key, value, o
 
 def test_bandwidths_of_a_link_move_together():
     cluster = load_cluster("a100-roce")
-    half = with_figure(cluster, "between", "gbs", cluster.between.gbs / 2)
+    half = with_value(cluster, "between", "gbs", cluster.between.gbs / 2)
     assert half.between.bus == [[r, b / 2] for r, b in cluster.between.bus]
     assert half.between.p2p_gbs == cluster.between.p2p_gbs / 2
 

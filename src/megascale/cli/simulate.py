@@ -1,4 +1,4 @@
-"""`megascale simulate`: predict a step on a machine that is not there. Imports no torch."""
+"""`megascale simulate`: predict a step on hardware you do not have. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from megascale.config import Config
     from megascale.simulate.step import Scenario, StepEstimate
 
-_HELP = """Predict step time, MFU, days and memory of any layout on thousands of GPUs, without one.
+_HELP = """Predict step time, MFU, days and memory of any layout on thousands of GPUs, without needing a GPU.
 
-Two levels behind one interface: a closed form (milliseconds), and the schedule's own actions event by event
-(--level event). Constants come from measurements, each with its source. `python -m benchmarks simulator` prints the
-prediction errors, from a clone.
+Two levels behind one interface: a closed-form model, which runs in milliseconds, and the schedule's own actions event
+by event (--level event). Constants come from measurements, each with its source. In a clone of the repository,
+`python -m benchmarks simulator` prints the prediction errors.
 
   megascale simulate step examples/gpt-175b.toml --gpus 12288
 
@@ -67,10 +67,17 @@ WATTS = typer.Option(
     help="Power in watts of one GPU with its share of host and cooling; prints the energy of the run.",
 )
 MEMORY = typer.Option(
-    True, "--memory/--no-memory", help="Refuse layouts that do not fit this engine's memory; other stacks differ."
+    True,
+    "--memory/--no-memory",
+    help="Reject layouts that exceed GPU memory, as modelled for MegaScale; other stacks use different amounts.",
 )
 TOKENS = typer.Option(
-    300e9, "--tokens", min=1, max=1e20, callback=check_finite, help="Tokens of the complete run, for days."
+    300e9,
+    "--tokens",
+    min=1,
+    max=1e20,
+    callback=check_finite,
+    help="Total training tokens, for days of training.",
 )
 
 _LINEAR_PRECISIONS = {"bfloat16": "default", "float8": "float8"}
@@ -89,18 +96,19 @@ def register(app: typer.Typer) -> None:
 def _make_scenario(config: Config, gpus: int, cluster: str, calibration: str | None, software: str | None) -> Scenario:
     """Return the configuration under a software stack, by default MegaScale's for the GPU.
 
-    The model's block and window are the configuration's own.
+    Parallel block and sliding window always come from the configuration.
     """
     from megascale.simulate.calibration import load_calibration
     from megascale.simulate.cluster import load_cluster
-    from megascale.simulate.software import own_stack, stack
+    from megascale.simulate.software import own_stack
+    from megascale.simulate.software import stack as load_stack
     from megascale.simulate.step import Scenario, engine_software
 
     machine = load_cluster(cluster)
-    name = software or own_stack(machine)
-    base = stack(name)
-    constants = load_calibration(calibration, machine.name, base.family)
-    return Scenario(config, gpus, machine, constants, engine_software(config, base), name, base=base)
+    stack_name = software or own_stack(machine)
+    stack = load_stack(stack_name)
+    constants = load_calibration(calibration, machine.name, stack.family)
+    return Scenario(config, gpus, machine, constants, engine_software(config, stack), stack_name, base=stack)
 
 
 def _make_baseline(scenario: Scenario, name: str | None, calibration: str | None) -> Scenario:
@@ -150,7 +158,9 @@ def step(
     calibration: str | None = CALIBRATION,
     software: str | None = SOFTWARE,
     against: str | None = typer.Option(
-        None, "--against", help="Stack to compare with (default: Megatron-LM's of the paper); none: no comparison."
+        None,
+        "--against",
+        help="Stack to compare with; default: the paper's Megatron-LM baseline; 'none' disables it.",
     ),
     level: str = LEVEL,
     slow_hosts: float | None = typer.Option(
@@ -159,14 +169,14 @@ def step(
         min=0,
         max=1,
         callback=check_finite,
-        help="Share of hosts that are slow; default: the cluster's figure.",
+        help="Share of hosts that are slow; default: the cluster's value.",
     ),
     seed: int = typer.Option(0, "--seed", help="Event level: seed of slow hosts and jitter."),
     tokens: float = TOKENS,
     price: float | None = PRICE,
     watts: float | None = WATTS,
     memory: bool = MEMORY,
-    context_ranks: int = typer.Option(1, "--context", min=1, help="Ranks that share a sequence (closed form)."),
+    context_parallel: int = typer.Option(1, "--context", min=1, help="Context-parallel size (closed form)."),
     experts: int = typer.Option(1, "--experts", min=1, help="Experts of each layer, each as wide as the MLP."),
     top_k: int = typer.Option(1, "--top-k", min=1, help="Experts per token."),
     expert_parallel: int = typer.Option(1, "--expert-parallel", min=1, help="Ranks that share the experts."),
@@ -177,14 +187,14 @@ def step(
         None, "--trace", metavar="FILE.json", help="Event level: timeline for ui.perfetto.dev (.gz compresses)."
     ),
     fabric: str | None = simulate_network.FABRIC,
-    changes: list[str] = simulate_network.SET,
+    fabric_changes: list[str] = simulate_network.SET,
     placement: str = simulate_network.PLACEMENT,
     queue_pairs: int = simulate_network.QUEUE_PAIRS,
-    starts: int = simulate_network.STARTS,
+    job_starts: int = simulate_network.STARTS,
     outages: list[str] = simulate_network.OUTAGE,
-    outage_second: float = simulate_network.AT,
+    outage_at: float = simulate_network.AT,
 ) -> None:
-    """Predict the time of one step by cause, days of a run, memory; MegaScale's stack compared with Megatron-LM's.
+    """Predict step time (with a breakdown), training days and memory, and compare MegaScale with Megatron-LM.
 
     Exit 3, with the reason, for a layout that does not divide or does not fit the memory.
 
@@ -199,7 +209,7 @@ def step(
       megascale simulate step examples/gpt-175b.toml --gpus 12288 --fabric megascale --placement random
     """
     from megascale.simulate import perfetto, render, simulation_plots
-    from megascale.simulate.cluster import with_figure
+    from megascale.simulate.cluster import with_value
     from megascale.simulate.run_cost import run_cost
     from megascale.simulate.step import run
 
@@ -207,16 +217,18 @@ def step(
         level = "event"
     step_level = _check_level(level)
     scenario = _make_scenario(load_for_gpus(file, context.args), gpus, cluster, calibration, software)
-    scenario = replace(scenario, context=context_ranks, experts=experts, top_k=top_k, expert_parallel=expert_parallel)
-    if scenario.beyond_training and step_level == "event":
+    scenario = replace(
+        scenario, context=context_parallel, experts=experts, top_k=top_k, expert_parallel=expert_parallel
+    )
+    if scenario.uses_closed_form_only_features and step_level == "event":
         raise ConfigError("--context and experts are modelled in closed form only; omit --level event and --trace")
     if slow_hosts is not None:
-        scenario = replace(scenario, cluster=with_figure(scenario.cluster, "stragglers", "slow_hosts", slow_hosts))
+        scenario = replace(scenario, cluster=with_value(scenario.cluster, "stragglers", "slow_hosts", slow_hosts))
     scenarios = [scenario]
     if against != "none":
         scenarios.insert(0, _make_baseline(scenario, against, calibration))
     network = simulate_network.choose_network(
-        fabric, changes, placement, queue_pairs, starts, outages, outage_second, seed
+        fabric, fabric_changes, placement, queue_pairs, job_starts, outages, outage_at, seed
     )
     on_network = []
     if network is None:
@@ -270,9 +282,7 @@ def ablate(
     cluster: str = CLUSTER,
     calibration: str | None = CALIBRATION,
     level: str = LEVEL,
-    off: str | None = typer.Option(
-        None, "--off", help="Only these techniques, comma-separated: the slow-down without each."
-    ),
+    off: str | None = typer.Option(None, "--off", help="Ablate only these techniques (comma-separated; default: all)."),
     as_json: bool = JSON,
     csv: Path | None = CSV,
     plot: Path | None = PLOT,
@@ -325,14 +335,14 @@ def sweep(
     cluster: str = CLUSTER,
     calibration: str | None = CALIBRATION,
     software: str | None = SOFTWARE,
-    against: str | None = typer.Option("none", "--against", help="Stack to compare with; none: no comparison."),
+    against: str | None = typer.Option("none", "--against", help="Stack to compare with; 'none' disables it."),
     level: str = LEVEL,
     memory: bool = MEMORY,
     as_json: bool = JSON,
     csv: Path | None = CSV,
     plot: Path | None = PLOT,
 ) -> None:
-    """Predict steps over a range of anything: GPUs, a setting, a figure of the cluster.
+    """Predict steps over a range of anything: GPUs, a setting, a value of the cluster.
 
     Layouts that cannot run are skipped, with the reason.
 
@@ -392,7 +402,7 @@ def search(
     file: Path | None = FILE,
     gpus: str = typer.Option(..., "--gpus", metavar="N|A:B", help="Number of GPUs, or the range to search."),
     days: float | None = typer.Option(
-        None, "--days", min=0, max=1e9, callback=check_finite, help="Deadline: search the fewest GPUs that meet it."
+        None, "--days", min=0, max=1e9, callback=check_finite, help="Deadline: find the fewest GPUs that meet it."
     ),
     tokens: float = TOKENS,
     effective_share: float | None = typer.Option(
@@ -401,10 +411,10 @@ def search(
         min=0.01,
         max=1,
         callback=check_finite,
-        help="Share of time spent stepping; default 1 (see --faults).",
+        help="Effective training time, as a share; default 1 (see --faults).",
     ),
     faults: bool = typer.Option(
-        False, "--faults", help="Estimate the share of time spent stepping from faults of hosts, per number of GPUs."
+        False, "--faults", help="Estimate the effective training time from faults of hosts, per number of GPUs."
     ),
     batches: str | None = typer.Option(
         None, "--batches", metavar="A,B", help="Global batches to try; default: the file's."
@@ -427,9 +437,9 @@ def search(
         None, "--plot", metavar="FILE.png", help="Draw the sensitivities of the answer.", callback=check_picture
     ),
 ) -> None:
-    """Search the best layouts for N GPUs, or the fewest GPUs that meet a deadline. Checks memory; prints sensitivities.
+    """Find the best layouts for N GPUs, or the fewest GPUs that meet a deadline. Checks memory; prints sensitivities.
 
-    Batches train equally well only within limits that no simulator knows: --batches names those to try.
+    The simulator does not model convergence, so it varies the global batch only over the values in --batches.
 
     Examples:
 
@@ -451,7 +461,7 @@ def search(
     base = _make_scenario(load_for_gpus(file, context.args), high, cluster, calibration, software)
     gpus_per_host = base.cluster.gpus_per_host
 
-    def stepping_share(count: Any) -> Any:
+    def compute_effective_share(count: Any) -> Any:
         if faults:
             return monte_carlo.first_order_share(monte_carlo.FaultRates(), count / gpus_per_host)
         return count * 0.0 + (effective_share or 1.0)
@@ -466,7 +476,7 @@ def search(
         try:
             count = int(layouts.gpus.max())
             if days is not None:
-                fewest = layout_search.fewest(layouts, config, scenario, tokens, days, stepping_share, memory)
+                fewest = layout_search.fewest(layouts, config, scenario, tokens, days, compute_effective_share, memory)
                 count = fewest.scenario.gpus
             results += layout_search.best(layouts, config, scenario, count, 4, memory)
         except FitError as error:
@@ -480,14 +490,14 @@ def search(
     else:
         results.sort(key=lambda result: result.days(tokens))
         title = f"fastest layouts on {results[0].scenario.gpus:,} GPUs"
-    shares = [float(stepping_share(result.scenario.gpus)) for result in results]
+    shares = [float(compute_effective_share(result.scenario.gpus)) for result in results]
     costs = [run_cost(result, tokens, share, price, watts) for result, share in zip(results, shares, strict=True)]
     sensitivities = layout_search.sensitivities(results[0].scenario)
     if as_json:
         records = [result.as_dict() | {"cost": cost.as_dict()} for result, cost in zip(results, costs, strict=True)]
         print_json({"layouts": records, "sensitivities": sensitivities, "left_out": skipped}, indent=2)
     else:
-        title += f", {shares[0]:.0%} of the time stepping; recompute of {', '.join(recompute_modes)}"
+        title += f", {shares[0]:.0%} effective training time; recompute of {', '.join(recompute_modes)}"
         console = make_console()
         render.layouts(results, tokens, shares, console, title)
         render.bill(costs[0], console)
@@ -559,7 +569,12 @@ def effective(
         None, "--detect", min=0, max=1e9, callback=check_finite, help="Seconds to detect a fault and name the host."
     ),
     restart: float | None = typer.Option(
-        None, "--restart", min=0, max=1e9, callback=check_finite, help="Seconds from there to the first step."
+        None,
+        "--restart",
+        min=0,
+        max=1e9,
+        callback=check_finite,
+        help="Seconds from detection to the first step.",
     ),
     spares: int | None = typer.Option(None, "--spares", min=0, help="Number of spare hosts."),
     repair: float | None = typer.Option(
@@ -576,7 +591,7 @@ def effective(
     as_json: bool = JSON,
     plot: Path | None = PLOT,
 ) -> None:
-    """Estimate the share of time spent stepping when hosts fail, and the best checkpoint interval.
+    """Estimate the effective training time when hosts fail, and the best checkpoint interval.
 
     It covers faults, detection, spares and checkpoints.
 
@@ -628,7 +643,7 @@ def effective(
         _print_effective(record, monte_carlo.SOURCES)
     if plot is not None:
         marks = {"best": best_interval, "Young-Daly": young_daly_interval}
-        title = f"{gpus:,} GPUs, a fault of a host every {faults.host_mtbf_days:g} days"
+        title = f"{gpus:,} GPUs, MTBF of {faults.host_mtbf_days:g} days per host"
         simulation_plots.effective(curve, marks, plot, title)
 
 
@@ -639,7 +654,7 @@ def _print_effective(record: dict[str, Any], sources: dict[str, str]) -> None:
         f"{record['hosts']:,} hosts; {record['faults_a_run']:.1f} faults per run"
     )
     console.print(
-        f"[bold]effective time {record['effective']:.1%}[/bold] (P10 {record['effective_p10']:.1%}, P90 "
+        f"[bold]effective training time {record['effective']:.1%}[/bold] (P10 {record['effective_p10']:.1%}, P90 "
         f"{record['effective_p90']:.1%}); wall-clock {record['wall_days']:.2f} days, P90 {record['wall_days_p90']:.2f}"
     )
     console.print(

@@ -144,7 +144,7 @@ def load_cluster(name: str) -> ClusterSpec:
     return cluster_of(tree)
 
 
-def with_figure(cluster: ClusterSpec, part: str, key: str, value: Any) -> ClusterSpec:
+def with_value(cluster: ClusterSpec, part: str, key: str, value: Any) -> ClusterSpec:
     """The cluster with one figure replaced; ConfigError naming it where a cluster file with that value is refused.
 
     A link's bandwidths move together: another `gbs` scales the link's collectives and transfers by as much. So do a

@@ -203,7 +203,7 @@ def step_on_network(
         FitError: a layout that the fabric does not hold.
     """
     first = scenarios[0]
-    if any(s.beyond_training for s in scenarios):
+    if any(s.uses_closed_form_only_features for s in scenarios):
         raise ConfigError("--fabric knows data- and pipeline-parallel traffic only; leave out --context and experts")
     first_times = measure(first.config, first.gpus, variant)
     paper = paper_network(first.gpus, first.config.parallel.gpus_per_host, variant)

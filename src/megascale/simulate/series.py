@@ -10,7 +10,7 @@ from typing import Any
 
 from megascale.config import from_tree
 from megascale.errors import ConfigError, FitError
-from megascale.simulate.cluster import with_figure
+from megascale.simulate.cluster import with_value
 from megascale.simulate.software import switch
 from megascale.simulate.step import Level, Scenario, StepEstimate, run
 
@@ -100,7 +100,7 @@ def varied(scenario: Scenario, key: str, value: Any) -> Scenario:
     if parts[0] == "cluster":
         if len(parts) != 3:
             raise ConfigError(f"--vary {key}: no such figure; write cluster.PART.KEY, such as cluster.between.gbs")
-        return replace(scenario, cluster=with_figure(scenario.cluster, parts[1], parts[2], value))
+        return replace(scenario, cluster=with_value(scenario.cluster, parts[1], parts[2], value))
     if len(parts) != 2:
         raise ConfigError(f"--vary {key}: write gpus, section.key or cluster.part.key")
     tree = scenario.config.model_dump(exclude_none=True)

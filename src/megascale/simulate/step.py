@@ -68,7 +68,7 @@ class Scenario:
         return lay_out_priced(self.config, self.gpus // self.context)
 
     @property
-    def beyond_training(self) -> bool:
+    def uses_closed_form_only_features(self) -> bool:
         """Return whether sequences are cut or experts are requested, which training lacks and memory leaves out."""
         return max(self.context, self.experts, self.top_k, self.expert_parallel) > 1
 
@@ -163,7 +163,7 @@ class StepEstimate:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation, 0 to 1, under megascale.core.flops.CONVENTION; of bf16's peak in float8 too."""
-        if self.scenario.beyond_training:
+        if self.scenario.uses_closed_form_only_features:
             case = self.scenario.case()
             peak = self.scenario.cluster.gpu.peak_tflops * 1e12
             return float(case.flops) / (self.seconds * self.scenario.gpus * peak)
@@ -298,13 +298,13 @@ def run(
             "event (--level event), or set --parallel.schedule=auto"
         )
     memory = scenario.memory_gib()
-    if scenario.beyond_training and not bool(case.fits()):
+    if scenario.uses_closed_form_only_features and not bool(case.fits()):
         raise FitError(
             f"{scenario.label}: --context={scenario.context}, --experts={scenario.experts}, --top-k={scenario.top_k}, "
             f"--expert-parallel={scenario.expert_parallel} do not divide: the sequence over tensor x context, experts "
             "over their ranks, replicas over them, and no more than all experts see a token"
         )
-    if check_memory and not scenario.beyond_training and memory > scenario.cluster.gpu.memory_gib:
+    if check_memory and not scenario.uses_closed_form_only_features and memory > scenario.cluster.gpu.memory_gib:
         if scenario.software.is_memory_modelled:
             memory_note = ""
         else:
@@ -362,6 +362,6 @@ def run(
         notes += (f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)",)
     if _asks_float8(scenario.config) and not scenario.software.float8:
         notes += (f"{scenario.label} has no float8: it is priced in bfloat16",)
-    if scenario.beyond_training:
+    if scenario.uses_closed_form_only_features:
         notes += ("context parallelism and experts: no step was held against this, and memory does not count them",)
     return StepEstimate(scenario, level, seconds, low, high, shares, memory, event, notes)
