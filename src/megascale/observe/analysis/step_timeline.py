@@ -428,7 +428,7 @@ class _TimelineBuilder:
                 )
             actions = tuple(np.array(rows, dtype=np.int32) for rows in tables)
             schedule = Schedule(
-                "recorded", self.stages, self.virtual, microbatches, table=actions, placement=self.placement
+                "recorded", self.stages, self.virtual, microbatches, tables=actions, placement=self.placement
             )
             return ActionGraph.compile(schedule)
         except (ValueError, IndexError) as error:
