@@ -19,7 +19,7 @@ from megascale.data.dataset.indexed import IndexedWriter
 from megascale.data.tokenizer.tokenizer import train_tokenizer
 from megascale.errors import DataError
 from megascale.train.resume import (
-    Origin,
+    ResumeGuard,
     collect_hashes,
     hash_fingerprints,
     load_trained_config,
@@ -54,8 +54,8 @@ class Workspace:
             tree[name] = tree.get(name, {}) | section
         return from_tree(tree)
 
-    def start(self, **sections: dict[str, Any]) -> Origin:
-        return Origin(self.configure(**sections), self.folder, Peers())
+    def start(self, **sections: dict[str, Any]) -> ResumeGuard:
+        return ResumeGuard(self.configure(**sections), self.folder, Peers())
 
     def make_state(self, identity: str | None = "mine", **changes: Any) -> dict[str, Any]:
         """Return the record of a checkpoint of this run after 16 samples."""
@@ -75,7 +75,7 @@ def set_identity(workspace: Workspace, identity: str | None) -> None:
         workspace.folder.identity.write_text(identity + "\n")
 
 
-def resume(workspace: Workspace, state: dict[str, Any], **sections: dict[str, Any]) -> Origin:
+def resume(workspace: Workspace, state: dict[str, Any], **sections: dict[str, Any]) -> ResumeGuard:
     origin = workspace.start(**sections)
     origin.check_state(state, "step-4")
     return origin
@@ -86,7 +86,7 @@ def test_a_run_resumes_from_its_own_state(workspace: Workspace, identity: str | 
     """A run folder without an identity was moved or copied, and takes that of its checkpoints."""
     set_identity(workspace, identity)
     origin = resume(workspace, workspace.make_state())
-    assert (origin.notes, origin.changes, origin.has_other_samples) == ([], [], False)
+    assert (origin.notes, origin.changes, origin.data_changed) == ([], [], False)
     assert origin.checkpoint_metadata["run"] == {"id": "mine", "name": "a"}
 
 
@@ -94,7 +94,7 @@ def test_an_imported_state_is_taken_with_a_note(workspace: Workspace) -> None:
     set_identity(workspace, "mine")
     origin = resume(workspace, workspace.make_state(identity=None))
     assert origin.notes == ["step-4 does not name its run (it was imported): this run takes it as its own"]
-    assert not origin.has_other_samples
+    assert not origin.data_changed
     origin.accept()
     assert workspace.folder.read_identity() == "mine"
 
@@ -102,15 +102,15 @@ def test_an_imported_state_is_taken_with_a_note(workspace: Workspace) -> None:
 def test_a_state_of_another_run_is_refused_unless_it_is_accepted(workspace: Workspace) -> None:
     set_identity(workspace, "mine")
     state = workspace.make_state("another")
-    with pytest.raises(DataError, match=r"'step-4' belongs to another run \('a'\) than .*checkpoint\.location=their"):
+    with pytest.raises(DataError, match=r"'step-4' belongs to a different run \('a'\) from .*\.location=their"):
         resume(workspace, state)
     origin = resume(workspace, state, checkpoint={"accept_changes": ["run"]})
-    assert origin.notes == ["resuming from step-4, a checkpoint of another run ('a'), as accepted"]
-    assert origin.has_other_samples
+    assert origin.notes == ["resuming from step-4, a checkpoint of a different run ('a'), as accepted"]
+    assert origin.data_changed
     accepted_start = resume(workspace, workspace.make_state(), checkpoint={"accept_changes": ["run"]})
-    assert (accepted_start.notes, accepted_start.has_other_samples) == ([], False)
+    assert (accepted_start.notes, accepted_start.data_changed) == ([], False)
     nameless = workspace.make_state(run={"id": "another"})
-    with pytest.raises(DataError, match=r"another run \(without a name\)"):
+    with pytest.raises(DataError, match=r"a different run \(unnamed\)"):
         resume(workspace, nameless)
 
 
@@ -135,7 +135,7 @@ def test_a_location_belongs_to_one_run(
     state = workspace.make_state(saved)
     state["config"]["checkpoint"]["location"] = location
     if is_refused:
-        with pytest.raises(DataError, match=f"belongs to another run.*checkpoint.location={location} would resume"):
+        with pytest.raises(DataError, match=f"belongs to a different run.*checkpoint.location={location} would resume"):
             origin.check_state(state, "step-4")
         return
     origin.check_state(state, "step-4")
@@ -151,9 +151,9 @@ def test_of_two_runs_that_start_at_once_one_gets_the_location(workspace: Workspa
     with pytest.raises(DataError, match="started at the same moment"):
         origin.accept()
     assert not workspace.folder.identity.exists()
-    with pytest.raises(DataError, match=r"belongs to another run \(without a name\)"):
+    with pytest.raises(DataError, match=r"belongs to a different run \(unnamed\)"):
         workspace.start(checkpoint={"location": location}).check_first_start()
-    with pytest.raises(DataError, match=r"belongs to another run \(without a name\)"):
+    with pytest.raises(DataError, match=r"belongs to a different run \(unnamed\)"):
         workspace.start(checkpoint={"location": location}).check_restart()
     workspace.start(checkpoint={"location": location, "accept_changes": ["run"]}).check_first_start()
 
@@ -161,8 +161,8 @@ def test_of_two_runs_that_start_at_once_one_gets_the_location(workspace: Workspa
 def test_a_location_with_checkpoints_of_another_run_is_refused(workspace: Workspace) -> None:
     location = str(workspace.path / "shared")
     save(location, 4, full_shards(logical_state()), {"run": {"id": "another", "name": "b"}}, keep=1)
-    for check in (Origin.check_first_start, Origin.check_restart):
-        with pytest.raises(DataError, match=r"belongs to another run \('b'\)"):
+    for check in (ResumeGuard.check_first_start, ResumeGuard.check_restart):
+        with pytest.raises(DataError, match=r"belongs to a different run \('b'\)"):
             check(workspace.start(checkpoint={"location": location}))
     set_identity(workspace, "another")
     workspace.start(checkpoint={"location": location}).check_first_start()
@@ -201,18 +201,20 @@ def test_a_run_that_lost_its_checkpoints_does_not_start_over(workspace: Workspac
 def test_other_data_is_refused_unless_it_is_accepted(workspace: Workspace) -> None:
     state = workspace.make_state()
     workspace.write_tokens("train", 41)
-    with pytest.raises(DataError, match=r"data\.train=.*train has other contents than the checkpoint 'step-4'"):
+    with pytest.raises(DataError, match=r"data\.train=.*train has changed since the checkpoint 'step-4'"):
         resume(workspace, state)
-    assert resume(workspace, state, checkpoint={"accept_changes": ["data.train"]}).has_other_samples
+    assert resume(workspace, state, checkpoint={"accept_changes": ["data.train"]}).data_changed
     # Before the first sample other data is no change.
-    assert resume(workspace, state | {"samples": 0}).has_other_samples
-    assert not resume(workspace, state | {"data": None}).has_other_samples
+    assert resume(workspace, state | {"samples": 0}).data_changed
+    assert not resume(workspace, state | {"data": None}).data_changed
 
 
 def test_another_tokenizer_is_refused(workspace: Workspace) -> None:
     state = workspace.make_state()
     train_tokenizer(["other text"], 261).save(workspace.path / "tokenizer.json")
-    with pytest.raises(DataError, match=rf"another tokenizer than data\.tokenizer=.*SHA-256 {state['tokenizer'][:12]}"):
+    with pytest.raises(
+        DataError, match=rf"different tokenizer from data\.tokenizer=.*SHA-256 {state['tokenizer'][:12]}"
+    ):
         resume(workspace, state)
     resume(workspace, state | {"tokenizer": None})
     (workspace.path / "tokenizer.json").unlink()
@@ -226,9 +228,9 @@ def test_changed_settings_are_refused_asked_for_or_kept(workspace: Workspace) ->
     with pytest.raises(DataError, match=r"train\.seed was .*accept_changes=train\.seed"):
         resume(workspace, state, train={"seed": 77})
     accepted = resume(workspace, state, train={"seed": 77}, checkpoint={"accept_changes": ["train.seed"]})
-    assert ([change.key for change in accepted.changes], accepted.has_other_samples) == (["train.seed"], True)
+    assert ([change.key for change in accepted.changes], accepted.data_changed) == (["train.seed"], True)
     free = resume(workspace, state, lr={"peak": 0.5})
-    assert ([change.key for change in free.changes], free.has_other_samples) == (["lr.peak"], False)
+    assert ([change.key for change in free.changes], free.data_changed) == (["lr.peak"], False)
     begun = resume(workspace, state | {"samples": 0}, train={"seed": 77})
     assert [change.kind for change in begun.changes] == ["free"]
     del state["config"]

@@ -166,7 +166,7 @@ def test_data_that_changed_is_refused_and_may_move(resume, tmp_path) -> None:
         writer.add_document([np.arange(2000) % 64])
     (resume.run / "samples" / "sources.json").unlink()  # the checkpoint remembers too
     refused(
-        resume, f"--data.train={tmp_path}/train", output=r"data\.train=.* other contents.*accept_changes=data\.train"
+        resume, f"--data.train={tmp_path}/train", output=r"data\.train=.* has changed since.*accept_changes=data\.train"
     )
     shutil.copytree(resume.folder / "data", tmp_path / "moved")
     run = resume(f"--data.train={tmp_path}/moved/train", "--train.stop_after=1")
@@ -191,7 +191,7 @@ def test_another_tokenizer_is_refused_and_never_mixed_in(tiny, tokenizers, tmp_p
     train(load_config(tiny, options + ["--train.stop_after=2"]))
     run = tmp_path / "runs" / "tiny"
     before = state_of(run)
-    with pytest.raises(DataError, match=r"another tokenizer than data\.tokenizer=.*two\.json"):
+    with pytest.raises(DataError, match=r"a different tokenizer from data\.tokenizer=.*two\.json"):
         train(load_config(tiny, options + [f"--data.tokenizer={tokenizers}/two.json"]))
     assert state_of(run) == before
     list(generate(run, "some", tokens=3, device="cpu"))
@@ -213,7 +213,7 @@ def test_a_shared_location_is_one_runs_only(tiny, tmp_path) -> None:
     train(load_config(tiny, ["--train.name=first", "--train.steps=4", location]))
     stored = state_of(tmp_path / "shared")
     for more in ([], ["--checkpoint.resume=false"]):
-        with pytest.raises(DataError, match=r"another run \('first'\).*own checkpoint\.location.*accept_changes=run"):
+        with pytest.raises(DataError, match=r"different run \('first'\).*own checkpoint\.location.*accept_changes=run"):
             train(load_config(tiny, ["--train.name=second", location] + more))
         assert state_of(tmp_path / "shared") == stored
         assert not (tmp_path / "runs" / "second" / "config.toml").exists()
@@ -222,7 +222,7 @@ def test_a_shared_location_is_one_runs_only(tiny, tmp_path) -> None:
     assert train(load_config(tiny, ["--train.name=second", location, "--train.steps=6", accept])).step == 6
     assert [r["step"] for r in lines(tmp_path / "runs" / "second" / "samples" / "ledger.jsonl")] == [5, 6]
     assert train(load_config(tiny, ["--train.name=second", location, "--train.steps=7"])).step == 7
-    with pytest.raises(DataError, match=r"another run \('second'\)"):
+    with pytest.raises(DataError, match=r"a different run \('second'\)"):
         train(load_config(tiny, ["--train.name=first", location]))
 
 
@@ -231,7 +231,7 @@ def test_two_runs_that_begin_at_one_location(tiny, tmp_path) -> None:
     options = ["--train.steps=2", "--checkpoint.at_end=false", "--checkpoint.interval=0"]
     options.append(f"--checkpoint.location={tmp_path / 'shared'}")
     train(load_config(tiny, options + ["--train.name=first"]))
-    with pytest.raises(DataError, match="another run"):
+    with pytest.raises(DataError, match="a different run"):
         train(load_config(tiny, options + ["--train.name=second"]))
     assert train(load_config(tiny, options + ["--train.name=first"])).step == 2
 
@@ -240,7 +240,7 @@ def test_a_run_begun_anew_is_another(resume) -> None:
     identity = (resume.run / "identity").read_text()
     run = resume("--checkpoint.resume=false", "--train.stop_after=1", "--checkpoint.at_end=false")
     assert (run / "identity").read_text() != identity
-    refused(resume, output=r"another run")
+    refused(resume, output=r"a different run")
 
 
 def test_a_run_folder_may_move(resume, tmp_path) -> None:

@@ -38,7 +38,7 @@ from megascale.train.injected_faults import FaultInjector
 from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.reporter import Reporter
-from megascale.train.resume import Origin
+from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
 from megascale.train.telemetry import Telemetry, start_rank_log
 from megascale.train.weights import WeightWatch
@@ -213,7 +213,7 @@ class Trainer:
         shards = [checkpoint.TensorShard(*parts) for parts in self.engine.logical_tensors()]
         self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
         self.checkpoint_policy = CheckpointPolicy(config.checkpoint, self.checkpointer, self.reporter)
-        self.origin = Origin(config, self.folder, self.checkpointer.peers)
+        self.origin = ResumeGuard(config, self.folder, self.checkpointer.peers)
         self.weight_watch: WeightWatch | None = None
         if config.resilience.checksum_interval:
             self.weight_watch = WeightWatch(self.engine, info.rank, config.resilience.checksum_interval)
@@ -348,7 +348,7 @@ class Trainer:
         self.consumed_samples = state.get("samples", 0)  # an imported checkpoint has consumed none
         self.trained_tokens = state.get("tokens", 0)
         read_totals = ReadTotals.from_record(state.get("read"))
-        if read_totals is None or self.origin.has_other_samples:
+        if read_totals is None or self.origin.data_changed:
             # Totals of samples with other tokens cannot be continued. Rank 0 knows them, and writes the ledger.
             read_totals = ReadTotals(first=self.consumed_samples)
         self._read_totals = read_totals

@@ -1,6 +1,6 @@
-"""Checks before a start resumes: the state must be this run's own, of this model, tokenizer and data.
+"""Checks before a launch resumes: the state must be this run's own, of this model, tokenizer and data.
 
-Rank 0 checks before a byte of a checkpoint is read and shares its verdict with all ranks. Until a start is accepted,
+Rank 0 checks before a byte of a checkpoint is read and shares the result with all ranks. Until a launch is accepted,
 nothing in the run folder changes but its event log and status files.
 """
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from megascale.checkpoint.loader import AcceptState
 
 
-class Origin:
-    """The state that this start resumes from, and the run that it belongs to.
+class ResumeGuard:
+    """Checks and loads the state that this launch resumes from, and claims the run's folders.
 
     Every method is collective. The attributes are valid on rank 0 only.
 
     Attributes:
         changes: settings that differ from those of the checkpoint.
-        notes: sentences for the user about the start.
-        has_other_samples: whether samples hold other tokens than before; the user has accepted that.
+        notes: sentences for the user about the launch.
+        data_changed: whether the training samples differ from those of the checkpoint (accepted by the user).
     """
 
     def __init__(self, config: Config, run: RunFolder, peers: Peers) -> None:
@@ -53,11 +53,11 @@ class Origin:
         self.accepted = config.checkpoint.accept_changes
         self.changes: list[Change] = []
         self.notes: list[str] = []
-        self.has_other_samples = False
+        self.data_changed = False
         self.base: BaseModel | None = None
-        self._saved_base: dict[str, Any] | None = None  # of the adapters that this start resumes
+        self._saved_base: dict[str, Any] | None = None  # base-model record saved with the adapters
         self._identity: str | None = None
-        self._location_owner = ""  # run that owned checkpoint.location when this start was checked
+        self._location_owner = ""  # run that owned checkpoint.location when this launch was checked
         self._data_hashes: dict[str, Any] = {}
 
     @property
@@ -76,27 +76,36 @@ class Origin:
         }
 
     def check_state(self, state: Mapping[str, Any], name: str) -> bool:
-        """Return whether the saved state has another optimizer.
+        """Return whether to skip the optimizer state, because it was saved by a different optimizer.
 
         Raises DataError on all ranks if the run may not resume from the state. `name`: checkpoint named in messages.
         """
-        self._share_verdict(lambda: self._judge_state(state, name))
-        present = self.config.optimizer.name
-        saved = _find_section(state, "optimizer").get("name", present)
-        return bool(saved != present)
+        self._run_check_on_rank0(lambda: self._check_state(state, name))
+        return self._skips_optimizer_state(state)
+
+    def _skips_optimizer_state(self, state: Mapping[str, Any]) -> bool:
+        current = self.config.optimizer.name
+        return bool(_find_section(state, "optimizer").get("name", current) != current)
 
     def check_first_start(self) -> None:
-        """Check a start that found no state and begins at step 0. DataError on all ranks if the state is lost."""
-        self._share_verdict(self._judge_first_start)
+        """Check a launch that begins at step 0 because it found no state.
+
+        Raises DataError on all ranks if the run had saved state that is now missing.
+        """
+        self._run_check_on_rank0(self._check_first_start)
 
     def check_restart(self) -> None:
-        """Check a start that begins at step 0 because of checkpoint.resume=false. DataError on all ranks if refused."""
-        self._share_verdict(self._judge_restart)
+        """Check a launch that begins at step 0 because of checkpoint.resume=false.
+
+        Raises DataError on all ranks if it is refused.
+        """
+        self._run_check_on_rank0(self._check_restart)
 
     def find_base(self) -> BaseModel:
-        """Return the model that adapters are trained on, or that this start begins with; collective.
+        """Return the base model; collective.
 
-        The adapters' own checkpoint names its step. Raises DataError on all ranks if it is unusable or another model.
+        When adapters resume, their checkpoint records the base's step. Raises DataError on all ranks if the base cannot
+        be used or differs from the recorded one.
         """
 
         def open_on_leader() -> str | None:
@@ -114,13 +123,13 @@ class Origin:
             if saved is None or saved["fingerprint"] == self.base.fingerprint:
                 return None
             return (
-                f"the adapters of {self.run.path} were trained on another model than that of step {self.base.step} in "
-                f"{self.base.folder} (fingerprint {saved['fingerprint'][:12]}, {self.base.fingerprint[:12]} now). They "
-                f"belong to step {saved['step']} of {saved['folder']}; name it with --checkpoint.start_from and "
+                f"the adapters of {self.run.path} were trained on a different model from that of step {self.base.step} "
+                f"in {self.base.folder} (fingerprint {saved['fingerprint'][:12]}, {self.base.fingerprint[:12]} now). "
+                f"They belong to step {saved['step']} of {saved['folder']}; pass it with --checkpoint.start_from and "
                 "--checkpoint.start_step"
             )
 
-        self._share_verdict(open_on_leader)
+        self._run_check_on_rank0(open_on_leader)
         fields = ("", 0, "")
         if self.base is not None:
             fields = (self.base.folder, self.base.step, self.base.fingerprint)
@@ -129,7 +138,7 @@ class Origin:
     def load_base(self, weights: Sequence[checkpoint.TensorShard]) -> None:
         """Fill this process's weights from `find_base`; collective.
 
-        Raises DataError if the model is lost, damaged or another one.
+        Raises DataError if the model is missing, damaged or a different one.
         """
         base = self.find_base()
         checkpoint.load(base.folder, weights, step=base.step, accept=self._accept_base, complete=True)
@@ -142,7 +151,7 @@ class Origin:
     def load_continued(self, shards: Sequence[checkpoint.TensorShard]) -> dict[str, Any]:
         """Fill this process's weights and optimizer state from checkpoint.start_from, and return the saved state.
 
-        Its `samples` are 0 if the samples are others than before. Raises DataError as `load_base`.
+        `samples` is reset to 0 if the data changed. Raises DataError as `load_base`.
         """
         base = self.find_base()
         state = checkpoint.load(base.folder, shards, step=base.step, accept=self._accept_continued, complete=True)
@@ -155,36 +164,36 @@ class Origin:
         if has_same_data:
             note += f", after {state.get('samples', 0):,} samples"
         else:
-            note += ", on other samples from the first one on"
+            note += ", starting from the first sample of the new data"
             state = {**state, "samples": 0, "read": None}
         self.notes.append(note)
         self.changes = []
         return state
 
     def _accept_base(self, state: Mapping[str, Any], name: str) -> bool:
-        """Refuse another model; settings of training may differ, and no optimizer state is loaded."""
-        changes = self.changes
+        """Refuse a different model; settings of training may differ, and no optimizer state is loaded."""
+        changes_before = self.changes  # differences of the base model are not reported as setting changes
 
-        def judge() -> str | None:
-            return self._compare_settings(state, name, begun=False)
+        def check() -> str | None:
+            return self._compare_settings(state, name, has_trained=False)
 
-        self._share_verdict(judge)
-        self.changes = changes
-        return False
+        self._run_check_on_rank0(check)
+        self.changes = changes_before
+        return False  # no optimizer state is loaded
 
     def _accept_continued(self, state: Mapping[str, Any], name: str) -> bool:
-        self._share_verdict(lambda: self._compare_settings(state, name, begun=False))
-        present = self.config.optimizer.name
-        return bool(_find_section(state, "optimizer").get("name", present) != present)
+        self._run_check_on_rank0(lambda: self._compare_settings(state, name, has_trained=False))
+        return self._skips_optimizer_state(state)
 
     def load_imported(self, folder: str, weights: Sequence[checkpoint.TensorShard]) -> None:
         """Fill this process's weights from step 0 of `folder`, which checkpoint.imported names.
 
-        Raises DataError if the imported weights are lost or of another model: the run would start with random weights.
+        Raises DataError if the imported weights are missing or of a different model.
+        The run would otherwise start with random weights.
         """
 
         def accept(state: Mapping[str, Any], name: str) -> bool:
-            self._share_verdict(lambda: self._compare_settings(state, name))
+            self._run_check_on_rank0(lambda: self._compare_settings(state, name))
             return False  # no optimizer state is loaded
 
         if self.peers.compute_once(lambda: is_model_folder(folder), bool):
@@ -195,18 +204,18 @@ class Origin:
             checkpoint.load(folder, weights, step=0, accept=accept, complete=True)
         except DataError as error:
             raise DataError(
-                f"this start has no state to resume from, and the imported weights of checkpoint.imported={folder} "
+                f"this launch has no state to resume from, and the imported weights of checkpoint.imported={folder} "
                 f"cannot replace it: {error}. Import the model again (megascale convert import), or remove "
                 "checkpoint.imported from the configuration to start with random weights"
             ) from None
         self.notes.append(f"this run starts with the imported weights of {folder}")
 
     def accept(self) -> None:
-        """Write the run's identity and configuration, after all ranks have accepted the start.
+        """Write the run's identity and configuration, after all ranks have accepted the launch.
 
-        DataError on all ranks if another run, which started at the same moment, got checkpoint.location.
+        Raises DataError on all ranks if a different run, which started at the same moment, got checkpoint.location.
         """
-        self._share_verdict(self._claim_location)
+        self._run_check_on_rank0(self._claim_location)
         if self.peers.rank == 0:
             assert self._identity is not None
             self.run.accept(self.config, self._identity)
@@ -221,13 +230,13 @@ class Origin:
             return None
         return _explain_other_run(self._storage.url, "started at the same moment", self.config)
 
-    def _share_verdict(self, judge: Callable[[], str | None]) -> None:
-        """Call `judge` on rank 0 and raise DataError with the problem that it returns on all ranks."""
+    def _run_check_on_rank0(self, check: Callable[[], str | None]) -> None:
+        """Run `check` on rank 0; if it reports a problem, raise DataError on every rank."""
         problem = None
         if self.peers.rank == 0:
             try:
-                problem = judge()
-            except (ConfigError, DataError) as error:  # the other ranks wait for the verdict
+                problem = check()
+            except (ConfigError, DataError) as error:  # the other ranks wait for the result
                 problem = str(error)
         problem = self.peers.broadcast(problem, str | None)
         if problem:
@@ -242,17 +251,17 @@ class Origin:
         if self.config.checkpoint.location is not None:
             self._location_owner = step_folders.read_owner(self._storage)
 
-    # verdicts of rank 0: a problem, or None ---------------------------------------------------------------------
+    # checks of rank 0: each returns an error message, or None --------------------------------------------------------
 
-    def _judge_state(self, state: Mapping[str, Any], name: str) -> str | None:
+    def _check_state(self, state: Mapping[str, Any], name: str) -> str | None:
         self.changes, self.notes = [], []
         self._read_owner()
         problem = self._compare_run(state, name) or self._compare_adapters(state, name)
         problem = problem or self._compare_settings(state, name)
         changes_samples = any(change.key in setting_changes.SAMPLE_ORDER_KEYS for change in self.changes)
-        has_other_data = state.get("data") not in (None, self._data_hashes.get("data"))
-        has_other_run = _find_run(state).get("id") not in (None, self._identity)
-        self.has_other_samples = changes_samples or has_other_data or has_other_run
+        dataset_differs = state.get("data") not in (None, self._data_hashes.get("data"))
+        run_differs = _find_run(state).get("id") not in (None, self._identity)
+        self.data_changed = changes_samples or dataset_differs or run_differs
         return problem
 
     def _compare_run(self, state: Mapping[str, Any], name: str) -> str | None:
@@ -264,7 +273,7 @@ class Origin:
         if "run" in self.accepted:
             if saved_identity not in (None, identity):
                 writer = _describe_run(saved_run)
-                self.notes.append(f"resuming from {name}, a checkpoint of another run ({writer}), as accepted")
+                self.notes.append(f"resuming from {name}, a checkpoint of a different run ({writer}), as accepted")
             return None
         if saved_identity is None:
             self.notes.append(f"{name} does not name its run (it was imported): this run takes it as its own")
@@ -280,28 +289,28 @@ class Origin:
         return None
 
     def _compare_adapters(self, state: Mapping[str, Any], name: str) -> str | None:
-        """Compare what was trained and what this start trains: the model, or adapters of some rank."""
+        """Compare what was trained and what this launch trains: the model, or adapters of a given LoRA rank."""
         self._saved_base = state.get("base")
         lora = self.config.train.lora
-        present = None if lora is None else lora.model_dump()
+        current = None if lora is None else lora.model_dump()
         saved = _find_section(state, "train").get("lora")
-        if _sort_targets(saved) == _sort_targets(present):
+        if _sort_targets(saved) == _sort_targets(current):
             return None
         return (
-            f"the checkpoint {name!r} holds {_format_lora(saved)}, and this start would train {_format_lora(present)}; "
-            "train under another --train.name with --checkpoint.start_from=RUN --checkpoint.start_state=fresh, or "
-            "restore [train.lora]"
+            f"the checkpoint {name!r} holds {_format_lora(saved)}, and this launch would train "
+            f"{_format_lora(current)}; train under another --train.name with --checkpoint.start_from=RUN "
+            "--checkpoint.start_state=fresh, or restore [train.lora]"
         )
 
-    def _compare_settings(self, state: Mapping[str, Any], name: str, begun: bool | None = None) -> str | None:
+    def _compare_settings(self, state: Mapping[str, Any], name: str, has_trained: bool | None = None) -> str | None:
         """Compare model, tokenizer, data and other settings; keep the changes that are allowed.
 
         Args:
-            begun: whether this run has trained samples already; default: whether the state has.
+            has_trained: whether training has consumed any samples; default: taken from the state.
         """
         self._data_hashes = collect_hashes(self.config)
         tree = state.get("config")
-        has_begun = bool(state.get("samples")) if begun is None else begun
+        has_begun = bool(state.get("samples")) if has_trained is None else has_trained
         data_problem = None
         if has_begun:
             data_problem = self._compare_data(state, name)
@@ -316,7 +325,7 @@ class Origin:
         self.changes = setting_changes.find_changes(saved, self.config, begun=has_begun, text=has_text)
         refused = [change for change in self.changes if change.kind == "refused"]
         alternative = setting_changes.OTHER_RUN
-        if begun is False and self.config.checkpoint.start_from is not None:
+        if has_trained is False and self.config.checkpoint.start_from is not None:
             alternative = "omit --checkpoint.start_from to train the other model from random weights"
         return (
             setting_changes.explain_changes(name, refused, self.accepted, alternative)
@@ -328,27 +337,27 @@ class Origin:
     def _compare_data(self, state: Mapping[str, Any], name: str) -> str | None:
         if "data.train" in self.accepted or state.get("data") in (None, self._data_hashes["data"]):
             return None
-        # The run folder's record, if it exists, names the files that differ in a DataError of its own.
+        # If the run folder has a record, this raises a more specific DataError that lists the changed files.
         record = self.run.samples.parent / data_checks.SOURCES_FILE
         data_checks.compare_fingerprints(record, data_checks.fingerprint_sources(self.config.data))
         return (
-            f"data.train={','.join(self.config.data.train)} has other contents than the checkpoint {name!r} was "
-            "trained with: samples would be repeated or skipped. Restore the files, start anew with another "
+            f"data.train={','.join(self.config.data.train)} has changed since the checkpoint {name!r}: "
+            "samples would be repeated or skipped. Restore the files, start anew with another "
             "--train.name, or accept the change with --checkpoint.accept_changes=data.train"
         )
 
     def _compare_tokenizer(self, state: Mapping[str, Any], name: str) -> str | None:
-        saved, present = state.get("tokenizer"), self._data_hashes["tokenizer"]
-        if saved is None or present is None or saved == present:
+        saved, current = state.get("tokenizer"), self._data_hashes["tokenizer"]
+        if saved is None or current is None or saved == current:
             return None
         return (
-            f"the checkpoint {name!r} was trained with another tokenizer than data.tokenizer="
-            f"{tokenizer_path(self.config.data)} (SHA-256 {saved[:12]} in the checkpoint, {present[:12]} now): "
-            "equal ids would mean different text. Name the tokenizer that it was trained with, or train under another "
+            f"the checkpoint {name!r} was trained with a different tokenizer from data.tokenizer="
+            f"{tokenizer_path(self.config.data)} (SHA-256 {saved[:12]} in the checkpoint, {current[:12]} now): "
+            "equal ids would mean different text. Pass the tokenizer that it was trained with, or train under another "
             "--train.name"
         )
 
-    def _judge_first_start(self) -> str | None:
+    def _check_first_start(self) -> str | None:
         self._read_owner()
         problem = self._find_other_owner()
         if problem:
@@ -362,21 +371,21 @@ class Origin:
         return (
             f"{self.run.path} had committed the checkpoint of step {step}, but {str(checkpoints)!r} has no readable "
             "checkpoint: the run would start again at step 0 and lose its metrics and ledger. Restore the checkpoints, "
-            "name their folder with --checkpoint.location, or start over from step 0 with --checkpoint.resume=false"
+            "pass their folder with --checkpoint.location, or start over from step 0 with --checkpoint.resume=false"
         )
 
-    def _judge_restart(self) -> str | None:
+    def _check_restart(self) -> str | None:
         self._read_owner()
         problem = self._find_other_owner()
         if problem:
             return problem
-        # A restart is another run, so that no later start resumes from the earlier run by mistake.
+        # A restart is a new run, so that no later launch resumes from the earlier run by mistake.
         self._data_hashes = collect_hashes(self.config)
         self._identity = None
         return None
 
     def _find_other_owner(self) -> str | None:
-        """Return a problem if checkpoint.location belongs to another run, whose checkpoints a save would remove."""
+        """Return a problem if checkpoint.location belongs to a different run, whose checkpoints a save would remove."""
         if self.config.checkpoint.location is None or "run" in self.accepted:
             return None
         storage = self._storage
@@ -437,14 +446,14 @@ def _check_adapted_model(config: Config) -> None:
 
 
 def locate_checkpoints(path: str) -> Path | str:
-    """Return the folder or URL of the checkpoints of a run folder; another path is returned as it is."""
+    """Return the folder or URL of the checkpoints of a run folder; any other path is returned unchanged."""
     if "://" not in path and (Path(path) / "config.toml").exists():
         return find_checkpoints(Path(path), load_run_config(Path(path)))
     return path
 
 
 def adopt_model(config: Config) -> Config:
-    """Return a configuration whose keys of [model] are those of checkpoint.start_from, unless they are given.
+    """Return a configuration with [model] taken from checkpoint.start_from, except for keys set explicitly.
 
     Raises DataError if that run has no checkpoint.
     """
@@ -452,7 +461,7 @@ def adopt_model(config: Config) -> Config:
     if section.start_from is None:
         return config
     if section.resume and (config.run_folder / "config.toml").exists():
-        model = load_run_config(config.run_folder).model  # the run has begun, and may no longer need the other one
+        model = load_run_config(config.run_folder).model  # already started: use its own config; start_from may be gone
     else:
         _, source = open_base(locate_checkpoints(section.start_from), section.start_step, "checkpoint.start_from")
         tree = source.state.get("config")
@@ -460,7 +469,7 @@ def adopt_model(config: Config) -> Config:
             return config
         model = setting_changes.read_saved_config(tree)[0].model
     explicit_keys = config.model.model_fields_set
-    # The preset would be read again, and the weights are the base's.
+    # Leave out preset: validating it would overwrite the base's values.
     values = {**model.model_dump(exclude={"preset"}), **config.model.model_dump(include=explicit_keys)}
     try:
         adopted = type(model).model_validate(values)
@@ -477,10 +486,10 @@ def _find_run(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, AcceptState]:
-    """Return the configuration that a checkpoint was trained with, and a check that refuses another model.
+    """Return the configuration that a checkpoint was trained with, and a check that refuses a different model.
 
-    Model and precision are the checkpoint's own, other settings are config.toml's. The data section is the one whose
-    tokenizer the checkpoint was trained with.
+    Model, precision and train.lora are the checkpoint's own, other settings are config.toml's. The data section is
+    the one whose tokenizer the checkpoint was trained with.
 
     Args:
         step: step of the checkpoint; default: the newest.
@@ -559,12 +568,12 @@ def hash_tokenizer(config: Config) -> str | None:
 def _describe_run(run: Mapping[str, Any]) -> str:
     if run.get("name"):
         return f"{run['name']!r}"
-    return "without a name"
+    return "unnamed"
 
 
-def _explain_other_run(location: str, run: str, config: Config) -> str:
+def _explain_other_run(location: str, detail: str, config: Config) -> str:
     return (
-        f"{location!r} belongs to another run ({run}) than {config.run_folder}: two runs that share "
+        f"{location!r} belongs to a different run ({detail}) from {config.run_folder}: two runs that share "
         f"checkpoint.location={config.checkpoint.location or 'their folder'} would resume from each other's state and "
         "remove each other's checkpoints. Give each run its own checkpoint.location, or resume from the other run's "
         "state on purpose with --checkpoint.accept_changes=run"

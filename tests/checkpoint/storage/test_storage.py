@@ -226,9 +226,9 @@ def test_a_run_whose_location_was_given_to_another_saves_no_more(tmp_path: Path,
 OVERLAP = """
 import os, time
 from pathlib import Path
-from megascale.train.resume import Origin
+from megascale.train.resume import ResumeGuard
 
-accept = Origin.accept
+accept = ResumeGuard.accept
 
 def accept_together(origin):
     folder = Path({folder!r})
@@ -237,7 +237,7 @@ def accept_together(origin):
         time.sleep(0.01)
     accept(origin)
 
-Origin.accept = accept_together
+ResumeGuard.accept = accept_together
 """
 
 
@@ -258,7 +258,7 @@ def test_two_trainings_that_start_at_the_same_moment_on_one_url(s3: str, tiny: P
     codes = {name: process.wait() for name, process in started.items()}
     assert sorted(codes.values()) == [0, 4], outputs
     (refused,) = [name for name, code in codes.items() if code]
-    assert "belongs to another run (started at the same moment)" in " ".join(outputs[refused].split())
+    assert "belongs to a different run (started at the same moment)" in " ".join(outputs[refused].split())
     assert not (tmp_path / "runs" / refused / "config.toml").exists()
     assert steps(location) == [2]
     assert inspect(location).state["run"]["name"] != refused
