@@ -78,7 +78,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, name: str, *arguments: str):
     data = [f"--data.train={folder}/chat/train", f"--data.valid={folder}/chat/valid"]
-    settings = [*data, f"--train.runs={folder}/runs", f"--train.name={name}", *OPTIONS, *arguments]
+    settings = data + [f"--train.runs={folder}/runs", f"--train.name={name}"] + OPTIONS + list(arguments)
     return api.train(api.load_config(None, settings))
 
 
@@ -111,7 +111,7 @@ def test_a_continued_start_goes_on_as_the_run_itself(work) -> None:
     """The same run, trained further under its own name, is the reference."""
     shutil.copytree(work / "runs" / "base", work / "further" / "base")
     data = [f"--data.train={work}/chat/train", f"--data.valid={work}/chat/valid"]
-    settings = [*data, f"--train.steps={STEPS + 3}", f"--train.runs={work}/further", *OPTIONS, "--lr.peak=2e-2"]
+    settings = data + [f"--train.steps={STEPS + 3}", f"--train.runs={work}/further"] + OPTIONS + ["--lr.peak=2e-2"]
     api.train(api.load_config(work / "further" / "base" / "config.toml", settings))
     options = [f"--train.steps={STEPS + 3}", "--lr.peak=2e-2", "--lr.min=1e-3"]
     result = train(work, "continued", start_from(work), "--checkpoint.start_state=continued", *options)
@@ -123,7 +123,7 @@ def test_a_continued_start_goes_on_as_the_run_itself(work) -> None:
     config = api.load_config(work / "runs" / "continued" / "config.toml")
     assert ours[0]["learning_rate"] == pytest.approx(learning_rate(config.lr, STEPS + 1, STEPS + 3))
     # With other samples the step goes on, and the samples begin anew.
-    shuffled = [*options, "--train.seed=7", "--train.stop_after=1"]
+    shuffled = options + ["--train.seed=7", "--train.stop_after=1"]
     train(work, "others", start_from(work), "--checkpoint.start_state=continued", *shuffled)
     state = open_checkpoint(work / "runs" / "others").state
     assert (state["step"], state["samples"]) == (STEPS + 1, 4)
@@ -142,8 +142,8 @@ def test_a_start_asks_what_goes_on_and_names_what_is_wrong(work) -> None:
             r"of another model: model.hidden was 32 and is 64.*, or omit --checkpoint.start_from",
         ),
         ([start_from(work), "--checkpoint.start_state=continued", "--train.steps=9"], ConfigError, "is reached"),
-        ([*LORA, start_from(work), "--checkpoint.start_state=continued"], ConfigError, "has none of adapters"),
-        ([*LORA, "--model.preset=tiny"], ConfigError, "trains adapters of an existing model, and none is named"),
+        (LORA + [start_from(work), "--checkpoint.start_state=continued"], ConfigError, "has none of adapters"),
+        (LORA + ["--model.preset=tiny"], ConfigError, "trains adapters of an existing model, and none is named"),
     ):
         with pytest.raises(error, match=message):
             train(work, "refused", *arguments)
@@ -152,7 +152,7 @@ def test_a_start_asks_what_goes_on_and_names_what_is_wrong(work) -> None:
 @pytest.fixture(scope="module")
 def adapted(work: Path) -> Path:
     """A run with adapters, interrupted and resumed."""
-    options = [start_from(work), FRESH, *LORA, "--train.steps=6", "--lr.peak=3e-2"]
+    options = [start_from(work), FRESH] + LORA + ["--train.steps=6", "--lr.peak=3e-2"]
     train(work, "adapted", *options, "--train.stop_after=3")
     assert train(work, "adapted", *options).finished
     return work / "runs" / "adapted"
@@ -175,7 +175,7 @@ def test_adapters_are_saved_alone_and_resume_exactly(work, fresh, adapted) -> No
 
 def test_adapters_resume_in_another_layout(work, adapted, megascale) -> None:
     data = [f"--data.train={work}/chat/train", f"--data.valid={work}/chat/valid", f"--train.runs={work}/runs"]
-    options = [*data, *OPTIONS, start_from(work), FRESH, *LORA, "--train.steps=6", "--lr.peak=3e-2"]
+    options = data + OPTIONS + [start_from(work), FRESH] + LORA + ["--train.steps=6", "--lr.peak=3e-2"]
     options += ["--train.name=moved", "--train.micro_batch=1"]
     assert megascale("train", *options, "--train.stop_after=3").returncode == 0
     run = megascale("train", *options, "--parallel.tensor=2", "--parallel.pipeline=2")
@@ -184,8 +184,8 @@ def test_adapters_resume_in_another_layout(work, adapted, megascale) -> None:
 
 
 def test_adapters_refuse_another_model_and_other_settings(work, fresh, adapted) -> None:
-    options = [FRESH, *LORA, "--train.steps=8", "--lr.peak=3e-2"]
-    reordered = [*LORA[:2], "--train.lora.targets=mlp.out,mlp.gate,attention.query"]
+    options = [FRESH] + LORA + ["--train.steps=8", "--lr.peak=3e-2"]
+    reordered = LORA[:2] + ["--train.lora.targets=mlp.out,mlp.gate,attention.query"]
     assert train(work, "adapted", start_from(work), FRESH, *reordered, "--train.steps=6", "--lr.peak=3e-2").finished
     with pytest.raises(DataError, match="were trained on a different model from that of step 2"):
         train(work, "adapted", start_from(work, "fresh"), "--checkpoint.start_step=2", *options)
