@@ -437,7 +437,7 @@ def copy(saved, tmp_path):
         ("gpt2", {"num_hidden_layers": 3}, ["num_hidden_layers=3", "n_layer=2"]),
         ("gpt2", {"n_embd": "many"}, ["n_embd='many'"]),
         ("gptj", {"n_head": 0}, ["n_head=0"]),
-        ("llama", {"rope_parameters": {"rope_theta": "wide"}}, ["wrong kind", "wide"]),
+        ("llama", {"rope_parameters": {"rope_theta": "wide"}}, ["must be a number", "wide"]),
         ("llama", {"is_causal": False}, ["is_causal=False"]),
         ("mistral", {"per_layer_config": {"0": {"sliding_window": 2}}}, ["per_layer_config"]),
         ("llama", {"hidden_act": "relu"}, ["hidden_act='relu'", "silu"]),
