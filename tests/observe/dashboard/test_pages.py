@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from urllib.parse import quote
 
 import pytest
@@ -14,6 +15,7 @@ from tests.observe.dashboard.conftest import EVIL, JOB, SLOW
 pytestmark = pytest.mark.xdist_group("browser")
 # Axe's rules that look at colours, of those that it applies unless it is told otherwise.
 COLOURS = ["color-contrast", "link-in-text-block"]
+HEAT = "**/api/heat?**"
 VIEWS = ("fleet", "overview", "heatmap", "timeline", "grid", "nodes", "plan")
 
 
@@ -173,10 +175,46 @@ def test_heat_map_leads_from_the_outlier_to_its_host_and_history(page, address):
     page.wait_for_url(lambda url: all(choice in re.split("[?&]", url) for choice in choices))
     page.reload()
     page.wait_for_selector(".outliers button")
-    from playwright.sync_api import expect
+    assert page.get_by_label("Figure").input_value() == "wait.tensor"
+    assert page.get_by_label("from step").input_value() == "2"
 
-    expect(page.get_by_label("Figure")).to_have_value("wait.tensor")
-    expect(page.get_by_label("from step")).to_have_value("2")
+
+def hold_requests(page, pattern: str, actions: list[Callable[[], object]]) -> list:
+    """Return the requests for `pattern` that the actions cause, one each; later ones go to the server."""
+    held = []
+    page.route(pattern, lambda route: held.append(route) if len(held) < len(actions) else route.continue_())
+    for number, action in enumerate(actions, start=1):
+        action()
+        while len(held) < number:
+            page.wait_for_timeout(10)  # takes the browser's messages
+    return held
+
+
+def test_an_answer_leaves_a_step_that_is_being_typed(page, address):
+    settled(page, address, "heatmap", run="calm")
+    held = hold_requests(page, HEAT, [lambda: page.get_by_label("Figure").select_option("wait.tensor")])
+    step = page.get_by_label("from step")
+    step.press("ControlOrMeta+a")
+    step.press("1")
+    scale = page.locator(".scale").inner_text()
+    held[0].continue_()
+    page.wait_for_function("text => document.querySelector('.scale').innerText !== text", arg=scale)
+    page.keyboard.press("0")
+    page.keyboard.press("Tab")
+    page.wait_for_url(lambda url: "first=10" in re.split("[?&]", url))
+
+
+def test_a_late_answer_does_not_replace_that_to_a_later_choice(page, address):
+    settled(page, address, "heatmap", run="calm")
+    figure = page.get_by_label("Figure")
+    choices = [lambda: figure.select_option("wait.tensor"), lambda: figure.select_option("wait.pipeline")]
+    held = hold_requests(page, HEAT, choices)
+    for route in reversed(held):
+        with page.expect_response(HEAT) as response:
+            route.continue_()
+        response.value.finished()
+        page.evaluate("new Promise((done) => setTimeout(done, 50))")
+    assert figure.input_value() == "wait.pipeline"
 
 
 def test_the_overview_fits_a_phone(page, address):

@@ -29,6 +29,19 @@ export function show(place, page) {
     lines: (cell) => [`rank ${found.rank[cell]}`, inUnit(found.value[cell], found.figure.unit)],
   });
   const controls = h("div", { class: "bar" });
+  let figures = h("label");
+  let figureNames = "";
+  const from = makeStepField("from");
+  const to = makeStepField("to");
+  const allSteps = h("button", { type: "button", class: "small", onclick: () => pick({ first: found.steps.low, last: found.steps.high }) }, "all steps");
+  const by = choice("By", [{ value: "host", text: "host" }, { value: "grid", text: "position in the grid" }], order, (value) => {
+    order = value;
+    address.set({ order: value === "host" ? null : value });
+    map.whole();
+    lay();
+  });
+  const among = choice("Compared with", [{ value: "stage", text: "ranks of its stage" }, { value: "job", text: "all ranks" }], "stage", (value) => pick({ among: value }));
+  const scale = h("span", { class: "scale" });
   const side = h("div", { class: "side" });
   const notes = h("div", { class: "notes" }, h("p", { class: "quiet" }, "Reading spans…"));
   fill(
@@ -42,14 +55,25 @@ export function show(place, page) {
   const machines = h("section", { class: "panel", "aria-label": "slow machines" });
   let judged = "";
 
+  let asked = 0;
+  let answered = 0;
+
   async function read() {
+    asked += 1;
+    const number = asked;
+    let answer;
     try {
-      found = await ask("heat", { run, figure: address.get("figure"), first: address.number("first"), last: address.number("last"), among: address.get("among") }, signal);
+      answer = await ask("heat", { run, figure: address.get("figure"), first: address.number("first"), last: address.number("last"), among: address.get("among") }, signal);
     } catch (error) {
-      if (signal.aborted) return;
+      if (signal.aborted || number < answered) return;
+      answered = number;
       fill(notes, h("p", { class: "note" }, /** @type {Error} */ (error).message));
       return;
     }
+    // The answer to an earlier choice may come after that to a later one.
+    if (number < answered) return;
+    answered = number;
+    found = answer;
     fill(notes, found.skipped.map((/** @type {string} */ words) => h("p", { class: "note" }, `skipped: ${words}`)));
     if (!found.rank.length) notes.append(h("p", { class: "note" }, "No timings of ranks are recorded yet."));
     lay();
@@ -83,18 +107,60 @@ export function show(place, page) {
     return [Math.min(low, at(0.5) - least), Math.max(high, at(0.5) + least)];
   }
 
+  /** A field for an end of the window. @param {"from" | "to"} name */
+  function makeStepField(name) {
+    const field = h("input", {
+      type: "number", "aria-label": `${name} step`,
+      onchange: () => {
+        const given = Number(field.value);
+        const { steps } = found;
+        const [first, last] = name === "from" ? [given, Math.max(given, steps.last)] : [Math.min(given, steps.first), given];
+        found.steps = { ...steps, first, last };
+        pick({ first, last });
+      },
+      onblur: () => bar(),
+    });
+    return field;
+  }
+
+  /** Show a step, unless the field has the focus: an answer must not change what is being typed. @param {HTMLInputElement} field @param {number} step */
+  function showStep(field, step) {
+    field.min = String(found.steps.low);
+    field.max = String(found.steps.high);
+    if (document.activeElement !== field) field.value = String(step);
+  }
+
+  /** Choose an option. A new value would close an open list, so an equal one is not set. @param {HTMLElement} control @param {string} value */
+  function showChoice(control, value) {
+    const select = /** @type {HTMLSelectElement} */ (control.querySelector("select"));
+    if (select.value !== value) select.value = value;
+  }
+
+  function makeFigures() {
+    const made = choice("Figure", found.figures.map((/** @type {any} */ one) => ({ value: one.name, text: one.label })), found.figure.name, (value) => pick({ figure: value }));
+    const isFocused = figures.contains(document.activeElement);
+    figures.replaceWith(made);
+    figures = made;
+    if (isFocused) made.querySelector("select")?.focus();
+  }
+
+  /** The controls. Their elements stay, so that an answer leaves the focus and open lists alone. */
   function bar() {
     const { steps, figure } = found;
-    const step = (/** @type {string} */ name, /** @type {number} */ value) =>
-      h("label", { class: "field" }, h("span", {}, name), h("input", {
-        type: "number", value, min: steps.low, max: steps.high, "aria-label": `${name} step`,
-        onchange: (/** @type {Event} */ event) => {
-          const given = Number(/** @type {HTMLInputElement} */ (event.target).value);
-          const [first, last] = name === "from" ? [given, Math.max(given, steps.last)] : [Math.min(given, steps.first), given];
-          address.set({ first, last });
-          void read();
-        },
-      }));
+    if (!controls.hasChildNodes()) {
+      fill(controls, figures, h("label", { class: "field" }, h("span", {}, "from"), from), h("label", { class: "field" }, h("span", {}, "to"), to), allSteps,
+        h("button", { type: "button", class: "small", onclick: () => pick({ first: null, last: null }) }, "newest 20"), by, among, scale);
+    }
+    const names = JSON.stringify(found.figures);
+    if (names !== figureNames) {
+      figureNames = names;
+      makeFigures();
+    }
+    showChoice(figures, figure.name);
+    showStep(from, steps.first);
+    showStep(to, steps.last);
+    allSteps.title = `${steps.low} to ${steps.high}`;
+    showChoice(among, found.among);
     const [low, high] = limits();
     const ramp = h("canvas", { width: 256, height: 1, "aria-hidden": "true" });
     const context = ramp.getContext("2d");
@@ -102,24 +168,7 @@ export function show(place, page) {
       context.fillStyle = colour;
       context.fillRect(i, 0, 1, 1);
     });
-    const focused = /** @type {HTMLElement | null} */ (document.activeElement)?.getAttribute("aria-label");
-    fill(
-      controls,
-      choice("Figure", found.figures.map((/** @type {any} */ one) => ({ value: one.name, text: one.label })), figure.name, (value) => pick({ figure: value })),
-      step("from", steps.first),
-      step("to", steps.last),
-      h("button", { type: "button", class: "small", title: `${steps.low} to ${steps.high}`, onclick: () => pick({ first: steps.low, last: steps.high }) }, "all steps"),
-      h("button", { type: "button", class: "small", onclick: () => pick({ first: null, last: null }) }, "newest 20"),
-      choice("By", [{ value: "host", text: "host" }, { value: "grid", text: "position in the grid" }], order, (value) => {
-        order = value;
-        address.set({ order: value === "host" ? null : value });
-        map.whole();
-        lay();
-      }),
-      choice("Compared with", [{ value: "stage", text: "ranks of its stage" }, { value: "job", text: "all ranks" }], found.among, (value) => pick({ among: value })),
-      h("span", { class: "scale" }, inUnit(low, figure.unit), ramp, inUnit(high, figure.unit)),
-    );
-    if (focused) /** @type {HTMLElement | undefined} */ ([...controls.querySelectorAll("[aria-label]")].find((each) => each.getAttribute("aria-label") === focused))?.focus();
+    fill(scale, inUnit(low, figure.unit), ramp, inUnit(high, figure.unit));
   }
 
   /** @param {Record<string, string | number | null>} changed */
