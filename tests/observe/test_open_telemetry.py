@@ -118,3 +118,12 @@ def test_fault_without_a_new_attempt_is_no_recovery():
     tracker = RecoveryTracker()
     events = [FAULT[3], {"time": 105.0, "event": "job_failed"}, FAULT[0], FAULT[1], {"time": "x", "event": "hang"}]
     assert [tracker.add_event(event) for event in events] == [None] * 5
+
+
+def test_a_damaged_attempt_of_an_event_stops_no_export(collector, tmp_path):
+    damaged = [event | {"attempt": "?"} for event in FAULT]
+    write_events(tmp_path, damaged)
+    telemetry = Telemetry(collector.url, tmp_path, LABELS, begin=50.0)
+    assert telemetry.send([], 120.0)
+    telemetry.close()
+    assert read_attributes(collector.read_spans()["recovery"].attributes)["megascale.attempt"] == 0

@@ -46,6 +46,8 @@ log = logging.getLogger("megascale.otel")
 _SCOPE = InstrumentationScope("megascale", __version__)
 _MAX_WAITING = 1000  # spans that wait for a collector
 _MAX_EVIDENCE = 8  # sentences in a span
+_MAX_ATTEMPTS = 1 << 31  # a larger attempt is damage
+_LAST_SECONDS = 1.0  # for each request at the end of the driver
 # OpenTelemetry's units (UCUM) for those at the end of our metrics' names.
 _UNITS = {
     "bytes_per_second": "By/s",
@@ -104,7 +106,8 @@ class RecoveryTracker:
             current.action = str(event.get("action", ""))
         elif kind == Event.ATTEMPT_STARTED:
             current.started = event_time
-            current.attempt = int(to_float(event.get("attempt")) or 0)
+            attempt = to_float(event.get("attempt"))
+            current.attempt = int(attempt) if 0 <= attempt < _MAX_ATTEMPTS else 0
         elif kind == Event.FIRST_STEP and current.started:
             current.end = event_time
             self._current = None
@@ -138,11 +141,10 @@ class Telemetry:
     """
 
     def __init__(
-        self, endpoint: str, run: Path, labels: Mapping[str, str], *, begin: float, timeout: float = 5.0
+        self, endpoint: str, run: Path, labels: Mapping[str, str], *, begin: float, timeout: float = 3.0
     ) -> None:
-        base = endpoint.rstrip("/")
-        self._metric_exporter = OTLPMetricExporter(f"{base}/v1/metrics", timeout=timeout)
-        self._span_exporter = OTLPSpanExporter(f"{base}/v1/traces", timeout=timeout)
+        self._endpoint = endpoint.rstrip("/")
+        self._open_exporters(timeout)
         attributes = {"service.name": "megascale", "service.version": __version__}
         self._resource = Resource(attributes | {f"megascale.{name}": value for name, value in labels.items()})
         self._labels = dict(labels)
@@ -166,10 +168,21 @@ class Telemetry:
         self._waiting.clear()
         return has_metrics
 
+    def send_last(self, families: Iterable[Family], current_time: float) -> bool:
+        """Send as `send` does, with a short time limit, and close the connections. For use after `close`."""
+        self._open_exporters(_LAST_SECONDS)
+        is_complete = self.send(families, current_time)
+        self.close()
+        return is_complete
+
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. A call of `send` under way in another thread repeats no request."""
         self._metric_exporter.shutdown()
         self._span_exporter.shutdown()
+
+    def _open_exporters(self, timeout: float) -> None:
+        self._metric_exporter = OTLPMetricExporter(f"{self._endpoint}/v1/metrics", timeout=timeout)
+        self._span_exporter = OTLPSpanExporter(f"{self._endpoint}/v1/traces", timeout=timeout)
 
     def _read_recoveries(self) -> None:
         _, records = self._tail.read_new_records()
