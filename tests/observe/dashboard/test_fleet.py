@@ -80,6 +80,18 @@ def test_job_whose_driver_runs_elsewhere_is_alive_while_it_writes(tmp_path):
     assert "no driver" in rows["stopped"]["why"]
 
 
+def test_a_last_record_longer_than_a_look_is_read(tmp_path):
+    write_run(tmp_path / "experts", LONG, "checkpoint_saved", end=time.time())
+    record = {"step": LONG + 1, "time": time.time(), "seconds": 1.0, "loss": 2.5, "expert_counts": [[1000] * 128] * 48}
+    with open(tmp_path / "experts" / "metrics.jsonl", "a") as out:
+        out.write(strict_json.dumps(record) + "\n")
+    assert len(strict_json.dumps(record)) > NEWEST_BYTES
+    (tmp_path / "experts" / "events.jsonl").unlink()
+    rows, _ = read_rows(Fleet(lambda run: None), tmp_path)
+    row = rows["experts"]
+    assert (row["step"], row["loss"], row["phase"]) == (LONG + 1, 2.5, "running")
+
+
 def test_effective_time_of_long_runs_equals_that_of_the_overview(tmp_path):
     for name in ("a", "b"):
         write_run(tmp_path / name, LONG, "run_finished")

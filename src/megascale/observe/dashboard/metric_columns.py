@@ -7,7 +7,7 @@ import os
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -29,7 +29,8 @@ class RecordTail:
 
     Args:
         file: may be missing, grow, be truncated or be replaced.
-        newest_bytes: of a longer file, the first call reads only this much of its end; None: all.
+        newest_bytes: of a longer file, the first call reads only this much of its end, or as much more as its last
+            record needs; None: all.
 
     Attributes:
         is_partial: older records were left out.
@@ -52,10 +53,18 @@ class RecordTail:
         self.is_partial = False
         self.damaged = 0
 
-    def _skip_older_records(self, size: int) -> None:
+    def _skip_older_records(self, file: BinaryIO, size: int) -> None:
         """Begin near the end of a file of `size` bytes, after the line that the first byte may be a part of."""
-        if self._newest_bytes is not None and size > self._newest_bytes:
-            self._offset = size - self._newest_bytes
+        if self._newest_bytes is None:
+            return
+        length = self._newest_bytes
+        while length < min(size, _MAX_LINE_BYTES):
+            file.seek(size - length)
+            if file.read(length).count(b"\n") > 1:  # a whole line, such as one with the counts of many experts
+                break
+            length *= 4
+        if size > length:
+            self._offset = size - length
             self._is_in_long_line = True
             self.is_partial = True
 
@@ -67,7 +76,7 @@ class RecordTail:
                 is_new = status.st_ino != self._inode or status.st_size < self._offset
                 if is_new:
                     self._reset(status.st_ino)
-                    self._skip_older_records(status.st_size)
+                    self._skip_older_records(file, status.st_size)
                 file.seek(self._offset)
                 data = file.read(_MAX_READ_BYTES)
         except FileNotFoundError:
