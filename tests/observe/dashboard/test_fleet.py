@@ -80,6 +80,21 @@ def test_job_whose_driver_runs_elsewhere_is_alive_while_it_writes(tmp_path):
     assert "no driver" in rows["stopped"]["why"]
 
 
+def test_private_run_of_another_user_leaves_the_others_listed(tmp_path, monkeypatch):
+    for name in ("mine", "other-user"):
+        write_run(tmp_path / name, 3, "run_finished")
+    original = os.stat
+
+    def stat(path, *arguments, **options):
+        if isinstance(path, os.PathLike) and os.path.basename(os.path.dirname(path)) == "other-user":
+            raise PermissionError(13, "Permission denied", os.fspath(path))
+        return original(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", stat)  # the tests may run as root, for whom nothing is private
+    rows, _ = read_rows(Fleet(lambda run: None), tmp_path)
+    assert list(rows) == ["mine"]
+
+
 def test_a_last_record_longer_than_a_look_is_read(tmp_path):
     write_run(tmp_path / "experts", LONG, "checkpoint_saved", end=time.time())
     record = {"step": LONG + 1, "time": time.time(), "seconds": 1.0, "loss": 2.5, "expert_counts": [[1000] * 128] * 48}

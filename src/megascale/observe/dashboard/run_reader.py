@@ -91,7 +91,8 @@ class RunList:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / mark).exists() for mark in _MARKS)
+    # Path.exists raises PermissionError for a folder that another user keeps private.
+    return any(os.path.exists(folder / mark) for mark in _MARKS)
 
 
 def _read_time(folder: Path) -> float:
