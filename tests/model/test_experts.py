@@ -26,6 +26,7 @@ from megascale.ops.routing import combine_rows, plan_rows, score_experts, select
 from megascale.optim.base import make_state_parts
 from megascale.parallel.buffers import Extent, FlatShard
 from megascale.parallel.parameters import ParameterSpec, initialise, materialise
+from megascale.train.engine import Engine
 
 MODEL = {
     "layers": 2,
@@ -45,7 +46,8 @@ SHARED = {"number": 6, "top_k": 2, "width": 10, "shared_width": 12, "shared_gate
 def make_config(experts: dict[str, Any], **sections: Any) -> Any:
     """Return a configuration of a small model of experts."""
     model = {**MODEL, "experts": experts, **sections.pop("model", {})}
-    return from_tree({"model": model, "train": {"precision": "float64", "global_batch": 2}, **sections})
+    train = {"precision": "float64", "global_batch": 2, **sections.pop("train", {})}
+    return from_tree({"model": model, "train": train, **sections})
 
 
 def make_chunk(experts: dict[str, Any], dtype: torch.dtype = torch.float64, **options: Any) -> Chunk:
@@ -320,6 +322,7 @@ def test_traffic_counts_the_gathers_and_scatters_of_experts(model, experts, expe
         ({"shared_gate": True}, ["shared_gate", "shared_width"]),
         ({"numbers": 2}, ["no key model.experts.numbers", "keys of [model.experts]: number, top_k"]),
         ({"dense_layers": 2}, ["dense_layers=2", "model.layers=2", "model.mlp=dense"]),
+        ({"number": 8, "groups": 4}, ["model.experts.groups=4", "no effect", "set group_limit"]),
     ],
 )
 def test_impossible_settings_are_refused_by_name(experts, named):
@@ -341,6 +344,41 @@ def test_settings_without_effect_are_refused_by_name(model, named):
         make_config({"number": 4}, model=model)
     for text in named:
         assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("ES", ["dense_layers=1", "leaves no layer of model.layers=2 with experts"]),
+        ("SE", ["dense_layers=1", "no effect", "model.layer_pattern=SE", "remove dense_layers"]),
+    ],
+)
+def test_first_dense_layers_are_compared_with_the_pattern(pattern, named):
+    kinds = {"mlp": "dense", "layer_pattern": pattern, "layer_kinds": {"E": {"mlp": "experts"}}}
+    with pytest.raises(ConfigError) as error:
+        make_config({"dense_layers": 1}, model=kinds)
+    for text in named:
+        assert text in str(error.value)
+
+
+def test_router_without_gradient_of_the_loss_is_said():
+    for experts, is_said in (({"top_k": 1}, True), ({"top_k": 1, "normalize": "none"}, False), ({"top_k": 2}, False)):
+        config = make_config({"number": 4, **experts}, train={"global_batch": 8})
+        engine = Engine(lay_out(config, 1), None, torch.device("cpu"))
+        assert ("model.experts.top_k=1" in engine.active.get("router", "")) == is_said
+
+
+def test_scores_that_underflow_give_finite_weights():
+    """A bias may select experts whose softmax scores are 0."""
+    experts = ExpertsConfig(number=4, top_k=2, bias_rate=0.001)
+    logits = torch.tensor([[200.0, 0, 0, 0]], requires_grad=True)
+    scores = score_experts(logits, experts)
+    indices = select_experts(scores, experts, torch.tensor([-0.6, 0.5, 0.5, -0.4]))
+    weights = weigh_experts(scores, indices, experts)
+    weights.sum().backward()
+    assert indices.tolist() == [[1, 2]]
+    assert torch.isfinite(weights).all()
+    assert torch.isfinite(logits.grad).all()
 
 
 @pytest.mark.parametrize(

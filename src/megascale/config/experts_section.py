@@ -37,7 +37,7 @@ class ExpertsConfig(Section):
         ge=1,
         le=65_536,
         description="groups from which a token takes its experts: those whose two best scores have the largest sum; "
-        "default: all",
+        "default: the one group",
     )
     bias_rate: float = Field(
         0.0,
@@ -73,6 +73,11 @@ class ExpertsConfig(Section):
                 "divisor"
             )
         if self.group_limit is None:
+            if self.groups > 1:
+                raise ValueError(
+                    f"model.experts.groups={self.groups} has no effect without model.experts.group_limit; set "
+                    "group_limit, or remove groups"
+                )
             return self
         if self.group_limit > self.groups:
             raise ValueError(

@@ -260,10 +260,17 @@ class ModelConfig(Section):
             raise ValueError(
                 "model.mlp_bias=true with model.mlp=experts: experts have no biases; set model.mlp_bias=false"
             )
-        if self.expert_settings.dense_layers >= self.layers:
+        mlps = [self.resolve_kind(letter).mlp for letter in self.layer_letters()]
+        dense_layers = self.expert_settings.dense_layers
+        if "experts" not in mlps[dense_layers:]:
             raise ValueError(
-                f"model.experts.dense_layers={self.expert_settings.dense_layers} leaves no layer of model.layers="
-                f"{self.layers} with experts; lower dense_layers, or set model.mlp=dense"
+                f"model.experts.dense_layers={dense_layers} leaves no layer of model.layers={self.layers} with "
+                "experts; lower dense_layers, or set model.mlp=dense"
+            )
+        if dense_layers and "experts" not in mlps[:dense_layers]:
+            raise ValueError(
+                f"model.experts.dense_layers={dense_layers} has no effect, since model.layer_pattern="
+                f"{self.layer_pattern} has no experts in the first {dense_layers} layers; remove dense_layers"
             )
 
     def _check_kind(self, letter: str, kind: LayerKind) -> None:

@@ -85,8 +85,9 @@ def weigh_experts(scores: Tensor, indices: Tensor, settings: ExpertsConfig) -> T
     weights = scores.gather(-1, indices)
     if settings.normalize == "selected":
         total = weights.sum(-1, keepdim=True)
-        if settings.scores == "sigmoid":
-            total = total + 1e-20  # all sigmoids of a token may underflow to 0
+        if settings.scores == "sigmoid" or settings.bias_rate:
+            # All sigmoids of a token may underflow to 0, and so may softmax scores of experts that a bias selects.
+            total = total + 1e-20
         weights = weights / total
     return weights * settings.scaling
 

@@ -338,6 +338,13 @@ class Engine:
         self.active["experts"] = f"{model.expert_settings.number} on {grid.tensor} tensor-parallel ranks, dropless"
         if self.config.parallel.recompute in ("norms", "selective"):
             self.active["recomputed norms"] = "not those before experts, which keep their input"
+        settings = model.expert_settings
+        if settings.top_k == 1 and settings.number > 1 and settings.normalize == "selected":
+            # A model may be imported like this, so it is no error.
+            self.active["router"] = (
+                "gets no gradient of the loss: with model.experts.top_k=1 and normalize=selected all weights are 1; "
+                "normalize=none keeps the scores"
+            )
         return balance
 
     def _make_pipeline(self, groups: Groups | None, stage: int) -> PipelineExecutor:
