@@ -61,6 +61,19 @@ def test_slurm_without_defaults_for_training_is_named_with_the_consequence(comma
     assert all(finding.advice for finding in findings if finding.verdict != "good")
 
 
+def test_idle_nodes_that_do_not_answer_and_kinds_of_nodes_are_told_apart(commands):
+    slurm = make_slurm()
+
+    def run(*command):
+        if command[0] == "sinfo" and command[1] != "--version":
+            return "gpu*|idle*|4|gpu:8|infinite\ngpu*|allocated|2|(null)|infinite\n"
+        return slurm(*command)
+
+    (partition,) = [finding for finding in examine_slurm(run) if finding.subject == "partition gpu*"]
+    assert partition.value == "2 allocated, 4 without answer; gpu:8, time limit infinite; (null), time limit infinite"
+    assert partition.verdict == "slow"
+
+
 def test_slurm_as_it_should_be_has_no_remark(commands):
     findings = examine_slurm(make_slurm(kill_wait=120, tracking="proctrack/cgroup", pyxis=True))
     assert set(verdicts(findings).values()) == {"good"}

@@ -85,20 +85,24 @@ def examine_slurm(run: Callable[..., str | None] = run_command) -> list[Finding]
 def _check_partitions(output: str) -> list[Finding]:
     """Return a finding per partition: nodes by state, generic resources and the time limit."""
     states: dict[str, Counter[str]] = {}
-    details: dict[str, str] = {}
+    details: dict[str, dict[str, None]] = {}  # in order, each once
     for line in output.splitlines():
         fields = line.strip().split("|")
         if len(fields) == 5 and fields[2].isdecimal():
             partition, state, count, resources, limit = fields
-            states.setdefault(partition, Counter())[state.rstrip("*~#!%$@^-")] += int(count)
-            details[partition] = f"{resources}, time limit {limit}"
+            name = state.rstrip("*~#!%$@^-")
+            if state.endswith("*") and name == "idle":
+                name = "without answer"  # slurmd does not answer, so that no job starts there
+            states.setdefault(partition, Counter())[name] += int(count)
+            # sinfo prints a line for each kind of node, of which some may have no GPUs.
+            details.setdefault(partition, {})[f"{resources}, time limit {limit}"] = None
     findings = []
     for partition, counts in states.items():
         text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+        value = f"{text}; {'; '.join(details[partition])}"
         if counts["idle"]:
-            findings.append(Finding(f"partition {partition}", f"{text}; {details[partition]}", "good"))
+            findings.append(Finding(f"partition {partition}", value, "good"))
         else:
-            value = f"{text}; {details[partition]}"
             findings.append(Finding(f"partition {partition}", value, "slow", "no node is idle: a job waits"))
     return findings or [Finding("partitions", "none", "missing", "this user may use no partition")]
 
