@@ -123,9 +123,9 @@ def test_new_steps_and_events_come_by_themselves(page, serve, tmp_path):
     page.wait_for_selector(".chart canvas[aria-label*='last 5']")
     with open(run / "metrics.jsonl", "a") as out:
         out.write(strict_json.dumps({"step": 2, "loss": 4.0, "time": 2.0, "seconds": 1.0}) + "\n")
-    page.wait_for_selector(".chart canvas[aria-label*='last 4']", timeout=5000)
+    page.wait_for_selector(".chart canvas[aria-label*='last 4']")
     (run / "events.jsonl").write_text(strict_json.dumps({"time": 3.0, "event": "run_finished", "attempt": 1}) + "\n")
-    page.wait_for_selector(".events >> text=run finished", timeout=5000)
+    page.wait_for_selector(".events >> text=run finished")
     page.wait_for_selector(".chip >> text=done")
 
 
