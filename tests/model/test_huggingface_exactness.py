@@ -279,7 +279,7 @@ def test_logits_and_round_trip_of_a_drawn_model(family: str, number: int, dtype:
         assert read_folder(tmp_path / "ours").model == imported.model
 
 
-def _collect_gradients(chunk: Chunk) -> dict[str, torch.Tensor]:
+def collect_gradients(chunk: Chunk) -> dict[str, torch.Tensor]:
     """Return the gradients of the logical tensors by name."""
     gradients = {}
     with torch.device("meta"):
@@ -326,7 +326,7 @@ def test_gradients_are_transformers(family: str, tmp_path: Path) -> None:
     losses = chunk(inputs_SB, Batch(targets=targets_SB), ForwardContext(token_grad=token_grad))
     (losses * token_grad).sum().backward()
     assert abs(losses.mean() - expected) < 1e-10 * expected.abs()
-    gradients = _collect_gradients(chunk)
+    gradients = collect_gradients(chunk)
     names = dict(reference.named_parameters())
     for weight in imported.family.list_weights(imported.model):
         gradient = find_gradient(weight.name, names)
@@ -336,7 +336,7 @@ def test_gradients_are_transformers(family: str, tmp_path: Path) -> None:
     for parameter in chunk.parameters():
         parameter.grad = None
     chunk(inputs_SB, Batch(targets=targets_SB)).mean().backward()
-    for name, gradient in _collect_gradients(chunk).items():
+    for name, gradient in collect_gradients(chunk).items():
         assert (gradient - gradients[name]).abs().max() <= 1e-10 * gradients[name].abs().max(), name
 
 

@@ -172,6 +172,13 @@ def test_a_bad_folder_is_named_before_anything_is_written(
     assert not list((tmp_path / "runs").glob("*/checkpoints/step-*"))
 
 
+def test_a_tokenizer_in_another_form_is_not_passed_over(folder, tokens, tmp_path):
+    (folder / "vocab.json").write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer\.json does not exist; Use the tokenizer\.json of the same model"):
+        first_loss(folder, tokens, tmp_path / "runs")
+    assert not (tmp_path / "runs" / "default").exists()
+
+
 def test_weights_of_a_folder_are_not_held_in_memory(folder, monkeypatch):
     """A logical tensor is read when it is asked for, and no file stays mapped."""
     from megascale.model.huggingface.import_model import read_folder

@@ -61,6 +61,15 @@ def _plan_tiles_kernel(
 
 
 @jit
+def _select_tile(program, row_tiles, column_tiles, GROUPED_ROWS: tl.constexpr):
+    """Return the row tile and the column tile of a program: bands of row tiles, column by column within a band."""
+    band = program // (GROUPED_ROWS * column_tiles)
+    within = program % (GROUPED_ROWS * column_tiles)
+    band_rows = tl.minimum(row_tiles - band * GROUPED_ROWS, GROUPED_ROWS)
+    return band * GROUPED_ROWS + within % band_rows, within // band_rows
+
+
+@jit
 def _group_rows_kernel(
     x_ptr,
     index_ptr,
@@ -84,12 +93,7 @@ def _group_rows_kernel(
     TILE_INNER: tl.constexpr,
     GROUPED_ROWS: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    column_tiles = tl.cdiv(columns, TILE_COLUMNS)
-    band = program // (GROUPED_ROWS * column_tiles)
-    within = program % (GROUPED_ROWS * column_tiles)
-    band_rows = tl.minimum(tiles - band * GROUPED_ROWS, GROUPED_ROWS)
-    tile = band * GROUPED_ROWS + within % band_rows
+    tile, column_tile = _select_tile(tl.program_id(0), tiles, tl.cdiv(columns, TILE_COLUMNS), GROUPED_ROWS)
     expert = tl.load(expert_ptr + tile)
     if expert >= 0:
         row = tl.load(row_ptr + tile) + tl.arange(0, TILE_ROWS)
@@ -97,7 +101,7 @@ def _group_rows_kernel(
         source = row
         if GATHERED:
             source = tl.load(index_ptr + row, mask=is_row, other=0)
-        column = within // band_rows * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+        column = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
         k = tl.arange(0, TILE_INNER)
         x_tile = x_ptr + source[:, None].to(tl.int64) * x_stride + k[None, :]
         weight_tile = weight_ptr + expert.to(tl.int64) * expert_stride
@@ -139,13 +143,11 @@ def _group_gradient_kernel(
     GROUPED_ROWS: tl.constexpr,
 ):
     expert = tl.program_id(1)
-    row_tiles = tl.cdiv(rows, TILE_ROWS)
-    column_tiles = tl.cdiv(columns, TILE_COLUMNS)
-    band = tl.program_id(0) // (GROUPED_ROWS * column_tiles)
-    within = tl.program_id(0) % (GROUPED_ROWS * column_tiles)
-    band_rows = tl.minimum(row_tiles - band * GROUPED_ROWS, GROUPED_ROWS)
-    row = (band * GROUPED_ROWS + within % band_rows) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = within // band_rows * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    row_tile, column_tile = _select_tile(
+        tl.program_id(0), tl.cdiv(rows, TILE_ROWS), tl.cdiv(columns, TILE_COLUMNS), GROUPED_ROWS
+    )
+    row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     first = tl.load(offset_ptr + expert)
     last = tl.load(offset_ptr + expert + 1)
     total = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)

@@ -18,7 +18,7 @@ from megascale.core.inventory import logical_shapes
 from megascale.core.model_folder import is_model_folder
 from megascale.core.tensors import Box
 from megascale.data.tokenizer.base import Tokenizer
-from megascale.data.tokenizer.tokenizer import TOKENIZER, load_tokenizer
+from megascale.data.tokenizer.tokenizer import TOKENIZER, has_other_form, load_tokenizer
 from megascale.errors import ConfigError, DataError
 from megascale.model.huggingface.generation_config import (
     FILE_NAME,
@@ -64,7 +64,8 @@ def adopt_folder(config: Config) -> Config:
     _check_given_shapes(folder, model, adopted)
     data = config.data
     file = Path(folder) / TOKENIZER
-    if data.tokenizer is None and file.exists():
+    # Without its own tokenizer.json the model would read the token numbers of the data set's tokenizer.
+    if data.tokenizer is None and (file.exists() or has_other_form(file.parent)):
         check_vocabulary(Path(folder), load_tokenizer(file), adopted.vocab)
         data = data.model_copy(update={"tokenizer": str(file)})
     return config.model_copy(update={"model": adopted, "data": data})

@@ -15,11 +15,10 @@ from megascale.core.batch import Batch
 from megascale.model.context import ForwardContext
 from megascale.model.huggingface.family import join_weight
 from megascale.model.huggingface.import_model import read_folder
-from megascale.model.transformer import Chunk
-from megascale.parallel.parameters import piece_views, spec_of
 from tests.model.huggingface import CONFIGS, prompt
 from tests.model.test_huggingface_exactness import (
     LENGTH,
+    collect_gradients,
     computing_in,
     draw_settings,
     find_gradient,
@@ -165,7 +164,7 @@ def measure_gradients(family: str, folder: Path) -> float:
     token_grad = torch.tensor(1 / targets_SB.numel(), dtype=torch.float64)
     losses = chunk(tokens_BS[:, :-1].t(), Batch(targets=targets_SB), ForwardContext(token_grad=token_grad))
     (losses * token_grad).sum().backward()
-    gradients = _collect_gradients(chunk)
+    gradients = collect_gradients(chunk)
     theirs_by_name = dict(reference.named_parameters())
     # The name of GPT-NeoX's head depends on the release of transformers.
     theirs_by_name[imported.family.head] = reference.get_output_embeddings().weight
@@ -174,17 +173,6 @@ def measure_gradients(family: str, folder: Path) -> float:
         expected = find_gradient(weight.name, theirs_by_name)
         errors.append(_compare(join_weight(weight, gradients), expected))
     return max(errors)
-
-
-def _collect_gradients(chunk: Chunk) -> dict[str, Tensor]:
-    gradients = {}
-    with torch.device("meta"):
-        twin = Chunk(chunk.model, range(chunk.model.layers), first=True, last=True)
-    for parameter, described in zip(chunk.parameters(), twin.parameters(), strict=True):
-        assert parameter.grad is not None
-        for piece, gradient in piece_views(spec_of(described), parameter.grad):
-            gradients[piece.name] = gradient
-    return gradients
 
 
 def _compare(result: Tensor, expected: Tensor) -> float:

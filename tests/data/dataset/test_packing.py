@@ -144,9 +144,14 @@ def test_a_damaged_plan_is_made_again(tmp_path: Path) -> None:
     index = tmp_path / "index"
     expected = open_samples(configured(prefix, 8, "best_fit"), index).batch(0, 4)
     [stored] = index.iterdir()
-    stored.write_bytes(stored.read_bytes()[:-8])
-    assert np.array_equal(open_samples(configured(prefix, 8, "best_fit"), index).batch(0, 4), expected)
-    assert SamplePlan.load(stored) is not None
+    content = stored.read_bytes()
+    changed = bytearray(content)
+    changed[len(content) // 2] ^= 1
+    for damaged in (content[:-8], bytes(changed), b""):
+        stored.write_bytes(damaged)
+        assert SamplePlan.load(stored) is None
+        assert np.array_equal(open_samples(configured(prefix, 8, "best_fit"), index).batch(0, 4), expected)
+        assert SamplePlan.load(stored) is not None
 
 
 def test_a_plan_that_cannot_be_stored_is_made_at_each_start(tmp_path: Path) -> None:

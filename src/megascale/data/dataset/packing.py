@@ -16,6 +16,8 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
+import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ from numpy.typing import NDArray
 
 PACKINGS = ("concatenate", "best_fit")
 _GROUP = 1 << 22  # pieces that are packed together, which bounds the memory
-_VERSION = 1  # of the stored plans
+_VERSION = 2  # of the stored plans
 
 Lengths = NDArray[np.int64]
 
@@ -122,13 +124,14 @@ class SamplePlan:
     def save(self, path: Path) -> None:
         """Write the plan; readers find a complete file or none. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        header = np.array([len(self._starts), self.samples], dtype=np.int64)
+        columns = [np.ascontiguousarray(part, dtype="<i8") for part in (self._starts, self._lengths, self._firsts)]
+        header = np.array([len(self._starts), self.samples, _checksum(columns)], dtype="<i8")
         # Hosts that share the folder write at the same time, and processes of two containers may have the same number.
         temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
         try:
             with open(temporary, "xb") as file:
-                for part in (header, self._starts, self._lengths, self._firsts):
-                    file.write(np.ascontiguousarray(part, dtype="<i8").data)
+                for part in [header] + columns:
+                    file.write(part.data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -138,16 +141,26 @@ class SamplePlan:
 
     @staticmethod
     def load(path: Path) -> SamplePlan | None:
-        """Return a plan that `save` wrote, memory-mapped; None if there is none, or another size than it declares."""
+        """Return a plan that `save` wrote, memory-mapped; None if there is none, or if its content has changed."""
         try:
             values = np.memmap(path, dtype="<i8", mode="r").view(np.ndarray)
         except (OSError, ValueError):
             return None
-        if len(values) < 2 or len(values) != 3 + 2 * values[0] + values[1]:
+        if len(values) < 3 or len(values) != 4 + 2 * values[0] + values[1]:
             return None
         count = int(values[0])
-        starts, lengths, firsts = np.split(values[2:], [count, 2 * count])
+        starts, lengths, firsts = np.split(values[3:], [count, 2 * count])
+        if _checksum([starts, lengths, firsts]) != values[2]:
+            return None
         return SamplePlan(starts, lengths, firsts)
+
+
+def _checksum(columns: Sequence[NDArray[np.int64]]) -> int:
+    """Return the CRC-32 of the columns of a plan: a changed bit would train other samples."""
+    checksum = 0
+    for column in columns:
+        checksum = zlib.crc32(column.data, checksum)
+    return checksum
 
 
 def make_plan(

@@ -363,14 +363,7 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
     manifest = Manifest(
         plan.inputs,
         plan.recipe,
-        tokenizer={
-            "file": TOKENIZER,
-            "sha256": tokenizer.sha256,
-            "vocab_size": tokenizer.vocab_size,
-            "end_of_document": tokenizer.end_of_document,
-            "begin_of_document": list(tokenizer.begin_of_document),
-            "eos_token": configured_end(out / CONFIG),
-        },
+        tokenizer=describe_tokenizer(tokenizer, out),
         dtype=dtype.name,
         parts={
             side: _join_side(
@@ -384,6 +377,18 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
     )
     manifest.save(out)
     return manifest
+
+
+def describe_tokenizer(tokenizer: Tokenizer, out: Path) -> dict[str, Any]:
+    """Return the manifest's record of the tokenizer that lies in the data set's folder `out`."""
+    return {
+        "file": TOKENIZER,
+        "sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "end_of_document": tokenizer.end_of_document,
+        "begin_of_document": list(tokenizer.begin_of_document),
+        "eos_token": configured_end(out / CONFIG),
+    }
 
 
 def _join_side(

@@ -18,7 +18,7 @@ from megascale import __version__
 from megascale.data.dataset.file_hash import fingerprint_file, sha256_file
 from megascale.data.dataset.indexed import IndexedWriter, pair_paths, token_dtype, weights_path
 from megascale.data.dataset.manifest import DataSetPart, Manifest
-from megascale.data.prepare.builder import TOKENIZER_TEXT, find_result
+from megascale.data.prepare.builder import TOKENIZER_TEXT, describe_tokenizer, find_result
 from megascale.data.prepare.conversations import EncodedConversation, encode_lines, parse_conversation, read_lines
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.chat_template import (
@@ -32,7 +32,7 @@ from megascale.data.tokenizer.chat_template import (
     read_template,
 )
 from megascale.data.tokenizer.convert_tokenizer import copy_companions
-from megascale.data.tokenizer.huggingface_file import CONFIG, configured_end
+from megascale.data.tokenizer.huggingface_file import CONFIG
 from megascale.data.tokenizer.tokenizer import TOKENIZER, load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
@@ -306,14 +306,7 @@ def _make_manifest(
     return Manifest(
         [str(file) for file in files],
         recipe,
-        tokenizer={
-            "file": TOKENIZER,
-            "sha256": tokenizer.sha256,
-            "vocab_size": tokenizer.vocab_size,
-            "end_of_document": tokenizer.end_of_document,
-            "begin_of_document": list(tokenizer.begin_of_document),
-            "eos_token": configured_end(out / CONFIG),
-        },
+        tokenizer=describe_tokenizer(tokenizer, out),
         dtype=token_dtype(tokenizer.vocab_size).name,
         parts=parts,
         version=__version__,

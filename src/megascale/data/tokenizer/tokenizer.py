@@ -40,11 +40,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         data = path.read_bytes()
     except FileNotFoundError:
         remedy = "set data.tokenizer to a tokenizer.json or build a data set"
-        if _has_other_form(path.parent):
+        if has_other_form(path.parent):
             remedy = _conversion_advice(path.parent)
         raise DataError(f"tokenizer {path} does not exist; {remedy}") from None
     except IsADirectoryError:
-        if not (path / TOKENIZER).exists() and _has_other_form(path):
+        if not (path / TOKENIZER).exists() and has_other_form(path):
             raise DataError(f"tokenizer {path} is a folder without a {TOKENIZER}. {_conversion_advice(path)}") from None
         raise DataError(f"tokenizer {path} is a folder; pass the path of the {TOKENIZER} inside") from None
     except OSError as error:
@@ -112,7 +112,7 @@ def _conversion_advice(folder: Path) -> str:
     )
 
 
-def _has_other_form(folder: Path) -> bool:
+def has_other_form(folder: Path) -> bool:
     """Return whether a folder holds a tokenizer in another form than a tokenizer.json."""
     return any((folder / name).exists() for name in _OTHER_FORMS)
 
