@@ -18,6 +18,8 @@ from megascale.core.layer_spec import ExpertsSpec
 from megascale.model.context import LayerSetup
 from megascale.ops.activation import RecomputedActivation, activate
 from megascale.ops.routing import (
+    count_all,
+    count_experts,
     router_logits,
     score_experts,
     select_experts,
@@ -152,7 +154,7 @@ class ExpertsMlp(DirectModule):
         weights = weigh_experts(scores, indices, self.settings)
         if self.counts is not None and torch.is_grad_enabled():
             if is_first:
-                self.counts += _count_experts(indices, self.settings.number).sum(0)
+                self.counts += count_all(scores, indices)
             weights = self._attach_losses(weights, logits, scores, routing, is_first)
         return weights, indices
 
@@ -187,7 +189,7 @@ class ExpertsMlp(DirectModule):
         settings = self.settings
         if routing.sequence_counts is None:
             assert routing.indices is not None
-            counts = _count_experts(routing.indices, settings.number)
+            counts = count_experts(routing.indices, settings.number)
             routing.sequence_counts = all_reduce(counts, self.axis).wait()
         length = scores.shape[0] * self.axis.size
         fractions_BE = routing.sequence_counts.to(scores.dtype) * (settings.number / (settings.top_k * length))
@@ -228,12 +230,6 @@ def keep_routing(block: nn.Module) -> Callable[..., Any]:
             mlp.routing = None
 
     return run
-
-
-def _count_experts(indices_SBK: Tensor, experts: int) -> Tensor:
-    """Return how often each sequence chose each expert, int64 [b, experts]."""
-    is_expert = indices_SBK.unsqueeze(-1) == torch.arange(experts, device=indices_SBK.device)
-    return is_expert.sum((0, 2))
 
 
 def list_expert_layers(chunks: Iterable[Any]) -> Iterator[ExpertsMlp]:

@@ -20,6 +20,7 @@ from megascale.ops.reduce import PARTS, accumulate_gradients
 from megascale.ops.rope import apply_rotary_reference, check_tables, find_packed
 
 TILE_ELEMENTS = 2048  # of a tile of heads: it and its gradient fit the registers of four warps
+BACKWARD_PARTS = 4 * PARTS  # eight programs per SM: with two, a quarter of the copy rate on an H100
 
 
 @jit
@@ -272,7 +273,7 @@ class _SplitNormRotary(torch.autograd.Function):
         if packed is None:
             packed = torch.empty((S, B, N, D), dtype=qkv_SBC.dtype, device=qkv_SBC.device)
             packed[:, :, heads + groups :].copy_(dv)
-        part_tokens = cdiv(S * B, PARTS)
+        part_tokens = cdiv(S * B, BACKWARD_PARTS)
         parts = cdiv(S * B, part_tokens)
         partial = torch.empty((parts, 2 * D), dtype=torch.float32, device=qkv_SBC.device)
         # A program reads a tile of gradients before it writes the tile, so gradients that are packed change in place.

@@ -35,8 +35,9 @@ class _Experts(torch.autograd.Function):
         gathering_weights = all_gather(weights_SBK, axis)
         gathering_indices = all_gather(indices_SBK, axis)
         count = into.shape[0]
-        plan = plan_rows(gathering_indices.wait().flatten(0, 1), axis.rank * count, count)
         weights_TK = gathering_weights.wait().flatten(0, 1)
+        indices_TK = gathering_indices.wait().flatten(0, 1)
+        plan = plan_rows(indices_TK, axis.rank * count, count, weights_TK, axis.size * count)
         x = gathering_x.wait()
         y_TH, inner = run_experts(x.flatten(0, 1), weights_TK, plan, into, out, activation)
         ctx.args = into, out, activation, axis
