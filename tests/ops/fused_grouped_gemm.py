@@ -97,8 +97,8 @@ def test_gradients_of_matrices_sum_the_rows_of_their_group(
     tokens = 11 if gathered else total
     index = torch.randint(0, tokens, (total,), generator=generator) if gathered else None
     x = torch.randn(tokens, columns, generator=generator).to(dtype)
-    dy_index = torch.randint(0, tokens, (total,), generator=generator) if dy_gathered else None
-    dy = torch.randn(max(tokens, total), rows, generator=generator).to(dtype)
+    dy_index = torch.randint(0, max(1, tokens), (total,), generator=generator) if dy_gathered else None
+    dy = torch.randn(max(1, tokens, total), rows, generator=generator).to(dtype)
     main_grad = torch.randn(len(counts), rows, columns, generator=generator)
     expected = main_grad.double()
     accumulate_group_gradients(main_grad, dy, x, offsets, index, dy_index, overwrite, tiling=TILING)

@@ -1,4 +1,4 @@
-"""Kernels of routing against plain PyTorch: ties, experts of other ranks, empty experts, a capacity that is exceeded."""
+"""Kernels of routing against plain PyTorch: ties, experts of other ranks and without tokens, too small a capacity."""
 
 from __future__ import annotations
 

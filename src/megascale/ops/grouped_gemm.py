@@ -153,7 +153,14 @@ def _group_gradient_kernel(
     column = column_tile * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     first = tl.load(offset_ptr + expert)
     last = tl.load(offset_ptr + expert + 1)
-    total = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
+    # Within a matrix 32 bits suffice, and save registers.
+    out = out_ptr + expert.to(tl.int64) * rows * columns + (row[:, None] * columns + column[None, :])
+    is_out = (row[:, None] < rows) & (column[None, :] < columns)
+    # Sums begin with the gradient so far: added at the end, it would take as many registers as the sums.
+    if ACCUMULATE:
+        total = tl.load(out, mask=is_out, other=0.0)
+    else:
+        total = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
     for start in range(first, last, TILE_INNER):
         token = start + tl.arange(0, TILE_INNER)
         is_token = token < last
@@ -171,10 +178,6 @@ def _group_gradient_kernel(
         dy = tl.load(dy_ptr + dy_source[:, None].to(tl.int64) * dy_stride + row[None, :], mask=is_dy, other=0.0)
         x = tl.load(x_ptr + source[:, None].to(tl.int64) * x_stride + column[None, :], mask=is_x, other=0.0)
         total = tl.dot(tl.trans(dy), x, total, input_precision="ieee")
-    out = out_ptr + (expert.to(tl.int64) * rows + row[:, None]) * columns + column[None, :]
-    is_out = (row[:, None] < rows) & (column[None, :] < columns)
-    if ACCUMULATE:
-        total += tl.load(out, mask=is_out, other=0.0)
     tl.store(out, total, mask=is_out)
 
 
