@@ -138,21 +138,41 @@ class RoutingPlan:
     row: Tensor
 
 
-def plan_rows(indices: Tensor, first: int, count: int, weights: Tensor, experts: int) -> RoutingPlan:
+@dataclass(frozen=True)
+class RowLimit:
+    """Number of rows that captured work has room for, because a graph cannot read a number of rows.
+
+    Attributes:
+        rows: capacity; choices beyond it get no row.
+        exceeded: raised when choices got no row, bool [].
+    """
+
+    rows: int
+    exceeded: Tensor
+
+
+def plan_rows(
+    indices: Tensor, first: int, count: int, weights: Tensor, experts: int, limit: RowLimit | None = None
+) -> RoutingPlan:
     """Plan the rows of experts `first` to `first + count`.
 
-    The number of rows is read on the host, unless these are all experts, so that every choice has a row.
+    The number of rows is read on the host, unless there is a limit, or these are all experts, so that every choice has
+    a row.
 
     Args:
         indices: experts of each token [tokens, top_k].
         weights: weights of these experts, which decide whether kernels run [tokens, top_k].
         experts: number of experts of the layer.
+        limit: with it the plan has `limit.rows` rows; those beyond the last offset are undefined.
     """
     tokens, top_k = indices.shape
     if use_fused("plan of experts", weights):
-        offsets, token, slot, row, _ = sort_choices(indices.contiguous(), first, count, tokens * top_k)
-        if count < experts:
-            rows = int(offsets[-1])
+        capacity = tokens * top_k if limit is None else limit.rows
+        offsets, token, slot, row, needed = sort_choices(indices.contiguous(), first, count, capacity)
+        if limit is not None:
+            limit.exceeded.logical_or_(needed > limit.rows)
+        elif count < experts:
+            rows = int(needed)
             token = token[:rows]
             slot = slot[:rows]
         return RoutingPlan(offsets, token, slot, row)
@@ -163,6 +183,10 @@ def plan_rows(indices: Tensor, first: int, count: int, weights: Tensor, experts:
     offsets = torch.zeros(count + 1, dtype=torch.int32, device=local.device)
     offsets[1:] = sizes.cumsum(0)
     rows = int(offsets[-1])
+    if limit is not None:
+        limit.exceeded.logical_or_(offsets[-1] > limit.rows)
+        rows = min(rows, limit.rows)
+        offsets.clamp_(max=rows)
     row = torch.empty_like(order)
     row[order] = torch.arange(len(order), device=order.device)
     order = order[:rows]
