@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megascale.config.experts_section import ExpertsConfig
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.model.context import LayerSetup
 from megascale.ops.activation import RecomputedActivation, activate
@@ -77,6 +78,7 @@ class ExpertsMlp(DirectModule):
         losses: this rank's share of the sequence loss and of the z-loss since `begin_step`, float64 [2].
         tokens_per_step: tokens of the global batch, by which balance losses are divided.
         routing: selection to use and to fill while a layer runs that backward recomputes.
+        select: selects the experts of tokens, as `ops.routing.select_experts`; another one measures a forced load.
         row_factor: while work is captured, the rows that a rank has room for relative to an even load; None otherwise.
         exceeded: raised when captured work had too little room, bool []; of all layers of an engine.
     """
@@ -114,6 +116,7 @@ class ExpertsMlp(DirectModule):
         self.losses: Tensor | None = None
         self.tokens_per_step = 0
         self.routing: Routing | None = None
+        self.select: Callable[[Tensor, ExpertsConfig, Tensor | None], Tensor] | None = None
         self.row_factor: float | None = None
         self.exceeded: Tensor | None = None
 
@@ -170,7 +173,8 @@ class ExpertsMlp(DirectModule):
         routing = self.routing or Routing()
         is_first = routing.indices is None
         if routing.indices is None:
-            routing.indices = select_experts(scores, self.settings, self.router_bias)
+            select = self.select or select_experts
+            routing.indices = select(scores, self.settings, self.router_bias)
             routing.row_factor = self.row_factor
         indices = routing.indices
         weights = weigh_experts(scores, indices, self.settings)
