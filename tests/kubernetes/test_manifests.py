@@ -40,14 +40,14 @@ def test_the_server_takes_what_is_printed(site, tmp_path, form, settings):
     command = [sys.executable, "-m", "megascale.cli.main", *arguments, *settings]
     printed = subprocess.run(command, capture_output=True, text=True)
     assert printed.returncode == 0, printed.stderr
-    output = site.kubectl("apply", "--dry-run=server", "-f", "-", said=printed.stdout)
+    output = site.kubectl("apply", "--dry-run=server", "-f", "-", output=printed.stdout)
     kinds = {line.partition("/")[0].split(".")[0] for line in output.splitlines()}
     assert kinds >= ({"pod", "configmap", "secret"} if form == "nodes" else {"job", "role", "serviceaccount"})
 
 
 def test_the_server_takes_the_kustomize_base(site):
     printed = site.kubectl("kustomize", str(BASE))
-    output = site.kubectl("apply", "--dry-run=server", "-f", "-", said=printed)
+    output = site.kubectl("apply", "--dry-run=server", "-f", "-", output=printed)
     assert "job.batch/" in output
 
 
@@ -57,4 +57,4 @@ def test_the_server_refuses_what_is_no_pod(site):
 
     broken = '{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": {"containers": []}}'
     with pytest.raises(TrainingError, match="containers"):
-        site.kubectl("apply", "--dry-run=server", "-f", "-", said=broken)
+        site.kubectl("apply", "--dry-run=server", "-f", "-", output=broken)
