@@ -149,12 +149,14 @@ def _find_other_users(job: KubernetesJob) -> list[str]:
     """Return a sentence per node where agents or trainers do not run as the image's user."""
     user = str(read_image_layout().user)
     wrong = []
+    count = 0
     for node in job.site.nodes.values():
         lines = [line.split(maxsplit=1) for line in node.run("ps", "-eo", "uid,args").splitlines()]
         users = {uid for uid, command in lines if "-m megascale.resilience.agent" in command}
+        count += len(users)
         if users - {user}:
             wrong.append(f"{node.name}: agents run as users {', '.join(sorted(users))} instead of {user}")
-    return wrong
+    return wrong if count else ["no agent was seen"]
 
 
 def _bad(row: Row, fault: KubernetesFault) -> list[str]:
