@@ -11,7 +11,7 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,8 +32,11 @@ Buildah = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def buildah(tmp_path_factory: pytest.TempPathFactory) -> Buildah:
-    """Run buildah with storage of its own, and without user namespaces, which a container may lack."""
+def buildah(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
+    """Run buildah with storage of its own, and without user namespaces, which a container may lack.
+
+    The storage of gigabytes is deleted at the end.
+    """
     storage = tmp_path_factory.mktemp("storage")
     options = [f"--root={storage}/root", f"--runroot={storage}/run", "--storage-driver=vfs"]
 
@@ -45,7 +48,10 @@ def buildah(tmp_path_factory: pytest.TempPathFactory) -> Buildah:
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
         return result.stdout
 
-    return run
+    yield run
+    run("rm", "--all")
+    run("rmi", "--all", "--force")
+    shutil.rmtree(storage)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +64,10 @@ def image(buildah: Buildah, tmp_path_factory: pytest.TempPathFactory) -> str:
     if result.returncode != 0:
         pytest.skip(f"debootstrap cannot make a base here: {(result.stdout + result.stderr)[-300:]}")
     subprocess.run(["tar", "-C", str(root), "-cf", str(folder / "base.tar"), "."], check=True)
+    shutil.rmtree(root)
     (folder / "Containerfile").write_text(BASE)
     buildah("bud", "-f", str(folder / "Containerfile"), "-t", "localhost/base", str(folder))
+    (folder / "base.tar").unlink()
     options = ["--break-system-packages"] + [f"--find-links={wheels}" for wheels in WHEELS]
     buildah(
         "bud",
