@@ -40,6 +40,11 @@ Json = dict[str, Any]
 RUN = "pretrain"
 SAMPLES = 300  # per series, over the whole range
 SCRAPE_SECONDS = 2
+STEPS = 1_500  # planned, more than the recording has time for
+COLUMN_INCHES = 0.6
+ROW_INCHES = 0.33
+TITLE_INCHES = 0.3
+MARGINS = (0.6, 0.15, 0.3, 0.65)  # left, right, above and below a panel's axes, in inches
 PACE = {RUN: 0.3, "ablation": 0.15}  # run -> least seconds per step
 
 
@@ -76,23 +81,39 @@ def draw_dashboard(dashboard: Json, source: Range, variables: dict[str, str], fi
     from matplotlib import pyplot
 
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in dashboard["panels"])
-    figure = pyplot.figure(figsize=(15, rows * 0.3), layout="constrained")
-    grid = figure.add_gridspec(rows, 24)
+    height = rows * ROW_INCHES + TITLE_INCHES
+    figure = pyplot.figure(figsize=(24 * COLUMN_INCHES, height))
     empty = []
     for panel in dashboard["panels"]:
-        position = panel["gridPos"]
-        rows_of_panel = slice(position["y"], position["y"] + position["h"])
-        axes = figure.add_subplot(grid[rows_of_panel, position["x"] : position["x"] + position["w"]])
+        axes = figure.add_axes(_find_rectangle(panel["gridPos"], height))
         axes.set_title(panel["title"], fontsize=9, loc="left")
         if not _DRAW[panel["type"]](axes, panel, source, variables):
             axes.text(0.5, 0.5, "No data", ha="center", va="center", transform=axes.transAxes, color="grey")
             axes.set_axis_off()
             empty.append(panel["title"])
     begin, end = (datetime.fromtimestamp(seconds, UTC) for seconds in (source.start, source.end))
-    figure.suptitle(f"{dashboard['title']}, {begin:%Y-%m-%d %H:%M:%S} to {end:%H:%M:%S} UTC", fontsize=11)
+    figure.suptitle(
+        f"{dashboard['title']}, {begin:%Y-%m-%d %H:%M:%S} to {end:%H:%M:%S} UTC", fontsize=11, y=1 - 0.1 / height
+    )
     figure.savefig(file, dpi=80)
     pyplot.close(figure)
     return empty
+
+
+def _find_rectangle(position: dict[str, int], height: float) -> tuple[float, float, float, float]:
+    """Return left, bottom, width and height of a panel's axes as fractions of the figure.
+
+    Args:
+        position: of the panel in Grafana's grid of 24 columns.
+        height: of the figure in inches.
+    """
+    left, right, above, below = MARGINS
+    top = height - TITLE_INCHES - position["y"] * ROW_INCHES - above
+    bottom = height - TITLE_INCHES - (position["y"] + position["h"]) * ROW_INCHES + below
+    width = position["w"] * COLUMN_INCHES - left - right
+    figure_width = 24 * COLUMN_INCHES
+    x = position["x"] * COLUMN_INCHES + left
+    return x / figure_width, bottom / height, width / figure_width, (top - bottom) / height
 
 
 def _draw_series(axes: Any, panel: Json, source: Range, variables: dict[str, str]) -> bool:
@@ -108,13 +129,14 @@ def _draw_series(axes: Any, panel: Json, source: Range, variables: dict[str, str
             names.append(name)
     if not names:
         return False
-    axes.yaxis.set_major_formatter(_unit_formatter(panel["fieldConfig"]["defaults"]["unit"]))
+    unit = panel["fieldConfig"]["defaults"]["unit"]
+    axes.yaxis.set_major_formatter(lambda value, _: _format_value(value, unit))
     locator = AutoDateLocator(maxticks=5)
     axes.xaxis.set_major_locator(locator)
-    axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
+    axes.xaxis.set_major_formatter(ConciseDateFormatter(locator, show_offset=False))
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(0, -0.12), ncols=3, frameon=False)
+    axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(0, -0.1), ncols=3, frameon=False)
     return True
 
 
@@ -138,14 +160,14 @@ def _draw_table(axes: Any, panel: Json, source: Range, variables: dict[str, str]
     cells: dict[str, dict[str, str]] = {}
     titles = [target["legendFormat"] for target in panel["targets"]]
     for target, title in zip(panel["targets"], titles, strict=True):
-        formatter = _unit_formatter(units.get(title, "none"))
         for series in source.query_end(_replace(target["expr"], variables)):
-            cells.setdefault(series["metric"]["run"], {})[title] = formatter(float(series["value"][1]))
+            text = _format_value(float(series["value"][1]), units.get(title, "none"))
+            cells.setdefault(series["metric"]["run"], {})[title] = text
     axes.set_axis_off()
     if not cells:
         return False
-    text = [[run] + [row.get(title, "") for title in titles] for run, row in sorted(cells.items())]
-    table = axes.table(text, colLabels=["Run"] + titles, loc="upper center", cellLoc="left")
+    rows = [[run] + [row.get(title, "") for title in titles] for run, row in sorted(cells.items())]
+    table = axes.table(rows, colLabels=["Run"] + titles, loc="upper center", cellLoc="left")
     table.scale(1, 1.4)
     return True
 
@@ -163,14 +185,16 @@ def _format_legend(target: Json, labels: dict[str, str]) -> str:
     return re.sub(r"{{(\w+)}}", lambda match: labels.get(match[1], ""), target["legendFormat"])
 
 
-def _unit_formatter(unit: str) -> Any:
-    from matplotlib.ticker import EngFormatter, PercentFormatter, StrMethodFormatter
+def _format_value(value: float, unit: str) -> str:
+    """Return a value in a unit of Grafana."""
+    from matplotlib.ticker import EngFormatter
 
     if unit == "percentunit":
-        return PercentFormatter(1.0, decimals=1)
+        return f"{value:.1%}"
     if unit == "none":
-        return StrMethodFormatter("{x:,.4g}")
-    return EngFormatter({"Bps": "B/s", "watt": "W", "celsius": "°C"}.get(unit, unit), places=1)
+        return f"{value:,.4g}"
+    symbol = {"Bps": "B/s", "watt": "W", "celsius": "°C"}.get(unit, unit)
+    return str(EngFormatter(symbol, places=1).format_data(value))
 
 
 # recording ------------------------------------------------------------------------------------------------------------
@@ -197,14 +221,14 @@ def record(folder: Path, seconds: float) -> Iterator[Range]:
         file = make(folder)
         start = time.time()
         for name, pace in PACE.items():
-            arguments = [f"--resilience.targets={targets}", "--train.steps=100000", "--resilience.test_spares=false"]
+            arguments = [f"--resilience.targets={targets}", f"--train.steps={STEPS}", "--resilience.test_spares=false"]
             arguments += [f"--resilience.driver_metrics=127.0.0.1:{_free_port()}", "--resilience.job_name=example"]
             jobs.append(Launched(file, name, arguments, pace))
         for job in jobs:
             job.first(lambda event: event.kind == "first_step")
-        _sleep_until(start + seconds / 3)
+        _sleep_up_to(start + seconds / 3)
         print("\n".join(inject(jobs[0].run, "kill-node", Options(node="n1"))))
-        _sleep_until(start + seconds)
+        _sleep_up_to(start + seconds)
         yield Range(f"http://127.0.0.1:{port}", start, time.time())
     finally:
         for job in jobs:
@@ -216,7 +240,7 @@ def record(folder: Path, seconds: float) -> Iterator[Range]:
         server.wait()
 
 
-def _sleep_until(deadline: float) -> None:
+def _sleep_up_to(deadline: float) -> None:
     time.sleep(max(deadline - time.time(), 0.0))
 
 
