@@ -296,6 +296,8 @@ _CROWD: tuple[str, ...] = (
     "--kubernetes.one_a_node=false",
     "--resilience.window=30",
 )
+# Each would import PyTorch while it is a spare, on the cores on which two ranks start.
+_CROWD += ("--resilience.preload=false",)
 _CROWD += ("--resilience.agent_lease=60", "--checkpoint.linger=180", "--resilience.replacements=100")
 _GPU = '--kubernetes.resources=["nvidia.com/gpu=1"]'
 _NO_WAIT = "--resilience.replenish_wait=20"
