@@ -44,7 +44,7 @@ STEPS = 1_500  # planned, more than the recording has time for
 COLUMN_INCHES = 0.6
 ROW_INCHES = 0.33
 TITLE_INCHES = 0.3
-MARGINS = (0.6, 0.15, 0.3, 0.65)  # left, right, above and below a panel's axes, in inches
+MARGINS = (0.75, 0.15, 0.3, 0.65)  # left, right, above and below a panel's axes, in inches
 PACE = {RUN: 0.3, "ablation": 0.15}  # run -> least seconds per step
 
 
