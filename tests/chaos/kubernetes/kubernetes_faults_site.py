@@ -120,7 +120,7 @@ class KubernetesFaultSite(FaultSite):
 def _strike(job: KubernetesJob, fault: KubernetesFault) -> Row:
     """Let it train, break it, and say what came of it."""
     row: Row = {"wrong": ["no first step"]}
-    if job.first(lambda e: e.kind == "first_step") is None:
+    if job.first(lambda e: e.kind == "first_step", fault.start_timeout) is None:
         return row
     job.until_joined(fault.pods)
     job.until_step(_BEFORE)
