@@ -21,6 +21,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.forked import BENCHMARKS, CHAOS, COMMAND, Forked, share_server, use_shared_server
 
+# Collections while torch and the tests are loaded free nothing and take a fifth of the time of the imports.
+gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 # The processes that tests start compile the package once, not each for itself, and pytest keeps the tests as it has
@@ -76,6 +78,7 @@ def pytest_collection_finish() -> None:
 
     gc.collect()
     gc.freeze()
+    gc.enable()
     host_pauses.gc = SimpleNamespace(**vars(gc) | {"unfreeze": lambda: None})  # type: ignore[attr-defined]
 
 

@@ -49,6 +49,7 @@ context = multiprocessing.get_context("forkserver")
 # modules before it is started would have each command load the rest for itself.
 context.set_forkserver_preload(
     [
+        "tests.uncollected",
         "torch.distributed",
         "torch.fx.experimental.symbolic_shapes",  # with sympy; loaded by the first backward pass of a pipeline stage
         "torch._dynamo",  # loaded by the first layer that is recomputed in full
