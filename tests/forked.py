@@ -197,11 +197,13 @@ class Forked:
         return output[0], output[1] if len(output) > 1 else ""
 
 
-def popen(command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: Any) -> Forked:
+def popen(
+    command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], cwd: Path | None = None, **_: Any
+) -> Forked:
     """Replace subprocess.Popen where code under test starts a command with its output in a file."""
     module, arguments = _module_and_words(command)
     assert module == COMMAND
-    return Forked(arguments, env=env, output=Path(stdout.name))
+    return Forked(arguments, env=env, cwd=cwd, output=Path(stdout.name))
 
 
 def start_pod(command: list[str], env: Mapping[str, str], log: Path) -> Forked:
