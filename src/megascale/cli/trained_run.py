@@ -78,6 +78,12 @@ def print_evaluation(evaluation: Evaluation) -> None:
     console.print(
         f"held-out loss {evaluation.loss:.4f} nats per token over {evaluation.tokens:,} tokens{counted}", markup=False
     )
+    if evaluation.within_documents:
+        console.print(
+            "attention stays within documents, whose first tokens do not count, as in training "
+            "(data.document_mask=true in the run's config.toml)",
+            markup=False,
+        )
     if evaluation.bits_per_byte is None:
         return
     table = make_list("held-out text", "bits per byte")

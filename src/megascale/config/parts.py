@@ -63,9 +63,11 @@ class AttentionFacts(PartFacts):
 
     Attributes:
         masks_documents: whether it keeps to `ForwardContext.documents`; samples with documents are refused otherwise.
+        bounds_scores: whether it applies `AttentionSpec.softcap`; model.attention_softcap is refused otherwise.
     """
 
     masks_documents: bool = False
+    bounds_scores: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,11 @@ NORMS: Registry[NormFacts] = Registry(
 )
 ATTENTIONS: Registry[AttentionFacts] = Registry(
     "model.attention",
-    {"causal": AttentionFacts("causal, grouped queries, full or in a sliding window", masks_documents=True)},
+    {
+        "causal": AttentionFacts(
+            "causal, grouped queries, full or in a sliding window", masks_documents=True, bounds_scores=True
+        )
+    },
     home=MODEL_PACKAGE,
 )
 MLPS: Registry[PartFacts] = Registry(

@@ -139,12 +139,14 @@ def register(
     inventory: PartInventory,
     description: str = "",
     masks_documents: bool = False,
+    bounds_scores: bool = False,
 ) -> None:
     """Register a value of model.attention; make(setup) has the interface of CausalAttention.
 
     Args:
         masks_documents: whether it keeps to `ForwardContext.documents`; samples with documents are refused otherwise.
+        bounds_scores: whether it applies `AttentionSpec.softcap`; model.attention_softcap is refused otherwise.
     """
-    ATTENTIONS.register(name, AttentionFacts(description, masks_documents))
+    ATTENTIONS.register(name, AttentionFacts(description, masks_documents, bounds_scores))
     ATTENTION_PARTS.register(name, inventory)
     ATTENTION_MODULES.register(name, make)
