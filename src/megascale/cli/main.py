@@ -118,7 +118,9 @@ def _sort_into_panels(app: typer.Typer) -> None:
     """Give each command and group its panel of --help, in the order of PANELS."""
     panel_of = {name: panel for panel, names in PANELS.items() for name in names}
     order = {name: position for position, name in enumerate(panel_of)}
-    for info in (*app.registered_commands, *app.registered_groups):
+    infos: list[CommandInfo | TyperInfo] = list(app.registered_commands)
+    infos.extend(app.registered_groups)
+    for info in infos:
         info.rich_help_panel = panel_of[_find_name(info)]
     app.registered_commands.sort(key=lambda info: order[_find_name(info)])
     app.registered_groups.sort(key=lambda info: order[_find_name(info)])
