@@ -43,6 +43,7 @@ CASES = {
     "TP2, nothing overlapped": case(
         2, data=2, microbatches=2, zero=3, model=UNTIED, overlap={"tensor": "off", "data": False}
     ),
+    "state in host memory": case(data=2, microbatches=2, zero=3, model=UNTIED, optimizer={"offload": True}),
     "one micro-batch": case(data=2, microbatches=1, zero=3, model=TWO_LAYERS),
     "two stages of one chunk, tied": case(1, 2, 2, microbatches=3, zero=3, model={"layers": 3}),
     "two stages of two chunks, untied": case(1, 2, 2, virtual=2, microbatches=4, zero=3, model=UNTIED),

@@ -3,7 +3,8 @@
     PYTHONPATH=src:. python tests/gpu/graphs.py
     PYTHONPATH=src:. torchrun --nproc-per-node 2 tests/gpu/graphs.py tensor
 
-With several processes: in tensor, pipeline or data parallelism of all of them, as the argument says.
+With several processes: in tensor, pipeline or data parallelism of all of them, as the argument says; zero2 and zero3
+are data parallelism with that value of parallel.zero.
 
 Every case trains some steps of a small model twice from the same start, eagerly and replayed: losses, gradient norms
 and weights must be the same bits. Then the milliseconds of a step each way, until the host has launched it and until
@@ -48,6 +49,7 @@ SEVERAL = (
     POSITIONS,
     DOCUMENTS,
 )
+SAMPLES = {"data": 1, "zero2": 2, "zero3": 3}  # arguments that cut the batch, and their parallel.zero
 CASES: dict[str, list[dict[str, Any]]] = {
     "serial": [SERIAL],
     "parallel": [PARALLEL],
@@ -75,8 +77,12 @@ def tree_of(parts: list[dict[str, Any]], graphs: str, axis: str = "") -> dict[st
     """The configuration of a case; axis: which one several processes are laid along."""
     tree: dict[str, Any] = {
         "model": {"layers": 4, "hidden": 256, "heads": 4, "sequence_length": 256, "vocab_size": 1000},
-        "train": {"micro_batch": 2, "global_batch": 16 if axis == "data" else 8, "precision": "bfloat16"},
-        "parallel": {"tensor": 2 if axis == "tensor" else 1, "pipeline": 2 if axis == "pipeline" else 1},
+        "train": {"micro_batch": 2, "global_batch": 32 if axis in SAMPLES else 8, "precision": "bfloat16"},
+        "parallel": {
+            "tensor": 2 if axis == "tensor" else 1,
+            "pipeline": 2 if axis == "pipeline" else 1,
+            "zero": SAMPLES.get(axis, 1),
+        },
         "kernels": {"graphs": graphs},
         "lr": {"peak": 1e-3, "warmup_steps": 2},
     }

@@ -158,9 +158,9 @@ def test_the_embedding_is_not_gathered_for_backward(monkeypatch):
     gathered: list[int] = []
     start_gather = ParameterUnit.start_gather
 
-    def log_gather(unit: ParameterUnit) -> None:
+    def log_gather(unit: ParameterUnit, is_whole: bool) -> None:
         gathered.append(slots.units[0].index(unit))
-        start_gather(unit)
+        start_gather(unit, is_whole)
 
     monkeypatch.setattr(ParameterUnit, "start_gather", log_gather)
     slots.prefetch = False

@@ -73,7 +73,7 @@ class ParallelConfig(Section):
         "default",  # until its kernels have run on several GPUs
         description="communication dtype of parameters between data-parallel ranks; default: train.precision; float8: "
         "matrices of linear layers in float8, half of bfloat16's bytes with identical results (needs "
-        "train.linear_precision=float8 and zero=1 or 2); auto: float8 if possible",
+        "train.linear_precision=float8 and zero=1 or more); auto: float8 if possible",
     )
     bucket_elements: int = Field(
         40_000_000,

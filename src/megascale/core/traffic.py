@@ -26,6 +26,7 @@ from megascale.core.memory import (
     count_stage_matrix_elements,
     count_stage_parameters,
     count_stage_units,
+    gathers_float8,
 )
 from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, kind_mask
 from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots, list_chunk_gathers, list_chunk_uses
@@ -49,13 +50,6 @@ class TrafficEstimate:
     data_gather: float = 0.0
     data_reduce: float = 0.0
     embedding: float = 0.0
-
-
-def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -> bool:
-    """Return whether `data` data-parallel ranks gather matrices as float8; resolves parallel.gather_precision=auto."""
-    if LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is None:
-        return False
-    return parallel.zero in (1, 2) and data > 1 and parallel.gather_precision != "default"
 
 
 def gathered_bytes(
@@ -151,7 +145,11 @@ def estimate_stage_traffic(
         gather_bytes = itemsize * parameters if parallel.zero else 0
     elif parallel.zero == 3:
         resident = parameters - units.sharded
-        gather_bytes = itemsize * (resident + _count_unit_gathers(units, schedule, stage))
+        blocks, others = _count_unit_gathers(units, schedule, stage)
+        block_itemsize = itemsize
+        if gathers_float8(parallel, linear_precision, grid.shards):
+            block_itemsize = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or itemsize
+        gather_bytes = block_itemsize * blocks + itemsize * (resident + others)
     elif parallel.zero:
         gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
     if parallel.reduce_dtype == "bfloat16":
@@ -177,8 +175,8 @@ def estimate_stage_traffic(
     )
 
 
-def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> int:
-    """Return the elements of matrices that ZeRO-3 gathers in a step (parallel/parameter_slots.py).
+def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> tuple[int, int]:
+    """Return the elements of matrices that ZeRO-3 gathers in a step: of blocks, and of embedding and head.
 
     If blocks are units, each forward and each backward gathers a chunk's blocks, except two that are still in their
     slots where a backward follows a forward of the same chunk, or the other way round. Embedding and head share a slot.
@@ -186,7 +184,8 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> 
     """
     if has_chunk_slots(len(units.by_chunk)):
         gathers = list_chunk_gathers(list_chunk_uses(schedule, stage), assign_chunk_slots(schedule, stage))
-        return sum(units.by_chunk[chunk] for chunk in gathers)
+        blocks = sum(units.blocks_by_chunk[chunk] for chunk in gathers)
+        return blocks, sum(units.by_chunk[chunk] for chunk in gathers) - blocks
     kinds, chunks, _ = schedule.tables[stage].T
     is_forward = kinds == ActionKind.FORWARD
     is_use = is_forward | kind_mask(kinds, *INPUT_BACKWARDS)
@@ -194,4 +193,4 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> 
     kept = int(((directions[1:] != directions[:-1]) & (used[1:] == used[:-1])).sum())
     total = int(np.array(units.blocks_by_chunk)[used].sum()) - kept * min(2 * units.block, max(units.blocks_by_chunk))
     outer = units.sharded - sum(units.blocks_by_chunk)
-    return total + outer * (schedule.microbatches if outer > units.outer else 1)
+    return total, outer * (schedule.microbatches if outer > units.outer else 1)

@@ -52,7 +52,7 @@ class _ChunkBuckets:
     def __init__(self, number: int, buffer: ParamAndGradBuffer, float8: bool) -> None:
         self.number = number
         self.buffer = buffer
-        self.float8 = Float8Gather(buffer) if float8 else None
+        self.float8 = Float8Gather(buffer) if float8 and buffer.zero < 3 else None
         self.contributions: dict[ActionKind, list[int]] = {}
         self.counts = [0] * len(buffer.parameters)
         self.kind = ActionKind.BACKWARD
@@ -117,6 +117,8 @@ class DataParallel:
         self.parameter_slots: ParameterSlots | None = None
         if buffers[0].zero == 3:
             self.parameter_slots = ParameterSlots(buffers, chunk_slots, overlap)
+            if float8:
+                self.parameter_slots.use_float8(buffers)
         for chunk in self._chunks:
             chunk.buffer.set_gradient_hook(partial(self._mark, chunk))
             if overlap:
@@ -199,6 +201,31 @@ class DataParallel:
             if not buckets.reduces_resident:
                 return
         self._reduce_resident(buckets)
+
+    def begin_unit_backward(self, chunk: int, unit: int) -> None:
+        """Prepare the backward of a unit in a replay, whose gradient sinks announce nothing.
+
+        The gradients of the chunk's previous unit are complete; their reduction starts. Then this unit takes its slot
+        of gradients, and its matrices are gathered.
+        """
+        buckets = self._chunks[chunk]
+        assert self.slots is not None
+        buckets.reduce_as_filled = False
+        self.slots.is_writable = False
+        self.end_unit_backwards(chunk)
+        self.slots.open_unit(chunk, unit)
+        if self.parameter_slots is not None:
+            self._gather_before_backward(self.parameter_slots, buckets, unit)
+
+    def set_unit_overwrites(self, chunk: int, unit: int) -> None:
+        """Let the GEMMs of a unit's backward, which is captured, overwrite the gradients that they alone write."""
+        assert self.slots is not None
+        self.slots.set_unit_overwrites(chunk, unit)
+
+    def end_unit_backwards(self, chunk: int) -> None:
+        """Record that replays have written the chunk's open buckets; with overlap, start to reduce them."""
+        assert self.slots is not None
+        self.slots.end_unit(chunk, reduces=self.overlap)
 
     def _reduce_resident(self, buckets: _ChunkBuckets) -> None:
         """Reduce the buckets without a unit that are not in flight (ZeRO-0 and 1: all buckets)."""
@@ -411,6 +438,8 @@ class DataParallel:
         slots.before_forward(buckets.number, unit)
 
     def _gather_before_backward(self, slots: ParameterSlots, buckets: _ChunkBuckets, unit: int) -> None:
+        if unit == 0:
+            return  # the backward of an embedding does not read it
         slots.before_backward(buckets.number, unit, buckets.reductions < self._microbatches)
 
     @staticmethod

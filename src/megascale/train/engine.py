@@ -18,10 +18,10 @@ from megascale.core.grid import Coordinate
 from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layout import Layout
+from megascale.core.memory import gathers_float8
 from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.core.spans import SpanKind
 from megascale.core.tensors import Piece
-from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
@@ -313,6 +313,8 @@ class Engine:
 
     def _make_optimizer(self, axes: Axes, coordinate: Coordinate) -> ShardedOptimizer:
         grid = self.layout.grid
+        if self.config.optimizer.offload:
+            self.active["optimizer state"] = "in page-locked host memory, moved through the device in each update"
         has_first, has_last = self.chunks[0].first, self.chunks[-1].last
         duplicates_tied = has_last and not has_first
         return ShardedOptimizer(
@@ -391,7 +393,13 @@ class Engine:
             self.active["CUDA graphs"] = f"forward and backward of each chunk, from step {EAGER_STEPS + 1} on"
         pipeline = self.pipeline
         return ChunkGraphs(
-            self.flats, pipeline.actions, self._run_captured_chunk, self.runtime, pipeline.shape, self.device
+            self.flats,
+            pipeline.actions,
+            compute=self._run_captured_chunk,
+            runtime=self.runtime,
+            shape=pipeline.shape,
+            device=self.device,
+            data_parallel=self.data_parallel,
         )
 
     def _find_graph_obstacle(self) -> str:

@@ -15,7 +15,7 @@ from megascale.core import flops, inventory
 from megascale.core.adapters import AdapterSpec, count_adapter_elements
 from megascale.core.inventory import BLOCK_PARTS
 from megascale.core.layout import Layout, lay_out
-from megascale.core.memory import MemoryEstimate, count_stage_parameters
+from megascale.core.memory import MemoryEstimate, count_offloaded_bytes, count_stage_parameters
 from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import Schedule, ideal_bubble
 from megascale.core.traffic import TrafficEstimate, check_priced_axes, estimate_stage_traffic
@@ -234,7 +234,20 @@ class LayoutCost:
             )
         if parallel.zero >= 2:
             notes.append(self._describe_sharding())
+        if self.config.optimizer.offload:
+            notes.append(self._describe_offload())
         return notes
+
+    def _describe_offload(self) -> str:
+        """Return what optimizer.offload needs in host memory and moves per step."""
+        parallel, grid = self.config.parallel, self.layout.grid
+        parameters = max(count_stage_parameters(self.config.model, parallel, stage) for stage in range(grid.pipeline))
+        shards = grid.shards if parallel.zero else 1
+        gib = count_offloaded_bytes(parameters, shards, self.config.train.precision) / GIB
+        return (
+            f"optimizer.offload=true keeps {gib:.1f} GiB per rank in page-locked host memory and moves them to the GPU "
+            "and back in each update; step times do not include this"
+        )
 
     def _describe_sharding(self) -> str:
         """Return what parallel.zero=2 or 3 costs and saves."""
@@ -254,9 +267,9 @@ class LayoutCost:
         return f"{cost}and {text}"
 
     def _zero_saving(self) -> int:
-        # ZeRO-2 and 3 have no graphs.
-        alternative = self._changed(parallel={"zero": 1}, kernels={"graphs": "off"})
-        return max(m.total for m in alternative.memory) - max(m.total for m in self.memory)
+        eager = {"graphs": "off"}  # whether graphs fit may depend on parallel.zero
+        alternative = self._changed(parallel={"zero": 1}, kernels=eager)
+        return max(m.total for m in alternative.memory) - max(m.total for m in self._changed(kernels=eager).memory)
 
     def _changed(self, **sections: dict[str, Any]) -> LayoutCost:
         config = self.config.model_copy(
@@ -291,6 +304,8 @@ class LayoutCost:
                 tries.append(("--parallel.zero=3", {"parallel": {"zero": 3}}))
         if parallel.recompute != "full":
             tries.append(("--parallel.recompute=full", {"parallel": {"recompute": "full"}}))
+        if self.config.optimizer.name == "adamw" and not self.config.optimizer.offload:
+            tries.append(("--optimizer.offload=true", {"optimizer": {"offload": True}}))
         return [text for text, change in tries if self._changed(**change).fits]
 
     def _count_trained(self) -> int:
