@@ -43,6 +43,7 @@ class _ChunkBuckets:
             because another chunk's copy is in use.
         incomplete: parameters of each bucket whose gradient is not complete in the present backward.
         unit_buckets: buckets that each unit of the forward needs.
+        last_unit: the last unit of the forward.
         armed: whether the next backward, or the present one, is reduced.
         reduce_as_filled: whether the present backward reduces buckets as they fill.
         reductions: backwards of this step that were armed.
@@ -59,6 +60,7 @@ class _ChunkBuckets:
         self.complete_at: dict[ActionKind, list[int]] = {}
         self.incomplete: list[int] = []
         self.unit_buckets: list[list[int]] = []
+        self.last_unit = buffer.count_units() - 1
         self.armed = False
         self.reduce_as_filled = False
         self.reductions = 0
@@ -95,6 +97,10 @@ class DataParallel:
         float8: gather the buckets of linear layers' matrices as float8, in which the chunks compute.
         microbatches: micro-batches of a step, each of which ZeRO-2 reduces; 0 if unknown.
         chunk_slots: ZeRO-3: slot of each chunk if chunks are gathered as a whole (core/unit_slots.py).
+
+    Attributes:
+        has_early_gradients: whether the forward of the last unit writes its gradient, which the loss knows, and the
+            backward follows at once; set before the first step (ZeRO-2 and 3).
     """
 
     def __init__(
@@ -130,8 +136,9 @@ class DataParallel:
                 chunk.buffer.module.pre_backward_gather = partial(  # type: ignore[assignment]
                     self._gather_before_backward, self.parameter_slots, chunk
                 )
-            elif chunk.unit_buckets:
+            elif chunk.unit_buckets or chunk.buffer.zero == 2:
                 chunk.buffer.module.pre_forward_gather = partial(self._await_unit, chunk)  # type: ignore[assignment]
+        self.has_early_gradients = False
         self._microbatches = microbatches
         self.slots: GradientSlots | None = None
         if buffers[0].zero >= 2:
@@ -212,10 +219,22 @@ class DataParallel:
         assert self.slots is not None
         buckets.reduce_as_filled = False
         self.slots.is_writable = False
-        self.end_unit_backwards(chunk)
+        self.slots.end_units(chunk, reduces=self.overlap, running_unit=unit)
         self.slots.open_unit(chunk, unit)
         if self.parameter_slots is not None:
             self._gather_before_backward(self.parameter_slots, buckets, unit)
+
+    def open_early(self, chunk: int, unit: int) -> None:
+        """Open the gradients of a unit before a replay of its forward, if that writes them."""
+        if self._writes_early(self._chunks[chunk], unit):
+            assert self.slots is not None
+            self.slots.open_unit(chunk, unit)
+
+    def _writes_early(self, buckets: _ChunkBuckets, unit: int) -> bool:
+        """Return whether the forward of a unit writes its gradient into a slot."""
+        if not self.has_early_gradients or self.slots is None:
+            return False
+        return buckets.number == len(self._chunks) - 1 and unit == buckets.last_unit
 
     def set_unit_overwrites(self, chunk: int, unit: int) -> None:
         """Let the GEMMs of a unit's backward, which is captured, overwrite the gradients that they alone write."""
@@ -225,7 +244,7 @@ class DataParallel:
     def end_unit_backwards(self, chunk: int) -> None:
         """Record that replays have written the chunk's open buckets; with overlap, start to reduce them."""
         assert self.slots is not None
-        self.slots.end_unit(chunk, reduces=self.overlap)
+        self.slots.end_units(chunk, reduces=self.overlap)
 
     def _reduce_resident(self, buckets: _ChunkBuckets) -> None:
         """Reduce the buckets without a unit that are not in flight (ZeRO-0 and 1: all buckets)."""
@@ -426,15 +445,17 @@ class DataParallel:
         buckets.gathering[bucket] = all_gather_into(whole, params[start - params_start : stop - params_start], data)
 
     def _await_unit(self, buckets: _ChunkBuckets, unit: int) -> None:
-        if buckets.gathering:
+        if self._writes_early(buckets, unit) and torch.is_grad_enabled():
+            assert self.slots is not None
+            self.slots.is_writable = True
+        if buckets.gathering and buckets.unit_buckets:
             for bucket in buckets.unit_buckets[unit]:
                 pending = buckets.gathering.pop(bucket, None)
                 if pending is not None:
                     pending.wait()
 
     def _gather_before_forward(self, slots: ParameterSlots, buckets: _ChunkBuckets, unit: int) -> None:
-        if buckets.unit_buckets:
-            self._await_unit(buckets, unit)
+        self._await_unit(buckets, unit)
         slots.before_forward(buckets.number, unit)
 
     def _gather_before_backward(self, slots: ParameterSlots, buckets: _ChunkBuckets, unit: int) -> None:

@@ -48,7 +48,7 @@ class UnitCuts:
         for chunk, buffer in enumerate(buffers):
             module = buffer.module
             module.pre_forward_gather = partial(  # type: ignore[assignment]
-                self._before_forward, module.pre_forward_gather
+                self._before_forward, chunk, module.pre_forward_gather
             )
             module.pre_backward_gather = partial(  # type: ignore[assignment]
                 self._before_backward, chunk, module.pre_backward_gather
@@ -73,11 +73,15 @@ class UnitCuts:
         finally:
             self._is_replaying = False
 
-    def _before_forward(self, gather: Callable[[int], None], unit: int) -> None:
+    def _before_forward(self, chunk: int, gather: Callable[[int], None], unit: int) -> None:
         if self._pool is None:
             gather(unit)
         else:
-            self._cut(self._pool, partial(gather, unit))
+            self._cut(self._pool, partial(self._prepare_forward, chunk, gather, unit))
+
+    def _prepare_forward(self, chunk: int, gather: Callable[[int], None], unit: int) -> None:
+        gather(unit)
+        self._data_parallel.open_early(chunk, unit)
 
     def _before_backward(self, chunk: int, gather: Callable[[int], None] | None, unit: int) -> None:
         if self._pool is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from megascale.model.transformer import Chunk
 from megascale.ops import launch, token_loss
 from megascale.ops.amax import AmaxSlots
 from megascale.ops.dispatch import Kernels
+from megascale.ops.gradient_sink import sink_of
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
@@ -36,6 +37,7 @@ from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.parameters import initialise, initialise_parameter, materialise, piece_views, spec_of
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
+from megascale.parallel.slot_sink import SlotSink
 from megascale.rendezvous.groups import Groups
 from megascale.train import engine_axes
 from megascale.train.attention_choice import Choices, agree_on_kernels
@@ -174,6 +176,7 @@ class Engine:
             stage = engine_axes.make_axis(self.runtime, groups, "stage")
             self._loss_weights = LossWeights(stage, grid.is_first(copies, rank), self._loss_dtype, device)
         self._token_gradient = self._make_token_gradient()
+        self.data_parallel.has_early_gradients = self.chunks[-1].last and self._knows_token_gradient
         self._token_loss = token_loss.KINDS[config.train.loss]
         # Dropout and captured chunks of a micro-batch depend on the step and on its first sample in the global batch.
         self._first_sample = self.data_rank * layout.samples_per_rank
@@ -363,10 +366,17 @@ class Engine:
     def _knows_token_gradient(self) -> bool:
         """Whether the loss makes its gradients while its logits exist.
 
-        The gradient of each token's loss is known before the loss. Under ZeRO-2 gradients have no memory before
-        backward.
+        The gradient of each token's loss is known before the loss. A gradient in a slot has no memory before its
+        backward, unless that follows at once.
         """
-        return self.flats[-1].zero < 2
+        return not self.chunks[-1].last or self._has_memory_for_early_gradients
+
+    @cached_property
+    def _has_memory_for_early_gradients(self) -> bool:
+        """Whether the gradient of the output's matrix has memory in the last chunk's forward."""
+        if not isinstance(sink_of(self.chunks[-1].output_weight), SlotSink):
+            return True
+        return self.layout.schedule().runs_backward_at_once(self.pipeline.stage, len(self.chunks) - 1)
 
     def _make_token_gradient(self) -> torch.Tensor | None:
         """Return the gradient of each token's loss if every token counts the same and if it is used, else None."""
