@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -13,11 +13,13 @@ import torch
 from megascale.config import from_tree
 from megascale.core.memory import count_stage_parameters, count_stage_units
 from megascale.core.traffic import estimate_stage_traffic
-from megascale.parallel import parameter_slots
+from megascale.errors import ConfigError
+from megascale.parallel import parameter_slots, symmetric
 from megascale.parallel.collectives import Axis, Pending, all_gather_into
 from megascale.parallel.parameter_slots import ParameterSlots
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal
+from tests.exact.test_graphs import assert_same_bits
 from tests.exact.training import FEW_STEPS, STEPS, Told, make_engine, run_step, train
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -96,6 +98,85 @@ def test_zero_3_is_exact_and_reads_no_released_slot(name, pool, one_process):
     layout: Case = CASES[name]
     result = pool.run(train, layout.world, layout.tree, FEW_STEPS, poisoned_slots)
     assert_equal(one_process(layout.twin, FEW_STEPS), result, from_tree(layout.tree).model)
+
+
+class GlooExchange:
+    """Stands in for the exchange of a host's GPUs: peers' memory is read by a collective."""
+
+    def __init__(self, axis: Axis, resident_bytes: int) -> None:
+        self.rank = axis.rank
+        # Only this rank's memory exists here; the counterparts of others are garbage.
+        self.resident = [torch.full((resident_bytes,), 255, dtype=torch.uint8) for _ in range(axis.size)]
+        self._axis = axis
+        self.gather_count = self.meet_count = 0
+
+    def gather_resident(self, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
+        self.gather_count += 1
+        pending = all_gather_into(out.view(-1), shards[self.rank], self._axis)
+
+        def wait() -> None:
+            pending.wait()
+
+        return wait
+
+    def meet(self) -> None:
+        self.meet_count += 1
+
+
+def train_with_copies(rank: int, world: int, tree: dict[str, Any], steps: int) -> tuple[Told, int, int]:
+    """Train with the stand-in; return also the meetings and gathers by copies."""
+    made: list[GlooExchange] = []
+
+    def make(axis: Axis, resident_bytes: int, **options: Any) -> GlooExchange:
+        made.append(GlooExchange(axis, resident_bytes))
+        return made[0]
+
+    def refuse(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Pending:
+        raise AssertionError("a unit was gathered by a collective")
+
+    tree = {**tree, "overlap": {**tree["overlap"], "gathers": "copies"}}
+    with (
+        mock.patch.object(symmetric, "make_exchange", make),
+        mock.patch.object(parameter_slots, "all_gather_into", refuse),
+    ):
+        report = train(rank, world, tree, steps, poisoned_slots)
+    return report, made[0].meet_count, made[0].gather_count
+
+
+COPY_LAYOUTS = {
+    "tied": CASES["accumulation, tied"],
+    "untied, LAMB": CASES["accumulation, untied, LAMB"],
+    "chunks": CASES["two stages of five chunks"],
+    "float8": case(
+        data=2,
+        microbatches=2,
+        zero=3,
+        model=UNTIED,
+        train={"linear_precision": "float8"},
+        parallel={"gather_precision": "float8"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COPY_LAYOUTS)
+def test_gathers_by_copies_give_the_bits_of_collectives(name, pool):
+    """Shards lie where peers read them; an update begins when all ranks have ended their gathers."""
+    layout = COPY_LAYOUTS[name]
+    collectives = pool.run(train, layout.world, layout.tree, STEPS, poisoned_slots)
+    copies = pool.run(train_with_copies, layout.world, layout.tree, STEPS)
+    for expected, (report, meet_count, gather_count) in zip(collectives, copies, strict=True):
+        assert_same_bits(expected, report)
+        assert meet_count >= STEPS
+        assert gather_count > 0
+
+
+def test_copies_are_refused_where_they_do_not_work(pool):
+    layout = CASES["accumulation, tied"]
+    tree = {**layout.tree, "overlap": {"gathers": "copies"}}
+    with pytest.raises(AssertionError, match=r"overlap\.gathers=copies is unavailable: cpu tensors have no symmetric"):
+        pool.run(make_engine, layout.world, tree)
+    with pytest.raises(ConfigError, match=r"overlap\.gathers=copies gathers the matrices of parallel\.zero=3"):
+        from_tree({**tree, "parallel": {"zero": 2}})
 
 
 @pytest.mark.parametrize("name", ["accumulation, tied", "full recompute, dropout", "two stages of five chunks"])

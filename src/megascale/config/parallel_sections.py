@@ -138,6 +138,11 @@ class OverlapConfig(Section):
     data: bool = Field(
         True, description="overlap reduction and gather of buckets with compute, instead of before and after the step"
     )
+    gathers: Literal["collectives", "copies"] = Field(
+        "collectives",  # until copies have run on several GPUs
+        description="how ZeRO-3 gathers matrices; collectives: NCCL, whose kernels take SMs from GEMMs; copies: copy "
+        "engines of one host's GPUs (needs parallel.zero=3, and each data-parallel group on one host)",
+    )
     gemms: Literal["auto", "on", "off"] = Field(
         "auto",
         description="on: independent GEMMs run on two streams, so that each fills the SMs that the other's last "

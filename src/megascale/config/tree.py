@@ -82,6 +82,11 @@ class Config(Section):
             self._check_bfloat16_reduction()
         if self.parallel.gather_precision == "float8":
             self._check_float8_gather()
+        if self.overlap.gathers == "copies" and self.parallel.zero != 3:
+            raise ValueError(
+                f"overlap.gathers=copies gathers the matrices of parallel.zero=3, and parallel.zero is "
+                f"{self.parallel.zero}; set --parallel.zero=3 or --overlap.gathers=collectives"
+            )
         if self.optimizer.offload and self.optimizer.name != "adamw":
             raise ValueError(
                 f"optimizer.offload=true with optimizer.name={self.optimizer.name}, whose update reads whole matrices; "

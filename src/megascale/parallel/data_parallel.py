@@ -26,8 +26,9 @@ from megascale.parallel.collectives import (
     reduce_scatter_in_place,
     reduce_scatter_rounded,
 )
+from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
-from megascale.parallel.gradient_slots import GradientSlots
+from megascale.parallel.gradient_slots import GradientBucket, GradientSlots
 from megascale.parallel.parameter_slots import ParameterSlots
 
 
@@ -43,7 +44,6 @@ class _ChunkBuckets:
             because another chunk's copy is in use.
         incomplete: parameters of each bucket whose gradient is not complete in the present backward.
         unit_buckets: buckets that each unit of the forward needs.
-        last_unit: the last unit of the forward.
         armed: whether the next backward, or the present one, is reduced.
         reduce_as_filled: whether the present backward reduces buckets as they fill.
         reductions: backwards of this step that were armed.
@@ -60,7 +60,6 @@ class _ChunkBuckets:
         self.complete_at: dict[ActionKind, list[int]] = {}
         self.incomplete: list[int] = []
         self.unit_buckets: list[list[int]] = []
-        self.last_unit = buffer.count_units() - 1
         self.armed = False
         self.reduce_as_filled = False
         self.reductions = 0
@@ -97,10 +96,7 @@ class DataParallel:
         float8: gather the buckets of linear layers' matrices as float8, in which the chunks compute.
         microbatches: micro-batches of a step, each of which ZeRO-2 reduces; 0 if unknown.
         chunk_slots: ZeRO-3: slot of each chunk if chunks are gathered as a whole (core/unit_slots.py).
-
-    Attributes:
-        has_early_gradients: whether the forward of the last unit writes its gradient, which the loss knows, and the
-            backward follows at once; set before the first step (ZeRO-2 and 3).
+        gather_exchange: ZeRO-3: gathers matrices by copy engines.
     """
 
     def __init__(
@@ -111,6 +107,7 @@ class DataParallel:
         float8: bool = False,
         microbatches: int = 0,
         chunk_slots: Sequence[int] | None = None,
+        gather_exchange: Exchange | None = None,
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
@@ -122,9 +119,9 @@ class DataParallel:
         self._armed_gather: tuple[_ChunkBuckets, dict[int, int]] | None = None  # and its buckets by id of their shard
         self.parameter_slots: ParameterSlots | None = None
         if buffers[0].zero == 3:
-            self.parameter_slots = ParameterSlots(buffers, chunk_slots, overlap)
-            if float8:
-                self.parameter_slots.use_float8(buffers)
+            self.parameter_slots = ParameterSlots(
+                buffers, chunk_slots, prefetch=overlap, float8=float8, exchange=gather_exchange
+            )
         for chunk in self._chunks:
             chunk.buffer.set_gradient_hook(partial(self._mark, chunk))
             if overlap:
@@ -138,7 +135,8 @@ class DataParallel:
                 )
             elif chunk.unit_buckets or chunk.buffer.zero == 2:
                 chunk.buffer.module.pre_forward_gather = partial(self._await_unit, chunk)  # type: ignore[assignment]
-        self.has_early_gradients = False
+        self._early_bucket: GradientBucket | None = None  # whose gradient the forward of its unit writes
+        self._is_in_step = False
         self._microbatches = microbatches
         self.slots: GradientSlots | None = None
         if buffers[0].zero >= 2:
@@ -152,6 +150,7 @@ class DataParallel:
             self._runtime.stream.synchronize()
             chunk.buffer.zero_grads(chunk.microbatch_contributions())
         if self.slots is not None:
+            self._is_in_step = True
             self.slots.begin_step()
             for chunk in self._chunks:
                 chunk.reductions = 0
@@ -219,22 +218,43 @@ class DataParallel:
         assert self.slots is not None
         buckets.reduce_as_filled = False
         self.slots.is_writable = False
-        self.slots.end_units(chunk, reduces=self.overlap, running_unit=unit)
-        self.slots.open_unit(chunk, unit)
+        self.end_unit_backwards(chunk)
+        if not self._writes_early(chunk, unit):
+            self.slots.open_unit(chunk, unit)
         if self.parameter_slots is not None:
             self._gather_before_backward(self.parameter_slots, buckets, unit)
 
     def open_early(self, chunk: int, unit: int) -> None:
         """Open the gradients of a unit before a replay of its forward, if that writes them."""
-        if self._writes_early(self._chunks[chunk], unit):
-            assert self.slots is not None
-            self.slots.open_unit(chunk, unit)
+        if self._early_bucket is not None and self._writes_early(chunk, unit):
+            self._early_bucket.open()
 
-    def _writes_early(self, buckets: _ChunkBuckets, unit: int) -> bool:
-        """Return whether the forward of a unit writes its gradient into a slot."""
-        if not self.has_early_gradients or self.slots is None:
+    def allow_early_gradients(self, weight: nn.Parameter) -> bool:
+        """Let the forward of the last chunk write the gradient of `weight` into its slot, if nothing else lies there.
+
+        The backward of a micro-batch must follow its forward at once. Returns whether it is allowed.
+        """
+        assert self.slots is not None
+        buffer = self.buffers[-1]
+        index = next(i for i, param in enumerate(buffer.parameters) if param is weight)
+        bucket = self.slots.buckets[-1][buffer.bucket_of[index]]
+        unit_buckets = [other for other in self.slots.buckets[-1] if other.unit == bucket.unit]
+        if len(unit_buckets) > 1 or len(buffer.layout.buckets[bucket.index].members) > 1:
             return False
-        return buckets.number == len(self._chunks) - 1 and unit == buckets.last_unit
+        self._early_bucket = bucket
+        if self.overlap:
+            buffer.sinks[index].complete = self._reduce_early
+        return True
+
+    def _reduce_early(self) -> None:
+        """Reduce the gradient that a forward has written."""
+        if self._is_in_step and self._early_bucket is not None:
+            self._early_bucket.reduce()
+
+    def _writes_early(self, chunk: int, unit: int) -> bool:
+        """Return whether the forward of a unit writes its gradient into a slot."""
+        bucket = self._early_bucket
+        return bucket is not None and bucket.chunk == chunk and bucket.unit == unit
 
     def set_unit_overwrites(self, chunk: int, unit: int) -> None:
         """Let the GEMMs of a unit's backward, which is captured, overwrite the gradients that they alone write."""
@@ -244,7 +264,7 @@ class DataParallel:
     def end_unit_backwards(self, chunk: int) -> None:
         """Record that replays have written the chunk's open buckets; with overlap, start to reduce them."""
         assert self.slots is not None
-        self.slots.end_units(chunk, reduces=self.overlap)
+        self.slots.end_unit(chunk, reduces=self.overlap)
 
     def _reduce_resident(self, buckets: _ChunkBuckets) -> None:
         """Reduce the buckets without a unit that are not in flight (ZeRO-0 and 1: all buckets)."""
@@ -275,6 +295,7 @@ class DataParallel:
 
         With overlap the reduction of a tied embedding between its two stages is still in flight (`finish_tied`).
         """
+        self._is_in_step = False
         if self.slots is not None:
             self.slots.finish()
         for chunk in self._chunks:
@@ -445,7 +466,7 @@ class DataParallel:
         buckets.gathering[bucket] = all_gather_into(whole, params[start - params_start : stop - params_start], data)
 
     def _await_unit(self, buckets: _ChunkBuckets, unit: int) -> None:
-        if self._writes_early(buckets, unit) and torch.is_grad_enabled():
+        if self._writes_early(buckets.number, unit) and torch.is_grad_enabled():
             assert self.slots is not None
             self.slots.is_writable = True
         if buckets.gathering and buckets.unit_buckets:

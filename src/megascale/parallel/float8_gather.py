@@ -61,13 +61,19 @@ class Float8Gather:
     Args:
         buffer: the chunk's buffers, laid out with `float8_gather`.
         slots: ZeRO-3: memory of each bucket in its slot.
+        own_memory: ZeRO-3: memory of this rank's shards as bytes, one per element of `buffer.shard_params`.
 
     Attributes:
         buckets: the buckets.
         is_stale: ZeRO-3: whether shards have changed since `cast_shards`.
     """
 
-    def __init__(self, buffer: ParamAndGradBuffer, slots: Mapping[int, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        buffer: ParamAndGradBuffer,
+        slots: Mapping[int, torch.Tensor] | None = None,
+        own_memory: torch.Tensor | None = None,
+    ) -> None:
         linears = buffer.module.linears
         assert isinstance(linears, TensorWiseFloat8)
         self._linears = linears
@@ -85,9 +91,14 @@ class Float8Gather:
         first = 0
         for bucket in self.buckets:
             stop = first + len(spans[bucket].members)
-            slot = None if slots is None else slots[bucket]
+            slot = own_bytes = None
+            if slots is not None:
+                assert own_memory is not None
+                slot = slots[bucket]
+                start = spans[bucket].start // buffer.axes.data.size
+                own_bytes = own_memory[start : start + buffer.shards[bucket].params.numel()]
             self._bucket_data[bucket] = data = _make_bucket(
-                buffer, bucket, self._amax[first:stop], scales[first:stop], slot=slot
+                buffer, bucket, self._amax[first:stop], scales[first:stop], slot=slot, own_bytes=own_bytes
             )
             for (weight, rows, scale), (_, columns) in zip(data.matrices, data.transposes, strict=slot is not None):
                 linears.set_slot_weight(weight, Float8(rows, scale, columns, scale))
@@ -172,7 +183,12 @@ class Float8Gather:
 
 
 def _make_bucket(
-    buffer: ParamAndGradBuffer, bucket: int, amax: torch.Tensor, scales: torch.Tensor, slot: torch.Tensor | None
+    buffer: ParamAndGradBuffer,
+    bucket: int,
+    amax: torch.Tensor,
+    scales: torch.Tensor,
+    slot: torch.Tensor | None,
+    own_bytes: torch.Tensor | None,
 ) -> _Bucket:
     """Allocate the bytes of a bucket, or find them in its slot, and find its matrices in them."""
     span = buffer.layout.buckets[bucket]
@@ -186,7 +202,6 @@ def _make_bucket(
     else:
         slot_bytes = slot.view(torch.uint8)
         gathered, transposed = slot_bytes[:count], slot_bytes[count : 2 * count]
-        own_bytes = torch.zeros(stop - start, dtype=torch.uint8, device=amax.device)
     segments, matrices, transposes = [], [], []
     for index, i in enumerate(sorted(span.members, key=buffer.layout.starts.__getitem__)):
         weight = buffer.parameters[i]
@@ -200,6 +215,7 @@ def _make_bucket(
         if transposed is not None:
             columns = transposed[offset - span.start : end - span.start].view(E4M3.dtype).view(*weight.shape[::-1])
             transposes.append((rows, columns))
+    assert own_bytes is not None
     return _Bucket(
         shard=buffer.shards[bucket].params,
         segments=Segments(segments, len(matrices), amax.device),

@@ -204,24 +204,19 @@ class GradientSlots:
             bucket.is_reduced = False
 
     def open_unit(self, chunk: int, unit: int) -> None:
-        """Open all buckets of a unit, whose backward is about to be replayed, or a forward that writes gradients."""
+        """Open all buckets of a unit, whose backward is about to be replayed."""
         for bucket in self._unit_buckets(chunk, unit):
-            if not bucket.is_open:
-                bucket.open()
+            bucket.open()
 
     def set_unit_overwrites(self, chunk: int, unit: int) -> None:
         """Let the GEMMs of a unit's backward, which is captured, overwrite gradients."""
         for bucket in self._unit_buckets(chunk, unit):
             bucket.set_overwrites()
 
-    def end_units(self, chunk: int, reduces: bool, running_unit: int | None = None) -> None:
-        """Record that replays have written the chunk's open buckets, and start to reduce them if `reduces`.
-
-        Args:
-            running_unit: a unit whose backward begins; its forward may have opened its buckets.
-        """
+    def end_unit(self, chunk: int, reduces: bool) -> None:
+        """Record that replays have written the chunk's open buckets, and start to reduce them if `reduces`."""
         for bucket in list(self.active):
-            if bucket.chunk == chunk and bucket.is_open and bucket.unit != running_unit:
+            if bucket.chunk == chunk and bucket.is_open:
                 bucket.set_written()
                 if reduces:
                     bucket.reduce()

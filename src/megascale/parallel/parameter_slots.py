@@ -14,7 +14,8 @@ Matrices that GEMMs read in float8 may be gathered as bytes (float8_gather.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -22,8 +23,10 @@ from torch import nn
 from megascale.core.unit_slots import CHUNK_SLOTS
 from megascale.parallel.buffer_layout import find_unit_ranges
 from megascale.parallel.buffers import ParamAndGradBuffer
-from megascale.parallel.collectives import Pending, all_gather_into
+from megascale.parallel.collectives import Pending, all_gather_into, gather_resident
+from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
+from megascale.parallel.resident_memory import ResidentMemory
 
 
 class ParameterUnit:
@@ -59,6 +62,8 @@ class ParameterUnit:
         # Each bucket's part of the slot, and its shard; and what is gathered where GEMMs read float8.
         self._gather_pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._float8_pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Every rank's shard by the address of this rank's, where copy engines gather.
+        self._peer_shards: dict[int, list[torch.Tensor]] = {}
         self.params: list[nn.Parameter] = []
         for bucket, span in enumerate(buffer.layout.buckets):
             if not buffer_start <= span.start < buffer_stop:
@@ -100,7 +105,17 @@ class ParameterUnit:
             self._has_transposes = False
             pairs = self._float8_pairs
         for out, shard in pairs:
-            self.pending.append(all_gather_into(out, shard, self._axis))
+            peer_shards = self._peer_shards.get(shard.data_ptr())
+            if peer_shards is None:
+                self.pending.append(all_gather_into(out, shard, self._axis))
+            else:
+                self.pending.append(gather_resident(out, peer_shards, self._axis))
+
+    def use_exchange(self, exchange: Exchange, memory: ResidentMemory) -> None:
+        """Gather by copy engines from now on; the shards lie in `memory`."""
+        self._axis = replace(self._axis, exchange=exchange)
+        for _, shard in self._gather_pairs + self._float8_pairs:
+            self._peer_shards[shard.data_ptr()] = memory.list_peers(shard)
 
     def prepare_backward(self) -> None:
         """Make the transposes that GEMMs of the backward read in float8, unless they are in the slot."""
@@ -128,6 +143,8 @@ class ParameterSlots:
         buffers: the chunks' buffers. Their matrices get memory here.
         chunk_slots: slot of each chunk if units are whole chunks; None for blocks.
         prefetch: gather the next unit while one computes.
+        float8: gather matrices that GEMMs read in float8 as bytes.
+        exchange: gathers by copy engines; its resident memory has room for the shards (resident_memory.py).
 
     Attributes:
         memory: memory of all slots.
@@ -143,7 +160,15 @@ class ParameterSlots:
         buffers: Sequence[ParamAndGradBuffer],
         chunk_slots: Sequence[int] | None,
         prefetch: bool,
+        float8: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
+        self._exchange = exchange
+        shard_memory = None
+        if exchange is not None:
+            shard_memory = ResidentMemory(exchange)
+            for buffer in buffers:
+                buffer.place_shard_params(shard_memory.take(buffer.shard_params.numel(), buffer.shard_params.dtype))
         self.prefetch = prefetch
         self.gather_count = 0
         self.units_are_chunks = chunk_slots is not None
@@ -164,6 +189,11 @@ class ParameterSlots:
                 unit = ParameterUnit(self.memory, buffer, (0, buffer.layout.unit_size), unit_starts[0])
                 units = [unit] * len(units)
             self.units.append(units)
+        if float8:
+            self._use_float8(buffers, shard_memory)
+        if exchange is not None and shard_memory is not None:
+            for unit in self._all_units():
+                unit.use_exchange(exchange, shard_memory)
 
     def before_forward(self, chunk: int, unit_index: int) -> None:
         """Ensure that a unit's matrices are gathered for its forward, and start to gather the next unit's."""
@@ -213,15 +243,28 @@ class ParameterSlots:
             self._release(unit)
         for float8 in self._float8:
             float8.is_stale = True
+        if self._exchange is not None:
+            self._exchange.meet()  # peers may still read this rank's shards
 
-    def use_float8(self, buffers: Sequence[ParamAndGradBuffer]) -> None:
+    def _all_units(self) -> Iterator[ParameterUnit]:
+        for units in self.units:
+            for unit in dict.fromkeys(units):
+                if unit is not None:
+                    yield unit
+
+    def _use_float8(self, buffers: Sequence[ParamAndGradBuffer], shard_memory: ResidentMemory | None) -> None:
         """Gather the matrices that GEMMs read in float8 as bytes from now on."""
         for buffer, units in zip(buffers, self.units, strict=True):
             slots: dict[int, torch.Tensor] = {}
             for unit in units:
                 if unit is not None:
                     slots |= unit.slots
-            float8 = Float8Gather(buffer, slots)
+            count = buffer.shard_params.numel()
+            if shard_memory is None:
+                own_memory = torch.zeros(count, dtype=torch.uint8, device=buffer.shard_params.device)
+            else:
+                own_memory = shard_memory.take(count, torch.uint8)
+            float8 = Float8Gather(buffer, slots, own_memory)
             self._float8.append(float8)
             for unit in dict.fromkeys(units):
                 if unit is not None:
@@ -231,14 +274,11 @@ class ParameterSlots:
     def fill(self, initialise: Callable[[nn.Parameter], None]) -> None:
         """Initialise all matrices unit by unit, and keep this rank's shards of them."""
         self.invalidate()
-        for units in self.units:
-            for unit in dict.fromkeys(units):
-                if unit is None:
-                    continue
-                unit.memory.zero_()
-                for param in unit.params:
-                    initialise(param)
-                unit.store_shards()
+        for unit in self._all_units():
+            unit.memory.zero_()
+            for param in unit.params:
+                initialise(param)
+            unit.store_shards()
 
     def _ensure_gathered(self, unit: ParameterUnit | None, is_whole: bool = False) -> None:
         if self.poison_unused:

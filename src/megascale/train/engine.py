@@ -157,6 +157,10 @@ class Engine:
         self.chunks: list[Chunk] = []
         self.flats: list[ParamAndGradBuffer] = []
         self._make_chunks(coordinate.pipeline, axes)
+        self.gather_exchange, gather_line = engine_axes.choose_gathers(
+            axes.data, config, self.flats, gathers_in_float8=gathers_in_float8, device=device
+        )
+        self.active |= gather_line
         reduce_dtype = _REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         self.data_parallel = DataParallel(
             self.flats,
@@ -165,6 +169,7 @@ class Engine:
             float8=gathers_in_float8,
             microbatches=layout.microbatches,
             chunk_slots=layout.chunk_slots(coordinate.pipeline),
+            gather_exchange=self.gather_exchange,
         )
         self.data_parallel.initialise(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
@@ -176,7 +181,6 @@ class Engine:
             stage = engine_axes.make_axis(self.runtime, groups, "stage")
             self._loss_weights = LossWeights(stage, grid.is_first(copies, rank), self._loss_dtype, device)
         self._token_gradient = self._make_token_gradient()
-        self.data_parallel.has_early_gradients = self.chunks[-1].last and self._knows_token_gradient
         self._token_loss = token_loss.KINDS[config.train.loss]
         # Dropout and captured chunks of a micro-batch depend on the step and on its first sample in the global batch.
         self._first_sample = self.data_rank * layout.samples_per_rank
@@ -376,7 +380,9 @@ class Engine:
         """Whether the gradient of the output's matrix has memory in the last chunk's forward."""
         if not isinstance(sink_of(self.chunks[-1].output_weight), SlotSink):
             return True
-        return self.layout.schedule().runs_backward_at_once(self.pipeline.stage, len(self.chunks) - 1)
+        if not self.layout.schedule().runs_backward_at_once(self.pipeline.stage, len(self.chunks) - 1):
+            return False
+        return self.data_parallel.allow_early_gradients(self.chunks[-1].output_weight)
 
     def _make_token_gradient(self) -> torch.Tensor | None:
         """Return the gradient of each token's loss if every token counts the same and if it is used, else None."""
@@ -715,13 +721,15 @@ class Engine:
 
         Call it after results have been read from the device and before they are used.
         """
-        if self.tensor.exchange is not None:
-            self.tensor.exchange.check()
+        for exchange in (self.tensor.exchange, self.gather_exchange):
+            if exchange is not None:
+                exchange.check()
 
     def close(self, failed: bool = False) -> None:
         """Stop watching the peers, which take this rank's end as planned unless it has `failed`."""
-        if self.tensor.exchange is not None:
-            self.tensor.exchange.close(failed)
+        for exchange in (self.tensor.exchange, self.gather_exchange):
+            if exchange is not None:
+                exchange.close(failed)
 
     # weights and evaluation -------------------------------------------------------------------------------------
 
