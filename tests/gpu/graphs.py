@@ -82,6 +82,8 @@ def tree_of(parts: list[dict[str, Any]], graphs: str, axis: str = "") -> dict[st
             "tensor": 2 if axis == "tensor" else 1,
             "pipeline": 2 if axis == "pipeline" else 1,
             "zero": SAMPLES.get(axis, 1),
+            # Where ZeRO-3 gathers matrices in their own type, float8 copies of them are not captured.
+            "gather_precision": "auto" if axis == "zero3" else "default",
         },
         "kernels": {"graphs": graphs},
         "lr": {"peak": 1e-3, "warmup_steps": 2},
