@@ -207,7 +207,16 @@ def count_gathers(rank: int, world: int, tree: dict[str, Any]) -> tuple[int, int
         engine.synchronize()
     layout, stage = engine.layout, engine.pipeline.stage
     model, parallel = layout.config.model, layout.config.parallel
-    traffic = estimate_stage_traffic(model, parallel, layout.grid, layout.schedule(), stage, 1, "float64")
+    traffic = estimate_stage_traffic(
+        model,
+        parallel,
+        layout.grid,
+        layout.schedule(),
+        stage,
+        1,
+        "float64",
+        linear_precision=layout.config.train.linear_precision,
+    )
     resident = count_stage_parameters(model, parallel, stage) - count_stage_units(model, parallel, stage).sharded
     planned = traffic.data_gather / (1 - 1 / layout.grid.shards) - 8 * resident
     return slots.gather_count - before, nbytes, round(planned)
@@ -251,8 +260,19 @@ FIVE_BLOCKS = {**UNTIED, "layers": 5}
             None,
         ),
         (case(1, 2, 2, microbatches=3, zero=3, model={"layers": 8}), None),
+        (
+            case(
+                data=2,
+                microbatches=2,
+                zero=3,
+                model=FIVE_BLOCKS,
+                train={"linear_precision": "float8"},
+                parallel={"gather_precision": "float8"},
+            ),
+            [2 * (7 + 3) - 2],
+        ),
     ],
-    ids=["one micro-batch", "full recompute", "two micro-batches", "one round", "two rounds", "1F1B"],
+    ids=["one micro-batch", "full recompute", "two micro-batches", "one round", "two rounds", "1F1B", "float8"],
 )
 def test_gathers_of_a_step_are_those_of_the_planner(layout, counts, pool):
     for count, nbytes, planned in pool.run(count_gathers, layout.world, layout.tree):

@@ -81,6 +81,13 @@ class ParallelConfig(Section):
         le=MAX_COUNT * 1000,
         description="parameters per data-parallel message; smaller messages overlap better, larger ones are faster",
     )
+    replicate: int = Field(
+        1,
+        ge=1,
+        le=1_000_000,
+        description="copies of the sharded state (hybrid sharding): parallel.data ranks share a copy and are "
+        "neighbours, such as the GPUs of a host; gradients are summed over copies once per step (needs zero=1 or more)",
+    )
     recompute: Literal["none", "norms", "activation", "selective", "full"] = Field(
         "none",
         description="activations that backward recomputes instead of saving them; norms: their outputs; activation: "

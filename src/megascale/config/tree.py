@@ -87,6 +87,11 @@ class Config(Section):
                 f"overlap.gathers=copies gathers the matrices of parallel.zero=3, and parallel.zero is "
                 f"{self.parallel.zero}; set --parallel.zero=3 or --overlap.gathers=collectives"
             )
+        if self.parallel.replicate > 1 and self.parallel.zero == 0:
+            raise ValueError(
+                f"parallel.replicate={self.parallel.replicate} makes copies of sharded state, and parallel.zero=0 "
+                "shards none; set --parallel.zero=1 or --parallel.replicate=1"
+            )
         if self.optimizer.offload and self.optimizer.name != "adamw":
             raise ValueError(
                 f"optimizer.offload=true with optimizer.name={self.optimizer.name}, whose update reads whole matrices; "

@@ -67,7 +67,7 @@ def gathered_bytes(
 
 def check_priced_axes(grid: Grid) -> None:
     """Raise FitError if the grid has an axis whose traffic planner and simulator do not know."""
-    for axis in AXES.replica:
+    for axis in AXES.replica + AXES.copies:
         size = grid.size(axis)
         if axis != "tensor" and size > 1:
             raise FitError(

@@ -16,7 +16,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from megascale.config.axes import AXES
 from megascale.core.schedule import WEIGHT_BACKWARDS, ActionKind
+from megascale.ops.gradient_sink import GradientSink
 from megascale.parallel.buffers import FlatShard, ParamAndGradBuffer
 from megascale.parallel.collectives import (
     Axis,
@@ -97,6 +99,9 @@ class DataParallel:
         microbatches: micro-batches of a step, each of which ZeRO-2 reduces; 0 if unknown.
         chunk_slots: ZeRO-3: slot of each chunk if chunks are gathered as a whole (core/unit_slots.py).
         gather_exchange: ZeRO-3: gathers matrices by copy engines.
+
+    Attributes:
+        early_sink: sink of a gradient in a slot that a forward writes and completes; None without one.
     """
 
     def __init__(
@@ -136,6 +141,7 @@ class DataParallel:
             elif chunk.unit_buckets or chunk.buffer.zero == 2:
                 chunk.buffer.module.pre_forward_gather = partial(self._await_unit, chunk)  # type: ignore[assignment]
         self._early_bucket: GradientBucket | None = None  # whose gradient the forward of its unit writes
+        self.early_sink: GradientSink | None = None
         self._is_in_step = False
         self._microbatches = microbatches
         self.slots: GradientSlots | None = None
@@ -243,7 +249,8 @@ class DataParallel:
             return False
         self._early_bucket = bucket
         if self.overlap:
-            buffer.sinks[index].complete = self._reduce_early
+            self.early_sink = buffer.sinks[index]
+            self.early_sink.complete = self._reduce_early
         return True
 
     def _reduce_early(self) -> None:
@@ -306,10 +313,24 @@ class DataParallel:
             for pending in chunk.reducing.values():
                 pending.wait()
             chunk.reducing.clear()
+        self._sum_copies()
+        for chunk in self._chunks:
+            buffer = chunk.buffer
             if buffer.layout.tied_bucket is not None:
                 self._tied.append(all_reduce(buffer.shards[buffer.layout.tied_bucket].grads, buffer.axes.tied))
         if not self.overlap:
             self.finish_tied()
+
+    def _sum_copies(self) -> None:
+        """Sum the shards' gradients over the ranks that hold copies of the shards."""
+        pending = []
+        for name in AXES.copies:
+            for buffer in self.buffers:
+                axis = buffer.axes.along(name)
+                if axis.size > 1:
+                    pending += [all_reduce(shard.grads, axis) for shard in buffer.shards]
+        for reduction in pending:
+            reduction.wait()
 
     def finish_tied(self) -> None:
         """Wait until both stages that hold a tied embedding have the sum of its gradients."""

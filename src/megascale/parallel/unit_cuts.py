@@ -5,6 +5,7 @@ graphs, and no graph waits for a peer. A unit's forward is a graph of its own, a
 replay does what hooks and gradient sinks do in an eager micro-batch:
 
 - before a unit's forward, it waits for the unit's parameters and starts the gather of the next unit;
+- where the forward of the head has written the head's gradient, it starts to reduce that;
 - before a unit's backward, it starts to reduce the gradients of the unit before, takes the slot of this unit's
   gradients from its last user, and gathers parameters.
 
@@ -48,11 +49,19 @@ class UnitCuts:
         for chunk, buffer in enumerate(buffers):
             module = buffer.module
             module.pre_forward_gather = partial(  # type: ignore[assignment]
-                self._before_forward, chunk, module.pre_forward_gather
+                self._before_forward,
+                chunk,
+                module.pre_forward_gather,  # type: ignore[arg-type]
             )
             module.pre_backward_gather = partial(  # type: ignore[assignment]
-                self._before_backward, chunk, module.pre_backward_gather
+                self._before_backward,
+                chunk,
+                module.pre_backward_gather,  # type: ignore[arg-type]
             )
+
+        sink = data_parallel.early_sink
+        if sink is not None:
+            sink.complete = partial(self._complete_early, len(buffers) - 1, sink.complete)
 
     @contextmanager
     def capture_in(self, pool: CutPool) -> Iterator[None]:
@@ -82,6 +91,13 @@ class UnitCuts:
     def _prepare_forward(self, chunk: int, gather: Callable[[int], None], unit: int) -> None:
         gather(unit)
         self._data_parallel.open_early(chunk, unit)
+
+    def _complete_early(self, chunk: int, complete: Callable[[], None] | None) -> None:
+        if self._pool is None:
+            assert complete is not None
+            complete()
+        else:
+            self._cut(self._pool, partial(self._data_parallel.end_unit_backwards, chunk))
 
     def _before_backward(self, chunk: int, gather: Callable[[int], None] | None, unit: int) -> None:
         if self._pool is not None:

@@ -50,6 +50,8 @@ def group_axes() -> dict[str, tuple[str, ...]]:
         "data_reduce": AXES.shards,
         "stage": AXES.stage,
     }
+    if AXES.state != AXES.stage:
+        shared_groups["state"] = AXES.state
     if len(AXES.replica) > 1:
         shared_groups["replica"] = AXES.replica
     return own_groups | shared_groups
@@ -99,8 +101,14 @@ def rank_groups(grid: Grid, rank: int, chunk_map: ChunkMap | None = None, tied: 
 
 
 def _axis_kinds(grid: Grid) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the kinds of groups along axes that have more than one member."""
-    return [(kind, axes) for kind, axes in group_axes().items() if grid.count(axes) > 1]
+    """Return the kinds of groups along axes that have more than one member.
+
+    Without copies of the state the group "state" is "stage".
+    """
+    kinds = [(kind, axes) for kind, axes in group_axes().items() if grid.count(axes) > 1]
+    if grid.count(AXES.copies) == 1:
+        kinds = [(kind, axes) for kind, axes in kinds if kind != "state"]
+    return kinds
 
 
 def _has_embedding_group(chunk_map: ChunkMap, tied: bool) -> bool:

@@ -53,7 +53,8 @@ def make_own_axes(runtime: Runtime, groups: Groups | None) -> dict[str, Axis]:
 def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, own_axes: Mapping[str, Axis]) -> Axes:
     """Return the axes that a rank's buffers are reduced, gathered and summed over."""
     if layout.config.parallel.zero:
-        stage = make_axis(runtime, groups, "stage")
+        has_copies = layout.grid.count(AXES.copies) > 1
+        stage = make_axis(runtime, groups, "state" if has_copies else "stage")
     elif "replica" in group_axes():
         stage = make_axis(runtime, groups, "replica")
     else:
@@ -155,6 +156,8 @@ def _describe_sharding(layout: Layout) -> str:
         text = "gradients and matrices, gathered chunk by chunk once per round of micro-batches"
     else:
         text = "gradients and matrices, gathered block by block in each micro-batch"
+    if layout.grid.count(AXES.copies) > 1:
+        text += f"; {layout.grid.count(AXES.copies)} copies of the state, whose gradients are summed once per step"
     if "bucket_elements" in parallel.model_fields_set:
         text += "; parallel.bucket_elements divides only norms, biases and a tied embedding"
     return text
