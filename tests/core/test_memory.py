@@ -490,7 +490,11 @@ def test_float8_gathers_of_zero_3_keep_no_copies_of_all_matrices():
     model = {"layers": 8, "hidden": 256, "heads": 4, "sequence_length": 128, "vocab_size": 1024}
 
     def estimate(gather: str) -> memory.MemoryEstimate:
-        config = configure(model, {"zero": 3, "gather_precision": gather}, {"global_batch": 4, "precision": "bfloat16"})
+        config = configure(
+            model,
+            {"zero": 3, "gather_precision": gather},
+            {"micro_batch": 1, "global_batch": 4, "precision": "bfloat16"},
+        )
         layout = lay_out(config, 4)
         return estimate_stage_memory(
             config.model, config.parallel, layout.grid, layout.schedule(), 0, 1, "bfloat16", linear_precision="float8"
@@ -504,7 +508,7 @@ def test_float8_gathers_of_zero_3_keep_no_copies_of_all_matrices():
 
 def test_offloaded_state_takes_slots_of_the_device_only():
     model = {"layers": 32, "hidden": 4096, "heads": 32, "sequence_length": 128, "vocab_size": 1024}
-    config = configure(model, train={"global_batch": 1, "precision": "bfloat16"})
+    config = configure(model, train={"micro_batch": 1, "global_batch": 1, "precision": "bfloat16"})
     layout = lay_out(config, 1)
 
     def estimate(offload: bool) -> memory.MemoryEstimate:

@@ -135,7 +135,7 @@ def test_replays_give_the_bits_of_eager_steps(name, pool):
 
 @pytest.mark.parametrize("name", ["ZeRO-2, tied", "ZeRO-3, two stages of five chunks", "ZeRO-3, experts"])
 def test_work_that_is_run_again_gives_the_bits_of_eager_steps(name, pool):
-    """What kernels.graphs=on does on a CPU outside of tests."""
+    """Outside of tests kernels.graphs=on runs the work again on a CPU."""
     layout, expected = (LAYOUTS | UNRECORDED)[name]
     eager = pool.run(train, layout.world, layout.tree, "off")
     graphs = pool.run(train, layout.world, layout.tree, "on")

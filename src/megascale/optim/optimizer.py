@@ -13,6 +13,7 @@ import torch
 
 from megascale import torch_private
 from megascale.config import OptimizerConfig
+from megascale.config.axes import AXES
 from megascale.config.parts import OPTIMIZERS
 from megascale.core.tensors import list_matrix_names
 from megascale.optim.base import Shards, ShardState, UpdateStep, make_state_parts
@@ -79,6 +80,8 @@ class ShardedOptimizer:
         first_chunk = [self.states[bucket] for bucket in chunks[0].forward_order]
         update_order = first_chunk + self.states[len(first_chunk) :]
         rule = OffloadedAdamW if config.offload else RULES[config.name]
+        # Each copy of the state sums over its own ranks.
+        position = {name: number for name, number in position.items() if name not in AXES.copies}
         self.rule = rule(config, Shards(self.states, update_order, names, position, stage))
 
     @torch.no_grad()

@@ -31,10 +31,10 @@ class ResidentMemory:
         self._used = start + _round_up(count * dtype.itemsize)
         return self._own[start:stop].view(dtype)
 
-    def list_peers(self, own: torch.Tensor) -> list[torch.Tensor]:
+    def list_peers(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's counterpart of a part of this rank's memory."""
-        start = own.data_ptr() - self._own.data_ptr()
-        return [memory[start : start + own.nbytes].view(own.dtype) for memory in self._exchange.resident]
+        start = shard.data_ptr() - self._own.data_ptr()
+        return [memory[start : start + shard.nbytes].view(shard.dtype) for memory in self._exchange.resident]
 
 
 def count_resident_bytes(buffers: Iterable[ParamAndGradBuffer], has_float8: bool) -> int:
