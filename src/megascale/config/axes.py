@@ -26,7 +26,6 @@ class AxisFacts:
         copies_state: whether ranks along the axis hold copies of the shards. Gradients are summed over it once per
             step, after they are reduced over the ranks that share the state.
         key: setting of the size; "" for an axis in `parallel.axes`.
-        unavailable: why a size above 1 is refused; "" if the axis works.
     """
 
     cuts_batch: Literal["samples", "tokens", "nothing"] = "nothing"
@@ -35,7 +34,6 @@ class AxisFacts:
     fills_world: bool = False
     copies_state: bool = False
     key: str = ""
-    unavailable: str = ""
 
     @property
     def repeats_loss(self) -> bool:
@@ -117,11 +115,7 @@ AXES = AxisRegistry(
     "parallel.axes",
     {
         "tensor": AxisFacts("tokens", cuts_parameters=True, key="parallel.tensor"),
-        "context": AxisFacts(
-            "tokens",
-            key="parallel.context",
-            unavailable="no attention exchanges keys and values between the ranks of a sequence yet",
-        ),
+        "context": AxisFacts("tokens", key="parallel.context"),
         "data": AxisFacts("samples", has_group=False, fills_world=True, key="parallel.data"),
         "replicate": AxisFacts("samples", copies_state=True, key="parallel.replicate"),
         "pipeline": AxisFacts(cuts_parameters=True, has_group=False, key="parallel.pipeline"),

@@ -69,6 +69,7 @@ def _estimate(config: Config, grid: Grid, schedule: Schedule, stage: int, graphs
         graphs=graphs,
         offload=config.optimizer.offload,
         adapters=AdapterSpec.from_config(config.train),
+        expert_rows=config.kernels.expert_rows,
     )
 
 
@@ -91,12 +92,17 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         return "kernels.graphs=off"
     if tensor > 1 and config.overlap.tensor in ("async", "off"):
         return f"only overlap.tensor=fused can be captured, not overlap.tensor={config.overlap.tensor}"
+    if config.parallel.offload_activations:
+        return "copies to host memory are not captured (parallel.offload_activations)"
+    if config.parallel.context > 1 and config.overlap.context == "collectives":
+        return "only overlap.context=copies can be captured, not overlap.context=collectives"
     if config.parallel.zero >= 2 and data > 1:
-        if tensor > 1:
-            return (
-                f"parallel.zero={config.parallel.zero} cuts graphs between blocks, and the exchange of "
-                f"parallel.tensor={tensor} reaches across"
-            )
+        for axis, size in (("tensor", tensor), ("context", config.parallel.context)):
+            if size > 1:
+                return (
+                    f"parallel.zero={config.parallel.zero} cuts graphs between blocks, and the exchange of "
+                    f"parallel.{axis}={size} reaches across"
+                )
         linear_precision = config.train.linear_precision
         has_copies = LINEAR_PRECISIONS[linear_precision].weight_copy_bytes > 0
         if config.parallel.zero == 3 and has_copies and not gathers_float8(config.parallel, linear_precision, data):
@@ -112,7 +118,7 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
     part = _find_registered_part(config)
     if part:
         return f"{part} is registered by a package and may depend on the step; set --kernels.graphs=on if it does not"
-    tokens = config.model.sequence_length * config.train.micro_batch
+    tokens = config.model.sequence_length // config.parallel.context * config.train.micro_batch
     sequence = config.model.sequence_length
     layer_work = min(layer_flops(layer, sequence).training for layer, _ in count_distinct_layers(config.model))
     limit = MAX_GRAPH_FLOPS
