@@ -76,13 +76,20 @@ class ParallelConfig(Section):
         "default",  # until its kernels have run on several GPUs
         description="communication dtype of parameters between data-parallel ranks; default: train.precision; float8: "
         "matrices of linear layers in float8, half of bfloat16's bytes with identical results (needs "
-        "train.linear_precision=float8 and zero=1 or 2); auto: float8 if possible",
+        "train.linear_precision=float8 and zero=1 or more); auto: float8 if possible",
     )
     bucket_elements: int = Field(
         40_000_000,
         ge=1,
         le=MAX_COUNT * 1000,
         description="parameters per data-parallel message; smaller messages overlap better, larger ones are faster",
+    )
+    replicate: int = Field(
+        1,
+        ge=1,
+        le=1_000_000,
+        description="copies of the sharded state (hybrid sharding): parallel.data ranks share a copy and are "
+        "neighbours, such as the GPUs of a host; gradients are summed over copies once per step (needs zero=1 or more)",
     )
     recompute: Literal["none", "norms", "activation", "selective", "mlp", "attention", "full"] = Field(
         "none",
@@ -151,6 +158,11 @@ class OverlapConfig(Section):
     )
     data: bool = Field(
         True, description="overlap reduction and gather of buckets with compute, instead of before and after the step"
+    )
+    gathers: Literal["collectives", "copies"] = Field(
+        "collectives",  # until copies have run on several GPUs
+        description="how ZeRO-3 gathers matrices; collectives: NCCL, whose kernels take SMs from GEMMs; copies: copy "
+        "engines of one host's GPUs (needs parallel.zero=3, and each data-parallel group on one host)",
     )
     gemms: Literal["auto", "on", "off"] = Field(
         "auto",

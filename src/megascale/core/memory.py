@@ -95,6 +95,9 @@ from megascale.core.unit_slots import CHUNK_SLOTS, has_chunk_slots
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # The loss takes as many tokens at a time as have logits of this size (ops/cross_entropy.py).
 MAX_LOGITS_BYTES = 2**30
+# With optimizer.offload state moves through this many slots of this many elements (optim/offload.py).
+OFFLOAD_SLOTS = 3
+OFFLOAD_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ class MemoryEstimate:
         tensor_buffers: gathered input and gathered gradient of a GEMM, and the symmetric-memory copy.
         pipeline_buffers: sends in flight and posted receives.
         graph_buffers: additional memory of CUDA graphs (parallel/chunk_graphs.py): temporaries of each micro-batch in
-            flight, inputs and outputs, and with data parallelism one eager micro-batch's activations.
+            flight, inputs and outputs, and with data parallelism one eager micro-batch's activations (ZeRO-3:
+            none; ZeRO-2: only where weights are copied in its forward).
     """
 
     weights: int = 0
@@ -534,6 +538,16 @@ def head_saved_tensors(
 # a rank ----------------------------------------------------------------------------------------------------------
 
 
+def count_offloaded_bytes(parameters: int, shards: int, precision: str) -> int:
+    """Return the bytes of host memory of a rank's state with optimizer.offload: master weights and AdamW's moments.
+
+    Args:
+        parameters: trained parameters of a pipeline stage on one tensor-parallel rank.
+        shards: ranks that share their state.
+    """
+    return 3 * max(4, DTYPE_BYTES[precision]) * -(-parameters // shards)
+
+
 def estimate_stage_memory(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -546,6 +560,7 @@ def estimate_stage_memory(
     optimizer: str = "adamw",
     linear_precision: str = "default",
     graphs: bool = False,
+    offload: bool = False,
     adapters: AdapterSpec | None = None,
     expert_rows: float = 1.0,
 ) -> MemoryEstimate:
@@ -561,6 +576,7 @@ def estimate_stage_memory(
         optimizer: its name; config/parts.py declares its state.
         linear_precision: value of train.linear_precision; config/parts.py has its facts.
         graphs: whether chunks are CUDA graphs (core/rank_memory.py).
+        offload: value of optimizer.offload.
         adapters: low-rank adapters, which alone have gradients and optimizer state; None: all parameters have.
         expert_rows: kernels.expert_rows: rows that graphs have room for, relative to an even load.
     """
@@ -609,7 +625,9 @@ def estimate_stage_memory(
         graph_buffers = (in_flight - 1) * (workspace + logits)
         if schedule.chunks > 1:
             graph_buffers += 3 * in_flight * message  # input, gradient of the output, gradient of the input
-        if grid.shards > 1:
+        has_copies = LINEAR_PRECISIONS[linear_precision].weight_copy_bytes > 0
+        replays_all = parallel.zero == 3 or (parallel.zero == 2 and not has_copies)
+        if grid.shards > 1 and not replays_all:
             layer_count = sum(layers.layer_count for layers in stage_chunks)
             layer_bytes = max((saved.running[i + 1] - saved.running[i] for i in stage_layers), default=0)
             graph_buffers += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
@@ -618,11 +636,19 @@ def estimate_stage_memory(
             held_bytes = in_flight * expert_bytes / schedule.virtual_stages + workspace
             graph_buffers += int((expert_rows - 1) * held_bytes)
     matrices = count_stage_matrix_elements(model, parallel, stage)
+    weight_copies = LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices
+    if parallel.zero == 3 and gathers_float8(parallel, linear_precision, grid.shards):
+        weight_copies = -(-matrices // grid.shards)  # bytes of the rank's shards; copies lie in the slots
+    optimizer_bytes = master_itemsize * (state * shard // trained if parallel.zero else state)
+    if offload:
+        # AdamW's state and the master weights of a piece in each slot (optim/offload.py).
+        pieces = 3 * OFFLOAD_SLOTS * OFFLOAD_ELEMENTS * master_itemsize
+        optimizer_bytes = min(optimizer_bytes, pieces)
     return MemoryEstimate(
         weights=itemsize * weights,
-        weight_copies=LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices,
+        weight_copies=weight_copies,
         gradients=gradients,
-        optimizer=master_itemsize * (state * shard // trained if parallel.zero else state),
+        optimizer=optimizer_bytes,
         activations=_peak_activation_bytes(model, parallel, schedule, stage, micro_batch, precision, saved),
         logits=logits,
         workspace=workspace,
@@ -630,6 +656,13 @@ def estimate_stage_memory(
         pipeline_buffers=message * _count_pipeline_buffers(schedule, stage),
         graph_buffers=graph_buffers,
     )
+
+
+def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -> bool:
+    """Return whether `data` data-parallel ranks gather matrices as float8; resolves parallel.gather_precision=auto."""
+    if LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is None:
+        return False
+    return parallel.zero > 0 and data > 1 and parallel.gather_precision != "default"
 
 
 def _count_weights(model: ModelConfig, parallel: ParallelConfig, grid: Grid, stage: int) -> int:

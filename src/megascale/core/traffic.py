@@ -27,6 +27,7 @@ from megascale.core.memory import (
     count_stage_matrix_elements,
     count_stage_parameters,
     count_stage_units,
+    gathers_float8,
 )
 from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, kind_mask
 from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots, list_chunk_gathers, list_chunk_uses
@@ -58,13 +59,6 @@ class TrafficEstimate:
 _FORWARD_PASSES = {"full": 2, "mlp": 1.5, "attention": 1.5}
 
 
-def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -> bool:
-    """Return whether `data` data-parallel ranks gather matrices as float8; resolves parallel.gather_precision=auto."""
-    if LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is None:
-        return False
-    return parallel.zero in (1, 2) and data > 1 and parallel.gather_precision != "default"
-
-
 def gathered_bytes(
     model: ModelConfig, parallel: ParallelConfig, stage: int, precision: str, linear_precision: str, data: int
 ) -> int:
@@ -80,12 +74,12 @@ def gathered_bytes(
 
 def check_priced_axes(grid: Grid) -> None:
     """Raise FitError if the grid has an axis whose traffic planner and simulator do not know."""
-    for axis in AXES.replica:
+    for axis in AXES.replica + AXES.copies:
         size = grid.size(axis)
         if axis != "tensor" and size > 1:
             raise FitError(
-                f"{AXES.setting(axis)}={size} has no price: planner and simulator know the built-in axes; leave the "
-                "axis out"
+                f"{AXES.setting(axis)}={size} has no price: planner and simulator know tensor, context, data and "
+                "pipeline parallelism; leave the axis out"
             )
 
 
@@ -184,7 +178,11 @@ def estimate_stage_traffic(
         gather_bytes = itemsize * parameters if parallel.zero else 0
     elif parallel.zero == 3:
         resident = parameters - units.sharded
-        gather_bytes = itemsize * (resident + _count_unit_gathers(units, schedule, stage))
+        blocks, others = _count_unit_gathers(units, schedule, stage)
+        block_itemsize = itemsize
+        if gathers_float8(parallel, linear_precision, grid.shards):
+            block_itemsize = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or itemsize
+        gather_bytes = block_itemsize * blocks + itemsize * (resident + others)
     elif parallel.zero:
         gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
     if parallel.reduce_dtype == "bfloat16":
@@ -211,8 +209,8 @@ def estimate_stage_traffic(
     )
 
 
-def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> int:
-    """Return the elements of matrices that ZeRO-3 gathers in a step (parallel/parameter_slots.py).
+def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> tuple[int, int]:
+    """Return the elements of matrices that ZeRO-3 gathers in a step: of blocks, and of embedding and head.
 
     If blocks are units, each forward and each backward gathers a chunk's blocks, except two that are still in their
     slots where a backward follows a forward of the same chunk, or the other way round. Embedding and head share a slot.
@@ -220,7 +218,8 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> 
     """
     if has_chunk_slots(len(units.by_chunk)):
         gathers = list_chunk_gathers(list_chunk_uses(schedule, stage), assign_chunk_slots(schedule, stage))
-        return sum(units.by_chunk[chunk] for chunk in gathers)
+        blocks = sum(units.blocks_by_chunk[chunk] for chunk in gathers)
+        return blocks, sum(units.by_chunk[chunk] for chunk in gathers) - blocks
     kinds, chunks, _ = schedule.tables[stage].T
     is_forward = kinds == ActionKind.FORWARD
     is_use = is_forward | kind_mask(kinds, *INPUT_BACKWARDS)
@@ -228,4 +227,4 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> 
     kept = int(((directions[1:] != directions[:-1]) & (used[1:] == used[:-1])).sum())
     total = int(np.array(units.blocks_by_chunk)[used].sum()) - kept * min(2 * units.block, max(units.blocks_by_chunk))
     outer = units.sharded - sum(units.blocks_by_chunk)
-    return total + outer * (schedule.microbatches if outer > units.outer else 1)
+    return total, outer * (schedule.microbatches if outer > units.outer else 1)

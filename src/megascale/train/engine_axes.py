@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,9 +18,11 @@ from megascale.core.spans import SpanAxis
 from megascale.core.unit_slots import has_chunk_slots
 from megascale.errors import ConfigError
 from megascale.parallel import symmetric
-from megascale.parallel.buffers import Axes
+from megascale.parallel.buffers import Axes, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
+from megascale.parallel.exchange import Exchange
 from megascale.parallel.pipeline import P2PStream, P2PStreams
+from megascale.parallel.resident_memory import count_resident_bytes
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.group_plan import group_axes
 from megascale.rendezvous.groups import Groups
@@ -53,7 +55,8 @@ def make_own_axes(runtime: Runtime, groups: Groups | None) -> dict[str, Axis]:
 def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, own_axes: Mapping[str, Axis]) -> Axes:
     """Return the axes that a rank's buffers are reduced, gathered and summed over."""
     if layout.config.parallel.zero:
-        stage = make_axis(runtime, groups, "stage")
+        has_copies = layout.grid.count(AXES.copies) > 1
+        stage = make_axis(runtime, groups, "state" if has_copies else "stage")
     elif "replica" in group_axes():
         stage = make_axis(runtime, groups, "replica")
     else:
@@ -96,6 +99,30 @@ def choose_tensor_overlap(
             "or put each tensor-parallel group on one host whose GPUs reach each other"
         )
     return replace(axis, overlap="async"), {"tensor overlap": f"async (not fused: {reason})"}
+
+
+def choose_gathers(
+    axis: Axis, config: Config, buffers: Sequence[ParamAndGradBuffer], gathers_in_float8: bool, device: torch.device
+) -> tuple[Exchange | None, dict[str, str]]:
+    """Return the exchange that gathers matrices under ZeRO-3 (overlap.gathers=copies), and its start-up line by name.
+
+    Raises ConfigError if it does not work here.
+    """
+    if config.overlap.gathers != "copies" or axis.size == 1:
+        return None, {}
+    exchange = symmetric.make_exchange(
+        axis,
+        shard_bytes=0,
+        device=device,
+        timeout=config.rendezvous.group_timeout,
+        resident_bytes=count_resident_bytes(buffers, gathers_in_float8),
+    )
+    if isinstance(exchange, str):
+        raise ConfigError(
+            f"overlap.gathers=copies is unavailable: {exchange}; set --overlap.gathers=collectives, or put each "
+            "data-parallel group on one host whose GPUs reach each other"
+        )
+    return exchange, {"matrices gathered by": "copy engines"}
 
 
 def choose_context_exchange(
@@ -172,6 +199,8 @@ def _describe_sharding(layout: Layout) -> str:
         text = "gradients and matrices, gathered chunk by chunk once per round of micro-batches"
     else:
         text = "gradients and matrices, gathered block by block in each micro-batch"
+    if layout.grid.count(AXES.copies) > 1:
+        text += f"; {layout.grid.count(AXES.copies)} copies of the state, whose gradients are summed once per step"
     if "bucket_elements" in parallel.model_fields_set:
         text += "; parallel.bucket_elements divides only norms, biases and a tied embedding"
     return text
