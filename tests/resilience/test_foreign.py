@@ -18,7 +18,7 @@ def launch_foreign(tmp_path: Path) -> Iterator:
     jobs = []
 
     def begin(fault: str, rank: int) -> ForeignJob:
-        jobs.append(ForeignJob(tmp_path, fault, rank, steps=14, nodes=2))
+        jobs.append(ForeignJob(tmp_path, "ddp", fault, rank, steps=14, nodes=2))
         return jobs[-1]
 
     yield begin
@@ -35,7 +35,7 @@ def test_a_killed_rank_is_named_and_the_trainer_resumes(launch_foreign):
     assert killed.ranks == (1,)
     assert job.step() == 14
     log = (job.run / "logs" / "rank-0.log").read_text()
-    assert log.count("step: 1 ") == 1
+    assert log.count("iter 1,") == 1
     config = load(job.run / "config.toml")
     assert config.foreign.per_node == 1
     assert config.foreign.command[-1] == "1"

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos foreign`: a trainer without MegaScale under the driver, broken with real faults.
+"""`python -m tests.chaos foreign`: trainers without MegaScale under the driver, broken with real faults.
 
 A right result has the verdict of its fault, names the rank, and ends with the expected exit code.
 """
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,10 +22,35 @@ from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
 from megascale.resilience.driver.state.journal_reader import Entry, read_journal_events
 
-TRAINER = Path(__file__).with_name("train.py")
+FOLDER = Path(__file__).with_name("trainers")
 TIMEOUT = 240.0  # seconds of a run
 LAST_STEP = 40
-NODES = 3
+SLOW_STEPS = 150  # a slow rank is judged by 15 s of heartbeats
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A trainer of the folder `trainers`.
+
+    Attributes:
+        file: its script.
+        nodes: number of nodes with one rank each.
+        settings: settings of `megascale launch` for it.
+    """
+
+    file: str
+    nodes: int = 3
+    settings: tuple[str, ...] = ()
+
+
+OWN_PATTERN = r"--foreign.patterns=['^iter (?P<step>[0-9]+), loss (?P<loss>[0-9.]+)']"
+TRAINERS = {
+    "ddp": Trainer("train_ddp.py", settings=(OWN_PATTERN,)),
+    "fsdp": Trainer("train_fsdp.py"),
+    "nanochat": Trainer("train_nanochat.py"),
+    "huggingface": Trainer("train_huggingface.py", nodes=2),
+    "lightning": Trainer("train_lightning.py", nodes=2),
+}
 
 
 @dataclass(frozen=True)
@@ -37,12 +62,14 @@ class Case:
         verdict: event that the driver must record.
         sentence: part of its evidence.
         exit_code: of the job.
+        steps: number of steps of the run.
     """
 
     fault: str
     verdict: str
     sentence: str = ""
     exit_code: int = 0
+    steps: int = LAST_STEP
 
 
 CASES = {
@@ -53,6 +80,7 @@ CASES = {
     "crash loop": Case("raise", "user_error", "KeyError", exit_code=1),
     "out of memory": Case("memory", "out_of_memory", "CUDA out of memory"),
     "node gone": Case("none", "node_lost"),
+    "slow rank": Case("slow", "slow_node", "computes", steps=SLOW_STEPS),
 }
 
 
@@ -61,6 +89,7 @@ class Outcome:
     """The result of one run.
 
     Attributes:
+        trainer: the trainer.
         case: the fault.
         rank: where it was injected.
         is_right: verdict, rank and exit code are the expected ones.
@@ -68,6 +97,7 @@ class Outcome:
         verdict: the decisive evidence, or the end of the output.
     """
 
+    trainer: str
     case: str
     rank: int
     is_right: bool
@@ -76,15 +106,33 @@ class Outcome:
 
 
 class ForeignJob:
-    """A launched job of the small trainer in `folder`."""
+    """A launched job of a trainer in `folder`. `close` ends it.
 
-    def __init__(self, folder: Path, fault: str, rank: int, steps: int = LAST_STEP, nodes: int = NODES) -> None:
+    Args:
+        folder: folder of the run and of the trainer's checkpoints.
+        trainer: key of TRAINERS.
+        fault, rank, steps: arguments of the trainer.
+        nodes: number of nodes; default: the trainer's.
+        options: further options of `megascale launch`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        trainer: str,
+        fault: str,
+        rank: int,
+        steps: int = LAST_STEP,
+        nodes: int | None = None,
+        options: Sequence[str] = ("--train.device=cpu", "--per-node=1", "--spares=1"),
+    ) -> None:
         self.run = folder / "runs" / "foreign"
         self.output = folder / "output"
-        command = [sys.executable, "-m", "megascale.cli.main", "launch", f"--nodes={nodes}", "--spares=1"]
-        command += ["--per-node=1", "--train.name=foreign", "--resilience.test_spares=false"]
-        command += ["--resilience.interval=0.3", "--train.device=cpu", "--"]
-        command += [sys.executable, str(TRAINER), str(steps), str(folder), fault, str(rank)]
+        kind = TRAINERS[trainer]
+        command = [sys.executable, "-m", "megascale.cli.main", "launch", f"--nodes={nodes or kind.nodes}"]
+        command += ["--train.name=foreign", "--resilience.test_spares=false", "--resilience.interval=0.3"]
+        command += [*options, *kind.settings, "--"]
+        command += [sys.executable, str(FOLDER / kind.file), str(steps), str(folder), fault, str(rank)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         with open(self.output, "wb") as out:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out)
@@ -137,10 +185,11 @@ class ForeignJob:
                 self.process.wait()
 
 
-def run_case(name: str, folder: Path, rank: int) -> Outcome:
-    """Launch the trainer, break it and compare the driver's verdict with the fault."""
+def run_case(trainer: str, name: str, folder: Path, rank: int) -> Outcome:
+    """Launch a trainer, break it and compare the driver's verdict with the fault."""
     case = CASES[name]
-    job = ForeignJob(folder, case.fault, rank)
+    job = ForeignJob(folder, trainer, case.fault, rank, steps=case.steps)
+    seconds = 0.0
     try:
         job.wait(lambda: job.step() >= 6, "step 6")
         if name == "kill":
@@ -152,46 +201,67 @@ def run_case(name: str, folder: Path, rank: int) -> Outcome:
         seconds = time.time() - broken
         code = job.finish()
     except (RuntimeError, subprocess.TimeoutExpired) as error:
-        return Outcome(name, rank, False, 0.0, str(error)[-1500:])
+        return Outcome(trainer, name, rank, False, seconds, str(error)[-1500:])
     finally:
         job.close()
+    return judge(job, trainer, name, rank, seconds, code)
+
+
+def judge(job: ForeignJob, trainer: str, name: str, rank: int, seconds: float, code: int) -> Outcome:
+    """Compare the first verdict of an ended job with the fault."""
+    case = CASES[name]
     verdicts = job.events(case.verdict)
     if not verdicts:
-        return Outcome(name, rank, False, seconds, job.output.read_text()[-1500:])
+        return Outcome(trainer, name, rank, False, seconds, job.output.read_text()[-1500:])
     verdict = verdicts[0]
     evidence = " | ".join(verdict.evidence)
     names_rank = verdict.ranks == (rank,) or (name == "node gone" and verdict.nodes == (f"n{rank}",))
     is_right = names_rank and case.sentence in evidence and code == case.exit_code
-    return Outcome(name, rank, is_right, seconds, f"ranks {verdict.ranks}, exit code {code}: {evidence}")
+    return Outcome(
+        trainer, name, rank, is_right, seconds, f"ranks {verdict.ranks}, exit code {code}: {evidence}"
+    )
 
 
 def foreign(
-    runs: int = typer.Option(5, "--runs", min=1, help="Runs per fault."),
+    runs: int = typer.Option(5, "--runs", min=1, help="Runs per trainer and fault."),
+    trainer: str = typer.Option("", "--trainer", help=f"Only this trainer: {', '.join(TRAINERS)}."),
     kind: str = typer.Option("", "--kind", help="Only the faults whose names contain this text."),
     seed: int = typer.Option(0, "--seed", help="Determines the ranks."),
     out: Path = typer.Option(None, "--out", help="Write the outcomes as JSON.", show_default=False),
 ) -> None:
-    """Break a trainer that does not know MegaScale, and check each verdict, the named rank and the end of the job."""
+    """Break trainers that do not know MegaScale, and check each verdict, the named rank and the end of the job."""
     generator = random.Random(seed)
     outcomes = []
-    for name in [name for name in CASES if kind in name]:
+    cases = [(key, name) for key in TRAINERS for name in CASES if trainer in ("", key) and kind in name]
+    for key, name in cases:
         for _ in range(runs):
             with temporary_folder("megascale-foreign-") as folder:
-                outcome = run_case(name, Path(folder), generator.randrange(NODES))
+                outcome = run_case(key, name, Path(folder), generator.randrange(TRAINERS[key].nodes))
             outcomes.append(outcome)
-            word = "right" if outcome.is_right else "WRONG"
-            typer.echo(f"{word}  {name:26} rank {outcome.rank}  {outcome.seconds:5.1f} s  {outcome.verdict[:160]}")
-            if not outcome.is_right:
-                typer.echo(outcome.verdict)
-    for name in dict.fromkeys(outcome.case for outcome in outcomes):
-        of_case = [outcome for outcome in outcomes if outcome.case == name]
-        right = sum(outcome.is_right for outcome in of_case)
-        slowest = max(outcome.seconds for outcome in of_case)
-        typer.echo(f"{name:26} {right} of {len(of_case)} right, slowest verdict {slowest:.1f} s")
+            print_outcome(outcome)
+    print_table(outcomes)
     if out is not None:
         out.write_text(strict_json.dumps([asdict(outcome) for outcome in outcomes]))
-    if not all(outcome.is_right for outcome in outcomes):
+    if not outcomes or not all(outcome.is_right for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def print_outcome(outcome: Outcome) -> None:
+    """Print one outcome, with the whole evidence of a wrong one."""
+    word = "right" if outcome.is_right else "WRONG"
+    subject = f"{word}  {outcome.trainer:12} {outcome.case:26} rank {outcome.rank}  {outcome.seconds:5.1f} s"
+    typer.echo(f"{subject}  {outcome.verdict[:160]}")
+    if not outcome.is_right:
+        typer.echo(outcome.verdict)
+
+
+def print_table(outcomes: list[Outcome]) -> None:
+    """Print the number of right outcomes and the slowest verdict per trainer and fault."""
+    for trainer, name in dict.fromkeys((outcome.trainer, outcome.case) for outcome in outcomes):
+        of_case = [outcome for outcome in outcomes if (outcome.trainer, outcome.case) == (trainer, name)]
+        right = sum(outcome.is_right for outcome in of_case)
+        slowest = max(outcome.seconds for outcome in of_case)
+        typer.echo(f"{trainer:12} {name:26} {right} of {len(of_case)} right, slowest verdict {slowest:.1f} s")
 
 
 def register(app: typer.Typer) -> None:

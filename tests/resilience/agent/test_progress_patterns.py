@@ -11,7 +11,7 @@ from megascale.errors import ConfigError
 from megascale.resilience.agent.progress_patterns import SHIPPED, ProgressReader, Reading
 
 EXPECTED = {
-    "megascale.watch": Reading(20, loss=7.03125, tokens_per_second=7123.0),
+    "megascale.watch": Reading(20, loss=7.03125, grad_norm=1.25, tokens_per_second=7123.0),
     "torchtitan": Reading(20, loss=7.0312, grad_norm=1.2345, tokens_per_second=7123.0),
     "Megatron-LM": Reading(20, loss=10.41232, grad_norm=4.512, is_last_rank=True),
     "Hugging Face Trainer": Reading(20),

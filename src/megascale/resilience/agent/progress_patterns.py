@@ -44,8 +44,8 @@ SHIPPED = (
     ProgressPattern(
         trainer="megascale.watch",
         pattern=rf"^megascale step: (?P<step>[0-9]+) loss: (?P<loss>{NUMBER})"
-        rf"(?: tokens_per_second: (?P<tokens_per_second>{NUMBER}))?",
-        example="megascale step: 20 loss: 7.03125 tokens_per_second: 7123.0",
+        rf"(?: grad_norm: (?P<grad_norm>{NUMBER}))?(?: tokens_per_second: (?P<tokens_per_second>{NUMBER}))?",
+        example="megascale step: 20 loss: 7.03125 grad_norm: 1.25 tokens_per_second: 7123.0",
     ),
     ProgressPattern(
         trainer="torchtitan",
