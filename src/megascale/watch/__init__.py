@@ -49,7 +49,7 @@ class StepReporter:
         if self._waits is None:
             self._waits = start_wait_clock()
         elif self._seconds:
-            self._status.compute_seconds = max(0.0, self._seconds - self._waits.take())
+            self._status.compute_seconds = self._waits.measure_step(self._seconds)
 
     def _print_metrics(self, loss: float, grad_norm: float | None, tokens: int | None) -> None:
         line = f"megascale step: {self._number} loss: {loss!r}"
@@ -64,12 +64,10 @@ class StepReporter:
 _reporter: StepReporter | None = None
 
 
-def step(
-    number: int, loss: float | None = None, tokens: int | None = None, grad_norm: float | None = None
-) -> None:
+def step(number: int, loss: float | None = None, tokens: int | None = None, grad_norm: float | None = None) -> None:
     """Report that step `number` of this rank is complete.
 
-    On gloo the time in which the rank waited for others is measured too, so that a slow rank is named.
+    The time in which the rank waits for others is measured too, so that a slow rank is named.
 
     Args:
         number: number of the step, increasing.

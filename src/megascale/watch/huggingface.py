@@ -12,9 +12,7 @@ from megascale import watch
 class WatchCallback(TrainerCallback):
     """Reports each optimizer step, and the loss and gradient norm when Trainer logs them."""
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report the step."""
         watch.step(state.global_step)
 

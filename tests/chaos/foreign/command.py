@@ -24,8 +24,9 @@ from megascale.resilience.driver.state.journal_reader import Entry, read_journal
 
 FOLDER = Path(__file__).with_name("trainers")
 TIMEOUT = 240.0  # seconds of a run
+FAULT_STEP = 18  # as in trainers/injected.py
 LAST_STEP = 40
-SLOW_STEPS = 150  # a slow rank is judged by 15 s of heartbeats
+SLOW_STEPS = 110  # a slow rank is judged by 15 s of heartbeats
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Case:
         sentence: part of its evidence.
         exit_code: of the job.
         steps: number of steps of the run.
+        needs_gpus: the fault exists on GPUs only.
     """
 
     fault: str
@@ -70,6 +72,7 @@ class Case:
     sentence: str = ""
     exit_code: int = 0
     steps: int = LAST_STEP
+    needs_gpus: bool = False
 
 
 CASES = {
@@ -77,6 +80,7 @@ CASES = {
     "hang: skipped collective": Case("skip", "hang", "mismatched collective"),
     "hang: stopped before it": Case("sleep", "hang", "break_rank"),
     "hang: loop in Python": Case("loop", "hang", "break_rank"),
+    "hang: kernel without end": Case("kernel", "hang", "busy", needs_gpus=True),
     "crash loop": Case("raise", "user_error", "KeyError", exit_code=1),
     "out of memory": Case("memory", "out_of_memory", "CUDA out of memory"),
     "node gone": Case("none", "node_lost"),
@@ -185,13 +189,24 @@ class ForeignJob:
                 self.process.wait()
 
 
-def run_case(trainer: str, name: str, folder: Path, rank: int) -> Outcome:
-    """Launch a trainer, break it and compare the driver's verdict with the fault."""
+def run_case(trainer: str, name: str, folder: Path, rank: int, gpus: int = 0) -> Outcome:
+    """Launch a trainer, break it and compare the driver's verdict with the fault.
+
+    Args:
+        trainer, name: keys of TRAINERS and CASES.
+        folder: empty folder of the run.
+        rank: the rank to break.
+        gpus: GPUs of one node, with a rank each; 0: several nodes with a rank each, on gloo.
+    """
     case = CASES[name]
-    job = ForeignJob(folder, trainer, case.fault, rank, steps=case.steps)
+    if gpus:
+        options = ["--train.device=cuda", f"--per-node={gpus}"]
+        job = ForeignJob(folder, trainer, case.fault, rank, steps=case.steps, nodes=1, options=options)
+    else:
+        job = ForeignJob(folder, trainer, case.fault, rank, steps=case.steps)
     seconds = 0.0
     try:
-        job.wait(lambda: job.step() >= 6, "step 6")
+        job.wait(lambda: job.step() >= FAULT_STEP - 2, f"step {FAULT_STEP - 2}")
         if name == "kill":
             job.kill_rank(rank)
         elif name == "node gone":
@@ -217,26 +232,27 @@ def judge(job: ForeignJob, trainer: str, name: str, rank: int, seconds: float, c
     evidence = " | ".join(verdict.evidence)
     names_rank = verdict.ranks == (rank,) or (name == "node gone" and verdict.nodes == (f"n{rank}",))
     is_right = names_rank and case.sentence in evidence and code == case.exit_code
-    return Outcome(
-        trainer, name, rank, is_right, seconds, f"ranks {verdict.ranks}, exit code {code}: {evidence}"
-    )
+    return Outcome(trainer, name, rank, is_right, seconds, f"ranks {verdict.ranks}, exit code {code}: {evidence}")
 
 
 def foreign(
     runs: int = typer.Option(5, "--runs", min=1, help="Runs per trainer and fault."),
     trainer: str = typer.Option("", "--trainer", help=f"Only this trainer: {', '.join(TRAINERS)}."),
     kind: str = typer.Option("", "--kind", help="Only the faults whose names contain this text."),
+    gpus: int = typer.Option(0, "--gpus", min=0, help="Run the DDP script on NCCL, on so many GPUs of this machine."),
     seed: int = typer.Option(0, "--seed", help="Determines the ranks."),
     out: Path = typer.Option(None, "--out", help="Write the outcomes as JSON.", show_default=False),
 ) -> None:
     """Break trainers that do not know MegaScale, and check each verdict, the named rank and the end of the job."""
     generator = random.Random(seed)
     outcomes = []
-    cases = [(key, name) for key in TRAINERS for name in CASES if trainer in ("", key) and kind in name]
-    for key, name in cases:
+    if gpus:
+        trainer = "ddp"  # the other scripts are on gloo
+    names = [name for name in CASES if kind in name and is_possible(name, gpus)]
+    for key, name in [(key, name) for key in TRAINERS for name in names if trainer in ("", key)]:
         for _ in range(runs):
             with temporary_folder("megascale-foreign-") as folder:
-                outcome = run_case(key, name, Path(folder), generator.randrange(TRAINERS[key].nodes))
+                outcome = run_case(key, name, Path(folder), generator.randrange(gpus or TRAINERS[key].nodes), gpus)
             outcomes.append(outcome)
             print_outcome(outcome)
     print_table(outcomes)
@@ -244,6 +260,13 @@ def foreign(
         out.write_text(strict_json.dumps([asdict(outcome) for outcome in outcomes]))
     if not outcomes or not all(outcome.is_right for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def is_possible(name: str, gpus: int) -> bool:
+    """Return whether a fault can be injected on so many GPUs of one node."""
+    if gpus:
+        return name != "node gone"
+    return not CASES[name].needs_gpus
 
 
 def print_outcome(outcome: Outcome) -> None:

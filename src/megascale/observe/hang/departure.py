@@ -278,8 +278,8 @@ def _is_same_channel(group: str, due: Call, record: CallRecord) -> bool:
 
 # comparison with the rank's own period, for calls whose step is unknown --------------------------------------------
 
-_PERIODS = 4  # that must be equal before a departure
-_LEAST_CALLS = 24  # that these periods must have
+_PERIODS = 3  # that must be equal before a departure
+_LEAST_CALLS = 12  # that these periods must have
 _LONGEST_PERIOD = 512  # calls
 
 
@@ -301,7 +301,7 @@ def _find_broken_period(record: CallRecord) -> Departure | None:
     """Return the first call that breaks the shortest period of a rank's calls, None without period or departure."""
     signatures = [(call.group, call.op, call.bytes) for call in record.calls]
     count = len(signatures)
-    for period in range(1, min(_LONGEST_PERIOD, count // (_PERIODS + 2)) + 1):
+    for period in range(1, min(_LONGEST_PERIOD, count // (_PERIODS + 3)) + 1):
         # A rank blocks within two periods after its departure, because the host of a device is a step ahead.
         recent = count - 2 * period
         start = recent - max(_PERIODS * period, _LEAST_CALLS)
@@ -323,8 +323,8 @@ def _describe_broken_period(record: CallRecord, index: int, period: int) -> Depa
     if later:
         due = replace(due, sequence=later[0])
     sentence = (
-        f"call {actual.sequence} of {actual.group} was {_format_call(actual)} where it had made {_format_call(expected)} "
-        f"in each of its last {_PERIODS} steps"
+        f"call {actual.sequence} of {actual.group} was {_format_call(actual)}, where it had made "
+        f"{_format_call(expected)} in each of the {_PERIODS} steps before"
     )
     return Departure("mismatched collective", due, actual, sentence)
 

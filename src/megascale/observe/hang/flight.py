@@ -76,9 +76,12 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
     }
     calls: list[Call] = []
     pending: list[tuple[int, Call]] = []
+    queued: Counter[str] = Counter()
     is_device = False
     # A recorder without calls leaves out the entries.
-    for entry in dump["entries"] if "pg_config" not in dump else dump.get("entries", ()):
+    entries = dump["entries"] if "pg_config" not in dump else dump.get("entries", ())
+    has_start_times = any(entry.get("time_discovered_started_ns") for entry in entries)
+    for entry in entries:
         name, description = entry["process_group"]
         if description == "default_pg":
             group = "world"
@@ -91,11 +94,18 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
         # Ranks may send different amounts in an all-to-all (Muon's matrices), which is not a mismatch.
         call = Call(group, sequence, op, 0 if op == "all_to_all" else _count_bytes(entry))
         calls.append(call)
-        if not entry.get("retired") and entry.get("state") != "completed":
+        if entry.get("retired") or entry.get("state") == "completed":
+            continue
+        if backend == "nccl" and has_start_times and entry.get("state") == "scheduled":
+            # The host has launched it, and the device has not reached it: the rank has not joined the call.
+            queued[group] += 1
+        else:
             pending.append((int(entry.get("time_created_ns") or 0), call))
     started: dict[str, int] = {}
     for call in calls:
         started[call.group] = max(started.get(call.group, 0), call.sequence)
+    for group, count in queued.items():
+        started[group] -= count
     open_calls = Counter(call.group for _, call in pending)
     sizes = {group: len(members.get("0" if group == "world" else group, ())) for group in started}
     groups = {group: GroupCounts(sizes[group], count, count - open_calls[group]) for group, count in started.items()}

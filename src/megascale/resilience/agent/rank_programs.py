@@ -22,6 +22,7 @@ from megascale.core.status import UNOBSERVED, read_status
 from megascale.core.untrusted_files import open_regular
 from megascale.resilience.agent.file_tails import LogTail
 from megascale.resilience.agent.progress_patterns import ProgressReader, Reading
+from megascale.resilience.agent.saved_checkpoints import SavedCheckpoints
 from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import Fork
 from megascale.resilience.protocol.heartbeat import TAIL_CHARACTERS, truncate
@@ -129,6 +130,13 @@ class RankProgram(ABC):
         """Return True if a node with these ranks writes the run's metrics.jsonl."""
         return 0 in ranks
 
+    def saved_step(self) -> int:
+        """Return the step of the newest complete checkpoint, 0 if unknown."""
+        return 0
+
+    def close(self) -> None:  # noqa: B027 - most programs have nothing to close
+        """End what observes the ranks."""
+
     def signal(self, pid: int, number: int) -> None:
         """Send a signal to a rank's process. Raise ProcessLookupError if it has ended."""
         os.kill(pid, number)
@@ -213,6 +221,7 @@ class ForeignProgram(RankProgram):
         self._environment: dict[str, str] = {}
         self._logs: dict[int, LogTail] = {}
         self._lines: dict[int, int] = {}
+        self._checkpoints: SavedCheckpoints | None = None
 
     def prepare(self, order: Start) -> None:
         """Make the folders of the diagnosis, and remove files that describe processes of an earlier attempt."""
@@ -224,6 +233,8 @@ class ForeignProgram(RankProgram):
             files += self._flight.glob(f"rank-{rank}.*")
             for file in files:
                 file.unlink(missing_ok=True)
+        if self._foreign.checkpoints and 0 in order.ranks:
+            self._checkpoints = SavedCheckpoints(self._foreign.folder, self._foreign.checkpoints)
         self._last_rank = order.world - 1
         self._environment = self._make_environment(order)
 
@@ -234,6 +245,8 @@ class ForeignProgram(RankProgram):
             "TORCH_FR_BUFFER_SIZE": "2000",
             "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            # Without it the record does not say whether the device has reached a call, nor how long calls take.
+            "TORCH_NCCL_ENABLE_TIMING": "1",
             "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(self._flight / "nccl_trace_rank_"),
             "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(self._status / "nccl-"),
             "PYTHONUNBUFFERED": "1",
@@ -278,6 +291,15 @@ class ForeignProgram(RankProgram):
         """Return True if a rank of this node has printed the run's metrics."""
         return self._has_metrics
 
+    def saved_step(self) -> int:
+        """Return the step of the newest complete checkpoint on the node of rank 0, 0 if unknown."""
+        return self._checkpoints.step if self._checkpoints is not None else 0
+
+    def close(self) -> None:
+        """End the search for checkpoints."""
+        if self._checkpoints is not None:
+            self._checkpoints.stop()
+
     def signal(self, pid: int, number: int) -> None:
         """Signal the rank's process group, since the command may be a script that started the trainer."""
         os.killpg(pid, number)
@@ -292,7 +314,9 @@ class ForeignProgram(RankProgram):
             trainer.compute_seconds = status.compute_seconds
             trainer.advance(Progress("train", status.step, time_ns=status.time_ns, completed_steps=1))
         elif readings:
-            trainer.advance(Progress("train", readings[-1].step, completed_steps=1))
+            step = readings[-1].step
+            # A progress bar is shown at 0 before the first step.
+            trainer.advance(Progress("train", step, completed_steps=1 if step else 0))
         elif trainer.progress is None or trainer.progress.phase == UNOBSERVED:
             trainer.advance(Progress(UNOBSERVED, 0, action=f"{self._lines[trainer.rank]} lines of output"))
         self._write_metrics(trainer.rank, readings)

@@ -1,6 +1,6 @@
 """The faults that the trainers of this folder inject into themselves, and their command line.
 
-`python TRAINER.py STEPS FOLDER FAULT RANK`: FAULT occurs in step 8 of rank RANK, in the first start only, except for
+`python TRAINER.py STEPS FOLDER FAULT RANK`: FAULT occurs in step 18 of rank RANK, in the first start only, except for
 `raise`, which repeats, and `slow`, which lasts.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-FAULT_STEP = 8
+FAULT_STEP = 18  # a flight record shows the usual order of the calls by then
 PAUSE = 0.05  # seconds of each step
 SLOW_PAUSE = 0.3  # seconds of each step of a run with a slow rank
 SLOWER = 1.2
@@ -28,7 +28,7 @@ class Plan:
     Attributes:
         steps: number of the last step.
         folder: folder of the checkpoints.
-        fault: none, skip, sleep, loop, raise, memory or slow.
+        fault: none, skip, sleep, loop, kernel, raise, memory or slow.
         rank: the rank in which it occurs.
     """
 
@@ -56,7 +56,9 @@ class Plan:
             torch.cuda.synchronize()
         time.sleep(seconds)
 
-    def gather_loss(self, step: int, loss: torch.Tensor, reduces: bool = False) -> float:
+    def gather_loss(
+        self, step: int, loss: torch.Tensor, reduces: bool = False, group: dist.ProcessGroup | None = None
+    ) -> float:
         """Return the mean loss of all ranks, as trainers do for their log. The faults occur before or in this call.
 
         Gloo aborts the process if calls of one kind and other sizes meet. So the call differs from the trainer's own.
@@ -65,6 +67,7 @@ class Plan:
             step: number of the step.
             loss: loss of this rank.
             reduces: call all_reduce instead of all_gather.
+            group: group of the call; default: all ranks' own.
         """
         if self.is_due(step):
             break_rank(self.fault)
@@ -72,9 +75,9 @@ class Plan:
         total = loss.detach().clone()
         losses = [torch.zeros_like(total) for _ in range(dist.get_world_size())]
         if reduces and not is_skipped:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=group)
         elif not is_skipped:
-            dist.all_gather(losses, total)
+            dist.all_gather(losses, total, group=group)
             total = torch.stack(losses).sum()
         return total.item() / dist.get_world_size()
 
@@ -91,6 +94,8 @@ def break_rank(fault: str) -> None:
     elif fault == "loop":
         while True:
             pass
+    elif fault == "kernel":
+        torch.cuda._sleep(1 << 60)  # cycles
     elif fault == "raise":
         raise KeyError("text")
     elif fault == "memory":

@@ -46,8 +46,10 @@ def main() -> None:
 
             megascale.watch.step(step)
         if rank == 0:
-            print(f"step: {step:2}  loss: {mean:8.5f}  grad_norm:  1.0000  memory: 0.1GiB(0.10%)  tps: 7,123", flush=True)
-        if step % 5 == 0:
+            print(
+                f"step: {step:2}  loss: {mean:8.5f}  grad_norm:  1.0000  memory: 0.1GiB(0.10%)  tps: 7,123", flush=True
+            )
+        if step % 10 == 0:
             save(plan.folder / f"step-{step:04}", model, rank)
     dist.destroy_process_group()
 

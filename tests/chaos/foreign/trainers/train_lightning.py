@@ -40,7 +40,7 @@ def main() -> None:
     plan = read_plan()
     folder = plan.folder / "lightning"
     callbacks: list[pl.Callback] = [
-        ModelCheckpoint(dirpath=folder, every_n_train_steps=5, save_last=True),
+        ModelCheckpoint(dirpath=folder, every_n_train_steps=10, save_last=True),
         TQDMProgressBar(refresh_rate=1),
     ]
     if plan.uses_watch:

@@ -1,0 +1,60 @@
+"""Calls without steps, as torch's flight recorder has them: the rank that skips one breaks its own period."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megascale.core.calls import Call, CallRecord, GroupCounts, PendingWait
+from megascale.observe.hang.departure import departures
+from megascale.observe.hang.scene import RankEvidence, Scene
+from megascale.observe.hang.verdict import explain_hang
+
+# Letter -> group, operation and bytes.
+KINDS = {"a": ("world", "all_reduce", 288), "b": ("world", "all_gather", 8), "c": ("metrics", "all_reduce", 8)}
+
+
+def make_record(rank: int, letters: str) -> CallRecord:
+    counts: Counter[str] = Counter()
+    calls = []
+    for letter in letters:
+        group, op, size = KINDS[letter]
+        counts[group] += 1
+        calls.append(Call(group, counts[group], op, size))
+    groups = {group: GroupCounts(2, count, count - (group == calls[-1].group)) for group, count in counts.items()}
+    waiting = PendingWait(calls[-1].group, calls[-1].sequence, 1)
+    return CallRecord(rank, 0, 2, waiting=waiting, groups=groups, calls=tuple(calls), is_complete=False)
+
+
+@given(
+    start=st.text("abc", max_size=9),
+    step=st.text("abc", min_size=1, max_size=7).filter(lambda step: len(set(step)) > 1),
+    data=st.data(),
+)
+def test_of_two_ranks_the_one_that_skips_a_call_is_named(start, step, data):
+    skipped = data.draw(st.integers(0, len(step) - 1))
+    usual = step * 24
+    # The other rank blocks in the skipped call, and the rank that skipped it in its next call of that group.
+    blocked = start + usual + step[: skipped + 1]
+    rest = (step[skipped + 1 :] + step * 2)[: len(step)]
+    if rest[0] == step[skipped]:
+        return  # the same call again cannot be told from the skipped one
+    departed = departures(
+        {0: make_record(0, blocked), 1: make_record(1, start + usual + step[:skipped] + rest[:1])}, None
+    )
+    assert set(departed) == {1}
+    assert departed[1].due.op == KINDS[step[skipped]][1]
+
+
+def test_a_skipped_call_on_another_group_is_a_mismatch_and_not_a_cycle():
+    records = {0: make_record(0, "ac" * 20), 1: make_record(1, "ac" * 19 + "aa")}
+    scene = Scene({rank: RankEvidence(rank, "running", record=record) for rank, record in records.items()}, 2)
+    hang = explain_hang(scene)
+    assert (hang.kind, hang.ranks, hang.group) == ("mismatched collective", (1,), "metrics")
+
+
+def test_ranks_in_their_usual_order_or_without_one_depart_from_nothing():
+    assert departures({0: make_record(0, "aab" * 20), 1: make_record(1, "aab" * 19 + "aa")}, None) == {}
+    assert departures({0: make_record(0, "ab" * 3), 1: make_record(1, "ab" * 2 + "a")}, None) == {}
