@@ -61,7 +61,7 @@ def test_progress_is_the_log_until_a_step_is_printed(program, tmp_path):
     with open(log, "a") as out:
         out.write("loading\n")
     program.read_progress(trainer)
-    assert trainer.progress.action == "1 lines of output"
+    assert trainer.progress.action == "1 lines of output, 0 collectives"
     with open(log, "a") as out:
         out.write("step: 6 loss: 1.0\rstep: 7 loss: 0.5\n")
     program.read_progress(trainer)

@@ -45,22 +45,23 @@ def test_a_hang_is_seen_in_time(usual, limit):
     assert [verdict.kind for verdict in judge(limit + 0.1)] == ["hang"]
 
 
-def waiting(rank: int, started: int) -> RankEvidence:
-    record = CallRecord(rank, 0, 2, groups={"world": GroupCounts(2, started, started - (rank == 0))})
-    if rank == 0:
-        record = CallRecord(0, 0, 2, PendingWait("world", started, 1), record.groups)
+def examined(rank: int, started: int, waits: bool = False) -> RankEvidence:
+    """A rank that has started so many calls, and waits in the last one or in none."""
+    groups = {"world": GroupCounts(2, started, started - waits)}
+    waiting = PendingWait("world", started, 1) if waits else None
+    record = CallRecord(rank, 0, 2, waiting=waiting, groups=groups)
     return RankEvidence(rank, "running", record=record, answered=True)
 
 
 def test_a_pause_of_ranks_that_move_or_wait_for_none_is_an_alert():
     beats = {n: [heartbeat(n, 1, [worker(n, status_age=11.0)])] for n in range(2)}
     state = view(beats, is_foreign=True, grace_period=FOREIGN_GRACE_PERIOD)
-    scene = Scene({0: waiting(0, 8), 1: waiting(1, 7)}, 2)
+    scene = Scene({0: examined(0, 8, waits=True), 1: examined(1, 7)}, 2)
     assert refine_hang(HANG, state, scene, None).ranks == (1,)
     moving = Scene(scene.ranks, 2, moving=frozenset({1}))
     saving = refine_hang(HANG, state, moving, None)
     assert (saving.action, "rank 1 made progress" in saving.evidence[0]) == ("alert", True)
-    evaluating = Scene({1: waiting(1, 7)}, 2)
+    evaluating = Scene({0: examined(0, 7), 1: examined(1, 7)}, 2)
     assert refine_hang(HANG, state, evaluating, None).action == "alert"
     late = {n: [heartbeat(n, 1, [worker(n, status_age=61.0)])] for n in range(2)}
     assert refine_hang(HANG, view(late, is_foreign=True), evaluating, None).action == "recover"

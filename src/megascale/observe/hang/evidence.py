@@ -164,7 +164,7 @@ def _watch_foreign(
     asked = [item for item in ranks if item.flight is not None and not item.flight.device and item.answered]
     for item in asked:
         (flight / f"rank-{item.rank}.json").unlink(missing_ok=True)
-    requested = {item.rank for item in asked if _ask_for_flight(status, item.rank)}
+    requested = {item.rank for item in asked if ask_for_flight(status, item.rank)}
     _wait_for_answers(status, flight, set(), set(requested))
     for item in asked:
         later = _read_flight_of(flight, item)
@@ -254,7 +254,7 @@ def _ask_for_stacks(status: Path, flight: Path, evidence: dict[int, RankEvidence
         with suppress(OSError):
             os.truncate(status / f"rank-{rank}.stack", 0)
             _signal_main_thread(item.pid, number)
-        if _ask_for_flight(status, rank):
+        if ask_for_flight(status, rank):
             dumping.add(rank)
         if item.record is None:
             _ask_nccl_watchdog(status / f"nccl-{rank}.pipe")
@@ -270,7 +270,7 @@ def _ask_for_stacks(status: Path, flight: Path, evidence: dict[int, RankEvidence
     return evidence
 
 
-def _ask_for_flight(status: Path, rank: int) -> bool:
+def ask_for_flight(status: Path, rank: int) -> bool:
     """Ask a rank for its flight record; False without a reader of the pipe: it has ended or has no recorder."""
     try:
         os.close(os.open(status / f"rank-{rank}.ask", os.O_WRONLY | os.O_NONBLOCK))

@@ -20,6 +20,9 @@ from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import UNOBSERVED, read_status
 from megascale.core.untrusted_files import open_regular
+from megascale.errors import DataError
+from megascale.observe.hang.evidence import ask_for_flight
+from megascale.observe.hang.flight import read_flight
 from megascale.resilience.agent.file_tails import LogTail
 from megascale.resilience.agent.progress_patterns import ProgressReader, Reading
 from megascale.resilience.agent.saved_checkpoints import SavedCheckpoints
@@ -27,6 +30,7 @@ from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import Fork
 from megascale.resilience.protocol.heartbeat import TAIL_CHARACTERS, truncate
 
+COUNT_INTERVAL = 30.0  # seconds between counts of an unobserved rank's collectives, each of which takes milliseconds
 # Folder of the module that Python imports at the start of another trainer's ranks.
 SITE_FOLDER = Path(__file__).parent / "site"
 
@@ -197,11 +201,35 @@ class OwnTrainer(RankProgram):
         trainer.compute_seconds = status.compute_seconds
 
 
+@dataclass
+class CallCount:
+    """Number of the collectives that a rank has started, by the flight record that it wrote last.
+
+    Attributes:
+        total: the number, 0 before the first record.
+        asked: time of the last request for a record, on the monotonic clock.
+    """
+
+    total: int = 0
+    asked: float = 0.0
+
+    def update(self, rank: int, status: Path, flight: Path) -> None:
+        """Read the record that was requested last, and request the next one."""
+        current_time = time.monotonic()
+        if current_time - self.asked < COUNT_INTERVAL:
+            return
+        self.asked = current_time
+        with contextlib.suppress(OSError, DataError):
+            groups = read_flight(flight / f"rank-{rank}.json").record.groups
+            self.total = sum(counts.started for counts in groups.values())
+        ask_for_flight(status, rank)
+
+
 class ForeignProgram(RankProgram):
     """Another trainer's command, in torchrun's environment.
 
     Its progress is read from the lines of its log, or from the status file that `megascale.watch` writes. A rank that
-    shows neither is unobserved: its progress is the growth of its log.
+    shows neither is unobserved: its progress is the growth of its log and the number of its collectives.
 
     Args:
         run: the run folder on this node.
@@ -221,6 +249,7 @@ class ForeignProgram(RankProgram):
         self._environment: dict[str, str] = {}
         self._logs: dict[int, LogTail] = {}
         self._lines: dict[int, int] = {}
+        self._calls: dict[int, CallCount] = {}
         self._checkpoints: SavedCheckpoints | None = None
 
     def prepare(self, order: Start) -> None:
@@ -244,6 +273,7 @@ class ForeignProgram(RankProgram):
             # Names before and after torch 2.9.
             "TORCH_FR_BUFFER_SIZE": "2000",
             "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
             # Without it the record does not say whether the device has reached a call, nor how long calls take.
             "TORCH_NCCL_ENABLE_TIMING": "1",
@@ -275,6 +305,7 @@ class ForeignProgram(RankProgram):
         log_start = log.stat().st_size if log.exists() else 0
         self._logs[rank] = LogTail(log, log_start)
         self._lines[rank] = 0
+        self._calls[rank] = CallCount(asked=time.monotonic())
         variables = self._environment | dict(environment) | {"ROLE_RANK": str(rank)}
         del variables[REPLICA_VARIABLE]  # a secret of this package's checkpoint services, which do not run
         return Fork(
@@ -318,7 +349,10 @@ class ForeignProgram(RankProgram):
             # A progress bar is shown at 0 before the first step.
             trainer.advance(Progress("train", step, completed_steps=1 if step else 0))
         elif trainer.progress is None or trainer.progress.phase == UNOBSERVED:
-            trainer.advance(Progress(UNOBSERVED, 0, action=f"{self._lines[trainer.rank]} lines of output"))
+            calls = self._calls[trainer.rank]
+            calls.update(trainer.rank, self._status, self._flight)
+            action = f"{self._lines[trainer.rank]} lines of output, {calls.total} collectives"
+            trainer.advance(Progress(UNOBSERVED, 0, action=action))
         self._write_metrics(trainer.rank, readings)
 
     def _write_metrics(self, rank: int, readings: Sequence[Reading]) -> None:

@@ -110,9 +110,10 @@ def _judge_unobserved_start(view: View) -> list[Verdict]:
         "a progress pattern; set foreign.patterns, or call megascale.watch.step in the trainer"
     )
     if min(ages) <= view.first_step:
-        text += "; its logs grow, so it continues, and hangs are not noticed"
+        text += "; its logs or its collectives grow, so it continues"
         return [Verdict(Event.START_TOO_SLOW, (), (), "alert", (text,))]
-    return [Verdict(Event.START_TOO_SLOW, (), (), "recover", (text, f"no log has grown for {min(ages):.0f} s"))]
+    still = f"no log has grown and no rank has made a further collective for {min(ages):.0f} s"
+    return [Verdict(Event.HANG, (), (), "recover", (text, still))]
 
 
 @quick
