@@ -160,7 +160,7 @@ def test_a_plan_has_each_local_choice_once_in_order(seed, tokens, ranks, local):
     indices = torch.rand(tokens, number, generator=generator).argsort(1)[:, :top_k].contiguous()
     total = torch.zeros(tokens, 1, dtype=torch.float64)
     for rank in range(ranks):
-        plan = plan_rows(indices, rank * local, local)
+        plan = plan_rows(indices, rank * local, local, torch.ones(tokens, top_k), number)
         rows = []
         for expert in range(local):
             start, stop = plan.offsets[expert : expert + 2].tolist()
