@@ -71,13 +71,13 @@ def test_durations_of_calls_on_a_device_are_not_own_time(monkeypatch):
     for step in range(1, 11):
         entries.append({"record_id": step, "duration_ms": 200.0})
         current_time += READ_INTERVAL / 10 + 1e-6
-        own_seconds = clock.measure_step(0.5)
-        assert (own_seconds > 0) == (step == 10)
-    assert own_seconds == pytest.approx(0.3, abs=1e-3)
+        compute_seconds = clock.measure_step(0.5)
+        assert (compute_seconds > 0) == (step == 10)
+    assert compute_seconds == pytest.approx(0.3, abs=1e-3)
     # Calls that the recorder has dropped make the period unknown, so the last value stays.
     entries[:] = [{"record_id": 5000, "duration_ms": 1.0}]
     current_time += 2 * READ_INTERVAL
-    assert clock.measure_step(0.5) == own_seconds
+    assert clock.measure_step(0.5) == compute_seconds
 
 
 def test_the_callback_of_hugging_face_trainer_reports_steps_and_losses(launched, capsys):

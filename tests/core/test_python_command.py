@@ -44,6 +44,7 @@ def test_folders_of_pythonpath_stay(tmp_path):
 
 def test_what_libraries_start_is_protected_too(hostile, monkeypatch):
     monkeypatch.setenv("PYTHONSAFEPATH", "")
+    monkeypatch.setenv("MEGASCALE_SET_VARIABLES", "")
     command = [sys.executable, "-c", "import queue"]
     subprocess.run(command, check=True)
     assert (hostile / "ran").exists()
@@ -65,7 +66,9 @@ def test_every_start_of_python_in_the_package_leaves_the_working_directory_out()
 
 
 def test_a_program_of_the_user_gets_the_users_own_variables(monkeypatch):
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    for name in ("PYTHONSAFEPATH", "MEGASCALE_SET_VARIABLES"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     before = dict(os.environ)
     protect_children()

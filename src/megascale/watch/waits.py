@@ -25,7 +25,7 @@ class WaitClock(ABC):
 
     @abstractmethod
     def measure_step(self, seconds: float) -> float:
-        """Return the own seconds of a step that took `seconds`, or 0 if they are not known yet."""
+        """Return the compute seconds of a step that took `seconds`, or 0 if they are not known yet."""
 
 
 class HostClock(WaitClock):
@@ -35,10 +35,10 @@ class HostClock(WaitClock):
         self.wait_seconds = 0.0
 
     def measure_step(self, seconds: float) -> float:
-        """Return the own seconds of the step that ends now."""
-        own_seconds = max(0.0, seconds - self.wait_seconds)
+        """Return the compute seconds of the step that ends now."""
+        compute_seconds = max(0.0, seconds - self.wait_seconds)
         self.wait_seconds = 0.0
-        return own_seconds
+        return compute_seconds
 
     def time_wait(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         """Return `wait` with its duration added to the waits."""
@@ -100,20 +100,20 @@ class DeviceClock(WaitClock):
         self._newest = -1
         self._start = 0.0
         self._steps = 0
-        self._own_seconds = 0.0
+        self._compute_seconds = 0.0
 
     def measure_step(self, seconds: float) -> float:
-        """Return the own seconds per step of the last period, 0 before its end."""
+        """Return the compute seconds per step of the last period, 0 before its end."""
         current_time = time.perf_counter()
         self._steps += 1
         if current_time - self._start < READ_INTERVAL:
-            return self._own_seconds
+            return self._compute_seconds
         call_seconds, is_complete = self._read_new_calls()
         if self._start and is_complete:
-            self._own_seconds = max(0.0, current_time - self._start - call_seconds) / self._steps
+            self._compute_seconds = max(0.0, current_time - self._start - call_seconds) / self._steps
         self._start = current_time
         self._steps = 0
-        return self._own_seconds
+        return self._compute_seconds
 
     def _read_new_calls(self) -> tuple[float, bool]:
         """Return the seconds of the calls since the last read, and whether the recorder still has all of them."""

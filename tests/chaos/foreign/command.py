@@ -44,9 +44,9 @@ class Trainer:
     settings: tuple[str, ...] = ()
 
 
-OWN_PATTERN = r"--foreign.patterns=['^iter (?P<step>[0-9]+), loss (?P<loss>[0-9.]+)']"
+DDP_PATTERN = r"--foreign.patterns=['^iter (?P<step>[0-9]+), loss (?P<loss>[0-9.]+)']"
 TRAINERS = {
-    "ddp": Trainer("train_ddp.py", settings=(OWN_PATTERN,)),
+    "ddp": Trainer("train_ddp.py", settings=(DDP_PATTERN,)),
     "fsdp": Trainer("train_fsdp.py"),
     "nanochat": Trainer("train_nanochat.py"),
     "huggingface": Trainer("train_huggingface.py", nodes=2),

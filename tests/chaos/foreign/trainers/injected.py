@@ -39,7 +39,7 @@ class Plan:
 
     @property
     def uses_watch(self) -> bool:
-        """Whether the trainer calls `megascale.watch`."""
+        """True if the trainer calls `megascale.watch`."""
         return self.fault == "slow"
 
     def is_due(self, step: int) -> bool:
