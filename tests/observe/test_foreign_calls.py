@@ -1,14 +1,17 @@
-"""Calls without steps, as torch's flight recorder has them: the rank that skips one breaks its own period."""
+"""Calls of another trainer in flight records, which have no steps: the skipped call, and the device that is stuck."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.core.calls import Call, CallRecord, GroupCounts, PendingWait
 from megascale.observe.hang.departure import departures
+from megascale.observe.hang.flight import FlightDump, read_flight
 from megascale.observe.hang.scene import RankEvidence, Scene
 from megascale.observe.hang.verdict import explain_hang
 
@@ -58,3 +61,44 @@ def test_a_skipped_call_on_another_group_is_a_mismatch_and_not_a_cycle():
 def test_ranks_in_their_usual_order_or_without_one_depart_from_nothing():
     assert departures({0: make_record(0, "aab" * 20), 1: make_record(1, "aab" * 19 + "aa")}, None) == {}
     assert departures({0: make_record(0, "ab" * 3), 1: make_record(1, "ab" * 2 + "a")}, None) == {}
+
+
+def write_device_record(folder: Path, rank: int, states: list[str]) -> FlightDump:
+    """Write and read the flight record of a rank on NCCL whose calls have these states."""
+    entries = [
+        {
+            "process_group": ["0", "default_pg"],
+            "profiling_name": "nccl:all_reduce",
+            "collective_seq_id": number,
+            "state": state,
+            "retired": state == "completed",
+            "time_created_ns": number,
+            "time_discovered_started_ns": number if state != "scheduled" else None,
+            "input_sizes": [[72]],
+            "input_dtypes": ["Float"],
+        }
+        for number, state in enumerate(states, 1)
+    ]
+    file = folder / f"rank-{rank}.json"
+    groups = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    file.write_text(json.dumps({"pg_config": groups, "entries": entries}))
+    return read_flight(file)
+
+
+def test_a_call_that_the_device_has_not_reached_is_not_joined(tmp_path):
+    """Rank 1's host has launched the call too, but its device is in a kernel that does not end."""
+    states = {0: ["completed"] * 5 + ["started"], 1: ["completed"] * 5 + ["scheduled"] * 2}
+    flights = {rank: write_device_record(tmp_path, rank, states[rank]) for rank in states}
+    scene = Scene(
+        {rank: RankEvidence(rank, "running", flight=flight, own_pid=1) for rank, flight in flights.items()}, 2
+    )
+    hang = explain_hang(scene)
+    assert (hang.kind, hang.ranks, hang.op, hang.sequence) == ("busy", (1,), "all_reduce", 6)
+
+
+def test_calls_without_start_times_are_joined_when_they_are_launched(tmp_path):
+    flights = {rank: write_device_record(tmp_path, rank, ["scheduled"] * 2) for rank in range(2)}
+    scene = Scene(
+        {rank: RankEvidence(rank, "running", flight=flight, own_pid=1) for rank, flight in flights.items()}, 2
+    )
+    assert explain_hang(scene).kind == "network"
