@@ -9,7 +9,7 @@ import pytest
 
 from megascale.cli.main import main
 from megascale.config import load
-from tests.chaos.foreign.command import ForeignJob
+from tests.chaos.foreign.job import ForeignJob
 
 
 @pytest.fixture

@@ -5,53 +5,27 @@ A right result has the verdict of its fault, names the rank, and ends with the e
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import typer
 
 from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
-from megascale.resilience.driver.state.journal_reader import Entry, read_journal_events
+from megascale.errors import ConfigError
+from tests.chaos.foreign.job import LAST_STEP, TRAINERS, ForeignJob
+from tests.chaos.foreign.slurm_job import SlurmForeignJob
+from tests.chaos.slurm.site import SlurmSite, impossible
 
-FOLDER = Path(__file__).with_name("trainers")
-TIMEOUT = 240.0  # seconds of a run
 FAULT_STEP = 18  # as in trainers/injected.py
-LAST_STEP = 40
 SLOW_STEPS = 110  # a slow rank is judged by 15 s of heartbeats
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """A trainer of the folder `trainers`.
-
-    Attributes:
-        file: its script.
-        nodes: number of nodes with one rank each.
-        settings: settings of `megascale launch` for it.
-    """
-
-    file: str
-    nodes: int = 3
-    settings: tuple[str, ...] = ()
-
-
-DDP_PATTERN = r"--foreign.patterns=['^iter (?P<step>[0-9]+), loss (?P<loss>[0-9.]+)']"
-TRAINERS = {
-    "ddp": Trainer("train_ddp.py", settings=(DDP_PATTERN,)),
-    "fsdp": Trainer("train_fsdp.py"),
-    "nanochat": Trainer("train_nanochat.py"),
-    "huggingface": Trainer("train_huggingface.py", nodes=2),
-    "lightning": Trainer("train_lightning.py", nodes=2),
-}
+SLURM_NODES = 5
 
 
 @dataclass(frozen=True)
@@ -76,7 +50,7 @@ class Case:
 
 
 CASES = {
-    "kill": Case("none", "process_killed", "SIGKILL"),
+    "kill": Case("kill", "process_killed", "SIGKILL"),
     "hang: skipped collective": Case("skip", "hang", "mismatched collective"),
     "hang: stopped before it": Case("sleep", "hang", "break_rank"),
     "hang: loop in Python": Case("loop", "hang", "break_rank"),
@@ -109,129 +83,72 @@ class Outcome:
     verdict: str
 
 
-class ForeignJob:
-    """A launched job of a trainer in `folder`. `close` ends it.
+@dataclass(frozen=True)
+class Site:
+    """A site for jobs.
 
-    Args:
-        folder: folder of the run and of the trainer's checkpoints.
-        trainer: key of TRAINERS.
-        fault, rank, steps: arguments of the trainer.
-        nodes: number of nodes; default: the trainer's.
-        options: further options of `megascale launch`.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        trainer: str,
-        fault: str,
-        rank: int,
-        steps: int = LAST_STEP,
-        nodes: int | None = None,
-        options: Sequence[str] = ("--train.device=cpu", "--per-node=1", "--spares=1"),
-    ) -> None:
-        self.run = folder / "runs" / "foreign"
-        self.output = folder / "output"
-        kind = TRAINERS[trainer]
-        command = [sys.executable, "-m", "megascale.cli.main", "launch", f"--nodes={nodes or kind.nodes}"]
-        command += ["--train.name=foreign", "--resilience.test_spares=false", "--resilience.interval=0.3"]
-        command += [*options, *kind.settings, "--"]
-        command += [sys.executable, str(FOLDER / kind.file), str(steps), str(folder), fault, str(rank)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-        with open(self.output, "wb") as out:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out)
-
-    def wait(self, find: Callable[[], object], subject: str) -> None:
-        """Wait until `find` returns a true value. Raise RuntimeError if the job ends first, or after TIMEOUT."""
-        deadline = time.monotonic() + TIMEOUT
-        while not find():
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                raise RuntimeError(f"{subject} did not come: {self.output.read_text()[-3000:]}")
-            time.sleep(0.05)
-
-    def events(self, kind: str = "") -> list[Entry]:
-        """Return the events of a kind, or all."""
-        if not (self.run / "journal.sqlite").exists():
-            return []
-        return [event for event in read_journal_events(self.run) if kind in ("", event.kind)]
-
-    def step(self) -> int:
-        """Return the last step in the run's metrics, 0 before the first."""
-        try:
-            lines = (self.run / "metrics.jsonl").read_text().splitlines()
-            return int(json.loads(lines[-1])["step"])
-        except (OSError, IndexError):
-            return 0
-
-    def kill_rank(self, rank: int) -> None:
-        """Kill the process of a rank."""
-        pid = int((self.run / "status" / f"rank-{rank}.process").read_text().split()[0])
-        os.kill(pid, signal.SIGKILL)
-
-    def lose_node(self, node: str) -> None:
-        """Kill the agent of a node, and let no agent start there."""
-        folder = self.run / "nodes" / node
-        (folder / "down").touch()
-        os.kill(json.loads((folder / "agent.json").read_text())["pid"], signal.SIGKILL)
-
-    def finish(self) -> int:
-        """Wait for the end and return the exit code."""
-        return self.process.wait(TIMEOUT)
-
-    def close(self) -> None:
-        """End what still runs."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-            try:
-                self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-
-
-def run_case(trainer: str, name: str, folder: Path, rank: int, gpus: int = 0) -> Outcome:
-    """Launch a trainer, break it and compare the driver's verdict with the fault.
-
-    Args:
-        trainer, name: keys of TRAINERS and CASES.
-        folder: empty folder of the run.
-        rank: the rank to break.
+    Attributes:
+        slurm: a running Slurm, or None for this machine.
         gpus: GPUs of one node, with a rank each; 0: several nodes with a rank each, on gloo.
     """
+
+    slurm: SlurmSite | None = None
+    gpus: int = 0
+
+    def start(self, trainer: str, case: Case, folder: Path, rank: int) -> ForeignJob:
+        """Start a job."""
+        if self.slurm is not None:
+            return SlurmForeignJob(self.slurm, folder, trainer, case.fault, rank, case.steps)
+        if self.gpus:
+            options = ["--train.device=cuda", f"--per-node={self.gpus}"]
+            return ForeignJob(folder, trainer, case.fault, rank, case.steps, nodes=1, options=options)
+        return ForeignJob(folder, trainer, case.fault, rank, case.steps)
+
+    def can_run(self, trainer: str, name: str) -> bool:
+        """Return whether a trainer and a fault are possible here."""
+        if self.gpus:
+            return trainer == "ddp" and name != "node gone"  # the other scripts are on gloo
+        return not CASES[name].needs_gpus
+
+
+@contextmanager
+def open_site(name: str, gpus: int) -> Iterator[Site]:
+    """Open a site. Raise ConfigError if it is impossible here."""
+    if name == "local":
+        yield Site(gpus=gpus)
+        return
+    problem = impossible()
+    if problem or gpus:
+        raise ConfigError(f"--site slurm is impossible: {problem or 'it runs on CPU'}")
+    with temporary_folder("ms-") as folder, SlurmSite(Path(folder) / "s", SLURM_NODES) as slurm:
+        yield Site(slurm)
+
+
+def run_case(site: Site, trainer: str, name: str, folder: Path, rank: int) -> Outcome:
+    """Launch a trainer, break it and compare the driver's verdict with the fault."""
     case = CASES[name]
-    if gpus:
-        options = ["--train.device=cuda", f"--per-node={gpus}"]
-        job = ForeignJob(folder, trainer, case.fault, rank, steps=case.steps, nodes=1, options=options)
-    else:
-        job = ForeignJob(folder, trainer, case.fault, rank, steps=case.steps)
     seconds = 0.0
+    node = ""
+    job = site.start(trainer, case, folder, rank)
     try:
         job.wait(lambda: job.step() >= FAULT_STEP - 2, f"step {FAULT_STEP - 2}")
-        if name == "kill":
-            job.kill_rank(rank)
-        elif name == "node gone":
-            job.lose_node(f"n{rank}")
+        if name == "node gone":
+            node = job.lose_node(rank)
         broken = time.time()
-        job.wait(lambda: job.events(case.verdict) or job.process.poll() is not None, "a verdict")
+        job.wait(lambda: job.events(case.verdict) or job.is_over(), "a verdict")
         seconds = time.time() - broken
         code = job.finish()
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
+    except (RuntimeError, subprocess.SubprocessError) as error:
         return Outcome(trainer, name, rank, False, seconds, str(error)[-1500:])
     finally:
         job.close()
-    return judge(job, trainer, name, rank, seconds, code)
-
-
-def judge(job: ForeignJob, trainer: str, name: str, rank: int, seconds: float, code: int) -> Outcome:
-    """Compare the first verdict of an ended job with the fault."""
-    case = CASES[name]
     verdicts = job.events(case.verdict)
     if not verdicts:
-        return Outcome(trainer, name, rank, False, seconds, job.output.read_text()[-1500:])
+        return Outcome(trainer, name, rank, False, seconds, job.read_output()[-1500:])
     verdict = verdicts[0]
     evidence = " | ".join(verdict.evidence)
-    names_rank = verdict.ranks == (rank,) or (name == "node gone" and verdict.nodes == (f"n{rank}",))
-    is_right = names_rank and case.sentence in evidence and code == case.exit_code
+    is_named = verdict.nodes == (node,) if node else verdict.ranks == (rank,)
+    is_right = is_named and case.sentence in evidence and code == case.exit_code
     return Outcome(trainer, name, rank, is_right, seconds, f"ranks {verdict.ranks}, exit code {code}: {evidence}")
 
 
@@ -239,6 +156,7 @@ def foreign(
     runs: int = typer.Option(5, "--runs", min=1, help="Runs per trainer and fault."),
     trainer: str = typer.Option("", "--trainer", help=f"Only this trainer: {', '.join(TRAINERS)}."),
     kind: str = typer.Option("", "--kind", help="Only the faults whose names contain this text."),
+    site_name: Literal["local", "slurm"] = typer.Option("local", "--site", help="This machine, or a Slurm on it."),
     gpus: int = typer.Option(0, "--gpus", min=0, help="Run the DDP script on NCCL, on so many GPUs of this machine."),
     seed: int = typer.Option(0, "--seed", help="Determines the ranks."),
     out: Path = typer.Option(None, "--out", help="Write the outcomes as JSON.", show_default=False),
@@ -246,27 +164,21 @@ def foreign(
     """Break trainers that do not know MegaScale, and check each verdict, the named rank and the end of the job."""
     generator = random.Random(seed)
     outcomes = []
-    if gpus:
-        trainer = "ddp"  # the other scripts are on gloo
-    names = [name for name in CASES if kind in name and is_possible(name, gpus)]
-    for key, name in [(key, name) for key in TRAINERS for name in names if trainer in ("", key)]:
-        for _ in range(runs):
-            with temporary_folder("megascale-foreign-") as folder:
-                outcome = run_case(key, name, Path(folder), generator.randrange(gpus or TRAINERS[key].nodes), gpus)
-            outcomes.append(outcome)
-            print_outcome(outcome)
+    with open_site(site_name, gpus) as site:
+        names = [name for name in CASES if kind in name]
+        pairs = [(key, name) for key in TRAINERS for name in names if trainer in ("", key) and site.can_run(key, name)]
+        for key, name in pairs:
+            for _ in range(runs):
+                rank = generator.randrange(gpus or TRAINERS[key].nodes)
+                with temporary_folder("ms-foreign-") as folder:
+                    outcome = run_case(site, key, name, Path(folder), rank)
+                outcomes.append(outcome)
+                print_outcome(outcome)
     print_table(outcomes)
     if out is not None:
         out.write_text(strict_json.dumps([asdict(outcome) for outcome in outcomes]))
     if not outcomes or not all(outcome.is_right for outcome in outcomes):
         raise typer.Exit(1)
-
-
-def is_possible(name: str, gpus: int) -> bool:
-    """Return whether a fault can be injected on so many GPUs of one node."""
-    if gpus:
-        return name != "node gone"
-    return not CASES[name].needs_gpus
 
 
 def print_outcome(outcome: Outcome) -> None:

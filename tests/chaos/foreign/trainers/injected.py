@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Plan:
     Attributes:
         steps: number of the last step.
         folder: folder of the checkpoints.
-        fault: none, skip, sleep, loop, kernel, raise, memory or slow.
+        fault: none, kill, skip, sleep, loop, kernel, raise, memory or slow.
         rank: the rank in which it occurs.
     """
 
@@ -89,7 +90,9 @@ def read_plan() -> Plan:
 
 def break_rank(fault: str) -> None:
     """Inject a fault into this rank."""
-    if fault == "sleep":
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "sleep":
         time.sleep(1e6)
     elif fault == "loop":
         while True:
