@@ -7,9 +7,9 @@ import pytest
 from megascale.core.calls import CallRecord, GroupCounts, PendingWait
 from megascale.observe.hang.scene import RankEvidence, Scene
 from megascale.resilience.driver.diagnosis.diagnosis import refine_hang
-from megascale.resilience.rules.metrics_rules import slow_nodes
+from megascale.resilience.rules.metrics_rules import losses, slow_nodes, throughput
 from megascale.resilience.rules.silence import FOREIGN_GRACE_PERIOD, hang
-from megascale.resilience.rules.view import Verdict, View
+from megascale.resilience.rules.view import Metric, Verdict, View
 from tests.resilience.rules.views import heartbeat, view, worker
 
 HANG = Verdict("hang", (), (), "recover", ("no rank has moved for 11 s",))
@@ -43,6 +43,13 @@ def test_a_hang_is_seen_in_time(usual, limit):
 
     assert judge(limit - 0.1) == []
     assert [verdict.kind for verdict in judge(limit + 0.1)] == ["hang"]
+
+
+def test_steps_without_a_printed_loss_are_no_spike_and_show_a_lower_throughput():
+    printed = [Metric(step, 2.0 if step % 10 == 0 else 0.0, 0.0, 0.1) for step in range(1, 381)]
+    assert losses(computing(0.1, metrics=printed)) == []
+    slower = printed + [Metric(step, 0.0, 0.0, 0.2) for step in range(381, 401)]
+    assert [verdict.kind for verdict in throughput(computing(0.1, metrics=slower))] == ["throughput_drop"]
 
 
 def examined(rank: int, started: int, waits: bool = False) -> RankEvidence:

@@ -48,7 +48,8 @@ _OTHER_PROCESSES = "host: processes"  # Other processes on a shared machine are 
 @slow
 def losses(view: View) -> list[Verdict]:
     """Return verdicts on gradients that are not finite, and on losses and norms that jump."""
-    metrics = view.metrics
+    # Another trainer may print them in some steps only.
+    metrics = [metric for metric in view.metrics if metric.loss or metric.grad_norm]
     if not metrics:
         return []
     last = metrics[-1]
