@@ -71,7 +71,7 @@ class Outcome:
         case: the fault.
         rank: where it was injected.
         is_right: verdict, rank and exit code are the expected ones.
-        seconds: from the last step before the fault to the verdict.
+        seconds: from the last step to the verdict; from the loss of a node; from the first step of a slow rank.
         verdict: the decisive evidence, or the end of the output.
     """
 
@@ -127,29 +127,51 @@ def open_site(name: str, gpus: int) -> Iterator[Site]:
 def run_case(site: Site, trainer: str, name: str, folder: Path, rank: int) -> Outcome:
     """Launch a trainer, break it and compare the driver's verdict with the fault."""
     case = CASES[name]
-    seconds = 0.0
+    start = 0.0
     node = ""
     job = site.start(trainer, case, folder, rank)
     try:
-        job.wait(lambda: job.step() >= FAULT_STEP - 2, f"step {FAULT_STEP - 2}")
-        if name == "node gone":
+        job.wait(lambda: job.step() >= 1, "the first step")
+        if name == "slow rank":
+            start = time.time()
+        elif name == "node gone":
+            job.wait(lambda: job.step() >= FAULT_STEP, f"step {FAULT_STEP}")
+            start = time.time()
             node = job.lose_node(rank)
-        broken = time.time()
-        job.wait(lambda: job.events(case.verdict) or job.is_over(), "a verdict")
-        seconds = time.time() - broken
+        last_time = wait_for_verdict(job, case.verdict)
         code = job.finish()
     except (RuntimeError, subprocess.SubprocessError) as error:
-        return Outcome(trainer, name, rank, False, seconds, str(error)[-1500:])
+        return Outcome(trainer, name, rank, False, 0.0, str(error)[-1500:])
     finally:
         job.close()
     verdicts = job.events(case.verdict)
     if not verdicts:
-        return Outcome(trainer, name, rank, False, seconds, job.read_output()[-1500:])
+        return Outcome(trainer, name, rank, False, 0.0, job.read_output()[-1500:])
     verdict = verdicts[0]
+    seconds = verdict.time - (start or last_time)
     evidence = " | ".join(verdict.evidence)
     is_named = verdict.nodes == (node,) if node else verdict.ranks == (rank,)
     is_right = is_named and case.sentence in evidence and code == case.exit_code
     return Outcome(trainer, name, rank, is_right, seconds, f"ranks {verdict.ranks}, exit code {code}: {evidence}")
+
+
+def wait_for_verdict(job: ForeignJob, kind: str) -> float:
+    """Wait for the first event of a kind or the end of the job, and return the time of the last step before it."""
+    last_step = 0
+    last_time = time.time()
+
+    def is_done() -> bool:
+        nonlocal last_step, last_time
+        step = job.step()
+        if job.events(kind):
+            return True
+        if step > last_step:
+            last_step = step
+            last_time = time.time()
+        return job.is_over()
+
+    job.wait(is_done, "a verdict")
+    return last_time
 
 
 def foreign(

@@ -65,8 +65,26 @@ def test_progress_is_the_log_until_a_step_is_printed(program, tmp_path):
     with open(log, "a") as out:
         out.write("step: 6 loss: 1.0\rstep: 7 loss: 0.5\n")
     program.read_progress(trainer)
-    assert (trainer.progress.phase, trainer.progress.step, trainer.progress.completed_steps) == ("train", 7, 1)
+    assert (trainer.progress.phase, trainer.progress.step, trainer.progress.completed_steps) == ("train", 7, 2)
     assert not program.writes_metrics([2, 3])  # rank 0 prints the metrics of such lines
+
+
+def test_bars_of_an_evaluation_are_progress_without_a_step(program, tmp_path):
+    log = tmp_path / "rank-3.log"
+    program.make_fork(3, 3, COMMON, log)
+    trainer = TrainerProcess(3, log, 0)
+    bars = ["  0%|  | 0/40 [00:00<?, ?it/s]", " 25%|# | 10/40 [00:01<00:56,  1.42it/s]"]
+    steps = []
+    for bar in (*bars, " 50%|# | 2/4 [00:01<00:01,  1.42it/s]", "Validation: 50%|# | 3/4 [00:01<00:01,  1.42it/s]"):
+        with open(log, "a") as out:
+            out.write(bar + "\r")
+        program.read_progress(trainer)
+        steps.append((trainer.progress.phase, trainer.progress.step, trainer.progress.action))
+    assert steps[1:] == [
+        ("train", 10, ""),
+        ("train", 10, "1 states of other progress bars"),
+        ("train", 10, "2 states of other progress bars"),
+    ]
 
 
 def test_the_last_rank_writes_the_metrics_of_megatron(program, tmp_path):

@@ -24,7 +24,7 @@ from megascale.errors import DataError
 from megascale.observe.hang.evidence import ask_for_flight
 from megascale.observe.hang.flight import read_flight
 from megascale.resilience.agent.file_tails import LogTail
-from megascale.resilience.agent.progress_patterns import ProgressReader, Reading
+from megascale.resilience.agent.progress_patterns import BAR, ProgressReader, Reading
 from megascale.resilience.agent.saved_checkpoints import SavedCheckpoints
 from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import Fork
@@ -225,6 +225,52 @@ class CallCount:
         ask_for_flight(status, rank)
 
 
+@dataclass
+class ObservedRank:
+    """The log of a rank in one attempt, and the counts that it shows.
+
+    Attributes:
+        tail: reader of the log.
+        calls: counter of the rank's collectives.
+        lines: number of lines.
+        bars: number of states of progress bars other than the trainer's own.
+        total: steps of the trainer's own progress bar, the first one; None before it.
+        first_step: the first complete step, None before it.
+    """
+
+    tail: LogTail
+    calls: CallCount
+    lines: int = 0
+    bars: int = 0
+    total: int | None = None
+    first_step: int | None = None
+
+    def read(self, lines: Sequence[str], reader: ProgressReader) -> list[Reading]:
+        """Count new lines and return the steps in them."""
+        self.lines += len(lines)
+        readings = []
+        for line in lines:
+            reading = reader.read(line)
+            if reading is not None and self.total is None:
+                self.total = reading.total
+            if reading is not None and reading.total in (None, self.total):
+                readings.append(reading)
+            elif BAR.search(line[:4000]):
+                self.bars += 1
+        return readings
+
+    def make_progress(self, first_step: int, step: int, time_ns: int = 0) -> Progress:
+        """Return the progress of a rank whose newly seen steps are `first_step` to `step`."""
+        if self.first_step is None:
+            self.first_step = first_step or 1  # a progress bar is shown at 0 before the first step
+        completed_steps = max(0, step - self.first_step + 1)
+        return Progress("train", step, self.describe_bars(), time_ns=time_ns, completed_steps=completed_steps)
+
+    def describe_bars(self) -> str:
+        """Return the count of other progress bars as an action, "" without such a bar."""
+        return f"{self.bars} states of other progress bars" if self.bars else ""
+
+
 class ForeignProgram(RankProgram):
     """Another trainer's command, in torchrun's environment.
 
@@ -247,9 +293,7 @@ class ForeignProgram(RankProgram):
         self._last_rank = 0
         self._has_metrics = False
         self._environment: dict[str, str] = {}
-        self._logs: dict[int, LogTail] = {}
-        self._lines: dict[int, int] = {}
-        self._calls: dict[int, CallCount] = {}
+        self._ranks: dict[int, ObservedRank] = {}
         self._checkpoints: SavedCheckpoints | None = None
 
     def prepare(self, order: Start) -> None:
@@ -303,9 +347,7 @@ class ForeignProgram(RankProgram):
     def make_fork(self, rank: int, attempt: int, environment: Mapping[str, str], log: Path) -> Fork:
         """Return the order to execute the command as a rank."""
         log_start = log.stat().st_size if log.exists() else 0
-        self._logs[rank] = LogTail(log, log_start)
-        self._lines[rank] = 0
-        self._calls[rank] = CallCount(asked=time.monotonic())
+        self._ranks[rank] = ObservedRank(LogTail(log, log_start), CallCount(asked=time.monotonic()))
         variables = self._environment | dict(environment) | {"ROLE_RANK": str(rank)}
         del variables[REPLICA_VARIABLE]  # a secret of this package's checkpoint services, which do not run
         return Fork(
@@ -337,21 +379,20 @@ class ForeignProgram(RankProgram):
 
     def read_progress(self, trainer: TrainerProcess) -> None:
         """Read the new lines of a rank's log and the file of `megascale.watch`."""
-        lines = self._logs[trainer.rank].read_lines(at_carriage_returns=True)
-        self._lines[trainer.rank] += len(lines)
-        readings = [reading for reading in map(self._reader.read, lines) if reading is not None]
+        log = self._ranks[trainer.rank]
+        lines = log.tail.read_lines(at_carriage_returns=True)
+        readings = log.read(lines, self._reader)
         status = read_status(self._status / f"rank-{trainer.rank}.status")
         if status is not None:
             trainer.compute_seconds = status.compute_seconds
-            trainer.advance(Progress("train", status.step, time_ns=status.time_ns, completed_steps=1))
+            trainer.advance(log.make_progress(status.step, status.step, status.time_ns))
         elif readings:
-            step = readings[-1].step
-            # A progress bar is shown at 0 before the first step.
-            trainer.advance(Progress("train", step, completed_steps=1 if step else 0))
+            trainer.advance(log.make_progress(readings[0].step, readings[-1].step))
+        elif trainer.progress is not None and trainer.progress.phase == "train":
+            trainer.advance(trainer.progress._replace(action=log.describe_bars()))
         elif trainer.progress is None or trainer.progress.phase == UNOBSERVED:
-            calls = self._calls[trainer.rank]
-            calls.update(trainer.rank, self._status, self._flight)
-            action = f"{self._lines[trainer.rank]} lines of output, {calls.total} collectives"
+            log.calls.update(trainer.rank, self._status, self._flight)
+            action = f"{log.lines} lines of output, {log.calls.total} collectives"
             trainer.advance(Progress(UNOBSERVED, 0, action=action))
         self._write_metrics(trainer.rank, readings)
 

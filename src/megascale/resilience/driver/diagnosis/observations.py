@@ -170,18 +170,19 @@ class Observations:
                 self.job.apply(JobEvent.FIRST_STEP)
                 seconds = current_time - self.attempts.started
                 text = f"first step of attempt {self.job.state.attempt} after {seconds:.2f} s"
-                evidence = (text,) + self._describe_resumption(worker.step, furthest_step)
+                evidence = (text,) + self._describe_resumption(worker, furthest_step)
                 self.record_event(Event.FIRST_STEP, evidence=evidence, seconds=seconds, step=worker.step)
 
-    def _describe_resumption(self, step: int, furthest_step: int) -> tuple[str, ...]:
+    def _describe_resumption(self, worker: Worker, furthest_step: int) -> tuple[str, ...]:
         """Return what another trainer's first step after a restart says about its checkpoints.
 
         Args:
-            step: the first step of this attempt.
+            worker: the rank that shows the step.
             furthest_step: the last step of the attempts before.
         """
         if not self.settings.config.foreign.command or self.job.state.attempt == 1:
             return ()
+        step = worker.step - max(0, worker.completed_steps - 1)
         saved_step = self.saved_step
         repeated = max(0, furthest_step - step + 1)
         text = f"it is step {step}; {repeated} steps are repeated"
