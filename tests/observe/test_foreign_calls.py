@@ -96,6 +96,17 @@ def test_a_call_that_the_device_has_not_reached_is_not_joined(tmp_path):
     assert (hang.kind, hang.ranks, hang.op, hang.sequence) == ("busy", (1,), "all_reduce", 6)
 
 
+def test_the_larger_side_of_a_gather_exists_on_its_root_only(tmp_path):
+    dumps = []
+    for rank, outputs in enumerate(([[3, 8]], [])):
+        entry = {"process_group": ["0", "default_pg"], "profiling_name": "gloo:gather", "collective_seq_id": 1}
+        entry |= {"input_sizes": [[8]], "input_dtypes": ["Byte"], "output_sizes": outputs, "output_dtypes": ["Byte"]}
+        file = tmp_path / f"rank-{rank}.json"
+        file.write_text(json.dumps({"pg_config": {}, "entries": [entry]}))
+        dumps.append(read_flight(file).record.calls[0])
+    assert [(call.op, call.bytes) for call in dumps] == [("gather", 8)] * 2
+
+
 def test_calls_without_start_times_are_joined_when_they_are_launched(tmp_path):
     flights = {rank: write_device_record(tmp_path, rank, ["scheduled"] * 2) for rank in range(2)}
     scene = Scene(
