@@ -30,7 +30,8 @@ class WatchCallback(Callback):
             return
         self._last_step = step
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if loss is None or step % max(1, trainer.log_every_n_steps):
+        log_interval = getattr(trainer, "log_every_n_steps", 50)  # 50 is Lightning's default
+        if loss is None or step % max(1, log_interval):
             watch.step(step)
         else:
             watch.step(step, loss=float(loss))

@@ -58,7 +58,8 @@ def main() -> None:
         default_root_dir=folder,
         enable_model_summary=False,
     )
-    data = torch.utils.data.DataLoader(torch.ones(4 * plan.steps, 8), batch_size=1)
+    samples: Any = torch.ones(4 * plan.steps, 8)
+    data: torch.utils.data.DataLoader[Any] = torch.utils.data.DataLoader(samples, batch_size=1)
     last = folder / "last.ckpt"
     trainer.fit(Regression(plan), data, ckpt_path=str(last) if last.exists() else None)
 
