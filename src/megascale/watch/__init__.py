@@ -57,8 +57,7 @@ class StepReporter:
             line += f" grad_norm: {grad_norm!r}"
         if tokens is not None and self._seconds:
             line += f" tokens_per_second: {tokens / self._seconds:.1f}"
-        # A progress bar leaves the cursor within a line.
-        print(f"\n{line}", flush=True)
+        print(line, flush=True)
 
 
 _reporter: StepReporter | None = None

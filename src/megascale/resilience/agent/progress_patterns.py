@@ -52,7 +52,8 @@ BAR = re.compile(r"[0-9]+/[0-9]+ \[[0-9:]+<")
 SHIPPED = (
     ProgressPattern(
         trainer="megascale.watch",
-        pattern=rf"^megascale step: (?P<step>[0-9]+) loss: (?P<loss>{NUMBER})"
+        # A progress bar leaves the cursor within a line, so it may stand before.
+        pattern=rf"\bmegascale step: (?P<step>[0-9]+) loss: (?P<loss>{NUMBER})"
         rf"(?: grad_norm: (?P<grad_norm>{NUMBER}))?(?: tokens_per_second: (?P<tokens_per_second>{NUMBER}))?",
         example="megascale step: 20 loss: 7.03125 grad_norm: 1.25 tokens_per_second: 7123.0",
     ),
