@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megascale.bench.kernel_cases import Bench, KernelRow, distance
 from megascale.ops.grouped_gemm import (
+    GATHERED_TILING,
     GRADIENT_TILING,
     ROWS_TILING,
     Tiling,
@@ -49,14 +50,14 @@ SHAPES = [
     GroupedShape("mixtral-8x7b down", 8192, 8, 2, 14336, 4096),
 ]
 TINY_SHAPES = [GroupedShape("tiny", 32, 4, 2, 32, 48)]
-TILINGS = [ROWS_TILING, Tiling(128, 256, 64, 8, 8, 4), Tiling(128, 128, 64, 8, 8, 4)]
+TILINGS = [ROWS_TILING, GATHERED_TILING]
 GRADIENT_TILINGS = [
     GRADIENT_TILING,
+    Tiling(128, 128, 32, 8, 4, 4),
     Tiling(128, 128, 64, 8, 4, 3),
-    Tiling(128, 128, 32, 8, 4, 5),
-    Tiling(128, 128, 128, 8, 4, 3),
-    Tiling(128, 128, 64, 4, 8, 4),
-    Tiling(64, 256, 64, 8, 4, 4),
+    Tiling(128, 128, 64, 8, 8, 4),
+    Tiling(128, 256, 64, 8, 8, 3),
+    Tiling(128, 256, 32, 8, 8, 5),
 ]
 
 

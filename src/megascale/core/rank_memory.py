@@ -68,6 +68,7 @@ def _estimate(config: Config, grid: Grid, schedule: Schedule, stage: int, graphs
         linear_precision=config.train.linear_precision,
         graphs=graphs,
         adapters=AdapterSpec.from_config(config.train),
+        expert_rows=config.kernels.expert_rows,
     )
 
 

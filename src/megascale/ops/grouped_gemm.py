@@ -37,9 +37,10 @@ class Tiling(NamedTuple):
     stages: int = 4
 
 
-# Fastest of five on an H100, for the shapes of Qwen3-30B-A3B and Mixtral 8x7B (dev/log.md, 2026-11-27).
-ROWS_TILING = Tiling(columns=256, stages=3)
-GRADIENT_TILING = Tiling(warps=4)
+# The fastest on an H100, for the shapes of Qwen3-30B-A3B and Mixtral 8x7B (dev/log.md, 2026-11-27).
+ROWS_TILING = Tiling(columns=256)
+GATHERED_TILING = Tiling(columns=256, stages=3)
+GRADIENT_TILING = Tiling(inner=32, warps=4, stages=5)
 
 
 @jit
@@ -161,22 +162,31 @@ def _group_gradient_kernel(
         total = tl.load(out, mask=is_out, other=0.0)
     else:
         total = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
+    # Indices are read one iteration ahead: an address that is read in its own iteration halves the copies in flight.
+    token = first + tl.arange(0, TILE_INNER)
+    source = token
+    dy_source = token
+    if GATHERED:
+        source = tl.load(index_ptr + token, mask=token < last, other=0)
+    if DY_GATHERED:
+        dy_source = tl.load(dy_index_ptr + token, mask=token < last, other=0)
     for start in range(first, last, TILE_INNER):
         token = start + tl.arange(0, TILE_INNER)
         is_token = token < last
-        source = token
-        if GATHERED:
-            source = tl.load(index_ptr + token, mask=is_token, other=0)
-        dy_source = token
-        if DY_GATHERED:
-            dy_source = tl.load(dy_index_ptr + token, mask=is_token, other=0)
         is_dy = is_token[:, None]
         is_x = is_token[:, None]
         if not EVEN:
             is_dy = is_dy & (row[None, :] < rows)
             is_x = is_x & (column[None, :] < columns)
-        dy = tl.load(dy_ptr + dy_source[:, None].to(tl.int64) * dy_stride + row[None, :], mask=is_dy, other=0.0)
-        x = tl.load(x_ptr + source[:, None].to(tl.int64) * x_stride + column[None, :], mask=is_x, other=0.0)
+        dy_token = dy_source if DY_GATHERED else token
+        x_token = source if GATHERED else token
+        dy = tl.load(dy_ptr + dy_token[:, None].to(tl.int64) * dy_stride + row[None, :], mask=is_dy, other=0.0)
+        x = tl.load(x_ptr + x_token[:, None].to(tl.int64) * x_stride + column[None, :], mask=is_x, other=0.0)
+        following = token + TILE_INNER
+        if GATHERED:
+            source = tl.load(index_ptr + following, mask=following < last, other=0)
+        if DY_GATHERED:
+            dy_source = tl.load(dy_index_ptr + following, mask=following < last, other=0)
         total = tl.dot(tl.trans(dy), x, total, input_precision="ieee")
     tl.store(out, total, mask=is_out)
 
@@ -232,7 +242,7 @@ def multiply_groups(
     index: Tensor | None = None,
     transposed: bool = False,
     tiles: tuple[Tensor, Tensor] | None = None,
-    tiling: Tiling = ROWS_TILING,
+    tiling: Tiling | None = None,
 ) -> Tensor:
     """Multiply the rows of each group by the group's matrix, without gradients.
 
@@ -249,6 +259,8 @@ def multiply_groups(
     """
     if not use_fused("grouped GEMM", x):
         return multiply_groups_reference(x, weights, offsets, index, transposed)
+    if tiling is None:
+        tiling = ROWS_TILING if index is None else GATHERED_TILING
     rows = len(x if index is None else index)
     column_dimension, inner_dimension = (2, 1) if transposed else (1, 2)
     columns, inner = weights.shape[column_dimension], weights.shape[inner_dimension]

@@ -154,12 +154,13 @@ def _backward_kernel(
         second_column = HALF + pair
     passed_column = 2 * HALF + tl.arange(0, BLOCK_PASS)
     is_passed = passed_column < D
-    q_first = tl.zeros((BLOCK_HALF,), tl.float32)
-    q_second = tl.zeros((BLOCK_HALF,), tl.float32)
-    k_first = tl.zeros((BLOCK_HALF,), tl.float32)
-    k_second = tl.zeros((BLOCK_HALF,), tl.float32)
-    q_passed = tl.zeros((BLOCK_PASS,), tl.float32)
-    k_passed = tl.zeros((BLOCK_PASS,), tl.float32)
+    # Tiles are summed over their heads at the end only, because each sum over heads exchanges between warps.
+    q_first = tl.zeros((BLOCK_N, BLOCK_HALF), tl.float32)
+    q_second = tl.zeros((BLOCK_N, BLOCK_HALF), tl.float32)
+    k_first = tl.zeros((BLOCK_N, BLOCK_HALF), tl.float32)
+    k_second = tl.zeros((BLOCK_N, BLOCK_HALF), tl.float32)
+    q_passed = tl.zeros((BLOCK_N, BLOCK_PASS), tl.float32)
+    k_passed = tl.zeros((BLOCK_N, BLOCK_PASS), tl.float32)
     start = tl.program_id(0).to(tl.int64) * part_tokens
     for token in range(start, tl.minimum(start + part_tokens, tokens)):
         s = token // batch
@@ -185,10 +186,10 @@ def _backward_kernel(
             x_first = tl.load(x_row + first_column[None, :], mask=inside, other=0.0).to(tl.float32) * inverse[:, None]
             x_second = tl.load(x_row + second_column[None, :], mask=inside, other=0.0).to(tl.float32)
             x_second *= inverse[:, None]
-            q_first += tl.sum(tl.where(query, d_first * x_first, 0.0), 0)
-            q_second += tl.sum(tl.where(query, d_second * x_second, 0.0), 0)
-            k_first += tl.sum(tl.where(query, 0.0, d_first * x_first), 0)
-            k_second += tl.sum(tl.where(query, 0.0, d_second * x_second), 0)
+            q_first += tl.where(query, d_first * x_first, 0.0)
+            q_second += tl.where(query, d_second * x_second, 0.0)
+            k_first += tl.where(query, 0.0, d_first * x_first)
+            k_second += tl.where(query, 0.0, d_second * x_second)
             d_first *= _load_weights(q_weight_ptr, k_weight_ptr, first_column, is_pair, is_query)
             d_second *= _load_weights(q_weight_ptr, k_weight_ptr, second_column, is_pair, is_query)
             mean = tl.sum(d_first * x_first + d_second * x_second, 1)
@@ -197,8 +198,8 @@ def _backward_kernel(
                 d_passed = _load_gradient(dq_row, dk_row, passed_column, inside_passed, query)
                 x_passed = tl.load(x_row + passed_column[None, :], mask=inside_passed, other=0.0).to(tl.float32)
                 x_passed *= inverse[:, None]
-                q_passed += tl.sum(tl.where(query, d_passed * x_passed, 0.0), 0)
-                k_passed += tl.sum(tl.where(query, 0.0, d_passed * x_passed), 0)
+                q_passed += tl.where(query, d_passed * x_passed, 0.0)
+                k_passed += tl.where(query, 0.0, d_passed * x_passed)
                 d_passed *= _load_weights(q_weight_ptr, k_weight_ptr, passed_column, is_passed, is_query)
                 mean += tl.sum(d_passed * x_passed, 1)
             mean = mean[:, None] / D
@@ -208,13 +209,13 @@ def _backward_kernel(
                 dx_passed = (d_passed - x_passed * mean) * inverse[:, None]
                 tl.store(dx_row + passed_column[None, :], dx_passed, mask=inside_passed)
     part = part_ptr + tl.program_id(0).to(tl.int64) * 2 * D
-    tl.store(part + first_column, q_first, mask=is_pair)
-    tl.store(part + second_column, q_second, mask=is_pair)
-    tl.store(part + D + first_column, k_first, mask=is_pair)
-    tl.store(part + D + second_column, k_second, mask=is_pair)
+    tl.store(part + first_column, tl.sum(q_first, 0), mask=is_pair)
+    tl.store(part + second_column, tl.sum(q_second, 0), mask=is_pair)
+    tl.store(part + D + first_column, tl.sum(k_first, 0), mask=is_pair)
+    tl.store(part + D + second_column, tl.sum(k_second, 0), mask=is_pair)
     if 2 * HALF < D:
-        tl.store(part + passed_column, q_passed, mask=is_passed)
-        tl.store(part + D + passed_column, k_passed, mask=is_passed)
+        tl.store(part + passed_column, tl.sum(q_passed, 0), mask=is_passed)
+        tl.store(part + D + passed_column, tl.sum(k_passed, 0), mask=is_passed)
 
 
 def _table_strides(cos: Tensor) -> tuple[int, int]:
