@@ -47,7 +47,7 @@ class Reading:
 
 
 # A state of any progress bar, which shows that a rank works.
-BAR = re.compile(r"[0-9]+/[0-9]+ \[[0-9:]+<")
+BAR = re.compile(r"[0-9]+/[0-9]+ \[[0-9:]+<[0-9]")
 
 SHIPPED = (
     ProgressPattern(
