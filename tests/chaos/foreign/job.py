@@ -66,11 +66,13 @@ class ForeignJob:
         options: Sequence[str] = ("--train.device=cpu", "--per-node=1", "--spares=1"),
     ) -> None:
         self.folder = folder
-        self.run = folder / "runs" / "foreign"
+        # Machines of a Slurm keep state by the name of the job.
+        self.name = f"foreign-{folder.name[-8:]}"
+        self.run = folder / "runs" / self.name
         self.output = folder / "output"
         kind = TRAINERS[trainer]
         self.command = [sys.executable, "-m", "megascale.cli.main", "launch", f"--nodes={nodes or kind.nodes}"]
-        self.command += ["--train.name=foreign", "--resilience.test_spares=false", "--resilience.interval=0.3"]
+        self.command += [f"--train.name={self.name}", "--resilience.test_spares=false", "--resilience.interval=0.3"]
         self.command += [*options, *kind.settings, "--"]
         self.command += [sys.executable, str(FOLDER / kind.file), str(steps), str(folder), fault, str(rank)]
         self.start()
