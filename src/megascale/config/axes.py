@@ -116,6 +116,8 @@ AXES = AxisRegistry(
     {
         "tensor": AxisFacts("tokens", cuts_parameters=True, key="parallel.tensor"),
         "context": AxisFacts("tokens", key="parallel.context"),
+        # Like data-parallel ranks for all parameters but those of experts, which these ranks divide.
+        "expert": AxisFacts("samples", cuts_parameters=True, key="parallel.expert"),
         "data": AxisFacts("samples", has_group=False, fills_world=True, key="parallel.data"),
         "replicate": AxisFacts("samples", copies_state=True, key="parallel.replicate"),
         "pipeline": AxisFacts(cuts_parameters=True, has_group=False, key="parallel.pipeline"),

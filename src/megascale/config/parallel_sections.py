@@ -51,7 +51,15 @@ class ParallelConfig(Section):
     )
     experts_over: Literal["tensor", "data"] = Field(
         "tensor",
-        description="ranks that divide the experts of a layer (model.mlp=experts); data is not supported yet",
+        description="ranks that divide the experts of a layer (model.mlp=experts); tensor: those of parallel.tensor; "
+        "data: also those of parallel.expert, which read different samples",
+    )
+    expert: int = Field(
+        1,
+        ge=1,
+        le=1_000_000,
+        description="ranks that divide the experts and read different samples, in addition to the data-parallel ranks "
+        "(parallel.experts_over=data)",
     )
     axes: list[str] = Field(
         [], description="ranks along axes of plugins, each as NAME=SIZE; the axes are registered in config/axes.py"
@@ -152,6 +160,11 @@ class OverlapConfig(Section):
         "collectives",  # until copies have run on several GPUs
         description="exchange between context ranks; copies: by the copy engines over symmetric memory (GPUs of one "
         "host), which CUDA graphs capture; auto: copies where they work",
+    )
+    expert: Literal["collectives", "copies", "auto"] = Field(
+        "collectives",  # until copies have run on several GPUs
+        description="exchange of gathered tokens between the ranks of parallel.expert; copies: by the copy engines "
+        "over symmetric memory (GPUs of one host); auto: copies where they work",
     )
     pipeline: bool = Field(
         True, description="overlap sends between stages with compute, instead of waiting for their arrival"

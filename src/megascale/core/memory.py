@@ -164,9 +164,9 @@ class MemoryEstimate:
 
 # The sums are cached because a search asks for every stage of many layouts.
 @lru_cache(maxsize=256)
-def _parameter_sums(model: ModelConfig, tensor: int) -> LayerSums:
+def _parameter_sums(model: ModelConfig, tensor: int, expert: int) -> LayerSums:
     """Return the sums of parameters on one rank; norms count to the part behind them."""
-    return _sum_tensors(model, lambda tensors: count_elements(tensors, tensor))
+    return _sum_tensors(model, lambda tensors: count_elements(tensors, tensor, expert))
 
 
 @lru_cache(maxsize=256)
@@ -176,7 +176,7 @@ def _matrix_sums(model: ModelConfig, tensor: int) -> LayerSums:
 
 
 @lru_cache(maxsize=256)
-def _state_sums(model: ModelConfig, tensor: int, optimizer: str) -> LayerSums:
+def _state_sums(model: ModelConfig, tensor: int, optimizer: str, expert: int) -> LayerSums:
     """Return the sums of a matrix optimizer's state on one rank, beyond the state of as many vector elements."""
     state_names = OPTIMIZERS[optimizer].state_names
     per_vector_element = len(state_names("norm.weight", (model.hidden,)))
@@ -186,7 +186,7 @@ def _state_sums(model: ModelConfig, tensor: int, optimizer: str) -> LayerSums:
         for matrix in tensors:
             if matrix.decay:
                 extra = len(state_names(matrix.name, matrix.shape)) - per_vector_element
-                total += prod(matrix.local_shape(tensor)) * extra
+                total += prod(matrix.local_shape(tensor, expert)) * extra
         return total
 
     return _sum_tensors(model, count)
@@ -223,17 +223,19 @@ def count_chunk_parameters(
     chunks: int,
     tensor: int = 1,
     duplicates_tied: bool | None = None,
+    expert: int = 1,
 ) -> int:
     """Return the parameters of global chunk `chunk` on one tensor-parallel rank, with the vocabulary's padding.
 
     Args:
         duplicates_tied: whether the first and the last chunk both hold tied embeddings, because they are on different
             stages (default: with more than one chunk).
+        expert: ranks of the expert axis (parallel.expert).
     """
     if duplicates_tied is None:
         duplicates_tied = chunks > 1
     embeddings, head, logits = _outer_counts(model, tensor)
-    count = int(_parameter_sums(model, tensor).of_chunk(layers))
+    count = int(_parameter_sums(model, tensor, expert).of_chunk(layers))
     if chunk == 0:
         count += embeddings
     if chunk == chunks - 1:
@@ -268,7 +270,15 @@ def _count_parameters_by_chunk(model: ModelConfig, parallel: ParallelConfig, sta
     layers = assign_layers(model, parallel)
     duplicates_tied = len(chunk_map.end_stages) > 1
     return [
-        count_chunk_parameters(model, layers[g], g, chunk_map.chunks, parallel.tensor, duplicates_tied=duplicates_tied)
+        count_chunk_parameters(
+            model,
+            layers[g],
+            g,
+            chunk_map.chunks,
+            parallel.tensor,
+            duplicates_tied=duplicates_tied,
+            expert=parallel.expert,
+        )
         for g in chunk_map.stage_chunks(stage)
     ]
 
@@ -310,7 +320,7 @@ class UnitElements:
 def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) -> UnitElements:
     """Return the elements of a stage's units on one tensor-parallel rank."""
     chunk_map = chunk_map_of(parallel)
-    sums = _unit_sums(model, parallel.tensor)
+    sums = _unit_sums(model, parallel.tensor, parallel.expert)
     block = outer = 0
     by_chunk = []
     blocks_by_chunk = []
@@ -327,6 +337,8 @@ def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) 
             tables += embedding_tensors(model)
         if position == chunk_map.chunks - 1:
             tables += head_tensors(model)
+        if parallel.expert > 1:
+            tables = []  # their gradients are summed over the expert axis first
         matrices = [prod(tensor.local_shape(parallel.tensor)) for tensor in tables if tensor.is_unit_matrix]
         block = max([block, *blocks])
         outer = max([outer, *matrices])
@@ -336,16 +348,27 @@ def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) 
 
 
 @lru_cache(maxsize=256)
-def _unit_sums(model: ModelConfig, tensor: int) -> LayerSums:
-    """Return the sums of elements of matrices that are not replicated over tensor-parallel ranks."""
-    return _sum_tensors(model, lambda tensors: count_elements((t for t in tensors if t.is_unit_matrix), tensor))
+def _unit_sums(model: ModelConfig, tensor: int, expert: int) -> LayerSums:
+    """Return the sums of elements of units: matrices that are replicated along data-parallel axes only."""
+
+    def count(tensors: Sequence[LogicalTensor]) -> int:
+        units = [unit for unit in tensors if unit.is_unit_matrix and (expert == 1 or "expert" in unit.cuts)]
+        return count_elements(units, tensor, expert)
+
+    return _sum_tensors(model, count)
 
 
 # optimizer state -------------------------------------------------------------------------------------------------
 
 
 def count_state_elements(
-    optimizer: str, model: ModelConfig, parameters: int, chunks: Iterable[ChunkLayers], tables: int, tensor: int = 1
+    optimizer: str,
+    model: ModelConfig,
+    parameters: int,
+    chunks: Iterable[ChunkLayers],
+    tables: int,
+    tensor: int = 1,
+    expert: int = 1,
 ) -> int:
     """Return the elements of state that `optimizer` holds for a part of the model, without master weights.
 
@@ -354,12 +377,13 @@ def count_state_elements(
         chunks: layers of the part.
         tables: elements of its matrices outside layers: embeddings and output.
         tensor: tensor-parallel ranks that divide the layers' matrices.
+        expert: ranks of the expert axis, which divide the experts.
     """
     state_names = OPTIMIZERS[optimizer].state_names
     per_vector_element = len(state_names("norm.weight", (model.hidden,)))
     per_table_element = len(state_names(TOKENS, (model.padded_vocab, model.hidden)))
     count = parameters * per_vector_element + tables * (per_table_element - per_vector_element)
-    sums = _state_sums(model, tensor, optimizer)
+    sums = _state_sums(model, tensor, optimizer, expert)
     return count + int(sum(sums.of_chunk(layers) for layers in chunks))
 
 
@@ -381,7 +405,9 @@ def _count_stage_state(model: ModelConfig, parallel: ParallelConfig, stage: int,
         for g in chunk_map.stage_chunks(stage)
     )
     parameters = count_stage_parameters(model, parallel, stage)
-    return count_state_elements(optimizer, model, parameters, stage_layers, tables, parallel.tensor)
+    return count_state_elements(
+        optimizer, model, parameters, stage_layers, tables, tensor=parallel.tensor, expert=parallel.expert
+    )
 
 
 # activations -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ that.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -16,6 +17,7 @@ from megascale.config import ModelConfig, ParallelConfig
 from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.adapters import AdapterSpec, count_adapter_elements
+from megascale.core.expert_ranks import gathers_expert_tokens, reached_share
 from megascale.core.grid import Grid
 from megascale.core.head_exchange import share_heads
 from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
@@ -44,6 +46,8 @@ class TrafficEstimate:
         data_gather: parameters (from ZeRO-1 on); matrices in float8 if they are gathered so.
         data_reduce: float32 gradients.
         embedding: gradients of a tied embedding held by the first and the last stage.
+        expert: tokens of experts over data, their results and gradients; and gradients of all other parameters, which
+            the same ranks sum.
         context: queries, keys, values and results of attention and their gradients.
     """
 
@@ -52,6 +56,7 @@ class TrafficEstimate:
     data_gather: float = 0.0
     data_reduce: float = 0.0
     embedding: float = 0.0
+    expert: float = 0.0
     context: float = 0.0
 
 
@@ -72,11 +77,15 @@ def gathered_bytes(
     return itemsize * (count - matrices) + matrix_itemsize * matrices
 
 
-def check_priced_axes(grid: Grid) -> None:
-    """Raise FitError if the grid has an axis whose traffic planner and simulator do not know."""
+def check_priced_axes(grid: Grid, known: Collection[str] = ("tensor",)) -> None:
+    """Raise FitError if the grid has an axis whose traffic planner and simulator do not know.
+
+    Args:
+        known: axes of a replica whose traffic the caller knows.
+    """
     for axis in AXES.replica + AXES.copies:
         size = grid.size(axis)
-        if axis != "tensor" and size > 1:
+        if axis not in known and size > 1:
             raise FitError(
                 f"{AXES.setting(axis)}={size} has no price: planner and simulator know tensor, context, data and "
                 "pipeline parallelism; leave the axis out"
@@ -111,6 +120,25 @@ def _sum_collectives(model: ModelConfig, forward_passes: float) -> LayerSums:
         gathers, scatters = layer_collectives(layer)
         count = (gathers + scatters) * (1 + forward_passes) + gathers
         parts.append((count, count / 2, count / 2))
+    return LayerSums.collect(parts)
+
+
+@lru_cache(maxsize=64)
+def _sum_dispatched_values(model: ModelConfig, tensor: int, expert: int, forward_passes: int) -> LayerSums:
+    """Return the sums of values per token that a rank sends to other ranks of the expert axis, with an even load.
+
+    Forward sends tokens and returns sums; backward sends gradients and tokens, and returns gradients.
+    """
+    parts = []
+    for layer in resolve_layers(model):
+        part = layer.feed_forward
+        sent = 0.0
+        if isinstance(part, ExpertsSpec):
+            share = 1.0
+            if not gathers_expert_tokens(part.settings, tensor, expert):
+                share = reached_share(part.settings, tensor, expert)
+            sent = (2 * forward_passes + 3) * (expert - 1) * share * layer.hidden
+        parts.append((sent, 0, sent))
     return LayerSums.collect(parts)
 
 
@@ -192,6 +220,14 @@ def estimate_stage_traffic(
     embedding_bytes = 0
     if adapters is None and model.tied_embeddings and len(chunk_map.end_stages) > 1 and (is_first or is_last):
         embedding_bytes = master_itemsize * prod(output_matrix(model).local_shape(t))
+    x = grid.size("expert")
+    dispatched = 0.0
+    if x > 1:
+        passes = 2 if parallel.recompute == "full" else 1
+        values = sum(_sum_dispatched_values(model, t, x, passes).of_chunk(chunk) for chunk in layers)
+        dispatched = schedule.microbatches * values * tokens * itemsize
+        # An all-reduce of the gradients of all parameters but experts.
+        dispatched += 2 * (x - 1) / x * master_itemsize * (parameters - units.sharded)
     ring_share = (grid.shards - 1) / grid.shards
     if parallel.zero == 0:
         reduced = 2 * parameters  # an all-reduce counts twice
@@ -205,6 +241,7 @@ def estimate_stage_traffic(
         data_gather=ring_share * gather_bytes,
         data_reduce=ring_share * gradient_itemsize * reduced,
         embedding=float(embedding_bytes),
+        expert=dispatched,
         context=schedule.microbatches * exchanged,
     )
 

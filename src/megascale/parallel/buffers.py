@@ -156,9 +156,11 @@ class ParamAndGradBuffer:
         spec = spec_of(param)
         tied = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
         decay = any(piece.decay for piece in spec.pieces)
-        if tied or spec.summed_axes or not decay:
+        # Replicas along the tensor axis have a region of their own also on one rank: that keeps the order of sums.
+        summed = tuple(name for name in spec.summed_axes if name == "tensor" or self.axes.along(name).size > 1)
+        if tied or summed or not decay:
             unit = None
-        return BufferMember(param.numel(), decay, spec.summed_axes, tied, float8_gather, unit)
+        return BufferMember(param.numel(), decay, summed, tied, float8_gather, unit)
 
     def set_grads(self, buffer: torch.Tensor) -> None:
         """Accumulate the gradients of resident parameters in `buffer` from now on."""

@@ -106,8 +106,21 @@ def rank_groups(grid: Grid, rank: int, chunk_map: ChunkMap | None = None, tied: 
 
 def _axis_kinds(grid: Grid) -> list[tuple[str, tuple[str, ...]]]:
     """Return the kinds of groups along axes that have more than one member."""
-    kinds = group_axes(has_copies=grid.count(AXES.copies) > 1)
-    return [(kind, axes) for kind, axes in kinds.items() if grid.count(axes) > 1]
+    axes_by_kind = group_axes(has_copies=grid.count(AXES.copies) > 1)
+    kinds = [(kind, axes) for kind, axes in axes_by_kind.items() if grid.count(axes) > 1]
+    if find_replica_axis(grid) is not None:
+        return [(kind, axes) for kind, axes in kinds if kind != "replica"]
+    return kinds
+
+
+def find_replica_axis(grid: Grid) -> str | None:
+    """Return the axis with a group of its own that has all ranks of a replica, or None."""
+    axes = [name for name in AXES.replica if grid.size(name) > 1]
+    if not axes:
+        return "tensor"
+    if len(axes) == 1 and AXES[axes[0]].has_group:
+        return axes[0]
+    return None
 
 
 def _has_embedding_group(chunk_map: ChunkMap, tied: bool) -> bool:

@@ -15,6 +15,7 @@ from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.adapters import AdapterSpec, list_adapters, name_within_layer
 from megascale.core.batch import NO_FIELDS, Batch, SampleFields, check_fields
+from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.grid import Coordinate
 from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
@@ -156,7 +157,11 @@ class Engine:
             own_axes["context"], config, self.dtype, device
         )
         own_axes["context"] = self._context
-        self.active |= tensor_overlap | context_exchange | engine_axes.describe_overlaps(layout, device)
+        own_axes["expert"], expert_exchange = engine_axes.choose_expert_exchange(
+            own_axes["expert"], config, self.dtype, device
+        )
+        self.active |= tensor_overlap | context_exchange | expert_exchange
+        self.active |= engine_axes.describe_overlaps(layout, device)
         self.world = engine_axes.make_world(self.runtime, groups)
         axes = engine_axes.make_axes(self.runtime, groups, layout, own_axes)
 
@@ -355,9 +360,25 @@ class Engine:
             return None
         copies = [name for name in AXES.stage if AXES[name].cuts_batch == "nothing"]
         balance = ExpertBalance(
-            model, self.chunks, self.tokens_per_step, self.device, grid.is_first(copies, rank), grid.tensor
+            model,
+            self.chunks,
+            self.tokens_per_step,
+            self.device,
+            grid.is_first(copies, rank),
+            grid.count(("tensor", "expert")),
         )
-        self.active["experts"] = f"{model.expert_settings.number} on {grid.tensor} tensor-parallel ranks, dropless"
+        ranks = f"{grid.tensor} tensor-parallel ranks"
+        if grid.size("expert") > 1:
+            way = "by an all-to-all"
+            if gathers_expert_tokens(model.expert_settings, grid.tensor, grid.size("expert")):
+                way = "by gathers"
+            ranks += f" x {grid.size('expert')} ranks with different samples, whose tokens come {way}"
+            if self.config.parallel.zero >= 2:
+                self.active["sharding of other matrices"] = (
+                    f"optimizer state only, over {grid.shards} ranks: their gradients are summed over the ranks of "
+                    "parallel.expert at the end of a step"
+                )
+        self.active["experts"] = f"{model.expert_settings.number} on {ranks}, dropless"
         if self.config.parallel.recompute in ("norms", "selective"):
             self.active["recomputed norms"] = "not those before experts, which keep their input"
         settings = model.expert_settings

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megascale.config import Config
 from megascale.config.axes import AXES
+from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.head_exchange import find_gather_kernel, share_heads
 from megascale.core.inventory import count_distinct_layers
 from megascale.core.layout import Layout
@@ -24,7 +25,7 @@ from megascale.parallel.exchange import Exchange
 from megascale.parallel.pipeline import P2PStream, P2PStreams
 from megascale.parallel.resident_memory import count_resident_bytes
 from megascale.parallel.runtime import Runtime
-from megascale.rendezvous.group_plan import group_axes
+from megascale.rendezvous.group_plan import find_replica_axis
 from megascale.rendezvous.groups import Groups
 
 _SWITCH = {True: "on", False: "off"}
@@ -57,11 +58,9 @@ def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, own_axes:
     if layout.config.parallel.zero:
         has_copies = layout.grid.count(AXES.copies) > 1
         stage = make_axis(runtime, groups, "state" if has_copies else "stage")
-    elif "replica" in group_axes():
-        stage = make_axis(runtime, groups, "replica")
     else:
-        [replica] = AXES.replica
-        stage = own_axes[replica]
+        replica = find_replica_axis(layout.grid)
+        stage = make_axis(runtime, groups, "replica") if replica is None else own_axes[replica]
     return Axes(
         data=make_axis(runtime, groups, "data_gather"),
         reduce=make_axis(runtime, groups, "data_reduce"),
@@ -163,6 +162,35 @@ def choose_context_exchange(
             "each group of context ranks on one host whose GPUs reach each other"
         )
     return axis, {**lines, "context exchange": f"collectives (no copies: {exchange})"}
+
+
+def choose_expert_exchange(
+    axis: Axis, config: Config, dtype: torch.dtype, device: torch.device
+) -> tuple[Axis, dict[str, str]]:
+    """Return the expert axis with the exchange that works here, and its start-up line by name.
+
+    Only gathers of tokens have an exchange, without tensor parallelism and biases. Raises ConfigError if
+    overlap.expert=copies does not work here.
+    """
+    if axis.size == 1:
+        return axis, {}
+    requested = config.overlap.expert
+    settings, parallel = config.model.expert_settings, config.parallel
+    if requested == "collectives":
+        return axis, {"expert exchange": requested}
+    if parallel.tensor > 1 or settings.biases or not gathers_expert_tokens(settings, parallel.tensor, axis.size):
+        reason = "only gathers without parallel.tensor and model.experts.biases have one"
+    else:
+        element_bytes = torch.empty(0, dtype=dtype).element_size()
+        tokens = config.model.sequence_length // parallel.context * config.train.micro_batch
+        part_bytes = tokens * config.model.hidden * element_bytes
+        exchange = symmetric.make_exchange(axis, part_bytes, device, timeout=config.rendezvous.group_timeout)
+        if isinstance(exchange, symmetric.Exchange):
+            return replace(axis, exchange=exchange), {"expert exchange": "copies"}
+        reason = exchange
+    if requested == "copies":
+        raise ConfigError(f"overlap.expert=copies is unavailable: {reason}; set --overlap.expert=auto or collectives")
+    return axis, {"expert exchange": f"collectives (no copies: {reason})"}
 
 
 def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:

@@ -63,7 +63,7 @@ def _half_work(model: ModelConfig, linear_time: float) -> np.ndarray:
 def lay_out_priced(config: Config, gpus: int) -> Layout:
     """Lay out `config` over `gpus` ranks. Raises FitError as `lay_out` and `check_priced_axes`."""
     layout = lay_out(config, gpus)
-    check_priced_axes(layout.grid)
+    check_priced_axes(layout.grid, known=("tensor", "expert"))
     return layout
 
 
