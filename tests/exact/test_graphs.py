@@ -67,6 +67,10 @@ FIELD_LAYOUTS = {
     "one rank, rotary": (case(microbatches=3, model={**ROTARY, "block": "parallel"}), 3),
     "two chunks, LAMB": LAYOUTS["two chunks, LAMB"],
     "pipeline, two chunks, data, rotary": (case(1, 2, 2, virtual=2, microbatches=4, model=ROTARY), 4),
+    "context, pipeline, rotary": (
+        case(1, 2, 1, microbatches=4, model=ROTARY, parallel={"context": 2}, overlap={"context": "auto"}),
+        2,
+    ),
 }
 
 
@@ -218,7 +222,6 @@ def test_a_capture_that_fails_on_one_rank_leaves_its_tensor_parallel_group_eager
     ("settings", "why"),
     [
         ({"model": {"dropout": 0.1}}, "dropout"),
-        ({"data": 2, "zero": 2}, "zero=2"),
         ({"tensor": 2, "overlap": {"tensor": "async"}}, "only overlap.tensor=fused can be captured"),
     ],
 )

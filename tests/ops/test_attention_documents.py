@@ -81,7 +81,7 @@ def test_blocks_of_flex_attention_cover_the_mask(length: int, window: int | None
     """A block that is not listed holds no visible key, and unlisted blocks exist."""
     documents = DocumentMask.from_boundaries(synthetic_boundaries(length, 2, 9), length)
     blocks = make_block_mask(documents, window)
-    visible = documents.visible_keys(window)
+    visible = documents.visible_keys(window, documents.starts_BS.shape[1])
     assert torch.equal(create_mask(blocks.mask_mod, 2, 1, length, length, device="cpu"), visible)
     count = -(-length // 128)
     padded = torch.nn.functional.pad(visible, (0, count * 128 - length, 0, count * 128 - length))

@@ -41,7 +41,10 @@ class ParallelConfig(Section):
         "networks a larger group hides more of the gradient and parameter transfers, and holds more activations",
     )
     context: int = Field(
-        1, ge=1, le=1_000_000, description="ranks that divide the tokens of each sequence; above 1 is not supported yet"
+        1,
+        ge=1,
+        le=1_000_000,
+        description="ranks that divide the tokens of each sequence, for long ones (docs/long-context.md)",
     )
     data: int | None = Field(
         None, ge=1, le=1_000_000, description="data-parallel ranks; default: all ranks / (tensor x pipeline)"
@@ -73,7 +76,7 @@ class ParallelConfig(Section):
         "default",  # until its kernels have run on several GPUs
         description="communication dtype of parameters between data-parallel ranks; default: train.precision; float8: "
         "matrices of linear layers in float8, half of bfloat16's bytes with identical results (needs "
-        "train.linear_precision=float8 and zero=1 or 2); auto: float8 if possible",
+        "train.linear_precision=float8 and zero=1 or more); auto: float8 if possible",
     )
     bucket_elements: int = Field(
         40_000_000,
@@ -81,10 +84,23 @@ class ParallelConfig(Section):
         le=MAX_COUNT * 1000,
         description="parameters per data-parallel message; smaller messages overlap better, larger ones are faster",
     )
-    recompute: Literal["none", "norms", "activation", "selective", "full"] = Field(
+    replicate: int = Field(
+        1,
+        ge=1,
+        le=1_000_000,
+        description="copies of the sharded state (hybrid sharding): parallel.data ranks share a copy and are "
+        "neighbours, such as the GPUs of a host; gradients are summed over copies once per step (needs zero=1 or more)",
+    )
+    recompute: Literal["none", "norms", "activation", "selective", "mlp", "attention", "full"] = Field(
         "none",
         description="activations that backward recomputes instead of saving them; norms: their outputs; activation: "
-        "the MLP's; selective: both; full: whole layers from their input",
+        "the MLP's; selective: both; mlp or attention: that half of serial blocks from its input (mlp suits long "
+        "sequences, where attention is most of the work); full: whole layers from their input",
+    )
+    offload_activations: bool = Field(
+        False,
+        description="keep the inputs of layers in host memory until backward recomputes the layers; copies run under "
+        "compute (needs recompute=full)",
     )
     gpus_per_host: int = Field(8, ge=1, le=1_000_000, description="ranks on one host, for placement and planning")
 
@@ -132,11 +148,21 @@ class OverlapConfig(Section):
         description="fused: GEMMs pipelined with their gather or scatter over symmetric memory (GPUs of one host); "
         "async: collectives overlapped with independent GEMMs; auto: fused where it works, else async",
     )
+    context: Literal["collectives", "copies", "auto"] = Field(
+        "collectives",  # until copies have run on several GPUs
+        description="exchange between context ranks; copies: by the copy engines over symmetric memory (GPUs of one "
+        "host), which CUDA graphs capture; auto: copies where they work",
+    )
     pipeline: bool = Field(
         True, description="overlap sends between stages with compute, instead of waiting for their arrival"
     )
     data: bool = Field(
         True, description="overlap reduction and gather of buckets with compute, instead of before and after the step"
+    )
+    gathers: Literal["collectives", "copies"] = Field(
+        "collectives",  # until copies have run on several GPUs
+        description="how ZeRO-3 gathers matrices; collectives: NCCL, whose kernels take SMs from GEMMs; copies: copy "
+        "engines of one host's GPUs (needs parallel.zero=3, and each data-parallel group on one host)",
     )
     gemms: Literal["auto", "on", "off"] = Field(
         "auto",

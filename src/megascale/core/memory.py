@@ -29,6 +29,10 @@ Dropout saves nothing: its mask is a function of seed and index. With f = 4h and
 If `train.linear_precision` saves a float8 copy of a GEMM's input, the copy replaces activations that only its weight
 gradient needs (norm output, MLP activation) and is added to those that attention needs too. Weights have copies from
 their first use in a step to their last.
+With c context ranks, s is a slice of the sequence. Attention then saves what it receives in the exchange and not the
+projection: query, key, value of s, b, (q + 2k)/t, with keys repeated where several ranks read them, and its output
+twice, before and after the exchange. If keys are gathered, it saves the query and 2k/t of c s tokens.
+Recompute `mlp` or `attention` keeps only the input of that half of a serial block.
 Recompute `norms` drops norm statistics and outputs, `activation` the MLP activation, `selective` both; `full` saves the
 input only.
 
@@ -53,15 +57,18 @@ from megascale.config.parts import LINEAR_PRECISIONS, NORMS, OPTIMIZERS
 from megascale.core.adapters import AdapterSpec, count_adapter_elements, count_adapter_state
 from megascale.core.flops import count_parameters
 from megascale.core.grid import Grid
+from megascale.core.head_exchange import share_heads
 from megascale.core.inventory import (
     BLOCK_PARTS,
     TOKENS,
     LogicalTensor,
+    SavedActivation,
     count_distinct_layers,
     count_elements,
     embedding_tensors,
     gradient_widths,
     half_saved_activations,
+    has_fused_projection,
     head_tensors,
     layer_inventory,
     layer_saved_activations,
@@ -88,6 +95,9 @@ from megascale.core.unit_slots import CHUNK_SLOTS, has_chunk_slots
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # The loss takes as many tokens at a time as have logits of this size (ops/cross_entropy.py).
 MAX_LOGITS_BYTES = 2**30
+# With optimizer.offload state moves through this many slots of this many elements (optim/offload.py).
+OFFLOAD_SLOTS = 3
+OFFLOAD_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,8 @@ class MemoryEstimate:
         tensor_buffers: gathered input and gathered gradient of a GEMM, and the symmetric-memory copy.
         pipeline_buffers: sends in flight and posted receives.
         graph_buffers: additional memory of CUDA graphs (parallel/chunk_graphs.py): temporaries of each micro-batch in
-            flight, inputs and outputs, and with data parallelism one eager micro-batch's activations.
+            flight, inputs and outputs, and with data parallelism one eager micro-batch's activations (ZeRO-3:
+            none; ZeRO-2: only where weights are copied in its forward).
     """
 
     weights: int = 0
@@ -386,6 +397,7 @@ def layer_saved_tensors(
     linear_precision: str = "default",
     half: Half = "both",
     keeps_inputs: bool = False,
+    context: int = 1,
 ) -> list[SavedTensor]:
     """Return the tensors that one layer's forward of one micro-batch saves on one rank, as in this module's table.
 
@@ -393,8 +405,9 @@ def layer_saved_tensors(
         sequence: tokens of a sample.
         half: "attention" or "mlp" for one half of a divided layer.
         keeps_inputs: whether inputs of GEMMs are saved next to their float8 copies, because adapters read them.
+        context: ranks that divide the tokens of a sample.
     """
-    s = sequence
+    s = sequence // context
     b = micro_batch
     itemsize = DTYPE_BYTES[precision]
     activations = layer_saved_activations(layer)
@@ -402,9 +415,13 @@ def layer_saved_tensors(
         activations = half_saved_activations(layer)[half == "mlp"]
     if recompute == "full":
         activations = (replace(activations[0], gemm_input="no"),)  # the whole layer reads it
+    elif recompute in ("mlp", "attention"):
+        activations = _drop_half(layer, activations, recompute)
     elif recompute != "none":
         recomputed = ("norms", "activation") if recompute == "selective" else (recompute,)
         activations = tuple(a for a in activations if a.recompute_name not in recomputed)
+    if context > 1:
+        activations = _exchange_activations(layer, activations, tensor, context)
     copy_itemsize = LINEAR_PRECISIONS[linear_precision].saved_input_bytes
     saved: list[SavedTensor] = []
     for activation in activations:
@@ -421,6 +438,49 @@ def layer_saved_tensors(
     return saved
 
 
+def _drop_half(layer: LayerSpec, activations: tuple[SavedActivation, ...], half: str) -> tuple[SavedActivation, ...]:
+    """Return saved activations without those of a half that is recomputed from its input."""
+    first, *dropped = half_saved_activations(layer)[half == "mlp"]
+    names = {activation.name for activation in dropped}
+    result = [activation for activation in activations if activation.name not in names]
+    return tuple(replace(a, gemm_input="no") if a.name == first.name else a for a in result)
+
+
+def _exchange_activations(
+    layer: LayerSpec, activations: tuple[SavedActivation, ...], tensor: int, context: int
+) -> tuple[SavedActivation, ...]:
+    """Return saved activations with those of an attention that exchanges heads or gathers keys.
+
+    Rotation and scaling come before the exchange and save nothing by themselves.
+    """
+    mixer = layer.mixer
+    share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
+    keys = 2 * mixer.kv_heads * mixer.head_size
+    queries = mixer.heads * mixer.head_size
+    # The MLP's columns lie in the same memory as those of a projection that is fused with them.
+    keeps_projection = mixer.qk_norm is not None or has_fused_projection(layer)
+    if share.gathers_keys:
+        received = [SavedActivation("gathered_key_value", context * keys, "columns")]
+        if mixer.rope is not None or mixer.multiplier is not None:
+            received.append(SavedActivation("query", queries, "columns"))
+        else:
+            keeps_projection = True  # the query is a part of it
+    else:
+        received = [
+            SavedActivation("exchanged_query_key_value", queries + share.copies * keys, "columns"),
+            SavedActivation("exchanged_attention_output", queries, "columns"),
+        ]
+    result: list[SavedActivation] = []
+    for activation in activations:
+        if activation.name == "query_key_value":
+            result += received
+        if activation.name not in ("query_key_value", "rotated_query_key", "scaled_query") or (
+            activation.name == "query_key_value" and keeps_projection
+        ):
+            result.append(activation)
+    return tuple(result)
+
+
 def _sum_bytes(tensors: Iterable[SavedTensor]) -> int:
     return sum(tensor.bytes for tensor in tensors)
 
@@ -435,6 +495,7 @@ def sum_saved_bytes(
     recompute: str,
     linear_precision: str,
     adapters: AdapterSpec | None = None,
+    context: int = 1,
 ) -> LayerSums:
     """Return the sums of the bytes that a forward of one micro-batch saves in layers; see `layer_saved_tensors`.
 
@@ -447,18 +508,22 @@ def sum_saved_bytes(
         if adapters is not None and recompute != "full":
             for half, tensors in enumerate(layer_inventory(layer).halves):
                 count = sum(adapters.is_target(matrix) for matrix in tensors)
-                inner[half] = count * adapters.rank * model.sequence_length * micro_batch * DTYPE_BYTES[precision]
+                tokens = model.sequence_length // context * micro_batch
+                inner[half] = count * adapters.rank * tokens * DTYPE_BYTES[precision]
+        keeps_inputs = adapters is not None
         parts[layer] = (
-            _sum_bytes(layer_saved_tensors(*arguments, "both", adapters is not None)) + sum(inner),
-            _sum_bytes(layer_saved_tensors(*arguments, "attention", adapters is not None)) + inner[0],
-            _sum_bytes(layer_saved_tensors(*arguments, "mlp", adapters is not None)) + inner[1],
+            _sum_bytes(layer_saved_tensors(*arguments, "both", keeps_inputs, context)) + sum(inner),
+            _sum_bytes(layer_saved_tensors(*arguments, "attention", keeps_inputs, context)) + inner[0],
+            _sum_bytes(layer_saved_tensors(*arguments, "mlp", keeps_inputs, context)) + inner[1],
         )
     return LayerSums.collect([parts[layer] for layer in resolve_layers(model)])
 
 
-def head_saved_tensors(model: ModelConfig, tensor: int, micro_batch: int, precision: str) -> list[SavedTensor]:
+def head_saved_tensors(
+    model: ModelConfig, tensor: int, micro_batch: int, precision: str, context: int = 1
+) -> list[SavedTensor]:
     """Return the tensors that final norm and loss save on the last chunk."""
-    s = model.sequence_length
+    s = model.sequence_length // context
     b = micro_batch
     itemsize = DTYPE_BYTES[precision]
     moments = NORMS[model.norm].moments
@@ -473,6 +538,16 @@ def head_saved_tensors(model: ModelConfig, tensor: int, micro_batch: int, precis
 # a rank ----------------------------------------------------------------------------------------------------------
 
 
+def count_offloaded_bytes(parameters: int, shards: int, precision: str) -> int:
+    """Return the bytes of host memory of a rank's state with optimizer.offload: master weights and AdamW's moments.
+
+    Args:
+        parameters: trained parameters of a pipeline stage on one tensor-parallel rank.
+        shards: ranks that share their state.
+    """
+    return 3 * max(4, DTYPE_BYTES[precision]) * -(-parameters // shards)
+
+
 def estimate_stage_memory(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -485,6 +560,7 @@ def estimate_stage_memory(
     optimizer: str = "adamw",
     linear_precision: str = "default",
     graphs: bool = False,
+    offload: bool = False,
     adapters: AdapterSpec | None = None,
     expert_rows: float = 1.0,
 ) -> MemoryEstimate:
@@ -500,6 +576,7 @@ def estimate_stage_memory(
         optimizer: its name; config/parts.py declares its state.
         linear_precision: value of train.linear_precision; config/parts.py has its facts.
         graphs: whether chunks are CUDA graphs (core/rank_memory.py).
+        offload: value of optimizer.offload.
         adapters: low-rank adapters, which alone have gradients and optimizer state; None: all parameters have.
         expert_rows: kernels.expert_rows: rows that graphs have room for, relative to an even load.
     """
@@ -520,12 +597,13 @@ def estimate_stage_memory(
     shard = -(-trained // grid.shards)
     if itemsize < master_itemsize:
         state += trained
-    saved = sum_saved_bytes(model, t, micro_batch, precision, parallel.recompute, linear_precision, adapters)
-    all_saved = sum_saved_bytes(model, t, micro_batch, precision, "none", linear_precision, adapters)
+    c = grid.context
+    saved = sum_saved_bytes(model, t, micro_batch, precision, parallel.recompute, linear_precision, adapters, c)
+    all_saved = sum_saved_bytes(model, t, micro_batch, precision, "none", linear_precision, adapters, c)
     stage_chunks = assign_stage_layers(model, parallel, stage)
     stage_layers = sorted({index for layers in stage_chunks for index, _ in layers})
 
-    s = model.sequence_length
+    s = model.sequence_length // c
     hidden_bytes = s * micro_batch * model.hidden * itemsize
     message = s // t * micro_batch * model.hidden * itemsize
     logits = 0
@@ -539,14 +617,17 @@ def estimate_stage_memory(
         activation_gradients = s * micro_batch * _workspace_width(spec, t, side_stream) * itemsize
         recomputed = all_saved.running[index + 1] - all_saved.running[index]
         recomputed -= saved.running[index + 1] - saved.running[index]
-        workspace = max(workspace, activation_gradients + int(recomputed))
+        exchanged = 2 * s * micro_batch * _count_exchanged_values(spec, t, c) * itemsize
+        workspace = max(workspace, activation_gradients + exchanged + int(recomputed))
     graph_buffers = 0
     if graphs:
         in_flight = schedule.count_in_flight(stage)
         graph_buffers = (in_flight - 1) * (workspace + logits)
         if schedule.chunks > 1:
             graph_buffers += 3 * in_flight * message  # input, gradient of the output, gradient of the input
-        if grid.shards > 1:
+        has_copies = LINEAR_PRECISIONS[linear_precision].weight_copy_bytes > 0
+        replays_all = parallel.zero == 3 or (parallel.zero == 2 and not has_copies)
+        if grid.shards > 1 and not replays_all:
             layer_count = sum(layers.layer_count for layers in stage_chunks)
             layer_bytes = max((saved.running[i + 1] - saved.running[i] for i in stage_layers), default=0)
             graph_buffers += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
@@ -555,11 +636,19 @@ def estimate_stage_memory(
             held_bytes = in_flight * expert_bytes / schedule.virtual_stages + workspace
             graph_buffers += int((expert_rows - 1) * held_bytes)
     matrices = count_stage_matrix_elements(model, parallel, stage)
+    weight_copies = LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices
+    if parallel.zero == 3 and gathers_float8(parallel, linear_precision, grid.shards):
+        weight_copies = -(-matrices // grid.shards)  # bytes of the rank's shards; copies lie in the slots
+    optimizer_bytes = master_itemsize * (state * shard // trained if parallel.zero else state)
+    if offload:
+        # AdamW's state and the master weights of a piece in each slot (optim/offload.py).
+        pieces = 3 * OFFLOAD_SLOTS * OFFLOAD_ELEMENTS * master_itemsize
+        optimizer_bytes = min(optimizer_bytes, pieces)
     return MemoryEstimate(
         weights=itemsize * weights,
-        weight_copies=LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices,
+        weight_copies=weight_copies,
         gradients=gradients,
-        optimizer=master_itemsize * (state * shard // trained if parallel.zero else state),
+        optimizer=optimizer_bytes,
         activations=_peak_activation_bytes(model, parallel, schedule, stage, micro_batch, precision, saved),
         logits=logits,
         workspace=workspace,
@@ -567,6 +656,13 @@ def estimate_stage_memory(
         pipeline_buffers=message * _count_pipeline_buffers(schedule, stage),
         graph_buffers=graph_buffers,
     )
+
+
+def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -> bool:
+    """Return whether `data` data-parallel ranks gather matrices as float8; resolves parallel.gather_precision=auto."""
+    if LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is None:
+        return False
+    return parallel.zero > 0 and data > 1 and parallel.gather_precision != "default"
 
 
 def _count_weights(model: ModelConfig, parallel: ParallelConfig, grid: Grid, stage: int) -> int:
@@ -632,6 +728,18 @@ def _workspace_width(spec: LayerSpec, tensor: int, side_stream: bool) -> int:
     return width + (spec.hidden + columns) + (spec.hidden + inner)
 
 
+def _count_exchanged_values(spec: LayerSpec, tensor: int, context: int) -> int:
+    """Return the values per token that a rank sends to other context ranks in an attention, 0 without them."""
+    if context == 1:
+        return 0
+    mixer = spec.mixer
+    share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
+    keys = 2 * mixer.kv_heads * mixer.head_size // tensor
+    if share.gathers_keys:
+        return context * keys
+    return mixer.heads * mixer.head_size // tensor + share.copies * keys
+
+
 def _count_pipeline_buffers(schedule: Schedule, stage: int) -> int:
     """Return the number of message buffers of a stage."""
     kinds, chunks, _ = schedule.tables[stage].T
@@ -667,23 +775,53 @@ def _peak_activation_bytes(
 
     Between the two halves of a backward, the factors of weight gradients take the place of the saved activations.
     """
-    head = _sum_bytes(head_saved_tensors(model, parallel.tensor, micro_batch, precision))
+    head = _sum_bytes(head_saved_tensors(model, parallel.tensor, micro_batch, precision, parallel.context))
+    length = model.sequence_length // parallel.context
     output = 0
     if schedule.stages > 1:
-        output = model.sequence_length // parallel.tensor * micro_batch * model.hidden * DTYPE_BYTES[precision]
+        output = length // parallel.tensor * micro_batch * model.hidden * DTYPE_BYTES[precision]
     layers = assign_layers(model, parallel)
     sizes = []
     factor_sizes = []
     factors = _factor_sums(model, parallel.tensor)
+    offloaded = _count_offloaded_bytes(parallel, layers, saved)
     for g in schedule.chunk_map.stage_chunks(stage):
-        sizes.append(int(saved.of_chunk(layers[g])) + (head if g == schedule.chunks - 1 else output))
+        size = int(saved.of_chunk(layers[g])) - offloaded[g]
+        sizes.append(size + (head if g == schedule.chunks - 1 else output))
         factor_sizes.append(int(factors.of_chunk(layers[g])))
     kind, chunk, _ = schedule.tables[stage].T
     changes = schedule.in_flight_deltas(stage) * np.array(sizes)[chunk]
     queued = (kind == ActionKind.BACKWARD_INPUT).astype(int) - (kind == ActionKind.BACKWARD_WEIGHT)
-    tokens_bytes = model.sequence_length * micro_batch * DTYPE_BYTES[precision]
+    tokens_bytes = length * micro_batch * DTYPE_BYTES[precision]
     changes = changes + queued * tokens_bytes * np.array(factor_sizes)[chunk]
-    return int(changes.cumsum().max())
+    # Inputs on their way to the host and back are on the device: two in each direction.
+    under_way = 0
+    if any(offloaded):
+        under_way = 4 * max(int(saved.of_chunk(chunk) / chunk.layer_count) for chunk in layers if chunk.layer_count)
+    return int(changes.cumsum().max()) + under_way
+
+
+def _count_offloaded_bytes(parallel: ParallelConfig, layers: Sequence[ChunkLayers], saved: LayerSums) -> list[int]:
+    """Return the bytes of layer inputs that a micro-batch of each chunk keeps in host memory: all but the last."""
+    if not parallel.offload_activations:
+        return [0] * len(layers)
+    counts = []
+    for chunk in layers:
+        share = max(0.0, 1 - 1 / chunk.layer_count) if chunk.layer_count else 0.0
+        counts.append(int(saved.of_chunk(chunk) * share))
+    return counts
+
+
+def estimate_offloaded_bytes(
+    model: ModelConfig, parallel: ParallelConfig, schedule: Schedule, stage: int, micro_batch: int, precision: str
+) -> int:
+    """Return the peak bytes of host memory that a rank of a stage fills with layer inputs."""
+    layers = assign_layers(model, parallel)
+    saved = sum_saved_bytes(model, parallel.tensor, micro_batch, precision, "full", "default", context=parallel.context)
+    offloaded = _count_offloaded_bytes(parallel, layers, saved)
+    sizes = np.array([offloaded[g] for g in schedule.chunk_map.stage_chunks(stage)])
+    _, chunk, _ = schedule.tables[stage].T
+    return int((schedule.in_flight_deltas(stage) * sizes[chunk]).cumsum().max())
 
 
 @lru_cache(maxsize=256)

@@ -17,6 +17,7 @@ from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.adapters import AdapterSpec, count_adapter_elements
 from megascale.core.grid import Grid
+from megascale.core.head_exchange import share_heads
 from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
 from megascale.core.layer_spec import ExpertsSpec, LayerSpec
 from megascale.core.layers import LayerSums, assign_stage_layers
@@ -26,6 +27,7 @@ from megascale.core.memory import (
     count_stage_matrix_elements,
     count_stage_parameters,
     count_stage_units,
+    gathers_float8,
 )
 from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, kind_mask
 from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots, list_chunk_gathers, list_chunk_uses
@@ -42,6 +44,7 @@ class TrafficEstimate:
         data_gather: parameters (from ZeRO-1 on); matrices in float8 if they are gathered so.
         data_reduce: float32 gradients.
         embedding: gradients of a tied embedding held by the first and the last stage.
+        context: queries, keys, values and results of attention and their gradients.
     """
 
     tensor: float = 0.0
@@ -49,13 +52,11 @@ class TrafficEstimate:
     data_gather: float = 0.0
     data_reduce: float = 0.0
     embedding: float = 0.0
+    context: float = 0.0
 
 
-def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -> bool:
-    """Return whether `data` data-parallel ranks gather matrices as float8; resolves parallel.gather_precision=auto."""
-    if LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is None:
-        return False
-    return parallel.zero in (1, 2) and data > 1 and parallel.gather_precision != "default"
+# parallel.recompute -> forwards of a layer, of which one half may be recomputed; 1 for other values.
+_FORWARD_PASSES = {"full": 2, "mlp": 1.5, "attention": 1.5}
 
 
 def gathered_bytes(
@@ -73,12 +74,12 @@ def gathered_bytes(
 
 def check_priced_axes(grid: Grid) -> None:
     """Raise FitError if the grid has an axis whose traffic planner and simulator do not know."""
-    for axis in AXES.replica:
+    for axis in AXES.replica + AXES.copies:
         size = grid.size(axis)
         if axis != "tensor" and size > 1:
             raise FitError(
-                f"{AXES.setting(axis)}={size} has no price: planner and simulator know tensor, data and pipeline "
-                "parallelism; leave the axis out"
+                f"{AXES.setting(axis)}={size} has no price: planner and simulator know tensor, context, data and "
+                "pipeline parallelism; leave the axis out"
             )
 
 
@@ -100,16 +101,37 @@ def layer_collectives(layer: LayerSpec) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _sum_collectives(model: ModelConfig, forward_passes: int) -> LayerSums:
+def _sum_collectives(model: ModelConfig, forward_passes: float) -> LayerSums:
     """Return the sums of collectives of forward and backward; half a layer has half of them.
 
-    Backward mirrors the forward and gathers inputs again; full recompute runs the forward twice.
+    Backward mirrors the forward and gathers inputs again; recomputation runs the forward, or half of it, twice.
     """
     parts = []
     for layer in resolve_layers(model):
         gathers, scatters = layer_collectives(layer)
         count = (gathers + scatters) * (1 + forward_passes) + gathers
         parts.append((count, count / 2, count / 2))
+    return LayerSums.collect(parts)
+
+
+@lru_cache(maxsize=64)
+def _sum_exchanged_values(model: ModelConfig, tensor: int, context: int, recomputes: bool) -> LayerSums:
+    """Return the sums of values per token of a rank that attention sends to other context ranks.
+
+    An all-to-all carries queries, keys and values there, and another one the results back; backward mirrors both.
+    Gathered keys go to all ranks, and backward scatters their gradients.
+    """
+    passes = 3 if recomputes else 2
+    parts = []
+    for layer in resolve_layers(model):
+        mixer = layer.mixer
+        queries, keys = (count * mixer.head_size // tensor for count in (mixer.heads, 2 * mixer.kv_heads))
+        share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
+        if share.gathers_keys:
+            sent = keys * (context - 1)
+        else:
+            sent = (2 * queries + share.copies * keys) * (context - 1) / context
+        parts.append((passes * sent, passes * sent, 0))
     return LayerSums.collect(parts)
 
 
@@ -131,10 +153,15 @@ def estimate_stage_traffic(
     t = grid.tensor
     itemsize = DTYPE_BYTES[precision]
     master_itemsize = max(4, itemsize)
-    hidden_bytes = model.sequence_length * micro_batch * model.hidden * itemsize
+    tokens = model.sequence_length // grid.context * micro_batch
+    hidden_bytes = tokens * model.hidden * itemsize
     layers = assign_stage_layers(model, parallel, stage)
-    sums = _sum_collectives(model, forward_passes=2 if parallel.recompute == "full" else 1)
+    sums = _sum_collectives(model, forward_passes=_FORWARD_PASSES.get(parallel.recompute, 1))
     collectives = round(sum(sums.of_chunk(chunk) for chunk in layers))
+    exchanged = 0.0
+    if grid.context > 1:
+        sent_values = _sum_exchanged_values(model, t, grid.context, parallel.recompute in ("full", "attention"))
+        exchanged = sum(sent_values.of_chunk(chunk) for chunk in layers) * tokens * itemsize
     # Embedding: scatter forward, gather backward. Logits: gather forward, scatter backward.
     chunk_map = schedule.chunk_map
     is_first = stage == chunk_map.first_stage
@@ -151,7 +178,11 @@ def estimate_stage_traffic(
         gather_bytes = itemsize * parameters if parallel.zero else 0
     elif parallel.zero == 3:
         resident = parameters - units.sharded
-        gather_bytes = itemsize * (resident + _count_unit_gathers(units, schedule, stage))
+        blocks, others = _count_unit_gathers(units, schedule, stage)
+        block_itemsize = itemsize
+        if gathers_float8(parallel, linear_precision, grid.shards):
+            block_itemsize = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or itemsize
+        gather_bytes = block_itemsize * blocks + itemsize * (resident + others)
     elif parallel.zero:
         gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
     if parallel.reduce_dtype == "bfloat16":
@@ -174,11 +205,12 @@ def estimate_stage_traffic(
         data_gather=ring_share * gather_bytes,
         data_reduce=ring_share * gradient_itemsize * reduced,
         embedding=float(embedding_bytes),
+        context=schedule.microbatches * exchanged,
     )
 
 
-def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> int:
-    """Return the elements of matrices that ZeRO-3 gathers in a step (parallel/parameter_slots.py).
+def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> tuple[int, int]:
+    """Return the elements of matrices that ZeRO-3 gathers in a step: of blocks, and of embedding and head.
 
     If blocks are units, each forward and each backward gathers a chunk's blocks, except two that are still in their
     slots where a backward follows a forward of the same chunk, or the other way round. Embedding and head share a slot.
@@ -186,7 +218,8 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> 
     """
     if has_chunk_slots(len(units.by_chunk)):
         gathers = list_chunk_gathers(list_chunk_uses(schedule, stage), assign_chunk_slots(schedule, stage))
-        return sum(units.by_chunk[chunk] for chunk in gathers)
+        blocks = sum(units.blocks_by_chunk[chunk] for chunk in gathers)
+        return blocks, sum(units.by_chunk[chunk] for chunk in gathers) - blocks
     kinds, chunks, _ = schedule.tables[stage].T
     is_forward = kinds == ActionKind.FORWARD
     is_use = is_forward | kind_mask(kinds, *INPUT_BACKWARDS)
@@ -194,4 +227,4 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> 
     kept = int(((directions[1:] != directions[:-1]) & (used[1:] == used[:-1])).sum())
     total = int(np.array(units.blocks_by_chunk)[used].sum()) - kept * min(2 * units.block, max(units.blocks_by_chunk))
     outer = units.sharded - sum(units.blocks_by_chunk)
-    return total + outer * (schedule.microbatches if outer > units.outer else 1)
+    return total, outer * (schedule.microbatches if outer > units.outer else 1)

@@ -183,6 +183,15 @@ class ParamAndGradBuffer:
         param.grad = None
         sink.ready()
 
+    def place_shard_params(self, memory: torch.Tensor) -> None:
+        """Move this rank's shard of the matrices in slots to `memory` (ZeRO-3). Call it before the shards are used."""
+        memory.copy_(self.shard_params)
+        self.shard_params = memory
+        for bucket, shard in enumerate(self.shards):
+            if self.layout.units[bucket] is not None:
+                first = self.layout.buckets[bucket].start // self.axes.data.size
+                shard.params = memory[first : first + shard.params.numel()]
+
     def set_gradient_hook(self, on_gradient: Callable[[int], None]) -> None:
         """Call on_gradient(parameter index) whenever a contribution is added to that parameter's gradient."""
         for index, sink in enumerate(self.sinks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -19,24 +19,28 @@ from megascale.core.grid import Coordinate
 from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layout import Layout
+from megascale.core.memory import gathers_float8
 from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.core.spans import SpanKind
 from megascale.core.tensors import Piece
-from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
 from megascale.ops import launch, token_loss
 from megascale.ops.amax import AmaxSlots
 from megascale.ops.dispatch import Kernels
+from megascale.ops.gradient_sink import sink_of
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import all_reduce
+from megascale.parallel.context import slice_batch
 from megascale.parallel.data_parallel import DataParallel
+from megascale.parallel.offload import CopyStreams
 from megascale.parallel.parameters import initialise, initialise_parameter, materialise, piece_views, spec_of
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
+from megascale.parallel.slot_sink import SlotSink
 from megascale.rendezvous.groups import Groups
 from megascale.train import engine_axes
 from megascale.train.attention_choice import Choices, agree_on_kernels
@@ -148,7 +152,11 @@ class Engine:
         own_axes = engine_axes.make_own_axes(self.runtime, groups)
         self.tensor, tensor_overlap = engine_axes.choose_tensor_overlap(own_axes["tensor"], config, self.dtype, device)
         own_axes["tensor"] = self.tensor
-        self.active |= tensor_overlap | engine_axes.describe_overlaps(layout, device)
+        self._context, context_exchange = engine_axes.choose_context_exchange(
+            own_axes["context"], config, self.dtype, device
+        )
+        own_axes["context"] = self._context
+        self.active |= tensor_overlap | context_exchange | engine_axes.describe_overlaps(layout, device)
         self.world = engine_axes.make_world(self.runtime, groups)
         axes = engine_axes.make_axes(self.runtime, groups, layout, own_axes)
 
@@ -156,6 +164,10 @@ class Engine:
         self.chunks: list[Chunk] = []
         self.flats: list[ParamAndGradBuffer] = []
         self._make_chunks(coordinate.pipeline, axes)
+        self.gather_exchange, gather_line = engine_axes.choose_gathers(
+            axes.data, config, self.flats, gathers_in_float8=gathers_in_float8, device=device
+        )
+        self.active |= gather_line
         reduce_dtype = _REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         self.data_parallel = DataParallel(
             self.flats,
@@ -164,6 +176,7 @@ class Engine:
             float8=gathers_in_float8,
             microbatches=layout.microbatches,
             chunk_slots=layout.chunk_slots(coordinate.pipeline),
+            gather_exchange=self.gather_exchange,
         )
         self.data_parallel.initialise(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
@@ -194,16 +207,17 @@ class Engine:
         gemm_streams = runtime.use_side_stream(config.gemms_on_side_stream, self.device)
         self.attention_choices = earlier_choices or {}
         if groups is not None or earlier_choices is not None:
-            tensor_size = self.layout.grid.tensor
+            grid = self.layout.grid
             with runtime.kernels.as_current():
                 self.attention_choices, descriptions = agree_on_kernels(
                     config,
-                    tensor_size,
+                    grid.tensor,
                     self.dtype,
                     self.device,
                     earlier_choices,
                     runtime.attention,
                     self.fields.max_documents,
+                    grid.context,
                 )
             self.active |= descriptions
         if self.device.type == "cuda" or config.overlap.gemms == "on":
@@ -275,10 +289,15 @@ class Engine:
                 initialise(chunk, config.train.seed)
             else:
                 flat.initialise_resident(config.train.seed)
+        if config.parallel.offload_activations:
+            copy_streams = CopyStreams.of(self.device)
+            for chunk in self.chunks:
+                chunk.copy_streams = copy_streams
+            self.active["offload"] = "inputs of layers in host memory, the last of each chunk on the device"
         if self.adapters is not None:
             targets = ", ".join(sorted(self.adapters.targets)) or "all matrices of the layers"
             self.active["adapters"] = f"rank {self.adapters.rank} on {targets}; the model itself is not trained"
-        tokens = config.model.sequence_length * config.train.micro_batch
+        tokens = config.model.sequence_length // grid.context * config.train.micro_batch
         for chunk in self.chunks:
             with self.runtime.kernels.as_current():
                 chunk.linears.check(chunk.linear_weights(), tokens, self.device)
@@ -314,6 +333,8 @@ class Engine:
 
     def _make_optimizer(self, axes: Axes, coordinate: Coordinate) -> ShardedOptimizer:
         grid = self.layout.grid
+        if self.config.optimizer.offload:
+            self.active["optimizer state"] = "in page-locked host memory, moved through the device in each update"
         has_first, has_last = self.chunks[0].first, self.chunks[-1].last
         duplicates_tied = has_last and not has_first
         return ShardedOptimizer(
@@ -362,10 +383,19 @@ class Engine:
     def _knows_token_gradient(self) -> bool:
         """Whether the loss makes its gradients while its logits exist.
 
-        The gradient of each token's loss is known before the loss. Under ZeRO-2 gradients have no memory before
-        backward.
+        The gradient of each token's loss is known before the loss. A gradient in a slot has no memory before its
+        backward, unless that follows at once.
         """
-        return self.flats[-1].zero < 2
+        return not self.chunks[-1].last or self._has_memory_for_early_gradients
+
+    @cached_property
+    def _has_memory_for_early_gradients(self) -> bool:
+        """Whether the gradient of the output's matrix has memory in the last chunk's forward."""
+        if not isinstance(sink_of(self.chunks[-1].output_weight), SlotSink):
+            return True
+        if not self.layout.schedule().runs_backward_at_once(self.pipeline.stage, len(self.chunks) - 1):
+            return False
+        return self.data_parallel.allow_early_gradients(self.chunks[-1].output_weight)
 
     def _make_token_gradient(self) -> torch.Tensor | None:
         """Return the gradient of each token's loss if every token counts the same and if it is used, else None."""
@@ -392,7 +422,13 @@ class Engine:
             self.active["CUDA graphs"] = f"forward and backward of each chunk, from step {EAGER_STEPS + 1} on"
         pipeline = self.pipeline
         return ChunkGraphs(
-            self.flats, pipeline.actions, self._run_captured_chunk, self.runtime, pipeline.shape, self.device
+            self.flats,
+            pipeline.actions,
+            compute=self._run_captured_chunk,
+            runtime=self.runtime,
+            shape=pipeline.shape,
+            device=self.device,
+            data_parallel=self.data_parallel,
         )
 
     def _find_graph_obstacle(self) -> str:
@@ -404,6 +440,10 @@ class Engine:
         if not reason and self.device.type == "cuda" and self.tensor.size > 1 and self.tensor.exchange is None:
             overlap = self.active["tensor overlap"]
             reason = f"only the fused exchange of tensor parallelism is captured, and tensor overlap is {overlap}"
+        if not reason and self.device.type == "cuda" and self._context.size > 1 and self._context.exchange is None:
+            reason = (
+                f"only copies between context ranks are captured, and the exchange is {self.active['context exchange']}"
+            )
         return reason
 
     # settings that may change between steps ---------------------------------------------------------------------
@@ -440,7 +480,8 @@ class Engine:
         """
         self.runtime.calls.set_action(b"kernels")
         model, train = self.config.model, self.config.train
-        tokens = torch.zeros(model.sequence_length, train.micro_batch, dtype=torch.int64, device=self.device)
+        length = model.sequence_length // self._context.size
+        tokens = torch.zeros(length, train.micro_batch, dtype=torch.int64, device=self.device)
         batch = Batch(tokens, tokens)
         if self.fields.loss_weights:
             batch = replace(batch, loss_weights=torch.zeros(tokens.shape, device=self.device))
@@ -506,7 +547,10 @@ class Engine:
             sum_weights: returns the sum of the loss weights of this rank's micro-batches, if they carry weights;
                 called on the last stage before the first forward.
         """
-        self._read_batch = read_batch
+        if self._context.size > 1:
+            self._read_batch = lambda i: slice_batch(read_batch(i), self._context)
+        else:
+            self._read_batch = read_batch
         if self._loss_weights is not None:
             assert sum_weights is not None, "micro-batches carry loss weights"
             self._loss_weights.begin_step(sum_weights())
@@ -721,13 +765,15 @@ class Engine:
 
         Call it after results have been read from the device and before they are used.
         """
-        if self.tensor.exchange is not None:
-            self.tensor.exchange.check()
+        for exchange in (self.tensor.exchange, self._context.exchange, self.gather_exchange):
+            if exchange is not None:
+                exchange.check()
 
     def close(self, failed: bool = False) -> None:
         """Stop watching the peers, which take this rank's end as planned unless it has `failed`."""
-        if self.tensor.exchange is not None:
-            self.tensor.exchange.close(failed)
+        for exchange in (self.tensor.exchange, self._context.exchange, self.gather_exchange):
+            if exchange is not None:
+                exchange.close(failed)
 
     # weights and evaluation -------------------------------------------------------------------------------------
 
@@ -769,6 +815,8 @@ class Engine:
         Args:
             batch: this data-parallel rank's samples.
         """
+        if self._context.size > 1:
+            batch = slice_batch(batch, self._context)
 
         def forward(chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
             x = batch.tokens if x is None else x

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,15 +10,19 @@ import torch.distributed as dist
 
 from megascale.config import Config
 from megascale.config.axes import AXES
+from megascale.core.head_exchange import find_gather_kernel, share_heads
+from megascale.core.inventory import count_distinct_layers
 from megascale.core.layout import Layout
 from megascale.core.schedule import ActionKind
 from megascale.core.spans import SpanAxis
 from megascale.core.unit_slots import has_chunk_slots
 from megascale.errors import ConfigError
 from megascale.parallel import symmetric
-from megascale.parallel.buffers import Axes
+from megascale.parallel.buffers import Axes, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
+from megascale.parallel.exchange import Exchange
 from megascale.parallel.pipeline import P2PStream, P2PStreams
+from megascale.parallel.resident_memory import count_resident_bytes
 from megascale.parallel.runtime import Runtime
 from megascale.rendezvous.group_plan import group_axes
 from megascale.rendezvous.groups import Groups
@@ -51,7 +55,8 @@ def make_own_axes(runtime: Runtime, groups: Groups | None) -> dict[str, Axis]:
 def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, own_axes: Mapping[str, Axis]) -> Axes:
     """Return the axes that a rank's buffers are reduced, gathered and summed over."""
     if layout.config.parallel.zero:
-        stage = make_axis(runtime, groups, "stage")
+        has_copies = layout.grid.count(AXES.copies) > 1
+        stage = make_axis(runtime, groups, "state" if has_copies else "stage")
     elif "replica" in group_axes():
         stage = make_axis(runtime, groups, "replica")
     else:
@@ -80,7 +85,8 @@ def choose_tensor_overlap(
         return replace(axis, overlap=requested), {"tensor overlap": requested}
     model, train = config.model, config.train
     element_bytes = torch.empty(0, dtype=dtype).element_size()
-    part_bytes = model.sequence_length // axis.size * train.micro_batch * model.hidden * element_bytes
+    length = model.sequence_length // config.parallel.context
+    part_bytes = length // axis.size * train.micro_batch * model.hidden * element_bytes
     exchange = symmetric.make_exchange(
         axis, part_bytes, device, on_side_stream=config.gemms_on_side_stream, timeout=config.rendezvous.group_timeout
     )
@@ -93,6 +99,70 @@ def choose_tensor_overlap(
             "or put each tensor-parallel group on one host whose GPUs reach each other"
         )
     return replace(axis, overlap="async"), {"tensor overlap": f"async (not fused: {reason})"}
+
+
+def choose_gathers(
+    axis: Axis, config: Config, buffers: Sequence[ParamAndGradBuffer], gathers_in_float8: bool, device: torch.device
+) -> tuple[Exchange | None, dict[str, str]]:
+    """Return the exchange that gathers matrices under ZeRO-3 (overlap.gathers=copies), and its start-up line by name.
+
+    Raises ConfigError if it does not work here.
+    """
+    if config.overlap.gathers != "copies" or axis.size == 1:
+        return None, {}
+    exchange = symmetric.make_exchange(
+        axis,
+        shard_bytes=0,
+        device=device,
+        timeout=config.rendezvous.group_timeout,
+        resident_bytes=count_resident_bytes(buffers, gathers_in_float8),
+    )
+    if isinstance(exchange, str):
+        raise ConfigError(
+            f"overlap.gathers=copies is unavailable: {exchange}; set --overlap.gathers=collectives, or put each "
+            "data-parallel group on one host whose GPUs reach each other"
+        )
+    return exchange, {"matrices gathered by": "copy engines"}
+
+
+def choose_context_exchange(
+    axis: Axis, config: Config, dtype: torch.dtype, device: torch.device
+) -> tuple[Axis, dict[str, str]]:
+    """Return the context axis with the exchange that works here, and its start-up lines by name.
+
+    Raises ConfigError if overlap.context=copies does not work here.
+    """
+    if axis.size == 1:
+        return axis, {}
+    tensor, context = config.parallel.tensor, config.parallel.context
+    widths = []
+    lines = {}
+    for layer, _ in count_distinct_layers(config.model):
+        mixer = layer.mixer
+        share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
+        if share.gathers_keys:
+            widths.append(2 * share.kv_heads * mixer.head_size)
+            lines["context attention"] = (
+                f"gathers keys and values, by the kernel {find_gather_kernel(mixer.softcap)}: {context} context ranks "
+                f"do not divide {share.heads} heads"
+            )
+        else:
+            widths.append((share.heads + 2 * share.kv_heads) * mixer.head_size)
+    requested = config.overlap.context
+    if requested == "collectives":
+        return axis, {**lines, "context exchange": requested}
+    element_bytes = torch.empty(0, dtype=dtype).element_size()
+    tokens = config.model.sequence_length // context * config.train.micro_batch
+    part_bytes = tokens * max(widths) * element_bytes
+    exchange = symmetric.make_exchange(axis, part_bytes, device, timeout=config.rendezvous.group_timeout)
+    if isinstance(exchange, symmetric.Exchange):
+        return replace(axis, exchange=exchange), {**lines, "context exchange": "copies"}
+    if requested == "copies":
+        raise ConfigError(
+            f"overlap.context=copies is unavailable: {exchange}; set --overlap.context=auto or collectives, or put "
+            "each group of context ranks on one host whose GPUs reach each other"
+        )
+    return axis, {**lines, "context exchange": f"collectives (no copies: {exchange})"}
 
 
 def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
@@ -129,6 +199,8 @@ def _describe_sharding(layout: Layout) -> str:
         text = "gradients and matrices, gathered chunk by chunk once per round of micro-batches"
     else:
         text = "gradients and matrices, gathered block by block in each micro-batch"
+    if layout.grid.count(AXES.copies) > 1:
+        text += f"; {layout.grid.count(AXES.copies)} copies of the state, whose gradients are summed once per step"
     if "bucket_elements" in parallel.model_fields_set:
         text += "; parallel.bucket_elements divides only norms, biases and a tied embedding"
     return text

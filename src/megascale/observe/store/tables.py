@@ -38,7 +38,7 @@ _REQUEST_SECONDS = 2.0  # time in which every host's service reads a request and
 _TRIES = 5
 _RANK_COLUMNS = {
     "attempt": 1 << 31, "rank": MAX_RANKS, "host": MAX_RANKS, "tensor": MAX_RANKS, "pipeline": MAX_RANKS,
-    "data": MAX_RANKS,
+    "data": MAX_RANKS, "context": MAX_RANKS,
 }  # fmt: skip
 
 
