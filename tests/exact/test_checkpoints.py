@@ -18,6 +18,7 @@ from tests.exact.training import STEPS, Told, make_engine, observe, run_step, st
 pytestmark = pytest.mark.xdist_group("processes")
 
 EXPERTS = {
+    "layers": 2,
     "mlp": "experts",
     "mlp_bias": False,
     "kv_heads": 4,
