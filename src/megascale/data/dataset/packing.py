@@ -84,7 +84,16 @@ class PackingReport:
         if zlib.crc32(content.encode()) != checksum:
             raise ValueError("the checksum of a packing report does not match its content")
         totals, lengths, counts = json.loads(content)
-        return PackingReport(*totals, np.array(lengths, np.int64), np.array(counts, np.int64))
+        samples, sequence_length, tokens, documents, cut = totals
+        return PackingReport(
+            samples,
+            sequence_length,
+            tokens,
+            documents,
+            cut,
+            lengths=np.array(lengths, np.int64),
+            counts=np.array(counts, np.int64),
+        )
 
     def __str__(self) -> str:
         parts = int(self.counts.sum())
