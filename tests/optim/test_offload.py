@@ -12,7 +12,7 @@ import torch
 from megascale import config as configuration
 from megascale.config import from_tree
 from megascale.core.memory import count_offloaded_bytes
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, FitError
 from megascale.model.transformer import Chunk
 from megascale.optim import offload
 from megascale.optim.offload import InlineCopies, OffloadedAdamW
@@ -125,6 +125,11 @@ def test_master_weights_are_not_the_weights_in_use():
     host_bytes = sum(state.master.nbytes + sum(t.nbytes for t in state.state_tensors()) for state in optimizer.states)
     elements = sum(state.master.numel() for state in optimizer.states)
     assert host_bytes == count_offloaded_bytes(elements, 1, "float32")
+
+
+def test_a_host_without_the_memory_is_refused():
+    with pytest.raises(FitError, match=r"optimizer\.offload=true needs 3725290\.3 GiB of host memory per rank"):
+        offload.HostMemory(10**15, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["lamb", "muon"])

@@ -157,7 +157,7 @@ class OverlapConfig(Section):
         "async: collectives overlapped with independent GEMMs; auto: fused where it works, else async",
     )
     context: Literal["collectives", "copies", "auto"] = Field(
-        "collectives",  # until copies have run on several GPUs
+        "collectives",  # until long runs have used copies
         description="exchange between context ranks; copies: by the copy engines over symmetric memory (GPUs of one "
         "host), which CUDA graphs capture; auto: copies where they work",
     )
@@ -173,7 +173,7 @@ class OverlapConfig(Section):
         True, description="overlap reduction and gather of buckets with compute, instead of before and after the step"
     )
     gathers: Literal["collectives", "copies"] = Field(
-        "collectives",  # until copies have run on several GPUs
+        "collectives",  # until long runs have used copies
         description="how ZeRO-3 gathers matrices; collectives: NCCL, whose kernels take SMs from GEMMs; copies: copy "
         "engines of one host's GPUs (needs parallel.zero=3, and each data-parallel group on one host)",
     )

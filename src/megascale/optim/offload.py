@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from megascale.config import OptimizerConfig
+from megascale.core.capacity import Capacity
 from megascale.core.memory import OFFLOAD_ELEMENTS, OFFLOAD_SLOTS
-from megascale.errors import TrainingError
+from megascale.errors import FitError, TrainingError
 from megascale.ops.segments import Segment, Segments
 from megascale.optim.base import Shards, ShardState, StatePart, UpdateRule, UpdateStep
 from megascale.optim.sharded_adamw import update_part
@@ -33,10 +34,18 @@ class HostMemory:
         dtype: their type.
         device: device that copies from and to the memory.
 
-    Raises TrainingError if the memory cannot be page-locked.
+    Raises FitError if the host has less free memory, TrainingError if the memory cannot be page-locked.
     """
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        capacity = Capacity.measure()
+        needed = count * dtype.itemsize
+        if capacity.memory is not None and needed > capacity.memory:
+            raise FitError(
+                f"optimizer.offload=true needs {needed / 2**30:.1f} GiB of host memory per rank, and "
+                f"{capacity.memory / 2**30:.1f} GiB are free ({capacity.memory_from}); use more data-parallel ranks or "
+                "set --optimizer.offload=false"
+            )
         self._memory = torch.zeros(count, dtype=dtype)
         self._used = 0
         if device.type == "cuda" and count:
