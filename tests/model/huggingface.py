@@ -86,7 +86,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **SIZES,
         "num_key_value_heads": 2,
         "head_dim": 10,
-        "intermediate_size": 21,
+        "intermediate_size": 22,
         "max_position_embeddings": 32,
         "sliding_window": 5,
         "num_local_experts": 5,
