@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 OURS = "megascale"
 RECOMPUTE = ("none", "selective", "full")
 # What each can do in float8, the fastest that was found for it first.
+CONTEXT_EXCHANGES = ("a2a", "p2p", "all_gather")
 FLOAT8 = {"torchtitan": ("tensorwise", "rowwise"), "megatron-core": ("delayed", "tensorwise")}
 # Name -> the package that must be there, and the child that runs it.
 PEERS = {
@@ -54,6 +55,8 @@ class PeerJob:
         float8: its recipe for linear layers, of FLOAT8; "" for bfloat16.
         steps, warmup: timed ones, and those before.
         out: where rank 0 writes its figures.
+        context: ranks that divide the tokens of each sequence.
+        context_exchange: how their attention communicates, of CONTEXT_EXCHANGES.
     """
 
     model: dict[str, Any]
@@ -68,6 +71,8 @@ class PeerJob:
     warmup: int
     out: str
     float8: str = ""
+    context: int = 1
+    context_exchange: str = "a2a"
 
     def rows(self, data_rank: int, device: torch.device, count: int | None = None) -> torch.Tensor:
         """Random tokens of a data-parallel rank, int64 [sequence + 1, count or micro_batch]."""
@@ -122,6 +127,10 @@ def peers(
         help="Recipe of the peers' linear layers: tensorwise, rowwise, delayed or none; auto: where "
         "train.linear_precision is one of float8, the fastest that was found for each.",
     ),
+    peer_context_exchange: str = typer.Option(
+        "a2a",
+        help="With parallel.context: attention's communication in Megatron-Core: a2a, p2p (a ring) or all_gather.",
+    ),
     peer_seconds: float = typer.Option(
         600, min=1, help="Seconds that a turn of a peer may take before the bench gives it up."
     ),
@@ -158,6 +167,8 @@ def peers(
     chosen, left_out = choose(peer, config, peer_float8)
     if peer_recompute not in RECOMPUTE:
         raise ConfigError(f"--peer-recompute={peer_recompute}: there are {', '.join(RECOMPUTE)}")
+    if peer_context_exchange not in CONTEXT_EXCHANGES:
+        raise ConfigError(f"--peer-context-exchange={peer_context_exchange}: there are {', '.join(CONTEXT_EXCHANGES)}")
     record: dict[str, Any] = {
         "date": date.today().isoformat(),
         "device": _device(),
@@ -178,7 +189,7 @@ def peers(
                     result = _ours(preset, settings, steps, warmup, location)
                 else:
                     job = make_job(config, world, steps, warmup, location, peer_micro_batch, peer_recompute)
-                    job = replace(job, float8=recipe(name, config, peer_float8))
+                    job = replace(job, float8=recipe(name, config, peer_float8), context_exchange=peer_context_exchange)
                     result = _theirs(name, job, peer_seconds)
                 result.turn = turn
                 results.append(result)
@@ -244,6 +255,10 @@ def _obstacle(name: str, config: Config) -> str:
         return "it trains Llama shapes only (RMSNorm, SwiGLU, rotary positions, no biases, untied embeddings)"
     if name == "megatron-core" and model.attention_bias != model.mlp_bias:
         return "it has biases in all linear layers or in none"
+    if config.parallel.context > 1 and name == "torchtitan":
+        return "its context parallelism is not set up here; compare with --parallel.context=1"
+    if config.parallel.context > 1 and importlib.util.find_spec("transformer_engine") is None:
+        return "its context parallelism needs the package transformer_engine, which is not installed"
     if config.optimizer.name != "adamw":
         return "its optimizer is AdamW; compare with --optimizer.name=adamw"
     return ""
@@ -301,6 +316,7 @@ def make_job(
         steps,
         warmup,
         str(out),
+        context=parallel.context,
     )
 
 

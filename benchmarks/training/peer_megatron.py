@@ -115,6 +115,8 @@ def shape_of(job: PeerJob) -> Any:
         tensor_model_parallel_size=job.tensor,
         pipeline_model_parallel_size=job.pipeline,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        context_parallel_size=job.context,
+        cp_comm_type=job.context_exchange if job.context > 1 else None,
         sequence_parallel=job.tensor > 1,
         pipeline_dtype=torch.bfloat16,
         params_dtype=torch.bfloat16,
@@ -176,6 +178,12 @@ def chunks_of(job: PeerJob, config: Any, spec: Any, data: int, device: torch.dev
     return chunks
 
 
+def select_slices(x: Tensor, rank: int, ranks: int) -> Tensor:
+    """Return an early and a late slice [b, s / ranks] of x [b, s], as Megatron balances causal work over ranks."""
+    slices = x.unflatten(1, (2 * ranks, -1))
+    return torch.cat([slices[:, rank], slices[:, 2 * ranks - 1 - rank]], dim=1).contiguous()
+
+
 def prepare(job: PeerJob, device: torch.device) -> Timed:
     """Model, optimizer and a function that makes one step."""
     from importlib.metadata import version
@@ -191,11 +199,13 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
         tensor_model_parallel_size=job.tensor,
         pipeline_model_parallel_size=job.pipeline,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        context_parallel_size=job.context,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     config, (spec, arguments) = shape_of(job), layers(job)
     data = parallel_state.get_data_parallel_world_size()
-    chunks = chunks_of(job, config, spec, data, device)
+    shards = data * job.context  # ranks over which gradients are reduced
+    chunks = chunks_of(job, config, spec, shards, device)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -206,7 +216,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
             bf16=True,
             params_dtype=torch.bfloat16,
             use_distributed_optimizer=True,
-            overlap_param_gather=data > 1,
+            overlap_param_gather=shards > 1,
         ),
         chunks,
     )
@@ -215,6 +225,9 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
     rows = job.rows(parallel_state.get_data_parallel_rank(), device)  # [s + 1, b]
     tokens, labels = rows[:-1].T.contiguous(), rows[1:].T.contiguous()
     positions = torch.arange(length, device=device).expand_as(tokens)
+    if job.context > 1:
+        rank = parallel_state.get_context_parallel_rank()
+        tokens, labels, positions = (select_slices(x, rank, job.context) for x in (tokens, labels, positions))
 
     def forward_step(_: Any, model: Any) -> Any:
         output = model(tokens, positions, None, labels=labels)
@@ -230,6 +243,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
         precision = f"float8 {job.float8}"
     else:
         precision = "bfloat16"
+    exchange = f", context {job.context} by {job.context_exchange}" if job.context > 1 else ""
 
     def step() -> Tensor | None:
         for chunk in chunks:
@@ -253,7 +267,7 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
     return Timed(
         step,
         {"megatron-core": version("megatron-core")},
-        f"{arguments}, {precision}, distributed optimizer, all overlaps, planned collection"
+        f"{arguments}, {precision}{exchange}, distributed optimizer, all overlaps, planned collection"
         + ", weight gradients added inside their GEMMs" * config.gradient_accumulation_fusion
         + f", CUDA_DEVICE_MAX_CONNECTIONS={os.environ.get('CUDA_DEVICE_MAX_CONNECTIONS', 'not set')}",
     )

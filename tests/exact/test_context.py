@@ -55,6 +55,11 @@ def context_case(context: int, *sizes: int, **options: Any) -> Case:
     return case(*sizes, microbatches=options.pop("microbatches", 2), parallel=parallel, **options)
 
 
+def on_four_ranks(chosen: Case) -> Case:
+    """Return a case whose replicas lie along the axis `expert` or `replicate` instead of data."""
+    return Case({**chosen.tree, "parallel": {**chosen.tree["parallel"], "data": 1}}, 4)
+
+
 CASES = {
     "two ranks, learned positions, dropout": context_case(2, model={**TWO_LAYERS, "dropout": 0.2}, zero=0),
     "four ranks, ZeRO-2": context_case(4, model=ROTARY, zero=2),
@@ -110,6 +115,12 @@ CASES = {
         2, 2, model={**ROTARY, "window": 3, "norm": "rmsnorm"}, parallel={"recompute": "attention"}
     ),
     "experts recomputed": experts_case(2, 1, 1, experts=BALANCED, parallel={"context": 2, "recompute": "mlp"}),
+    "experts over data, balance of whole sequences": on_four_ranks(
+        experts_case(1, 1, 2, experts=BALANCED, parallel={"context": 2, "experts_over": "data", "expert": 2})
+    ),
+    "copies of the sharded state": on_four_ranks(
+        context_case(2, 1, 1, 2, model={**ROTARY, "dropout": 0.1}, parallel={"replicate": 2})
+    ),
     "offloaded, interleaved stages": context_case(
         2,
         1,

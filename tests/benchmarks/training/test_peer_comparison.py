@@ -146,3 +146,17 @@ def test_a_peer_that_hangs_is_given_up_with_what_it_said():
     code = "import time; print('building the model', flush=True); time.sleep(1000)"
     with pytest.raises(TrainingError, match="megatron-core had not ended after 2 s:\n  building the model"):
         peer_comparison._run([sys.executable, "-c", code], "megatron-core", 2)
+
+
+def test_context_parallelism_is_megatron_s_with_its_engine_only(tmp_path, monkeypatch):
+    """Each rank gets an early and a late slice of every sequence."""
+    ours = config("llama-8b", "--parallel.context=4")
+    job = peer_comparison.make_job(ours, 4, 10, 5, tmp_path / "a.json")
+    assert (job.context, job.context_exchange) == (4, "a2a")
+    present = {"torchtitan", "megatron.core", "transformer_engine"}
+    monkeypatch.setattr(peer_comparison.importlib.util, "find_spec", lambda name: name if name in present else None)
+    assert peer_comparison.choose([], ours)[0] == ["megatron-core"]
+    present.remove("transformer_engine")
+    assert "transformer_engine" in peer_comparison.choose([], ours)[1]["megatron-core"]
+    tokens = torch.arange(16).reshape(1, 16)
+    assert peer_megatron.select_slices(tokens, 1, 4).tolist() == [[2, 3, 12, 13]]
