@@ -94,6 +94,15 @@ class ExpertBalance:
         for module in self._modules:
             module.begin_step()
 
+    def list_counts(self) -> list[Tensor]:
+        """Return the counts and losses of all layers, which a step adds to."""
+        tensors = []
+        for module in self._modules:
+            assert module.counts is not None
+            assert module.losses is not None
+            tensors += [module.counts, module.losses]
+        return tensors
+
     def fill(self, scalars: Tensor) -> None:
         """Write this rank's counts and losses into its share of the all-reduce, float64 [size]."""
         if not self._counts_tokens:
