@@ -36,23 +36,26 @@ class TracePoint:
     Attributes:
         phase: part of the computation.
         chunk: position of the chunk in the model.
-        number: number of the checksum within this part, the same on all tensor-parallel ranks.
+        collectives: collectives of tensor-parallel ranks that this part of the computation has started before.
+        number: number of the checksum within this part. Tensor-parallel ranks may divide a GEMM into unequal numbers
+            of parts between two collectives.
         operator: what computed the tensor.
         parameter: the parameter that the operator read, "" if none.
     """
 
     phase: Phase
     chunk: int
+    collectives: int
     number: int
     operator: str
     parameter: str
 
     @property
-    def order(self) -> tuple[int, int, int]:
+    def order(self) -> tuple[int, int, int, int]:
         """Key of the order in which a fault travels: forwards up the chunks, backwards down."""
         if self.phase == Phase.FORWARD:
-            return (self.phase, self.chunk, self.number)
-        return (self.phase, -self.chunk, self.number)
+            return (self.phase, self.chunk, self.collectives, self.number)
+        return (self.phase, -self.chunk, self.collectives, self.number)
 
     @property
     def action(self) -> str:
@@ -176,7 +179,7 @@ class LocatedSuspicion:
 
     ranks: tuple[int, ...]
     owner: int
-    order: tuple[int, int, int]
+    order: tuple[int, int, int, int]
     action: str
     tensor: str
     wrong: int

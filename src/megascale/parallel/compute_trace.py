@@ -56,6 +56,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.fl
 class _Entry(NamedTuple):
     phase: Phase
     chunk: int
+    collectives: int
     number: int
     operator: str
     address: int  # of the parameter that the operator reads, 0 if none
@@ -79,7 +80,8 @@ class ComputeTrace:
         self._tensor = tensor
         self._entries: list[_Entry] = []
         self._section: tuple[Phase, int] = Phase.FORWARD, 0
-        self._counts: dict[tuple[Phase, int], int] = {}
+        self._numbers: dict[tuple[Phase, int], int] = {}
+        self._collectives: dict[tuple[Phase, int], int] = {}
         self.sums = torch.zeros(CAPACITY, dtype=torch.int64, device=buffers[0].params.device)
 
     def __len__(self) -> int:
@@ -93,11 +95,16 @@ class ComputeTrace:
                 f"a micro-batch has more than {CAPACITY - 1} results to compare; set --resilience.replay_interval=0"
             )
         phase, chunk = self._section
-        number = self._counts.get(self._section, 0)
-        self._counts[self._section] = number + 1
-        self._entries.append(_Entry(phase, chunk, number, operator, address))
+        number = self._numbers.get(self._section, 0)
+        self._numbers[self._section] = number + 1
+        collectives = self._collectives.get(self._section, 0)
+        self._entries.append(_Entry(phase, chunk, collectives, number, operator, address))
         bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
         torch.sum(bits, dim=list(range(bits.dim())), dtype=torch.int64, out=self.sums[index])
+
+    def count_collective(self) -> None:
+        """Note that tensor-parallel ranks exchange what they have computed so far."""
+        self._collectives[self._section] = self._collectives.get(self._section, 0) + 1
 
     @contextmanager
     def record(self, phase: Phase, chunk: int) -> Iterator[None]:
@@ -141,8 +148,8 @@ class ComputeTrace:
                 pieces = spec_of(parameter).pieces
                 names[parameter.data_ptr()] = ", ".join(dict.fromkeys(piece.name for piece in pieces))
         points = []
-        for phase, chunk, number, operator, address in self._entries:
-            points.append(TracePoint(phase, chunk, number, operator, names.get(address, "")))
+        for *position, operator, address in self._entries:
+            points.append(TracePoint(*position, operator, names.get(address, "")))
         return points
 
 
@@ -175,6 +182,7 @@ class _OperatorTrace(TorchDispatchMode):
         for tensor in inputs if isinstance(inputs, list | tuple) else (inputs,):
             if isinstance(tensor, Tensor) and tensor.element_size() in _INTEGERS and tensor.dtype != torch.bool:
                 self._trace.add(f"input of {name.strip('_')}", tensor)
+        self._trace.count_collective()
 
     def _is_tensor_group(self, args: Any) -> bool:
         for arg in args:
