@@ -235,5 +235,6 @@ def name_ranks(step: int, suspicions: Sequence[LocatedSuspicion]) -> ReplayVerdi
     relevant = sure or causes
     ranks = tuple(sorted({rank for cause in relevant for rank in cause.ranks}))
     earliest = min(relevant, key=lambda cause: cause.order)
-    is_persistent = all(cause.wrong == cause.total for cause in relevant) and len(relevant) > 1
+    is_wrong_always = all(cause.wrong == cause.total for cause in relevant)
+    is_persistent = is_wrong_always and len({cause.owner for cause in relevant}) > 1
     return ReplayVerdict(step, ranks, bool(sure), is_persistent, earliest.action, earliest.tensor)

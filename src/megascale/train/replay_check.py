@@ -49,8 +49,9 @@ class ReplayEvidence:
         verdict: the outcome.
         message: the outcome as a sentence for people.
         suspicions: first differences of each coordinate.
-        first_samples: index in the global batch of each replica's replayed samples.
+        first_samples: index in the global batch of each replica's first replayed sample.
         micro_batch: number of samples of a replayed micro-batch.
+        confirmed_step: last step whose replays agreed.
     """
 
     verdict: ReplayVerdict
@@ -58,6 +59,7 @@ class ReplayEvidence:
     suspicions: list[LocatedSuspicion]
     first_samples: list[int]
     micro_batch: int
+    confirmed_step: int
 
     def to_record(self) -> dict[str, Any]:
         """Return the evidence as JSON holds it."""
@@ -215,11 +217,14 @@ class ReplayCheck:
         executions = self._gather_executions(traces)
         points = trained.list_points()
         located = [self._locate(suspicion, points) for suspicion in judge_executions(executions)]
-        suspicions = [s for part in self._peers.all_gather(located, list[LocatedSuspicion]) for s in part]
+        gathered = self._peers.all_gather(located, list[LocatedSuspicion])
+        # All replicas judge a coordinate alike.
+        suspicions = list(dict.fromkeys(suspicion for part in gathered for suspicion in part))
         verdict = name_ranks(step, suspicions)
         owners = [self._first_sample(owner) for owner in range(self._replicas)]
         message = verdict.describe([name for name, _ in self._devices])
-        return ReplayEvidence(verdict, message, suspicions, owners, self._layout.config.train.micro_batch)
+        micro_batch = self._layout.config.train.micro_batch
+        return ReplayEvidence(verdict, message, suspicions, owners, micro_batch, self.checked_step)
 
     def _gather_executions(self, traces: list[tuple[int, ComputeTrace]]) -> list[Execution]:
         """Return the executions of all replicas at this coordinate.

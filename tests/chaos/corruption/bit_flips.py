@@ -38,6 +38,7 @@ class BitFlip:
         is_persistent: whether every micro-batch and replay from that step on is wrong, or the trained one alone.
         position: chooses the operator and the element.
         bit: the bit, counted from the lowest.
+        in_replay: whether a passing fault is in the replay instead of the training.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class BitFlip:
     is_persistent: bool
     position: int
     bit: int
+    in_replay: bool = False
 
 
 class Corruption:
@@ -103,7 +105,7 @@ class Corruption:
     def _is_due(self, always: bool = False) -> bool:
         if self._flip.is_persistent:
             return self._step >= self._flip.step
-        return self._step == self._flip.step and (self._is_training or always)
+        return self._step == self._flip.step and (self._is_training != self._flip.in_replay or always)
 
     def _mark_training(self, run: Any) -> Any:
         def run_marked(*args: Any) -> Any:

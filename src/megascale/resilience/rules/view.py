@@ -144,6 +144,7 @@ class View:
         metrics: of this attempt's last steps, oldest first.
         slow_findings: slow machines by recorded spans of this attempt; empty if the driver does not see them.
         slow_action, slow_least: the action for a machine that is slower by that share or more.
+        replay_action: the action for a rank that computed other bits than another replica.
     """
 
     job: str
@@ -163,6 +164,7 @@ class View:
     slow_findings: tuple[SlowFinding, ...] = ()
     slow_action: Action = "alert"
     slow_least: float = 0.1
+    replay_action: Action = "evict"
     _workers: list[tuple[RankView, Worker]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def snapshot(self) -> View:
