@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.core.replay_verdict import ReplayVerdict
@@ -56,3 +56,54 @@ def train_checked(
         corruption.count if corruption is not None else 0,
         [(box.name, box.offsets, box.values.tobytes()) for box in state_of(engine)],
     )
+
+
+@dataclass
+class Trial:
+    """What a rank reports of one fault.
+
+    Attributes:
+        verdict: of the first mismatch; None without one.
+        intervals: checks up to the mismatch.
+        flips: bits flipped by this rank.
+        healthy_checks: checks after the fault had gone.
+        alarms: mismatches among these.
+    """
+
+    verdict: ReplayVerdict | None = None
+    intervals: int = 0
+    flips: int = 0
+    healthy_checks: int = 0
+    alarms: int = 0
+
+
+def run_trials(rank: int, world: int, tree: dict[str, Any], faults: list[BitFlip]) -> list[Trial]:
+    """Inject faults one after another into one training that is checked each step, with a healthy step after each."""
+    engine = make_engine(rank, world, tree)
+    evidence: list[ReplayEvidence] = []
+    engine.replay_check = ReplayCheck(engine, rank, f"cpu {rank}", "cpu", interval=1, on_mismatch=evidence.append)
+    step = 1
+    run_step(engine, step, Told())
+    trials = []
+    for fault in faults:
+        trial = Trial()
+        corruption = Corruption(engine, replace(fault, step=step + 1))
+        with corruption.inject() if fault.rank == rank else nullcontext():
+            for _ in range(2):
+                step += 1
+                trial.intervals += 1
+                if fault.rank == rank:
+                    corruption.begin_step(step)
+                run_step(engine, step, Told())
+                if evidence:
+                    trial.verdict = evidence[0].verdict
+                    break
+        trial.flips = corruption.count
+        evidence.clear()
+        step += 1
+        run_step(engine, step, Told())
+        trial.healthy_checks = 1
+        trial.alarms = len(evidence)
+        evidence.clear()
+        trials.append(trial)
+    return trials
