@@ -52,6 +52,15 @@ LAYOUTS = {
         4,
     ),
 }
+EXPERTS = {**TWO_LAYERS, "mlp": "experts", "mlp_bias": False, "experts": {"number": 4, "top_k": 2, "bias_rate": 0.01}}
+# Room for rows that an even load fills, which no step has: each is computed again. With room for all, none is.
+EXPERT_LAYOUTS = {
+    "all experts local": (case(microbatches=2, model=EXPERTS), {}, 0),
+    "recomputed": (case(2, 1, 1, microbatches=2, model=EXPERTS, parallel={"recompute": "full"}), {"expert_rows": 2}, 0),
+    "room": (case(2, 1, 2, microbatches=4, model=EXPERTS), {"expert_rows": 2}, 0),
+    "no room": (case(2, 1, 2, microbatches=4, model=EXPERTS), {"expert_rows": 1}, 2),
+    "no room, pipeline": (case(2, 2, 1, microbatches=2, model=EXPERTS), {"expert_rows": 1}, 2),
+}
 
 ROTARY = {"positions": "rotary"}
 FIELD_LAYOUTS = {
@@ -100,6 +109,33 @@ def test_replays_are_what_they_stand_for(name, pool):
     graphs = pool.run(train, layout.world, layout.tree, "on")
     for (item, none), (peer, replayed) in zip(eager, graphs, strict=True):
         assert (none, replayed) == (0, expected)
+        assert_same_bits(item, peer)
+
+
+def train_experts(
+    rank: int, world: int, tree: dict[str, Any], kernels: dict[str, Any]
+) -> tuple[Told, list[bool], bool]:
+    """What a rank tells of STEPS steps, which of them were computed twice, and whether any was replayed."""
+    engine = make_engine(rank, world, {**tree, "kernels": kernels})
+    report = Told()
+    observe(engine, report)
+    redone = []
+    for step in range(1, STEPS + 1):
+        run_step(engine, step, report)
+        redone.append(engine.experts.redone)
+    report.state = state_of(engine)
+    return report, redone, engine.graphs is not None and not engine.graphs.failure
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+def test_steps_with_too_many_tokens_for_a_rank_are_redone(name, pool):
+    layout, kernels, expected = EXPERT_LAYOUTS[name]
+    eager = pool.run(train_experts, layout.world, layout.tree, {"graphs": "off"})
+    graphs = pool.run(train_experts, layout.world, layout.tree, {"graphs": "on", **kernels})
+    for (item, none, _), (peer, redone, is_replayed) in zip(eager, graphs, strict=True):
+        assert is_replayed
+        assert not any(none)
+        assert redone == [False] * (STEPS - expected) + [True] * expected
         assert_same_bits(item, peer)
 
 

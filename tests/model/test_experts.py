@@ -57,7 +57,7 @@ def make_chunk(experts: dict[str, Any], dtype: torch.dtype = torch.float64, **op
     materialise(chunk, {param: torch.empty(param.shape, dtype=param.dtype) for param in chunk.parameters()})
     initialise(chunk, 1)
     for layer in list_expert_layers([chunk]):
-        layer.begin_training(16, torch.device("cpu"))
+        layer.begin_training(16, torch.device("cpu"), torch.zeros((), dtype=torch.bool))
     return chunk
 
 
@@ -160,7 +160,7 @@ def test_a_plan_has_each_local_choice_once_in_order(seed, tokens, ranks, local):
     indices = torch.rand(tokens, number, generator=generator).argsort(1)[:, :top_k].contiguous()
     total = torch.zeros(tokens, 1, dtype=torch.float64)
     for rank in range(ranks):
-        plan = plan_rows(indices, rank * local, local)
+        plan = plan_rows(indices, rank * local, local, torch.ones(tokens, top_k), number)
         rows = []
         for expert in range(local):
             start, stop = plan.offsets[expert : expert + 2].tolist()
@@ -401,7 +401,6 @@ def test_scores_that_underflow_give_finite_weights():
             {"parallel": {"experts_over": "data"}},
             ["parallel.experts_over=data", "--parallel.experts_over=tensor"],
         ),
-        ({}, {"kernels": {"graphs": "on"}}, ["kernels.graphs=on", "--kernels.graphs=auto or off"]),
     ],
 )
 def test_layouts_that_experts_exclude_are_refused_by_name(experts, sections, named):

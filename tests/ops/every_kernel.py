@@ -18,6 +18,7 @@ from megascale.ops import (
     norm,
     norm_rotary,
     rope,
+    routing_kernels,
     segments,
 )
 from megascale.ops.amax import AmaxSlots
@@ -141,6 +142,21 @@ def grouped_gemms() -> None:
     grouped_gemm.multiply_groups(x, weights, offsets, index)
     grouped_gemm.multiply_groups(dy, weights, offsets, transposed=True)
     grouped_gemm.accumulate_group_gradients(main_grad, dy, x, offsets, index)
+    grouped_gemm.accumulate_group_gradients(main_grad, torch.zeros(512, 1536, dtype=BF16), dy, offsets, dy_index=index)
+
+
+def routing() -> None:
+    scores, weights = torch.zeros(64, 128), torch.zeros(64, 8)
+    indices = routing_kernels.select_top(scores, None, 8)
+    routing_kernels.select_top(scores, torch.zeros(128), 8)
+    routing_kernels.count_choices(indices, 128)
+    offsets, token, slot, row, _ = routing_kernels.sort_choices(indices, 0, 32, 512)
+    rows = zeros(512, 2048).detach()
+    routing_kernels.sum_rows(rows, row, None)
+    routing_kernels.sum_rows(rows, row, weights)
+    for kind, (gated, _) in routing_kernels.GRADIENT_KINDS.items():
+        inner, dy = zeros(512, 1536 if gated else 768).detach(), zeros(512, 768).detach()
+        routing_kernels.activation_gradient(kind, inner, dy, weights, token, slot, offsets[-1:])
 
 
 def float8_shards() -> None:
@@ -225,6 +241,7 @@ CASES: dict[str, Callable[[], None]] = {
     "float8 of shards": float8_shards,
     "largest over peers": largest_over_peers,
     "grouped GEMMs": grouped_gemms,
+    "routing": routing,
     "optimizers": lambda: optimizer(False),
     "optimizers on device numbers": lambda: optimizer(True),
 }

@@ -85,18 +85,22 @@ def test_rows_meet_the_matrix_of_their_group(counts, spare, columns, inner, dtyp
     columns=st.sampled_from([32, 40]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     gathered=st.booleans(),
+    dy_gathered=st.booleans(),
     overwrite=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_gradients_of_matrices_sum_the_rows_of_their_group(counts, rows, columns, dtype, gathered, overwrite, seed):
+def test_gradients_of_matrices_sum_the_rows_of_their_group(
+    counts, rows, columns, dtype, gathered, dy_gathered, overwrite, seed
+):
     generator = torch.Generator().manual_seed(seed)
     offsets, total = make_offsets(counts), sum(counts)
     tokens = 11 if gathered else total
     index = torch.randint(0, tokens, (total,), generator=generator) if gathered else None
     x = torch.randn(tokens, columns, generator=generator).to(dtype)
-    dy = torch.randn(total, rows, generator=generator).to(dtype)
+    dy_index = torch.randint(0, max(1, tokens), (total,), generator=generator) if dy_gathered else None
+    dy = torch.randn(max(1, tokens, total), rows, generator=generator).to(dtype)
     main_grad = torch.randn(len(counts), rows, columns, generator=generator)
     expected = main_grad.double()
-    accumulate_group_gradients(main_grad, dy, x, offsets, index, overwrite, tiling=TILING)
-    accumulate_group_gradients_reference(expected, dy.double(), x.double(), offsets, index, overwrite)
+    accumulate_group_gradients(main_grad, dy, x, offsets, index, dy_index, overwrite, tiling=TILING)
+    accumulate_group_gradients_reference(expected, dy.double(), x.double(), offsets, index, dy_index, overwrite)
     assert distance(main_grad, expected) <= TOLERANCE[torch.float32]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from megascale.config import Config
+    from megascale.config.experts_section import ExpertsConfig
     from megascale.rendezvous.groups import Groups
     from megascale.train.engine import Engine
     from megascale.train.rank_info import RankInfo
@@ -57,6 +58,9 @@ def register(app: typer.Typer) -> None:
         mean_document: int = typer.Option(
             512, min=1, help="With --data.document_mask=true: mean length of the random documents, in tokens."
         ),
+        even_experts: bool = typer.Option(
+            False, "--even-experts", help="With model.mlp=experts: send each expert equally many tokens, by turns."
+        ),
         out: Path | None = typer.Option(None, help="Write the figures as JSON."),
     ) -> None:
         """Measure step time, tokens/s and MFU of a model on random tokens, with any setting as --section.key=value.
@@ -72,6 +76,8 @@ def register(app: typer.Typer) -> None:
           megascale bench train gpt-13b --model.layers=20 --parallel.tensor=2 --train.micro_batch=1 --cores 1
 
           megascale bench train llama-8b --model.layers=12 --data.document_mask=true --mean-document 512
+
+          megascale bench train qwen3-30b-a3b --model.layers=12 --parallel.tensor=4 --train.micro_batch=4 --even-experts
         """
         from megascale.bench import gpu_watch
         from megascale.core.layout import lay_out
@@ -97,7 +103,9 @@ def register(app: typer.Typer) -> None:
             for thread in os.listdir("/proc/self/task"):
                 with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
                     os.sched_setaffinity(int(thread), rank_cores)
-        result = measure(config, steps, warmup, profile, watch=watch, mean_document=mean_document)
+        result = measure(
+            config, steps, warmup, profile, watch=watch, mean_document=mean_document, even_experts=even_experts
+        )
         if result is not None:
             show(result)
             if out is not None:
@@ -232,11 +240,13 @@ def measure(
     *,
     watch: bool = False,
     mean_document: int = 512,
+    even_experts: bool = False,
 ) -> dict[str, Any] | None:
     """Run the steps; returns the figures on rank 0, None elsewhere.
 
     Args:
         mean_document: mean length of random documents under data.document_mask.
+        even_experts: select experts by turns instead of by score.
     """
     import torch
 
@@ -245,6 +255,7 @@ def measure(
     from megascale.bench.timing import sustained_gemm_rate
     from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, device_peak_tflops, document_flops, mfu
     from megascale.core.layout import lay_out
+    from megascale.model.experts import list_expert_layers
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
     from megascale.train.host_pauses import GarbageCollector
@@ -263,8 +274,13 @@ def measure(
         config, layout.grid.replica(rank_info.rank), layout.microbatches, mean_document=mean_document, device=device
     )
     engine = Engine(layout, groups, device, fields=samples.fields)
+    if even_experts:
+        for layer in list_expert_layers(engine.chunks):
+            layer.select = select_evenly
     start_seconds = time.perf_counter() - start
     seconds, losses = [], []
+    loads: list[float] = []
+    redone_steps = 0
     first_start = 0.0  # of the first timed step
     watcher = None
     if watch and not rank_info.rank:
@@ -281,6 +297,9 @@ def measure(
             losses.append(float(result.loss))  # waits for the update, not for work that overlaps the next step
             if step > warmup:
                 seconds.append(time.perf_counter() - start)
+            if result.expert_counts is not None and step > warmup:
+                loads.append(result.expert_counts.summarise()["expert_rank_load_max"])
+                redone_steps += result.expert_counts.redone
     garbage.close()
     next_step = warmup + steps + 1
     peak_memory, device_memory = None, None
@@ -328,6 +347,8 @@ def measure(
         "mfu": mfu(model, rate, world, peak, flops) if peak else None,
         "mfu_convention": f"{convention}; peak {peak} TFLOP/s",
         "documents": len(samples.lengths) or None,
+        "expert_rank_load_max": statistics.median(loads) if loads else None,
+        "redone_steps": redone_steps if loads else None,
         "gemm_flop_per_s": gemm_rates,
         "peak_memory_gib": peak_memory,
         "device_memory_gib": device_memory,
@@ -337,6 +358,14 @@ def measure(
         "losses": [losses[0], losses[-1]],
         "active": engine.active | engine.runtime.kernels.active(),
     }
+
+
+def select_evenly(scores: torch.Tensor, settings: ExpertsConfig, _: torch.Tensor | None) -> torch.Tensor:
+    """Return experts by turns [..., top_k], where `ops.routing.select_experts` returns the best."""
+    import torch
+
+    choices = torch.arange(scores.shape[:-1].numel() * settings.top_k, device=scores.device)
+    return (choices % settings.number).view(*scores.shape[:-1], settings.top_k)
 
 
 def _host_seconds(engine: Engine, samples: RandomSamples, step: int) -> float:
@@ -411,6 +440,12 @@ def show(result: dict[str, Any]) -> None:
         tokens = result["settings"]["train"]["micro_batch"] * result["sequence_length"]
         mean = tokens / result["documents"]
         rows.append(("documents", f"{result['documents']} in a micro-batch, of {mean:,.0f} tokens each in the mean"))
+    if result.get("expert_rank_load_max") is not None:
+        load, redone = result["expert_rank_load_max"], result["redone_steps"]
+        steps = len(result["all_step_seconds"])
+        rows.append(
+            ("experts", f"{load:.2f} times the mean load on the slowest rank; {redone} of {steps} steps redone")
+        )
     if result["mfu"] is not None:
         rows.append(("MFU", f"{100 * result['mfu']:.1f}% ({result['mfu_convention']})"))
     if result["gemm_flop_per_s"] is not None:

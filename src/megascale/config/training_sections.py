@@ -210,6 +210,12 @@ class KernelsConfig(Section):
         description="CUDA graphs of a chunk's forward and backward, so that small micro-batches do not wait for the "
         "host; auto: if possible; on: an error if not possible (on a CPU, tests replay the same work without graphs)",
     )
+    expert_rows: float = Field(
+        1.25,
+        ge=1,
+        description="with CUDA graphs and model.mlp=experts on several tensor-parallel ranks, the tokens that a rank's "
+        "experts have room for, relative to an even load; a step that needs more is redone without graphs",
+    )
     deterministic: bool = Field(
         False,
         description="bitwise identical results when a step is repeated, on GPUs and CPUs: attention kernels whose "

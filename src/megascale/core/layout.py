@@ -223,11 +223,6 @@ def _expert_faults(config: Config) -> list[str]:
             f"model.experts.bias_rate={settings.bias_rate} with train.lora: adapters leave the model as it is, and "
             "the routers' biases belong to it; train the whole model, or one without model.experts.bias_rate"
         )
-    if config.kernels.graphs == "on":
-        faults.append(
-            "kernels.graphs=on with model.mlp=experts: the number of a rank's tokens is read on the host, which CUDA "
-            "graphs cannot replay; set --kernels.graphs=auto or off"
-        )
     return faults
 
 

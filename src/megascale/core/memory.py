@@ -69,7 +69,7 @@ from megascale.core.inventory import (
     output_matrix,
     resolve_layers,
 )
-from megascale.core.layer_spec import LayerSpec
+from megascale.core.layer_spec import ExpertsSpec, LayerSpec
 from megascale.core.layers import ChunkLayers, Half, LayerSums, assign_layers, assign_stage_layers
 from megascale.core.schedule import (
     COMPUTES,
@@ -486,6 +486,7 @@ def estimate_stage_memory(
     linear_precision: str = "default",
     graphs: bool = False,
     adapters: AdapterSpec | None = None,
+    expert_rows: float = 1.0,
 ) -> MemoryEstimate:
     """Estimate the peak memory of a rank of pipeline stage `stage`, in bytes by kind.
 
@@ -500,6 +501,7 @@ def estimate_stage_memory(
         linear_precision: value of train.linear_precision; config/parts.py has its facts.
         graphs: whether chunks are CUDA graphs (core/rank_memory.py).
         adapters: low-rank adapters, which alone have gradients and optimizer state; None: all parameters have.
+        expert_rows: kernels.expert_rows: rows that graphs have room for, relative to an even load.
     """
     t = grid.tensor
     itemsize = DTYPE_BYTES[precision]
@@ -548,6 +550,10 @@ def estimate_stage_memory(
             layer_count = sum(layers.layer_count for layers in stage_chunks)
             layer_bytes = max((saved.running[i + 1] - saved.running[i] for i in stage_layers), default=0)
             graph_buffers += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
+        if t > 1:
+            expert_bytes = sum(_expert_row_width(specs[i]) for i in stage_layers) * s * micro_batch * itemsize // t
+            held_bytes = in_flight * expert_bytes / schedule.virtual_stages + workspace
+            graph_buffers += int((expert_rows - 1) * held_bytes)
     matrices = count_stage_matrix_elements(model, parallel, stage)
     return MemoryEstimate(
         weights=itemsize * weights,
@@ -600,6 +606,14 @@ def _gradient_bytes(
         # Rounded copies in flight: of all gradients, or from ZeRO-2 on of the slots and of resident parameters.
         total += DTYPE_BYTES["bfloat16"] * in_flight
     return total
+
+
+def _expert_row_width(spec: LayerSpec) -> int:
+    """Return the saved elements per token of the rows of experts, 0 for a layer without experts."""
+    part = spec.feed_forward
+    if not isinstance(part, ExpertsSpec):
+        return 0
+    return part.settings.top_k * part.input_matrices * part.width
 
 
 def _workspace_width(spec: LayerSpec, tensor: int, side_stream: bool) -> int:

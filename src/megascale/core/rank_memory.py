@@ -23,6 +23,7 @@ GPU_CONTEXT = 1 << 30  # bytes of a GPU that CUDA and its libraries take
 # Forward and backward FLOPs of a rank's part of a layer, above which the GPU is slower than any host: 13 ms of an H200.
 # Launching a layer's operators takes a host 1.3 ms (gpt2-124m, dev/log.md), and a slow host twice that.
 MAX_GRAPH_FLOPS = 6e12
+EXPERT_LAUNCHES = 2  # launches of a layer of experts over those of a dense layer
 
 
 def estimate_rank_memory(
@@ -67,6 +68,7 @@ def _estimate(config: Config, grid: Grid, schedule: Schedule, stage: int, graphs
         linear_precision=config.train.linear_precision,
         graphs=graphs,
         adapters=AdapterSpec.from_config(config.train),
+        expert_rows=config.kernels.expert_rows,
     )
 
 
@@ -93,8 +95,6 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         return "parallel.zero=2 reduces every micro-batch's gradients during backward"
     if config.parallel.zero == 3 and data > 1:
         return "parallel.zero=3 gathers parameters and reduces gradients within every micro-batch"
-    if any(isinstance(layer.feed_forward, ExpertsSpec) for layer, _ in count_distinct_layers(config.model)):
-        return "the number of tokens of experts is read on the host"
     if config.model.dropout:
         return "a dropout mask depends on the step and the sample"
     if mode == "on":
@@ -105,7 +105,10 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
     tokens = config.model.sequence_length * config.train.micro_batch
     sequence = config.model.sequence_length
     layer_work = min(layer_flops(layer, sequence).training for layer, _ in count_distinct_layers(config.model))
-    if layer_work * tokens / tensor > MAX_GRAPH_FLOPS:
+    limit = MAX_GRAPH_FLOPS
+    if any(isinstance(layer.feed_forward, ExpertsSpec) for layer, _ in count_distinct_layers(config.model)):
+        limit *= EXPERT_LAUNCHES
+    if layer_work * tokens / tensor > limit:
         return "a layer's micro-batch keeps the GPU busy for longer than its launches take"
     return ""
 

@@ -7,6 +7,7 @@ The balance losses enter as gradients of the logits, and never travel through pi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megascale.config.experts_section import ExpertsConfig
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.model.context import LayerSetup
 from megascale.ops.activation import RecomputedActivation, activate
 from megascale.ops.routing import (
+    RowLimit,
+    count_all,
+    count_experts,
     router_logits,
     score_experts,
     select_experts,
     weigh_experts,
     wide_dtype,
 )
-from megascale.parallel.collectives import all_reduce
+from megascale.parallel.collectives import all_reduce_small
 from megascale.parallel.experts import apply_experts
 from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter
@@ -38,10 +43,12 @@ class Routing:
     Attributes:
         indices: experts of this rank's tokens [s/t, b, top_k]; None before the first forward.
         sequence_counts: tokens of each whole sequence per expert [b, experts], if a loss needs them.
+        row_factor: `ExpertsMlp.row_factor` of the first forward.
     """
 
     indices: Tensor | None = None
     sequence_counts: Tensor | None = None
+    row_factor: float | None = None
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -71,6 +78,9 @@ class ExpertsMlp(DirectModule):
         losses: this rank's share of the sequence loss and of the z-loss since `begin_step`, float64 [2].
         tokens_per_step: tokens of the global batch, by which balance losses are divided.
         routing: selection to use and to fill while a layer runs that backward recomputes.
+        select: selects the experts of tokens, as `ops.routing.select_experts`; another one measures a forced load.
+        row_factor: while work is captured, the rows that a rank has room for relative to an even load; None otherwise.
+        exceeded: raised when captured work had too little room, bool []; of all layers of an engine.
     """
 
     columns: tuple[()] = ()
@@ -106,14 +116,18 @@ class ExpertsMlp(DirectModule):
         self.losses: Tensor | None = None
         self.tokens_per_step = 0
         self.routing: Routing | None = None
+        self.select: Callable[[Tensor, ExpertsConfig, Tensor | None], Tensor] | None = None
+        self.row_factor: float | None = None
+        self.exceeded: Tensor | None = None
 
     @property
     def bias_name(self) -> str:
         """Logical name of the router's bias."""
         return f"layers.{self.index}.mlp.router.bias"
 
-    def begin_training(self, tokens_per_step: int, device: torch.device) -> None:
+    def begin_training(self, tokens_per_step: int, device: torch.device, exceeded: Tensor) -> None:
         """Allocate the router's bias and the counts, and turn on the balance losses."""
+        self.exceeded = exceeded
         number = self.settings.number
         if self.settings.bias_rate:
             self.router_bias = torch.zeros(number, dtype=wide_dtype(self.router), device=device)
@@ -135,10 +149,22 @@ class ExpertsMlp(DirectModule):
     def forward(self, x_SBH: Tensor, projection: ColumnLinear | None) -> Tensor:
         """Return what the layer adds to the residual stream, [s/t, b, h], for its normed input [s/t, b, h]."""
         weights, indices = self.route(x_SBH)
-        y = apply_experts(x_SBH, weights, indices, self.experts_in, self.experts_out, self.activation, self.axis)
+        limit = self._limit_rows(x_SBH)
+        y = apply_experts(x_SBH, weights, indices, self.experts_in, self.experts_out, self.activation, self.axis, limit)
         if self.shared_in is not None:
             y = y + self._run_shared(x_SBH)
         return y
+
+    def _limit_rows(self, x_SBH: Tensor) -> RowLimit | None:
+        """Return the room for this rank's rows in captured work, or None."""
+        factor = self.row_factor if self.routing is None else self.routing.row_factor
+        if factor is None or self.axis.size == 1:
+            return None
+        assert self.exceeded is not None
+        top_k = self.settings.top_k
+        tokens = x_SBH.shape[0] * x_SBH.shape[1]
+        rows = math.ceil(tokens * top_k * factor)  # an even load is that of this rank's own tokens
+        return RowLimit(min(rows, tokens * self.axis.size * top_k), self.exceeded)
 
     def route(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the indices of each token's experts, [s/t, b, top_k]."""
@@ -147,12 +173,14 @@ class ExpertsMlp(DirectModule):
         routing = self.routing or Routing()
         is_first = routing.indices is None
         if routing.indices is None:
-            routing.indices = select_experts(scores, self.settings, self.router_bias)
+            select = self.select or select_experts
+            routing.indices = select(scores, self.settings, self.router_bias)
+            routing.row_factor = self.row_factor
         indices = routing.indices
         weights = weigh_experts(scores, indices, self.settings)
         if self.counts is not None and torch.is_grad_enabled():
             if is_first:
-                self.counts += _count_experts(indices, self.settings.number).sum(0)
+                self.counts += count_all(scores, indices)
             weights = self._attach_losses(weights, logits, scores, routing, is_first)
         return weights, indices
 
@@ -187,8 +215,8 @@ class ExpertsMlp(DirectModule):
         settings = self.settings
         if routing.sequence_counts is None:
             assert routing.indices is not None
-            counts = _count_experts(routing.indices, settings.number)
-            routing.sequence_counts = all_reduce(counts, self.axis).wait()
+            counts = count_experts(routing.indices, settings.number)
+            routing.sequence_counts = all_reduce_small(counts, self.axis)
         length = scores.shape[0] * self.axis.size
         fractions_BE = routing.sequence_counts.to(scores.dtype) * (settings.number / (settings.top_k * length))
         if settings.scores == "sigmoid":
@@ -228,12 +256,6 @@ def keep_routing(block: nn.Module) -> Callable[..., Any]:
             mlp.routing = None
 
     return run
-
-
-def _count_experts(indices_SBK: Tensor, experts: int) -> Tensor:
-    """Return how often each sequence chose each expert, int64 [b, experts]."""
-    is_expert = indices_SBK.unsqueeze(-1) == torch.arange(experts, device=indices_SBK.device)
-    return is_expert.sum((0, 2))
 
 
 def list_expert_layers(chunks: Iterable[Any]) -> Iterator[ExpertsMlp]:

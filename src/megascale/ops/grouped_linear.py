@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from megascale.ops.activation import RecomputedActivation
+from megascale.ops.dispatch import use_fused
 from megascale.ops.gradient_sink import sink_of
 from megascale.ops.grouped_gemm import accumulate_group_gradients, multiply_groups
 from megascale.ops.routing import RoutingPlan, combine_rows
+from megascale.ops.routing_kernels import GRADIENT_KINDS, activation_gradient
 
 
 def run_experts(
@@ -41,22 +43,42 @@ def run_experts_backward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, of the weights, and of both matrices (None where their sinks take them)."""
-    row_weights = weights_TK[plan.token, plan.slot].unsqueeze(1)
     unweighted = multiply_groups(dy_TH, out.detach(), plan.offsets, plan.token, transposed=True)
-    weighted = (unweighted * row_weights).to(inner.dtype)
-    activated, d_inner = RecomputedActivation(activation, None).with_gradient(inner, weighted)
-    # The gradient of a weight is <y, dy> = <activation, gradient of the activation>, so y is not kept.
-    products = (activated.to(weights_TK.dtype) * unweighted.to(weights_TK.dtype)).sum(1)
-    padded = torch.cat((products, products.new_zeros(1)))
-    d_weights_TK = padded[plan.row]
-    d_out = _add_gradient(out, dy_TH[plan.token], (activated * row_weights).to(inner.dtype), plan)
+    d_inner, weighted, d_weights_TK = _activation_backward(inner, unweighted, weights_TK, plan, activation)
+    d_out = _add_gradient(out, dy_TH, weighted, plan, dy_index=plan.token)
     rows = multiply_groups(d_inner, into.detach().flatten(1, 2), plan.offsets, transposed=True)
-    d_into = _add_gradient(into, d_inner, x_TH, plan, plan.token)
+    d_into = _add_gradient(into, d_inner, x_TH, plan, index=plan.token)
     return combine_rows(rows, plan), d_weights_TK, d_into, d_out
 
 
+def _activation_backward(
+    inner: Tensor, unweighted: Tensor, weights_TK: Tensor, plan: RoutingPlan, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of `inner`, the activation times the rows' weights, and the gradient of the weights.
+
+    Args:
+        unweighted: gradient of the activation, without the weights of the rows [rows, width].
+    """
+    if activation in GRADIENT_KINDS and use_fused("gradient of experts' activation", inner, weights_TK):
+        end = plan.offsets[-1:]
+        return activation_gradient(activation, inner, unweighted, weights_TK, plan.token, plan.slot, end)
+    row_weights = weights_TK[plan.token, plan.slot].unsqueeze(1)
+    dy = (unweighted * row_weights).to(inner.dtype)
+    activated, d_inner = RecomputedActivation(activation, None).with_gradient(inner, dy)
+    # The gradient of a weight is <y, dy> = <activation, gradient of the activation>, so y is not kept.
+    products = (activated.to(weights_TK.dtype) * unweighted.to(weights_TK.dtype)).sum(1)
+    padded = torch.cat((products, products.new_zeros(1)))
+    d_weights_TK = padded[plan.row.clamp(max=len(products))]
+    return d_inner, (activated * row_weights).to(inner.dtype), d_weights_TK
+
+
 def _add_gradient(
-    weight: Tensor, dy: Tensor, x: Tensor, plan: RoutingPlan, index: Tensor | None = None
+    weight: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    plan: RoutingPlan,
+    index: Tensor | None = None,
+    dy_index: Tensor | None = None,
 ) -> Tensor | None:
     """Add the gradient of matrices [experts, ..., inner] to their sink, or return it without one."""
     sink = sink_of(weight)
@@ -65,9 +87,10 @@ def _add_gradient(
     if sink is None:
         wide = torch.promote_types(weight.dtype, torch.float32)
         gradient = torch.empty(weight.shape, dtype=wide, device=weight.device)
-        accumulate_group_gradients(_stack(gradient), dy, x, plan.offsets, index, overwrite=True)
+        accumulate_group_gradients(_stack(gradient), dy, x, plan.offsets, index, dy_index, overwrite=True)
         return gradient.to(weight.dtype)
-    accumulate_group_gradients(_stack(sink.main_grad), dy, x, plan.offsets, index, overwrite=sink.overwrite)
+    main_grad = _stack(sink.main_grad)
+    accumulate_group_gradients(main_grad, dy, x, plan.offsets, index, dy_index, overwrite=sink.overwrite)
     sink.overwrite = False
     sink.by_gemm = True
     sink.ready()

@@ -20,6 +20,7 @@ from megascale.ops.reduce import PARTS, accumulate_gradients
 from megascale.ops.rope import apply_rotary_reference, check_tables, find_packed
 
 TILE_ELEMENTS = 2048  # of a tile of heads: it and its gradient fit the registers of four warps
+BACKWARD_PARTS = 4 * PARTS  # eight programs per SM: with two, a quarter of the copy rate on an H100
 
 
 @jit
@@ -28,6 +29,17 @@ def _load_weights(q_weight_ptr, k_weight_ptr, column, inside, is_query):
     query = tl.load(q_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     key = tl.load(k_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     return tl.where(is_query[:, None], query[None, :], key[None, :])
+
+
+@jit
+def _load_gradient(dq_row, dk_row, column, inside, query):
+    """Return a tile of the gradients of query and key heads in float32.
+
+    Two loads read whole vectors; one load through a selected pointer reads element by element.
+    """
+    dq = tl.load(dq_row + column[None, :], mask=inside & query, other=0.0)
+    dk = tl.load(dk_row + column[None, :], mask=inside & (query == 0), other=0.0)
+    return dq.to(tl.float32) + dk.to(tl.float32)
 
 
 @jit
@@ -142,12 +154,13 @@ def _backward_kernel(
         second_column = HALF + pair
     passed_column = 2 * HALF + tl.arange(0, BLOCK_PASS)
     is_passed = passed_column < D
-    q_first = tl.zeros((BLOCK_HALF,), tl.float32)
-    q_second = tl.zeros((BLOCK_HALF,), tl.float32)
-    k_first = tl.zeros((BLOCK_HALF,), tl.float32)
-    k_second = tl.zeros((BLOCK_HALF,), tl.float32)
-    q_passed = tl.zeros((BLOCK_PASS,), tl.float32)
-    k_passed = tl.zeros((BLOCK_PASS,), tl.float32)
+    # Tiles are summed over their heads at the end only, because each sum over heads exchanges between warps.
+    q_first = tl.zeros((BLOCK_N, BLOCK_HALF), tl.float32)
+    q_second = tl.zeros((BLOCK_N, BLOCK_HALF), tl.float32)
+    k_first = tl.zeros((BLOCK_N, BLOCK_HALF), tl.float32)
+    k_second = tl.zeros((BLOCK_N, BLOCK_HALF), tl.float32)
+    q_passed = tl.zeros((BLOCK_N, BLOCK_PASS), tl.float32)
+    k_passed = tl.zeros((BLOCK_N, BLOCK_PASS), tl.float32)
     start = tl.program_id(0).to(tl.int64) * part_tokens
     for token in range(start, tl.minimum(start + part_tokens, tokens)):
         s = token // batch
@@ -161,33 +174,32 @@ def _backward_kernel(
             is_query = head < query_heads
             inside = is_head[:, None] & is_pair[None, :]
             inverse = tl.load(inverse_ptr + token * heads + head, mask=is_head, other=0.0)
-            dq_row = dq_ptr + s * dq_s + b * dq_b + head * dq_n
-            dk_row = dk_ptr + s * dk_s + b * dk_b + (head - query_heads) * dk_n
-            dy_row = tl.where(is_query, dq_row, dk_row)[:, None]
+            query = is_query[:, None]
+            dq_row = dq_ptr + s * dq_s + b * dq_b + head[:, None] * dq_n
+            dk_row = dk_ptr + s * dk_s + b * dk_b + (head[:, None] - query_heads) * dk_n
             x_row = x_ptr + s * x_s + b * x_b + head[:, None] * x_n
             dx_row = dx_ptr + token * dx_token + head[:, None] * D
-            g_first = tl.load(dy_row + first_column[None, :], mask=inside, other=0.0).to(tl.float32)
-            g_second = tl.load(dy_row + second_column[None, :], mask=inside, other=0.0).to(tl.float32)
+            g_first = _load_gradient(dq_row, dk_row, first_column, inside, query)
+            g_second = _load_gradient(dq_row, dk_row, second_column, inside, query)
             d_first = g_first * cos + g_second * sin
             d_second = g_second * cos - g_first * sin
             x_first = tl.load(x_row + first_column[None, :], mask=inside, other=0.0).to(tl.float32) * inverse[:, None]
             x_second = tl.load(x_row + second_column[None, :], mask=inside, other=0.0).to(tl.float32)
             x_second *= inverse[:, None]
-            query = is_query[:, None]
-            q_first += tl.sum(tl.where(query, d_first * x_first, 0.0), 0)
-            q_second += tl.sum(tl.where(query, d_second * x_second, 0.0), 0)
-            k_first += tl.sum(tl.where(query, 0.0, d_first * x_first), 0)
-            k_second += tl.sum(tl.where(query, 0.0, d_second * x_second), 0)
+            q_first += tl.where(query, d_first * x_first, 0.0)
+            q_second += tl.where(query, d_second * x_second, 0.0)
+            k_first += tl.where(query, 0.0, d_first * x_first)
+            k_second += tl.where(query, 0.0, d_second * x_second)
             d_first *= _load_weights(q_weight_ptr, k_weight_ptr, first_column, is_pair, is_query)
             d_second *= _load_weights(q_weight_ptr, k_weight_ptr, second_column, is_pair, is_query)
             mean = tl.sum(d_first * x_first + d_second * x_second, 1)
             if 2 * HALF < D:
                 inside_passed = is_head[:, None] & is_passed[None, :]
-                d_passed = tl.load(dy_row + passed_column[None, :], mask=inside_passed, other=0.0).to(tl.float32)
+                d_passed = _load_gradient(dq_row, dk_row, passed_column, inside_passed, query)
                 x_passed = tl.load(x_row + passed_column[None, :], mask=inside_passed, other=0.0).to(tl.float32)
                 x_passed *= inverse[:, None]
-                q_passed += tl.sum(tl.where(query, d_passed * x_passed, 0.0), 0)
-                k_passed += tl.sum(tl.where(query, 0.0, d_passed * x_passed), 0)
+                q_passed += tl.where(query, d_passed * x_passed, 0.0)
+                k_passed += tl.where(query, 0.0, d_passed * x_passed)
                 d_passed *= _load_weights(q_weight_ptr, k_weight_ptr, passed_column, is_passed, is_query)
                 mean += tl.sum(d_passed * x_passed, 1)
             mean = mean[:, None] / D
@@ -197,13 +209,13 @@ def _backward_kernel(
                 dx_passed = (d_passed - x_passed * mean) * inverse[:, None]
                 tl.store(dx_row + passed_column[None, :], dx_passed, mask=inside_passed)
     part = part_ptr + tl.program_id(0).to(tl.int64) * 2 * D
-    tl.store(part + first_column, q_first, mask=is_pair)
-    tl.store(part + second_column, q_second, mask=is_pair)
-    tl.store(part + D + first_column, k_first, mask=is_pair)
-    tl.store(part + D + second_column, k_second, mask=is_pair)
+    tl.store(part + first_column, tl.sum(q_first, 0), mask=is_pair)
+    tl.store(part + second_column, tl.sum(q_second, 0), mask=is_pair)
+    tl.store(part + D + first_column, tl.sum(k_first, 0), mask=is_pair)
+    tl.store(part + D + second_column, tl.sum(k_second, 0), mask=is_pair)
     if 2 * HALF < D:
-        tl.store(part + passed_column, q_passed, mask=is_passed)
-        tl.store(part + D + passed_column, k_passed, mask=is_passed)
+        tl.store(part + passed_column, tl.sum(q_passed, 0), mask=is_passed)
+        tl.store(part + D + passed_column, tl.sum(k_passed, 0), mask=is_passed)
 
 
 def _table_strides(cos: Tensor) -> tuple[int, int]:
@@ -272,7 +284,7 @@ class _SplitNormRotary(torch.autograd.Function):
         if packed is None:
             packed = torch.empty((S, B, N, D), dtype=qkv_SBC.dtype, device=qkv_SBC.device)
             packed[:, :, heads + groups :].copy_(dv)
-        part_tokens = cdiv(S * B, PARTS)
+        part_tokens = cdiv(S * B, BACKWARD_PARTS)
         parts = cdiv(S * B, part_tokens)
         partial = torch.empty((parts, 2 * D), dtype=torch.float32, device=qkv_SBC.device)
         # A program reads a tile of gradients before it writes the tile, so gradients that are packed change in place.

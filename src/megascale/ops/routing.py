@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale.config.experts_section import ExpertsConfig
+from megascale.ops.dispatch import use_fused
 from megascale.ops.gradient_sink import sink_of, tracked
+from megascale.ops.routing_kernels import count_choices, select_top, sort_choices, sum_rows
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -70,8 +72,12 @@ def select_experts(scores: Tensor, settings: ExpertsConfig, bias: Tensor | None 
         scores: [..., experts].
         bias: added to the scores for the selection only [experts].
     """
+    has_group_limit = settings.group_limit is not None and settings.group_limit < settings.groups
+    if not has_group_limit and use_fused("selection of experts", scores, bias):
+        indices_TK = select_top(scores.flatten(0, -2).contiguous(), bias, settings.top_k)
+        return indices_TK.view(*scores.shape[:-1], settings.top_k)
     choice = scores if bias is None else scores + bias.to(scores.dtype)
-    if settings.group_limit is not None and settings.group_limit < settings.groups:
+    if has_group_limit:
         grouped = choice.unflatten(-1, (settings.groups, -1))
         best = grouped.sort(dim=-1, descending=True, stable=True).values[..., :2].sum(-1)
         groups = best.sort(dim=-1, descending=True, stable=True).indices[..., : settings.group_limit]
@@ -92,6 +98,29 @@ def weigh_experts(scores: Tensor, indices: Tensor, settings: ExpertsConfig) -> T
     return weights * settings.scaling
 
 
+def count_experts(indices: Tensor, experts: int) -> Tensor:
+    """Return how often each sequence chose each expert, int64 [b, experts].
+
+    Args:
+        indices: experts of each token [s, b, top_k].
+    """
+    is_expert = indices.unsqueeze(-1) == torch.arange(experts, device=indices.device)
+    return is_expert.sum((0, 2))
+
+
+def count_all(scores: Tensor, indices: Tensor) -> Tensor:
+    """Return how often each expert was chosen, int64 [experts].
+
+    Args:
+        scores: [s, b, experts].
+        indices: experts of each token [s, b, top_k].
+    """
+    experts = scores.shape[-1]
+    if use_fused("counts of experts", scores):
+        return count_choices(indices.flatten(0, -2), experts)
+    return count_experts(indices, experts).sum(0)
+
+
 @dataclass(frozen=True)
 class RoutingPlan:
     """Rows that a rank's experts process: one for each pair of a token and one of these experts, by expert, then token.
@@ -100,7 +129,7 @@ class RoutingPlan:
         offsets: first row of each expert, and the end of the last one's, int32 [experts + 1].
         token: token of each row [rows].
         slot: position of the row's expert among the token's experts [rows].
-        row: row of each token's slot, `rows` where another rank has the expert [tokens, top_k].
+        row: row of each token's slot, at least `rows` where another rank has the expert [tokens, top_k].
     """
 
     offsets: Tensor
@@ -109,13 +138,44 @@ class RoutingPlan:
     row: Tensor
 
 
-def plan_rows(indices: Tensor, first: int, count: int) -> RoutingPlan:
-    """Plan the rows of experts `first` to `first + count`. The number of rows is read on the host.
+@dataclass(frozen=True)
+class RowLimit:
+    """Number of rows that captured work has room for, because a graph cannot read a number of rows.
+
+    Attributes:
+        rows: capacity; choices beyond it get no row.
+        exceeded: raised when choices got no row, bool [].
+    """
+
+    rows: int
+    exceeded: Tensor
+
+
+def plan_rows(
+    indices: Tensor, first: int, count: int, weights: Tensor, experts: int, limit: RowLimit | None = None
+) -> RoutingPlan:
+    """Plan the rows of experts `first` to `first + count`.
+
+    The number of rows is read on the host, unless there is a limit, or these are all experts, so that every choice has
+    a row.
 
     Args:
         indices: experts of each token [tokens, top_k].
+        weights: weights of these experts, which decide whether kernels run [tokens, top_k].
+        experts: number of experts of the layer.
+        limit: with it the plan has `limit.rows` rows; those beyond the last offset are undefined.
     """
     tokens, top_k = indices.shape
+    if use_fused("plan of experts", weights):
+        capacity = tokens * top_k if limit is None else limit.rows
+        offsets, token, slot, row, needed = sort_choices(indices.contiguous(), first, count, capacity)
+        if limit is not None:
+            limit.exceeded.logical_or_(needed > limit.rows)
+        elif count < experts:
+            rows = int(needed)
+            token = token[:rows]
+            slot = slot[:rows]
+        return RoutingPlan(offsets, token, slot, row)
     local = indices.reshape(-1) - first
     local = torch.where((local >= 0) & (local < count), local, count)
     order = local.argsort(stable=True)
@@ -123,6 +183,10 @@ def plan_rows(indices: Tensor, first: int, count: int) -> RoutingPlan:
     offsets = torch.zeros(count + 1, dtype=torch.int32, device=local.device)
     offsets[1:] = sizes.cumsum(0)
     rows = int(offsets[-1])
+    if limit is not None:
+        limit.exceeded.logical_or_(offsets[-1] > limit.rows)
+        rows = min(rows, limit.rows)
+        offsets.clamp_(max=rows)
     row = torch.empty_like(order)
     row[order] = torch.arange(len(order), device=order.device)
     order = order[:rows]
@@ -136,11 +200,13 @@ def combine_rows(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None)
         rows: [rows, columns].
         weights: weight of each token's experts [tokens, top_k]; None: 1.
     """
+    if use_fused("sum over experts", rows, weights):
+        return sum_rows(rows, plan.row, weights)
     wide = wide_dtype(rows)
     padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
     total = torch.zeros(len(plan.row), rows.shape[1], dtype=wide, device=rows.device)
     for slot in range(plan.row.shape[1]):
-        part = padded[plan.row[:, slot]].to(wide)
+        part = padded[plan.row[:, slot].clamp(max=len(rows))].to(wide)
         if weights is not None:
             part = part * weights[:, slot : slot + 1]
         total += part

@@ -15,8 +15,32 @@ from torch import Tensor
 from megascale import torch_private
 from megascale.ops.gradient_sink import tracked
 from megascale.ops.grouped_linear import run_experts, run_experts_backward
-from megascale.ops.routing import RoutingPlan, plan_rows
-from megascale.parallel.collectives import Axis, all_gather, reduce_scatter
+from megascale.ops.routing import RoutingPlan, RowLimit, plan_rows
+from megascale.parallel.collectives import (
+    Axis,
+    Pending,
+    all_gather,
+    can_exchange,
+    exchange_gather,
+    exchange_scatter,
+    reduce_scatter,
+)
+
+
+def _start_gather(x: Tensor, axis: Axis) -> Pending:
+    """Gather x on dimension 0 by the axis's exchange if it has room, which CUDA graphs can capture."""
+    if can_exchange(axis, x.nbytes):
+        return exchange_gather(x, axis)
+    return all_gather(x, axis)
+
+
+def _start_scatter(x: Tensor, axis: Axis) -> Pending:
+    """Reduce-scatter x on dimension 0 by the axis's exchange if it has room."""
+    if not can_exchange(axis, x.nbytes // axis.size):
+        return reduce_scatter(x, axis)
+    shape = (x.shape[0] // axis.size, *x.shape[1:])
+    parts = x.view(axis.size, *shape)
+    return exchange_scatter(lambda out, rank: out.copy_(parts), shape, x, axis)
 
 
 @torch_private.call_directly
@@ -30,37 +54,46 @@ class _Experts(torch.autograd.Function):
         tracked_out: Tensor | None,
         args: tuple[Any, ...],
     ) -> Tensor:
-        indices_SBK, into, out, activation, axis = args
-        gathering_x = all_gather(x_SBH, axis)
-        gathering_weights = all_gather(weights_SBK, axis)
-        gathering_indices = all_gather(indices_SBK, axis)
+        indices_SBK, into, out, activation, axis, limit = args
+        gathering_weights = _start_gather(weights_SBK, axis)
+        gathering_indices = _start_gather(indices_SBK, axis)
+        gathering_x = _start_gather(x_SBH, axis)
         count = into.shape[0]
-        plan = plan_rows(gathering_indices.wait().flatten(0, 1), axis.rank * count, count)
         weights_TK = gathering_weights.wait().flatten(0, 1)
+        indices_TK = gathering_indices.wait().flatten(0, 1)
+        plan = plan_rows(indices_TK, axis.rank * count, count, weights_TK, axis.size * count, limit)
         x = gathering_x.wait()
         y_TH, inner = run_experts(x.flatten(0, 1), weights_TK, plan, into, out, activation)
         ctx.args = into, out, activation, axis
         ctx.save_for_backward(x_SBH, weights_TK, inner, plan.offsets, plan.token, plan.slot, plan.row)
-        return reduce_scatter(y_TH.view(x.shape), axis).wait()
+        return _start_scatter(y_TH.view(x.shape), axis).wait()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         into, out, activation, axis = ctx.args
         x_SBH, weights_TK, inner, *plan = ctx.saved_tensors
-        gathering_dy = all_gather(grads[0], axis)
-        gathering_x = all_gather(x_SBH, axis)
+        gathering_dy = _start_gather(grads[0], axis)
+        gathering_x = _start_gather(x_SBH, axis)
         dy = gathering_dy.wait()
         x = gathering_x.wait()
         dx_TH, d_weights_TK, d_into, d_out = run_experts_backward(
             dy.flatten(0, 1), x.flatten(0, 1), weights_TK, inner, RoutingPlan(*plan), into, out, activation
         )
-        scattering_weights = reduce_scatter(d_weights_TK.view(*x.shape[:2], -1), axis)
-        dx_SBH = reduce_scatter(dx_TH.view(x.shape), axis).wait()
-        return dx_SBH, scattering_weights.wait(), d_into, d_out, None
+        scattering_weights = _start_scatter(d_weights_TK.view(*x.shape[:2], -1), axis)
+        scattering_dx = _start_scatter(dx_TH.view(x.shape), axis)
+        d_weights_SBK = scattering_weights.wait()
+        return scattering_dx.wait(), d_weights_SBK, d_into, d_out, None
 
 
 def apply_experts(
-    x_SBH: Tensor, weights_SBK: Tensor, indices_SBK: Tensor, into: Tensor, out: Tensor, activation: str, axis: Axis
+    x_SBH: Tensor,
+    weights_SBK: Tensor,
+    indices_SBK: Tensor,
+    into: Tensor,
+    out: Tensor,
+    activation: str,
+    axis: Axis,
+    limit: RowLimit | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, [s/t, b, h].
 
@@ -69,8 +102,8 @@ def apply_experts(
         weights_SBK, indices_SBK: weights and experts of these tokens [s/t, b, top_k].
         into, out: matrices of this rank's experts, as for `run_experts`.
         axis: the ranks that hold the experts, in order, and the tokens.
+        limit: room for rows in captured work; None: exactly the rows of this rank's experts.
     """
-    y: Tensor = _Experts.apply(
-        x_SBH, weights_SBK, tracked(x_SBH, into), tracked(x_SBH, out), (indices_SBK, into, out, activation, axis)
-    )
+    args = indices_SBK, into, out, activation, axis, limit
+    y: Tensor = _Experts.apply(x_SBH, weights_SBK, tracked(x_SBH, into), tracked(x_SBH, out), args)
     return y

@@ -9,6 +9,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
+from torch.distributed import ReduceOp
 
 from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
@@ -518,6 +519,13 @@ class Engine:
         if self.replay_check is not None:
             self.replay_check.begin_step(step)
         loss = self._run_micro_batches(count_casts)
+        if self._has_exceeded_rows():
+            # Gradients lack tokens, and the eager step overwrites them. Reductions under way come first.
+            self.data_parallel.finish_reductions()
+            self.data_parallel.finish_tied()
+            loss = self._run_micro_batches(count_casts, eagerly=True)
+        self._micro_batches.clear()
+        self._read_batch = None
         self._finish_gradients(step)
         if self.replay_check is not None:
             self.replay_check.end_step(step)
@@ -542,7 +550,22 @@ class Engine:
             hook(step)
         return StepResult(summed[0], grad_norm, summed[1], summed[2:5], summed[5:], weight_sum, expert_counts)
 
-    def _run_micro_batches(self, count_casts: bool) -> torch.Tensor | None:
+    @property
+    def _limits_rows(self) -> bool:
+        """Whether captured micro-batches have limited room for the rows of experts, so that a step may be redone."""
+        return self.experts is not None and self.graphs is not None and self.tensor.size > 1
+
+    def _has_exceeded_rows(self) -> bool:
+        """Return whether captured work on any rank had too little room for rows. Waits for the micro-batches."""
+        if self.experts is None:
+            return False
+        self.experts.redone = False
+        if self._limits_rows:
+            exceeded = self.experts.exceeded.float()
+            self.experts.redone = bool(all_reduce(exceeded, self.world, ReduceOp.MAX).wait().item())
+        return self.experts.redone
+
+    def _run_micro_batches(self, count_casts: bool, eagerly: bool = False) -> torch.Tensor | None:
         """Run the pipeline's forwards and backwards. Return the sum of the losses on the last stage, else None."""
         self._mark_weights_changed()
         for chunk in self.chunks:
@@ -553,7 +576,7 @@ class Engine:
         if self.graphs is None:
             chunks = EagerRunner(self._forward, self.runtime.weight_gradients)
         else:
-            runs_eagerly = count_casts or self.backward_in_own_thread
+            runs_eagerly = eagerly or count_casts or self.backward_in_own_thread
             chunks = self.graphs.begin_step(self._forward, self._take_graph_inputs, eagerly=runs_eagerly)
         if self.replay_check is not None:
             chunks = self.replay_check.watch(chunks)
@@ -561,8 +584,6 @@ class Engine:
             loss = self.pipeline.run(chunks, self.data_parallel)
         if self.graphs is not None:
             self.graphs.end_step()
-        self._micro_batches.clear()
-        self._read_batch = None
         return loss
 
     def read_first_micro_batch(self) -> Batch[torch.Tensor]:
@@ -623,14 +644,14 @@ class Engine:
     ) -> tuple[torch.Tensor, Batch[torch.Tensor] | None]:
         """Return `x` or the tokens, and micro-batch `i` if the chunk reads one of its fields.
 
-        A micro-batch is read once. With several chunks it stays until the end of the step.
+        A micro-batch is read once. With several chunks, or if the step may be redone, it stays until the step's end.
         """
         is_last = self.chunks[chunk].last
         if x is not None and not is_last and not self.fields.concerns_blocks:
             return x, None
         if i not in self._micro_batches:
             assert self._read_batch is not None
-            if len(self.chunks) == 1:
+            if len(self.chunks) == 1 and not self._limits_rows:
                 self._micro_batches.clear()
             self._micro_batches[i] = self._read_batch(i)
         batch = self._micro_batches[i]
@@ -683,7 +704,10 @@ class Engine:
         """Run a chunk in the way that a CUDA graph captures: the same for every micro-batch and step, no dropout."""
         context = ForwardContext(token_grad=self._token_gradient, token_loss=self._token_loss)
         batch = Batch(**dict(zip(self._read_fields[chunk], inputs[1:], strict=True)))
-        return self._run_chunk(chunk, inputs[0], batch, context)
+        if self.experts is None:
+            return self._run_chunk(chunk, inputs[0], batch, context)
+        with self.experts.limiting_rows(self.config.kernels.expert_rows):
+            return self._run_chunk(chunk, inputs[0], batch, context)
 
     def _finish_gradients(self, step: int) -> None:
         """Wait for the reductions of gradients, then call the hooks that look at them."""

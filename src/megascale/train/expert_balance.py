@@ -7,6 +7,7 @@ Every rank then has the counts of the whole batch, and updates its copy of its l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +29,14 @@ class ExpertCounts:
         counts: choices of each expert in the global batch, float64 [layers, experts].
         losses: sequence loss and z-loss, summed over layers, float64 [2].
         ranks: ranks that divide the experts of a layer.
+        redone: whether the step was computed again without CUDA graphs, because a rank had too many tokens for them.
     """
 
     layers: tuple[int, ...]
     counts: Tensor
     losses: Tensor
     ranks: int
+    redone: bool
 
     def summarise(self) -> dict[str, float]:
         """Return the metrics of a step; reading them waits for the device.
@@ -54,6 +57,7 @@ class ExpertCounts:
             "dead_experts": float((counts == 0).sum()),
             "expert_load_max": float(shares.max() * number),
             "expert_rank_load_max": float(by_rank.max() * self.ranks),
+            "expert_step_redone": float(self.redone),
             "expert_sequence_loss": sequence_loss,
             "expert_z_loss": z_loss,
         }
@@ -68,6 +72,8 @@ class ExpertBalance:
 
     Attributes:
         size: number of scalars that a step adds to the all-reduce.
+        exceeded: whether captured work had too little room for rows since `begin_step`, bool [].
+        redone: whether the present step was computed again for that reason.
     """
 
     def __init__(
@@ -86,11 +92,14 @@ class ExpertBalance:
         self._modules = list(list_expert_layers(chunks))
         self._counts_tokens = counts_tokens
         self._ranks = ranks
+        self.exceeded = torch.zeros((), dtype=torch.bool, device=device)
+        self.redone = False
         for module in self._modules:
-            module.begin_training(tokens_per_step, device)
+            module.begin_training(tokens_per_step, device, self.exceeded)
 
     def begin_step(self) -> None:
         """Set the counts to zero."""
+        self.exceeded.zero_()
         for module in self._modules:
             module.begin_step()
 
@@ -102,6 +111,17 @@ class ExpertBalance:
             assert module.losses is not None
             tensors += [module.counts, module.losses]
         return tensors
+
+    @contextmanager
+    def limiting_rows(self, factor: float) -> Iterator[None]:
+        """Let layers compute, within, with room for `factor` times the rows of an even load, as graphs need."""
+        for module in self._modules:
+            module.row_factor = factor
+        try:
+            yield
+        finally:
+            for module in self._modules:
+                module.row_factor = None
 
     def fill(self, scalars: Tensor) -> None:
         """Write this rank's counts and losses into its share of the all-reduce, float64 [size]."""
@@ -128,7 +148,7 @@ class ExpertBalance:
             move = torch.sign(layer_counts.mean() - layer_counts) * rate
             move = torch.where(skip, 0.0, move - move.mean())
             module.router_bias += move.to(module.router_bias.dtype)
-        return ExpertCounts(self.layers, counts, summed[-2:], self._ranks)
+        return ExpertCounts(self.layers, counts, summed[-2:], self._ranks, self.redone)
 
     def logical_tensors(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]:
         """Yield the biases as content of a checkpoint, like `ShardedOptimizer.logical_tensors`."""

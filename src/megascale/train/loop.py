@@ -114,6 +114,7 @@ class Trainer:
         self._read_totals = ReadTotals()  # samples of all steps whose results were read
         self._load_measures: dict[str, float] = {}
         self._data_notes: list[str] = []
+        self._unconfirmed_note = ""
         self._skipped_steps = 0  # steps of this process with an infinite or NaN gradient, or without loss weights
         self._skipped_in_a_row = 0
         self._stopping = False  # agreed by all ranks
@@ -336,9 +337,7 @@ class Trainer:
             return
         self.status.update("load", 0)
         if self.is_leader:
-            unconfirmed = replay_response.pass_over_unconfirmed(self.folder, self.checkpointer.folder)
-            if unconfirmed:
-                self.origin.notes.append(unconfirmed)
+            self._unconfirmed_note = replay_response.pass_over_unconfirmed(self.folder, self.checkpointer.folder)
         started, report = time.monotonic(), checkpoint.LoadReport()
         with self.engine.loading_weights():
             # Before the first step the optimizer's moments are zero: an imported model comes without them.
@@ -479,6 +478,8 @@ class Trainer:
             if seconds >= 1.0:
                 line += f": {self._load_measures['read_bytes'] / 1e9:.1f} GB by rank 0 in {seconds:.1f} s"
             log_line(line)
+        if self._unconfirmed_note:
+            log_line(self._unconfirmed_note)
         for note in self.origin.notes + self._data_notes:
             log_line(note)
         if self.origin.changes:

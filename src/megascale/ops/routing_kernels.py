@@ -1,0 +1,336 @@
+"""Kernels of routing: selection, the plan of rows, the sum of a token's rows, and the gradient between two GEMMs.
+
+Each result is written by one program in a fixed order, so the same input gives the same bits. Nothing is read on the
+host. `ops/routing.py` and `ops/grouped_linear.py` choose between these kernels and plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megascale.ops.activation import _gelu
+from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl
+
+SELECTION_ELEMENTS = 4096  # of a tile of scores
+PLAN_BLOCK = 256  # choices that one program of the plan sorts
+
+
+@jit
+def _select_kernel(
+    score_ptr,
+    bias_ptr,
+    index_ptr,
+    tokens,
+    experts,
+    TOP_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    expert = tl.arange(0, BLOCK_E)
+    inside = (token[:, None] < tokens) & (expert[None, :] < experts)
+    score_row = score_ptr + token[:, None].to(tl.int64) * experts
+    choice = tl.load(score_row + expert[None, :], mask=inside, other=0.0)
+    if HAS_BIAS:
+        choice += tl.load(bias_ptr + expert, mask=expert < experts, other=0.0)[None, :]
+    # A NaN comes first, as in a sort; without this it would equal nothing, and the index would be outside.
+    choice = tl.where(choice != choice, float("inf"), choice)
+    choice = tl.where(expert[None, :] < experts, choice, float("-inf"))
+    for slot in tl.static_range(TOP_K):
+        best = tl.max(choice, 1)
+        candidate = tl.where(choice == best[:, None], expert[None, :], BLOCK_E)
+        index = tl.min(candidate, 1)
+        tl.store(index_ptr + token.to(tl.int64) * TOP_K + slot, index.to(tl.int64), mask=token < tokens)
+        choice = tl.where(expert[None, :] == index[:, None], float("-inf"), choice)
+
+
+def select_top(scores_TE: Tensor, bias: Tensor | None, top_k: int) -> Tensor:
+    """Return the `top_k` best experts of each token, int64 [tokens, top_k]; of equal scores the lowest index first.
+
+    Args:
+        scores_TE: [tokens, experts], contiguous; finite, or NaN.
+        bias: added to the scores [experts].
+    """
+    tokens, experts = scores_TE.shape
+    indices = torch.empty((tokens, top_k), dtype=torch.int64, device=scores_TE.device)
+    block_e = max(16, next_power_of_2(experts))
+    block_t = max(1, SELECTION_ELEMENTS // block_e)
+    _select_kernel[(cdiv(tokens, block_t),)](
+        scores_TE,
+        bias,
+        indices,
+        tokens,
+        experts,
+        TOP_K=top_k,
+        HAS_BIAS=bias is not None,
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+    )
+    return indices
+
+
+@jit
+def _count_kernel(index_ptr, count_ptr, choices, first, experts, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
+    choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.arange(0, BLOCK_E)
+    local = tl.load(index_ptr + choice, mask=choice < choices, other=first - 1).to(tl.int32) - first
+    is_expert = (local[:, None] == expert[None, :]).to(tl.int32)
+    tl.store(count_ptr + tl.program_id(0) * experts + expert, tl.sum(is_expert, 0), mask=expert < experts)
+
+
+@jit
+def _place_kernel(
+    index_ptr,
+    start_ptr,
+    row_ptr,
+    token_ptr,
+    slot_ptr,
+    choices,
+    first,
+    experts,
+    top_k,
+    rows,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.arange(0, BLOCK_E)
+    local = tl.load(index_ptr + choice, mask=choice < choices, other=first - 1).to(tl.int32) - first
+    is_expert = (local[:, None] == expert[None, :]) & (expert[None, :] < experts)
+    rank = tl.cumsum(is_expert.to(tl.int32), 0) - 1
+    start = tl.load(start_ptr + tl.program_id(0) * experts + expert, mask=expert < experts, other=0)
+    row = tl.sum(tl.where(is_expert, start[None, :] + rank, 0), 1)
+    is_row = (local >= 0) & (local < experts) & (row < rows)
+    tl.store(row_ptr + choice, tl.where(is_row, row, rows), mask=choice < choices)
+    tl.store(token_ptr + row, choice // top_k, mask=is_row)
+    tl.store(slot_ptr + row, choice % top_k, mask=is_row)
+
+
+def _count_blocks(indices_TK: Tensor, first: int, count: int) -> Tensor:
+    """Return how often each block of choices has each expert, int32 [blocks, count]."""
+    choices = indices_TK.numel()
+    blocks = cdiv(choices, PLAN_BLOCK)
+    counts = torch.empty((blocks, count), dtype=torch.int32, device=indices_TK.device)
+    _count_kernel[(blocks,)](
+        indices_TK, counts, choices, first, count, BLOCK=PLAN_BLOCK, BLOCK_E=max(2, next_power_of_2(count))
+    )
+    return counts
+
+
+def count_choices(indices_TK: Tensor, experts: int) -> Tensor:
+    """Return how often each expert was chosen, int64 [experts]; indices_TK: contiguous."""
+    return _count_blocks(indices_TK, 0, experts).sum(0)
+
+
+def sort_choices(
+    indices_TK: Tensor, first: int, count: int, rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Sort the choices of experts `first` to `first + count` by expert, then token (a stable counting sort).
+
+    Args:
+        indices_TK: experts of each token [tokens, top_k], contiguous.
+        rows: capacity. Choices beyond it get no row.
+
+    Returns:
+        Offsets of the experts clamped to the capacity, int32 [count + 1]. Token and slot of each row, int32 [rows];
+        undefined beyond the last offset. Row of each token's slot, `rows` for choices without one, int32
+        [tokens, top_k]. The number of choices of these experts, int32 [].
+    """
+    device = indices_TK.device
+    counts = _count_blocks(indices_TK, first, count)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    offsets = torch.zeros(count + 1, dtype=torch.int32, device=device)
+    torch.cumsum(ends[-1], 0, dtype=torch.int32, out=offsets[1:])
+    starts = ends - counts
+    starts += offsets[:-1]
+    token = torch.empty(rows, dtype=torch.int32, device=device)
+    slot = torch.empty(rows, dtype=torch.int32, device=device)
+    row = torch.empty(indices_TK.shape, dtype=torch.int32, device=device)
+    _place_kernel[(len(counts),)](
+        indices_TK,
+        starts,
+        row,
+        token,
+        slot,
+        indices_TK.numel(),
+        first,
+        count,
+        indices_TK.shape[1],
+        rows,
+        BLOCK=PLAN_BLOCK,
+        BLOCK_E=max(2, next_power_of_2(count)),
+    )
+    return offsets.clamp(max=rows), token, slot, row, offsets[-1]
+
+
+@jit
+def _combine_kernel(
+    x_ptr,
+    row_ptr,
+    weight_ptr,
+    out_ptr,
+    tokens,
+    columns,
+    rows,
+    TOP_K: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    is_token = token < tokens
+    is_column = column < columns
+    total = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+    for slot in tl.static_range(TOP_K):
+        choice = token.to(tl.int64) * TOP_K + slot
+        row = tl.load(row_ptr + choice, mask=is_token, other=rows)
+        inside = (row < rows)[:, None] & is_column[None, :]
+        part = tl.load(x_ptr + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
+        part = part.to(tl.float32)
+        if HAS_WEIGHTS:
+            part *= tl.load(weight_ptr + choice, mask=is_token, other=0.0)[:, None]
+        total += part
+    out = out_ptr + token[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(out, total, mask=is_token[:, None] & is_column[None, :])
+
+
+def sum_rows(rows_RC: Tensor, row_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """Return the sum of each token's rows in the order of its slots, [tokens, columns] in the type of the rows.
+
+    Args:
+        rows_RC: [rows, columns], contiguous.
+        row_TK: row of each slot, at least `rows` for slots without one, int32 [tokens, top_k].
+        weights_TK: factors of the rows, float32 [tokens, top_k]; None: 1.
+    """
+    rows, columns = rows_RC.shape
+    tokens, top_k = row_TK.shape
+    out = rows_RC.new_empty(tokens, columns)
+    block_c = min(1024, next_power_of_2(columns))
+    block_t = max(1, 1024 // block_c)
+    _combine_kernel[(cdiv(tokens, block_t), cdiv(columns, block_c))](
+        rows_RC,
+        row_TK,
+        weights_TK,
+        out,
+        tokens,
+        columns,
+        rows,
+        TOP_K=top_k,
+        HAS_WEIGHTS=weights_TK is not None,
+        BLOCK_T=block_t,
+        BLOCK_C=block_c,
+    )
+    return out
+
+
+@jit
+def _activation_gradient_kernel(
+    inner_ptr,
+    dy_ptr,
+    weight_ptr,
+    token_ptr,
+    slot_ptr,
+    end_ptr,
+    d_inner_ptr,
+    value_ptr,
+    d_weight_ptr,
+    width,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    TANH: tl.constexpr,
+    NARROW: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    is_row = row < tl.load(end_ptr)
+    token = tl.load(token_ptr + row, mask=is_row, other=0).to(tl.int64)
+    slot = tl.load(slot_ptr + row, mask=is_row, other=0)
+    choice = token * TOP_K + slot
+    weight = tl.load(weight_ptr + choice, mask=is_row, other=0.0)[:, None]
+    row_64 = row[:, None].to(tl.int64)
+    product = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for start in range(0, width, BLOCK_C):
+        column = start + tl.arange(0, BLOCK_C)
+        inside = is_row[:, None] & (column[None, :] < width)
+        narrow = row_64 * width + column[None, :]
+        dy = tl.load(dy_ptr + narrow, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            wide = row_64 * 2 * width + column[None, :]
+            x = tl.load(inner_ptr + wide, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(inner_ptr + wide + width, mask=inside, other=0.0).to(tl.float32)
+            if TANH:
+                gate, slope = _gelu(x, TANH, NARROW)
+            else:
+                half = tl.sigmoid(x)
+                gate = x * half
+                slope = half * (1.0 + x * (1.0 - half))
+            value = gate * up
+            tl.store(d_inner_ptr + wide, dy * weight * up * slope, mask=inside)
+            tl.store(d_inner_ptr + wide + width, dy * weight * gate, mask=inside)
+        else:
+            x = tl.load(inner_ptr + narrow, mask=inside, other=0.0).to(tl.float32)
+            value, slope = _gelu(x, TANH, NARROW)
+            tl.store(d_inner_ptr + narrow, dy * weight * slope, mask=inside)
+        product += value * dy
+        tl.store(value_ptr + narrow, value * weight, mask=inside)
+    tl.store(d_weight_ptr + choice, tl.sum(product, 1), mask=is_row)
+
+
+# Activations of the kernel below: gated, and with the tanh approximation.
+GRADIENT_KINDS = {
+    "gelu": (False, False),
+    "gelu_tanh": (False, True),
+    "swiglu": (True, False),
+    "geglu_tanh": (True, True),
+}
+
+
+def activation_gradient(
+    kind: str, inner: Tensor, dy: Tensor, weights_TK: Tensor, token: Tensor, slot: Tensor, end: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients between the two GEMMs of experts in one pass.
+
+    Args:
+        kind: one of GRADIENT_KINDS.
+        inner: output of the first GEMM [rows, columns], contiguous.
+        dy: gradient of the second GEMM's input, without the weights of the rows [rows, width], contiguous.
+        weights_TK: weight of each token's experts, float32 [tokens, top_k].
+        token, slot: of each row, int32 [rows].
+        end: number of rows that are in use, int32 [1].
+
+    Returns:
+        The gradient of `inner`. The activation times the weights of the rows [rows, width]. The gradient of the
+        weights, float32 [tokens, top_k], 0 for slots without a row. Rows beyond `end` are undefined.
+    """
+    rows, width = dy.shape
+    gated, tanh = GRADIENT_KINDS[kind]
+    d_inner = torch.empty_like(inner)
+    value = torch.empty_like(dy)
+    d_weights = torch.zeros_like(weights_TK)
+    if not rows:
+        return d_inner, value, d_weights
+    block_c = min(512, next_power_of_2(width))
+    block_r = max(1, 2048 // block_c)
+    _activation_gradient_kernel[(cdiv(rows, block_r),)](
+        inner,
+        dy,
+        weights_TK,
+        token,
+        slot,
+        end,
+        d_inner,
+        value,
+        d_weights,
+        width,
+        TOP_K=weights_TK.shape[1],
+        GATED=gated,
+        TANH=tanh,
+        NARROW=inner.element_size() < 4,
+        BLOCK_R=block_r,
+        BLOCK_C=block_c,
+    )
+    return d_inner, value, d_weights
