@@ -75,7 +75,8 @@ def corruption(
     from tests.exact.pool import Pool
 
     chosen = [name.strip() for name in layouts.split(",") if name.strip()] or list(LAYOUTS)
-    console = Console()
+    console = Console(highlight=False)
+    console.width = max(console.width, 150)
     pool = Pool()
     counts: list[Count] = []
     start = time.monotonic()
@@ -91,7 +92,7 @@ def corruption(
             healthy = Count(name, "healthy")
             _run_healthy(pool, layout, _divide(replays, len(chosen), number), healthy)
             counts += [count for count in by_kind.values() if count.injected] + [healthy]
-            console.print(f"{name}: {len(faults)} faults, {healthy.replays} healthy replays", highlight=False)
+            console.print(f"{name}: {len(faults)} faults, {healthy.replays} healthy replays")
     finally:
         pool.close()
     table = Table(title=f"wrong bits, seed {seed}")
