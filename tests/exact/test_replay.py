@@ -60,6 +60,9 @@ NAMED = [
     (case(1, 2, 2, microbatches=2, zero=1, model=DROPOUT), "activation gradient", 1, False, (2,)),
     (case(1, 2, 2, microbatches=2, zero=1, model=DROPOUT), "activation", 0, True, (2, 3)),
     (experts_case(2, 1, 2, experts=BALANCED), "weight gradient", 5, False, (1,)),
+    (case(1, 1, 2, microbatches=2, zero=3, model=DROPOUT), "reduced gradient", 1, False, (1,)),
+    (case(1, 2, 2, microbatches=2, zero=1, model=DROPOUT), "reduced gradient", 4, False, (2,)),
+    (case(2, 1, 2, microbatches=2, zero=1, model=DROPOUT), "optimizer state", 3, False, (2,)),
 ]
 
 

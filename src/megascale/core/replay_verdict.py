@@ -22,6 +22,7 @@ class Phase(IntEnum):
     FORWARD = 0
     BACKWARD = 1
     WEIGHT_GRADIENTS = 2
+    UPDATE = 3
 
     @property
     def label(self) -> str:

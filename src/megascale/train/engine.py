@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from megascale.train.replay_check import ReplayCheck
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-_REDUCE_DTYPES = {"bfloat16": torch.bfloat16}  # other settings reduce gradients in the type of their buffers
+REDUCE_DTYPES = {"bfloat16": torch.bfloat16}  # other settings reduce gradients in the type of their buffers
 
 # Micro-batch number -> the micro-batch on the device.
 ReadBatch = Callable[[int], Batch[torch.Tensor]]
@@ -161,7 +161,7 @@ class Engine:
         self.chunks: list[Chunk] = []
         self.flats: list[ParamAndGradBuffer] = []
         self._make_chunks(coordinate.pipeline, axes)
-        reduce_dtype = _REDUCE_DTYPES.get(config.parallel.reduce_dtype)
+        reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         self.data_parallel = DataParallel(
             self.flats,
             config.overlap.data,

@@ -5,6 +5,7 @@ That one replays it with the step's weights, over all its tensor- and pipeline-p
 traces (parallel/compute_trace.py) of the replay and of the training must be equal. If a trace differs on any rank,
 replicas replay once more before the update: a third replica with three or more, both again with two. The votes over
 all executions name the rank (core/replay_verdict.py). The distance between the replicas changes with each check.
+Sums that leave a reduction, and the optimizer's state, are checked in the same step (train/reduction_check.py).
 
 A replay accumulates into the gradient buffers, which the step that follows overwrites. It needs no memory of its own
 except the traces' 1 MiB each and the activations of one micro-batch.
@@ -27,6 +28,7 @@ from megascale.core.layout import Layout
 from megascale.core.replay_verdict import (
     Execution,
     LocatedSuspicion,
+    Phase,
     ReplayVerdict,
     Suspicion,
     TracePoint,
@@ -38,7 +40,8 @@ from megascale.errors import ConfigError
 from megascale.parallel.collectives import Axis, all_gather, all_reduce
 from megascale.parallel.compute_trace import ComputeTrace, TracedRunner
 from megascale.parallel.pipeline import EagerRunner
-from megascale.train.engine import Engine
+from megascale.train.engine import REDUCE_DTYPES, Engine
+from megascale.train.reduction_check import ReductionCheck, StateCheck
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,10 @@ class ReplayCheck:
         self._trained: ComputeTrace | None = None  # of the present step's first micro-batch
         self._replayed: ComputeTrace | None = None
         self._batch: Batch[Tensor] = Batch()
+        reduce_dtype = REDUCE_DTYPES.get(layout.config.parallel.reduce_dtype)
+        self._reductions = ReductionCheck(engine.data_parallel, layout.microbatches, reduce_dtype)
+        self._state = StateCheck(engine.optimizer)
+        engine.after_update_hooks.append(self._after_update)
         self._check()
         first = 1 if self._replicas == 2 else f"1 to {self._replicas - 1}"
         engine.active["replay"] = f"once per {interval} steps, by the replica at distance {first}"
@@ -146,6 +153,7 @@ class ReplayCheck:
         self._batch = self._engine.read_first_micro_batch()
         self._replayed = self._replay(self._distance(step))
         self._trained = self._make_trace()
+        self._reductions.begin()
 
     def watch(self, chunks: EagerRunner) -> EagerRunner:
         """Return a runner that traces the step's first micro-batch, or `chunks` itself if no check is due."""
@@ -159,16 +167,28 @@ class ReplayCheck:
         if trained is None or replayed is None:
             return
         trained.finish()
+        self._reductions.end()
         expected = self._shift(trained.sums, self._distance(step))
-        differs = (expected != replayed.sums).any().double()
-        if not bool(all_reduce(differs, self._engine.world, dist.ReduceOp.MAX).wait() > 0):
+        wrong_blocks = self._reductions.find_wrong()
+        wrong_tensors = self._state.find_wrong()
+        flags = torch.stack([wrong.any() for wrong in (expected != replayed.sums, wrong_blocks, wrong_tensors)])
+        flags = all_reduce(flags.double(), self._engine.world, dist.ReduceOp.MAX).wait()
+        has_other_bits, *has_local_faults = [bool(flag) for flag in flags.tolist()]
+        evidence = None
+        if has_other_bits:
+            evidence = self._collect_evidence(step, trained, replayed)
+        elif any(has_local_faults):
+            evidence = self._collect_local_evidence(step, wrong_blocks, wrong_tensors)
+        else:
             self.checked_step = step
-            self._trained = self._replayed = None
-            return
-        evidence = self._collect_evidence(step, trained, replayed)
         self._trained = self._replayed = None
         self._batch = Batch()
-        self._on_mismatch(evidence)
+        if evidence is not None:
+            self._on_mismatch(evidence)
+
+    def _after_update(self, step: int) -> None:
+        if (step + 1) % self._interval == 0:
+            self._state.take()
 
     def _distance(self, step: int) -> int:
         """Return the distance from a replica to the one that replays its micro-batch: another one for each check."""
@@ -220,11 +240,34 @@ class ReplayCheck:
         gathered = self._peers.all_gather(located, list[LocatedSuspicion])
         # All replicas judge a coordinate alike.
         suspicions = list(dict.fromkeys(suspicion for part in gathered for suspicion in part))
-        verdict = name_ranks(step, suspicions)
+        return self._make_evidence(name_ranks(step, suspicions), suspicions)
+
+    def _make_evidence(self, verdict: ReplayVerdict, suspicions: list[LocatedSuspicion]) -> ReplayEvidence:
         owners = [self._first_sample(owner) for owner in range(self._replicas)]
         message = verdict.describe([name for name, _ in self._devices])
         micro_batch = self._layout.config.train.micro_batch
         return ReplayEvidence(verdict, message, suspicions, owners, micro_batch, self.checked_step)
+
+    def _collect_local_evidence(self, step: int, wrong_blocks: Tensor, wrong_tensors: Tensor) -> ReplayEvidence:
+        """Name the ranks whose sums or whose state are wrong."""
+        located = []
+        for wrong, action, describe in (
+            (wrong_tensors, "state at rest before the update", self._state.describe),
+            (wrong_blocks, "reduction of the gradients", self._reductions.describe),
+        ):
+            indices = wrong.nonzero().flatten().tolist()
+            if indices:
+                order = (Phase.UPDATE, 0, 0, indices[0])
+                located.append(
+                    LocatedSuspicion((self._rank,), self._replica, order, action, describe(indices[0]), 1, 1)
+                )
+        suspicions = [s for part in self._peers.all_gather(located, list[LocatedSuspicion]) for s in part]
+        first = suspicions[0]
+        ranks = tuple(sorted({rank for suspicion in suspicions for rank in suspicion.ranks}))
+        verdict = ReplayVerdict(
+            step, ranks, is_sure=True, is_persistent=False, action=first.action, tensor=first.tensor
+        )
+        return self._make_evidence(verdict, suspicions)
 
     def _gather_executions(self, traces: list[tuple[int, ComputeTrace]]) -> list[Execution]:
         """Return the executions of all replicas at this coordinate.

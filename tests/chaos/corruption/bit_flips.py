@@ -73,6 +73,7 @@ class Corruption:
             mock.patch.object(EagerRunner, "forward", self._wrap(EagerRunner.forward, is_forward=True)),
             mock.patch.object(EagerRunner, "backward", self._wrap(EagerRunner.backward, is_forward=False)),
             mock.patch.object(self._engine.pipeline, "run", self._mark_training(self._engine.pipeline.run)),
+            mock.patch.object(self._engine.data_parallel, "finish_reductions", self._flip_after_reductions()),
             _GemmFlips(self),
         ):
             yield
@@ -83,14 +84,25 @@ class Corruption:
         if self._flip.kind == "optimizer state" and self._is_due(always=True):
             states = self._engine.optimizer.states
             state = states[self._flip.position % len(states)]
-            tensors = [t for t in vars(state).values() if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
+            tensors = [state.master, *state.state_tensors()]
             self.flip_bit(tensors[self._flip.position % len(tensors)])
 
-    def flip_reduced_gradient(self, step: int) -> None:
-        """Flip a bit of a reduced gradient if that is due."""
-        if self._flip.kind == "reduced gradient" and self._is_due(always=True):
-            shards = [shard for flat in self._engine.flats for shard in flat.shards if shard.grads.numel()]
-            self.flip_bit(shards[self._flip.position % len(shards)].grads)
+    def _flip_after_reductions(self) -> Any:
+        finish = self._engine.data_parallel.finish_reductions
+
+        def finish_wrongly() -> None:
+            finish()
+            if self._flip.kind == "reduced gradient" and self._is_due(always=True):
+                grads = []
+                for flat in self._engine.flats:
+                    for bucket, shard in enumerate(flat.shards):
+                        # The sum of a tied embedding goes on to another stage, and is not checked.
+                        if bucket != flat.layout.tied_bucket and shard.grads.any():
+                            grads.append(shard.grads)
+                chosen = grads[self._flip.position % len(grads)]
+                self._flip_high_bit(chosen)
+
+        return finish_wrongly
 
     def flip_bit(self, tensor: Tensor) -> None:
         """Flip the fault's bit of one element."""
@@ -100,6 +112,14 @@ class Corruption:
         start = self._flip.position % len(flat)
         bits = 8 * flat.element_size() - 1
         flat[start : start + 1].view(_INTEGERS[flat.element_size()]).bitwise_xor_(1 << (self._flip.bit % bits))
+        self.count += 1
+
+    def _flip_high_bit(self, tensor: Tensor) -> None:
+        """Flip a bit of the largest element that changes it by more than a sum's rounding: of the 12 below the sign."""
+        bits = 8 * tensor.element_size() - 1
+        start = int(tensor.abs().argmax())
+        bit = bits - 1 - self._flip.bit % 12
+        tensor[start : start + 1].view(_INTEGERS[tensor.element_size()]).bitwise_xor_(1 << bit)
         self.count += 1
 
     def _is_due(self, always: bool = False) -> bool:

@@ -14,7 +14,7 @@ import typer
 
 from megascale.core import strict_json
 from megascale.errors import TrainingError
-from tests.chaos.corruption.bit_flips import COMPUTE_KINDS, KINDS, BitFlip
+from tests.chaos.corruption.bit_flips import COMPUTE_KINDS, KINDS, STATE_KINDS, BitFlip
 
 TRIALS_PER_JOB = 20
 INTERVALS = 2  # within which a fault must be named
@@ -130,12 +130,14 @@ def _draw_faults(layout: Any, count: int, rng: np.random.Generator) -> Iterator[
     """Yield faults of all kinds that the layout can have, passing and persistent in turn; steps are set by the job."""
     has_stages = layout.tree["parallel"]["pipeline"] > 1
     kinds = [kind for kind in COMPUTE_KINDS if has_stages or kind != "activation gradient"]
+    variants = [(kind, is_persistent) for kind in kinds for is_persistent in (False, True)]
+    variants += [(kind, False) for kind in STATE_KINDS]
     for number in range(count):
-        kind = kinds[number // 2 % len(kinds)]
+        kind, is_persistent = variants[number % len(variants)]
         rank = int(rng.integers(layout.world))
         if kind == "activation gradient":  # the first stage sends none
             rank = layout.world // 2 + rank % (layout.world // 2)
-        yield BitFlip(kind, rank, 0, number % 2 == 1, int(rng.integers(1 << 20)), int(rng.integers(_BITS)))
+        yield BitFlip(kind, rank, 0, is_persistent, int(rng.integers(1 << 20)), int(rng.integers(_BITS)))
 
 
 def _run_faults(pool: Any, layout: Any, faults: list[BitFlip], by_kind: dict[str, Count]) -> None:
