@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from megascale import torch_private
 from megascale.core.replay_verdict import Phase, TracePoint
 from megascale.errors import TrainingError
 from megascale.ops.gradient_sink import GradientSink
@@ -28,27 +28,27 @@ from megascale.parallel.pipeline import EagerRunner
 
 CAPACITY = 1 << 17  # entries of a trace: a chunk of 126 layers has some 6,000
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
-_aten = torch.ops.aten
+# Operators of the namespace aten whose results are traced.
 _COMPUTES = frozenset(
-    {
-        _aten.mm,
-        _aten.addmm,
-        _aten.addmm_,
-        _aten.bmm,
-        _aten.baddbmm,
-        _aten._scaled_mm,
-        _aten._grouped_mm,
-        _aten._scaled_dot_product_flash_attention,
-        _aten._scaled_dot_product_flash_attention_backward,
-        _aten._scaled_dot_product_flash_attention_for_cpu,
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-        _aten._scaled_dot_product_efficient_attention,
-        _aten._scaled_dot_product_efficient_attention_backward,
-        _aten._scaled_dot_product_cudnn_attention,
-        _aten._scaled_dot_product_cudnn_attention_backward,
-        _aten._flash_attention_forward,
-        _aten._flash_attention_backward,
-    }
+    (
+        "mm",
+        "addmm",
+        "addmm_",
+        "bmm",
+        "baddbmm",
+        "_scaled_mm",
+        "_grouped_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward",
+        "_flash_attention_forward",
+        "_flash_attention_backward",
+    )
 )
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -153,7 +153,7 @@ class ComputeTrace:
         return points
 
 
-class _OperatorTrace(TorchDispatchMode):
+class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
     """Adds the results of GEMMs and attention to a trace, and what leaves to tensor-parallel peers."""
 
     def __init__(self, trace: ComputeTrace, tensor: Axis) -> None:
@@ -162,16 +162,18 @@ class _OperatorTrace(TorchDispatchMode):
         self._group = tensor.group
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet = func.overloadpacket
+        name = func.overloadpacket.__name__
         if func.namespace == "c10d":
-            self._add_sent(packet.__name__, args)
+            self._add_sent(name, args)
         result = func(*args, **(kwargs or {}))
-        if packet in _COMPUTES:
+        if name in _COMPUTES and func.namespace == "aten":
             address = next((arg.data_ptr() for arg in reversed(args) if isinstance(arg, Tensor)), 0)
             results = result if isinstance(result, tuple | list) else (result,)
+            if "attention" in name and not name.endswith("backward"):
+                results = results[:1]  # others may have padding that no kernel writes
             for tensor in results:
                 if isinstance(tensor, Tensor) and tensor.dtype in _FLOATS:
-                    self._trace.add(packet.__name__.strip("_"), tensor, address)
+                    self._trace.add(name.strip("_"), tensor, address)
         return result
 
     def _add_sent(self, name: str, args: Any) -> None:

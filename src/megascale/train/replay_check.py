@@ -187,7 +187,7 @@ class ReplayCheck:
             self._on_mismatch(evidence)
 
     def _after_update(self, step: int) -> None:
-        if (step + 1) % self._interval == 0:
+        if self._engine.replay_check is self and (step + 1) % self._interval == 0:
             self._state.take()
 
     def _distance(self, step: int) -> int:
