@@ -1,4 +1,4 @@
-"""Who computed wrongly: the vote over executions of the same micro-batch by several replicas. No torch.
+"""Votes over executions of the same micro-batch by several replicas, which name a faulty rank. No torch.
 
 The rank at the same coordinate in each replica traces the same results (parallel/compute_trace.py). Executions of one
 micro-batch on healthy devices have equal traces. Of unequal ones the majority is right. The first entry that differs
@@ -32,7 +32,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class TracePoint:
-    """Where a checksum was taken.
+    """The place of a checksum in the computation.
 
     Attributes:
         phase: part of the computation.
@@ -132,11 +132,11 @@ def _judge_micro_batch(owner: int, executions: Sequence[Execution]) -> list[Susp
         return [Suspicion(replicas, owner, first, len(executions), len(executions))]
     suspicions = []
     for executor in sorted({execution.executor for execution in executions}):
-        own = [execution for execution in executions if execution.executor == executor]
-        firsts = [find_first_difference(execution.sums, right.sums) for execution in own]
-        wrong = [first for execution, first in zip(own, firsts, strict=True) if first < len(right.sums)]
+        repeats = [execution for execution in executions if execution.executor == executor]
+        firsts = [find_first_difference(execution.sums, right.sums) for execution in repeats]
+        wrong = [first for first in firsts if first < len(right.sums)]
         if wrong:
-            suspicions.append(Suspicion((executor,), owner, min(wrong), len(wrong), len(own)))
+            suspicions.append(Suspicion((executor,), owner, min(wrong), len(wrong), len(repeats)))
     return suspicions
 
 

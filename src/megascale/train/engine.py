@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch.distributed import ReduceOp
@@ -43,9 +43,6 @@ from megascale.train.attention_choice import Choices, agree_on_kernels
 from megascale.train.expert_balance import ExpertBalance, ExpertCounts
 from megascale.train.loss_weights import LossWeights
 
-if TYPE_CHECKING:
-    from megascale.train.replay_check import ReplayCheck
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 REDUCE_DTYPES = {"bfloat16": torch.bfloat16}  # other settings reduce gradients in the type of their buffers
 
@@ -65,6 +62,19 @@ def with_engine_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable
             return method(engine, *args, **kwargs)
 
     return run
+
+
+class StepCheck(Protocol):
+    """Checks the results of some steps (train/replay_check.py)."""
+
+    def begin_step(self, step: int) -> None:
+        """Prepare for a step, before its first micro-batch."""
+
+    def watch(self, chunks: EagerRunner) -> EagerRunner:
+        """Return a runner that observes the step's micro-batches, or `chunks` itself."""
+
+    def end_step(self, step: int) -> None:
+        """Compare the results when gradients are complete, before the update."""
 
 
 @dataclass
@@ -144,7 +154,7 @@ class Engine:
         self.backward_in_own_thread = False
         self.before_update_hooks: list[Callable[[int], None]] = []
         self.after_update_hooks: list[Callable[[int], None]] = []
-        self.replay_check: ReplayCheck | None = None
+        self.replay_check: StepCheck | None = None
         self.active: dict[str, str] = {}
 
         self.adapters = AdapterSpec.from_config(config.train)

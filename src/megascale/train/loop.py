@@ -219,6 +219,7 @@ class Trainer:
         self.weight_watch: WeightWatch | None = None
         if config.resilience.checksum_interval:
             self.weight_watch = WeightWatch(self.engine, info.rank, config.resilience.checksum_interval)
+        self.replay_check: ReplayCheck | None = None
         if config.resilience.replay_interval:
             self._start_replays()
         self.fault_injector: FaultInjector | None = None
@@ -228,7 +229,7 @@ class Trainer:
     def _start_replays(self) -> None:
         """Let replicas replay each other's micro-batches at intervals."""
         info, settings = self.rank_info, self.config.resilience
-        self.engine.replay_check = ReplayCheck(
+        self.replay_check = ReplayCheck(
             self.engine,
             info.rank,
             replay_response.describe_device(info.device),
@@ -236,6 +237,7 @@ class Trainer:
             interval=settings.replay_interval,
             on_mismatch=replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank).act,
         )
+        self.engine.replay_check = self.replay_check
 
     def _open_observers(self, resources: contextlib.ExitStack) -> None:
         """Open what shows this rank to others: status, record of calls, timers, counts of pauses."""
@@ -365,8 +367,8 @@ class Trainer:
         self.ending.step = self.step
         self.consumed_samples = state.get("samples", 0)  # an imported checkpoint has consumed none
         self.trained_tokens = state.get("tokens", 0)
-        if self.engine.replay_check is not None:
-            self.engine.replay_check.checked_step = state.get("replayed", self.step)
+        if self.replay_check is not None:
+            self.replay_check.checked_step = state.get("replayed", self.step)
         read_totals = ReadTotals.from_record(state.get("read"))
         if read_totals is None or self.origin.data_changed:
             # Totals of samples with other tokens cannot be continued. Rank 0 knows them, and writes the ledger.
@@ -730,8 +732,8 @@ class Trainer:
             **self.origin.checkpoint_metadata,
             "attention": self.engine.attention_choices,
         }
-        if self.engine.replay_check is not None:
-            state["replayed"] = self.engine.replay_check.checked_step
+        if self.replay_check is not None:
+            state["replayed"] = self.replay_check.checked_step
         recorder = self.engine.runtime.recorder
         recorder.begin_action(SpanKind.CHECKPOINT_SAVE)
         self.checkpoint_policy.save(self.step, state, persist, last)

@@ -139,9 +139,9 @@ class ReductionCheck:
 def sum_blocks(values: Tensor) -> Tensor:
     """Return the sums and the sums of magnitudes over blocks of each row, float64 [2, rows, blocks]."""
     rows, length = values.shape
-    whole = length // BLOCK * BLOCK
+    in_blocks = length // BLOCK * BLOCK
     sums = []
-    for part in (values[:, :whole].reshape(rows, -1, BLOCK), values[:, whole:].reshape(rows, 1, -1)):
+    for part in (values[:, :in_blocks].reshape(rows, -1, BLOCK), values[:, in_blocks:].reshape(rows, 1, -1)):
         if part.numel():
             magnitudes = torch.linalg.vector_norm(part, 1, dim=-1, dtype=torch.float64)
             sums.append(torch.stack((part.sum(-1, dtype=torch.float64), magnitudes)))

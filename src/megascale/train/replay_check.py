@@ -46,7 +46,7 @@ from megascale.train.reduction_check import ReductionCheck, StateCheck
 
 @dataclass(frozen=True)
 class ReplayEvidence:
-    """What is kept of a replay whose checksums differ.
+    """Evidence of a replay whose checksums differ.
 
     Attributes:
         verdict: the outcome.
@@ -173,9 +173,9 @@ class ReplayCheck:
         wrong_tensors = self._state.find_wrong()
         flags = torch.stack([wrong.any() for wrong in (expected != replayed.sums, wrong_blocks, wrong_tensors)])
         flags = all_reduce(flags.double(), self._engine.world, dist.ReduceOp.MAX).wait()
-        has_other_bits, *has_local_faults = [bool(flag) for flag in flags.tolist()]
+        differs_in_replay, *has_local_faults = [bool(flag) for flag in flags.tolist()]
         evidence = None
-        if has_other_bits:
+        if differs_in_replay:
             evidence = self._collect_evidence(step, trained, replayed)
         elif any(has_local_faults):
             evidence = self._collect_local_evidence(step, wrong_blocks, wrong_tensors)
@@ -278,8 +278,8 @@ class ReplayCheck:
         longest = torch.tensor([max(len(trace) for _, trace in traces)], dtype=torch.float64)
         longest = longest.to(self._engine.device)
         length = int(all_reduce(longest, self._engine.world, dist.ReduceOp.MAX).wait().item())
-        own = torch.stack([torch.cat((trace.sums[:length], trace.sums[-1:])) for _, trace in traces])
-        rows = all_gather(own.unsqueeze(0), self._axis).wait().cpu().numpy()
+        rank_sums = torch.stack([torch.cat((trace.sums[:length], trace.sums[-1:])) for _, trace in traces])
+        rows = all_gather(rank_sums.unsqueeze(0), self._axis).wait().cpu().numpy()
         executions = []
         for executor, index in enumerate(self._axis_index):
             for (distance, _), sums in zip(traces, rows[index], strict=True):

@@ -1,4 +1,4 @@
-"""What follows from a replay that gave other bits: evidence in the run folder, an event, and the end of this start.
+"""Actions after a replay that gave other bits: evidence in the run folder, an event, and the end of this start.
 
 `RUN/replays/step-N.json` keeps the evidence. Before the ranks end, `RUN/replays/unconfirmed.json` names the last step
 that a replay confirmed. The next start passes over all states after it.
@@ -62,7 +62,9 @@ class ReplayResponse:
             file.parent.mkdir(parents=True, exist_ok=True)
             _write_record(file, evidence.to_record())
             if action == "evict":
-                _write_record(file.parent / _UNCONFIRMED, {"confirmed": evidence.confirmed_step, "found": verdict.step})
+                _write_record(
+                    file.parent / _UNCONFIRMED, {"confirmed": evidence.confirmed_step, "mismatch": verdict.step}
+                )
         self._reporter.write_event(
             Event.REPLAY_MISMATCH,
             step=verdict.step,
@@ -95,14 +97,14 @@ def pass_over_unconfirmed(folder: RunFolder, location: Path | str) -> str:
     """
     try:
         record = json.loads(read_small_text(folder.path / "replays" / _UNCONFIRMED))
-        confirmed, found_step = int(record["confirmed"]), int(record["found"])
+        confirmed, mismatch_step = int(record["confirmed"]), int(record["mismatch"])
     except FileNotFoundError:
         return ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{folder.path / 'replays' / _UNCONFIRMED} cannot be read: {error}; the newest state is loaded"
     storage = open_storage(location)
     commits, _ = step_folders.list_commits(storage)
-    reason = f"the replay of step {found_step} gave other bits"
+    reason = f"the replay of step {mismatch_step} gave other bits"
     if not any(commit.step <= confirmed for commit in commits):
         return f"{reason}, and no saved state is as old as step {confirmed}, the last confirmed one"
     step_folders.renew_identity(storage)  # states in memory are not loaded
