@@ -38,10 +38,10 @@ def train_checked(
     """
     engine = make_engine(rank, world, tree)
     evidence: list[ReplayEvidence] = []
+    check: ReplayCheck | None = None
     if interval:
-        engine.replay_check = ReplayCheck(
-            engine, rank, f"cpu {rank}", "cpu", interval=interval, on_mismatch=evidence.append
-        )
+        check = ReplayCheck(engine, rank, f"cpu {rank}", "cpu", interval=interval, on_mismatch=evidence.append)
+        engine.replay_check = check
     corruption = Corruption(engine, flip) if flip is not None and flip.rank == rank else None
     with ExitStack() as resources:
         if corruption is not None:
@@ -52,7 +52,7 @@ def train_checked(
             run_step(engine, step, Told())
     return CheckedResult(
         [item.verdict for item in evidence],
-        engine.replay_check.checked_step if engine.replay_check else 0,
+        check.checked_step if check is not None else 0,
         corruption.count if corruption is not None else 0,
         [(box.name, box.offsets, box.values.tobytes()) for box in state_of(engine)],
     )
