@@ -23,13 +23,14 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import IO, Any
 
 COMMAND = "megascale.cli.main"
 BENCHMARKS = "benchmarks.__main__"
 CHAOS = "tests.chaos.__main__"
+POD = "megascale.resilience.agent.pod"
 # Without services: ranks start these, which have threads by then, and most of them do without torch.
 MODULES = (COMMAND, BENCHMARKS, "megascale.resilience.agent.agent", "megascale.resilience.agent.fork_server")
 # These have no function that is their whole run.
@@ -48,6 +49,7 @@ context = multiprocessing.get_context("forkserver")
 # modules before it is started would have each command load the rest for itself.
 context.set_forkserver_preload(
     [
+        "tests.uncollected",
         "torch.distributed",
         "torch.fx.experimental.symbolic_shapes",  # with sympy; loaded by the first backward pass of a pipeline stage
         "torch._dynamo",  # loaded by the first layer that is recomputed in full
@@ -128,7 +130,7 @@ class Forked:
         before: Python that is run before the command.
         split: keep what it says on stderr apart, else that goes with stdout.
         output: write what it says to this file, and not for `communicate`.
-        module: COMMAND, BENCHMARKS or CHAOS: the program that is given the words.
+        module: COMMAND, BENCHMARKS, CHAOS or POD: the program that is given the words.
 
     Ranks, runs, agents and their fork servers that the command starts on this host are forked from it in turn.
     """
@@ -158,17 +160,19 @@ class Forked:
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
+        self._polling = threading.Lock()  # the code is read from a pipe, once
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        return self.poll()
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with self._polling:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        code = self._process.exitcode
+        connection.wait([self._process.sentinel], timeout)
+        code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired(self.words, timeout or 0.0)
         return code
@@ -193,11 +197,20 @@ class Forked:
         return output[0], output[1] if len(output) > 1 else ""
 
 
-def popen(command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], **_: Any) -> Forked:
+def popen(
+    command: list[str], *, stdout: IO[bytes], env: Mapping[str, str], cwd: Path | None = None, **_: Any
+) -> Forked:
     """Replace subprocess.Popen where code under test starts a command with its output in a file."""
     module, arguments = _module_and_words(command)
     assert module == COMMAND
-    return Forked(arguments, env=env, output=Path(stdout.name))
+    return Forked(arguments, env=env, cwd=cwd, output=Path(stdout.name))
+
+
+def start_pod(command: list[str], env: Mapping[str, str], log: Path) -> Forked:
+    """Fork the command of a pod in a session of its own; its output goes to `log`."""
+    module, arguments = _module_and_words(command)
+    assert (module, arguments) == (POD, [])
+    return Forked(arguments, env=env, before="import os; os.setsid()", output=log, module=POD)
 
 
 def _command(module: str, arguments: list[str], env: dict[str, str], cwd: str, before: str, files: list[str]) -> None:

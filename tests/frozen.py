@@ -9,3 +9,4 @@ from megascale.cli.main import app  # noqa: F401 - with all modules of commands
 
 gc.collect()
 gc.freeze()
+gc.enable()

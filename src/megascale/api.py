@@ -164,6 +164,7 @@ def evaluate(
     step: int | None = None,
     device: str = "auto",
     linear_precision: str | None = None,
+    context: int = 1,
 ) -> Evaluation:
     """Return the loss of a run's checkpoint on a token file.
 
@@ -172,10 +173,12 @@ def evaluate(
         stride: tokens that each window predicts; default: model.sequence_length, each window's length.
         step: step of the checkpoint; default: the newest.
         linear_precision: replaces the train.linear_precision of training.
+        context: processes that divide the tokens of each window. Each calls this, started by torchrun.
 
     Raises DataError if the file was tokenized with another tokenizer than the run's data.
     """
     from megascale.data.dataset import manifest, tokenizer_agreement
+    from megascale.train.context_ranks import join_ranks
     from megascale.train.evaluation import evaluate_file
     from megascale.train.rank_info import choose_device
     from megascale.train.restore import restore_engine
@@ -192,8 +195,9 @@ def evaluate(
     identity = tokenizer_agreement.read_identity(run) or tokenizer_agreement.check_run_tokenizer(run, config.data)
     tokenizer_agreement.check_token_file(option, prefix, identity, config.model.vocab_size)
     manifest.check_sample(option, prefix)
-    engine, config = restore_engine(run, step=step, device=device, linear_precision=linear_precision)
-    return evaluate_file(engine, config, prefix, stride=stride, option=option)
+    with join_ranks(config, context, device) as ranks:
+        engine, config = restore_engine(run, step=step, device=device, linear_precision=linear_precision, ranks=ranks)
+        return evaluate_file(engine, config, prefix, stride=stride, option=option)
 
 
 def generate(
@@ -209,13 +213,18 @@ def generate(
     seed: int = 0,
     step: int | None = None,
     device: str = "auto",
+    context: int = 1,
 ) -> Iterator[str]:
     """Continue `prompt` with a run's checkpoint, and yield the text in pieces, without the prompt.
+
+    With `context` above 1 so many processes, started by torchrun, divide the tokens of the prompt. All of them call
+    this and yield the same text.
 
     The text ends after `tokens` tokens, at the tokenizer's end of document, at an end token of the imported model's
     generation settings, or before the first of the texts `stop`.
     """
     from megascale.model.huggingface.generation_config import list_end_ids, load_generation_config
+    from megascale.train.context_ranks import join_ranks
     from megascale.train.generation import Sampling, decode_stream, generate_tokens
     from megascale.train.rank_info import choose_device
     from megascale.train.restore import restore_model
@@ -228,10 +237,11 @@ def generate(
     config, _ = load_trained_config(run, step)
     _, tokenizer = load_trained_tokenizer(run, config, step)  # before the model, which may take long to load
     ends = {tokenizer.end_of_document, *list_end_ids(load_generation_config(run))}
-    model, _ = restore_model(run, step=step, device=device)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    stream = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, ends=ends)
-    yield from decode_stream(tokenizer, stream, stop, tokenizer.encode(prompt))
+    with join_ranks(config, context, device) as ranks:
+        model, _ = restore_model(run, step=step, device=device, ranks=ranks)
+        stream = generate_tokens(model, tokenizer.encode_prompt(prompt), tokens, sampling, ends=ends)
+        yield from decode_stream(tokenizer, stream, stop, tokenizer.encode(prompt))
 
 
 def open_chat(

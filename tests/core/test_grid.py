@@ -82,8 +82,8 @@ def test_errors_name_what_would_fit():
         Grid().size("expert")
     with pytest.raises(KeyError, match="no axis"):
         Grid(expert=2)
-    with pytest.raises(FitError, match=r"parallel.context=2 is not supported.*set --parallel.context=1"):
-        Grid.from_world_size(4, context=2)
+    with pytest.raises(FitError, match=r"parallel.context=3 = 3 ranks per model copy; use a multiple such as 3 ranks"):
+        Grid.from_world_size(4, context=3)
 
 
 def test_the_paper_s_layout():

@@ -6,6 +6,7 @@ A case is a nested dictionary as a TOML file gives it, and the number of process
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from hypothesis import strategies as st
@@ -74,7 +75,7 @@ def case(
         },
     }
     tree["train"]["global_batch"] = tree["train"]["micro_batch"] * data * microbatches
-    return Case(tree, tensor * pipeline * data)
+    return Case(tree, tensor * pipeline * data * tree["parallel"].get("context", 1))
 
 
 # For what does not depend on how many there are: a stage's or a chunk's layers meet in other cases.
@@ -280,8 +281,13 @@ HARD = {
 def cases(draw: st.DrawFn) -> Case:
     """Any layout within PROCESSES processes, of any model, optimizer and amount of work."""
     pick = lambda *values: draw(st.sampled_from(values))
-    layouts = [(t, p, d) for t in (1, 2, 4) for p in (1, 2, 4) for d in (1, 2, 4) if 1 < t * p * d <= PROCESSES]
-    tensor, pipeline, data = draw(st.sampled_from(layouts))
+    sizes = (1, 2, 4)
+    layouts = [
+        (t, p, d, c)
+        for t, p, d, c in product(sizes, sizes, sizes, sizes[:2])
+        if 1 < t * p * d * c <= PROCESSES and t * c <= 4
+    ]
+    tensor, pipeline, data, context = draw(st.sampled_from(layouts))
     virtual = pick(1, 2, 3)
     chunks = pipeline * virtual
     layers = draw(st.integers(max(1, chunks), max(2, chunks + 2)))
@@ -328,6 +334,7 @@ def cases(draw: st.DrawFn) -> Case:
         model |= pick({"layer_pattern": "S"}, {"layer_pattern": "SL"}, {**KINDS, "positions": positions})
     if model["head_dim"] * model["rotary_fraction"] % 2:
         model["head_dim"] = 4
+    halves = ("mlp", "attention") if model["block"] == "serial" else ()
     split = None
     if chunks > 1 and draw(st.booleans()):
         # Only the first and the last chunk may be without layers.
@@ -347,12 +354,13 @@ def cases(draw: st.DrawFn) -> Case:
         microbatches=draw(st.integers(1, 7 if pipeline > 1 else 3)),
         zero=pick(0, 1, 3) if virtual > pipeline == 1 else pick(0, 1, 2, 3),
         parallel={
+            "context": context,
             "layer_split": split,
             "micro_batch_group_size": None
             if virtual == 1
             else pick(*([None] if pipeline > 1 else []), pipeline + 1, 7),
             "bucket_elements": pick(40_000_000, 900),
-            "recompute": pick("none", "norms", "activation", "selective", "full"),
+            "recompute": pick("none", "norms", "activation", "selective", "full", *halves),
         },
         model=model,
         optimizer={"name": pick("adamw", "lamb", "muon"), "clip": pick(0.3, 0.0)},

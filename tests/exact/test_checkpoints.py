@@ -122,6 +122,14 @@ PAIRS = {
         layout(4, 2, 1, zero=0, tied=False, model=EXPERTS, optimizer="adamw"),
         layout(2, 1, 4, tied=False, model=EXPERTS, optimizer="adamw", recompute="full"),
     ),
+    "slices of sequences to one process": (
+        layout(2, 1, 2, zero=2, tied=True, context=2, bucket_elements=700),
+        layout(1, 1, 1, tied=True),
+    ),
+    "data to slices of sequences": (
+        layout(1, 2, 2, tied=False, optimizer="muon"),
+        layout(1, 2, 1, 2, zero=3, tied=False, optimizer="muon", context=4),
+    ),
     "another split of layers and buckets": (
         layout(2, 2, 1, 2, tied=False, block="serial", bucket_elements=500, layer_split=[0, 4, 1, 1]),
         layout(2, 2, 2, 1, 0, tied=False, block="serial", layer_split=[4.5, 1.5], recompute="full"),

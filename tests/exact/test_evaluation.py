@@ -54,8 +54,19 @@ def evaluate(rank: int, world: int, tree: dict[str, Any], held_out: str) -> list
         case(1, 1, 4, microbatches=1, zero=2, model=TWO_LAYERS, optimizer={"name": "muon"}),
         case(1, 1, 4, microbatches=1, zero=3, model=TWO_LAYERS),
         case(1, 1, 3, microbatches=1, zero=1, model=TWO_LAYERS, overlap={"data": False}),
+        case(2, 2, 1, microbatches=2, zero=1, model=TWO_LAYERS, parallel={"context": 2}),
     ],
-    ids=["all axes", "pipeline", "tensor", "chunks on one stage", "ZeRO-1", "ZeRO-2", "ZeRO-3", "nothing overlapped"],
+    ids=[
+        "all axes",
+        "pipeline",
+        "tensor",
+        "chunks on one stage",
+        "ZeRO-1",
+        "ZeRO-2",
+        "ZeRO-3",
+        "nothing overlapped",
+        "context",
+    ],
 )
 def test_held_out_loss(layout, pool, held_out: str):
     [expected] = pool.run(evaluate, 1, layout.twin, held_out)

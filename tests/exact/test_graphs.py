@@ -67,6 +67,10 @@ FIELD_LAYOUTS = {
     "one rank, rotary": (case(microbatches=3, model={**ROTARY, "block": "parallel"}), 3),
     "two chunks, LAMB": LAYOUTS["two chunks, LAMB"],
     "pipeline, two chunks, data, rotary": (case(1, 2, 2, virtual=2, microbatches=4, model=ROTARY), 4),
+    "context, pipeline, rotary": (
+        case(1, 2, 1, microbatches=4, model=ROTARY, parallel={"context": 2}, overlap={"context": "auto"}),
+        2,
+    ),
 }
 
 

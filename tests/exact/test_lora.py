@@ -17,7 +17,7 @@ from megascale.errors import FitError
 from megascale.train.engine import Engine
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal, differences, join_boxes
-from tests.exact.training import STEPS, Told, make_engine, observe, run_step, train
+from tests.exact.training import FEW_STEPS, STEPS, Told, make_engine, observe, run_step, train
 from tests.extend import schedules  # noqa: F401 - registers them, in the worker processes too
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -89,14 +89,14 @@ LAYOUTS = {
 }
 
 
-def train_registered(rank: int, world: int, tree: dict[str, Any], fields: SampleFields) -> Told:
+def train_registered(rank: int, world: int, tree: dict[str, Any], fields: SampleFields, steps: int = FEW_STEPS) -> Told:
     """Train like `train`. A worker that imports this module for the function has the schedules registered."""
-    return train(rank, world, tree, STEPS, nullcontext, fields)
+    return train(rank, world, tree, steps, nullcontext, fields)
 
 
-def check(layout: Case, pool, fields: SampleFields = SampleFields()) -> list[Told]:
-    [expected] = pool.run(train_registered, 1, layout.twin, fields)
-    report = pool.run(train_registered, layout.world, layout.tree, fields)
+def check(layout: Case, pool, fields: SampleFields = SampleFields(), steps: int = FEW_STEPS) -> list[Told]:
+    [expected] = pool.run(train_registered, 1, layout.twin, fields, steps)
+    report = pool.run(train_registered, layout.world, layout.tree, fields, steps)
     assert_equal(expected, report, from_tree(layout.tree).model)
     names = {box.name for result in report for box in result.state}
     assert all(is_adapter(name) for name in names)
@@ -105,7 +105,8 @@ def check(layout: Case, pool, fields: SampleFields = SampleFields()) -> list[Tol
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_as_one_process_does(name: str, pool) -> None:
-    check(LAYOUTS[name], pool)
+    # Of a sharded optimizer, a third step is the first between two that gather.
+    check(LAYOUTS[name], pool, steps=STEPS if "ZeRO" in name else FEW_STEPS)
 
 
 @pytest.mark.parametrize("name", ["tensor, some matrices, parallel block", "tensor, pipeline, data, tied Gemma"])

@@ -150,7 +150,7 @@ def biases_from_local_counts() -> Iterator[None]:
 @contextmanager
 def sequence_loss_of_the_own_slice() -> Iterator[None]:
     """A rank balances its slice of each sequence instead of the whole."""
-    with mock.patch.object(model_experts, "all_reduce", lambda x, axis: Pending(x * axis.size)):
+    with mock.patch.object(model_experts, "all_reduce_small", lambda x, axis: x * axis.size):
         yield
 
 
@@ -158,9 +158,11 @@ def sequence_loss_of_the_own_slice() -> Iterator[None]:
 def balance_losses_are_means_of_micro_batches() -> Iterator[None]:
     """Balance losses are divided by the tokens of a micro-batch."""
     begin = model_experts.ExpertsMlp.begin_training
-    with mock.patch.object(
-        model_experts.ExpertsMlp, "begin_training", lambda self, tokens, device: begin(self, tokens // 2, device)
-    ):
+
+    def begin_divided(self: model_experts.ExpertsMlp, tokens: int, *args: Any) -> None:
+        begin(self, tokens // 2, *args)
+
+    with mock.patch.object(model_experts.ExpertsMlp, "begin_training", begin_divided):
         yield
 
 

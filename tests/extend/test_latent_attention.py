@@ -12,6 +12,7 @@ import torch
 from megascale.config import from_tree
 from megascale.core.flops import count_parameters
 from megascale.core.inventory import ATTENTION_PARTS, logical_shapes
+from megascale.errors import ConfigError
 from megascale.model import attention
 from tests.exact.cases import case
 from tests.exact.compare import differences
@@ -64,6 +65,19 @@ def test_latent_attention_trains_as_one_process_does(options, pool):
     result = pool.run(run, chosen.world, chosen.tree)
     worst = max(differences(reference, result, from_tree(chosen.tree).model).values())
     assert worst < 1e-10
+
+
+@pytest.mark.parametrize("shape", [{}, {"layer_pattern": "SA", "layer_kinds": {"A": {"attention": "latent"}}}])
+def test_a_softcap_that_it_would_ignore_is_refused(shape):
+    model = {**MODEL, **shape, "attention_softcap": 2.0}
+    if shape:
+        model["attention"] = "causal"
+    with pytest.raises(ConfigError, match=r"model.attention_softcap=2 has no effect with model.attention=latent"):
+        from_tree({"model": model})
+    forget()
+    inventory = ATTENTION_PARTS["causal"]
+    attention.register("latent", latent_attention.LatentAttention, inventory, bounds_scores=True)
+    assert from_tree({"model": model}).model.attention_softcap == 2
 
 
 def test_parameters_are_counted_from_its_inventory():

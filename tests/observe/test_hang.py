@@ -529,7 +529,7 @@ work()
     child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})
     try:
         wait_for_events(tmp_path, child, 1)
-        for _ in range(3000):
+        for _ in range(600):
             os.kill(child.pid, signal.SIGUSR2)
             time.sleep(0.0005)  # so that each is taken: one that waits swallows the next
         scene, _ = examine_run(tmp_path, watch_seconds=0.0)

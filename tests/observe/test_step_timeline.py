@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megascale.observe.analysis.run_steps import ActionSpan, InnerSpan, RankStep
@@ -78,3 +80,15 @@ def test_a_collective_that_began_in_an_earlier_action_is_found():
     result = _TimelineBuilder(steps, {0: 0, 1: 0}).timeline(1, [0, 1], "data")
     assert [t.seconds["bubble"] for t in result.tracks] == pytest.approx([0.005, 0])
     assert [t.seconds["exposed data"] for t in result.tracks] == pytest.approx([0.003, 0.002])
+
+
+def test_context_ranks_wait_for_the_ranks_of_their_own_sequence():
+    """Four ranks in two pairs: the second rank of each pair is the last to join its exchange, at 9 and at 15 ms."""
+    steps = {}
+    for number, begin, end in ((0, 5, 12), (1, 9, 12), (2, 5, 18), (3, 15, 18)):
+        exchange = act("forward", 0, 0, 20, moved("context", begin, end), wait("context", begin, end))
+        steps[number] = replace(rank(number, (0, 0, number), 20, exchange), context=number % 2)
+    result = _TimelineBuilder(steps, dict.fromkeys(steps, 0)).timeline(1, list(steps), "data")
+    assert [t.seconds["bubble"] for t in result.tracks] == pytest.approx([0.004, 0, 0.010, 0])
+    assert [t.seconds["exposed context"] for t in result.tracks] == pytest.approx([0.003] * 4)
+    assert [t.waits[0].waited_on for t in result.tracks] == [1, 1, 3, 3]

@@ -16,7 +16,14 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 from megascale.config import from_tree
 from megascale.errors import ConfigError
 from megascale.ops import attention as chooser_module
-from megascale.ops.attention import AttentionChooser, AttentionShape, attention, attention_reference, check_documents
+from megascale.ops.attention import (
+    AttentionChoice,
+    AttentionChooser,
+    AttentionShape,
+    attention,
+    attention_reference,
+    check_documents,
+)
 from megascale.ops.attention_documents import (
     DOCUMENT_BACKENDS,
     DocumentMask,
@@ -74,7 +81,7 @@ def test_blocks_of_flex_attention_cover_the_mask(length: int, window: int | None
     """A block that is not listed holds no visible key, and unlisted blocks exist."""
     documents = DocumentMask.from_boundaries(synthetic_boundaries(length, 2, 9), length)
     blocks = make_block_mask(documents, window)
-    visible = documents.visible_keys(window)
+    visible = documents.visible_keys(window, documents.starts_BS.shape[1])
     assert torch.equal(create_mask(blocks.mask_mod, 2, 1, length, length, device="cpu"), visible)
     count = -(-length // 128)
     padded = torch.nn.functional.pad(visible, (0, count * 128 - length, 0, count * 128 - length))
@@ -157,6 +164,35 @@ def test_a_kernel_with_a_wrong_mask_is_refused_at_the_start(fault: str, monkeypa
     with pytest.raises(NotImplementedError, match=f"its {part} within documents is .* away from the reference's"):
         check_documents("flex", shape, CPU)
     assert f"its {part} within documents" in AttentionChooser().explain_refusal("flex", shape, CPU)
+
+
+def test_held_out_samples_with_more_documents_run_the_agreed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that measured on their own would run different kernels."""
+    agreed = AttentionShape(64, 1, 2, 2, 8, None, torch.float32, 5)
+    monkeypatch.setitem(DOCUMENT_BACKENDS, "flex", sdpa)
+    chooser = AttentionChooser()
+    chooser.adopt(agreed, "flex")
+    measured: list[AttentionShape] = []
+
+    def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
+        measured.append(shape)
+        return AttentionChoice("sdpa")
+
+    chooser.measure = measure
+    more = agreed._replace(documents=9)
+    assert chooser.choose(*more[:7], CPU, more.documents) == "flex"
+    assert measured == []
+    others = [agreed._replace(documents=9, window=16), agreed._replace(documents=3), agreed._replace(documents=0)]
+    for shape in others:
+        assert chooser.choose(*shape[:7], CPU, shape.documents) == "sdpa"
+    assert measured == others
+
+    # A kernel that cannot run so many documents is not adopted.
+    def refuse(*_: object) -> Tensor:
+        raise RuntimeError("too many documents")
+
+    monkeypatch.setitem(DOCUMENT_BACKENDS, "flex", refuse)
+    assert chooser.choose(*agreed._replace(documents=12)[:7], CPU, 12) == "sdpa"
 
 
 def test_the_choice_depends_on_documents(monkeypatch: pytest.MonkeyPatch) -> None:

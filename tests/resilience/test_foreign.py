@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from megascale.cli.main import main
 from megascale.config import load
 from tests.chaos.foreign.command import ForeignJob
+from tests.forked import popen
 
 
 @pytest.fixture
 def launch_foreign(tmp_path: Path) -> Iterator:
+    """Launch jobs whose driver and agents are forked; the trainer's processes are new ones."""
     pytest.importorskip("fastapi")
     jobs = []
 
     def begin(fault: str, rank: int) -> ForeignJob:
+        with mock.patch.object(subprocess, "Popen", popen):
+            return begin_forked(fault, rank)
+
+    def begin_forked(fault: str, rank: int) -> ForeignJob:
         jobs.append(ForeignJob(tmp_path, fault, rank, steps=14, nodes=2))
         return jobs[-1]
 

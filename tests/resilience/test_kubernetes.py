@@ -13,6 +13,7 @@ import pytest
 
 from tests.chaos.kubernetes.kubelets import Kubelets, machine
 from tests.chaos.kubernetes.server import Server, Store
+from tests.forked import start_pod
 from tests.resilience.conftest import Launched
 from tests.resilience.test_launch import losses
 
@@ -45,9 +46,9 @@ def site(launch, tmp_path: Path) -> Iterator[Callable[..., Site]]:
         server = Server(store)
         (tmp_path / "kubeconfig").write_text(server.kubeconfig())
         paths = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
-        more = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache"), "MEGASCALE_TEST_REST": "0.1"}
+        more = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache"), "MEGASCALE_TEST_REST": "0.3"}
         more["PYTHONPATH"] = os.pathsep.join(paths + [str(Path(__file__).parents[1] / "paced")])
-        kubelets = Kubelets(store, tmp_path / "pods", more)
+        kubelets = Kubelets(store, tmp_path / "pods", more, spawn=start_pod)
         kubelets.start()
 
         def start(name: str, *peers: str) -> Launched:

@@ -98,7 +98,7 @@ def test_the_command_shows_both_networks():
         (["--fabric", "megascale", "--outage", "core0"], "--outage='core0' must be PART@FROM:TO"),
         (["--fabric", "megascale", "--outage", "core0@5:1"], "0 <= start <= end"),
         (["--fabric", "megascale", "--outage", "core7777@0:60"], "core7777"),
-        (["--fabric", "megascale", "--context", "2"], "leave out --context"),
+        (["--fabric", "megascale", "--experts", "2"], "leave out --experts"),
     ],
 )
 def test_bad_options_name_the_remedy(arguments, report):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megascale.cli.trained_run import print_evaluation
 from megascale.config import Config, from_tree
 from megascale.core.batch import Batch
 from megascale.data.dataset import manifest
@@ -122,3 +123,17 @@ def test_loss_weights_make_a_weighted_mean(tmp_path: Path, monkeypatch: pytest.M
         DataError, match=r"^--data: the loss weights of the 21 targets evaluated in .*zero\.npz sum to 0$"
     ):
         evaluate_file(Engines(1).make(0), configure(), zero, option="--data")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_loss_within_documents_says_so(masked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with IndexedWriter(tmp_path / "valid", np.uint16) as writer:
+        for number in range(6):
+            writer.add([number, 2, 3])
+    model = {"sequence_length": LENGTH, "vocab_size": 1000, "positions": "rotary"}
+    tree = {"model": model, "train": {"micro_batch": MICRO_BATCH}, "data": {"document_mask": masked}}
+    result = evaluate_file(Engines(1).make(0), from_tree(tree), str(tmp_path / "valid"))
+    assert result.within_documents == masked
+    assert result.weight_sum == (12 if masked else None)
+    print_evaluation(result)
+    assert ("data.document_mask=true" in capsys.readouterr().out) == masked

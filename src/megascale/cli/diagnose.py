@@ -134,6 +134,7 @@ def diagnose(
 
 def _check_pairs(address: str, node: int, world: int) -> SelfCheck:
     """Take part in the test of all nodes, and return this node's result."""
+    import socket
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -146,6 +147,14 @@ def _check_pairs(address: str, node: int, world: int) -> SelfCheck:
         raise ConfigError(
             f"--pairs {address} --node {node} --world {world}: give HOST:PORT of node 0, and 0 <= node < world"
         )
+    try:
+        socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        # The store would try for a minute and then print the addresses of its own program.
+        raise ConfigError(
+            f"--pairs {address}: this node cannot resolve the name {host} ({error.strerror}); write the IP address of "
+            "node 0"
+        ) from None
     try:
         timeout = timedelta(seconds=60)
         store = dist.TCPStore(host, int(port), is_master=node == 0, timeout=timeout, wait_for_workers=False)

@@ -25,7 +25,7 @@ from megascale.cli.common import (
     print_json,
 )
 from megascale.core import strict_json
-from megascale.errors import ConfigError, DataError, MegascaleError
+from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError
 
 RUN = typer.Argument(..., help="Run folder, such as runs/stdlib, or an access file.", show_default=False)
 NODE = typer.Argument(..., help="Node, such as n2.")
@@ -113,7 +113,7 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
 
     Queries the driver; without one, shows the last state in the journal. Example: megascale nodes runs/stdlib
     """
-    rows, is_driver_alive = _list_nodes(run)
+    rows, problem = _list_nodes(run)
     speeds = {}
     if not run.is_file():
         speeds = _measure_ranks(run)
@@ -133,8 +133,8 @@ def nodes(run: Path = RUN, as_json: bool = JSON) -> None:
     for row in rows:
         if row["state"] != "up":
             console.print(f" {row['name']} {row['state']}: {row['why']}", markup=False)
-    if not is_driver_alive:
-        typer.echo("no driver is running: this is the last state in the journal")
+    if problem:
+        typer.echo(f"{problem}: this is the last state in the journal")
 
 
 def _format_node(row: dict[str, Any]) -> list[str]:
@@ -156,19 +156,22 @@ def _format_node(row: dict[str, Any]) -> list[str]:
     return [row["name"], row["address"], state, ranks, heartbeat, own_seconds, slower, activity]
 
 
-def _list_nodes(run: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Return the nodes as the API lists them, and whether a driver answered."""
+def _list_nodes(run: Path) -> tuple[list[dict[str, Any]], str]:
+    """Return the nodes as the driver lists them, or those of the journal and why the driver was not asked."""
     from megascale.resilience.driver.api.client import list_stored_nodes, send_request
     from megascale.resilience.driver.state.journal_reader import JournalReader
 
     if run.is_file():
-        return send_request(run, "GET", "/v1/nodes"), True
+        return send_request(run, "GET", "/v1/nodes"), ""
     with contextlib.closing(JournalReader(run)) as reader:
         stored = list_stored_nodes(reader)
         is_driver_alive = reader.driver_alive()
-    if is_driver_alive:
-        return send_request(run, "GET", "/v1/nodes"), True
-    return stored, False
+    if not is_driver_alive:
+        return stored, "no driver is running"
+    try:
+        return send_request(run, "GET", "/v1/nodes"), ""
+    except TrainingError as error:  # It may be on another host that this one does not reach.
+        return stored, str(error)
 
 
 def _measure_ranks(run: Path) -> dict[int, dict[str, Any]]:

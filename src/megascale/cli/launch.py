@@ -11,12 +11,14 @@ import typer
 from typer.core import TyperCommand
 
 from megascale.cli.common import OVERRIDES, join_arguments, make_console, require
-from megascale.errors import ConfigError
+from megascale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megascale.config import Config
     from megascale.core.layout import Layout
     from megascale.resilience.driver.start_driver import Size
+
+_COMMON_VOCABULARY = 32_768
 
 
 def register(app: typer.Typer) -> None:
@@ -172,6 +174,32 @@ def _lay_out(config: Config, size: Size) -> tuple[Config, Layout]:
     return resolved, lay_out(resolved, size.world)
 
 
+def _check_layout(config: Config, gpus: int) -> None:
+    """Check a job for other machines before it waits in a queue.
+
+    The data may be out of reach here. Then a common vocabulary stands in for that of its tokenizer.
+
+    Args:
+        gpus: GPUs per node, 0 for none.
+    """
+    from megascale.resilience.driver.start_driver import compute_size
+
+    if config.foreign.command:
+        return
+    size = compute_size(config, gpus, shared=False)
+    parallel = config.parallel.model_copy(update={"data": size.data, "gpus_per_host": size.ranks_per_node})
+    config = config.model_copy(update={"parallel": parallel})
+    try:
+        _lay_out(config, size)
+    except DataError as error:
+        typer.echo(
+            f"note: the nodes will check the model against its data, which this machine lacks: {error}", err=True
+        )
+        model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or _COMMON_VOCABULARY})
+        data = config.data.model_copy(update={"train": []})
+        _lay_out(config.model_copy(update={"model": model, "data": data}), size)
+
+
 def _check_machine(config: Config, layout: Layout, size: Size, report: Callable[[str], None]) -> None:
     """Check that this machine has the data, the memory and the disks that the job needs."""
     from megascale.core.preflight import HostShare, check_host
@@ -194,8 +222,10 @@ def _print_manifests(config: Config, form: str) -> None:
         raise ConfigError(f"--form={form} is unknown; choose one of {', '.join(FORMS)}")
     if not config.kubernetes.image:
         raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
+    gpus = configured_gpus(config)
+    _check_layout(config, gpus)
     run_folder = str(config.run_folder.absolute())
-    typer.echo(to_yaml(make_manifests(config, cast(Form, form), configured_gpus(config), run_folder)), nl=False)
+    typer.echo(to_yaml(make_manifests(config, cast(Form, form), gpus, run_folder)), nl=False)
 
 
 def _print_batch_script(config: Config, arguments: list[str]) -> None:
@@ -211,10 +241,12 @@ def _print_batch_script(config: Config, arguments: list[str]) -> None:
             f"--dry-run is for Slurm and Kubernetes, but resilience.cluster={config.resilience.cluster}; add "
             "--cluster slurm or --cluster kubernetes"
         )
+    gpus = gpus_per_node(config)
+    _check_layout(config, gpus)
     config.run_folder.parent.mkdir(parents=True, exist_ok=True)  # Slurm writes no log if this folder is missing
     evicted = list_evicted_nodes(config.run_folder)
     python_path = os.environ.get("PYTHONPATH", "")
-    typer.echo(batch_script(config, gpus_per_node(config), arguments, evicted, python_path), nl=False)
+    typer.echo(batch_script(config, gpus, arguments, evicted, python_path), nl=False)
 
 
 def agent(

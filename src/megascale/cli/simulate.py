@@ -176,7 +176,6 @@ def step(
     price: float | None = PRICE,
     watts: float | None = WATTS,
     memory: bool = MEMORY,
-    context_parallel: int = typer.Option(1, "--context", min=1, help="Context-parallel size (closed form)."),
     experts: int = typer.Option(1, "--experts", min=1, help="Experts of each layer, each as wide as the MLP."),
     top_k: int = typer.Option(1, "--top-k", min=1, help="Experts per token."),
     expert_parallel: int = typer.Option(1, "--expert-parallel", min=1, help="Ranks that share the experts."),
@@ -217,11 +216,9 @@ def step(
         level = "event"
     step_level = _check_level(level)
     scenario = _make_scenario(load_for_gpus(file, context.args), gpus, cluster, calibration, software)
-    scenario = replace(
-        scenario, context=context_parallel, experts=experts, top_k=top_k, expert_parallel=expert_parallel
-    )
+    scenario = replace(scenario, experts=experts, top_k=top_k, expert_parallel=expert_parallel)
     if scenario.uses_closed_form_only_features and step_level == "event":
-        raise ConfigError("--context and experts are modelled in closed form only; omit --level event and --trace")
+        raise ConfigError("experts are modelled in closed form only; omit --level event and --trace")
     if slow_hosts is not None:
         scenario = replace(scenario, cluster=with_value(scenario.cluster, "stragglers", "slow_hosts", slow_hosts))
     scenarios = [scenario]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 RUN = typer.Argument(..., help="Run folder, such as runs/stdlib.", show_default=False)
 STEP = typer.Option(None, help="Step of the checkpoint; default: the newest.")
 DEVICE = typer.Option("auto", help="auto, cpu, cuda or cuda:N.")
+CONTEXT = typer.Option(1, min=1, help="Processes of this host that divide the tokens of a long sequence.")
 
 
 class _Axis(StrEnum):
@@ -46,6 +47,7 @@ def evaluate(
     linear_precision: str | None = typer.Option(
         None, help="train.linear_precision of linear layers; default: as trained. The value `default`: without float8."
     ),
+    context: int = CONTEXT,
     as_json: bool = JSON,
 ) -> None:
     """Print the loss of a trained model on a token file, and bits per byte if the size of the file's text is known.
@@ -62,11 +64,28 @@ def evaluate(
     """
     from megascale import api
 
-    evaluation = api.evaluate(run, file, stride=stride, step=step, device=device, linear_precision=linear_precision)
+    _start_ranks("evaluate", run, step, context, device)
+    evaluation = api.evaluate(
+        run, file, stride=stride, step=step, device=device, linear_precision=linear_precision, context=context
+    )
     if as_json:
         print_json(asdict(evaluation))
     else:
         print_evaluation(evaluation)
+
+
+def _start_ranks(command: str, run: Path, step: int | None, context: int, device: str) -> None:
+    """Run this command in `context` processes and exit, unless this process computes itself."""
+    if context == 1:
+        return
+    from megascale.train import launcher
+    from megascale.train.context_ranks import start_ranks
+    from megascale.train.resume import load_trained_config
+
+    if not launcher.is_launched_rank():
+        config, _ = load_trained_config(run, step)
+        arguments = sys.argv[sys.argv.index(command) :]
+        raise typer.Exit(start_ranks(config, context, device, arguments))
 
 
 def print_evaluation(evaluation: Evaluation) -> None:
@@ -78,6 +97,12 @@ def print_evaluation(evaluation: Evaluation) -> None:
     console.print(
         f"held-out loss {evaluation.loss:.4f} nats per token over {evaluation.tokens:,} tokens{counted}", markup=False
     )
+    if evaluation.within_documents:
+        console.print(
+            "attention stays within documents, whose first tokens do not count, as in training "
+            "(data.document_mask=true in the run's config.toml)",
+            markup=False,
+        )
     if evaluation.bits_per_byte is None:
         return
     table = make_list("held-out text", "bits per byte")
@@ -111,6 +136,7 @@ def generate(
     seed: int = typer.Option(0, min=0, help="The same seed gives the same text."),
     step: int | None = STEP,
     device: str = DEVICE,
+    context: int = CONTEXT,
     as_json: bool = JSON,
 ) -> None:
     """Continue a text with a trained model.
@@ -132,6 +158,8 @@ def generate(
     if chat:
         if stop:
             raise ConfigError("--stop has no effect with --chat, whose replies end with the template's turn; omit it")
+        if context > 1:
+            raise ConfigError("--context has no effect with --chat, which runs in one process; omit it")
         talks = prompt is None and prompt_file is None
         if talks and as_json:
             raise ConfigError(
@@ -156,6 +184,9 @@ def generate(
         return
     if system:
         raise ConfigError("--system needs --chat; add it, or omit --system")
+    if context > 1 and prompt_file is not None and str(prompt_file) == "-":
+        raise ConfigError("--prompt-file=- is the input of one process; with --context name a file")
+    _start_ranks("generate", run, step, context, device)
     text = _read_prompt(prompt, prompt_file)
     pieces = api.generate(
         run,
@@ -169,6 +200,7 @@ def generate(
         seed=seed,
         step=step,
         device=device,
+        context=context,
     )
     if as_json:
         print_json({"prompt": text, "text": "".join(pieces)})

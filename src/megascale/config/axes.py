@@ -24,7 +24,6 @@ class AxisFacts:
         has_group: whether parts of the model communicate along the axis in a group of its own.
         fills_world: whether the axis takes all ranks that the other axes leave, unless its size is set.
         key: setting of the size; "" for an axis in `parallel.axes`.
-        unavailable: why a size above 1 is refused; "" if the axis works.
     """
 
     cuts_batch: Literal["samples", "tokens", "nothing"] = "nothing"
@@ -32,7 +31,6 @@ class AxisFacts:
     has_group: bool = True
     fills_world: bool = False
     key: str = ""
-    unavailable: str = ""
 
     @property
     def repeats_loss(self) -> bool:
@@ -102,11 +100,7 @@ AXES = AxisRegistry(
     "parallel.axes",
     {
         "tensor": AxisFacts("tokens", cuts_parameters=True, key="parallel.tensor"),
-        "context": AxisFacts(
-            "tokens",
-            key="parallel.context",
-            unavailable="no attention exchanges keys and values between the ranks of a sequence yet",
-        ),
+        "context": AxisFacts("tokens", key="parallel.context"),
         "data": AxisFacts("samples", has_group=False, fills_world=True, key="parallel.data"),
         "pipeline": AxisFacts(cuts_parameters=True, has_group=False, key="parallel.pipeline"),
     },

@@ -320,6 +320,12 @@ class ModelConfig(Section):
                 f"model.norm_placement={self.norm_placement} needs model.block=serial, and model.block is "
                 f"{self.block}; set model.block=serial or model.norm_placement=pre"
             )
+        if self.attention_softcap is not None and not ATTENTIONS[self.attention].bounds_scores:
+            raise ValueError(
+                f"model.attention_softcap={self.attention_softcap:g} has no effect with model.attention="
+                f"{self.attention}, which is registered without bounds_scores=True; remove model.attention_softcap, or "
+                "set model.attention=causal"
+            )
         if self.positions == "rotary":
             self._check_rotary_width()
             self._check_rotary_factors()

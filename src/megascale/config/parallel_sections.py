@@ -41,7 +41,10 @@ class ParallelConfig(Section):
         "networks a larger group hides more of the gradient and parameter transfers, and holds more activations",
     )
     context: int = Field(
-        1, ge=1, le=1_000_000, description="ranks that divide the tokens of each sequence; above 1 is not supported yet"
+        1,
+        ge=1,
+        le=1_000_000,
+        description="ranks that divide the tokens of each sequence, for long ones (docs/long-context.md)",
     )
     data: int | None = Field(
         None, ge=1, le=1_000_000, description="data-parallel ranks; default: all ranks / (tensor x pipeline)"
@@ -81,10 +84,16 @@ class ParallelConfig(Section):
         le=MAX_COUNT * 1000,
         description="parameters per data-parallel message; smaller messages overlap better, larger ones are faster",
     )
-    recompute: Literal["none", "norms", "activation", "selective", "full"] = Field(
+    recompute: Literal["none", "norms", "activation", "selective", "mlp", "attention", "full"] = Field(
         "none",
         description="activations that backward recomputes instead of saving them; norms: their outputs; activation: "
-        "the MLP's; selective: both; full: whole layers from their input",
+        "the MLP's; selective: both; mlp or attention: that half of serial blocks from its input (mlp suits long "
+        "sequences, where attention is most of the work); full: whole layers from their input",
+    )
+    offload_activations: bool = Field(
+        False,
+        description="keep the inputs of layers in host memory until backward recomputes the layers; copies run under "
+        "compute (needs recompute=full)",
     )
     gpus_per_host: int = Field(8, ge=1, le=1_000_000, description="ranks on one host, for placement and planning")
 
@@ -131,6 +140,11 @@ class OverlapConfig(Section):
         "auto",
         description="fused: GEMMs pipelined with their gather or scatter over symmetric memory (GPUs of one host); "
         "async: collectives overlapped with independent GEMMs; auto: fused where it works, else async",
+    )
+    context: Literal["collectives", "copies", "auto"] = Field(
+        "collectives",  # until copies have run on several GPUs
+        description="exchange between context ranks; copies: by the copy engines over symmetric memory (GPUs of one "
+        "host), which CUDA graphs capture; auto: copies where they work",
     )
     pipeline: bool = Field(
         True, description="overlap sends between stages with compute, instead of waiting for their arrival"

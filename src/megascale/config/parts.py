@@ -63,9 +63,14 @@ class AttentionFacts(PartFacts):
 
     Attributes:
         masks_documents: whether it keeps to `ForwardContext.documents`; samples with documents are refused otherwise.
+        bounds_scores: whether it applies `AttentionSpec.softcap`; model.attention_softcap is refused otherwise.
+        divides_tokens: whether it attends over the tokens of all context ranks; parallel.context above 1 is refused
+            otherwise.
     """
 
     masks_documents: bool = False
+    bounds_scores: bool = False
+    divides_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,7 +220,14 @@ NORMS: Registry[NormFacts] = Registry(
 )
 ATTENTIONS: Registry[AttentionFacts] = Registry(
     "model.attention",
-    {"causal": AttentionFacts("causal, grouped queries, full or in a sliding window", masks_documents=True)},
+    {
+        "causal": AttentionFacts(
+            "causal, grouped queries, full or in a sliding window",
+            masks_documents=True,
+            bounds_scores=True,
+            divides_tokens=True,
+        )
+    },
     home=MODEL_PACKAGE,
 )
 MLPS: Registry[PartFacts] = Registry(

@@ -90,15 +90,11 @@ class Grid:
     def from_world_size(cls, world_size: int, *, ranks_per_host: int = 8, **sizes: int | None) -> Grid:
         """Return the grid of `world_size` ranks, with the data axis filling the world unless its size is given.
 
-        Raises FitError if the sizes do not divide, or for an axis that does not work yet.
+        Raises FitError if the sizes do not divide.
         """
         filling = AXES.filling
         filled = sizes.pop(filling, None)
         model_sizes = {axis: size for axis, size in sizes.items() if size is not None}
-        for axis, size in model_sizes.items():
-            if size > 1 and AXES[axis].unavailable:
-                key = AXES.setting(axis)
-                raise FitError(f"{key}={size} is not supported: {AXES[axis].unavailable}; set --{key}=1")
         model_ranks = prod(model_sizes.values())
         # Axes of one rank are left out, except those that most people set.
         named = {axis: size for axis, size in model_sizes.items() if size > 1 or axis in ("tensor", "pipeline")}
@@ -147,6 +143,11 @@ class Grid:
     def tensor(self) -> int:
         """Ranks along the tensor axis."""
         return self._sizes["tensor"]
+
+    @property
+    def context(self) -> int:
+        """Ranks along the context axis: slices of each sequence."""
+        return self._sizes["context"]
 
     @property
     def data(self) -> int:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from math import gcd, isqrt
 
 from megascale.config import Config, ModelConfig, ParallelConfig
+from megascale.config.parts import ATTENTIONS
 from megascale.core.adapters import list_adapter_faults
 from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Grid
-from megascale.core.inventory import resolve_layers
+from megascale.core.head_exchange import find_gather_kernel, share_heads
+from megascale.core.inventory import BLOCK_PARTS, resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layers import ChunkLayers, assign_layers
 from megascale.core.memory import MemoryEstimate
@@ -78,9 +80,10 @@ class Layout:
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:
-        """Shape of an activation between chunks on a tensor-parallel rank: [sequence / tensor, micro_batch, hidden]."""
+        """Shape of an activation between chunks: [sequence / context / tensor, micro_batch, hidden]."""
         model = self.config.model
-        return model.sequence_length // self.grid.tensor, self.config.train.micro_batch, model.hidden
+        rows = model.sequence_length // (self.grid.context * self.grid.tensor)
+        return rows, self.config.train.micro_batch, model.hidden
 
     @property
     def bucket_elements(self) -> int | None:
@@ -122,6 +125,18 @@ def lay_out(config: Config, world: int) -> Layout:
     if parallel.virtual_stages > 1 and parallel.pipeline == 1:
         faults += _one_stage_faults(parallel)
     faults += _expert_faults(config)
+    if parallel.recompute in ("mlp", "attention") and not BLOCK_PARTS[config.model.block].can_split:
+        faults.append(
+            f"parallel.recompute={parallel.recompute} with model.block={config.model.block}, whose halves are computed "
+            "together; set --parallel.recompute=selective or full, or --model.block=serial"
+        )
+    if parallel.offload_activations and parallel.recompute != "full":
+        faults.append(
+            f"parallel.offload_activations=true with parallel.recompute={parallel.recompute}: it keeps the inputs of "
+            "layers that are recomputed as a whole; set --parallel.recompute=full"
+        )
+    if parallel.context > 1:
+        faults += _context_faults(config)
     if parallel.micro_batch_group_size is not None and parallel.virtual_stages == 1:
         faults.append(
             f"parallel.micro_batch_group_size={parallel.micro_batch_group_size} orders the chunks of "
@@ -224,6 +239,37 @@ def _expert_faults(config: Config) -> list[str]:
             "the routers' biases belong to it; train the whole model, or one without model.experts.bias_rate"
         )
     return faults
+
+
+def _context_faults(config: Config) -> list[str]:
+    """Return the settings that a context axis excludes."""
+    model, tensor, context = config.model, config.parallel.tensor, config.parallel.context
+    faults = []
+    ranks = tensor * context
+    if model.sequence_length % ranks:
+        multiples = " or ".join(str(n) for n in nearest_multiples(model.sequence_length, ranks))
+        product = f" x parallel.tensor={tensor}" if tensor > 1 else ""
+        faults.append(
+            f"model.sequence_length={model.sequence_length} is not divisible by parallel.context={context}{product}; "
+            f"use --model.sequence_length={multiples}"
+        )
+    mixers = dict.fromkeys(layer.mixer for layer in resolve_layers(model))
+    for name in sorted({mixer.name for mixer in mixers if not ATTENTIONS[mixer.name].divides_tokens}):
+        faults.append(
+            f"parallel.context={context} with model.attention={name}, which attends over the tokens of its own rank "
+            "only; set --parallel.context=1 or --model.attention=causal"
+        )
+    for mixer in mixers:
+        heads, kernel = mixer.heads // tensor, config.kernels.attention
+        gathers_keys = share_heads(heads, mixer.kv_heads // tensor, context).gathers_keys
+        if gathers_keys and kernel not in ("auto", find_gather_kernel(mixer.softcap)):
+            divisors = " or ".join(str(n) for n in nearest_divisors(heads, context))
+            faults.append(
+                f"kernels.attention={kernel} cannot mask the queries of a slice, which parallel.context={context} "
+                f"needs because it does not divide the {heads} heads of a tensor-parallel rank; set "
+                f"--kernels.attention=auto, or --parallel.context={divisors}"
+            )
+    return list(dict.fromkeys(faults))
 
 
 def _one_stage_faults(parallel: ParallelConfig) -> list[str]:

@@ -29,6 +29,10 @@ Dropout saves nothing: its mask is a function of seed and index. With f = 4h and
 If `train.linear_precision` saves a float8 copy of a GEMM's input, the copy replaces activations that only its weight
 gradient needs (norm output, MLP activation) and is added to those that attention needs too. Weights have copies from
 their first use in a step to their last.
+With c context ranks, s is a slice of the sequence. Attention then saves what it receives in the exchange and not the
+projection: query, key, value of s, b, (q + 2k)/t, with keys repeated where several ranks read them, and its output
+twice, before and after the exchange. If keys are gathered, it saves the query and 2k/t of c s tokens.
+Recompute `mlp` or `attention` keeps only the input of that half of a serial block.
 Recompute `norms` drops norm statistics and outputs, `activation` the MLP activation, `selective` both; `full` saves the
 input only.
 
@@ -53,15 +57,18 @@ from megascale.config.parts import LINEAR_PRECISIONS, NORMS, OPTIMIZERS
 from megascale.core.adapters import AdapterSpec, count_adapter_elements, count_adapter_state
 from megascale.core.flops import count_parameters
 from megascale.core.grid import Grid
+from megascale.core.head_exchange import share_heads
 from megascale.core.inventory import (
     BLOCK_PARTS,
     TOKENS,
     LogicalTensor,
+    SavedActivation,
     count_distinct_layers,
     count_elements,
     embedding_tensors,
     gradient_widths,
     half_saved_activations,
+    has_fused_projection,
     head_tensors,
     layer_inventory,
     layer_saved_activations,
@@ -386,6 +393,7 @@ def layer_saved_tensors(
     linear_precision: str = "default",
     half: Half = "both",
     keeps_inputs: bool = False,
+    context: int = 1,
 ) -> list[SavedTensor]:
     """Return the tensors that one layer's forward of one micro-batch saves on one rank, as in this module's table.
 
@@ -393,8 +401,9 @@ def layer_saved_tensors(
         sequence: tokens of a sample.
         half: "attention" or "mlp" for one half of a divided layer.
         keeps_inputs: whether inputs of GEMMs are saved next to their float8 copies, because adapters read them.
+        context: ranks that divide the tokens of a sample.
     """
-    s = sequence
+    s = sequence // context
     b = micro_batch
     itemsize = DTYPE_BYTES[precision]
     activations = layer_saved_activations(layer)
@@ -402,9 +411,13 @@ def layer_saved_tensors(
         activations = half_saved_activations(layer)[half == "mlp"]
     if recompute == "full":
         activations = (replace(activations[0], gemm_input="no"),)  # the whole layer reads it
+    elif recompute in ("mlp", "attention"):
+        activations = _drop_half(layer, activations, recompute)
     elif recompute != "none":
         recomputed = ("norms", "activation") if recompute == "selective" else (recompute,)
         activations = tuple(a for a in activations if a.recompute_name not in recomputed)
+    if context > 1:
+        activations = _exchange_activations(layer, activations, tensor, context)
     copy_itemsize = LINEAR_PRECISIONS[linear_precision].saved_input_bytes
     saved: list[SavedTensor] = []
     for activation in activations:
@@ -421,6 +434,49 @@ def layer_saved_tensors(
     return saved
 
 
+def _drop_half(layer: LayerSpec, activations: tuple[SavedActivation, ...], half: str) -> tuple[SavedActivation, ...]:
+    """Return saved activations without those of a half that is recomputed from its input."""
+    first, *dropped = half_saved_activations(layer)[half == "mlp"]
+    names = {activation.name for activation in dropped}
+    result = [activation for activation in activations if activation.name not in names]
+    return tuple(replace(a, gemm_input="no") if a.name == first.name else a for a in result)
+
+
+def _exchange_activations(
+    layer: LayerSpec, activations: tuple[SavedActivation, ...], tensor: int, context: int
+) -> tuple[SavedActivation, ...]:
+    """Return saved activations with those of an attention that exchanges heads or gathers keys.
+
+    Rotation and scaling come before the exchange and save nothing by themselves.
+    """
+    mixer = layer.mixer
+    share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
+    keys = 2 * mixer.kv_heads * mixer.head_size
+    queries = mixer.heads * mixer.head_size
+    # The MLP's columns lie in the same memory as those of a projection that is fused with them.
+    keeps_projection = mixer.qk_norm is not None or has_fused_projection(layer)
+    if share.gathers_keys:
+        received = [SavedActivation("gathered_key_value", context * keys, "columns")]
+        if mixer.rope is not None or mixer.multiplier is not None:
+            received.append(SavedActivation("query", queries, "columns"))
+        else:
+            keeps_projection = True  # the query is a part of it
+    else:
+        received = [
+            SavedActivation("exchanged_query_key_value", queries + share.copies * keys, "columns"),
+            SavedActivation("exchanged_attention_output", queries, "columns"),
+        ]
+    result: list[SavedActivation] = []
+    for activation in activations:
+        if activation.name == "query_key_value":
+            result += received
+        if activation.name not in ("query_key_value", "rotated_query_key", "scaled_query") or (
+            activation.name == "query_key_value" and keeps_projection
+        ):
+            result.append(activation)
+    return tuple(result)
+
+
 def _sum_bytes(tensors: Iterable[SavedTensor]) -> int:
     return sum(tensor.bytes for tensor in tensors)
 
@@ -435,6 +491,7 @@ def sum_saved_bytes(
     recompute: str,
     linear_precision: str,
     adapters: AdapterSpec | None = None,
+    context: int = 1,
 ) -> LayerSums:
     """Return the sums of the bytes that a forward of one micro-batch saves in layers; see `layer_saved_tensors`.
 
@@ -447,18 +504,22 @@ def sum_saved_bytes(
         if adapters is not None and recompute != "full":
             for half, tensors in enumerate(layer_inventory(layer).halves):
                 count = sum(adapters.is_target(matrix) for matrix in tensors)
-                inner[half] = count * adapters.rank * model.sequence_length * micro_batch * DTYPE_BYTES[precision]
+                tokens = model.sequence_length // context * micro_batch
+                inner[half] = count * adapters.rank * tokens * DTYPE_BYTES[precision]
+        keeps_inputs = adapters is not None
         parts[layer] = (
-            _sum_bytes(layer_saved_tensors(*arguments, "both", adapters is not None)) + sum(inner),
-            _sum_bytes(layer_saved_tensors(*arguments, "attention", adapters is not None)) + inner[0],
-            _sum_bytes(layer_saved_tensors(*arguments, "mlp", adapters is not None)) + inner[1],
+            _sum_bytes(layer_saved_tensors(*arguments, "both", keeps_inputs, context)) + sum(inner),
+            _sum_bytes(layer_saved_tensors(*arguments, "attention", keeps_inputs, context)) + inner[0],
+            _sum_bytes(layer_saved_tensors(*arguments, "mlp", keeps_inputs, context)) + inner[1],
         )
     return LayerSums.collect([parts[layer] for layer in resolve_layers(model)])
 
 
-def head_saved_tensors(model: ModelConfig, tensor: int, micro_batch: int, precision: str) -> list[SavedTensor]:
+def head_saved_tensors(
+    model: ModelConfig, tensor: int, micro_batch: int, precision: str, context: int = 1
+) -> list[SavedTensor]:
     """Return the tensors that final norm and loss save on the last chunk."""
-    s = model.sequence_length
+    s = model.sequence_length // context
     b = micro_batch
     itemsize = DTYPE_BYTES[precision]
     moments = NORMS[model.norm].moments
@@ -520,12 +581,13 @@ def estimate_stage_memory(
     shard = -(-trained // grid.shards)
     if itemsize < master_itemsize:
         state += trained
-    saved = sum_saved_bytes(model, t, micro_batch, precision, parallel.recompute, linear_precision, adapters)
-    all_saved = sum_saved_bytes(model, t, micro_batch, precision, "none", linear_precision, adapters)
+    c = grid.context
+    saved = sum_saved_bytes(model, t, micro_batch, precision, parallel.recompute, linear_precision, adapters, c)
+    all_saved = sum_saved_bytes(model, t, micro_batch, precision, "none", linear_precision, adapters, c)
     stage_chunks = assign_stage_layers(model, parallel, stage)
     stage_layers = sorted({index for layers in stage_chunks for index, _ in layers})
 
-    s = model.sequence_length
+    s = model.sequence_length // c
     hidden_bytes = s * micro_batch * model.hidden * itemsize
     message = s // t * micro_batch * model.hidden * itemsize
     logits = 0
@@ -539,7 +601,8 @@ def estimate_stage_memory(
         activation_gradients = s * micro_batch * _workspace_width(spec, t, side_stream) * itemsize
         recomputed = all_saved.running[index + 1] - all_saved.running[index]
         recomputed -= saved.running[index + 1] - saved.running[index]
-        workspace = max(workspace, activation_gradients + int(recomputed))
+        exchanged = 2 * s * micro_batch * _count_exchanged_values(spec, t, c) * itemsize
+        workspace = max(workspace, activation_gradients + exchanged + int(recomputed))
     graph_buffers = 0
     if graphs:
         in_flight = schedule.count_in_flight(stage)
@@ -632,6 +695,18 @@ def _workspace_width(spec: LayerSpec, tensor: int, side_stream: bool) -> int:
     return width + (spec.hidden + columns) + (spec.hidden + inner)
 
 
+def _count_exchanged_values(spec: LayerSpec, tensor: int, context: int) -> int:
+    """Return the values per token that a rank sends to other context ranks in an attention, 0 without them."""
+    if context == 1:
+        return 0
+    mixer = spec.mixer
+    share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
+    keys = 2 * mixer.kv_heads * mixer.head_size // tensor
+    if share.gathers_keys:
+        return context * keys
+    return mixer.heads * mixer.head_size // tensor + share.copies * keys
+
+
 def _count_pipeline_buffers(schedule: Schedule, stage: int) -> int:
     """Return the number of message buffers of a stage."""
     kinds, chunks, _ = schedule.tables[stage].T
@@ -667,23 +742,53 @@ def _peak_activation_bytes(
 
     Between the two halves of a backward, the factors of weight gradients take the place of the saved activations.
     """
-    head = _sum_bytes(head_saved_tensors(model, parallel.tensor, micro_batch, precision))
+    head = _sum_bytes(head_saved_tensors(model, parallel.tensor, micro_batch, precision, parallel.context))
+    length = model.sequence_length // parallel.context
     output = 0
     if schedule.stages > 1:
-        output = model.sequence_length // parallel.tensor * micro_batch * model.hidden * DTYPE_BYTES[precision]
+        output = length // parallel.tensor * micro_batch * model.hidden * DTYPE_BYTES[precision]
     layers = assign_layers(model, parallel)
     sizes = []
     factor_sizes = []
     factors = _factor_sums(model, parallel.tensor)
+    offloaded = _count_offloaded_bytes(parallel, layers, saved)
     for g in schedule.chunk_map.stage_chunks(stage):
-        sizes.append(int(saved.of_chunk(layers[g])) + (head if g == schedule.chunks - 1 else output))
+        size = int(saved.of_chunk(layers[g])) - offloaded[g]
+        sizes.append(size + (head if g == schedule.chunks - 1 else output))
         factor_sizes.append(int(factors.of_chunk(layers[g])))
     kind, chunk, _ = schedule.tables[stage].T
     changes = schedule.in_flight_deltas(stage) * np.array(sizes)[chunk]
     queued = (kind == ActionKind.BACKWARD_INPUT).astype(int) - (kind == ActionKind.BACKWARD_WEIGHT)
-    tokens_bytes = model.sequence_length * micro_batch * DTYPE_BYTES[precision]
+    tokens_bytes = length * micro_batch * DTYPE_BYTES[precision]
     changes = changes + queued * tokens_bytes * np.array(factor_sizes)[chunk]
-    return int(changes.cumsum().max())
+    # Inputs on their way to the host and back are on the device: two in each direction.
+    under_way = 0
+    if any(offloaded):
+        under_way = 4 * max(int(saved.of_chunk(chunk) / chunk.layer_count) for chunk in layers if chunk.layer_count)
+    return int(changes.cumsum().max()) + under_way
+
+
+def _count_offloaded_bytes(parallel: ParallelConfig, layers: Sequence[ChunkLayers], saved: LayerSums) -> list[int]:
+    """Return the bytes of layer inputs that a micro-batch of each chunk keeps in host memory: all but the last."""
+    if not parallel.offload_activations:
+        return [0] * len(layers)
+    counts = []
+    for chunk in layers:
+        share = max(0.0, 1 - 1 / chunk.layer_count) if chunk.layer_count else 0.0
+        counts.append(int(saved.of_chunk(chunk) * share))
+    return counts
+
+
+def estimate_offloaded_bytes(
+    model: ModelConfig, parallel: ParallelConfig, schedule: Schedule, stage: int, micro_batch: int, precision: str
+) -> int:
+    """Return the peak bytes of host memory that a rank of a stage fills with layer inputs."""
+    layers = assign_layers(model, parallel)
+    saved = sum_saved_bytes(model, parallel.tensor, micro_batch, precision, "full", "default", context=parallel.context)
+    offloaded = _count_offloaded_bytes(parallel, layers, saved)
+    sizes = np.array([offloaded[g] for g in schedule.chunk_map.stage_chunks(stage)])
+    _, chunk, _ = schedule.tables[stage].T
+    return int((schedule.in_flight_deltas(stage) * sizes[chunk]).cumsum().max())
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,12 @@ from megascale.core.adapters import AdapterSpec, count_adapter_elements, count_a
 from megascale.core.capacity import Capacity, free_disk
 from megascale.core.layers import ChunkLayers
 from megascale.core.layout import Layout
-from megascale.core.memory import DTYPE_BYTES, MemoryEstimate, count_checkpoint_elements
+from megascale.core.memory import (
+    DTYPE_BYTES,
+    MemoryEstimate,
+    count_checkpoint_elements,
+    estimate_offloaded_bytes,
+)
 from megascale.core.rank_memory import GPU_CONTEXT, estimate_rank_memory
 from megascale.core.terminal import print_error
 from megascale.errors import FitError
@@ -181,7 +186,13 @@ def _memory_faults(
     if not share.uses_gpus:
         tensors = sum(memory[stage].total * ranks for stage, ranks in stage_ranks.items())
     copies = _staged_bytes(config, share)
-    total = processes + tensors + copies
+    inputs = 0
+    if config.parallel.offload_activations and share.uses_gpus:
+        train = config.train
+        for stage, ranks_of_stage in stage_ranks.items():
+            arguments = config.model, config.parallel, schedule, stage, train.micro_batch, train.precision
+            inputs += ranks_of_stage * estimate_offloaded_bytes(*arguments)
+    total = processes + tensors + copies + inputs
     if capacity.memory is None or total <= capacity.memory:
         return faults
     ranks = _describe_ranks(share)
@@ -193,7 +204,11 @@ def _memory_faults(
         parts.append(f"{_format_size(tensors)} for tensors of {ranks} (the fullest: {fullest_kinds}; {sizes})")
     if copies:
         parts.append(f"{_format_size(copies)} for copies of the state (checkpoint.background)")
-    if copies > max(tensors, processes):
+    if inputs:
+        parts.append(f"{_format_size(inputs)} for inputs of layers (parallel.offload_activations)")
+    if inputs > max(tensors, processes, copies):
+        remedy = "set parallel.offload_activations=false, or use a host with more memory"
+    elif copies > max(tensors, processes):
         remedy = "set checkpoint.background=false or fewer checkpoint.slots, or use a host with more memory"
     elif tensors >= processes:
         remedy = _suggest_smaller_tensors(config)

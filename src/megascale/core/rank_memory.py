@@ -91,6 +91,10 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         return "kernels.graphs=off"
     if tensor > 1 and config.overlap.tensor in ("async", "off"):
         return f"only overlap.tensor=fused can be captured, not overlap.tensor={config.overlap.tensor}"
+    if config.parallel.offload_activations:
+        return "copies to host memory are not captured (parallel.offload_activations)"
+    if config.parallel.context > 1 and config.overlap.context == "collectives":
+        return "only overlap.context=copies can be captured, not overlap.context=collectives"
     if config.parallel.zero == 2 and data > 1:
         return "parallel.zero=2 reduces every micro-batch's gradients during backward"
     if config.parallel.zero == 3 and data > 1:
@@ -102,7 +106,7 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
     part = _find_registered_part(config)
     if part:
         return f"{part} is registered by a package and may depend on the step; set --kernels.graphs=on if it does not"
-    tokens = config.model.sequence_length * config.train.micro_batch
+    tokens = config.model.sequence_length // config.parallel.context * config.train.micro_batch
     sequence = config.model.sequence_length
     layer_work = min(layer_flops(layer, sequence).training for layer, _ in count_distinct_layers(config.model))
     limit = MAX_GRAPH_FLOPS

@@ -17,6 +17,7 @@ from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.adapters import AdapterSpec, count_adapter_elements
 from megascale.core.grid import Grid
+from megascale.core.head_exchange import share_heads
 from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
 from megascale.core.layer_spec import ExpertsSpec, LayerSpec
 from megascale.core.layers import LayerSums, assign_stage_layers
@@ -42,6 +43,7 @@ class TrafficEstimate:
         data_gather: parameters (from ZeRO-1 on); matrices in float8 if they are gathered so.
         data_reduce: float32 gradients.
         embedding: gradients of a tied embedding held by the first and the last stage.
+        context: queries, keys, values and results of attention and their gradients.
     """
 
     tensor: float = 0.0
@@ -49,6 +51,11 @@ class TrafficEstimate:
     data_gather: float = 0.0
     data_reduce: float = 0.0
     embedding: float = 0.0
+    context: float = 0.0
+
+
+# parallel.recompute -> forwards of a layer, of which one half may be recomputed; 1 for other values.
+_FORWARD_PASSES = {"full": 2, "mlp": 1.5, "attention": 1.5}
 
 
 def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -> bool:
@@ -77,8 +84,8 @@ def check_priced_axes(grid: Grid) -> None:
         size = grid.size(axis)
         if axis != "tensor" and size > 1:
             raise FitError(
-                f"{AXES.setting(axis)}={size} has no price: planner and simulator know tensor, data and pipeline "
-                "parallelism; leave the axis out"
+                f"{AXES.setting(axis)}={size} has no price: planner and simulator know the built-in axes; leave the "
+                "axis out"
             )
 
 
@@ -100,16 +107,37 @@ def layer_collectives(layer: LayerSpec) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _sum_collectives(model: ModelConfig, forward_passes: int) -> LayerSums:
+def _sum_collectives(model: ModelConfig, forward_passes: float) -> LayerSums:
     """Return the sums of collectives of forward and backward; half a layer has half of them.
 
-    Backward mirrors the forward and gathers inputs again; full recompute runs the forward twice.
+    Backward mirrors the forward and gathers inputs again; recomputation runs the forward, or half of it, twice.
     """
     parts = []
     for layer in resolve_layers(model):
         gathers, scatters = layer_collectives(layer)
         count = (gathers + scatters) * (1 + forward_passes) + gathers
         parts.append((count, count / 2, count / 2))
+    return LayerSums.collect(parts)
+
+
+@lru_cache(maxsize=64)
+def _sum_exchanged_values(model: ModelConfig, tensor: int, context: int, recomputes: bool) -> LayerSums:
+    """Return the sums of values per token of a rank that attention sends to other context ranks.
+
+    An all-to-all carries queries, keys and values there, and another one the results back; backward mirrors both.
+    Gathered keys go to all ranks, and backward scatters their gradients.
+    """
+    passes = 3 if recomputes else 2
+    parts = []
+    for layer in resolve_layers(model):
+        mixer = layer.mixer
+        queries, keys = (count * mixer.head_size // tensor for count in (mixer.heads, 2 * mixer.kv_heads))
+        share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
+        if share.gathers_keys:
+            sent = keys * (context - 1)
+        else:
+            sent = (2 * queries + share.copies * keys) * (context - 1) / context
+        parts.append((passes * sent, passes * sent, 0))
     return LayerSums.collect(parts)
 
 
@@ -131,10 +159,15 @@ def estimate_stage_traffic(
     t = grid.tensor
     itemsize = DTYPE_BYTES[precision]
     master_itemsize = max(4, itemsize)
-    hidden_bytes = model.sequence_length * micro_batch * model.hidden * itemsize
+    tokens = model.sequence_length // grid.context * micro_batch
+    hidden_bytes = tokens * model.hidden * itemsize
     layers = assign_stage_layers(model, parallel, stage)
-    sums = _sum_collectives(model, forward_passes=2 if parallel.recompute == "full" else 1)
+    sums = _sum_collectives(model, forward_passes=_FORWARD_PASSES.get(parallel.recompute, 1))
     collectives = round(sum(sums.of_chunk(chunk) for chunk in layers))
+    exchanged = 0.0
+    if grid.context > 1:
+        sent_values = _sum_exchanged_values(model, t, grid.context, parallel.recompute in ("full", "attention"))
+        exchanged = sum(sent_values.of_chunk(chunk) for chunk in layers) * tokens * itemsize
     # Embedding: scatter forward, gather backward. Logits: gather forward, scatter backward.
     chunk_map = schedule.chunk_map
     is_first = stage == chunk_map.first_stage
@@ -174,6 +207,7 @@ def estimate_stage_traffic(
         data_gather=ring_share * gather_bytes,
         data_reduce=ring_share * gradient_itemsize * reduced,
         embedding=float(embedding_bytes),
+        context=schedule.microbatches * exchanged,
     )
 
 

@@ -13,13 +13,23 @@ from torch import nn
 
 from megascale.config.parts import ATTENTIONS, AttentionFacts
 from megascale.config.registry import Registry
+from megascale.core.head_exchange import find_gather_kernel, share_heads
 from megascale.core.inventory import ATTENTION_PARTS, LogicalTensor, PartInventory
 from megascale.model.context import ForwardContext, LayerSetup, Rotary
 from megascale.model.fusion import Branch
 from megascale.model.norm import Norm, norm_projections
 from megascale.ops.attention import attention
+from megascale.ops.attention_documents import DocumentMask
 from megascale.ops.norm_rotary import split_norm_rotary
 from megascale.ops.rope import apply_rotary, split_qkv
+from megascale.parallel.collectives import SINGLE_RANK
+from megascale.parallel.context import (
+    exchange_for_heads,
+    exchange_for_tokens,
+    gather_heads,
+    gather_keys,
+    select_heads,
+)
 from megascale.parallel.module import DirectModule
 from megascale.parallel.tensor import RowLinear
 
@@ -61,6 +71,8 @@ class CausalAttention(DirectModule):
             and type(self).attend is CausalAttention.attend
         )
         self._axis = setup.axis
+        self._context_axis = setup.axes.get("context", SINGLE_RANK)
+        self._share = share_heads(self.heads, self.kv_heads, self._context_axis.size)
         self.out = RowLinear(_select(setup, "output"), setup.linears, setup.dtype)
         self._chooser = setup.axis.runtime.attention
 
@@ -111,18 +123,62 @@ class CausalAttention(DirectModule):
         """Attend with normed and rotated queries and keys."""
         if self.query_factor != 1:
             q = q * self.query_factor
-        if context.cache is not None:
-            k, v = context.cache.extend(self.index, k, v, self.window)
-        mixed = attention(
+        if self._context_axis.size > 1:
+            mixed = self._attend_over_ranks(q, k, v, context)
+        else:
+            k, v = self._extend_cache(k, v, context)
+            mixed = self._attend_locally(q, k, v, context.documents)
+        return Branch(mixed, self.out.weight, self.out.bias)
+
+    def _extend_cache(
+        self, k: torch.Tensor, v: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values with those of earlier tokens, if there is a cache."""
+        if context.cache is None:
+            return k, v
+        return context.cache.extend(self.index, k, v, self.window)
+
+    def _attend_locally(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: DocumentMask | None, backend: str = "auto"
+    ) -> torch.Tensor:
+        """Run the kernel on this rank's queries, keys and values."""
+        return attention(
             q,
             k,
             v,
             window=self.window,
             softcap=self.softcap,
+            backend=backend,
             chooser=self._chooser,
-            documents=context.documents,
+            documents=documents,
         )
-        return Branch(mixed, self.out.weight, self.out.bias)
+
+    def _attend_over_ranks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Attend with this rank's slice of each sequence over the slices of all context ranks.
+
+        A cache holds whole sequences: of this rank's heads, or of all heads if keys are gathered.
+        """
+        axis, share = self._context_axis, self._share
+        if not share.gathers_keys:
+            if context.is_replicated:
+                q, k, v = select_heads(q, k, v, axis, share.copies)
+            else:
+                q, k, v = exchange_for_heads(q, k, v, axis, share.copies)
+            k, v = self._extend_cache(k, v, context)
+            mixed = self._attend_locally(q, k, v, context.documents)
+            return gather_heads(mixed, axis) if context.is_replicated else exchange_for_tokens(mixed, axis)
+        later_tokens = 0
+        if not context.is_replicated:
+            later_tokens = (axis.size - 1 - axis.rank) * k.shape[0]
+            k, v = gather_keys(k, v, axis)
+        k, v = self._extend_cache(k, v, context)
+        stop = k.shape[0] - later_tokens
+        documents = context.documents
+        if documents is not None:
+            documents = documents.select_tokens(stop)
+        return self._attend_locally(q, k[:stop], v[:stop], documents, find_gather_kernel(self.softcap))
 
 
 def _select(setup: LayerSetup, part: str) -> list[LogicalTensor]:
@@ -139,12 +195,17 @@ def register(
     inventory: PartInventory,
     description: str = "",
     masks_documents: bool = False,
+    bounds_scores: bool = False,
+    divides_tokens: bool = False,
 ) -> None:
     """Register a value of model.attention; make(setup) has the interface of CausalAttention.
 
     Args:
         masks_documents: whether it keeps to `ForwardContext.documents`; samples with documents are refused otherwise.
+        bounds_scores: whether it applies `AttentionSpec.softcap`; model.attention_softcap is refused otherwise.
+        divides_tokens: whether it attends over the tokens of all context ranks, as `CausalAttention._mix` does;
+            parallel.context above 1 is refused otherwise.
     """
-    ATTENTIONS.register(name, AttentionFacts(description, masks_documents))
+    ATTENTIONS.register(name, AttentionFacts(description, masks_documents, bounds_scores, divides_tokens))
     ATTENTION_PARTS.register(name, inventory)
     ATTENTION_MODULES.register(name, make)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megascale.config.parts import BLOCKS, PartFacts
 from megascale.config.registry import Registry
@@ -19,6 +20,7 @@ from megascale.core.inventory import BLOCK_PARTS, BlockInventory, LogicalTensor,
 from megascale.model import attention as attentions
 from megascale.model import mlp as mlps
 from megascale.model.context import ForwardContext, LayerSetup, Rotary
+from megascale.model.experts import keep_routing
 from megascale.model.fusion import Branch, ResidualStream, add_branches, norm_and_project
 from megascale.model.norm import Norm
 from megascale.ops.activation import fuses
@@ -87,23 +89,40 @@ class SerialBlock(Block):
         self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool = False
     ) -> ResidualStream:
         """Run the block, [s/t, b, h] -> [s/t, b, h]. With `defer_add` the next norm may compute the last sum."""
-        setup = self.setup
         if self.attention is not None:
-            x_SBH, qkv = norm_and_project(self.norm1, self.attention_in, x)
-            attended = self.attention(qkv, rotary, context)
-            x = add_branches(
-                setup,
-                x_SBH,
-                [attended],
-                context,
-                post_norm=self.post_norm1,
-                defer_add=defer_add or self.mlp is not None,
-            )
+            x = self._run_half("attention", self._attend, x, rotary, context, defer_add or self.mlp is not None)
         if self.mlp is not None:
-            x_SBH, inner = norm_and_project(self.norm2, self.mlp_in, x, reader=self.mlp)
-            fed = self.mlp(inner, self.mlp_in)
-            x = add_branches(setup, x_SBH, [fed], context, post_norm=self.post_norm2, site=1, defer_add=defer_add)
+            x = self._run_half("mlp", self._feed, x, rotary, context, defer_add)
         return x
+
+    def _run_half(
+        self,
+        part: str,
+        run: Callable[..., ResidualStream],
+        x: ResidualStream,
+        rotary: Rotary,
+        context: ForwardContext,
+        defer_add: bool,
+    ) -> ResidualStream:
+        """Run a half of the block; backward runs it again, from its input, if parallel.recompute names it."""
+        if self.setup.recompute != part or not torch.is_grad_enabled():
+            return run(x, rotary, context, defer_add)
+        x_SBH = x if isinstance(x, torch.Tensor) else x.add()
+        call = keep_routing(self, run) if part == "mlp" else run
+        y: torch.Tensor = checkpoint(call, x_SBH, rotary, context, False, use_reentrant=False, preserve_rng_state=False)
+        return y
+
+    def _attend(self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool) -> ResidualStream:
+        """Run the attention with its norms."""
+        x_SBH, qkv = norm_and_project(self.norm1, self.attention_in, x)
+        attended = self.attention(qkv, rotary, context)
+        return add_branches(self.setup, x_SBH, [attended], context, post_norm=self.post_norm1, defer_add=defer_add)
+
+    def _feed(self, x: ResidualStream, rotary: Rotary, context: ForwardContext, defer_add: bool) -> ResidualStream:
+        """Run the MLP with its norms."""
+        x_SBH, inner = norm_and_project(self.norm2, self.mlp_in, x, reader=self.mlp)
+        fed = self.mlp(inner, self.mlp_in)
+        return add_branches(self.setup, x_SBH, [fed], context, post_norm=self.post_norm2, site=1, defer_add=defer_add)
 
 
 class ParallelBlock(Block):

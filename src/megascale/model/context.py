@@ -95,6 +95,8 @@ class ForwardContext:
         token_loss: loss to use instead of cross-entropy.
         documents: documents of the samples, which attention does not leave; None: a sample is one document. The chunk
             makes it from the boundaries of its batch.
+        sequence_start: index in each sample of the first token of this context rank's slice. The chunk sets it.
+        is_replicated: whether all context ranks have the same tokens instead of slices, as in generation.
     """
 
     dropout_key: int | None = None
@@ -103,6 +105,8 @@ class ForwardContext:
     cache: KVCache | None = None
     token_loss: TokenLoss | None = None
     documents: DocumentMask | None = None
+    sequence_start: int = 0
+    is_replicated: bool = False
 
     @property
     def past_length(self) -> int:

@@ -29,7 +29,7 @@ from megascale.ops.routing import (
     weigh_experts,
     wide_dtype,
 )
-from megascale.parallel.collectives import all_reduce_small
+from megascale.parallel.collectives import SINGLE_RANK, all_reduce_small
 from megascale.parallel.experts import apply_experts
 from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter
@@ -95,6 +95,7 @@ class ExpertsMlp(DirectModule):
         self.activation = spec.activation
         self.linears = setup.linears
         self.axis = axis = setup.axis
+        self._context_axis = setup.axes.get("context", SINGLE_RANK)
         self.is_recomputed = setup.recomputes("activation")
         tensors = {tensor.name.partition(".mlp.")[2]: tensor for tensor in setup.tensors.mlp}
 
@@ -215,9 +216,9 @@ class ExpertsMlp(DirectModule):
         settings = self.settings
         if routing.sequence_counts is None:
             assert routing.indices is not None
-            counts = count_experts(routing.indices, settings.number)
-            routing.sequence_counts = all_reduce_small(counts, self.axis)
-        length = scores.shape[0] * self.axis.size
+            counts = all_reduce_small(count_experts(routing.indices, settings.number), self.axis)
+            routing.sequence_counts = all_reduce_small(counts, self._context_axis)
+        length = scores.shape[0] * self.axis.size * self._context_axis.size
         fractions_BE = routing.sequence_counts.to(scores.dtype) * (settings.number / (settings.top_k * length))
         if settings.scores == "sigmoid":
             scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
@@ -241,17 +242,22 @@ class ExpertsMlp(DirectModule):
         return (y * scale).to(y.dtype)
 
 
-def keep_routing(block: nn.Module) -> Callable[..., Any]:
-    """Return a call of a block that, in a layer of experts, selects experts the first time only."""
+def keep_routing(block: nn.Module, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return a call of a block that, in a layer of experts, selects experts the first time only.
+
+    Args:
+        call: a part of the block to call instead of the whole.
+    """
+    call = call or block
     mlp = getattr(block, "mlp", None)
     if not isinstance(mlp, ExpertsMlp):
-        return block
+        return call
     routing = Routing()
 
     def run(*args: Any) -> Any:
         mlp.routing = routing
         try:
-            return block(*args)
+            return call(*args)
         finally:
             mlp.routing = None
 

@@ -169,5 +169,5 @@ def add_branches(
         deferred = DeferredResidualAdd(y_SBH, residual_SBH, bias)
         return deferred if defer_add else deferred.add()
     key = dropout_key(context.dropout_key, setup.index, site)
-    first_row = setup.axis.rank * y_SBH.shape[0]
+    first_row = context.sequence_start + setup.axis.rank * y_SBH.shape[0]
     return dropout_add(y_SBH, bias, residual_SBH, setup.dropout, key, first_row, context.sample_start)

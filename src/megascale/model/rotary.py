@@ -30,16 +30,29 @@ class RotaryTables:
         self._tables: dict[tuple[int, bool, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def select(
-        self, start: int, stop: int, device: torch.device, positions: torch.Tensor | None = None
+        self,
+        start: int,
+        stop: int,
+        device: torch.device,
+        positions: torch.Tensor | None = None,
+        length: int | None = None,
     ) -> list[Rotary]:
         """Return the rows of positions `start:stop` for each layer.
 
         Args:
             positions: positions [s, b] of samples that have their own, counted from `start`; rows are then [s, b, ...].
+            length: tokens of the whole input, if it goes on after `stop`; longrope's frequencies depend on it.
         """
         rows: list[Rotary] = []
         for index, rope in enumerate(self._distinct):
-            rows.append(None if rope is None else self._select_rows(index, rope, start, stop, device, positions))
+            if rope is None:
+                rows.append(None)
+            else:
+                cos, sin = self._find_tables(index, rope, stop if length is None else length, device)
+                cos, sin = cos[start:stop], sin[start:stop]
+                if positions is not None:
+                    cos, sin = cos[positions], sin[positions]
+                rows.append((cos, sin))
         return [rows[index] for index in self._index_of_layer]
 
     def differs_between(self, length: int, other_length: int) -> bool:
@@ -47,22 +60,18 @@ class RotaryTables:
         limits = [limit for limit in self._limits if limit is not None]
         return any((length > limit) != (other_length > limit) for limit in limits)
 
-    def _select_rows(
-        self, index: int, rope: RopeSpec, start: int, stop: int, device: torch.device, positions: torch.Tensor | None
+    def _find_tables(
+        self, index: int, rope: RopeSpec, length: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tables of an input of `length` tokens, or longer ones."""
         limit = self._limits[index]
-        is_extended = limit is not None and stop > limit
+        is_extended = limit is not None and length > limit
         key = (index, is_extended, device)
-        if key not in self._tables or self._tables[key][0].shape[0] < stop:
-            length = max(self._length, stop)
+        if key not in self._tables or self._tables[key][0].shape[0] < length:
             self._tables[key] = rotary_tables(
-                length, rope.width, rope.base, device, self._dtype, rope.scaling, is_extended
+                max(self._length, length), rope.width, rope.base, device, self._dtype, rope.scaling, is_extended
             )
-        cos, sin = self._tables[key]
-        cos, sin = cos[start:stop], sin[start:stop]
-        if positions is None:
-            return cos, sin
-        return cos[positions], sin[positions]
+        return self._tables[key]
 
 
 def _find_limit(rope: RopeSpec | None) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from megascale.core.batch import Batch
 from megascale.core.inventory import LogicalTensor, embedding_tensors, head_tensors, norm_tensors, resolve_layers
 from megascale.core.layers import ChunkLayers
 from megascale.model.block import make_block
-from megascale.model.context import EVALUATION, ForwardContext, LayerSetup
+from megascale.model.context import EVALUATION, ForwardContext, LayerSetup, Rotary
 from megascale.model.experts import keep_routing
 from megascale.model.fusion import ResidualStream, add_and_norm
 from megascale.model.norm import Norm
@@ -31,8 +32,23 @@ from megascale.ops.dropout import dropout, dropout_key
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.linear import make_linears
 from megascale.parallel.module import DirectModule
+from megascale.parallel.offload import CopyStreams, InputStack, OffloadedInput
 from megascale.parallel.parameters import local_parameter, spec_of
 from megascale.parallel.tensor import ColumnLinear, RowLinear, vocabulary_embedding, vocabulary_logits, vocabulary_loss
+
+
+def recompute_block(
+    block: nn.Module, x_SBH: torch.Tensor, rotary: Rotary, context: ForwardContext, offloaded: InputStack | None
+) -> torch.Tensor:
+    """Run a block that backward runs again, from its input: on the device, or in host memory with `offloaded`."""
+    run_block = keep_routing(block)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if offloaded is None:
+        y_SBH: torch.Tensor = checkpoint(run_block, x_SBH, rotary, context, **options)
+        return y_SBH
+    layer_input = OffloadedInput(x_SBH, offloaded)
+    y_SBH = checkpoint(lambda: run_block(layer_input.read(), rotary, context), **options)
+    return y_SBH
 
 
 class Chunk(DirectModule):
@@ -69,6 +85,7 @@ class Chunk(DirectModule):
         super().__init__()
         self.model = model
         self.axis = axis
+        self.context_axis = (axes or {}).get("context", SINGLE_RANK)
         self.first = first
         self.last = last
         self.dtype = dtype
@@ -95,6 +112,7 @@ class Chunk(DirectModule):
         head = {tensor.name: self._local(tensor) for tensor in head_tensors(model)} if last else {}
         self.head = head.get("head.weight")
         self.head_bias = head.get("head.bias")
+        self.copy_streams: CopyStreams | None = None  # to offload the inputs of layers that are recomputed
         self.pre_forward_gather: Callable[[int], None] = lambda unit: None
         self.pre_backward_gather: Callable[[int], None] | None = None  # before the backward of a unit, if set
         if adapters is not None:
@@ -144,32 +162,45 @@ class Chunk(DirectModule):
         """Run the chunk.
 
         Args:
-            x: tokens [s, b] for the first chunk, else x_SBH [s/t, b, h].
-            batch: the micro-batch; blocks read its positions and document boundaries, and the last chunk its targets.
-                Without targets the last chunk returns the normed hidden states, times the multiplier of logits.
+            x: tokens [s, b] for the first chunk, else x_SBH [s/t, b, h]; s is this context rank's slice of the
+                sequence.
+            batch: the micro-batch, in the same slice; blocks read its positions and document boundaries, and the last
+                chunk its targets. Without targets the last chunk returns the normed hidden states, times the
+                multiplier of logits.
         Returns:
             x_SBH, or on the last chunk with targets the loss of every token [s, b] in float32 or wider.
         """
         self.pre_forward_gather(0)
         positions = None if batch is None else batch.positions
+        slices = 1 if context.is_replicated else self.context_axis.size
+        if slices > 1:
+            rows = x.shape[0] if self.first else x.shape[0] * self.axis.size
+            context = replace(context, sequence_start=self.context_axis.rank * rows)
         if self.first:
             x = self._embed(x, context, positions)
             if self.linears.adapters is not None and torch.is_grad_enabled():
                 x.requires_grad_()  # so that every activation is a part of the graph, whichever matrices have adapters
         past = context.past_length
+        slice_length = x.shape[0] * self.axis.size
+        length = slice_length * slices
         if batch is not None and batch.document_boundaries is not None:
-            length = x.shape[0] * self.axis.size
             context = replace(context, documents=DocumentMask.from_boundaries(batch.document_boundaries, length))
-        rotary = self._rotary.select(past, past + x.shape[0] * self.axis.size, x.device, positions)
+        start = past + context.sequence_start
+        if positions is None:
+            rotary = self._rotary.select(start, start + slice_length, x.device, None, past + length)
+        else:
+            rotary = self._rotary.select(past, past + length, x.device, positions)
         recompute_layers = self.recompute == "full" and torch.is_grad_enabled()
+        offloaded = None
+        if recompute_layers and self.copy_streams is not None:
+            offloaded = InputStack(self.copy_streams)
         stream: ResidualStream = x
         for i, block in enumerate(self.blocks):
             self.pre_forward_gather(i + 1)
             if recompute_layers:
-                run_block = keep_routing(block)
-                stream = checkpoint(
-                    run_block, stream, rotary[i], context, use_reentrant=False, preserve_rng_state=False
-                )
+                assert isinstance(stream, torch.Tensor)
+                has_next_block = i + 1 < len(self.blocks)
+                stream = recompute_block(block, stream, rotary[i], context, offloaded if has_next_block else None)
             else:
                 # A norm follows every sum but the last, and computes it.
                 stream = block(stream, rotary[i], context, defer_add=self.last or i + 1 < len(self.blocks))
@@ -248,9 +279,10 @@ class Chunk(DirectModule):
             start = self.axis.rank * x.shape[0]
             x = x + functional.embedding(positions_SB[start : start + x.shape[0]], self.position_embedding)
         elif self.position_embedding is not None:
-            start = context.past_length + self.axis.rank * x.shape[0]
+            start = context.past_length + context.sequence_start + self.axis.rank * x.shape[0]
             x = x + self.position_embedding[start : start + x.shape[0], None, :]
         if self.model.dropout and context.dropout_key is not None:
             key = dropout_key(context.dropout_key, self.model.layers, 0)
-            x = dropout(x, self.model.dropout, key, self.axis.rank * x.shape[0], context.sample_start)
+            first_row = context.sequence_start + self.axis.rank * x.shape[0]
+            x = dropout(x, self.model.dropout, key, first_row, context.sample_start)
         return x

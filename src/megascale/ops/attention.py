@@ -215,9 +215,24 @@ class AttentionChooser:
         if shape not in self.choices:
             # The caller may be recomputed in backward: its hooks must not see the tensors saved while measuring.
             with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
-                self.choices[shape] = self.measure(shape, torch.device(device))
-            dispatch.note(f"attention {shape}", str(self.choices[shape]))
+                if not self._adopt_from_fewer_documents(shape, torch.device(device)):
+                    self.choices[shape] = self.measure(shape, torch.device(device))
+                    dispatch.note(f"attention {shape}", str(self.choices[shape]))
         return self.choices[shape].name
+
+    def _adopt_from_fewer_documents(self, shape: AttentionShape, device: torch.device) -> bool:
+        """Adopt the kernel of the same shape with fewer documents, and return whether there is one that can run.
+
+        Samples of held-out data may have more documents than those of training, for which all ranks have agreed on a
+        kernel. Ranks that measured again could choose different kernels.
+        """
+        for known, choice in self.choices.items():
+            if known._replace(documents=shape.documents) != shape or not 0 < known.documents < shape.documents:
+                continue
+            if not self.explain_refusal(choice.name, shape, device):
+                self.adopt(shape, choice.name, f"as for up to {known.documents} documents")
+                return True
+        return False
 
     def adopt(self, shape: AttentionShape, name: str, reason: str = "") -> None:
         """Adopt the kernel that all ranks have agreed on; `reason` is for the record of operators."""

@@ -72,6 +72,10 @@ class DocumentMask:
         cumulative = torch.cat([boundaries_BD[0, :1], (boundaries_BD[:, 1:] + offsets_B1).flatten()])
         return DocumentMask(starts_BS.to(torch.int32), cumulative.to(torch.int32))
 
+    def select_tokens(self, length: int) -> DocumentMask:
+        """Return the mask of the first `length` tokens, for kernels that read the first keys only."""
+        return DocumentMask(self.starts_BS[:, :length], self.cumulative)
+
     def first_keys(self, window: int | None) -> Tensor:
         """Return the first key that each query sees, int32 [batch, sequence]."""
         if window is None:
@@ -80,13 +84,13 @@ class DocumentMask:
         bounds = torch.arange(1 - window, length + 1 - window, dtype=torch.int32, device=self.starts_BS.device)
         return torch.maximum(self.starts_BS, bounds)
 
-    def visible_keys(self, window: int | None) -> Tensor:
-        """Return the complete mask, bool [batch, 1, queries, keys]."""
+    def visible_keys(self, window: int | None, queries: int) -> Tensor:
+        """Return the mask of the last `queries` tokens, bool [batch, 1, queries, keys]."""
         length = self.starts_BS.shape[1]
         device = self.starts_BS.device
         keys = torch.arange(length, dtype=torch.int32, device=device)
-        within_BSS = keys >= self.first_keys(window)[:, :, None]
-        return (within_BSS & causal_mask(length, length, None, device)).unsqueeze(1)
+        within_BST = keys >= self.first_keys(window)[:, length - queries :, None]
+        return (within_BST & causal_mask(queries, length, None, device)).unsqueeze(1)
 
 
 DocumentBackend = Callable[[Tensor, Tensor, Tensor, "int | None", DocumentMask], Tensor]
@@ -95,7 +99,7 @@ DocumentBackend = Callable[[Tensor, Tensor, Tensor, "int | None", DocumentMask],
 def sdpa(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, documents: DocumentMask) -> Tensor:
     """Run torch's own choice of kernel with the complete mask, on any device and in any type."""
     q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
-    mask = documents.visible_keys(window)
+    mask = documents.visible_keys(window, q.shape[2])
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return merge_heads(out.permute(2, 0, 1, 3))
 
@@ -129,7 +133,7 @@ def eager(
     q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, documents: DocumentMask, softcap: float
 ) -> Tensor:
     """Compute the bounded scores of all pairs in memory, on any device and in any type."""
-    return attend_eagerly(q_SBND, k_SBGD, v_SBGD, documents.visible_keys(window).unsqueeze(1), softcap)
+    return attend_eagerly(q_SBND, k_SBGD, v_SBGD, documents.visible_keys(window, len(q_SBND)).unsqueeze(1), softcap)
 
 
 def flex(

@@ -141,13 +141,18 @@ def stage_times(
     is_full = np.asarray(case.recompute) == RECOMPUTE.index("full")
     core = np.asarray(RECOMPUTED_ATTENTION)[np.asarray(case.recompute)]
     recomputed_kernels = share * layer.elementwise_forward + core * layer.attention_forward
-    recompute = scale * np.where(is_full, layer.forward, recomputed_kernels)
+    mlp = case.expert_parameters / case.layer_parameters
+    gemms = np.where(np.asarray(case.recompute) == RECOMPUTE.index("mlp"), mlp, 0.0)
+    gemms = np.where(np.asarray(case.recompute) == RECOMPUTE.index("attention"), 1 - mlp, gemms)
+    recompute = scale * np.where(is_full, layer.forward, recomputed_kernels + gemms * layer.gemm_forward)
 
     tp_forward, tp_backward = _tensor_exposed(cluster, case, constants, network)
-    tp_recompute = np.where(is_full, tp_forward, 0.0)
-    ring = ring_attention(cluster, case, network, scale * layer.attention_forward, scale * layer.attention_backward)
+    is_half = gemms > 0
+    tp_recompute = np.where(is_full, tp_forward, np.where(is_half, tp_forward / 2, 0.0))
+    heads = head_exchange(cluster, case, network)
     sent = expert_exchange(cluster, case, network)
-    swap_forward, swap_backward = (r + s for r, s in zip(ring, sent, strict=True))
+    swap_forward, swap_backward = (h + s for h, s in zip(heads, sent, strict=True))
+    tp_recompute = tp_recompute + np.where(core > 0, heads[0], 0.0)
     # A block enters and leaves a tensor-parallel region forward and backward, and once more forward if recomputed.
     regions = np.where(case.tensor > 1, 4.0, 0.0) * np.where(case.parallel_block, 1.0, 2.0)
     launches = (layer.kernels * case.launch_us + regions * case.region_host_us) * 1e-6 * cluster.host_slowness
@@ -484,22 +489,20 @@ def _overlapped(collective: Any, compute: Any, slowdown: Any, transfers: Any, st
     return np.maximum(slow + np.where(collective > 0, transfers, 0.0), collective - compute)
 
 
-def ring_attention(cluster: ClusterSpec, case: Case, network: Network, forward: Any, backward: Any) -> tuple[Any, Any]:
-    """Context parallelism: keys and values go round while attention works on those that are here.
+def head_exchange(cluster: ClusterSpec, case: Case, network: Network) -> tuple[Any, Any]:
+    """Return the seconds of context parallelism in a layer's forward and backward; all exposed.
 
-    `forward`, `backward`: seconds of a rank's attention, which hide the transfers. In backward the gradients of keys
-    and values go round too. Causal work is taken as balanced over the ranks (each has an early and a late part).
+    An all-to-all exchanges slices of the sequence with all heads for whole sequences with some of the heads, and
+    another one returns the results. Each key/value head goes to several ranks if there are fewer heads than ranks.
     """
-    steps = case.context - 1
-    block = 2.0 * 2.0 * case.tokens * case.kv / case.tensor
-    inside = case.tensor * case.context <= cluster.gpus_per_host
-    block_seconds = np.where(steps > 0, network.p2p(block, inside), 0.0)
-    # Each step of the ring hides behind one of `context` parts of attention.
-    waits = [
-        np.maximum(0.0, steps * factor * block_seconds - work * steps / case.context)
-        for factor, work in ((1.0, forward), (2.0, backward))
-    ]
-    return waits[0], waits[1]
+    head = case.query / case.heads
+    keys = np.maximum(case.kv / case.tensor, case.context * head)
+    values = 2.0 * case.query / case.tensor + 2.0 * keys
+    # A rank sends and receives over all its links at once, as in a gather of as many bytes.
+    near = np.maximum(1, np.minimum(case.context, cluster.gpus_per_host // case.tensor))
+    seconds = 2.0 * network.collective(case.tokens * values, case.context, near)
+    seconds = np.where(case.context > 1, seconds, 0.0)
+    return seconds, seconds
 
 
 def expert_exchange(cluster: ClusterSpec, case: Case, network: Network) -> tuple[Any, Any]:

@@ -199,12 +199,15 @@ def step_on_network(
     """Each scenario's step on a network; `options` are those of step.run. The scenarios share one layout.
 
     Raises:
-        ConfigError: sequences cut over ranks or experts, whose traffic the network's model does not know.
+        ConfigError: context parallelism or experts, whose traffic the network's model does not know.
         FitError: a layout that the fabric does not hold.
     """
     first = scenarios[0]
+    known = "--fabric knows data- and pipeline-parallel traffic only"
     if any(s.uses_closed_form_only_features for s in scenarios):
-        raise ConfigError("--fabric knows data- and pipeline-parallel traffic only; leave out --context and experts")
+        raise ConfigError(f"{known}; leave out --experts, --top-k and --expert-parallel")
+    if first.config.parallel.context > 1:
+        raise ConfigError(f"{known}; leave out --fabric, or set --parallel.context=1")
     first_times = measure(first.config, first.gpus, variant)
     paper = paper_network(first.gpus, first.config.parallel.gpus_per_host, variant)
     if paper.key == variant.key:

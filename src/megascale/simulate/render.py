@@ -11,7 +11,7 @@ from rich.text import Text
 
 from megascale.core import flops
 from megascale.simulate.run_cost import RunCost
-from megascale.simulate.step import StepEstimate
+from megascale.simulate.step import Scenario, StepEstimate
 
 BAR = 28
 SHORTEST_BAR = 6
@@ -22,7 +22,7 @@ PART_NAMES = {
     "recompute": "recomputation",
     "host": "kernel launches",
     "tensor": "exposed tensor comm.",
-    "exchange": "ring, expert exchange",
+    "exchange": "head, expert exchange",
     "pipeline": "exposed pipeline comm.",
     "data": "exposed data comm.",
     "logits": "logits imbalance",
@@ -60,13 +60,21 @@ def shown_parts(results: Sequence[StepEstimate]) -> list[str]:
     return [part for part in PART_NAMES if any(abs(r.parts.get(part, 0.0)) > 1e-4 * r.seconds for r in results)]
 
 
+def _describe_replicas(scenario: Scenario) -> str:
+    """Return the sizes of the context axis, if it has several ranks, and of data parallelism."""
+    grid = scenario.layout.grid
+    if grid.context == 1:
+        return f"data {grid.shards}"
+    return f"context {grid.context} x data {grid.shards // grid.context}"
+
+
 def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -> None:
     """Layout, time, MFU, days, memory: a column a result."""
     first = results[0].scenario
     parallel, train = first.config.parallel, first.config.train
     console.print(
         f"[bold]{train.name}[/bold] on {first.gpus:,} GPUs of {first.cluster.name}: tensor {parallel.tensor} x "
-        f"pipeline {parallel.pipeline} (x{parallel.virtual_stages}) x data {first.layout.grid.shards}, "
+        f"pipeline {parallel.pipeline} (x{parallel.virtual_stages}) x {_describe_replicas(first)}, "
         f"{train.global_batch:,} sequences of {first.config.model.sequence_length:,}, micro-batch {train.micro_batch}",
         soft_wrap=True,
     )
@@ -158,10 +166,12 @@ def layouts(
     sizes = {r.scenario.config.train.global_batch for r in results}
     labels = {r.scenario.label for r in results}
     more = [n for n, differ in (("batch", len(sizes) > 1), ("in", len(labels) > 1)) if differ]
+    has_context = any(r.scenario.config.parallel.context > 1 for r in results)
     names = (
         *more,
         "GPUs",
         "TP",
+        *(["CP"] if has_context else []),
         "PP",
         "v",
         "round",
@@ -182,10 +192,11 @@ def layouts(
                 *({"batch": f"{t.global_batch:,}", "in": r.scenario.label}[n] for n in more),
                 f"{r.scenario.gpus:,}",
                 str(p.tensor),
+                *([str(p.context)] if has_context else []),
                 str(p.pipeline),
                 str(p.virtual_stages),
                 str(p.micro_batch_group_size or p.pipeline) if p.virtual_stages > 1 else "",
-                str(r.scenario.layout.grid.shards),
+                str(r.scenario.layout.grid.shards // p.context),
                 str(t.micro_batch),
                 p.recompute,
                 f"{r.seconds:.3f}",

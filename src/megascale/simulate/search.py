@@ -21,7 +21,9 @@ from megascale.simulate.step import Scenario, StepEstimate, run
 BLOCK = 16384
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 # Columns of a layout's row, in the order of `layouts`.
-LAYOUT = ("tensor", "pipeline", "virtual", "micro_batch_group_size", "data", "micro")
+LAYOUT = ("tensor", "context", "pipeline", "virtual", "micro_batch_group_size", "data", "micro")
+# Shorter sequences are not divided: a micro-batch then has fewer tokens than fill a GPU.
+LONG_SEQUENCE = 32_768
 # Long rounds of a pipeline count only where they save this share: what transfers that wait longer take from compute
 # (7% measured on two GPUs over NVLink) is in no formula.
 WORTH = 0.1
@@ -32,13 +34,14 @@ class SearchResult:
     """Layouts that divide, with their times, fastest first for each number of GPUs.
 
     Attributes:
-        gpus, tensor, pipeline, virtual, micro_batch_group_size, data, micro: arrays [layouts].
+        gpus, tensor, context, pipeline, virtual, micro_batch_group_size, data, micro: arrays [layouts].
         recompute: [layouts] positions in RECOMPUTE.
         seconds: of a step.
     """
 
     gpus: np.ndarray
     tensor: np.ndarray
+    context: np.ndarray
     pipeline: np.ndarray
     virtual: np.ndarray
     micro_batch_group_size: np.ndarray
@@ -63,29 +66,36 @@ def layouts(
     """Return all layouts of `config` on low to high GPUs that divide, whole hosts only: arrays by name.
 
     Each comes with each kind of `recompute`. Where there are replicas to talk to, several chunks a stage come in rounds
-    of the pipeline's length (`micro_batch_group_size` 0) and in one long round of all micro-batches.
+    of the pipeline's length (`micro_batch_group_size` 0) and in one long round of all micro-batches. Long sequences
+    also come divided over the context ranks of a host.
     """
     model, batch = config.model, config.train.global_batch
     long_rounds = config.parallel.zero < 2  # which sends after every micro-batch
     tensors = [t for t in divisors(model.heads) if t <= cluster.gpus_per_host]
-    rows = []
+    sharings = []
     for t in tensors:
+        contexts = [1]
+        if model.sequence_length >= LONG_SEQUENCE:
+            contexts = [c for c in divisors(model.heads // t) if t * c <= cluster.gpus_per_host]
+        sharings += [(t, c) for c in contexts]
+    rows = []
+    for t, c in sharings:
         for p in divisors(model.layers):
             for v in divisors(model.layers // p):
                 for b in MICRO_BATCHES:
                     if batch % b:
                         continue
                     for d in divisors(batch // b):
-                        gpus = t * p * d
+                        gpus = t * c * p * d
                         if p * v * (batch // b // d) > MAX_FORWARDS:
                             continue
                         fills_hosts = gpus % cluster.gpus_per_host == 0 or gpus < cluster.gpus_per_host
                         if not (low <= gpus <= high and fills_hosts):
                             continue
                         if v == 1 or p > 1:
-                            rows.append((t, p, v, 0, d, b))
+                            rows.append((t, c, p, v, 0, d, b))
                         if v > 1 and d > 1 and long_rounds and batch // b // d > p:
-                            rows.append((t, p, v, batch // b // d, d, b))
+                            rows.append((t, c, p, v, batch // b // d, d, b))
     if not rows:
         raise FitError(
             f"no layout of {model.layers} layers, {model.heads} heads and batch {batch} has between {low:,} and "
@@ -143,7 +153,7 @@ def search(
         | (seconds < (1 - WORTH) * np.roll(seconds, 1))
     )
     arrays, seconds = {k: v[worth] for k, v in arrays.items()}, seconds[worth]
-    gpus = arrays["tensor"] * arrays["pipeline"] * arrays["data"]
+    gpus = arrays["tensor"] * arrays["context"] * arrays["pipeline"] * arrays["data"]
     order = np.lexsort((seconds, gpus))
     columns = {k: v[order] for k, v in arrays.items()}
     return SearchResult(gpus=gpus[order], seconds=seconds[order], **columns)
@@ -152,6 +162,7 @@ def search(
 def with_layout(
     config: Config,
     tensor: int,
+    context: int,
     pipeline: int,
     virtual: int,
     micro_batch_group_size: int,
@@ -161,8 +172,14 @@ def with_layout(
 ) -> Config:
     """Return the configuration with another layout; `micro_batch_group_size` 0: the pipeline's length."""
     tree = config.model_dump(exclude_none=True)
-    layout_values: dict[str, object] = {"tensor": tensor, "pipeline": pipeline, "virtual_stages": virtual, "data": data}
-    layout_values["recompute"] = recompute
+    layout_values: dict[str, object] = {
+        "tensor": tensor,
+        "context": context,
+        "pipeline": pipeline,
+        "virtual_stages": virtual,
+        "data": data,
+        "recompute": recompute,
+    }
     if micro_batch_group_size:
         layout_values["micro_batch_group_size"] = micro_batch_group_size
     tree["parallel"] = {
@@ -185,6 +202,7 @@ def feasible(
         layout = with_layout(
             config,
             int(result.tensor[i]),
+            int(result.context[i]),
             int(result.pipeline[i]),
             int(result.virtual[i]),
             int(result.micro_batch_group_size[i]),
@@ -209,6 +227,7 @@ def best(
         parallel, train = estimate.scenario.config.parallel, estimate.scenario.config.train
         layout = (
             parallel.tensor,
+            parallel.context,
             parallel.pipeline,
             parallel.virtual_stages,
             parallel.micro_batch_group_size,

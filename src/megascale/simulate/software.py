@@ -17,12 +17,12 @@ from megascale.simulate.cluster import ClusterSpec
 ATTENTION_KERNELS = ("unfused", "flash1", "flash2", "cudnn")
 # Activations done again in backward: norms and the activation alone, or whole layers.
 # ("core-attention" is what Megatron-LM calls selective: scores, softmax and their product with the values).
-RECOMPUTE = ("none", "norms", "activation", "selective", "full", "core-attention")
+RECOMPUTE = ("none", "norms", "activation", "selective", "full", "mlp", "attention", "core-attention")
 # Those of them that the engine has (parallel.recompute).
-ENGINE_RECOMPUTE = RECOMPUTE[:5]
+ENGINE_RECOMPUTE = RECOMPUTE[:7]
 # Part of a layer's elementwise work, and of its attention, that is done again.
-RECOMPUTED = (0.0, 0.5, 0.5, 1.0, 1.0, 0.0)
-RECOMPUTED_ATTENTION = (0.0, 0.0, 0.0, 0.0, 1.0, 1.0)
+RECOMPUTED = (0.0, 0.5, 0.5, 1.0, 1.0, 0.5, 0.5, 0.0)
+RECOMPUTED_ATTENTION = (0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0)
 
 # Family of this project's engine, and of the paper's, which it follows.
 MEGASCALE_FAMILY = "megascale"

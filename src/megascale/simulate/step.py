@@ -46,7 +46,6 @@ class Scenario:
     calibration: Calibration
     software: Software
     label: str = "as configured"
-    context: int = 1
     experts: int = 1
     top_k: int = 1
     expert_parallel: int = 1
@@ -63,14 +62,12 @@ class Scenario:
     @property
     def layout(self) -> Layout:
         """The layout; FitError if sizes do not divide."""
-        if self.gpus % self.context:
-            raise FitError(f"--context={self.context} does not divide {self.gpus:,} GPUs; use a divisor")
-        return lay_out_priced(self.config, self.gpus // self.context)
+        return lay_out_priced(self.config, self.gpus)
 
     @property
     def uses_closed_form_only_features(self) -> bool:
-        """Return whether sequences are cut or experts are requested, which training lacks and memory leaves out."""
-        return max(self.context, self.experts, self.top_k, self.expert_parallel) > 1
+        """Return whether experts are requested for a dense model, which memory leaves out."""
+        return max(self.experts, self.top_k, self.expert_parallel) > 1
 
     def case(self) -> Case:
         """Numbers for the levels; FitError if sizes do not divide."""
@@ -85,13 +82,13 @@ class Scenario:
             tensor=parallel.tensor,
             pipeline=p,
             virtual=v,
-            data=layout.grid.shards,
+            data=layout.grid.shards // parallel.context,
             micro=self.config.train.micro_batch,
             batch=self.config.train.global_batch,
             middle=float(other_counts.max()) if p > 1 else float(counts[0]),
             last=float(counts[last_stage]),
             micro_batch_group_size=parallel.micro_batch_group_size or 0,
-            context=self.context,
+            context=parallel.context,
             experts=self.experts,
             top_k=self.top_k,
             expert_parallel=self.expert_parallel,
@@ -188,7 +185,8 @@ class StepEstimate:
             "tensor": parallel.tensor,
             "pipeline": parallel.pipeline,
             "virtual": parallel.virtual_stages,
-            "data": scenario.layout.grid.shards,
+            "context": parallel.context,
+            "data": scenario.layout.grid.shards // parallel.context,
             "micro_batch": train.micro_batch,
             "global_batch": train.global_batch,
             "precision": scenario.software.precision,
@@ -300,9 +298,9 @@ def run(
     memory = scenario.memory_gib()
     if scenario.uses_closed_form_only_features and not bool(case.fits()):
         raise FitError(
-            f"{scenario.label}: --context={scenario.context}, --experts={scenario.experts}, --top-k={scenario.top_k}, "
-            f"--expert-parallel={scenario.expert_parallel} do not divide: the sequence over tensor x context, experts "
-            "over their ranks, replicas over them, and no more than all experts see a token"
+            f"{scenario.label}: --experts={scenario.experts}, --top-k={scenario.top_k}, "
+            f"--expert-parallel={scenario.expert_parallel} do not divide: experts over their ranks, replicas over "
+            "them, and no more than all experts see a token"
         )
     if check_memory and not scenario.uses_closed_form_only_features and memory > scenario.cluster.gpu.memory_gib:
         if scenario.software.is_memory_modelled:
@@ -313,6 +311,11 @@ def run(
             f"{scenario.label}: the fullest rank needs {memory:.1f} GiB and a {scenario.cluster.gpu.name} has "
             f"{scenario.cluster.gpu.memory_gib:g}{memory_note}; raise parallel.tensor, parallel.pipeline or the number "
             "of GPUs, lower train.micro_batch, set parallel.recompute=full, or price it all the same with --no-memory"
+        )
+    if level == "event" and scenario.config.parallel.context > 1:
+        raise ConfigError(
+            f"{scenario.label}: parallel.context={scenario.config.parallel.context} is priced in closed form only; "
+            "leave out --level event"
         )
     if level == "event" and scenario.software.full_sharding:
         raise ConfigError(f"{scenario.label}: full sharding is priced in closed form only; leave out --level event")
@@ -363,5 +366,7 @@ def run(
     if _asks_float8(scenario.config) and not scenario.software.float8:
         notes += (f"{scenario.label} has no float8: it is priced in bfloat16",)
     if scenario.uses_closed_form_only_features:
-        notes += ("context parallelism and experts: no step was held against this, and memory does not count them",)
+        notes += ("experts: no step was held against this, and memory does not count them",)
+    if scenario.config.parallel.context > 1:
+        notes += ("context parallelism: no step was held against this",)
     return StepEstimate(scenario, level, seconds, low, high, shares, memory, event, notes)

@@ -21,6 +21,7 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
 from megascale.core import strict_json
+from megascale.core.head_exchange import share_heads
 from megascale.core.inventory import count_distinct_layers
 from megascale.core.layer_spec import AttentionSpec
 from megascale.core.untrusted_files import read_small_text
@@ -38,11 +39,15 @@ Measurement = tuple[dict[str, float], dict[str, str]]
 Offer = tuple[str, dict[str, Measurement]]  # kind of device, and shape -> measurement
 
 
-def list_shapes(config: Config, tensor: int, dtype: torch.dtype, documents: int = 0) -> list[AttentionShape]:
+def list_shapes(
+    config: Config, tensor: int, dtype: torch.dtype, documents: int = 0, context: int = 1
+) -> list[AttentionShape]:
     """Return every attention shape of training under `tensor`-way tensor parallelism, on any pipeline stage.
 
     Args:
         documents: largest number of documents in a sample; 0: a sample is one document.
+        context: ranks that divide the tokens of a sequence, and in attention its heads. Layers whose keys they gather
+            have no choice of kernels and are left out.
     """
     model, S = config.model, config.model.sequence_length
     shapes: dict[AttentionShape, None] = {}
@@ -51,10 +56,19 @@ def list_shapes(config: Config, tensor: int, dtype: torch.dtype, documents: int 
         if not isinstance(mixer, AttentionSpec):
             continue
         window = None if mixer.window is None or mixer.window >= S else mixer.window
-        heads, kv_heads = mixer.heads // tensor, mixer.kv_heads // tensor
-        batch = config.train.micro_batch
+        share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
+        if share.gathers_keys:
+            continue
         shape = AttentionShape(
-            S, batch, heads, kv_heads, mixer.head_size, window, dtype, documents=documents, softcap=mixer.softcap
+            S=S,
+            B=config.train.micro_batch,
+            N=share.heads,
+            G=share.kv_heads,
+            D=mixer.head_size,
+            window=window,
+            dtype=dtype,
+            documents=documents,
+            softcap=mixer.softcap,
         )
         shapes[shape] = None
     return list(shapes)
@@ -68,6 +82,7 @@ def agree_on_kernels(
     earlier_choices: Choices | None,
     chooser: AttentionChooser,
     documents: int = 0,
+    context: int = 1,
 ) -> tuple[Choices, dict[str, str]]:
     """Agree on attention kernels, collectively over the default group, and set them in `chooser`.
 
@@ -75,6 +90,7 @@ def agree_on_kernels(
         tensor: tensor-parallel size.
         earlier_choices: choices of earlier starts; rank 0's are used.
         documents: largest number of documents in a sample; 0: a sample is one document.
+        context: ranks that divide the tokens of a sequence.
 
     Returns:
         All choices of the run, and start-up lines about devices of other kinds than this rank's.
@@ -83,7 +99,7 @@ def agree_on_kernels(
     """
     if dispatch.mode() == "reference":
         return earlier_choices or {}, {}
-    shapes = list_shapes(config, tensor, dtype, documents)
+    shapes = list_shapes(config, tensor, dtype, documents, context)
     if config.kernels.attention != "auto":
         _check_named_kernel(config.kernels.attention, shapes, device, chooser)
         return earlier_choices or {}, {}

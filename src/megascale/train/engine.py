@@ -33,7 +33,9 @@ from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import all_reduce
+from megascale.parallel.context import slice_batch
 from megascale.parallel.data_parallel import DataParallel
+from megascale.parallel.offload import CopyStreams
 from megascale.parallel.parameters import initialise, initialise_parameter, materialise, piece_views, spec_of
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
@@ -163,7 +165,11 @@ class Engine:
         own_axes = engine_axes.make_own_axes(self.runtime, groups)
         self.tensor, tensor_overlap = engine_axes.choose_tensor_overlap(own_axes["tensor"], config, self.dtype, device)
         own_axes["tensor"] = self.tensor
-        self.active |= tensor_overlap | engine_axes.describe_overlaps(layout, device)
+        self._context, context_exchange = engine_axes.choose_context_exchange(
+            own_axes["context"], config, self.dtype, device
+        )
+        own_axes["context"] = self._context
+        self.active |= tensor_overlap | context_exchange | engine_axes.describe_overlaps(layout, device)
         self.world = engine_axes.make_world(self.runtime, groups)
         axes = engine_axes.make_axes(self.runtime, groups, layout, own_axes)
 
@@ -209,16 +215,17 @@ class Engine:
         gemm_streams = runtime.use_side_stream(config.gemms_on_side_stream, self.device)
         self.attention_choices = earlier_choices or {}
         if groups is not None or earlier_choices is not None:
-            tensor_size = self.layout.grid.tensor
+            grid = self.layout.grid
             with runtime.kernels.as_current():
                 self.attention_choices, descriptions = agree_on_kernels(
                     config,
-                    tensor_size,
+                    grid.tensor,
                     self.dtype,
                     self.device,
                     earlier_choices,
                     runtime.attention,
                     self.fields.max_documents,
+                    grid.context,
                 )
             self.active |= descriptions
         if self.device.type == "cuda" or config.overlap.gemms == "on":
@@ -290,10 +297,15 @@ class Engine:
                 initialise(chunk, config.train.seed)
             else:
                 flat.initialise_resident(config.train.seed)
+        if config.parallel.offload_activations:
+            copy_streams = CopyStreams.of(self.device)
+            for chunk in self.chunks:
+                chunk.copy_streams = copy_streams
+            self.active["offload"] = "inputs of layers in host memory, the last of each chunk on the device"
         if self.adapters is not None:
             targets = ", ".join(sorted(self.adapters.targets)) or "all matrices of the layers"
             self.active["adapters"] = f"rank {self.adapters.rank} on {targets}; the model itself is not trained"
-        tokens = config.model.sequence_length * config.train.micro_batch
+        tokens = config.model.sequence_length // grid.context * config.train.micro_batch
         for chunk in self.chunks:
             with self.runtime.kernels.as_current():
                 chunk.linears.check(chunk.linear_weights(), tokens, self.device)
@@ -419,6 +431,10 @@ class Engine:
         if not reason and self.device.type == "cuda" and self.tensor.size > 1 and self.tensor.exchange is None:
             overlap = self.active["tensor overlap"]
             reason = f"only the fused exchange of tensor parallelism is captured, and tensor overlap is {overlap}"
+        if not reason and self.device.type == "cuda" and self._context.size > 1 and self._context.exchange is None:
+            reason = (
+                f"only copies between context ranks are captured, and the exchange is {self.active['context exchange']}"
+            )
         return reason
 
     # settings that may change between steps ---------------------------------------------------------------------
@@ -455,7 +471,8 @@ class Engine:
         """
         self.runtime.calls.set_action(b"kernels")
         model, train = self.config.model, self.config.train
-        tokens = torch.zeros(model.sequence_length, train.micro_batch, dtype=torch.int64, device=self.device)
+        length = model.sequence_length // self._context.size
+        tokens = torch.zeros(length, train.micro_batch, dtype=torch.int64, device=self.device)
         batch = Batch(tokens, tokens)
         if self.fields.loss_weights:
             batch = replace(batch, loss_weights=torch.zeros(tokens.shape, device=self.device))
@@ -521,7 +538,10 @@ class Engine:
             sum_weights: returns the sum of the loss weights of this rank's micro-batches, if they carry weights;
                 called on the last stage before the first forward.
         """
-        self._read_batch = read_batch
+        if self._context.size > 1:
+            self._read_batch = lambda i: slice_batch(read_batch(i), self._context)
+        else:
+            self._read_batch = read_batch
         if self._loss_weights is not None:
             assert sum_weights is not None, "micro-batches carry loss weights"
             self._loss_weights.begin_step(sum_weights())
@@ -789,13 +809,15 @@ class Engine:
 
         Call it after results have been read from the device and before they are used.
         """
-        if self.tensor.exchange is not None:
-            self.tensor.exchange.check()
+        for axis in (self.tensor, self._context):
+            if axis.exchange is not None:
+                axis.exchange.check()
 
     def close(self, failed: bool = False) -> None:
         """Stop watching the peers, which take this rank's end as planned unless it has `failed`."""
-        if self.tensor.exchange is not None:
-            self.tensor.exchange.close(failed)
+        for axis in (self.tensor, self._context):
+            if axis.exchange is not None:
+                axis.exchange.close(failed)
 
     # weights and evaluation -------------------------------------------------------------------------------------
 
@@ -837,6 +859,8 @@ class Engine:
         Args:
             batch: this data-parallel rank's samples.
         """
+        if self._context.size > 1:
+            batch = slice_batch(batch, self._context)
 
         def forward(chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
             x = batch.tokens if x is None else x

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from megascale.config import Config
 from megascale.config.axes import AXES
+from megascale.core.head_exchange import find_gather_kernel, share_heads
+from megascale.core.inventory import count_distinct_layers
 from megascale.core.layout import Layout
 from megascale.core.schedule import ActionKind
 from megascale.core.spans import SpanAxis
@@ -80,7 +82,8 @@ def choose_tensor_overlap(
         return replace(axis, overlap=requested), {"tensor overlap": requested}
     model, train = config.model, config.train
     element_bytes = torch.empty(0, dtype=dtype).element_size()
-    part_bytes = model.sequence_length // axis.size * train.micro_batch * model.hidden * element_bytes
+    length = model.sequence_length // config.parallel.context
+    part_bytes = length // axis.size * train.micro_batch * model.hidden * element_bytes
     exchange = symmetric.make_exchange(
         axis, part_bytes, device, on_side_stream=config.gemms_on_side_stream, timeout=config.rendezvous.group_timeout
     )
@@ -93,6 +96,46 @@ def choose_tensor_overlap(
             "or put each tensor-parallel group on one host whose GPUs reach each other"
         )
     return replace(axis, overlap="async"), {"tensor overlap": f"async (not fused: {reason})"}
+
+
+def choose_context_exchange(
+    axis: Axis, config: Config, dtype: torch.dtype, device: torch.device
+) -> tuple[Axis, dict[str, str]]:
+    """Return the context axis with the exchange that works here, and its start-up lines by name.
+
+    Raises ConfigError if overlap.context=copies does not work here.
+    """
+    if axis.size == 1:
+        return axis, {}
+    tensor, context = config.parallel.tensor, config.parallel.context
+    widths = []
+    lines = {}
+    for layer, _ in count_distinct_layers(config.model):
+        mixer = layer.mixer
+        share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
+        if share.gathers_keys:
+            widths.append(2 * share.kv_heads * mixer.head_size)
+            lines["context attention"] = (
+                f"gathers keys and values, by the kernel {find_gather_kernel(mixer.softcap)}: {context} context ranks "
+                f"do not divide {share.heads} heads"
+            )
+        else:
+            widths.append((share.heads + 2 * share.kv_heads) * mixer.head_size)
+    requested = config.overlap.context
+    if requested == "collectives":
+        return axis, {**lines, "context exchange": requested}
+    element_bytes = torch.empty(0, dtype=dtype).element_size()
+    tokens = config.model.sequence_length // context * config.train.micro_batch
+    part_bytes = tokens * max(widths) * element_bytes
+    exchange = symmetric.make_exchange(axis, part_bytes, device, timeout=config.rendezvous.group_timeout)
+    if isinstance(exchange, symmetric.Exchange):
+        return replace(axis, exchange=exchange), {**lines, "context exchange": "copies"}
+    if requested == "copies":
+        raise ConfigError(
+            f"overlap.context=copies is unavailable: {exchange}; set --overlap.context=auto or collectives, or put "
+            "each group of context ranks on one host whose GPUs reach each other"
+        )
+    return axis, {**lines, "context exchange": f"collectives (no copies: {exchange})"}
 
 
 def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:

@@ -29,6 +29,7 @@ class Evaluation:
         complete: whether every window of the file was evaluated.
         weight_sum: sum of the loss weights of the targets, which for conversations is the number of counted tokens;
             None if the file has no loss weights.
+        within_documents: whether attention stayed within documents, under the run's data.document_mask.
     """
 
     loss: float
@@ -37,6 +38,7 @@ class Evaluation:
     compressed: Compressed | None
     complete: bool = True
     weight_sum: float | None = None
+    within_documents: bool = False
 
 
 def evaluate_file(
@@ -80,7 +82,9 @@ def evaluate_file(
         weighted_sum, weight_sum = totals.tolist()
         if not weight_sum:
             raise DataError(f"{option}: the loss weights of the {tokens:,} targets evaluated in {prefix} sum to 0")
-        return Evaluation(weighted_sum / weight_sum, tokens, None, None, is_complete, weight_sum)
+        loss = weighted_sum / weight_sum
+        within_documents = held_out.document_starts is not None
+        return Evaluation(loss, tokens, None, None, is_complete, weight_sum, within_documents)
     loss = float(totals) / tokens
     part = None
     if is_complete:

@@ -11,6 +11,7 @@ from megascale.data.tokenizer.base import Tokenizer
 from megascale.errors import ConfigError
 from megascale.model.context import ForwardContext, KVCache
 from megascale.model.transformer import Chunk
+from megascale.parallel.collectives import Axis, all_reduce
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def generate_tokens(
     """Yield up to `count` tokens that continue `prompt`.
 
     Args:
-        chunk: the complete model (first and last chunk in one).
+        chunk: the complete model (first and last chunk in one). Its context ranks call this together, divide the
+            prompt, and yield the same tokens.
         prompt: token ids, at least one.
         ends: tokens that each end the text.
 
@@ -84,13 +86,14 @@ def generate_tokens(
             cache = KVCache()
             new_tokens = torch.tensor(text, dtype=torch.int64, device=device)
         with chunk.axis.runtime.kernels.as_current():
-            hidden = chunk(new_tokens[:, None], None, ForwardContext(cache=cache))
-        cache.length += len(new_tokens)
+            hidden = _run_chunk(chunk, new_tokens, cache)
         logits = chunk.logits(hidden[-1:])[0, 0]
         if penalty != 1:
             penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits = torch.where(has_occurred, penalised, logits)
         token = sample_token(logits, sampling, generator)
+        if chunk.context_axis.size > 1:
+            token = _agree_on_token(token, chunk.context_axis, device)
         if token in ends:
             return
         yield token
@@ -98,6 +101,31 @@ def generate_tokens(
         if limit is not None and cache.length >= limit:
             return
         new_tokens = torch.tensor([token], dtype=torch.int64, device=device)
+
+
+def _agree_on_token(token: int, axis: Axis, device: torch.device) -> int:
+    """Return the token of the first rank; logits of other ranks may be rounded differently."""
+    own = torch.tensor(token if axis.rank == 0 else 0, device=device)
+    return int(all_reduce(own, axis).wait())
+
+
+def _run_chunk(chunk: Chunk, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
+    """Return the hidden states of the last tokens, [s, 1, h], and add the tokens to the cache.
+
+    Context ranks divide the tokens, except so many at the end that equal slices remain.
+    """
+    axis = chunk.context_axis
+    slice_length = 0
+    if axis.size > 1:
+        slice_length = (len(tokens) - 1) // axis.size
+    if slice_length:
+        start = axis.rank * slice_length
+        chunk(tokens[start : start + slice_length, None], None, ForwardContext(cache=cache))
+        cache.length += axis.size * slice_length
+    remaining = tokens[axis.size * slice_length :]
+    hidden: torch.Tensor = chunk(remaining[:, None], None, ForwardContext(cache=cache, is_replicated=True))
+    cache.length += len(remaining)
+    return hidden
 
 
 def _check_prompt(prompt: Sequence[int], vocab: int, limit: int | None) -> None:

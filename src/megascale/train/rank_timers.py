@@ -117,11 +117,13 @@ class RankTimers:
         info, observe = self._rank_info, config.observe
         host = (info.rank - info.local_rank) // info.local_world
         hosts = -(-info.world // info.local_world)
-        # Spans know three roles of ranks, into which all axes fall.
+        # Spans know three roles of ranks, into which all axes fall. The position along the context axis, which belongs
+        # to the role "data", says which ranks exchange the slices of a sequence.
         facts = {
             "tensor": str(grid.index(AXES.replica, info.rank)),
             "pipeline": str(grid.coordinate(info.rank).pipeline),
             "data": str(grid.index(AXES.shards, info.rank)),
+            "context": str(grid.coordinate(info.rank)["context"]),
             "hostname": socket.gethostname(),
             "device": find_device_kind(info.device),
         }

@@ -16,14 +16,21 @@ from megascale.ops.dispatch import Kernels
 from megascale.parallel.collectives import Axis
 from megascale.parallel.parameters import materialise, piece_views, spec_of
 from megascale.parallel.runtime import Runtime
+from megascale.train.context_ranks import ContextRanks
 from megascale.train.engine import DTYPES, Engine
+from megascale.train.engine_axes import make_axis
 from megascale.train.merged_weights import load_weights
 from megascale.train.rank_info import choose_device
 from megascale.train.resume import load_trained_config
 
 
 def restore_engine(
-    run: Path, *, step: int | None = None, device: str = "auto", linear_precision: str | None = None
+    run: Path,
+    *,
+    step: int | None = None,
+    device: str = "auto",
+    linear_precision: str | None = None,
+    ranks: ContextRanks | None = None,
 ) -> tuple[Engine, Config]:
     """Return an engine with the weights of a committed checkpoint, and the configuration it was trained with.
 
@@ -31,11 +38,12 @@ def restore_engine(
         step: step of the checkpoint; default: the newest.
         device: as `choose_device` takes it.
         linear_precision: replaces the train.linear_precision of training.
+        ranks: processes that divide the tokens of each sequence, and their devices; collective.
 
     Raises DataError if `run` is not a run folder or has no committed checkpoint, ConfigError for an unknown
     `linear_precision` or a missing device.
     """
-    torch_device = choose_device(device)
+    torch_device = choose_device(device) if ranks is None else ranks.device
     config, accept = load_trained_config(run, step)
     trained = config
     changes: dict[str, object] = {"global_batch": config.train.micro_batch, "lora": None}
@@ -46,8 +54,12 @@ def restore_engine(
             raise ConfigError(str(error)) from None
     train = config.train.model_copy(update=changes)
     # No update follows, so the default optimizer serves a run whose registered optimizer is unknown here.
-    config = config.model_copy(update={"parallel": ParallelConfig(), "train": train, "optimizer": OptimizerConfig()})
-    engine = Engine(lay_out(config, 1), None, torch_device)
+    context, groups = 1, None
+    if ranks is not None and ranks.groups is not None:
+        context, groups = ranks.config.parallel.context, ranks.groups
+    parallel = ParallelConfig(context=context)
+    config = config.model_copy(update={"parallel": parallel, "train": train, "optimizer": OptimizerConfig()})
+    engine = Engine(lay_out(config, context), groups, torch_device)
     shards = [checkpoint.TensorShard(*parts) for parts in engine.logical_tensors()]
     weights = [shard for shard in shards if shard.name.startswith("model.")]
     with engine.loading_weights():
@@ -56,16 +68,21 @@ def restore_engine(
 
 
 @torch.no_grad()
-def restore_model(run: Path, *, step: int | None = None, device: str = "auto") -> tuple[Chunk, Config]:
+def restore_model(
+    run: Path, *, step: int | None = None, device: str = "auto", ranks: ContextRanks | None = None
+) -> tuple[Chunk, Config]:
     """Return the model alone, and its configuration; arguments and errors as `restore_engine`.
 
     Without master weights, gradients and moments it takes a fraction of an engine's memory.
     """
-    torch_device = choose_device(device)
+    torch_device = choose_device(device) if ranks is None else ranks.device
     config, accept = load_trained_config(run, step)
     axis = Axis(runtime=Runtime(kernels=Kernels(config.kernels.mode)))
+    axes = {}
+    if ranks is not None:
+        axes["context"] = make_axis(axis.runtime, ranks.groups, "context")
     dtype = DTYPES[config.train.precision]
-    chunk = Chunk(config.model, range(config.model.layers), first=True, last=True, axis=axis, dtype=dtype)
+    chunk = Chunk(config.model, range(config.model.layers), first=True, last=True, axis=axis, axes=axes, dtype=dtype)
     parameters = list(chunk.parameters())
     # Checkpoints do not hold the rows that pad the vocabulary, so these stay zero.
     materialise(chunk, {p: torch.zeros(p.shape, dtype=p.dtype, device=torch_device) for p in parameters})

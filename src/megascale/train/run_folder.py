@@ -10,6 +10,7 @@ from typing import Any
 
 from megascale.config import Config, load
 from megascale.core import json_lines, strict_json
+from megascale.core.atomic_files import write_atomically
 from megascale.core.events import Event, format_time
 from megascale.core.json_lines import RecordReader, parse_record, read_bounded_lines
 from megascale.core.untrusted_files import is_small_file, read_small_text
@@ -99,8 +100,8 @@ class RunFolder:
         # Accepted changes hold for this start only.
         section = config.checkpoint.model_copy(update={"accept_changes": []})
         config = config.model_copy(update={"checkpoint": section})
-        _replace_text(self.identity, identity + "\n")
-        _replace_text(self.config, config.to_toml())
+        write_atomically(self.identity, identity + "\n")
+        write_atomically(self.config, config.to_toml())
 
     def last_saved_step(self) -> int | None:
         """Return the step of the last checkpoint committed since the run last started at step 0, by its events."""
@@ -117,13 +118,7 @@ class RunFolder:
         for file in (self.metrics, self.samples):
             if file.exists():
                 records = [r for r in read_records(file) if strict_json.to_float(r.get("step", 0)) <= step]
-                _replace_text(file, "".join(strict_json.dumps(record) + "\n" for record in records))
-
-
-def _replace_text(file: Path, text: str) -> None:
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)
+                write_atomically(file, "".join(strict_json.dumps(record) + "\n" for record in records))
 
 
 def load_run_config(run: Path) -> Config:

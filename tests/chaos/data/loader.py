@@ -15,6 +15,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import random
+import select
 import signal
 import socket
 import sys
@@ -31,6 +32,7 @@ _RANKS = 2
 _WORKERS = 0.25  # of the kills are of workers
 _ANY_TIME = 0.15  # of the kills fall at any time, not only in training
 _STEPS = 12  # at most so many steps between kills
+_END = 60.0  # seconds in which a process ends that was killed or has lost its ranks
 _context = multiprocessing.get_context("forkserver")
 
 
@@ -66,7 +68,11 @@ def run_chaos(folder: Path, kills: int, seed: int, console: Any, steps: int = 30
         restarts = restarts + run.restarts()
         training += run.in_training
         console.print(f"round {rounds}: {run.dealt} in {run.attempts} starts; {'equal' if not faults else faults[-1]}")
-    remaining = [str(path) for path in ring.MOUNT.glob(f"{ring.name_prefix()}*") if str(folder).encode() in _head(path)]
+    remaining = _list_segments(folder)
+    deadline = time.monotonic() + _END
+    while remaining and time.monotonic() < deadline:
+        time.sleep(0.05)  # a loader that was coming up as its ranks were killed ends by itself
+        remaining = _list_segments(folder)
     if remaining:
         faults.append(f"segments are left: {', '.join(remaining)}")
     console.print(
@@ -85,6 +91,21 @@ def run_chaos(folder: Path, kills: int, seed: int, console: Any, steps: int = 30
         "faults": faults,
         "seconds": time.monotonic() - began,
     }
+
+
+def _list_segments(folder: Path) -> list[str]:
+    """Return the shared memory of the runs in `folder`."""
+    return [str(path) for path in ring.MOUNT.glob(f"{ring.name_prefix()}*") if str(folder).encode() in _head(path)]
+
+
+def _kill_and_wait(pid: int) -> None:
+    """Kill a process and wait for its end: the next start takes the memory of processes that have ended only."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        select.select([descriptor], [], [], _END)
+    finally:
+        os.close(descriptor)
 
 
 def _head(path: Path) -> bytes:
@@ -169,7 +190,7 @@ class _Run:
                     process.join()
                 pid = host_loader.find_owner(loader.folder)
                 if killed and pid is not None and self.rng.random() < 0.5:
-                    os.kill(pid, signal.SIGKILL)  # a crash of the whole host: the next start reaps what is left
+                    _kill_and_wait(pid)  # a crash of the whole host: the next start reaps what is left
                 else:
                     loader.stop()
             if killed:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from benchmarks.harness.launched import WAIT
 from megascale.errors import TrainingError
 from tests.chaos.kubernetes.job import DriverPodJob, KubernetesJob
 from tests.chaos.machines.network import wait
@@ -275,6 +276,7 @@ class KubernetesFault:
         gpus: whether nodes have any.
         pods: of its agents, spares too.
         driver_pod: whether the driver is a pod too.
+        start_timeout: seconds in which the first step must come.
     """
 
     strike: Callable[[KubernetesJob], Injected]
@@ -287,6 +289,7 @@ class KubernetesFault:
     gpus: bool = False
     pods: int = 3
     driver_pod: bool = False
+    start_timeout: float = WAIT
 
 
 _LOST = ("missed_heartbeat", "process_exit", "node_lost")
@@ -317,5 +320,8 @@ FAULTS: dict[str, KubernetesFault] = {
     "stuck-running": KubernetesFault(stick_running, removed, _LOST, steps=200),
     "spare-used": KubernetesFault(force_delete_pod, replenished, _LOST, steps=200),
     "evicted": KubernetesFault(evict, replaced, ("node_evicted",)),
-    "many-lost": KubernetesFault(lose_many, replenished, _LOST, steps=600, words=_CROWD, pods=_POD_COUNT),
+    # All pods import PyTorch at the same time: on two busy cores this takes more than four minutes.
+    "many-lost": KubernetesFault(
+        lose_many, replenished, _LOST, steps=600, words=_CROWD, pods=_POD_COUNT, start_timeout=3 * WAIT
+    ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,8 +13,9 @@ from typing import Any
 
 from benchmarks.harness.launched import WAIT, Launched
 from megascale.errors import TrainingError
+from tests.chaos.image_layout import find_mounts, find_source, read_image_layout
 from tests.chaos.kubernetes.node import IMAGE
-from tests.chaos.kubernetes.site import KubernetesSite, mounts, source
+from tests.chaos.kubernetes.site import KubernetesSite
 from tests.chaos.kubernetes.witness import Witness
 from tests.chaos.machines.network import wait
 
@@ -46,6 +48,8 @@ class KubernetesJob(Launched):
         self.folder = file.parent
         self.shared = file.parent / "shared" / name
         self.witness, self.step_before = Witness(name), 0
+        self.shared.mkdir(parents=True)
+        give_to_pods(self.shared)
         site.kubectl("create", "namespace", name)
         local = ["--resilience.cluster=kubernetes", f"--kubernetes.namespace={name}"]
         local += [f"--kubernetes.kubeconfig={site.kubeconfig}"] if self.outside else []
@@ -152,6 +156,8 @@ class DriverPodJob(KubernetesJob):
         arguments = self.command[self.command.index(sys.executable) :]
         done = subprocess.run(arguments + ["--dry-run", "--form", "driver"], capture_output=True, text=True, check=True)
         self.output.with_suffix(".yaml").write_text(done.stdout)
+        self.run.parent.chmod(0o777)  # The driver's pod makes journals and locks next to the run folders.
+        give_to_pods(self.run)
         self.site.kubectl("apply", "--namespace", self.name, "-f", "-", output=done.stdout)
         self.process = subprocess.Popen(["sleep", "0"])  # there is none here
         return self.process
@@ -191,13 +197,19 @@ class DriverPodJob(KubernetesJob):
         return max(result, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
 
 
-def local_settings(folder: Path) -> dict[str, str | int | list[str]]:
-    """Settings of [kubernetes] by which pods run what is installed here.
+def local_settings(folder: Path) -> dict[str, str | list[str]]:
+    """Settings of [kubernetes] by which pods of the image's layout run what is installed here.
 
     Args:
         folder: the job's, which pods see as if on shared storage.
     """
-    mounted = [f"host:{each}:{each}:ro" for each in mounts()] + [f"host:{folder}:{folder}"]
-    environment = [f"PYTHONPATH={source()}", "OMP_NUM_THREADS=1"]
-    # What is installed here belongs to root.
-    return {"image": IMAGE, "python": sys.executable, "mounts": mounted, "environment": environment, "user": 0}
+    mounted = [f"host:{each}:{each}:ro" for each in find_mounts()] + [f"host:{folder}:{folder}"]
+    environment = [f"PYTHONPATH={find_source()}", "OMP_NUM_THREADS=1"]
+    return {"image": IMAGE, "mounts": mounted, "environment": environment}
+
+
+def give_to_pods(folder: Path) -> None:
+    """Make the image's user the owner of a folder with all that it has, as fsGroup does with a volume."""
+    user = read_image_layout().user
+    for path in [folder, *folder.rglob("*")]:
+        os.chown(path, user, user, follow_symlinks=False)

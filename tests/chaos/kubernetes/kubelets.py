@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,19 +34,27 @@ class Kubelets:
         store: of the API server.
         folder: where pods that run as processes keep theirs; None: they only say that they run.
         environment: of such processes.
+        spawn: starts a command with an environment, in a session of its own, and writes its output to a file.
 
     Attributes:
         cut: machines whose kubelet does not reach the server now: what runs there runs on.
         broken_images: those that cannot be pulled.
     """
 
-    def __init__(self, store: Store, folder: Path | None = None, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        folder: Path | None = None,
+        environment: dict[str, str] | None = None,
+        spawn: Callable[[list[str], dict[str, str], Path], Any] | None = None,
+    ) -> None:
         self._store = store
+        self._spawn = spawn or _spawn
         self._folder = folder
         self._environment = environment or {}
         self.cut: set[str] = set()
         self.broken_images: set[str] = set()
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, Any] = {}
         self._deadlines: dict[str, float] = {}
         self._addresses: dict[str, str] = {}
         self._end = threading.Event()
@@ -132,7 +141,7 @@ class Kubelets:
             name, {"phase": "Running", "podIP": address, "startTime": "now", "containerStatuses": states}
         )
 
-    def _start(self, name: str, where: str, address: str, pod: Json, container: Json) -> subprocess.Popen[bytes]:
+    def _start(self, name: str, where: str, address: str, pod: Json, container: Json) -> Any:
         assert self._folder is not None
         folder = self._folder / name
         for each in ("about", "state", "secret"):
@@ -151,15 +160,7 @@ class Kubelets:
             env[each["name"]] = value
         env |= {"MEGASCALE_ABOUT": str(folder / "about"), "MEGASCALE_FOLDER": str(folder / "state")}
         env["MEGASCALE_SECRET"] = str(folder / "secret" / "token")
-        with open(folder / "log", "ab") as out:
-            return subprocess.Popen(
-                container["command"],
-                env=os.environ | self._environment | env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+        return self._spawn(container["command"], os.environ | self._environment | env, folder / "log")
 
     def _annotate(self, folder: Path, pod: Json) -> None:
         """Write the current values of the downward API."""
@@ -186,6 +187,13 @@ class Kubelets:
 
     def _patch_status(self, name: str, status: dict[str, Any]) -> None:
         self._store.update("pods", name, lambda pod: pod["status"].update(status))
+
+
+def _spawn(command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with open(log, "ab") as out:
+        return subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
 
 
 def _bind_to(machine: str, pod: Json) -> None:

@@ -11,6 +11,7 @@ from typing import Self
 
 from benchmarks.harness.launched import Launched, Steps, make, phases, recovery
 from tests.chaos.faults.site import FaultSite, Row, equal_weights
+from tests.chaos.image_layout import read_image_layout
 from tests.chaos.kubernetes.faults import FAULTS, Injected, KubernetesFault
 from tests.chaos.kubernetes.job import DriverPodJob, KubernetesJob
 from tests.chaos.kubernetes.session import session
@@ -119,10 +120,11 @@ class KubernetesFaultSite(FaultSite):
 def _strike(job: KubernetesJob, fault: KubernetesFault) -> Row:
     """Let it train, break it, and say what came of it."""
     row: Row = {"wrong": ["no first step"]}
-    if job.first(lambda e: e.kind == "first_step") is None:
+    if job.first(lambda e: e.kind == "first_step", fault.start_timeout) is None:
         return row
     job.until_joined(fault.pods)
     job.until_step(_BEFORE)
+    wrong = _find_other_users(job)
     before = job.events()[-1].id
     began = time.time()
     job.step_before = job.step()
@@ -139,8 +141,22 @@ def _strike(job: KubernetesJob, fault: KubernetesFault) -> Row:
     row["attempts"] = job.attempts()
     if injected.work is not None:
         injected.work.join()
-    row["wrong"] = injected.wrong + fault.check(job, injected) + _bad(row, fault)
+    row["wrong"] = wrong + injected.wrong + fault.check(job, injected) + _bad(row, fault)
     return row
+
+
+def _find_other_users(job: KubernetesJob) -> list[str]:
+    """Return a sentence per node where agents or trainers do not run as the image's user."""
+    user = str(read_image_layout().user)
+    wrong = []
+    count = 0
+    for node in job.site.nodes.values():
+        lines = [line.split(maxsplit=1) for line in node.run("ps", "-eo", "uid,args").splitlines()]
+        users = {uid for uid, command in lines if "-m megascale.resilience.agent" in command}
+        count += len(users)
+        if users - {user}:
+            wrong.append(f"{node.name}: agents run as users {', '.join(sorted(users))} instead of {user}")
+    return wrong if count else ["no agent was seen"]
 
 
 def _bad(row: Row, fault: KubernetesFault) -> list[str]:

@@ -276,6 +276,9 @@ class Image:
         files: contents by path, executable; folders: paths, those that begin with tmp for everybody; links: targets by
             path.
         entry: what its containers run unless told otherwise.
+        user: user id of its processes, "" for root.
+        work_folder: folder in which its processes start.
+        environment: variables of its processes.
     """
 
     name: str
@@ -283,6 +286,9 @@ class Image:
     folders: Sequence[str] = ()
     links: dict[str, str] = field(default_factory=dict)
     entry: Sequence[str] = ()
+    user: str = ""
+    work_folder: str = "/"
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def write_images(file: Path, images: Sequence[Image]) -> None:
@@ -292,7 +298,13 @@ def write_images(file: Path, images: Sequence[Image]) -> None:
         for image in images:
             layer = _layer(image)
             digest = hashlib.sha256(layer).hexdigest()
-            settings = {"Entrypoint": list(image.entry) or None, "Env": ["PATH=/usr/local/bin:/usr/bin:/bin:/sbin"]}
+            environment = {"PATH": "/usr/local/bin:/usr/bin:/bin:/sbin"} | image.environment
+            settings: dict[str, object] = {
+                "Entrypoint": list(image.entry) or None,
+                "Env": [f"{name}={value}" for name, value in environment.items()],
+                "User": image.user,
+                "WorkingDir": image.work_folder,
+            }
             details = {"architecture": "amd64", "os": "linux", "config": settings, "history": [{"created_by": "bench"}]}
             details["rootfs"] = {"type": "layers", "diff_ids": [f"sha256:{digest}"]}
             config = json.dumps(details).encode()

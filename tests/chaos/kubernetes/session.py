@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.harness.launched import WAIT, make
 from megascale.resilience.driver.state.journal_reader import read_journal_events
-from tests.chaos.kubernetes.job import ROLE, local_settings
+from tests.chaos.kubernetes.job import ROLE, give_to_pods, local_settings
 from tests.chaos.kubernetes.site import KubernetesSite
 from tests.chaos.machines.network import wait
 
@@ -35,6 +35,8 @@ def session(site: KubernetesSite, folder: Path, log: Callable[[str], None]) -> b
     for old, new in _SETTINGS:
         text = text.replace(old, new)
     shared = work / "shared"
+    shared.mkdir()
+    give_to_pods(shared)
     settings = "".join(f"{key} = {json.dumps(value)}\n" for key, value in local_settings(work).items())
     text = text.replace("[checkpoint]\n", f'[checkpoint]\nlocation = "{shared}"\n')
     file.write_text(f'{text}\n[kubernetes]\nnamespace = "team"\n{settings}')

@@ -13,13 +13,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megascale.errors import TrainingError
+from tests.chaos.image_layout import read_image_layout
 from tests.chaos.kubernetes.node import (
     IMAGE,
     PAUSE,
@@ -42,10 +42,6 @@ users: [{{name: admin, user: {{token: {token}}}}}]
 contexts: [{{name: test, context: {{cluster: test, user: admin}}}}]
 current-context: test
 """
-# An image needs next to nothing, since pods have the host's Python: places to mount on, names and the loader's list.
-_FOLDERS = ("usr", "etc", "proc", "sys", "dev", "root", "tmp", "run", "var", "var/lib", "home")
-_LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
-_FILES = ("etc/passwd", "etc/group", "etc/nsswitch.conf", "etc/ld.so.cache")
 
 
 def programs() -> Path:
@@ -122,11 +118,16 @@ class KubernetesSite(Site):
 
     def _images(self) -> Path:
         pause = Image(PAUSE, {"pause": (self.programs / "pause").read_bytes()}, entry=["/pause"])
-        files = {name: Path("/", name).read_bytes() for name in _FILES if Path("/", name).exists()}
-        locations = sorted(
-            {str(p).strip("/") for m in mounts() for p in (Path(m),) + tuple(Path(m).parents) if p != Path("/")}
+        layout = read_image_layout()
+        local = Image(
+            IMAGE,
+            layout.files,
+            layout.folders,
+            layout.links,
+            user=str(layout.user),
+            work_folder=layout.work_folder,
+            environment=layout.environment,
         )
-        local = Image(IMAGE, files, list(dict.fromkeys(list(_FOLDERS) + locations)), _LINKS)
         write_images(self.folder / "images.tar", [pause, local])
         return self.folder / "images.tar"
 
@@ -268,23 +269,6 @@ class KubernetesSite(Site):
             daemon.wait()
         self._daemons.clear()
         _remove_groups(self._group)
-
-
-def source() -> Path:
-    """Return the folder from which this package is imported."""
-    import megascale
-
-    return Path(megascale.__file__).resolve().parent.parent
-
-
-def mounts() -> list[str]:
-    """Folders of this machine that a pod needs, read-only, to run what is installed here."""
-    expected = ["/usr", sys.prefix, sys.base_prefix, str(source())]
-    result: list[str] = []
-    for each in sorted(dict.fromkeys(expected), key=len):
-        if not any(Path(each).is_relative_to(peer) for peer in result):
-            result.append(each)
-    return result
 
 
 def _remove_groups(name: str) -> None:

@@ -48,6 +48,15 @@ def set_down(job: SlurmJob) -> Injected:
     return Injected(at, node)
 
 
+def set_down_in_container(job: SlurmJob) -> Injected:
+    """The same with agents and trainers in containers."""
+    outside = [line for node in job.site.names for line in job.processes_outside_container(node)]
+    injected = set_down(job)
+    if outside:
+        injected.wrong.append(f"not in the container: {'; '.join(outside)[:300]}")
+    return injected
+
+
 def kill_slurmd(job: SlurmJob) -> Injected:
     """The node's daemon only: its task runs on, and Slurm takes the node away once it has been silent for long."""
     return _without_slurmd(job, other(job))
@@ -232,6 +241,7 @@ class SlurmFault:
         steps: of the run; lost: steps that may be done twice, as each is copied to a peer.
         sbatch: further options.
         settings: further settings of the job.
+        in_container: whether agents and trainers run in a container.
     """
 
     strike: Callable[[SlurmJob], Injected]
@@ -242,12 +252,14 @@ class SlurmFault:
     lost: int = 1
     sbatch: str = ""
     settings: tuple[str, ...] = ()
+    in_container: bool = False
 
 
 _LOST = ("missed_heartbeat", "process_exit", "node_lost")
 _SAVED = ("job_interrupted",)
 FAULTS: dict[str, SlurmFault] = {
     "node-down": SlurmFault(set_down, replaced, _LOST),
+    "node-down-in-container": SlurmFault(set_down_in_container, replaced, _LOST, in_container=True),
     "slurmd-killed": SlurmFault(kill_slurmd, fenced, ("node_lost",), steps=450),
     "batch-slurmd-killed": SlurmFault(kill_batch_slurmd, fenced_and_moved, ("node_lost",), steps=450),
     "batch-slurmd-returns": SlurmFault(return_batch_slurmd, moved, _LOST, steps=450),

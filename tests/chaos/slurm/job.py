@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Sequence
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.launched import WAIT, Launched
+from tests.chaos.image_layout import PROGRAMS, read_image_layout, write_image_folder
 from tests.chaos.machines.network import wait
 from tests.chaos.slurm.site import SlurmSite
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
+RUNTIME = Path(__file__).parent / "runtime"  # folder of the stand-in for Apptainer
 _ASK = 0.5  # seconds between questions to the controller
 _PARTS = ("resilience.agent", "megascale launch")  # agents with their trainers, and drivers
 
@@ -29,6 +32,7 @@ class SlurmJob(Launched):
         words: more settings.
         pace: least seconds of a step.
         sbatch: further options of sbatch.
+        in_container: run agents and trainers in a container. Without Apptainer a stand-in makes it.
 
     Attributes:
         id: of the first job in Slurm.
@@ -37,14 +41,41 @@ class SlurmJob(Launched):
     _requested_at = 0.0  # when the controller was asked last, monotonic
 
     def __init__(
-        self, site: SlurmSite, file: Path, name: str, arguments: Sequence[str], pace: float, sbatch: str = ""
+        self,
+        site: SlurmSite,
+        file: Path,
+        name: str,
+        arguments: Sequence[str],
+        pace: float,
+        sbatch: str = "",
+        in_container: bool = False,
     ) -> None:
         self.site = site
         self.name = name
         self.id = ""
+        self._environment: dict[str, str] = {}
         local = ["--resilience.cluster=slurm", "--resilience.test_spares=false", f"--resilience.sbatch={sbatch}"]
         local.append("--checkpoint.linger=60")  # a driver that comes up on another node takes some seconds
+        if in_container:
+            local += self._prepare_container(file)
         super().__init__(file, name, local + list(arguments), pace)
+
+    def _prepare_container(self, file: Path) -> list[str]:
+        """Write an image folder and return the settings by which it runs what is installed here."""
+        layout = read_image_layout()
+        image = self.site.folder / "image"
+        if not image.exists():
+            write_image_folder(layout, image)
+        if shutil.which("apptainer") is None:
+            self._environment["PATH"] = f"{RUNTIME}:{os.environ['PATH']}"
+        data = [str(path) for path in file.parent.glob("train.*")]
+        mounts = [f"{path}:{path}:ro" for path in layout.mounts + data]
+        return [
+            "--slurm.container=apptainer",
+            f"--slurm.image={image}",
+            f"--slurm.mounts={json.dumps(mounts)}",
+            f"--slurm.python=/{PROGRAMS}/python3",
+        ]
 
     def start(self) -> Any:
         """Print the batch script and hand it to sbatch; nothing of the job is a child of this process."""
@@ -58,7 +89,7 @@ class SlurmJob(Launched):
 
     def submit(self) -> str:
         """Hand the script to sbatch (again); the job's id."""
-        result = self.site.slurm("sbatch", "--parsable", str(self.script))
+        result = self.site.slurm("sbatch", "--parsable", str(self.script), **self._environment)
         self.id = self.id or result
         return result
 
@@ -87,6 +118,15 @@ class SlurmJob(Launched):
         arguments = self.site.machines[node].inside(["ps", "-eo", "args"])
         output = subprocess.run(arguments, capture_output=True, text=True).stdout
         return [line for line in output.splitlines() if any(part in line for part in _PARTS)]
+
+    def processes_outside_container(self, node: str) -> list[str]:
+        """Return the command lines of agents and trainers on a node whose root is not the image's."""
+        script = (
+            "for process in $(pgrep -f '^[^ ]*python[^ ]* .*[r]esilience.agent'); do "
+            f"test -e /proc/$process/root/{PROGRAMS} || ps -o args= -p $process; done"
+        )
+        arguments = self.site.machines[node].inside(["bash", "-c", script])
+        return subprocess.run(arguments, capture_output=True, text=True).stdout.splitlines()
 
     # what it does -----------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,15 @@ class SlurmFaultSite(FaultSite):
             finally:
                 job.end(10.0 if "code" in row else 0.0)
         else:
-            job = SlurmJob(self._site, self._file, name, arguments + list(fault.settings), PACE, fault.sbatch)
+            job = SlurmJob(
+                self._site,
+                self._file,
+                name,
+                arguments + list(fault.settings),
+                PACE,
+                sbatch=fault.sbatch,
+                in_container=fault.in_container,
+            )
             try:
                 row |= _strike(job, fault)
             finally:

@@ -162,6 +162,34 @@ def test_a_plan_that_cannot_be_stored_is_made_at_each_start(tmp_path: Path) -> N
     assert np.array_equal(open_samples(configured(prefix, 8, "best_fit"), index).batch(0, 4), expected)
 
 
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_the_report_is_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str) -> None:
+    settings = configured(write_documents(tmp_path / "t", [5, 30, 9, 2, 1, 8]), 8, packing)
+    index = tmp_path / "index"
+    [expected] = open_samples(settings).report_packing()
+    [made] = open_samples(settings, index).report_packing()
+    [stored] = index.glob("*.json")
+    text = stored.read_text()
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the report was made again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SamplePlan, "_make_report", refuse)
+        [kept] = open_samples(settings, index).report_packing()
+    for report in (made, kept):
+        assert str(report) == str(expected)
+        assert report.attention_share == expected.attention_share
+        assert report.padding == expected.padding
+    damaged = text.replace(f"[{expected.samples},", f"[{expected.samples + 1},")
+    assert damaged != text
+    for content in (damaged, text[:-9], "[1, 2]", "7", "{}", ""):
+        stored.write_text(content)
+        [repaired] = open_samples(settings, index).report_packing()
+        assert str(repaired) == str(expected)
+        assert stored.read_text() == text
+
+
 def test_hosts_store_the_same_plan_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of two containers may have the same number."""
     path = tmp_path / "plan.bin"

@@ -70,7 +70,7 @@ def test_idle_nodes_that_do_not_answer_and_kinds_of_nodes_are_told_apart(command
         return slurm(*command)
 
     (partition,) = [finding for finding in examine_slurm(run) if finding.subject == "partition gpu*"]
-    assert partition.value == "2 allocated, 4 without answer; gpu:8, time limit infinite; (null), time limit infinite"
+    assert partition.value == "2 allocated, 4 without answer; gpu:8, time limit infinite; no GRES, time limit infinite"
     assert partition.verdict == "slow"
 
 

@@ -16,6 +16,7 @@ from megascale.config import from_tree
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.kubernetes_manifests import make_manifests, to_yaml
 from megascale.resilience.cluster.kubernetes_objects import make_pod, merge, read_patch
+from tests.chaos.image_layout import read_image_layout
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[3]
@@ -291,3 +292,10 @@ def test_a_jobset_is_as_its_types_say():
     assert "&id" not in text
     with pytest.raises(schema.ValidationError):
         schema.validate(JOBSET, result | {"spec": result["spec"] | {"replicatedJob": []}})
+
+
+def test_pods_run_as_the_user_of_the_image():
+    layout = read_image_layout()
+    assert config().kubernetes.user == layout.user
+    assert layout.home.strip("/") in layout.folders
+    assert f":{layout.user}:{layout.user}::{layout.home}:" in layout.files["etc/passwd"].decode()

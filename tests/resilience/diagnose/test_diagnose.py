@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import threading
 from datetime import timedelta
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megascale.cli.main import app
-from megascale.errors import DataError
+from megascale.errors import ConfigError, DataError
 from megascale.resilience.diagnose import compute, memory_check, nics
 from megascale.resilience.diagnose.alltoall import exchange
 from megascale.resilience.diagnose.check import LEAST_RATES, Expected, SelfCheck, run_guarded
@@ -205,3 +206,13 @@ def test_three_real_nodes_all_reduce(tmp_path):
     results = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0, 0], results
     assert all(json.loads(out)["checks"][0]["measured"] > 0 for out, _ in results)
+
+
+def test_a_name_that_does_not_resolve_is_refused_at_once(monkeypatch):
+    def fail(*arguments: object, **options: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    result = CliRunner().invoke(app, ["diagnose", "--pairs", "n1:29700"])
+    assert isinstance(result.exception, ConfigError)
+    assert "cannot resolve the name n1 (Name or service not known); write the IP address" in str(result.exception)

@@ -76,6 +76,7 @@ def test_plan_as_json():
         "tensor": 8,
         "pipeline": 8,
         "virtual_stages": 6,
+        "context": 1,
         "data": 192,
         "microbatches": 32,
         "layers_by_chunk": [2] * 48,
@@ -348,3 +349,17 @@ def test_the_deepest_model_and_the_longest_pipeline_are_planned_at_once():
     wide = load(None, ["--train.micro_batch=1", "--parallel.tensor=7"] + sizes)
     with pytest.raises(FitError, match=r"is not divisible by parallel\.tensor=7"):
         lay_out(wide, 7)
+
+
+def test_context_parallelism_is_proposed_for_long_sequences(megascale):
+    """One GPU does not hold 131,072 tokens of 8 layers; a slice of a quarter fits, and saves full recomputation."""
+    arguments = ["plan", "--gpus", 4, "--device", "H100", "--model.preset=llama-8b", "--model.layers=8"]
+    arguments += ["--model.sequence_length=131072", "--train.micro_batch=1", "--train.global_batch=4"]
+    done = megascale(*arguments, "--train.precision=bfloat16")
+    assert done.returncode == 3
+    assert "--parallel.context=4" in done.stderr
+    noted = " ".join(megascale(*arguments, "--train.precision=bfloat16", "--parallel.recompute=full").stdout.split())
+    assert "--parallel.context=4 --parallel.recompute=none fits too" in noted
+    divided = megascale(*arguments, "--train.precision=bfloat16", "--parallel.context=4")
+    assert divided.returncode == 0
+    assert "tensor 1 x context 4 x data 1 x pipeline 1" in " ".join(divided.stdout.replace("│", "").split())

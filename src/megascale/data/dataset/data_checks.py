@@ -10,8 +10,9 @@ from itertools import islice
 from pathlib import Path
 
 from megascale.config import DataConfig
+from megascale.core.atomic_files import write_atomically
 from megascale.data.dataset import manifest, sources
-from megascale.data.dataset.file_hash import fingerprint_file, write_atomically
+from megascale.data.dataset.file_hash import fingerprint_file
 from megascale.data.dataset.formats import is_text, open_tokens, token_files
 from megascale.data.dataset.samples import HeldOut, find_fields
 from megascale.data.dataset.token_file import too_short_error

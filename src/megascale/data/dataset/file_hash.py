@@ -1,4 +1,4 @@
-"""Hashes of files, of all bytes or of samples in constant time, and atomic writes. No torch."""
+"""Hashes of files, of all bytes or of samples in constant time. No torch."""
 
 from __future__ import annotations
 
@@ -41,14 +41,6 @@ def _draw_offset(size: int, part: int) -> int:
     stop = size * (part + 1) // _DRAWN
     number = int.from_bytes(hashlib.blake2b(f"{size} {part}".encode(), digest_size=8).digest(), "big")
     return start + number % max(1, stop - start - _SAMPLE)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file under another name and rename it, so that readers find the old or the new contents."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def sha256_file(path: Path) -> str:

@@ -22,6 +22,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from megascale.core.atomic_files import name_temporary
 from megascale.core.batch import SampleFields
 from megascale.data.dataset.packing import sort_distinct
 from megascale.data.dataset.token_file import TokenFile
@@ -278,7 +279,7 @@ class IndexedWriter:
             raise DataError(f"{prefix}: tokens of type {np.dtype(dtype).name} cannot be stored; use uint16 or int32")
         self._bin_path, self._idx_path = pair_paths(prefix)
         self._bin_path.parent.mkdir(parents=True, exist_ok=True)
-        self._bin_new, self._idx_new = (p.with_name(f"{p.name}.{os.getpid()}.tmp") for p in pair_paths(prefix))
+        self._bin_new, self._idx_new = map(name_temporary, pair_paths(prefix))
         self._bin = open(self._bin_new, "wb")  # noqa: SIM115 - closed in close() or abort()
         self._limits = np.iinfo(self.dtype)
         self._lengths = array("i")

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from megascale.core import strict_json
+from megascale.core.atomic_files import write_atomically
 from megascale.core.untrusted_files import read_bounded
-from megascale.data.dataset.file_hash import fingerprint_file, sha256_file, write_atomically
+from megascale.data.dataset.file_hash import fingerprint_file, sha256_file
 from megascale.data.dataset.formats import token_files
 from megascale.errors import DataError
 

@@ -14,8 +14,8 @@ seed decides the order of samples only, as for samples without documents (sample
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-import uuid
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megascale.core.atomic_files import name_temporary, write_atomically
 
 PACKINGS = ("concatenate", "best_fit")
 _GROUP = 1 << 22  # pieces that are packed together, which bounds the memory
@@ -69,6 +71,30 @@ class PackingReport:
         area = float((self.counts * (self.lengths * (self.lengths + 1) / 2)).sum())
         return area / max(1, self.samples * self.sequence_length * (self.sequence_length + 1) / 2)
 
+    def to_json(self) -> str:
+        """Return the report as text, with a checksum of its content."""
+        totals = [self.samples, self.sequence_length, self.tokens, self.documents, self.cut]
+        content = json.dumps([totals, self.lengths.tolist(), self.counts.tolist()])
+        return json.dumps([zlib.crc32(content.encode()), content])
+
+    @staticmethod
+    def from_json(text: str) -> PackingReport:
+        """Return the report that `to_json` wrote. Raises ValueError or TypeError for other or changed text."""
+        checksum, content = json.loads(text)
+        if zlib.crc32(content.encode()) != checksum:
+            raise ValueError("the checksum of a packing report does not match its content")
+        totals, lengths, counts = json.loads(content)
+        samples, sequence_length, tokens, documents, cut = totals
+        return PackingReport(
+            samples,
+            sequence_length,
+            tokens,
+            documents,
+            cut,
+            lengths=np.array(lengths, np.int64),
+            counts=np.array(counts, np.int64),
+        )
+
     def __str__(self) -> str:
         parts = int(self.counts.sum())
         return (
@@ -83,12 +109,14 @@ class SamplePlan:
     Args:
         starts, lengths: intervals, int64; no interval is longer than a sample.
         firsts: number of each sample's first interval, and the number of intervals, int64 [samples + 1].
+        report_file: keeps the report for the next start; None makes it at each call.
 
     Attributes:
         samples: number of samples.
     """
 
-    def __init__(self, starts: Lengths, lengths: Lengths, firsts: Lengths) -> None:
+    def __init__(self, starts: Lengths, lengths: Lengths, firsts: Lengths, report_file: Path | None = None) -> None:
+        self.report_file = report_file
         self._starts = starts
         self._lengths = lengths
         self._firsts = firsts
@@ -100,11 +128,21 @@ class SamplePlan:
         return list(zip(self._starts[first:stop].tolist(), self._lengths[first:stop].tolist(), strict=True))
 
     def report(self, document_starts: Lengths, tokens: int, sequence_length: int) -> PackingReport:
-        """Return how full the samples are.
+        """Return how full the samples are, from `report_file` if an earlier start has written it.
 
         Args:
             document_starts, tokens: of the token file.
         """
+        if self.report_file is None:
+            return self._make_report(document_starts, tokens, sequence_length)
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # a damaged file means that it is made again
+            return PackingReport.from_json(self.report_file.read_text())
+        report = self._make_report(document_starts, tokens, sequence_length)
+        with suppress(OSError):  # a full or read-only disk only means that the next start makes it again
+            write_atomically(self.report_file, report.to_json())
+        return report
+
+    def _make_report(self, document_starts: Lengths, tokens: int, sequence_length: int) -> PackingReport:
         begins = np.asarray(self._starts)
         stops = begins + np.asarray(self._lengths)
         edges = sort_distinct(np.concatenate([document_starts, begins, stops]))
@@ -126,8 +164,7 @@ class SamplePlan:
         path.parent.mkdir(parents=True, exist_ok=True)
         columns = [np.ascontiguousarray(part, dtype="<i8") for part in (self._starts, self._lengths, self._firsts)]
         header = np.array([len(self._starts), self.samples, _checksum(columns)], dtype="<i8")
-        # Hosts that share the folder write at the same time, and processes of two containers may have the same number.
-        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+        temporary = name_temporary(path)
         try:
             with open(temporary, "xb") as file:
                 for part in [header] + columns:
@@ -203,6 +240,7 @@ def load_plan(
         plan = make()
         with suppress(OSError):  # a full or read-only disk only means that the next start makes the plan again
             plan.save(path)
+    plan.report_file = path.with_suffix(".json")
     return plan
 
 

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.config import DataConfig
+from megascale.core.atomic_files import name_temporary
 from megascale.core.capacity import usable_cores
 from megascale.data.dataset.file_hash import fingerprint_file
 from megascale.data.dataset.indexed import token_dtype
@@ -87,13 +88,16 @@ class TextIndex:
         missing = self.entries["tokens"] < 0
         self.entries[missing] = saved[missing]
         self.uncounted = self._count_missing()
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
+        temporary = name_temporary(self._path)
         with suppress(OSError):  # a full disk only means that the pieces are counted again
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb") as file:
-                np.save(file, self.entries)
-            os.replace(temporary, self._path)
-            self._unsaved = 0
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with open(temporary, "wb") as file:
+                    np.save(file, self.entries)
+                os.replace(temporary, self._path)
+                self._unsaved = 0
+            finally:
+                temporary.unlink(missing_ok=True)
 
 
 class _Epoch:

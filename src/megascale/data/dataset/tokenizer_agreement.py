@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megascale.config import DataConfig
+from megascale.core.atomic_files import write_atomically
 from megascale.core.untrusted_files import read_small_text
-from megascale.data.dataset.file_hash import sha256_file, write_atomically
+from megascale.data.dataset.file_hash import sha256_file
 from megascale.data.dataset.formats import is_text
 from megascale.data.dataset.manifest import MANIFEST, Manifest, read_manifest
 from megascale.data.tokenizer.huggingface_file import CONFIG, configured_end

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megascale import __version__
+from megascale.core.atomic_files import name_temporary
 from megascale.data.dataset.file_hash import fingerprint_file, sha256_file
 from megascale.data.dataset.indexed import IndexedWriter, pair_paths, token_dtype, weights_path
 from megascale.data.dataset.manifest import DataSetPart, Manifest
@@ -85,7 +85,7 @@ class _WeightedWriter:
         self.prefix = prefix
         self.tokens = IndexedWriter(prefix, dtype, hashed=True)
         self._path = weights_path(prefix)
-        self._temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
+        self._temporary = name_temporary(self._path)
         self._weights: BinaryIO = open(self._temporary, "wb")  # noqa: SIM115 - closed at the end of the context
 
     def add(self, conversation: EncodedConversation) -> None:

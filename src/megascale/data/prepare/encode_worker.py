@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from megascale.data.dataset.file_hash import write_atomically
+from megascale.core.atomic_files import write_atomically
 from megascale.data.dataset.indexed import IndexedWriter, token_dtype
 from megascale.data.dataset.manifest import MAX_COMPRESSED_BYTES
 from megascale.data.dataset.sources import InputPiece, read_documents

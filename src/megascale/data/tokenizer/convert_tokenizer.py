@@ -6,11 +6,11 @@ The files that transformers reads as a tokenizer are tokenizer.json and its comp
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megascale.core.atomic_files import name_temporary
 from megascale.core.untrusted_files import read_bounded
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.huggingface_file import CONFIG
@@ -55,9 +55,13 @@ def copy_file(source: Path, target: Path) -> None:
     except (OSError, ValueError) as error:
         raise DataError(f"{source} cannot be copied: {error}") from None
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(data)
-    temporary.replace(target)
+    temporary = name_temporary(target)
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(target)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def import_tokenizer(folder: Path, out: Path, ends: Sequence[int]) -> tuple[Tokenizer | None, list[str]]:

@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 PARTS = ("compute", "update", "outside", "samples", "garbage", "queued")
 HOST_PARTS = ("compute", "update", "outside")
-AXES = ("tensor", "pipeline", "data", "world", "stage", "embedding")
+AXES = ("tensor", "context", "pipeline", "data", "world", "stage", "embedding")
 STEPS = 50  # smallest default window
 _MAX_STEPS = 1000  # largest default window
 _MINUTE_NS = 60e9

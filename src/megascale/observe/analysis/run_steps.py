@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megascale import config as configuration
 from megascale.core.chunk_map import Placement, round_robin
@@ -57,9 +57,10 @@ class RankStep:
     """A rank's actions of one step, in the order in which they began.
 
     Attributes:
-        coordinates: tensor, pipeline and data coordinate.
+        coordinates: tensor, pipeline and data coordinate. The data coordinate counts context ranks first.
         begin, end: of the step, nanoseconds.
         clock_error: largest error of the rank's clock in nanoseconds; -1 if unknown.
+        context: position along the context axis.
     """
 
     step: int
@@ -69,6 +70,7 @@ class RankStep:
     end: int
     clock_error: int
     actions: list[ActionSpan]
+    context: int = 0
 
 
 def list_sampled_steps(tables: SpanTables) -> list[int]:
@@ -143,11 +145,12 @@ def read_rank_steps(tables: SpanTables, steps: list[int], ranks: list[int] | Non
     Args:
         ranks: ranks to read; None reads all.
     """
-    rank_rows = tables.query("SELECT attempt, rank, tensor, pipeline, data FROM ranks")
-    coordinates = {
-        (attempt, rank): (int(tensor), int(pipeline), int(data))
-        for attempt, rank, tensor, pipeline, data in zip(*rank_rows.values(), strict=True)
-    }
+    rank_rows = tables.query("SELECT attempt, rank, tensor, pipeline, data, context FROM ranks")
+    coordinates = {}
+    contexts = {}
+    for attempt, rank, tensor, pipeline, data, context in zip(*rank_rows.values(), strict=True):
+        coordinates[attempt, rank] = int(tensor), int(pipeline), int(data)
+        contexts[attempt, rank] = max(0, int(context))
     names = "attempt, rank, action, chunk, microbatch, axis, bytes, start_ns, end_ns, waited_on, clock_error_ns"
     if ranks is None:
         condition = ""
@@ -167,9 +170,10 @@ def read_rank_steps(tables: SpanTables, steps: list[int], ranks: list[int] | Non
                 if current is not None:
                     yield _check(current)
                 rank_coordinates = coordinates.get((attempt, rank), (-1, -1, -1))
-                current = RankStep(step, rank, rank_coordinates, begin=0, end=0, clock_error=error, actions=[])
+                context = contexts.get((attempt, rank), 0)
+                current = RankStep(step, rank, rank_coordinates, 0, 0, clock_error=error, actions=[], context=context)
             if action == "step":
-                current = RankStep(step, rank, current.coordinates, begin, end, error, current.actions)
+                current = replace(current, begin=begin, end=end, clock_error=error)
             elif action not in _INNER_KINDS:
                 current.actions.append(ActionSpan(action, chunk, microbatch, begin, end))
             elif current.actions and begin <= current.actions[-1].end:

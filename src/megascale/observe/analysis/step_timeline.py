@@ -226,7 +226,7 @@ class _TimelineBuilder:
         tensor, stage, data = rank_step.coordinates
         groups: dict[str, tuple[int, ...]] = {
             "tensor": (stage, data), "data": (stage, tensor), "stage": (stage,), "embedding": (tensor, data),
-            "world": (),
+            "world": (), "context": (stage, tensor, data - rank_step.context),
         }  # fmt: skip
         positions: Counter[str] = Counter()
         for span in act.inner_spans:

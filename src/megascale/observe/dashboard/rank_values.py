@@ -102,6 +102,7 @@ class Ranks:
     tensor: Array
     pipeline: Array
     data: Array
+    context: Array
     device: list[str]
     hosts: list[str]
     host_number: list[int]
@@ -113,11 +114,11 @@ def read_ranks(tables: SpanTables) -> Ranks:
         "WITH timed AS (SELECT rank, arg_max(host, attempt) AS host FROM rollups WHERE action = 'step' GROUP BY rank), "
         "facts AS (SELECT rank, arg_max(host, attempt) AS host, arg_max(hostname, attempt) AS hostname, "
         "arg_max(device, attempt) AS device, arg_max(tensor, attempt) AS tensor, "
-        "arg_max(pipeline, attempt) AS pipeline, arg_max(data, attempt) AS data FROM ranks WHERE rank >= 0 "
-        "GROUP BY rank) "
+        "arg_max(pipeline, attempt) AS pipeline, arg_max(data, attempt) AS data, "
+        "arg_max(context, attempt) AS context FROM ranks WHERE rank >= 0 GROUP BY rank) "
         "SELECT coalesce(facts.rank, timed.rank) AS rank, coalesce(facts.host, timed.host)::INTEGER AS host, "
         "coalesce(hostname, '') AS hostname, coalesce(device, '') AS device, coalesce(tensor, -1) AS tensor, "
-        "coalesce(pipeline, -1) AS pipeline, coalesce(data, -1) AS data "
+        "coalesce(pipeline, -1) AS pipeline, coalesce(data, -1) AS data, coalesce(context, -1) AS context "
         "FROM facts FULL OUTER JOIN timed ON facts.rank = timed.rank ORDER BY 1"
     )
     keys = list(zip(rows["host"].tolist(), rows["hostname"].tolist(), strict=True))
@@ -130,6 +131,7 @@ def read_ranks(tables: SpanTables) -> Ranks:
         tensor=rows["tensor"],
         pipeline=rows["pipeline"],
         data=rows["data"],
+        context=rows["context"],
         device=rows["device"].tolist(),
         hosts=[
             name if name and names.count(name) == 1 else f"{name or 'host'} #{number}" for number, name in index_by_key
@@ -289,6 +291,7 @@ def make_heat_map(
         "tensor": ranks.tensor.tolist(),
         "pipeline": ranks.pipeline.tolist(),
         "data": ranks.data.tolist(),
+        "context": ranks.context.tolist(),
         "value": round_values(values),
         "z": round_values(result.z, digits=3),
         "among": result.among,

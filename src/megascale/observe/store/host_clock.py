@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megascale.core import strict_json
+from megascale.core.atomic_files import name_temporary
 from megascale.core.failure import FailureLog
 from megascale.core.untrusted_files import read_small_text
 from megascale.observe.clock_bounds import ClockBounds
@@ -75,8 +76,8 @@ class ClockServer:
         self._socket.bind((address, 0))
         self._file = folder / FILE
         contact = {"address": address, "port": self._socket.getsockname()[1], "token": self._token.decode()}
-        temporary = self._file.with_suffix(f".{os.getpid()}.tmp")
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+        temporary = name_temporary(self._file)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             out.write(strict_json.dumps(contact))
         os.replace(temporary, self._file)
         threading.Thread(target=self._answer, name="megascale-clock", daemon=True).start()

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from megascale.core import strict_json
+from megascale.core.atomic_files import write_atomically
 from megascale.core.calls import MAX_RANKS
 from megascale.core.json_lines import RecordReader
 from megascale.core.untrusted_files import open_regular, read_small_text
@@ -37,7 +38,7 @@ _REQUEST_SECONDS = 2.0  # time in which every host's service reads a request and
 _TRIES = 5
 _RANK_COLUMNS = {
     "attempt": 1 << 31, "rank": MAX_RANKS, "host": MAX_RANKS, "tensor": MAX_RANKS, "pipeline": MAX_RANKS,
-    "data": MAX_RANKS,
+    "data": MAX_RANKS, "context": MAX_RANKS,
 }  # fmt: skip
 
 
@@ -263,9 +264,7 @@ def request_spans(run: Path, steps: int) -> tuple[int, int]:
     first = newest + 1 + delay
     last = first + steps - 1
     file = run / "spans" / REQUEST_FILE
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(strict_json.dumps({"first": first, "last": last}) + "\n")
-    os.replace(temporary, file)
+    write_atomically(file, strict_json.dumps({"first": first, "last": last}) + "\n")
     return first, last
 
 

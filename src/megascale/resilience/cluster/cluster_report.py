@@ -95,6 +95,8 @@ def _check_partitions(output: str) -> list[Finding]:
                 name = "without answer"  # slurmd does not answer, so that no job starts there
             states.setdefault(partition, Counter())[name] += int(count)
             # sinfo prints a line for each kind of node, of which some may have no GPUs.
+            if resources == "(null)":
+                resources = "no GRES"
             details.setdefault(partition, {})[f"{resources}, time limit {limit}"] = None
     findings = []
     for partition, counts in states.items():

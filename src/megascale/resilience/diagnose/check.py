@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megascale.core.atomic_files import write_atomically
 from megascale.errors import DataError
 
 Result = Literal["passed", "failed", "absent"]
@@ -132,10 +133,7 @@ class Expected:
 
     def save(self, file: Path) -> None:
         """Write the file atomically; if several nodes of a machine write it at once, the last one wins."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f"{file.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"rates": self.rates, "digests": self.digests}, indent=1))
-        os.replace(temporary, file)
+        write_atomically(file, json.dumps({"rates": self.rates, "digests": self.digests}, indent=1))
 
     def judge(self, check: SelfCheck) -> SelfCheck:
         """Return `check` with the expected rate, failed if its rate is lower or its bits differ."""

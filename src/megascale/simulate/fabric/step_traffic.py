@@ -63,7 +63,7 @@ def step_traffic(config: Config, gpus: int) -> StepTraffic:
         grid=grid,
         reduce=reduce,
         gather=gather,
-        activation=model.sequence_length * train.micro_batch * model.hidden * width / grid.tensor,
+        activation=model.sequence_length * train.micro_batch * model.hidden * width / (grid.tensor * grid.context),
         transfers=micro_batches * parallel.virtual_stages if grid.pipeline > 1 else 0,
     )
 

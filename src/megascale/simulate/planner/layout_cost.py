@@ -15,10 +15,11 @@ from megascale.core import flops, inventory
 from megascale.core.adapters import AdapterSpec, count_adapter_elements
 from megascale.core.inventory import BLOCK_PARTS
 from megascale.core.layout import Layout, lay_out
-from megascale.core.memory import MemoryEstimate, count_stage_parameters
+from megascale.core.memory import MemoryEstimate, count_stage_parameters, estimate_offloaded_bytes
 from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import Schedule, ideal_bubble
 from megascale.core.traffic import TrafficEstimate, check_priced_axes, estimate_stage_traffic
+from megascale.errors import FitError
 
 GIB = 2**30
 # Memory of one device in GiB, as sold, matched against its name.
@@ -33,6 +34,7 @@ WINDOW_PAYS = 0.9
 # bfloat16 layer and come from the calibration of the simulator to H200s (gpt-13b).
 LOGITS_TIME = 1.25
 FLOAT8_TIME = 0.6
+SHORTEST_SLICE = 4096  # tokens of a context rank, below which no division is proposed
 _REPLAYED = 4_000_000  # actions, over all splits tried at once
 _WORTH = 0.005  # of a step: less is not worth a setting
 
@@ -232,9 +234,34 @@ class LayoutCost:
                 f"parallel.tensor={grid.tensor} reaches beyond a host of {parallel.gpus_per_host} GPUs: gathers and "
                 "scatters of every layer cross the network"
             )
+        if grid.tensor * grid.context > parallel.gpus_per_host and grid.context > 1:
+            notes.append(
+                f"parallel.tensor={grid.tensor} x parallel.context={grid.context} reaches beyond a host of "
+                f"{parallel.gpus_per_host} GPUs: the exchange of every attention crosses the network"
+            )
+        if parallel.recompute == "full":
+            context = self._find_context("none")
+            if context is not None:
+                notes.append(
+                    f"--parallel.context={context} --parallel.recompute=none fits too, and computes no layer twice"
+                )
+        if parallel.offload_activations:
+            notes.append(
+                f"parallel.offload_activations=true keeps {self.offloaded_gib:.1f} GiB of layer inputs per rank in "
+                "host memory"
+            )
         if parallel.zero >= 2:
             notes.append(self._describe_sharding())
         return notes
+
+    @property
+    def offloaded_gib(self) -> float:
+        """Host memory of the rank with most layer inputs, in GiB."""
+        config, train = self.config, self.config.train
+        arguments = config.model, config.parallel, self.schedule
+        stages = range(self.layout.grid.pipeline)
+        sizes = [estimate_offloaded_bytes(*arguments, stage, train.micro_batch, train.precision) for stage in stages]
+        return max(sizes) / GIB
 
     def _describe_sharding(self) -> str:
         """Return what parallel.zero=2 or 3 costs and saves."""
@@ -280,7 +307,8 @@ class LayoutCost:
                 )
             )
         if parallel.recompute == "none":
-            for less in ("activation", "selective"):
+            halves = ("mlp",) if BLOCK_PARTS[self.config.model.block].can_split else ()
+            for less in ("activation", "selective", *halves):
                 tries.append((f"--parallel.recompute={less}", {"parallel": {"recompute": less}}))
         if train.micro_batch > 1:
             tries.append(("--train.micro_batch=1", {"train": {"micro_batch": 1}}))
@@ -291,7 +319,36 @@ class LayoutCost:
                 tries.append(("--parallel.zero=3", {"parallel": {"zero": 3}}))
         if parallel.recompute != "full":
             tries.append(("--parallel.recompute=full", {"parallel": {"recompute": "full"}}))
-        return [text for text, change in tries if self._changed(**change).fits]
+        elif not parallel.offload_activations:
+            tries.append(("--parallel.offload_activations=true", {"parallel": {"offload_activations": True}}))
+        remedies = [text for text, change in tries if self._changed(**change).fits]
+        context = self._find_context(parallel.recompute)
+        if context is not None:
+            remedies.append(f"--parallel.context={context}")
+        return remedies
+
+    def _find_context(self, recompute: str) -> int | None:
+        """Return the fewest context ranks, taken from the replicas, with which the layout fits; None if none do.
+
+        Slices keep enough tokens to fill a GPU, and a larger micro-batch is lowered first.
+        """
+        grid, length = self.layout.grid, self.config.model.sequence_length
+        if self.config.train.micro_batch > 1:
+            return None
+        for context in (2, 4, 8, 16):
+            if length // (grid.context * context) < SHORTEST_SLICE:
+                return None
+            if grid.data % context or grid.tensor * grid.context * context > grid.ranks_per_host:
+                return None
+            total = grid.context * context
+            changes = {"context": total, "data": None, "recompute": recompute}
+            try:
+                alternative = self._changed(parallel=changes)
+            except FitError:
+                return None
+            if alternative.fits:
+                return total
+        return None
 
     def _count_trained(self) -> int:
         """Return the number of trained parameters: of the model, or of its adapters."""
@@ -314,7 +371,8 @@ class LayoutCost:
                 "tensor": grid.tensor,
                 "pipeline": grid.pipeline,
                 "virtual_stages": self.config.parallel.virtual_stages,
-                "data": grid.shards,
+                "context": grid.context,
+                "data": grid.shards // grid.context,
                 "microbatches": self.layout.microbatches,
                 "layers_by_chunk": [chunk.layer_count for chunk in self.layout.layers],
                 "zero": self.config.parallel.zero,

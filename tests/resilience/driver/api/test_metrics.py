@@ -275,6 +275,18 @@ def test_targets_are_those_of_present_nodes_and_end_with_the_job(tmp_path):
     assert list(target_folder.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("listen", "host"), [("10.0.0.1", "10.0.0.1"), ("0.0.0.0", socket.gethostname()), ("::1", socket.gethostname())]
+)
+def test_the_driver_is_scraped_at_the_address_on_which_it_listens(tmp_path, listen, host):
+    """The name of a node may not resolve on the machine of Prometheus."""
+    limits = ResilienceConfig(targets=str(tmp_path), driver_metrics="0.0.0.0:9401", listen=listen)
+    job = SimpleNamespace(phase=Phase.RUNNING, state=SimpleNamespace(name="gpt"))
+    ScrapeTargets(SimpleNamespace(limits=limits, job=job, nodes=SimpleNamespace(all=list))).write()
+    (group,) = json.loads((tmp_path / "gpt.json").read_text())
+    assert group["targets"] == [f"{host}:9401"]
+
+
 def test_targets_without_an_address_are_refused():
     with pytest.raises(ConfigError, match=r"resilience\.targets=/x would list no address; set resilience\."):
         load(None, ["--resilience.targets=/x"])

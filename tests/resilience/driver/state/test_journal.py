@@ -8,6 +8,7 @@ import random
 import sqlite3
 import subprocess
 import sys
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -30,7 +31,7 @@ from megascale.resilience.driver.state.journal import (
     filesystem_type,
     is_network_filesystem,
 )
-from megascale.resilience.driver.state.journal_reader import JournalReader
+from megascale.resilience.driver.state.journal_reader import SILENCE, JournalReader
 from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.contact import make_token, read_token
 from tests.damaged_records import damaged_lines
@@ -52,6 +53,23 @@ def test_what_is_written_is_there_for_the_next_driver(tmp_path):
     assert repeated.nodes() == {"n0": node}
     assert repeated.events() == [entry]
     repeated.close()
+
+
+def test_a_driver_on_another_host_lives_while_its_journal_changes(tmp_path, monkeypatch):
+    """Commands on a login node see the journal of a driver in a Slurm job or a pod."""
+    journal, _ = Journal.take(tmp_path, 0.1)
+    journal.save_job(JobState("a", Phase.RUNNING, 2, ("n0",), 1, 1))
+    monkeypatch.setattr("socket.gethostname", lambda: "login")
+    reader = JournalReader(tmp_path)
+    assert reader.driver_alive()
+    for file in tmp_path.glob(f"{FILE}*"):
+        os.utime(file, (0, time.time() - 2 * SILENCE))
+    assert not reader.driver_alive()
+    journal.renew()
+    assert reader.driver_alive()
+    journal.close()
+    assert not reader.driver_alive()
+    reader.close()
 
 
 def test_a_living_driver_keeps_its_job_and_one_that_is_silent_loses_it(tmp_path):

@@ -33,7 +33,8 @@ export function show(place, page) {
     pointed: (cell, x, y) => {
       tip.hidden = cell < 0;
       if (cell < 0) return;
-      fill(tip, h("b", {}, `rank ${found.rank[cell]}`), ` ${found.hosts[found.host[cell]]}`, h("div", {}, `${inUnit(found.value[cell], found.figure.unit)}; tensor ${found.tensor[cell]}, stage ${found.pipeline[cell]}, data ${found.data[cell]}`));
+      const several = found.context.some((/** @type {number} */ each) => each > 0);
+      fill(tip, h("b", {}, `rank ${found.rank[cell]}`), ` ${found.hosts[found.host[cell]]}`, h("div", {}, `${inUnit(found.value[cell], found.figure.unit)}; tensor ${found.tensor[cell]}, stage ${found.pipeline[cell]}, data ${found.data[cell]}${several ? `, context ${found.context[cell]}` : ""}`));
       tip.style.left = x > view.drawing.width / 2 ? "auto" : `${x + 14}px`;
       tip.style.right = x > view.drawing.width / 2 ? `${view.drawing.width - x + 14}px` : "auto";
       tip.style.top = `${Math.min(y + 12, view.drawing.height - 60)}px`;

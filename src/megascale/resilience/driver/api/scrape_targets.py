@@ -61,7 +61,7 @@ class ScrapeTargets:
         if limits.driver_metrics:
             host, port = _split(limits.driver_metrics)
             if host in _WILDCARDS:
-                host = limits.advertise or socket.gethostname()
+                host = limits.advertise or _own_host(limits.listen)
             groups.append({"targets": [format_address(host, port)], "labels": labels | {"role": "driver"}})
         if limits.agent_metrics:
             host, port = _split(limits.agent_metrics)
@@ -71,6 +71,13 @@ class ScrapeTargets:
                     node_labels = labels | {"role": "agent", "node": node.name}
                     groups.append({"targets": [format_address(address, port)], "labels": node_labels})
         return groups
+
+
+def _own_host(listen: str) -> str:
+    """Return the address that other machines reach, or this host's name, which a site may not resolve."""
+    if listen in _WILDCARDS or is_loopback(listen):
+        return socket.gethostname()
+    return listen
 
 
 def _split(address: str) -> tuple[str, int]:

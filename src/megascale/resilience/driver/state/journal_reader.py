@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import socket
 import sqlite3
+import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from megascale.resilience.driver.state.transitions import JobEvent, follow
 from megascale.resilience.process_birth import born
 
 FILE = "journal.sqlite"
+# Seconds without a change after which a driver on another host counts as ended. A driver renews its lease each second;
+# the rest is for file systems that show changes late, and for clocks that differ.
+SILENCE = 60.0
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS lease (id INTEGER PRIMARY KEY CHECK (id = 1), epoch INTEGER NOT NULL, beat INTEGER NOT NULL,
     host TEXT NOT NULL, pid INTEGER NOT NULL, born INTEGER NOT NULL);
@@ -135,11 +139,12 @@ def write_event(db: sqlite3.Connection, epoch: int, entry: Entry) -> int:
 def read_events(db: sqlite3.Connection, after: int, limit: int) -> list[Entry]:
     """Return the events with an id above `after`, oldest first."""
     select = f"SELECT id, {_EVENT_COLUMNS} FROM events WHERE id > ? ORDER BY id LIMIT ?"
+    rows = db.execute(select, (after, limit))
     entries = []
-    for number, time, attempt, kind, action, nodes, ranks, evidence, details in db.execute(select, (after, limit)):
+    for number, event_time, attempt, kind, action, nodes, ranks, evidence, details in rows:
         entry = Entry(
             id=number,
-            time=time,
+            time=event_time,
             attempt=attempt,
             kind=kind,
             action=action,
@@ -190,6 +195,7 @@ class JournalReader:
 
     def __init__(self, run: Path) -> None:
         path = run / FILE
+        self._path = path
         if not path.is_file():
             raise DataError(f"{run} has no {FILE}: it was not started with `megascale launch`")
         with _reading():
@@ -210,10 +216,22 @@ class JournalReader:
             return read_events(self._db, after, limit)
 
     def driver_alive(self) -> bool:
-        """Return True if the holder of the lease is a living process of this host."""
+        """Return True if the holder of the lease is a living process, or renews its lease from another host."""
         with _reading():
             row = self._db.execute("SELECT host, pid, born FROM lease").fetchone()
-            return row is not None and row[0] == socket.gethostname() and row[1] > 0 and born(row[1]) == row[2]
+        if row is None or row[1] <= 0:
+            return False
+        if row[0] == socket.gethostname():
+            return born(row[1]) == row[2]
+        return time.time() - self._modification_time() < SILENCE
+
+    def _modification_time(self) -> float:
+        """Return the time of the last change of the journal, in seconds since 1970."""
+        times = [0.0]
+        for path in (self._path, Path(f"{self._path}-wal")):
+            with suppress(OSError):
+                times.append(path.stat().st_mtime)
+        return max(times)
 
     def close(self) -> None:
         """Close the file."""

@@ -1,0 +1,126 @@
+"""Context parallelism: ranks along the context axis hold consecutive slices of each sequence.
+
+Outside attention a token meets no other token, so that only attention communicates. An all-to-all exchanges slices of
+the sequence with all heads for whole sequences with some of the heads (Jacobs et al. 2023, arXiv 2309.14509), and
+another one returns the results. Where heads do not divide, keys and values are gathered (core/head_exchange.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale import torch_private
+from megascale.core.batch import Batch
+from megascale.ops.rope import split_qkv
+from megascale.parallel.collectives import Axis, gather_sequence, transpose_sequence
+
+
+def slice_batch(batch: Batch[Tensor], axis: Axis) -> Batch[Tensor]:
+    """Return this rank's slice of the tokens of a micro-batch, whose targets are shifted already.
+
+    Document boundaries stay whole: attention masks whole sequences.
+    """
+    return replace(
+        batch,
+        tokens=_slice_rows(batch.tokens, axis),
+        targets=_slice_rows(batch.targets, axis),
+        loss_weights=_slice_rows(batch.loss_weights, axis),
+        positions=_slice_rows(batch.positions, axis),
+    )
+
+
+def _slice_rows(x_SB: Tensor | None, axis: Axis) -> Tensor | None:
+    """Return this rank's rows of a tensor [sequence, batch]."""
+    if x_SB is None:
+        return None
+    rows = x_SB.shape[0] // axis.size
+    return x_SB[axis.rank * rows : (axis.rank + 1) * rows]
+
+
+def exchange_for_heads(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, axis: Axis, copies: int) -> tuple[Tensor, ...]:
+    """Exchange slices of the sequence for heads, in one all-to-all.
+
+    Args:
+        q_SBND, k_SBGD, v_SBGD: all heads of this rank's tokens.
+        copies: number of ranks that each key/value head goes to.
+
+    Returns:
+        Queries, keys and values of whole sequences, [size * S, B, heads of this rank, D].
+    """
+    packed_RSBC = _PackHeads.apply(q_SBND, k_SBGD, v_SBGD, axis.size, copies)
+    received_SBC = transpose_sequence(packed_RSBC.flatten(0, 1), axis)
+    heads = q_SBND.shape[2] // axis.size
+    return split_qkv(received_SBC, heads, k_SBGD.shape[2] * copies // axis.size)
+
+
+@torch_private.call_directly
+class _PackHeads(torch.autograd.Function):
+    """Heads by destination, [ranks, S, B, heads of a rank x D], so that those of a rank travel as one message."""
+
+    @staticmethod
+    def forward(ctx: Any, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ranks: int, copies: int) -> Tensor:
+        S, B, N, D = q_SBND.shape
+        ctx.args = N, k_SBGD.shape[2], ranks, copies
+        sizes = _head_counts(*ctx.args)
+        packed_RSBND = q_SBND.new_empty((ranks, S, B, sum(sizes), D))
+        if copies > 1:
+            k_SBGD = k_SBGD.repeat_interleave(copies, 2)
+            v_SBGD = v_SBGD.repeat_interleave(copies, 2)
+        for part, x in zip(packed_RSBND.split(sizes, 3), (q_SBND, k_SBGD, v_SBGD), strict=True):
+            part.permute(1, 2, 0, 3, 4).copy_(x.unflatten(2, (ranks, -1)))
+        return packed_RSBND.flatten(3)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        N, G, ranks, copies = ctx.args
+        sizes = _head_counts(*ctx.args)
+        packed_RSBND = grads[0].unflatten(3, (sum(sizes), -1))
+        _, S, B, _, D = packed_RSBND.shape
+        # Adjacent parts of one tensor, which the split of a projection takes without a copy.
+        results = grads[0].new_empty((S, B, N + 2 * G, D)).split((N, G, G), 2)
+        for result, part in zip(results, packed_RSBND.split(sizes, 3), strict=True):
+            part_SBRND = part.permute(1, 2, 0, 3, 4)
+            if copies > 1 and result is not results[0]:
+                torch.sum(part_SBRND.flatten(2, 3).unflatten(2, (G, copies)), 3, out=result)
+            else:
+                result.unflatten(2, (ranks, -1)).copy_(part_SBRND)
+        return *results, None, None
+
+
+def _head_counts(heads: int, kv_heads: int, ranks: int, copies: int) -> tuple[int, int, int]:
+    """Return the queries, keys and values that a rank receives."""
+    return heads // ranks, kv_heads * copies // ranks, kv_heads * copies // ranks
+
+
+def select_heads(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, axis: Axis, copies: int) -> tuple[Tensor, ...]:
+    """Return the heads of this rank, as `exchange_for_heads`, of tokens that all ranks have."""
+    if copies > 1:
+        k_SBGD = k_SBGD.repeat_interleave(copies, 2)
+        v_SBGD = v_SBGD.repeat_interleave(copies, 2)
+    return tuple([x.chunk(axis.size, 2)[axis.rank] for x in (q_SBND, k_SBGD, v_SBGD)])
+
+
+def gather_heads(mixed_SBC: Tensor, axis: Axis) -> Tensor:
+    """Return all heads [S, B, size * C] of tokens that all ranks have."""
+    return _join_heads(gather_sequence(mixed_SBC, axis), axis)
+
+
+def exchange_for_tokens(mixed_SBC: Tensor, axis: Axis) -> Tensor:
+    """Return all heads of this rank's tokens, [S / size, B, size * C], for some heads of whole sequences."""
+    return _join_heads(transpose_sequence(mixed_SBC, axis), axis)
+
+
+def _join_heads(parts_SBC: Tensor, axis: Axis) -> Tensor:
+    """Join the parts of the ranks, which lie one after another along dimension 0, along the heads."""
+    return parts_SBC.unflatten(0, (axis.size, -1)).permute(1, 2, 0, 3).flatten(2)
+
+
+def gather_keys(k_SBGD: Tensor, v_SBGD: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of whole sequences."""
+    gathered = gather_sequence(torch.cat([k_SBGD, v_SBGD], 2), axis)
+    k, v = gathered.split(k_SBGD.shape[2], 2)
+    return k, v

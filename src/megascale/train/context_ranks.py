@@ -1,0 +1,79 @@
+"""Several processes of this host that divide the tokens of a sequence, for evaluation and generation."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from megascale.config import Config, ParallelConfig
+from megascale.core.layout import lay_out
+from megascale.errors import ConfigError
+from megascale.rendezvous.groups import Groups, shutdown
+from megascale.rendezvous.start_job import initialise
+from megascale.train import launcher
+from megascale.train.rank_info import choose_device, find_rank_info
+
+
+@dataclass(frozen=True)
+class ContextRanks:
+    """This process among the context ranks.
+
+    Attributes:
+        config: the configuration, laid out over these ranks alone.
+        groups: None for a single process.
+        device: device that this process computes on.
+    """
+
+    config: Config
+    groups: Groups | None
+    device: torch.device
+
+
+def start_ranks(config: Config, context: int, device: str, arguments: Sequence[str]) -> int:
+    """Run the command `arguments` as `context` ranks of this host, and return its exit code.
+
+    Raises FitError if the ranks do not divide the sequence, or if this host has too few GPUs for them.
+    """
+    with tempfile.TemporaryDirectory(prefix="megascale-") as folder:
+        train = config.train.model_copy(update={"runs": folder, "name": "context"})
+        data = type(config.data)()
+        rank_config = _spread(config.model_copy(update={"train": train, "data": data}), context, device)
+        return launcher.launch(list(arguments), lay_out(rank_config, context), holds_model=False)
+
+
+@contextmanager
+def join_ranks(config: Config, context: int, device: str) -> Iterator[ContextRanks]:
+    """Meet the other ranks and leave them at the end; collective.
+
+    Raises ConfigError if this process is not one of `context` ranks.
+    """
+    rank_config = _spread(config, context, device)
+    if context == 1:
+        yield ContextRanks(rank_config, None, choose_device(device))
+        return
+    info = find_rank_info(rank_config)
+    if info.world != context:
+        raise ConfigError(
+            f"--context={context} needs {context} processes and this is one of {info.world}; start it with "
+            f"`megascale`, or with torchrun --nproc-per-node={context}"
+        )
+    groups = initialise(rank_config, rank=info.rank, world=info.world, local_rank=info.local_rank, device=info.device)
+    failed = True
+    try:
+        yield ContextRanks(rank_config, groups, info.device)
+        failed = False
+    finally:
+        shutdown(groups, failed=failed)
+
+
+def _spread(config: Config, context: int, device: str) -> Config:
+    """Return the configuration with `context` ranks on the kind of device that --device names."""
+    kind = device.partition(":")[0]
+    if context > 1 and device != kind:
+        raise ConfigError(f"--device={device} names one GPU and --context={context} uses several; use --device=cuda")
+    train = config.train.model_copy(update={"device": kind})
+    return config.model_copy(update={"parallel": ParallelConfig(context=context), "train": train})
