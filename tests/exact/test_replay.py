@@ -30,6 +30,7 @@ HEALTHY = {
         parallel={"reduce_dtype": "bfloat16"},
         train={"precision": "bfloat16"},
     ),
+    "context": case(1, 1, 2, microbatches=2, zero=1, model=DROPOUT, parallel={"context": 2}),
     "experts": experts_case(2, 1, 2, experts=BALANCED, zero=2),
     "float8": case(
         2, 1, 2, microbatches=2, model=TWO_LAYERS, train={"linear_precision": "float8", "precision": "float32"}
@@ -60,6 +61,7 @@ NAMED = [
     (case(1, 2, 2, microbatches=2, zero=1, model=DROPOUT), "activation gradient", 1, False, (2,)),
     (case(1, 2, 2, microbatches=2, zero=1, model=DROPOUT), "activation", 0, True, (2, 3)),
     (experts_case(2, 1, 2, experts=BALANCED), "weight gradient", 5, False, (1,)),
+    (case(1, 1, 2, microbatches=2, model=DROPOUT, parallel={"context": 2}), "gemm", 2, False, (3,)),
     (case(1, 1, 2, microbatches=2, zero=3, model=DROPOUT), "reduced gradient", 1, False, (1,)),
     (case(1, 2, 2, microbatches=2, zero=1, model=DROPOUT), "reduced gradient", 4, False, (2,)),
     (case(2, 1, 2, microbatches=2, zero=1, model=DROPOUT), "optimizer state", 3, False, (2,)),

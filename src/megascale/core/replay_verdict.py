@@ -3,7 +3,7 @@
 The rank at the same coordinate in each replica traces the same results (parallel/compute_trace.py). Executions of one
 micro-batch on healthy devices have equal traces. Of unequal ones the majority is right. The first entry that differs
 is compared between the ranks of the faulty replica: a fault travels along the pipeline and through the collectives of
-tensor-parallel ranks, so that the rank where it comes first in the order of the computation is at fault.
+ranks that share a micro-batch, so that the rank where it comes first in the order of the computation is at fault.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 Healthy devices of one kind compute the same bits from the same input, so two traces of a micro-batch are equal. The
 first entry that differs names the operator. A trace holds the sums of the inputs, outputs and gradients at the borders
-of chunks, of each GEMM's and each attention's result, of what a rank sends to its tensor-parallel peers, and of each
-parameter's gradient. Of several tensor-parallel ranks the faulty one therefore differs before its peers, which see the
+of chunks, of each GEMM's and each attention's result, of what a rank sends to its tensor- and context-parallel peers,
+and of each parameter's gradient. The faulty rank of a replica therefore differs before its peers, which see the
 fault after a collective. The sums are over bits as integers: any single flipped bit changes one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
 from megascale.parallel.parameters import spec_of
 from megascale.parallel.pipeline import EagerRunner
+from megascale.parallel.runtime import Runtime
 
 CAPACITY = 1 << 17  # entries of a trace: a chunk of 126 layers has some 6,000
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
@@ -68,16 +69,24 @@ class ComputeTrace:
     Args:
         buffers: the rank's chunks.
         chunk_positions: position of each chunk in the model.
-        tensor: the tensor-parallel ranks.
+        axes: axes whose ranks share a micro-batch, such as the tensor axis.
+        runtime: the rank's runtime.
 
     Attributes:
         sums: int64 [CAPACITY], on the device; the last element counts the entries.
     """
 
-    def __init__(self, buffers: Sequence[ParamAndGradBuffer], chunk_positions: Sequence[int], tensor: Axis) -> None:
+    def __init__(
+        self,
+        buffers: Sequence[ParamAndGradBuffer],
+        chunk_positions: Sequence[int],
+        axes: Iterable[Axis],
+        runtime: Runtime,
+    ) -> None:
         self._buffers = buffers
         self._chunk_positions = chunk_positions
-        self._tensor = tensor
+        self._groups = [axis.group for axis in axes if axis.group is not None]
+        self._runtime = runtime
         self._entries: list[_Entry] = []
         self._section: tuple[Phase, int] = Phase.FORWARD, 0
         self._numbers: dict[tuple[Phase, int], int] = {}
@@ -103,7 +112,7 @@ class ComputeTrace:
         torch.sum(bits, dim=list(range(bits.dim())), dtype=torch.int64, out=self.sums[index])
 
     def count_collective(self) -> None:
-        """Note that tensor-parallel ranks exchange what they have computed so far."""
+        """Note that ranks which share the micro-batch exchange what they have computed so far."""
         self._collectives[self._section] = self._collectives.get(self._section, 0) + 1
 
     @contextmanager
@@ -112,12 +121,12 @@ class ComputeTrace:
         self._section = phase, self._chunk_positions[chunk]
         observed = self._observe_sinks()
         try:
-            with _OperatorTrace(self, self._tensor):
+            with _OperatorTrace(self, self._groups):
                 yield
         finally:
             for sink, ready in observed:
                 sink.ready = ready
-            self._tensor.runtime.stream.synchronize()
+            self._runtime.stream.synchronize()
 
     def _observe_sinks(self) -> list[tuple[GradientSink, Callable[[], None]]]:
         """Trace each gradient before a reduction can overwrite it. Return the sinks and what they called before."""
@@ -130,7 +139,7 @@ class ComputeTrace:
 
     def _make_observer(self, sink: GradientSink, ready: Callable[[], None], address: int) -> Callable[[], None]:
         def observe() -> None:
-            self._tensor.runtime.stream.synchronize()  # the gradient may come from the side stream
+            self._runtime.stream.synchronize()  # the gradient may come from the side stream
             self.add("gradient", sink.main_grad, address)
             ready()
 
@@ -154,12 +163,12 @@ class ComputeTrace:
 
 
 class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
-    """Adds the results of GEMMs and attention to a trace, and what leaves to tensor-parallel peers."""
+    """Adds the results of GEMMs and attention to a trace, and what leaves to ranks that share the micro-batch."""
 
-    def __init__(self, trace: ComputeTrace, tensor: Axis) -> None:
+    def __init__(self, trace: ComputeTrace, groups: Sequence[Any]) -> None:
         super().__init__()
         self._trace = trace
-        self._group = tensor.group
+        self._groups = groups
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -177,8 +186,8 @@ class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def _add_sent(self, name: str, args: Any) -> None:
-        """Trace the inputs of a collective of tensor-parallel ranks. Other groups communicate in training only."""
-        if self._group is None or not self._is_tensor_group(args):
+        """Trace the inputs of a collective between ranks that share the micro-batch; others are in training only."""
+        if not self._is_traced_group(args):
             return
         inputs = args[0] if name.startswith("allreduce") else args[1]
         for tensor in inputs if isinstance(inputs, list | tuple) else (inputs,):
@@ -186,11 +195,11 @@ class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
                 self._trace.add(f"input of {name.strip('_')}", tensor)
         self._trace.count_collective()
 
-    def _is_tensor_group(self, args: Any) -> bool:
+    def _is_traced_group(self, args: Any) -> bool:
         for arg in args:
             if isinstance(arg, torch.ScriptObject):
                 try:
-                    return bool(dist.ProcessGroup.unbox(arg) == self._group)
+                    return dist.ProcessGroup.unbox(arg) in self._groups
                 except RuntimeError:
                     continue  # another class, such as a reduction's operator
         return False

@@ -209,7 +209,8 @@ class ReplayCheck:
         return trace
 
     def _make_trace(self) -> ComputeTrace:
-        return ComputeTrace(self._engine.flats, self._chunk_positions, self._engine.tensor)
+        engine = self._engine
+        return ComputeTrace(engine.flats, self._chunk_positions, engine.flats[0].axes.own.values(), engine.runtime)
 
     def _first_sample(self, owner: int) -> int:
         """Return the index in the global batch of the first sample of a replica's first micro-batch."""
