@@ -173,11 +173,11 @@ class ReplayCheck:
         wrong_tensors = self._state.find_wrong()
         flags = torch.stack([wrong.any() for wrong in (expected != replayed.sums, wrong_blocks, wrong_tensors)])
         flags = all_reduce(flags.double(), self._engine.world, dist.ReduceOp.MAX).wait()
-        differs_in_replay, *has_local_faults = [bool(flag) for flag in flags.tolist()]
+        differs_in_replay, has_wrong_sums, has_changed_state = [bool(flag) for flag in flags.tolist()]
         evidence = None
-        if differs_in_replay:
+        if differs_in_replay and not has_changed_state:  # changed weights give other bits on healthy devices
             evidence = self._collect_evidence(step, trained, replayed)
-        elif any(has_local_faults):
+        elif has_changed_state or has_wrong_sums:
             evidence = self._collect_local_evidence(step, wrong_blocks, wrong_tensors)
         else:
             self.checked_step = step
