@@ -32,6 +32,15 @@ HEALTHY = {
     ),
     "context": case(1, 1, 2, microbatches=2, zero=1, model=DROPOUT, parallel={"context": 2}),
     "experts": experts_case(2, 1, 2, experts=BALANCED, zero=2),
+    "float8, gathered in float8": case(
+        1,
+        1,
+        2,
+        microbatches=2,
+        model=TWO_LAYERS,
+        parallel={"gather_precision": "float8"},
+        train={"linear_precision": "float8", "precision": "bfloat16"},
+    ),
     "float8": case(
         2, 1, 2, microbatches=2, model=TWO_LAYERS, train={"linear_precision": "float8", "precision": "float32"}
     ),

@@ -173,13 +173,20 @@ class StateCheck:
         return [name for name, _ in self._list_tensors()][index]
 
     def _sum(self) -> Tensor:
-        return sum_bits([tensor for _, tensor in self._list_tensors()])
+        tensors = [tensor for _, tensor in self._list_tensors()]
+        if not tensors:
+            return torch.zeros(1, dtype=torch.int64, device=self._optimizer.rule.shards.device)
+        return sum_bits(tensors)
 
     def _list_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield master weights and state on the device; copies in host memory may be in use by transfers."""
         for state in self._optimizer.states:
-            first = next((extent.piece.name for extent in state.shard.extents), "padding")
-            yield f"master weights from {first} on", state.master
+            device = state.shard.grads.device
+            if state.master.device == device:
+                first = next((extent.piece.name for extent in state.shard.extents), "padding")
+                yield f"master weights from {first} on", state.master
             for part in state.parts:
                 name = next((extent.piece.name for extent in part.extents), "padding")
                 for key, tensor in part.state.items():
-                    yield f"{key} from {name} on", tensor
+                    if tensor.device == device:
+                        yield f"{key} from {name} on", tensor
