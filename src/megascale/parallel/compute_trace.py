@@ -157,8 +157,17 @@ class ComputeTrace:
                 pieces = spec_of(parameter).pieces
                 names[parameter.data_ptr()] = ", ".join(dict.fromkeys(piece.name for piece in pieces))
         points = []
-        for *position, operator, address in self._entries:
-            points.append(TracePoint(*position, operator, names.get(address, "")))
+        for entry in self._entries:
+            points.append(
+                TracePoint(
+                    phase=entry.phase,
+                    chunk=entry.chunk,
+                    collectives=entry.collectives,
+                    number=entry.number,
+                    operator=entry.operator,
+                    parameter=names.get(entry.address, ""),
+                )
+            )
         return points
 
 

@@ -236,13 +236,17 @@ class PipelineExecutor:
     def run_microbatch(self, chunks: EagerRunner, data: DataParallel) -> None:
         """Run forward and backward of micro-batch 0 alone, one chunk after another; no gradient is reduced."""
         last = len(self._next) - 1
-        y = x_grad = None
+        y: Tensor | None = None
+        x_grad: Tensor | None = None
         for chunk, (previous, following) in enumerate(zip(self._previous, self._next, strict=True)):
             data.start_gather(chunk)
             data.await_parameters(chunk)
             x = None
             if previous is not None:
-                x = y if previous[0] == self.stage else self._receive(ActionKind.RECV_FORWARD, chunk).wait()
+                if previous[0] == self.stage:
+                    x = y
+                else:
+                    x = self._receive(ActionKind.RECV_FORWARD, chunk).wait()
             y = chunks.forward(chunk, 0, x)
             if following is not None and following[0] != self.stage:
                 self._send(self._stream(ActionKind.SEND_FORWARD, chunk), y).wait()
@@ -250,7 +254,10 @@ class PipelineExecutor:
             previous, following = self._previous[chunk], self._next[chunk]
             grad = None
             if following is not None:
-                grad = x_grad if following[0] == self.stage else self._receive(ActionKind.RECV_BACKWARD, chunk).wait()
+                if following[0] == self.stage:
+                    grad = x_grad
+                else:
+                    grad = self._receive(ActionKind.RECV_BACKWARD, chunk).wait()
             x_grad = self._run_both_backwards(chunks, data, chunk, grad)
             if previous is not None and previous[0] != self.stage:
                 assert x_grad is not None

@@ -108,8 +108,8 @@ def corruption(
     alarms = sum(count.alarms for count in counts)
     healthy_replays = sum(count.replays for count in counts)
     most = max((count.intervals for count in counts), default=0)
-    numbers = [str(number) for number in (*totals, wrong, most)]
-    table.add_row("all", "", *numbers, f"{alarms} of {healthy_replays}", style="bold")
+    summary = [str(number) for number in (*totals, wrong, most)]
+    table.add_row("all", "", *summary, f"{alarms} of {healthy_replays}", style="bold")
     console.print(table)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     record = {"date": date, "seed": seed, "seconds": time.monotonic() - start, "counts": [asdict(c) for c in counts]}
