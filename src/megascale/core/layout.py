@@ -201,6 +201,12 @@ def _replay_faults(config: Config, grid: Grid) -> list[str]:
             f"{key} compares data-parallel replicas, and there is {grid.replicas}; use more ranks or set "
             "--resilience.replay_interval=0"
         )
+    for axis in ("expert", "replicate"):
+        if grid.size(axis) > 1:
+            faults.append(
+                f"{key} does not support parallel.{axis}={grid.size(axis)} yet; set --parallel.{axis}=1 or "
+                "--resilience.replay_interval=0"
+            )
     if not config.kernels.deterministic:
         faults.append(
             f"{key} compares bits, which kernels.deterministic=false does not keep equal; set "

@@ -655,6 +655,8 @@ class Engine:
             chunks = EagerRunner(self._forward, self.runtime.weight_gradients)
         else:
             runs_eagerly = eagerly or count_casts or self.backward_in_own_thread
+            if self.replay_check is not None and self.replay_check.needs_eager_step():
+                runs_eagerly = True
             chunks = self.graphs.begin_step(self._forward, self._take_graph_inputs, eagerly=runs_eagerly)
         if self.replay_check is not None:
             chunks = self.replay_check.watch(chunks)

@@ -161,6 +161,14 @@ class ReplayCheck:
             return chunks
         return TracedRunner(chunks, self._trained)
 
+    def needs_eager_step(self) -> bool:
+        """Return whether the step is checked and its first micro-batch may be a graph, which hides its operators.
+
+        Without experts and below ZeRO-2 the first micro-batch always runs eagerly.
+        """
+        has_graph = self._engine.flats[0].zero >= 2 or self._engine.experts is not None
+        return self._trained is not None and has_graph
+
     def end_step(self, step: int) -> None:
         """Compare the traces before the update; on any difference collect evidence and report it on all ranks."""
         trained, replayed = self._trained, self._replayed
