@@ -100,9 +100,9 @@ def corruption(
     for column in (*columns, "false alarms"):
         table.add_column(column, justify="left" if column in ("layout", "kind") else "right")
     for count in counts:
-        alarms = f"{count.alarms} of {count.replays}" if count.replays else ""
+        alarm_share = f"{count.alarms} of {count.replays}" if count.replays else ""
         numbers = (count.injected, count.detected, count.named, count.of_two, count.wrong, count.intervals)
-        table.add_row(count.layout, count.kind, *[str(number) for number in numbers], alarms)
+        table.add_row(count.layout, count.kind, *[str(number) for number in numbers], alarm_share)
     totals = [sum(getattr(count, key) for count in counts) for key in ("injected", "detected", "named", "of_two")]
     wrong = sum(count.wrong for count in counts)
     alarms = sum(count.alarms for count in counts)
