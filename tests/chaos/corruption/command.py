@@ -13,7 +13,7 @@ import numpy as np
 import typer
 
 from megascale.core import strict_json
-from megascale.errors import TrainingError
+from megascale.errors import ConfigError, TrainingError
 from tests.chaos.corruption.bit_flips import COMPUTE_KINDS, KINDS, STATE_KINDS, BitFlip
 
 TRIALS_PER_JOB = 20
@@ -75,6 +75,9 @@ def corruption(
     from tests.exact.pool import Pool
 
     chosen = [name.strip() for name in layouts.split(",") if name.strip()] or list(LAYOUTS)
+    unknown = [name for name in chosen if name not in LAYOUTS]
+    if unknown:
+        raise ConfigError(f"--layouts={layouts}: {unknown[0]} is unknown; choose among {', '.join(LAYOUTS)}")
     console = Console(highlight=False)
     console.width = max(console.width, 150)
     pool = Pool()
