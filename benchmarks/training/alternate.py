@@ -36,6 +36,7 @@ SETTINGS = {
     "observe.timers": ("false", "true"),
     "observe.spans": ("0", "1"),  # of no step, or of every one
     "overlap.gemms": ("off", "on"),
+    "resilience.replay_interval": ("0", "1"),  # the time of a checked step; an interval of N costs an N-th of it
     "parallel.recompute": ("none", "norms", "activation", "selective", "full"),
 }
 
@@ -69,7 +70,8 @@ def alternate(
 ) -> None:
     """Step time with the values of one setting in turn, in one process: what a small difference is measured with.
 
-    Settings that can change between steps: overlap.gemms, parallel.recompute, kernels.graphs, observe.timers (with
+    Settings that can change between steps: overlap.gemms, parallel.recompute, kernels.graphs,
+    resilience.replay_interval=0,1 (checks in no step and in each), observe.timers (with
     roll-ups; with observe.spans=0,1 all spans too), and the thread that runs backward (backward=apart,here; training
     has it here). All others stay as given. The bound is of the median over pairs of turns, and holds with 95%
     confidence.
@@ -149,7 +151,7 @@ def measure(
     model, train = config.model, config.train
     rows = random_rows(config, engine.data_rank, location.device)
     garbage = GarbageCollector(train.gc_interval)
-    set_to, built = change(engine, key), 0
+    set_to, built = change(engine, key, location.rank), 0
     output = {value: Value(value) for value in values}
 
     def step() -> tuple[float, float, float, float]:
@@ -231,8 +233,10 @@ def measure(
     }
 
 
-def change(engine: Engine, key: str) -> Callable[[str], object]:
+def change(engine: Engine, key: str, rank: int) -> Callable[[str], object]:
     """Set the setting to a value, between steps."""
+    if key == "resilience.replay_interval":
+        return _replays(engine, rank)
     if key == "overlap.gemms":
         return lambda value: engine.run_gemms_on_side_stream(value == "on")
     if key == BACKWARD:
@@ -248,6 +252,24 @@ def change(engine: Engine, key: str) -> Callable[[str], object]:
     if key.startswith("observe."):
         return _timers(engine, key)
     return engine.set_recompute
+
+
+def _replays(engine: Engine, rank: int) -> Callable[[str], object]:
+    """Turn replays of each step on and off. Raises TrainingError at a mismatch."""
+    from megascale.errors import TrainingError
+    from megascale.train.rank_info import find_device_kind
+    from megascale.train.replay_check import ReplayCheck, ReplayEvidence
+
+    def fail(evidence: ReplayEvidence) -> None:
+        raise TrainingError(evidence.message)
+
+    kind = find_device_kind(engine.device)
+    check = ReplayCheck(engine, rank, f"{kind} {rank}", kind, interval=1, on_mismatch=fail)
+
+    def set_to(value: str) -> None:
+        engine.replay_check = check if value == "1" else None
+
+    return set_to
 
 
 def _timers(engine: Engine, key: str) -> Callable[[str], object]:

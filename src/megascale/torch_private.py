@@ -41,6 +41,7 @@ PRIVATE_NAMES: dict[str, tuple[str, str]] = {
     "scaled_mm": ("torch", "_scaled_mm"),
     "store_based_barrier": (_C10D, "_store_based_barrier"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    "TorchDispatchMode": ("torch.utils._python_dispatch", "TorchDispatchMode"),
     "symmetric_memory": ("torch.distributed", "_symmetric_memory"),
 }
 # Names that only CUDA builds have.

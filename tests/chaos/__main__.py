@@ -17,6 +17,7 @@ CAMPAIGNS: dict[str, str] = {
     "checkpoint": "tests.chaos.checkpoint.command",
     "loader": "tests.chaos.data.command",
     "soak": "tests.chaos.soak.command",
+    "corruption": "tests.chaos.corruption.command",
     "families": "tests.chaos.families.command",
     "model-card": "tests.chaos.families.model_card",
     "fuzz": "tests.chaos.fuzz.command",

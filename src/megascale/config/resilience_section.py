@@ -28,6 +28,19 @@ class ResilienceConfig(Section):
         le=MAX_COUNT,
         description="steps between checksums of the weights, compared between data-parallel copies; 0: off",
     )
+    replay_interval: int = Field(
+        0,
+        ge=0,
+        le=MAX_COUNT,
+        description="steps between replays of a micro-batch of each data-parallel replica by another one, whose "
+        "results must be the same bits; needs parallel.data of 2 or more and kernels.deterministic; 0: off",
+    )
+    replay_action: Literal["alert", "stop", "evict"] = Field(
+        "evict",
+        description="action if a replay gives other bits: alert (record it and go on); stop (before the step's update, "
+        "and wait for a person); evict (stop before the update, drop states that no replay has confirmed, and go on "
+        "without the node)",
+    )
     faults: bool = Field(False, description="allow `megascale faults inject` to inject faults into this run's trainers")
     cluster: str = Field(
         "local",

@@ -94,6 +94,7 @@ class Event(StrEnum):
     THROUGHPUT_DROP = "throughput_drop"
     SLOW_NODE = "slow_node"
     CHECKSUM_MISMATCH = "checksum_mismatch"
+    REPLAY_MISMATCH = "replay_mismatch"
 
 
 _MAX_TIME = 1e11  # seconds since 1970; a later time is damaged data

@@ -30,6 +30,7 @@ class ExitKind(StrEnum):
     NONFINITE_LOSS = "nonfinite_loss"
     NONFINITE_GRADIENT = "nonfinite_gradient"
     WEIGHTS_CHANGED = "weights_changed"  # subject: the tensors
+    WRONG_BITS = "wrong_bits"  # another replica computed other bits; subject: the tensor
     LOST_PEER = "lost_peer"  # another rank ended or hangs
     REFUSED = "refused"  # an error with a message for people; the exit code names its class
     INTERRUPTED = "interrupted"

@@ -166,6 +166,8 @@ def lay_out(config: Config, world: int) -> Layout:
     if microbatches is not None and layers is not None:
         faults += _schedule_faults(config, 1 if grid is None else grid.replicas, microbatches)
     faults += list_adapter_faults(config, layers)
+    if grid is not None:
+        faults += _replay_faults(config, grid)
     if faults or grid is None or layers is None or microbatches is None:
         raise FitError("\n".join(faults))
     return Layout(config, grid, microbatches, tuple(layers))
@@ -185,6 +187,32 @@ def _schedule_faults(config: Config, data: int, microbatches: int) -> list[str]:
         f"passes in a step's schedule, and the maximum is {MAX_FORWARDS:,}; lower train.global_batch to {fitting} or "
         "less, or raise train.micro_batch"
     ]
+
+
+def _replay_faults(config: Config, grid: Grid) -> list[str]:
+    """Return why replays on another replica are not possible."""
+    interval = config.resilience.replay_interval
+    if not interval:
+        return []
+    key = f"resilience.replay_interval={interval}"
+    faults = []
+    if grid.replicas < 2:
+        faults.append(
+            f"{key} compares data-parallel replicas, and there is {grid.replicas}; use more ranks or set "
+            "--resilience.replay_interval=0"
+        )
+    for axis in ("expert", "replicate"):
+        if grid.size(axis) > 1:
+            faults.append(
+                f"{key} does not support parallel.{axis}={grid.size(axis)} yet; set --parallel.{axis}=1 or "
+                "--resilience.replay_interval=0"
+            )
+    if not config.kernels.deterministic:
+        faults.append(
+            f"{key} compares bits, which kernels.deterministic=false does not keep equal; set "
+            "--kernels.deterministic=true or --resilience.replay_interval=0"
+        )
+    return faults
 
 
 def _expert_faults(config: Config) -> list[str]:

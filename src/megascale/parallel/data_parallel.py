@@ -11,6 +11,7 @@ Matrices that linear layers read in float8 may be gathered as float8 (`float8_ga
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -337,6 +338,21 @@ class DataParallel:
         while self._tied:
             self._tied.pop().wait()
 
+    @contextmanager
+    def discard_gradients(self) -> Iterator[None]:
+        """Run backwards whose gradients are not reduced and are overwritten by the next step."""
+        slots = self.slots
+        if slots is None:
+            yield
+            return
+        start_reduction = slots.start_reduction
+        slots.start_reduction = _take_own_part
+        try:
+            yield
+            slots.finish()
+        finally:
+            slots.start_reduction = start_reduction
+
     def _reduce(self, buckets: _ChunkBuckets, bucket: int) -> None:
         self._runtime.stream.synchronize()
         buffer = buckets.buffer
@@ -521,6 +537,11 @@ def _choose_reduction(
     if reduce_dtype is not None and reduce_dtype != buffer.grad_dtype:
         return partial(reduce_scatter_rounded, dtype=reduce_dtype)
     return reduce_scatter_in_place
+
+
+def _take_own_part(grads: torch.Tensor, axis: Axis) -> Pending:
+    """Return this rank's part of a bucket in place of a sum over ranks."""
+    return Pending(grads.view(axis.size, -1)[axis.rank])
 
 
 def _needs_sums(buffer: ParamAndGradBuffer, bucket: int) -> bool:

@@ -233,6 +233,53 @@ class PipelineExecutor:
         if x_grad is not None:
             step.grads[chunk, i] = x_grad
 
+    def run_microbatch(self, chunks: EagerRunner, data: DataParallel) -> None:
+        """Run forward and backward of micro-batch 0 alone, one chunk after another; no gradient is reduced."""
+        last = len(self._next) - 1
+        y: Tensor | None = None
+        x_grad: Tensor | None = None
+        for chunk, (previous, following) in enumerate(zip(self._previous, self._next, strict=True)):
+            data.start_gather(chunk)
+            data.await_parameters(chunk)
+            x = None
+            if previous is not None:
+                if previous[0] == self.stage:
+                    x = y
+                else:
+                    x = self._receive(ActionKind.RECV_FORWARD, chunk).wait()
+            y = chunks.forward(chunk, 0, x)
+            if following is not None and following[0] != self.stage:
+                self._send(self._stream(ActionKind.SEND_FORWARD, chunk), y).wait()
+        for chunk in range(last, -1, -1):
+            previous, following = self._previous[chunk], self._next[chunk]
+            grad = None
+            if following is not None:
+                if following[0] == self.stage:
+                    grad = x_grad
+                else:
+                    grad = self._receive(ActionKind.RECV_BACKWARD, chunk).wait()
+            x_grad = self._run_both_backwards(chunks, data, chunk, grad)
+            if previous is not None and previous[0] != self.stage:
+                assert x_grad is not None
+                self._send(self._stream(ActionKind.SEND_BACKWARD, chunk), x_grad).wait()
+
+    def _run_both_backwards(
+        self, chunks: EagerRunner, data: DataParallel, chunk: int, grad: Tensor | None
+    ) -> Tensor | None:
+        """Run the backward of micro-batch 0 in one action or two, as the schedule does."""
+        if not self.schedule.splits_backward:
+            data.begin_backward(chunk)
+            x_grad = chunks.backward(chunk, 0, grad)
+            data.end_backward(chunk)
+            return x_grad
+        data.begin_backward(chunk, ActionKind.BACKWARD_INPUT)
+        x_grad = chunks.backward_input(chunk, 0, grad)
+        data.end_backward(chunk, ActionKind.BACKWARD_INPUT)
+        data.begin_backward(chunk, ActionKind.BACKWARD_WEIGHT)
+        chunks.backward_weight(chunk, 0)
+        data.end_backward(chunk, ActionKind.BACKWARD_WEIGHT)
+        return x_grad
+
     @torch.no_grad()
     def run_forward(self, microbatches: int, forward: Forward) -> Any:
         """Run forward passes only, one micro-batch after another; returns the last chunk's outputs in order."""

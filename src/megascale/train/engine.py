@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch.distributed import ReduceOp
@@ -49,7 +49,7 @@ from megascale.train.expert_balance import ExpertBalance, ExpertCounts
 from megascale.train.loss_weights import LossWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-_REDUCE_DTYPES = {"bfloat16": torch.bfloat16}  # other settings reduce gradients in the type of their buffers
+REDUCE_DTYPES = {"bfloat16": torch.bfloat16}  # other settings reduce gradients in the type of their buffers
 
 # Micro-batch number -> the micro-batch on the device.
 ReadBatch = Callable[[int], Batch[torch.Tensor]]
@@ -67,6 +67,22 @@ def with_engine_kernels(method: Callable[Concatenate[Engine, P], R]) -> Callable
             return method(engine, *args, **kwargs)
 
     return run
+
+
+class StepCheck(Protocol):
+    """Checks the results of some steps (train/replay_check.py)."""
+
+    def begin_step(self, step: int) -> None:
+        """Prepare for a step, before its first micro-batch."""
+
+    def watch(self, chunks: EagerRunner) -> EagerRunner:
+        """Return a runner that observes the step's micro-batches, or `chunks` itself."""
+
+    def needs_eager_step(self) -> bool:
+        """Return whether graphs would hide the results of the present step."""
+
+    def end_step(self, step: int) -> None:
+        """Compare the results when gradients are complete, before the update."""
 
 
 @dataclass
@@ -117,6 +133,7 @@ class Engine:
         before_update_hooks: called with the step's number when gradients and weights are complete and the weights are
             still those that the step trained with.
         after_update_hooks: called with the step's number after the update.
+        replay_check: replays micro-batches of other replicas (train/replay_check.py); None: off.
     """
 
     def __init__(
@@ -145,6 +162,7 @@ class Engine:
         self.backward_in_own_thread = False
         self.before_update_hooks: list[Callable[[int], None]] = []
         self.after_update_hooks: list[Callable[[int], None]] = []
+        self.replay_check: StepCheck | None = None
         self.active: dict[str, str] = {}
 
         self.adapters = AdapterSpec.from_config(config.train)
@@ -173,7 +191,7 @@ class Engine:
             axes.data, config, self.flats, gathers_in_float8=gathers_in_float8, device=device
         )
         self.active |= gather_line
-        reduce_dtype = _REDUCE_DTYPES.get(config.parallel.reduce_dtype)
+        reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         self.data_parallel = DataParallel(
             self.flats,
             config.overlap.data,
@@ -576,6 +594,8 @@ class Engine:
             assert sum_weights is not None, "micro-batches carry loss weights"
             self._loss_weights.begin_step(sum_weights())
         self._dropout_key = self.config.train.seed + step
+        if self.replay_check is not None:
+            self.replay_check.begin_step(step)
         loss = self._run_micro_batches(count_casts)
         if self._has_exceeded_rows():
             # Gradients lack tokens, and the eager step overwrites them. Reductions under way come first.
@@ -585,6 +605,8 @@ class Engine:
         self._micro_batches.clear()
         self._read_batch = None
         self._finish_gradients(step)
+        if self.replay_check is not None:
+            self.replay_check.end_step(step)
         scalars = self._collect_scalars(loss, stop, take_read_checksum())
         recorder = self.runtime.recorder
         recorder.begin_action(SpanKind.CHECKPOINT_STALL)
@@ -633,12 +655,63 @@ class Engine:
             chunks = EagerRunner(self._forward, self.runtime.weight_gradients)
         else:
             runs_eagerly = eagerly or count_casts or self.backward_in_own_thread
+            if self.replay_check is not None and self.replay_check.needs_eager_step():
+                runs_eagerly = True
             chunks = self.graphs.begin_step(self._forward, self._take_graph_inputs, eagerly=runs_eagerly)
+        if self.replay_check is not None:
+            chunks = self.replay_check.watch(chunks)
         with torch.autograd.set_multithreading_enabled(self.backward_in_own_thread):
             loss = self.pipeline.run(chunks, self.data_parallel)
         if self.graphs is not None:
             self.graphs.end_step()
         return loss
+
+    def read_first_micro_batch(self) -> Batch[torch.Tensor]:
+        """Return the step's first micro-batch as far as this rank reads it, before the step runs; empty otherwise."""
+        reads = any(chunk.first or chunk.last for chunk in self.chunks) or self.fields.concerns_blocks
+        if not reads:
+            return Batch()
+        if 0 not in self._micro_batches:
+            assert self._read_batch is not None
+            self._micro_batches[0] = self._read_batch(0)
+        return self._micro_batches[0]
+
+    @with_engine_kernels
+    def run_replay(
+        self, batch: Batch[torch.Tensor], first_sample: int, watch: Callable[[EagerRunner], EagerRunner]
+    ) -> None:
+        """Run forward and backward of another replica's first micro-batch with the step's weights.
+
+        The gradients of the step are lost, so that it runs before the step or within `keep_results`.
+
+        Args:
+            batch: the micro-batch, as far as this rank reads it.
+            first_sample: index of its first sample in the global batch.
+            watch: wraps the runner of the micro-batch.
+        """
+        own = self._first_sample, self._micro_batches
+        self._first_sample, self._micro_batches = first_sample, {0: batch}
+        self._mark_weights_changed()
+        self.data_parallel.begin_step()
+        if self.experts is not None:
+            self.experts.begin_step()
+        chunks = watch(EagerRunner(self._forward, self.runtime.weight_gradients))
+        try:
+            with torch.autograd.set_multithreading_enabled(False), self.data_parallel.discard_gradients():
+                self.pipeline.run_microbatch(chunks, self.data_parallel)
+        finally:
+            self._first_sample, self._micro_batches = own
+
+    @contextmanager
+    def keep_results(self) -> Iterator[None]:
+        """Keep the step's gradients and counts of experts in host memory while replays overwrite them."""
+        kept = [shard.grads for flat in self.flats for shard in flat.shards]
+        if self.experts is not None:
+            kept += self.experts.list_counts()
+        copies = [tensor.to("cpu", copy=True) for tensor in kept]
+        yield
+        for tensor, copy in zip(kept, copies, strict=True):
+            tensor.copy_(copy)
 
     def _forward(self, chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
         """Run micro-batch `i` through `chunk`; x: the previous chunk's output, None for the model's first chunk."""

@@ -103,6 +103,15 @@ class ExpertBalance:
         for module in self._modules:
             module.begin_step()
 
+    def list_counts(self) -> list[Tensor]:
+        """Return the counts and losses of all layers, which a step adds to."""
+        tensors = []
+        for module in self._modules:
+            assert module.counts is not None
+            assert module.losses is not None
+            tensors += [module.counts, module.losses]
+        return tensors
+
     @contextmanager
     def limiting_rows(self, factor: float) -> Iterator[None]:
         """Let layers compute, within, with room for `factor` times the rows of an even load, as graphs need."""

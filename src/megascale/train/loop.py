@@ -26,7 +26,7 @@ from megascale.errors import ConfigError, DataError, MegascaleError, TrainingErr
 from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
-from megascale.train import attention_choice
+from megascale.train import attention_choice, replay_response
 from megascale.train.callbacks import Callbacks, RunView
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.claim import take_run_locks
@@ -37,6 +37,7 @@ from megascale.train.host_pauses import GarbageCollector, HostPauses
 from megascale.train.injected_faults import FaultInjector
 from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
+from megascale.train.replay_check import ReplayCheck
 from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
@@ -113,6 +114,7 @@ class Trainer:
         self._read_totals = ReadTotals()  # samples of all steps whose results were read
         self._load_measures: dict[str, float] = {}
         self._data_notes: list[str] = []
+        self._unconfirmed_note = ""
         self._skipped_steps = 0  # steps of this process with an infinite or NaN gradient, or without loss weights
         self._skipped_in_a_row = 0
         self._stopping = False  # agreed by all ranks
@@ -217,9 +219,25 @@ class Trainer:
         self.weight_watch: WeightWatch | None = None
         if config.resilience.checksum_interval:
             self.weight_watch = WeightWatch(self.engine, info.rank, config.resilience.checksum_interval)
+        self.replay_check: ReplayCheck | None = None
+        if config.resilience.replay_interval:
+            self._start_replays()
         self.fault_injector: FaultInjector | None = None
         if config.resilience.faults:
             self.fault_injector = FaultInjector(self.folder.faults, info, self.engine, self.feed)
+
+    def _start_replays(self) -> None:
+        """Let replicas replay each other's micro-batches at intervals."""
+        info, settings = self.rank_info, self.config.resilience
+        self.replay_check = ReplayCheck(
+            self.engine,
+            info.rank,
+            replay_response.describe_device(info.device),
+            find_device_kind(info.device),
+            interval=settings.replay_interval,
+            on_mismatch=replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank).act,
+        )
+        self.engine.replay_check = self.replay_check
 
     def _open_observers(self, resources: contextlib.ExitStack) -> None:
         """Open what shows this rank to others: status, record of calls, timers, counts of pauses."""
@@ -320,6 +338,8 @@ class Trainer:
             self._load_initial_state()
             return
         self.status.update("load", 0)
+        if self.is_leader:
+            self._unconfirmed_note = replay_response.pass_over_unconfirmed(self.folder, self.checkpointer.folder)
         started, report = time.monotonic(), checkpoint.LoadReport()
         with self.engine.loading_weights():
             # Before the first step the optimizer's moments are zero: an imported model comes without them.
@@ -347,6 +367,8 @@ class Trainer:
         self.ending.step = self.step
         self.consumed_samples = state.get("samples", 0)  # an imported checkpoint has consumed none
         self.trained_tokens = state.get("tokens", 0)
+        if self.replay_check is not None:
+            self.replay_check.checked_step = state.get("replayed", self.step)
         read_totals = ReadTotals.from_record(state.get("read"))
         if read_totals is None or self.origin.data_changed:
             # Totals of samples with other tokens cannot be continued. Rank 0 knows them, and writes the ledger.
@@ -408,6 +430,7 @@ class Trainer:
         attention_choice.write_choices(self.folder.path, self.engine.attention_choices)
         if self.config.data.document_mask:
             self._measure_documents()
+        replay_response.confirm_start(self.folder)
         self._write_start_event()
         self.folder.drop_steps_after(self.step)
         self.reporter.open(self.config, self.step)
@@ -457,6 +480,8 @@ class Trainer:
             if seconds >= 1.0:
                 line += f": {self._load_measures['read_bytes'] / 1e9:.1f} GB by rank 0 in {seconds:.1f} s"
             log_line(line)
+        if self._unconfirmed_note:
+            log_line(self._unconfirmed_note)
         for note in self.origin.notes + self._data_notes:
             log_line(note)
         if self.origin.changes:
@@ -707,6 +732,8 @@ class Trainer:
             **self.origin.checkpoint_metadata,
             "attention": self.engine.attention_choices,
         }
+        if self.replay_check is not None:
+            state["replayed"] = self.replay_check.checked_step
         recorder = self.engine.runtime.recorder
         recorder.begin_action(SpanKind.CHECKPOINT_SAVE)
         self.checkpoint_policy.save(self.step, state, persist, last)

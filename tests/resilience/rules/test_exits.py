@@ -76,6 +76,18 @@ def test_a_rank_that_lost_a_peer_is_not_to_blame():
     assert alone.action == "recover"
 
 
+def test_ranks_that_computed_other_bits_are_evicted_tested_or_left_to_a_person():
+    wrong = {"state": "exited", "code": 1, "exit": ExitRecord(ExitKind.WRONG_BITS, rank=1, step=9, subject="loss")}
+    peer = worker(0, state="exited", code=1, message="rank 1 erred", exit=ExitRecord(ExitKind.LOST_PEER, step=9))
+    named = one(ended(peer, worker(1, **wrong)), "replay_mismatch")
+    assert (named.nodes, named.ranks, named.action) == (("node-1",), (1,), "evict")
+    pair = ended(worker(0, **wrong), worker(1, **wrong))
+    first = one(pair, "replay_mismatch")
+    assert (first.nodes, first.action) == (("node-0", "node-1"), "diagnose")
+    repeated = one(ended(worker(0, **wrong), worker(1, **wrong), past=[(1.0, first)]), "replay_mismatch")
+    assert (repeated.action, repeated.person) == ("stop", True)
+
+
 def test_ranks_that_ended_as_they_were_asked_to_are_not_to_blame_however_often():
     """A pod is deleted twice, and the driver hears of the ranks elsewhere first."""
     requested = worker(0, state="exited", code=130, error="Exit: 130")

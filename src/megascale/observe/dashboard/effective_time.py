@@ -39,6 +39,7 @@ CAUSES = {
     Event.NONFINITE_LOSS: "loss not finite",
     Event.NONFINITE_GRADIENT: "gradient not finite",
     Event.CHECKSUM_MISMATCH: "checksum mismatch",
+    Event.REPLAY_MISMATCH: "replay mismatch",
     Event.SLOW_NODE: "slow node",
     Event.EVICTION_ASKED: "node evicted by a person",
     Event.PAUSED: "paused by a person",

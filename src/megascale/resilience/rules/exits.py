@@ -61,6 +61,7 @@ PORT_TAKEN = Cause(Event.PORT_TAKEN, "another process took the port of its store
 LOSS = Cause(Event.NONFINITE_LOSS, "the loss is NaN or infinite", "diagnose", "stop")
 GRADIENTS = Cause(Event.NONFINITE_GRADIENT, "its gradients are not finite", "diagnose", "stop")
 CHECKSUM = Cause(Event.CHECKSUM_MISMATCH, "weights changed without a write", "diagnose", "evict")
+WRONG_BITS = Cause(Event.REPLAY_MISMATCH, "it computed other bits than another replica", "evict", "evict")
 DEVICE = Cause(Event.CUDA_ERROR, "its device reported an error", "recover", "diagnose")
 NETWORK = Cause(Event.NETWORK_ERROR, "its network failed", "recover", "diagnose")
 CRASH = Cause(Event.SEGMENTATION_FAULT, "it crashed in native code", "recover", "diagnose")
@@ -75,6 +76,7 @@ _BY_RECORD = {
     ExitKind.HOST_MEMORY: HOST_MEMORY,
     ExitKind.OUT_OF_MEMORY: OUT_OF_MEMORY,
     ExitKind.WEIGHTS_CHANGED: CHECKSUM,
+    ExitKind.WRONG_BITS: WRONG_BITS,
     ExitKind.NONFINITE_LOSS: LOSS,
     ExitKind.NONFINITE_GRADIENT: GRADIENTS,
 }
@@ -289,6 +291,8 @@ def _choose_action(
     if cause is CODE and _is_on_several_ranks(ended):
         return "stop", "the same exception on several ranks at once is in the code or the data, not in a machine"
     is_repeated = _is_repeated(view, cause, nodes, messages)
+    if cause is WRONG_BITS:
+        return _choose_replay_action(view, nodes, is_repeated)
     if cause is CODE and view.grid.world_size == 1 and is_repeated:
         return "stop", ""
     if is_repeated:
@@ -308,6 +312,17 @@ def _choose_action(
     if cause is CODE:
         return cause.action, "on one rank only and for the first time: the machine may be at fault, so it starts again"
     return cause.action, ""
+
+
+def _choose_replay_action(view: View, nodes: tuple[str, ...], is_repeated: bool) -> tuple[Action, str]:
+    """Return the action for ranks that computed other bits than another replica, and the sentence that explains it."""
+    if view.replay_action == "stop":
+        return "stop", "resilience.replay_action=stop"
+    if len(nodes) == 1:
+        return "evict", ""
+    if is_repeated:
+        return "stop", "self-checks after the first mismatch have not found which of these nodes is faulty"
+    return "diagnose", "one of these nodes is faulty, and the replays do not tell which"
 
 
 def _is_on_several_ranks(ended: EndedRanks) -> bool:

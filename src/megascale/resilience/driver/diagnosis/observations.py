@@ -110,6 +110,7 @@ class Observations:
             slow_findings=self.slow_findings(),
             slow_action=limits.slow_action,
             slow_least=limits.slow_least,
+            replay_action=limits.replay_action,
             **self._describe_foreign(),
         )
 

@@ -30,6 +30,8 @@ log = logging.getLogger("megascale.driver")
 
 SAMPLES_TIMEOUT = 30.0  # seconds to look up the samples of a step
 _LISTED_WINDOWS = 16  # windows of one file that a sentence lists
+# After these the copies of the state in memory are not trusted.
+_DISTRUSTED = (Event.CHECKSUM_MISMATCH, Event.REPLAY_MISMATCH)
 # Faults that new settings may cause.
 _SETTINGS_FAULTS = (Event.USER_ERROR, Event.OUT_OF_MEMORY, Event.NONFINITE_LOSS)
 
@@ -111,7 +113,7 @@ class Response:
     def _end_start(self, verdicts: list[Verdict]) -> None:
         """End the present start for severe verdicts."""
         worst = max(verdicts, key=lambda verdict: SEVERITY[verdict.action])
-        distrust = self.job.state.distrust or any(v.kind == Event.CHECKSUM_MISMATCH for v in verdicts)
+        distrust = self.job.state.distrust or any(v.kind in _DISTRUSTED for v in verdicts)
         if self.job.state.updating and worst.kind in _SETTINGS_FAULTS:
             self.job.apply(JobEvent.START_ENDED, distrust=distrust)
             self._undo_update(worst)

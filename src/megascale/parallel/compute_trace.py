@@ -1,0 +1,279 @@
+"""Checksums of what one rank computes for one micro-batch, in the order of the computation.
+
+Healthy devices of one kind compute the same bits from the same input, so two traces of a micro-batch are equal. The
+first entry that differs names the operator. A trace holds the sums of the inputs, outputs and gradients at the borders
+of chunks, of each GEMM's and each attention's result, of what a rank sends to its tensor- and context-parallel peers,
+and of each parameter's gradient. The faulty rank of a replica therefore differs before its peers, which see the
+fault after a collective. The sums are over bits as integers: any single flipped bit changes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megascale import torch_private
+from megascale.core.replay_verdict import Phase, TracePoint
+from megascale.errors import TrainingError
+from megascale.ops.gradient_sink import GradientSink
+from megascale.parallel.buffers import ParamAndGradBuffer
+from megascale.parallel.collectives import Axis
+from megascale.parallel.parameters import spec_of
+from megascale.parallel.pipeline import EagerRunner
+from megascale.parallel.runtime import Runtime
+
+CAPACITY = 1 << 17  # entries of a trace: a chunk of 126 layers has some 6,000
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
+# Operators of the namespace aten whose results are traced.
+_COMPUTES = frozenset(
+    (
+        "mm",
+        "addmm",
+        "addmm_",
+        "bmm",
+        "baddbmm",
+        "_scaled_mm",
+        "_grouped_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_efficient_attention_backward",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward",
+        "_flash_attention_forward",
+        "_flash_attention_backward",
+    )
+)
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class _Entry(NamedTuple):
+    phase: Phase
+    chunk: int
+    collectives: int
+    number: int
+    operator: str
+    address: int  # of the parameter that the operator reads, 0 if none
+
+
+class ComputeTrace:
+    """The trace of one micro-batch on this rank.
+
+    Args:
+        buffers: the rank's chunks.
+        chunk_positions: position of each chunk in the model.
+        axes: axes whose ranks share a micro-batch, such as the tensor axis.
+        runtime: the rank's runtime.
+
+    Attributes:
+        sums: int64 [CAPACITY], on the device; the last element counts the entries.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[ParamAndGradBuffer],
+        chunk_positions: Sequence[int],
+        axes: Iterable[Axis],
+        runtime: Runtime,
+    ) -> None:
+        self._buffers = buffers
+        self._chunk_positions = chunk_positions
+        self._groups = [axis.group for axis in axes if axis.group is not None]
+        self._runtime = runtime
+        self._entries: list[_Entry] = []
+        self._section: tuple[Phase, int] = Phase.FORWARD, 0
+        self._numbers: dict[tuple[Phase, int], int] = {}
+        self._collectives: dict[tuple[Phase, int], int] = {}
+        self.sums = torch.zeros(CAPACITY, dtype=torch.int64, device=buffers[0].params.device)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, operator: str, tensor: Tensor, address: int = 0) -> None:
+        """Append the checksum of a tensor."""
+        index = len(self._entries)
+        if index + 1 == CAPACITY:
+            raise TrainingError(
+                f"a micro-batch has more than {CAPACITY - 1} results to compare; set --resilience.replay_interval=0"
+            )
+        phase, chunk = self._section
+        number = self._numbers.get(self._section, 0)
+        self._numbers[self._section] = number + 1
+        collectives = self._collectives.get(self._section, 0)
+        self._entries.append(_Entry(phase, chunk, collectives, number, operator, address))
+        bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
+        torch.sum(bits, dim=list(range(bits.dim())), dtype=torch.int64, out=self.sums[index])
+
+    def count_collective(self) -> None:
+        """Note that ranks which share the micro-batch exchange what they have computed so far."""
+        self._collectives[self._section] = self._collectives.get(self._section, 0) + 1
+
+    @contextmanager
+    def record(self, phase: Phase, chunk: int) -> Iterator[None]:
+        """Trace the operators of a chunk's forward or backward that runs within."""
+        self._section = phase, self._chunk_positions[chunk]
+        observed = self._observe_sinks()
+        try:
+            with _OperatorTrace(self, self._groups):
+                yield
+        finally:
+            for sink, ready in observed:
+                sink.ready = ready
+            self._runtime.stream.synchronize()
+
+    def _observe_sinks(self) -> list[tuple[GradientSink, Callable[[], None]]]:
+        """Trace each gradient before a reduction can overwrite it. Return the sinks and what they called before."""
+        observed = []
+        for buffer in self._buffers:
+            for parameter, sink in zip(buffer.parameters, buffer.sinks, strict=True):
+                observed.append((sink, sink.ready))
+                sink.ready = self._make_observer(sink, sink.ready, parameter.data_ptr())
+        return observed
+
+    def _make_observer(self, sink: GradientSink, ready: Callable[[], None], address: int) -> Callable[[], None]:
+        def observe() -> None:
+            self._runtime.stream.synchronize()  # the gradient may come from the side stream
+            self.add("gradient", sink.main_grad, address)
+            ready()
+
+        return observe
+
+    def finish(self) -> None:
+        """Write the number of entries behind the sums, so that it travels with them."""
+        self.sums[-1].fill_(len(self._entries))
+
+    def list_points(self) -> list[TracePoint]:
+        """Return where each sum was taken, with the names of parameters."""
+        names = {}
+        for buffer in self._buffers:
+            for parameter in buffer.parameters:
+                pieces = spec_of(parameter).pieces
+                names[parameter.data_ptr()] = ", ".join(dict.fromkeys(piece.name for piece in pieces))
+        points = []
+        for entry in self._entries:
+            points.append(
+                TracePoint(
+                    phase=entry.phase,
+                    chunk=entry.chunk,
+                    collectives=entry.collectives,
+                    number=entry.number,
+                    operator=entry.operator,
+                    parameter=names.get(entry.address, ""),
+                )
+            )
+        return points
+
+
+class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
+    """Adds the results of GEMMs and attention to a trace, and what leaves to ranks that share the micro-batch."""
+
+    def __init__(self, trace: ComputeTrace, groups: Sequence[Any]) -> None:
+        super().__init__()
+        self._trace = trace
+        self._groups = groups
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d":
+            self._add_sent(name, args)
+        result = func(*args, **(kwargs or {}))
+        if name in _COMPUTES and func.namespace == "aten":
+            address = next((arg.data_ptr() for arg in reversed(args) if isinstance(arg, Tensor)), 0)
+            results = result if isinstance(result, tuple | list) else (result,)
+            if "attention" in name and not name.endswith("backward"):
+                results = results[:1]  # others may have padding that no kernel writes
+            for tensor in results:
+                if isinstance(tensor, Tensor) and tensor.dtype in _FLOATS:
+                    self._trace.add(name.strip("_"), tensor, address)
+        return result
+
+    def _add_sent(self, name: str, args: Any) -> None:
+        """Trace the inputs of a collective between ranks that share the micro-batch; others are in training only."""
+        if not self._is_traced_group(args):
+            return
+        inputs = args[0] if name.startswith("allreduce") else args[1]
+        for tensor in inputs if isinstance(inputs, list | tuple) else (inputs,):
+            if isinstance(tensor, Tensor) and tensor.element_size() in _INTEGERS and tensor.dtype != torch.bool:
+                self._trace.add(f"input of {name.strip('_')}", tensor)
+        self._trace.count_collective()
+
+    def _is_traced_group(self, args: Any) -> bool:
+        for arg in args:
+            if isinstance(arg, torch.ScriptObject):
+                try:
+                    return dist.ProcessGroup.unbox(arg) in self._groups
+                except RuntimeError:
+                    continue  # another class, such as a reduction's operator
+        return False
+
+
+class TracedRunner(EagerRunner):
+    """Runs the micro-batches of a step by another runner, and traces one of them.
+
+    Args:
+        runner: runs all micro-batches.
+        trace: takes the sums.
+        microbatch: number of the traced one.
+    """
+
+    def __init__(self, runner: EagerRunner, trace: ComputeTrace, microbatch: int = 0) -> None:
+        self._runner = runner
+        self._trace = trace
+        self._microbatch = microbatch
+
+    def forward(self, chunk: int, i: int, x: Tensor | None) -> Tensor:
+        """Run a forward, see `EagerRunner.forward`."""
+        if i != self._microbatch:
+            return self._runner.forward(chunk, i, x)
+        with self._trace.record(Phase.FORWARD, chunk):
+            if x is not None:
+                self._trace.add("input of the chunk", x)
+            y = self._runner.forward(chunk, i, x)
+            self._trace.add("output of the chunk" if y.dim() else "loss", y)
+        return y
+
+    def backward(self, chunk: int, i: int, grad: Tensor | None) -> Tensor | None:
+        """Run a backward, see `EagerRunner.backward`."""
+        if i != self._microbatch:
+            return self._runner.backward(chunk, i, grad)
+        with self._trace_backward(chunk, grad) as add_result:
+            x_grad = self._runner.backward(chunk, i, grad)
+            add_result(x_grad)
+        return x_grad
+
+    def backward_input(self, chunk: int, i: int, grad: Tensor | None) -> Tensor | None:
+        """Run the first half of a backward, see `EagerRunner.backward_input`."""
+        if i != self._microbatch:
+            return self._runner.backward_input(chunk, i, grad)
+        with self._trace_backward(chunk, grad) as add_result:
+            x_grad = self._runner.backward_input(chunk, i, grad)
+            add_result(x_grad)
+        return x_grad
+
+    def backward_weight(self, chunk: int, i: int) -> None:
+        """Run the second half of a backward, see `EagerRunner.backward_weight`."""
+        if i != self._microbatch:
+            self._runner.backward_weight(chunk, i)
+            return
+        with self._trace.record(Phase.WEIGHT_GRADIENTS, chunk):
+            self._runner.backward_weight(chunk, i)
+
+    @contextmanager
+    def _trace_backward(self, chunk: int, grad: Tensor | None) -> Iterator[Callable[[Tensor | None], None]]:
+        """Trace a backward and the gradient of its output; the function that is yielded takes that of its input."""
+
+        def add_result(x_grad: Tensor | None) -> None:
+            if x_grad is not None:
+                self._trace.add("gradient of the chunk's input", x_grad)
+
+        with self._trace.record(Phase.BACKWARD, chunk):
+            if grad is not None:
+                self._trace.add("gradient of the chunk's output", grad)
+            yield add_result

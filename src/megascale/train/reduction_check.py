@@ -1,0 +1,192 @@
+"""Checks of what no other replica computes: the sums that leave a reduction, and the optimizer's state at rest.
+
+A sum over ranks is linear, so that sums over blocks of the addends, added over the ranks, are the sums over blocks of
+the result, to rounding. Each rank compares its shard's. The bound on rounding is rigorous: a difference above it is a
+fault. A block is small, so that one wrong element stands out.
+
+The optimizer alone writes its state and the master weights. The sums of their bits after one update therefore equal
+those before the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from megascale.optim.optimizer import ShardedOptimizer
+from megascale.parallel.buffers import FlatShard
+from megascale.parallel.collectives import Axis, Pending, all_reduce
+from megascale.parallel.data_parallel import DataParallel
+from megascale.train.weights import sum_bits
+
+BLOCK = 4096  # elements
+_SUM_ROUNDING = 64  # units of rounding that a sum over a block adds at most
+
+StartReduction = Callable[[Tensor, Axis], Pending]
+
+
+class ReductionCheck:
+    """Compares the gradients of one step with their addends.
+
+    Args:
+        data: reduces the gradients.
+        microbatches: micro-batches of a step, each of which may be reduced.
+        reduce_dtype: type in which addends travel; None: their own.
+    """
+
+    def __init__(self, data: DataParallel, microbatches: int, reduce_dtype: torch.dtype | None) -> None:
+        self._data = data
+        self._microbatches = microbatches
+        self._reduce_dtype = reduce_dtype
+        self._axis = data.buffers[0].axes.reduce
+        # ZeRO-0 leaves the whole sum on every rank.
+        self._parts = self._axis.size if data.buffers[0].zero > 0 else 1
+        self._part = self._axis.rank if self._parts > 1 else 0
+        self._numbers = {}  # (chunk, bucket) by the address of its gradients
+        for chunk, buffer in enumerate(data.buffers):
+            for bucket in buffer.resident_buckets:
+                span = buffer.layout.buckets[bucket]
+                self._numbers[buffer.slice_grads(span.start, span.stop).data_ptr()] = chunk, bucket
+        self._sums: dict[tuple[int, int], Tensor] = {}
+        self._originals: tuple[StartReduction, StartReduction | None] | None = None
+
+    def begin(self) -> None:
+        """Add up the addends of the reductions that start from now on."""
+        data = self._data
+        self._sums.clear()
+        start_slot = None if data.slots is None else data.slots.start_reduction
+        self._originals = data._start_reduction, start_slot
+        data._start_reduction = self._watch(data._start_reduction)
+        if data.slots is not None and start_slot is not None:
+            data.slots.start_reduction = self._watch(start_slot)
+
+    def end(self) -> None:
+        """Add up no more addends."""
+        if self._originals is None:
+            return
+        self._data._start_reduction, start_slot = self._originals
+        if self._data.slots is not None and start_slot is not None:
+            self._data.slots.start_reduction = start_slot
+        self._originals = None
+
+    def _watch(self, start: StartReduction) -> StartReduction:
+        def start_watched(grads: Tensor, axis: Axis) -> Pending:
+            key = self._find_bucket(grads)
+            sums = sum_blocks(grads.view(self._parts, -1))
+            if key in self._sums:
+                self._sums[key] += sums
+            else:
+                self._sums[key] = sums
+            return start(grads, axis)
+
+        return start_watched
+
+    def _find_bucket(self, grads: Tensor) -> tuple[int, int]:
+        slots = self._data.slots
+        if slots is not None:
+            for bucket in slots.active:
+                if bucket.grads is grads:
+                    return bucket.chunk, bucket.index
+        return self._numbers[grads.data_ptr()]
+
+    def find_wrong(self) -> Tensor:
+        """Return which blocks of this rank's shards differ from the sums of their addends, bool [blocks].
+
+        Collective. Call it when the reductions have finished, and before those of a tied embedding.
+        """
+        keys = self._list_keys()
+        if not keys:
+            return torch.zeros(1, dtype=torch.bool, device=self._data.buffers[0].params.device)
+        expected = torch.cat([self._sums[key] for key in keys], dim=-1)  # [2, parts, blocks]
+        expected = all_reduce(expected, self._axis).wait()[:, self._part]
+        actual = torch.cat([sum_blocks(self._shard(key).grads.view(1, -1))[0, 0] for key in keys])
+        sums, magnitudes = expected
+        grads = self._shard(keys[0]).grads
+        additions = self._axis.size + self._microbatches + _SUM_ROUNDING * (grads.dtype == torch.float64)
+        epsilon = additions * torch.finfo(grads.dtype).eps
+        if self._reduce_dtype is not None:
+            epsilon += torch.finfo(self._reduce_dtype).eps
+        epsilon += _SUM_ROUNDING * torch.finfo(torch.float64).eps
+        is_near = (actual - sums).abs() <= epsilon * magnitudes
+        return ~is_near & magnitudes.isfinite()
+
+    def describe(self, block: int) -> str:
+        """Return the parameter to which a block of this rank's shards belongs."""
+        for key in self._list_keys():
+            shard = self._shard(key)
+            count = -(-shard.grads.numel() // BLOCK)
+            if block < count:
+                names = [extent.piece.name for extent in shard.extents if extent.stop > block * BLOCK]
+                return f"sum of the gradients of {names[0] if names else 'padding'}"
+            block -= count
+        return "sum of gradients"
+
+    def _list_keys(self) -> list[tuple[int, int]]:
+        """Return the buckets to compare: not a tied embedding, whose sum goes on to another stage."""
+        keys = []
+        for chunk, bucket in sorted(self._sums):
+            if bucket != self._data.buffers[chunk].layout.tied_bucket:
+                keys.append((chunk, bucket))
+        return keys
+
+    def _shard(self, key: tuple[int, int]) -> FlatShard:
+        chunk, bucket = key
+        return self._data.buffers[chunk].shards[bucket]
+
+
+def sum_blocks(values: Tensor) -> Tensor:
+    """Return the sums and the sums of magnitudes over blocks of each row, float64 [2, rows, blocks]."""
+    rows, length = values.shape
+    in_blocks = length // BLOCK * BLOCK
+    sums = []
+    for part in (values[:, :in_blocks].reshape(rows, -1, BLOCK), values[:, in_blocks:].reshape(rows, 1, -1)):
+        if part.numel():
+            magnitudes = torch.linalg.vector_norm(part, 1, dim=-1, dtype=torch.float64)
+            sums.append(torch.stack((part.sum(-1, dtype=torch.float64), magnitudes)))
+    if not sums:
+        return torch.zeros(2, rows, 0, dtype=torch.float64, device=values.device)
+    return torch.cat(sums, dim=-1)
+
+
+class StateCheck:
+    """Compares the optimizer's state and the master weights before an update with those after the one before."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._sums: Tensor | None = None
+
+    def take(self) -> None:
+        """Take the sums after an update."""
+        self._sums = self._sum()
+
+    def find_wrong(self) -> Tensor:
+        """Return which tensors have changed since `take`, bool [tensors]."""
+        sums, self._sums = self._sums, None
+        if sums is None:
+            return torch.zeros(1, dtype=torch.bool, device=self._optimizer.rule.shards.device)
+        return sums != self._sum()
+
+    def describe(self, index: int) -> str:
+        """Return the name of a tensor."""
+        return [name for name, _ in self._list_tensors()][index]
+
+    def _sum(self) -> Tensor:
+        tensors = [tensor for _, tensor in self._list_tensors()]
+        if not tensors:
+            return torch.zeros(1, dtype=torch.int64, device=self._optimizer.rule.shards.device)
+        return sum_bits(tensors)
+
+    def _list_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield master weights and state on the device; copies in host memory may be in use by transfers."""
+        for state in self._optimizer.states:
+            device = state.shard.grads.device
+            if state.master.device == device:
+                first = next((extent.piece.name for extent in state.shard.extents), "padding")
+                yield f"master weights from {first} on", state.master
+            for part in state.parts:
+                name = next((extent.piece.name for extent in part.extents), "padding")
+                for key, tensor in part.state.items():
+                    if tensor.device == device:
+                        yield f"{key} from {name} on", tensor

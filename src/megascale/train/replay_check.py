@@ -1,0 +1,333 @@
+"""Replay of real micro-batches on another replica: a device that computes wrong bits is noticed and named.
+
+Once per `resilience.replay_interval` steps each data-parallel replica passes its first micro-batch to another replica.
+That one replays it with the step's weights, over all its tensor- and pipeline-parallel ranks, before its own step. The
+traces (parallel/compute_trace.py) of the replay and of the training must be equal. If a trace differs on any rank,
+replicas replay once more before the update: a third replica with three or more, both again with two. The votes over
+all executions name the rank (core/replay_verdict.py). The distance between the replicas changes with each check.
+Sums that leave a reduction, and the optimizer's state, are checked in the same step (train/reduction_check.py).
+
+A replay accumulates into the gradient buffers, which the step that follows overwrites. It needs no memory of its own
+except the traces' 1 MiB each and the activations of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megascale.checkpoint.object_collectives import Peers
+from megascale.config.axes import AXES
+from megascale.core.batch import Batch
+from megascale.core.layout import Layout
+from megascale.core.replay_verdict import (
+    Execution,
+    LocatedSuspicion,
+    Phase,
+    ReplayVerdict,
+    Suspicion,
+    TracePoint,
+    judge_executions,
+    name_ranks,
+)
+from megascale.core.schedule import INPUT_BACKWARDS
+from megascale.errors import ConfigError
+from megascale.parallel.collectives import Axis, all_gather, all_reduce
+from megascale.parallel.compute_trace import ComputeTrace, TracedRunner
+from megascale.parallel.pipeline import EagerRunner
+from megascale.train.engine import REDUCE_DTYPES, Engine
+from megascale.train.reduction_check import ReductionCheck, StateCheck
+
+
+@dataclass(frozen=True)
+class ReplayEvidence:
+    """Evidence of a replay whose checksums differ.
+
+    Attributes:
+        verdict: the outcome.
+        message: the outcome as a sentence for people.
+        suspicions: first differences of each coordinate.
+        first_samples: index in the global batch of each replica's first replayed sample.
+        micro_batch: number of samples of a replayed micro-batch.
+        confirmed_step: last step whose replays agreed.
+    """
+
+    verdict: ReplayVerdict
+    message: str
+    suspicions: list[LocatedSuspicion]
+    first_samples: list[int]
+    micro_batch: int
+    confirmed_step: int
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the evidence as JSON holds it."""
+        return asdict(self)
+
+
+class ReplayCheck:
+    """Replays micro-batches between the replicas of a job. Make one per engine, on all ranks.
+
+    Args:
+        engine: runs the micro-batches.
+        rank: this rank.
+        device_name: name of this rank's device and host, for people.
+        device_kind: kind of this rank's device, which must be the same on all ranks.
+        interval: steps between two checks.
+        on_mismatch: called on every rank with the evidence, before the step's update.
+
+    Attributes:
+        checked_step: last step whose replays agreed, 0 if none.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rank: int,
+        device_name: str,
+        device_kind: str,
+        *,
+        interval: int,
+        on_mismatch: Callable[[ReplayEvidence], None],
+    ) -> None:
+        layout = engine.layout
+        self.checked_step = 0
+        self._engine = engine
+        self._layout = layout
+        self._rank = rank
+        self._interval = interval
+        self._on_mismatch = on_mismatch
+        self._peers = Peers()
+        self._axis = engine.flats[0].axes.reduce
+        self._replicas = layout.grid.replicas
+        self._replica = layout.grid.replica(rank)
+        self._axis_index = _index_replicas(layout, rank)
+        schedule = layout.schedule()
+        stage = engine.pipeline.stage
+        self._chunk_positions = [schedule.global_chunk(stage, number) for number in range(len(engine.chunks))]
+        self._devices = self._peers.all_gather((device_name, device_kind), tuple[str, str])
+        self._has_run_step = False
+        self._trained: ComputeTrace | None = None  # of the present step's first micro-batch
+        self._replayed: ComputeTrace | None = None
+        self._batch: Batch[Tensor] = Batch()
+        reduce_dtype = REDUCE_DTYPES.get(layout.config.parallel.reduce_dtype)
+        self._reductions = ReductionCheck(engine.data_parallel, layout.microbatches, reduce_dtype)
+        self._state = StateCheck(engine.optimizer)
+        engine.after_update_hooks.append(self._after_update)
+        self._check()
+        first = 1 if self._replicas == 2 else f"1 to {self._replicas - 1}"
+        engine.active["replay"] = f"once per {interval} steps, by the replica at distance {first}"
+
+    def _check(self) -> None:
+        """Raise ConfigError if bits cannot be compared."""
+        kinds = sorted({kind for _, kind in self._devices})
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"resilience.replay_interval={self._interval} compares bits, and the ranks have unlike devices "
+                f"({', '.join(kinds)}); set --resilience.replay_interval=0"
+            )
+        for chunk in range(len(self._engine.chunks)):
+            backwards = [i for kind, c, i in self._engine.pipeline.actions if kind in INPUT_BACKWARDS and c == chunk]
+            if backwards[0] != 0:
+                raise ConfigError(
+                    f"resilience.replay_interval={self._interval} needs a schedule that begins with the backward of "
+                    f"micro-batch 0, and parallel.schedule={self._layout.config.parallel.schedule} begins with "
+                    f"{backwards[0]}; set --resilience.replay_interval=0"
+                )
+
+    # a step -----------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """Replay another replica's micro-batch if a check is due at `step`, and prepare to trace the own one.
+
+        The first step of a process is never checked: it learns which gradients a GEMM overwrites.
+        """
+        self._trained = self._replayed = None
+        if step % self._interval or not self._has_run_step:
+            self._has_run_step = True
+            return
+        self._batch = self._engine.read_first_micro_batch()
+        self._replayed = self._replay(self._distance(step))
+        self._trained = self._make_trace()
+        self._reductions.begin()
+
+    def watch(self, chunks: EagerRunner) -> EagerRunner:
+        """Return a runner that traces the step's first micro-batch, or `chunks` itself if no check is due."""
+        if self._trained is None:
+            return chunks
+        return TracedRunner(chunks, self._trained)
+
+    def needs_eager_step(self) -> bool:
+        """Return whether the step is checked and its first micro-batch may be a graph, which hides its operators.
+
+        Without experts and below ZeRO-2 the first micro-batch always runs eagerly.
+        """
+        has_graph = self._engine.flats[0].zero >= 2 or self._engine.experts is not None
+        return self._trained is not None and has_graph
+
+    def end_step(self, step: int) -> None:
+        """Compare the traces before the update; on any difference collect evidence and report it on all ranks."""
+        trained, replayed = self._trained, self._replayed
+        if trained is None or replayed is None:
+            return
+        trained.finish()
+        self._reductions.end()
+        expected = self._shift(trained.sums, self._distance(step))
+        wrong_blocks = self._reductions.find_wrong()
+        wrong_tensors = self._state.find_wrong()
+        flags = torch.stack([wrong.any() for wrong in (expected != replayed.sums, wrong_blocks, wrong_tensors)])
+        flags = all_reduce(flags.double(), self._engine.world, dist.ReduceOp.MAX).wait()
+        differs_in_replay, has_wrong_sums, has_changed_state = [bool(flag) for flag in flags.tolist()]
+        evidence = None
+        if differs_in_replay and not has_changed_state:  # changed weights give other bits on healthy devices
+            evidence = self._collect_evidence(step, trained, replayed)
+        elif has_changed_state or has_wrong_sums:
+            evidence = self._collect_local_evidence(step, wrong_blocks, wrong_tensors)
+        else:
+            self.checked_step = step
+        self._trained = self._replayed = None
+        self._batch = Batch()
+        if evidence is not None:
+            self._on_mismatch(evidence)
+
+    def _after_update(self, step: int) -> None:
+        if self._engine.replay_check is self and (step + 1) % self._interval == 0:
+            self._state.take()
+
+    def _distance(self, step: int) -> int:
+        """Return the distance from a replica to the one that replays its micro-batch: another one for each check."""
+        return 1 + (step // self._interval) % (self._replicas - 1)
+
+    def _replay(self, distance: int) -> ComputeTrace:
+        """Replay the micro-batch of the replica at this distance before this one."""
+        shifted = {}
+        for field in fields(self._batch):
+            value = getattr(self._batch, field.name)
+            if value is not None:
+                shifted[field.name] = self._shift(value, distance)
+        batch = replace(self._batch, **shifted)
+        owner = (self._replica - distance) % self._replicas
+        trace = self._make_trace()
+        self._engine.run_replay(batch, self._first_sample(owner), lambda chunks: TracedRunner(chunks, trace))
+        trace.finish()
+        return trace
+
+    def _make_trace(self) -> ComputeTrace:
+        engine = self._engine
+        return ComputeTrace(engine.flats, self._chunk_positions, engine.flats[0].axes.own.values(), engine.runtime)
+
+    def _first_sample(self, owner: int) -> int:
+        """Return the index in the global batch of the first sample of a replica's first micro-batch."""
+        return owner * self._layout.samples_per_rank
+
+    def _shift(self, tensor: Tensor, distance: int) -> Tensor:
+        """Send a tensor to the replica at `distance` after this one, and return that of the one before."""
+        if distance == 0:
+            return tensor
+        return shift_along(tensor, self._axis, self._axis_index, self._replica, distance)
+
+    # a mismatch -------------------------------------------------------------------------------------------------
+
+    def _collect_evidence(self, step: int, trained: ComputeTrace, replayed: ComputeTrace) -> ReplayEvidence:
+        """Replay again and let the executions vote. The step's gradients are unchanged afterwards."""
+        engine, distance = self._engine, self._distance(step)
+        engine.data_parallel.finish_tied()
+        if self._replicas > 2:
+            distances = [1 + distance % (self._replicas - 1)]
+        else:
+            distances = [0, 1]
+        with engine.keep_results():
+            repeated = [(d, self._replay(d)) for d in distances]
+        traces = [(0, trained), (distance, replayed), *repeated]
+        executions = self._gather_executions(traces)
+        points = trained.list_points()
+        located = [self._locate(suspicion, points) for suspicion in judge_executions(executions)]
+        gathered = self._peers.all_gather(located, list[LocatedSuspicion])
+        # All replicas judge a coordinate alike.
+        suspicions = list(dict.fromkeys(suspicion for part in gathered for suspicion in part))
+        return self._make_evidence(name_ranks(step, suspicions), suspicions)
+
+    def _make_evidence(self, verdict: ReplayVerdict, suspicions: list[LocatedSuspicion]) -> ReplayEvidence:
+        owners = [self._first_sample(owner) for owner in range(self._replicas)]
+        message = verdict.describe([name for name, _ in self._devices])
+        micro_batch = self._layout.config.train.micro_batch
+        return ReplayEvidence(verdict, message, suspicions, owners, micro_batch, self.checked_step)
+
+    def _collect_local_evidence(self, step: int, wrong_blocks: Tensor, wrong_tensors: Tensor) -> ReplayEvidence:
+        """Name the ranks whose sums or whose state are wrong."""
+        located = []
+        for wrong, action, describe in (
+            (wrong_tensors, "state at rest before the update", self._state.describe),
+            (wrong_blocks, "reduction of the gradients", self._reductions.describe),
+        ):
+            indices = wrong.nonzero().flatten().tolist()
+            if indices:
+                order = (Phase.UPDATE, 0, 0, indices[0])
+                located.append(
+                    LocatedSuspicion((self._rank,), self._replica, order, action, describe(indices[0]), 1, 1)
+                )
+        suspicions = [s for part in self._peers.all_gather(located, list[LocatedSuspicion]) for s in part]
+        first = suspicions[0]
+        ranks = tuple(sorted({rank for suspicion in suspicions for rank in suspicion.ranks}))
+        verdict = ReplayVerdict(
+            step, ranks, is_sure=True, is_persistent=False, action=first.action, tensor=first.tensor
+        )
+        return self._make_evidence(verdict, suspicions)
+
+    def _gather_executions(self, traces: list[tuple[int, ComputeTrace]]) -> list[Execution]:
+        """Return the executions of all replicas at this coordinate.
+
+        Args:
+            traces: this replica's: distance to the owner of the micro-batch, and trace.
+        """
+        longest = torch.tensor([max(len(trace) for _, trace in traces)], dtype=torch.float64)
+        longest = longest.to(self._engine.device)
+        length = int(all_reduce(longest, self._engine.world, dist.ReduceOp.MAX).wait().item())
+        rank_sums = torch.stack([torch.cat((trace.sums[:length], trace.sums[-1:])) for _, trace in traces])
+        rows = all_gather(rank_sums.unsqueeze(0), self._axis).wait().cpu().numpy()
+        executions = []
+        for executor, index in enumerate(self._axis_index):
+            for (distance, _), sums in zip(traces, rows[index], strict=True):
+                executions.append(Execution((executor - distance) % self._replicas, executor, sums))
+        return executions
+
+    def _locate(self, suspicion: Suspicion, points: list[TracePoint]) -> LocatedSuspicion:
+        """Return a suspicion of this coordinate with ranks and names."""
+        ranks = tuple(self._find_rank(executor) for executor in suspicion.executors)
+        point = points[min(suspicion.first, len(points) - 1)]
+        return LocatedSuspicion(
+            ranks, suspicion.owner, point.order, point.action, point.tensor, suspicion.wrong, suspicion.total
+        )
+
+    def _find_rank(self, replica: int) -> int:
+        """Return the rank at this rank's coordinate in another replica."""
+        return self._layout.grid.group(AXES.shards, self._rank)[self._axis_index[replica]]
+
+
+def _index_replicas(layout: Layout, rank: int) -> list[int]:
+    """Return the index of each replica within the group that reduces gradients, at this rank's coordinate."""
+    grid = layout.grid
+    return [grid.group(AXES.shards, rank).index(peer) for peer in grid.group(AXES.samples, rank)]
+
+
+def shift_along(tensor: Tensor, axis: Axis, indices: list[int], position: int, distance: int) -> Tensor:
+    """Send a tensor to the member `distance` positions after this one, and return that of the member before.
+
+    Args:
+        indices: index within the axis of each position.
+        position: this rank's position.
+    """
+    count = len(indices)
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    send, receive = [0] * axis.size, [0] * axis.size
+    send[indices[(position + distance) % count]] = len(flat)
+    receive[indices[(position - distance) % count]] = len(flat)
+    received = torch.empty_like(flat)
+    transfer = axis.transfer("all_to_all", flat.nbytes)
+    dist.all_to_all_single(received, flat, receive, send, group=axis.group)
+    transfer.done()
+    return received.view(tensor.dtype).view(tensor.shape)

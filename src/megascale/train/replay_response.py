@@ -1,0 +1,126 @@
+"""Actions after a replay that gave other bits: evidence in the run folder, an event, and the end of this start.
+
+`RUN/replays/step-N.json` keeps the evidence. Before the ranks end, `RUN/replays/unconfirmed.json` names the last step
+that a replay confirmed. The next start passes over all states after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from pathlib import Path
+
+import torch
+
+from megascale.checkpoint.format import step_folders
+from megascale.checkpoint.storage.opening import open_storage
+from megascale.config import ResilienceConfig
+from megascale.core import strict_json
+from megascale.core.events import Event
+from megascale.core.exit_record import ExitKind, attach_record
+from megascale.core.untrusted_files import read_small_text
+from megascale.errors import TrainingError
+from megascale.train.rank_info import find_device_kind
+from megascale.train.replay_check import ReplayEvidence
+from megascale.train.reporter import Reporter
+from megascale.train.run_folder import RunFolder
+
+_UNCONFIRMED = "unconfirmed.json"
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the name of a rank's device and host, such as `NVIDIA H100 3 of node-7`."""
+    node = os.environ.get("MEGASCALE_NODE") or socket.gethostname()
+    if device.index is None:
+        return f"{find_device_kind(device)} of {node}"
+    return f"{find_device_kind(device)} {device.index} of {node}"
+
+
+class ReplayResponse:
+    """Acts on the evidence of a replay as `resilience.replay_action` says.
+
+    Args:
+        settings: the [resilience] section.
+        folder: the run folder.
+        reporter: writes events.
+        rank: rank of this process.
+    """
+
+    def __init__(self, settings: ResilienceConfig, folder: RunFolder, reporter: Reporter, rank: int) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._reporter = reporter
+        self._rank = rank
+
+    def act(self, evidence: ReplayEvidence) -> None:
+        """Keep the evidence. Raise TrainingError on all ranks, before the update, unless the action is an alert."""
+        verdict, action = evidence.verdict, self._settings.replay_action
+        file = self._folder.path / "replays" / f"step-{verdict.step}.json"
+        if self._reporter.is_leader:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            _write_record(file, evidence.to_record())
+            if action == "evict":
+                _write_record(
+                    file.parent / _UNCONFIRMED, {"confirmed": evidence.confirmed_step, "mismatch": verdict.step}
+                )
+        self._reporter.write_event(
+            Event.REPLAY_MISMATCH,
+            step=verdict.step,
+            ranks=list(verdict.ranks),
+            named=verdict.is_sure,
+            action=action,
+            operation=verdict.action,
+            tensor=verdict.tensor,
+            message=evidence.message,
+            evidence=str(file),
+        )
+        if action == "alert":
+            self._reporter.log_line(f"{evidence.message}; resilience.replay_action=alert lets training go on")
+            return
+        mismatch = TrainingError(
+            f"{evidence.message}. Training stopped before the update of step {verdict.step}; {file} has the evidence. "
+            "Test the device: megascale diagnose"
+        )
+        kind = ExitKind.LOST_PEER
+        if self._rank in verdict.ranks:
+            kind = ExitKind.WRONG_BITS
+        raise attach_record(mismatch, kind, rank=verdict.ranks[0], step=verdict.step, subject=verdict.tensor)
+
+
+def pass_over_unconfirmed(folder: RunFolder, location: Path | str) -> str:
+    """Let the next load pass over the states that no replay has confirmed, and return a line for people.
+
+    Call it on rank 0 before a load. It does nothing and returns "" unless an earlier start ended at a mismatch. States
+    in storage stay where they are, as the last to be tried.
+    """
+    try:
+        record = json.loads(read_small_text(folder.path / "replays" / _UNCONFIRMED))
+        confirmed, mismatch_step = int(record["confirmed"]), int(record["mismatch"])
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{folder.path / 'replays' / _UNCONFIRMED} cannot be read: {error}; the newest state is loaded"
+    storage = open_storage(location)
+    commits, _ = step_folders.list_commits(storage)
+    reason = f"the replay of step {mismatch_step} gave other bits"
+    if not any(commit.step <= confirmed for commit in commits):
+        return f"{reason}, and no saved state is as old as step {confirmed}, the last confirmed one"
+    step_folders.renew_identity(storage)  # states in memory are not loaded
+    for commit in commits:
+        if commit.step > confirmed:
+            step_folders.mark_damaged(storage, commit)
+    return f"states after step {confirmed} are passed over: {reason}"
+
+
+def confirm_start(folder: RunFolder) -> None:
+    """Forget the mismatch of an earlier start, because this start continues from another state."""
+    with contextlib.suppress(FileNotFoundError):
+        (folder.path / "replays" / _UNCONFIRMED).unlink()
+
+
+def _write_record(file: Path, record: object) -> None:
+    temporary = file.with_suffix(".partial")
+    temporary.write_text(strict_json.dumps(record) + "\n")
+    os.replace(temporary, file)

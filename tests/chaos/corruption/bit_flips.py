@@ -1,0 +1,182 @@
+"""Wrong bits for tests: one rank computes as if its device erred, below everything that could notice it.
+
+A flip of a GEMM is made by a dispatch mode around the whole training, so that the operator itself seems to return the
+wrong bit. Flips at a border change the result of a chunk before it is sent. A flip after the reduction changes the
+gradient that the optimizer is about to use, and a flip of the optimizer's state one moment at rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megascale.parallel.pipeline import EagerRunner
+from megascale.train.engine import Engine
+
+_GEMMS = frozenset({torch.ops.aten.mm, torch.ops.aten.addmm})
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+COMPUTE_KINDS = ("gemm", "activation", "activation gradient", "weight gradient")
+STATE_KINDS = ("reduced gradient", "optimizer state")
+KINDS = COMPUTE_KINDS + STATE_KINDS
+
+
+@dataclass(frozen=True)
+class BitFlip:
+    """A fault of one rank.
+
+    Attributes:
+        kind: one of KINDS.
+        rank: the faulty rank.
+        step: the step of a passing fault, the first step of a persistent one.
+        is_persistent: whether every micro-batch and replay from that step on is wrong, or the trained one alone.
+        position: chooses the operator and the element.
+        bit: the bit, counted from the lowest.
+        in_replay: whether a passing fault is in the replay instead of the training.
+    """
+
+    kind: str
+    rank: int
+    step: int
+    is_persistent: bool
+    position: int
+    bit: int
+    in_replay: bool = False
+
+
+class Corruption:
+    """Injects a fault into an engine.
+
+    Attributes:
+        count: flips made.
+    """
+
+    def __init__(self, engine: Engine, flip: BitFlip) -> None:
+        self._engine = engine
+        self._flip = flip
+        self._step = 0
+        self._is_training = False  # and not replaying
+        self._is_forward = False
+        self._gemms: int | None = None  # left before the wrong one; None: outside of an affected pass
+        self.count = 0
+
+    @contextmanager
+    def inject(self) -> Iterator[None]:
+        """Let the rank err in what runs within."""
+        with (
+            mock.patch.object(EagerRunner, "forward", self._wrap(EagerRunner.forward, is_forward=True)),
+            mock.patch.object(EagerRunner, "backward", self._wrap(EagerRunner.backward, is_forward=False)),
+            mock.patch.object(self._engine.pipeline, "run", self._mark_training(self._engine.pipeline.run)),
+            mock.patch.object(self._engine.data_parallel, "finish_reductions", self._flip_after_reductions()),
+            _GemmFlips(self),
+        ):
+            yield
+
+    def begin_step(self, step: int) -> None:
+        """Take note of the step, and flip a bit of the optimizer's state if that is due."""
+        self._step = step
+        if self._flip.kind == "optimizer state" and self._is_due(always=True):
+            states = self._engine.optimizer.states
+            state = states[self._flip.position % len(states)]
+            tensors = [state.master, *state.state_tensors()]
+            self.flip_bit(tensors[self._flip.position % len(tensors)])
+
+    def _flip_after_reductions(self) -> Any:
+        finish = self._engine.data_parallel.finish_reductions
+
+        def finish_wrongly() -> None:
+            finish()
+            if self._flip.kind == "reduced gradient" and self._is_due(always=True):
+                grads = []
+                for flat in self._engine.flats:
+                    for bucket, shard in enumerate(flat.shards):
+                        # The sum of a tied embedding goes on to another stage, and is not checked.
+                        if bucket != flat.layout.tied_bucket and shard.grads.any():
+                            grads.append(shard.grads)
+                chosen = grads[self._flip.position % len(grads)]
+                self._flip_high_bit(chosen)
+
+        return finish_wrongly
+
+    def flip_bit(self, tensor: Tensor) -> None:
+        """Flip the fault's bit of one element."""
+        flat = tensor.detach().reshape(-1)
+        if flat.data_ptr() != tensor.data_ptr():
+            raise ValueError("the tensor is not contiguous")
+        start = self._flip.position % len(flat)
+        bits = 8 * flat.element_size() - 1
+        flat[start : start + 1].view(_INTEGERS[flat.element_size()]).bitwise_xor_(1 << (self._flip.bit % bits))
+        self.count += 1
+
+    def _flip_high_bit(self, tensor: Tensor) -> None:
+        """Flip a bit of the largest element that changes it by more than a sum's rounding: of the 12 below the sign."""
+        bits = 8 * tensor.element_size() - 1
+        start = int(tensor.abs().argmax())
+        bit = bits - 1 - self._flip.bit % 12
+        tensor[start : start + 1].view(_INTEGERS[tensor.element_size()]).bitwise_xor_(1 << bit)
+        self.count += 1
+
+    def _is_due(self, always: bool = False) -> bool:
+        if self._flip.is_persistent:
+            return self._step >= self._flip.step
+        return self._step == self._flip.step and (self._is_training != self._flip.in_replay or always)
+
+    def _mark_training(self, run: Any) -> Any:
+        def run_marked(*args: Any) -> Any:
+            self._is_training = True
+            try:
+                return run(*args)
+            finally:
+                self._is_training = False
+
+        return run_marked
+
+    def _wrap(self, method: Any, is_forward: bool) -> Any:
+        """Return the pass of a micro-batch with the fault in it; a passing fault is in the first micro-batch."""
+        corruption, flip = self, self._flip
+
+        def run(runner: EagerRunner, chunk: int, i: int, x: Tensor | None) -> Any:
+            is_affected = corruption._is_due() and (flip.is_persistent or i == 0)
+            kind = flip.kind
+            in_pass = kind == "gemm" and is_forward == (flip.position % 2 == 0)
+            in_pass |= kind == "weight gradient" and not is_forward
+            if is_affected and in_pass and chunk == flip.position % len(corruption._engine.chunks):
+                corruption._gemms = flip.position // 2 % 3
+            try:
+                result = method(runner, chunk, i, x)
+            finally:
+                corruption._gemms = None
+            at_border = kind == ("activation" if is_forward else "activation gradient")
+            if is_affected and at_border and result is not None:
+                corruption.flip_bit(result)
+            return result
+
+        return run
+
+    def is_wrong_gemm(self, out: Tensor) -> bool:
+        """Return whether this GEMM of the present pass returns a wrong bit."""
+        if self._gemms is None or not out.numel() or not out.is_contiguous():
+            return False
+        self._gemms -= 1
+        if self._gemms >= 0:
+            return False
+        self._gemms = None
+        return True
+
+
+class _GemmFlips(TorchDispatchMode):
+    def __init__(self, corruption: Corruption) -> None:
+        super().__init__()
+        self._corruption = corruption
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _GEMMS and self._corruption.is_wrong_gemm(result):
+            self._corruption.flip_bit(result)
+        return result

@@ -1,0 +1,109 @@
+"""A few training steps with replays, as ranks of the differential suite's workers run them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megascale.core.replay_verdict import ReplayVerdict
+from megascale.train.replay_check import ReplayCheck, ReplayEvidence
+from tests.chaos.corruption.bit_flips import BitFlip, Corruption
+from tests.exact.training import Told, make_engine, run_step, state_of
+
+
+@dataclass
+class CheckedResult:
+    """What a rank reports.
+
+    Attributes:
+        verdicts: of each mismatch.
+        confirmed_step: last step whose replays agreed.
+        flips: bits flipped by this rank.
+        state: weights and moments after the last step.
+    """
+
+    verdicts: list[ReplayVerdict]
+    confirmed_step: int
+    flips: int
+    state: list[Any]
+
+
+def train_checked(
+    rank: int, world: int, tree: dict[str, Any], steps: int, interval: int, flip: BitFlip | None
+) -> CheckedResult:
+    """Train `steps` steps with a check once per `interval` steps (0: none), and go on after each mismatch.
+
+    The first check is in step 2 or later: the first step of a process is not checked.
+    """
+    engine = make_engine(rank, world, tree)
+    evidence: list[ReplayEvidence] = []
+    check: ReplayCheck | None = None
+    if interval:
+        check = ReplayCheck(engine, rank, f"cpu {rank}", "cpu", interval=interval, on_mismatch=evidence.append)
+        engine.replay_check = check
+    corruption = Corruption(engine, flip) if flip is not None and flip.rank == rank else None
+    with ExitStack() as resources:
+        if corruption is not None:
+            resources.enter_context(corruption.inject())
+        for step in range(1, steps + 1):
+            if corruption is not None:
+                corruption.begin_step(step)
+            run_step(engine, step, Told())
+    return CheckedResult(
+        [item.verdict for item in evidence],
+        check.checked_step if check is not None else 0,
+        corruption.count if corruption is not None else 0,
+        [(box.name, box.offsets, box.values.tobytes()) for box in state_of(engine)],
+    )
+
+
+@dataclass
+class Trial:
+    """What a rank reports of one fault.
+
+    Attributes:
+        verdict: of the first mismatch; None without one.
+        intervals: checks up to the mismatch.
+        flips: bits flipped by this rank.
+        healthy_checks: checks after the fault had gone.
+        alarms: mismatches among these.
+    """
+
+    verdict: ReplayVerdict | None = None
+    intervals: int = 0
+    flips: int = 0
+    healthy_checks: int = 0
+    alarms: int = 0
+
+
+def run_trials(rank: int, world: int, tree: dict[str, Any], faults: list[BitFlip]) -> list[Trial]:
+    """Inject faults one after another into one training that is checked each step, with a healthy step after each."""
+    engine = make_engine(rank, world, tree)
+    evidence: list[ReplayEvidence] = []
+    engine.replay_check = ReplayCheck(engine, rank, f"cpu {rank}", "cpu", interval=1, on_mismatch=evidence.append)
+    step = 1
+    run_step(engine, step, Told())
+    trials = []
+    for fault in faults:
+        trial = Trial()
+        corruption = Corruption(engine, replace(fault, step=step + 1))
+        with corruption.inject() if fault.rank == rank else nullcontext():
+            for _ in range(2):
+                step += 1
+                trial.intervals += 1
+                if fault.rank == rank:
+                    corruption.begin_step(step)
+                run_step(engine, step, Told())
+                if evidence:
+                    trial.verdict = evidence[0].verdict
+                    break
+        trial.flips = corruption.count
+        evidence.clear()
+        step += 1
+        run_step(engine, step, Told())
+        trial.healthy_checks = 1
+        trial.alarms = len(evidence)
+        evidence.clear()
+        trials.append(trial)
+    return trials

@@ -1,0 +1,95 @@
+"""Replays on another replica: equal bits while all ranks are healthy, the right rank after one wrong bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.chaos.corruption.bit_flips import BitFlip
+from tests.chaos.corruption.checked_training import CheckedResult, train_checked
+from tests.exact.cases import TWO_LAYERS, Case, case
+from tests.exact.test_experts import BALANCED, experts_case
+
+STEP = 2  # the first step that is checked with an interval of 2
+DROPOUT = {**TWO_LAYERS, "dropout": 0.1}
+HEALTHY = {
+    "tensor": case(2, 1, 2, microbatches=2, zero=0, model=DROPOUT),
+    "tied over interleaved stages": case(
+        1, 2, 2, microbatches=3, virtual=2, zero=1, model={"layers": 4}, parallel={"bucket_elements": 700}
+    ),
+    "ZeRO-2, recomputed": case(1, 1, 3, microbatches=1, zero=2, model=DROPOUT, parallel={"recompute": "full"}),
+    "ZeRO-3, reduced in bfloat16": case(
+        2,
+        1,
+        2,
+        microbatches=2,
+        zero=3,
+        model=TWO_LAYERS,
+        parallel={"reduce_dtype": "bfloat16"},
+        train={"precision": "bfloat16"},
+    ),
+    "context": case(1, 1, 2, microbatches=2, zero=1, model=DROPOUT, parallel={"context": 2}),
+    "experts": experts_case(2, 1, 2, experts=BALANCED, zero=2),
+    "float8, gathered in float8": case(
+        1,
+        1,
+        2,
+        microbatches=2,
+        model=TWO_LAYERS,
+        parallel={"gather_precision": "float8"},
+        train={"linear_precision": "float8", "precision": "bfloat16"},
+    ),
+    "float8": case(
+        2, 1, 2, microbatches=2, model=TWO_LAYERS, train={"linear_precision": "float8", "precision": "float32"}
+    ),
+}
+
+
+def run(layout: Case, pool: Any, flip: BitFlip | None = None, steps: int = STEP, interval: int = 2) -> CheckedResult:
+    """Return what rank 0 reports; all ranks must report the same verdict."""
+    results = pool.run(train_checked, layout.world, layout.tree, steps, interval, flip)
+    assert all(result.verdicts == results[0].verdicts for result in results)
+    return replace(results[0], state=[result.state for result in results])
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_replays_agree_and_leave_the_training_as_it_is(name, pool):
+    layout = HEALTHY[name]
+    checked = run(layout, pool, steps=3, interval=1)
+    assert not checked.verdicts
+    assert checked.confirmed_step == 3
+    assert checked.state == run(layout, pool, steps=3, interval=0).state
+
+
+NAMED = [
+    # layout, kind, position, whether it is persistent, suspects
+    (case(1, 1, 3, microbatches=2, zero=2, model=DROPOUT), "gemm", 2, True, (1,)),
+    (case(2, 1, 2, microbatches=2, zero=3, model=DROPOUT), "gemm", 4, False, (3,)),
+    (case(1, 2, 2, microbatches=2, zero=1, model=DROPOUT), "activation gradient", 1, False, (2,)),
+    (case(1, 2, 2, microbatches=2, zero=1, model=DROPOUT), "activation", 0, True, (2, 3)),
+    (experts_case(2, 1, 2, experts=BALANCED), "weight gradient", 5, False, (1,)),
+    (case(1, 1, 2, microbatches=2, model=DROPOUT, parallel={"context": 2}), "gemm", 2, False, (3,)),
+    (case(1, 1, 2, microbatches=2, zero=3, model=DROPOUT), "reduced gradient", 1, False, (1,)),
+    (case(1, 2, 2, microbatches=2, zero=1, model=DROPOUT), "reduced gradient", 4, False, (2,)),
+    (case(2, 1, 2, microbatches=2, zero=1, model=DROPOUT), "optimizer state", 3, False, (2,)),
+]
+
+
+@pytest.mark.parametrize(("layout", "kind", "position", "is_persistent", "ranks"), NAMED)
+def test_a_wrong_bit_is_found_and_its_rank_named(layout, kind, position, is_persistent, ranks, pool):
+    flip = BitFlip(kind, ranks[-1], STEP, is_persistent, position, bit=40)
+    (verdict,) = run(layout, pool, flip).verdicts
+    assert verdict.ranks == ranks
+    assert verdict.is_sure == (len(ranks) == 1)
+    assert verdict.is_persistent == is_persistent
+
+
+def test_an_alert_leaves_the_gradients_to_the_update(pool):
+    """The replica at fault errs in the replay alone, so that the training itself is right."""
+    layout = case(1, 1, 3, microbatches=2, zero=2, model=DROPOUT)
+    flip = BitFlip("gemm", 1, STEP, is_persistent=False, position=2, bit=40, in_replay=True)
+    checked = run(layout, pool, flip)
+    assert [verdict.ranks for verdict in checked.verdicts] == [(1,)]
+    assert checked.state == run(layout, pool, interval=0).state

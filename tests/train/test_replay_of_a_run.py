@@ -1,0 +1,75 @@
+"""Replays in a run: the rank is named before the update, evidence is kept, and unconfirmed states are passed over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megascale.api import load_config
+from megascale.core.exit_record import ExitKind
+from megascale.core.layout import lay_out
+from megascale.core.status import read_status
+from megascale.errors import FitError
+from tests.conftest import lines
+from tests.forked import Forked
+
+WORDS = ["--parallel.data=2", "--kernels.deterministic=true", "--resilience.replay_interval=3", "--checkpoint.keep=4"]
+# From the backward of step 5 on rank 1 returns a wrong activation whenever it runs a forward.
+FAULTY = """
+import os
+from megascale.train.replay_check import ReplayCheck
+from megascale.parallel.pipeline import EagerRunner
+forward, begin_step, steps = EagerRunner.forward, ReplayCheck.begin_step, []
+def begin(check, step):
+    steps.append(step)
+    begin_step(check, step)
+def run(runner, chunk, i, x):
+    y = forward(runner, chunk, i, x)
+    if os.environ.get("RANK") == "1" and steps and steps[-1] >= 5:
+        y.mul_(1.001)
+    return y
+ReplayCheck.begin_step, EagerRunner.forward = begin, run
+"""
+
+
+def train(file: Path, folder: Path, *words: str, before: str = "") -> tuple[int, str]:
+    process = Forked(["train", file, *WORDS, *words], before=before, cwd=folder, env={"COLUMNS": "200"})
+    output = process.communicate(timeout=240)[0]
+    return process.wait(), " ".join(output.split())
+
+
+def test_a_wrong_rank_ends_the_run_before_the_update_and_the_next_start_goes_back(tiny, tmp_path):
+    run = tmp_path / "runs" / "tiny"
+    code, output = train(tiny, tmp_path, before=FAULTY)
+    assert code == 1, output
+    assert "one of rank 0 (cpu of" in output
+    assert "Training stopped before the update of step 6" in output
+    (event,) = [record for record in lines(run / "events.jsonl") if record["event"] == "replay_mismatch"]
+    assert (event["step"], event["ranks"], event["named"], event["tensor"]) == (6, [0, 1], False, "loss")
+    evidence = json.loads((run / "replays" / "step-6.json").read_text())
+    assert evidence["verdict"]["is_persistent"]
+    assert evidence["confirmed_step"] == 3
+    for rank in range(2):
+        status = read_status(run / "status" / f"rank-{rank}.status")
+        assert (status.exit.kind, status.exit.subject) == (ExitKind.WRONG_BITS, "loss")
+    # States of steps 2 and 4 are saved; only the first is confirmed.
+    code, output = train(tiny, tmp_path)
+    assert code == 0, output
+    assert "states after step 3 are passed over: the replay of step 6 gave other bits" in output
+    (resumed,) = [record for record in lines(run / "events.jsonl") if record["event"] == "resumed"]
+    assert resumed["step"] == 2
+    assert not (run / "replays" / "unconfirmed.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "message"),
+    [
+        (["--kernels.deterministic=true"], 1, "compares data-parallel replicas, and there is 1"),
+        ([], 2, "set --kernels.deterministic=true"),
+    ],
+)
+def test_replays_that_cannot_work_are_refused(words, world, message, tiny):
+    with pytest.raises(FitError, match=message):
+        lay_out(load_config(tiny, ["--resilience.replay_interval=3", *words]), world)
