@@ -31,6 +31,7 @@ BENCHMARKS: dict[str, str] = {
     "observe": "benchmarks.observe.command",
     "dashboard": "benchmarks.observe.dashboard",
     "fleet": "benchmarks.observe.fleet",
+    "call-timing": "benchmarks.observe.call_timing",
 }
 
 app = make_app(

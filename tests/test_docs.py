@@ -40,7 +40,9 @@ def test_what_a_page_names_is_there(page):
         *parents, last = dotted[1:].split(".")
         module = "/".join(parents + [last])
         present = (
-            files(f"{module}.py") or files(module) or any(defines(f, last) for f in files("/".join(parents) + ".py"))
+            files(f"{module}.py")
+            or files(module)
+            or any(defines(f, last) for end in (".py", "/__init__.py") for f in files("/".join(parents) + end))
         )
         missing += [] if present else [f"megascale{dotted}"]
     missing += [link for link in LINK.findall(text) if not (page.parent / link).exists()]

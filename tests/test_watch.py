@@ -1,24 +1,105 @@
-"""`megascale.watch.step`: a status file and a line of rank 0 in a launched job, nothing elsewhere."""
+"""`megascale.watch`: a status file and a line of rank 0 in a launched job, nothing elsewhere; time without waits."""
 
 from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
 
 from megascale import watch
 from megascale.core.status import read_status
 from megascale.resilience.agent.progress_patterns import ProgressReader, Reading
+from megascale.torch_private import autograd_engine
+from megascale.watch.waits import READ_INTERVAL, DeviceClock, HostClock
 
 
-def test_a_step_is_reported_in_a_launched_job_only(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(watch, "_status", None)
-    monkeypatch.delenv("MEGASCALE_STATUS", raising=False)
-    watch.step(1, loss=2.0)
-    assert capsys.readouterr().out == ""
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "_reporter", None)
     monkeypatch.setenv("MEGASCALE_STATUS", str(tmp_path))
     monkeypatch.setenv("RANK", "0")
-    watch.step(7, loss=0.25, tokens=100)
-    status = read_status(tmp_path / "rank-0.status")
+    return tmp_path
+
+
+def read_line(capsys) -> Reading | None:
+    return ProgressReader([]).read(capsys.readouterr().out.strip().rpartition("\n")[2])
+
+
+def test_a_step_is_reported_in_a_launched_job_only(launched, monkeypatch, capsys):
+    monkeypatch.delenv("MEGASCALE_STATUS")
+    watch.step(1, loss=2.0)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("MEGASCALE_STATUS", str(launched))
+    watch.step(7, loss=0.25, tokens=100, grad_norm=1.5)
+    status = read_status(launched / "rank-0.status")
     assert status is not None
     assert (status.phase, status.step) == ("train", 7)
-    reading = ProgressReader([]).read(capsys.readouterr().out.rstrip("\n"))
-    assert reading is not None
-    assert (reading.step, reading.loss) == (7, 0.25)
-    assert isinstance(reading, Reading)
+    assert read_line(capsys) == Reading(7, loss=0.25, grad_norm=1.5)
+
+
+def test_time_after_the_last_gradient_and_in_waits_is_not_own_time():
+    clock = HostClock()
+    value = torch.ones(3, requires_grad=True)
+    loss = (value * 2).sum()
+    wait = clock.time_wait(lambda: time.sleep(0.05))
+
+    def compute_for_a_while(gradient: torch.Tensor) -> None:
+        time.sleep(0.2)
+        # As DistributedDataParallel does once its last bucket is ready: the wait counts once.
+        autograd_engine.queue_callback(wait)
+
+    value.register_hook(compute_for_a_while)
+    backward = clock.time_backward(torch.autograd.backward, autograd_engine.queue_callback)
+    backward(loss)
+    assert torch.equal(value.grad, torch.full((3,), 2.0))
+    assert 0.05 <= clock.wait_seconds < 0.2
+    assert clock.measure_step(1.0) == pytest.approx(0.9, abs=0.06)
+    wait()
+    assert clock.measure_step(0.01) == 0.0
+    assert clock.measure_step(0.01) == 0.01
+
+
+def test_durations_of_calls_on_a_device_are_not_own_time(monkeypatch):
+    entries = [{"record_id": 0, "duration_ms": 1.0}]
+    clock = DeviceClock(lambda: json.dumps({"entries": entries}))
+    current_time = 1000.0
+    monkeypatch.setattr(time, "perf_counter", lambda: current_time)
+    assert clock.measure_step(0.5) == 0.0
+    for step in range(1, 11):
+        entries.append({"record_id": step, "duration_ms": 200.0})
+        current_time += READ_INTERVAL / 10 + 1e-6
+        compute_seconds = clock.measure_step(0.5)
+        assert (compute_seconds > 0) == (step == 10)
+    assert compute_seconds == pytest.approx(0.3, abs=1e-3)
+    # Calls that the recorder has dropped make the period unknown, so the last value stays.
+    entries[:] = [{"record_id": 5000, "duration_ms": 1.0}]
+    current_time += 2 * READ_INTERVAL
+    assert clock.measure_step(0.5) == compute_seconds
+
+
+def test_the_callback_of_hugging_face_trainer_reports_steps_and_losses(launched, capsys):
+    pytest.importorskip("transformers")
+    from megascale.watch.huggingface import WatchCallback
+
+    state = SimpleNamespace(global_step=3)
+    callback = WatchCallback()
+    callback.on_step_end(None, state, None)
+    callback.on_log(None, state, None, logs={"loss": "0.5", "grad_norm": 2.0})
+    callback.on_log(None, state, None, logs={"eval_loss": 1.0})
+    assert read_status(launched / "rank-0.status").step == 3
+    assert read_line(capsys) == Reading(3, loss=0.5, grad_norm=2.0)
+
+
+def test_the_callback_of_lightning_reports_optimizer_steps_and_logged_losses(launched, capsys):
+    pytest.importorskip("pytorch_lightning")
+    from megascale.watch.lightning import WatchCallback
+
+    callback = WatchCallback()
+    for step in (1, 1, 2):
+        trainer = SimpleNamespace(global_step=step, log_every_n_steps=2)
+        callback.on_train_batch_end(trainer, None, {"loss": torch.tensor(0.5)}, None, 0)
+    assert read_status(launched / "rank-0.status").step == 2
+    assert read_line(capsys) == Reading(2, loss=0.5)

@@ -28,6 +28,7 @@ _C10D = "torch.distributed.distributed_c10d"
 PRIVATE_NAMES: dict[str, tuple[str, str]] = {
     "abort_process_group": (_C10D, "_abort_process_group"),
     "assert_async": ("torch", "_assert_async"),
+    "autograd_engine": ("torch.autograd", "Variable._execution_engine"),
     "current_device": ("torch._C", "_cuda_getDevice"),
     "cuda_sleep": ("torch.cuda", "_sleep"),
     "current_raw_stream": ("torch._C", "_cuda_getCurrentRawStream"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import megascale
-from megascale.core.python_process import module_command, protect_children
+from megascale.core.python_process import drop_own_variables, module_command, protect_children, sleep_at_barriers
 
 PACKAGE = Path(megascale.__file__).parent
 # Benches run in a process whose children are protected (cli/bench.py).
@@ -44,6 +44,7 @@ def test_folders_of_pythonpath_stay(tmp_path):
 
 def test_what_libraries_start_is_protected_too(hostile, monkeypatch):
     monkeypatch.setenv("PYTHONSAFEPATH", "")
+    monkeypatch.setenv("MEGASCALE_SET_VARIABLES", "")
     command = [sys.executable, "-c", "import queue"]
     subprocess.run(command, check=True)
     assert (hostile / "ran").exists()
@@ -62,3 +63,16 @@ def test_every_start_of_python_in_the_package_leaves_the_working_directory_out()
         if re.search(r"sys\.executable.*-[mc]\b|\"-m\",|\{python\} -m", line)
     ]
     assert unsafe == []
+
+
+def test_a_program_of_the_user_gets_the_users_own_variables(monkeypatch):
+    for name in ("PYTHONSAFEPATH", "MEGASCALE_SET_VARIABLES"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    before = dict(os.environ)
+    protect_children()
+    sleep_at_barriers()
+    assert os.environ["PYTHONSAFEPATH"] == "1"
+    drop_own_variables()
+    assert dict(os.environ) == before

@@ -11,7 +11,7 @@ import pytest
 
 from megascale.cli.main import main
 from megascale.config import load
-from tests.chaos.foreign.command import ForeignJob
+from tests.chaos.foreign.job import ForeignJob
 from tests.forked import popen
 
 
@@ -26,7 +26,7 @@ def launch_foreign(tmp_path: Path) -> Iterator:
             return begin_forked(fault, rank)
 
     def begin_forked(fault: str, rank: int) -> ForeignJob:
-        jobs.append(ForeignJob(tmp_path, fault, rank, steps=14, nodes=2))
+        jobs.append(ForeignJob(tmp_path, "ddp", fault, rank, steps=26, nodes=2))
         return jobs[-1]
 
     yield begin
@@ -41,9 +41,9 @@ def test_a_killed_rank_is_named_and_the_trainer_resumes(launch_foreign):
     assert job.finish() == 0, job.output.read_text()
     (killed,) = job.events("process_killed")
     assert killed.ranks == (1,)
-    assert job.step() == 14
+    assert job.step() == 26
     log = (job.run / "logs" / "rank-0.log").read_text()
-    assert log.count("step: 1 ") == 1
+    assert log.count("iter 1,") == 1
     config = load(job.run / "config.toml")
     assert config.foreign.per_node == 1
     assert config.foreign.command[-1] == "1"

@@ -241,12 +241,16 @@ class ForeignConfig(Section):
         description="regular expressions of progress lines, tried before the shipped ones; groups: step, and "
         "optionally loss, grad_norm, tokens_per_second",
     )
-
+    checkpoints: str = Field(
+        "",
+        description="path of a file or folder that exists once a checkpoint is complete, with {step} for its step, "
+        "such as out/checkpoint-{step}/trainer_state.json; relative to foreign.folder; * matches any text in a name",
+    )
     pause: float = Field(
         0.0,
         ge=0,
-        description="seconds without a step that are no hang, such as the longest save or evaluation; 0: five times "
-        "the longest usual step, at least 10",
+        description="longest pause in seconds that is not a hang, such as a save or an evaluation; 0: 2.5 times the "
+        "longest usual step, at least 10",
     )
 
     _paths = field_validator("folder")(expand_home)
@@ -265,6 +269,15 @@ class ForeignConfig(Section):
                     f"foreign.patterns has {pattern!r} without a group for the step; write (?P<step>[0-9]+) where the "
                     "number of the step stands"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_checkpoints(self) -> ForeignConfig:
+        if self.checkpoints and self.checkpoints.count("{step}") != 1:
+            raise ValueError(
+                f"foreign.checkpoints={self.checkpoints!r} must have {{step}} once; write it where the digits of the "
+                "step stand"
+            )
         return self
 
     @model_validator(mode="after")

@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 import sys
 
+# Names of the variables that this package has set in the environment of its processes.
+_SET_VARIABLES = "MEGASCALE_SET_VARIABLES"
+
 
 def module_command(module: str, *arguments: str, python: str | None = None) -> list[str]:
     """Return the command line that runs `module` with `arguments`, by `python` (default: this interpreter).
@@ -26,7 +29,21 @@ def leave_working_directory() -> None:
 
 def protect_children() -> None:
     """Make all Python processes that this process starts leave the working directory off `sys.path`."""
-    os.environ["PYTHONSAFEPATH"] = "1"
+    if not os.environ.get("PYTHONSAFEPATH"):
+        _set_variable("PYTHONSAFEPATH", "1")
+
+
+def _set_variable(name: str, value: str) -> None:
+    """Set a variable, and note that the user did not set it."""
+    os.environ[name] = value
+    names = os.environ.get(_SET_VARIABLES, "").split()
+    os.environ[_SET_VARIABLES] = " ".join(dict.fromkeys([*names, name]))
+
+
+def drop_own_variables() -> None:
+    """Remove the variables that this package has set, before this process becomes a program of the user."""
+    for name in os.environ.pop(_SET_VARIABLES, "").split():
+        os.environ.pop(name, None)
 
 
 def disable_bytecode_cache() -> None:
@@ -43,4 +60,5 @@ def sleep_at_barriers() -> None:
     On a core that another process shares, a spinning thread delays the thread for which it waits. Results are the same
     bit for bit; dev/log.md has the measurement (2026-11-26). A policy that the user has set is respected.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        _set_variable("OMP_WAIT_POLICY", "PASSIVE")

@@ -11,11 +11,11 @@ from megascale.errors import ConfigError
 from megascale.resilience.agent.progress_patterns import SHIPPED, ProgressReader, Reading
 
 EXPECTED = {
-    "megascale.watch": Reading(20, loss=7.03125, tokens_per_second=7123.0),
+    "megascale.watch": Reading(20, loss=7.03125, grad_norm=1.25, tokens_per_second=7123.0),
     "torchtitan": Reading(20, loss=7.0312, grad_norm=1.2345, tokens_per_second=7123.0),
     "Megatron-LM": Reading(20, loss=10.41232, grad_norm=4.512, is_last_rank=True),
-    "Hugging Face Trainer": Reading(20),
-    "Lightning": Reading(20, loss=7.031),
+    "Hugging Face Trainer": Reading(20, total=100),
+    "Lightning": Reading(320, loss=7.031),
     "nanochat": Reading(20, loss=7.03125, grad_norm=0.4123, tokens_per_second=373644.0),
 }
 
@@ -31,6 +31,11 @@ def test_own_patterns_come_first_and_other_lines_are_no_progress():
     assert reader.read("it 7 L 0.5") == Reading(7, loss=0.5)
     assert reader.read("it 7 L broken") is None
     assert reader.read("Saving checkpoint at step 7") is None
+
+
+@pytest.mark.parametrize("name", ["Map", "Loading weights", "Validation DataLoader 0"])
+def test_bars_of_other_work_are_no_steps(name):
+    assert ProgressReader([]).read(f"{name}:  20%|##        | 20/100 [00:14<00:56,  1.42it/s]") is None
 
 
 @pytest.mark.parametrize("digits", [17, 3000])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -60,12 +61,30 @@ def test_progress_is_the_log_until_a_step_is_printed(program, tmp_path):
     with open(log, "a") as out:
         out.write("loading\n")
     program.read_progress(trainer)
-    assert trainer.progress.action == "1 lines of output"
+    assert trainer.progress.action == "1 lines of output, 0 collectives"
     with open(log, "a") as out:
         out.write("step: 6 loss: 1.0\rstep: 7 loss: 0.5\n")
     program.read_progress(trainer)
-    assert (trainer.progress.phase, trainer.progress.step, trainer.progress.completed_steps) == ("train", 7, 1)
+    assert (trainer.progress.phase, trainer.progress.step, trainer.progress.completed_steps) == ("train", 7, 2)
     assert not program.writes_metrics([2, 3])  # rank 0 prints the metrics of such lines
+
+
+def test_bars_of_an_evaluation_are_progress_without_a_step(program, tmp_path):
+    log = tmp_path / "rank-3.log"
+    program.make_fork(3, 3, COMMON, log)
+    trainer = TrainerProcess(3, log, 0)
+    bars = ["  0%|  | 0/40 [00:00<?, ?it/s]", " 25%|# | 10/40 [00:01<00:56,  1.42it/s]"]
+    steps = []
+    for bar in (*bars, " 50%|# | 2/4 [00:01<00:01,  1.42it/s]", "Validation: 50%|# | 3/4 [00:01<00:01,  1.42it/s]"):
+        with open(log, "a") as out:
+            out.write(bar + "\r")
+        program.read_progress(trainer)
+        steps.append((trainer.progress.phase, trainer.progress.step, trainer.progress.action))
+    assert steps[1:] == [
+        ("train", 10, ""),
+        ("train", 10, "1 states of other progress bars"),
+        ("train", 10, "2 states of other progress bars"),
+    ]
 
 
 def test_the_last_rank_writes_the_metrics_of_megatron(program, tmp_path):
@@ -139,3 +158,66 @@ def test_a_rank_without_the_handler_is_not_signalled(tmp_path):
     finally:
         process.kill()
         process.communicate()
+
+
+# BPF that answers ptrace and process_vm_readv with EPERM on x86-64 and allows the other calls.
+FORBID_PTRACE = """
+import ctypes, struct, sys
+from pathlib import Path
+instructions = [(0x20, 0, 0, 0), (0x15, 1, 0, 101), (0x15, 0, 1, 310)]
+instructions += [(0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
+program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in instructions))
+header = struct.pack("HxxxxxxQ", len(instructions), ctypes.addressof(program))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, header, 0, 0) == 0
+assert libc.ptrace(16, int(sys.argv[2]), 0, 0) == -1 and ctypes.get_errno() == 1
+from megascale.observe.hang.evidence import collect_evidence
+evidence = collect_evidence(Path(sys.argv[1]), watch_seconds=0).ranks[0]
+print(evidence.answered, *evidence.stack)
+"""
+
+
+@pytest.fixture
+def start_rank(tmp_path):
+    for name in ("status", "flight"):
+        (tmp_path / name).mkdir()
+    processes = []
+
+    def start(code: str) -> subprocess.Popen[bytes]:
+        environment = os.environ | {
+            "PYTHONPATH": str(SITE_FOLDER),
+            "RANK": "0",
+            "MEGASCALE_STATUS": str(tmp_path / "status"),
+            "MEGASCALE_FLIGHT": str(tmp_path / "flight"),
+        }
+        process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE)
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of system calls are those of x86-64")
+def test_a_stack_is_given_where_ptrace_is_forbidden(start_rank, tmp_path):
+    process = start_rank(
+        "import time\ndef wait_here():\n    print('ready', flush=True)\n    time.sleep(60)\nwait_here()"
+    )
+    command = [sys.executable, "-c", FORBID_PTRACE, str(tmp_path), str(process.pid)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert answer.startswith("True")
+    assert "wait_here" in answer
+
+
+def test_a_rank_that_writes_a_checkpoint_moves_and_a_loop_does_not(start_rank, tmp_path):
+    start_rank(f"print('ready', flush=True)\nwhile True: open({str(tmp_path / 'x')!r}, 'w').write('x' * (1 << 22))")
+    assert collect_evidence(tmp_path, watch_seconds=0.5).moving == {0}
+    for file in (tmp_path / "status").iterdir():
+        file.unlink()
+    start_rank("print('ready', flush=True)\nwhile True: pass")
+    assert collect_evidence(tmp_path, watch_seconds=0.5).moving == frozenset()

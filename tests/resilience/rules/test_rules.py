@@ -176,15 +176,15 @@ def test_ranks_that_print_no_step_are_judged_by_those_that_do():
 
 
 def test_a_start_without_a_recognised_step_is_an_alert_while_logs_grow():
-    def judge(age: float) -> Verdict:
+    def judge(age: float, kind: str) -> Verdict:
         quiet = {"phase": UNOBSERVED, "step": 0, "status_age": age}
         beats = {n: [heartbeat(n, 1, [worker(n, **quiet)])] for n in range(2)}
-        return one(rules.judge(view(beats, phase="starting", started=1000.0 - 70)), "start_too_slow")
+        return one(rules.judge(view(beats, phase="starting", started=1000.0 - 70)), kind)
 
-    growing = judge(1.0)
+    growing = judge(1.0, "start_too_slow")
     assert growing.action == "alert"
     assert "foreign.patterns" in growing.evidence[0]
-    assert judge(69.0).action == "recover"
+    assert judge(69.0, "hang").action == "recover"
 
 
 def test_log_lines_and_devices():

@@ -51,7 +51,10 @@ def departures(records: Mapping[int, CallRecord], layout: Layout | None, ahead: 
         if departed:
             return departed
     clashes = _find_clashes(records)
-    return _find_minority(clashes[0]) if clashes else {}
+    minority = _find_minority(clashes[0]) if clashes else {}
+    if len(minority) == 1:
+        return minority
+    return _find_broken_periods(records) or minority
 
 
 def _find_in_step(records: Mapping[int, CallRecord], layout: Layout | None, steps_ago: int) -> dict[int, Departure]:
@@ -271,6 +274,59 @@ def _is_same_channel(group: str, due: Call, record: CallRecord) -> bool:
         return True
     source = group.partition("/")[2].partition("-")[0]
     return (source == str(record.rank)) == (due.op == "send")
+
+
+# comparison with the rank's own period, for calls whose step is unknown --------------------------------------------
+
+_PERIODS = 3  # that must be equal before a departure
+_LEAST_CALLS = 12  # that these periods must have
+_LONGEST_PERIOD = 512  # calls
+
+
+def _find_broken_periods(records: Mapping[int, CallRecord]) -> dict[int, Departure]:
+    """Return the ranks whose last calls depart from their own period; {} if all do, or if no rank has a period.
+
+    Another trainer's flight record has no steps, but every step makes the same calls. Of two ranks that wait for each
+    other, the one that skipped a call breaks its own order.
+    """
+    departed = {}
+    for rank, record in records.items():
+        departure = _find_broken_period(record)
+        if departure is not None:
+            departed[rank] = departure
+    return departed if len(departed) < len(records) else {}
+
+
+def _find_broken_period(record: CallRecord) -> Departure | None:
+    """Return the first call that breaks the shortest period of a rank's calls, None without period or departure."""
+    signatures = [(call.group, call.op, call.bytes) for call in record.calls]
+    count = len(signatures)
+    for period in range(1, min(_LONGEST_PERIOD, count // (_PERIODS + 3)) + 1):
+        # A rank blocks within two periods after its departure, because the host of a device is a step ahead.
+        recent = count - 2 * period
+        start = recent - max(_PERIODS * period, _LEAST_CALLS)
+        if start < period:
+            continue
+        breaks = (i for i in range(start, count) if signatures[i] != signatures[i - period])
+        first = next(breaks, None)
+        if first is None:
+            return None
+        if first >= recent:
+            return _describe_broken_period(record, first, period)
+    return None
+
+
+def _describe_broken_period(record: CallRecord, index: int, period: int) -> Departure:
+    actual, expected = record.calls[index], record.calls[index - period]
+    due = replace(expected, sequence=record.groups[expected.group].started + 1)
+    later = [call.sequence for call in record.calls[index:] if call.group == expected.group]
+    if later:
+        due = replace(due, sequence=later[0])
+    sentence = (
+        f"call {actual.sequence} of {actual.group} was {_format_call(actual)}, where it had made "
+        f"{_format_call(expected)} in each of the {_PERIODS} steps before"
+    )
+    return Departure("mismatched collective", due, actual, sentence)
 
 
 # comparison of the members of a group, if nothing else shows a departure --------------------------------------------

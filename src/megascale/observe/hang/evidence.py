@@ -23,7 +23,7 @@ from megascale.core.calls import MAX_RANKS, READER, read_calls
 from megascale.core.status import read_status
 from megascale.core.untrusted_files import open_regular
 from megascale.errors import DataError
-from megascale.observe.hang.flight import read_flight
+from megascale.observe.hang.flight import FlightDump, read_flight
 from megascale.observe.hang.scene import ProcessState, RankEvidence, Scene, read_sent
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ _POLL_SECONDS = 0.02
 # Offset from SIGRTMIN of the signal that another trainer's ranks answer with their stack.
 FOREIGN_STACK_SIGNAL = 13
 _MAX_FRAMES = 8
+_MOVING_BYTES_PER_SECOND = 1 << 20  # of files; a hanging rank's threads may still write a log
 _MAX_STACK_BYTES = 1 << 20
 _RANK_FILE = re.compile(r"rank-(\d+)\.(?:status|calls|json|evidence|process)|nccl_trace_rank_(\d+)|rank-(\d+)")
 
@@ -75,21 +76,17 @@ def collect_evidence(
         evidence = _ask_for_stacks(status_folder, flight_folder, evidence)
     if any(item.process in ("gone", "stopped") for item in evidence.values()):
         deadline = 0.0  # a dead or stopped process explains the hang better than progress
+    for rank, item in evidence.items():
+        evidence[rank] = replace(item, flight=_read_flight_of(flight_folder, item))
     if watch_seconds:
+        foreign = [item for item in evidence.values() if item.is_foreign and item.process == "running"]
+        bytes_before = {item.rank: _count_file_bytes(item.own_pid) for item in foreign}
         moving = _watch(status_folder, progress_before, deadline)
+        moving |= _watch_foreign(status_folder, flight_folder, foreign, bytes_before, watch_seconds)
     else:
         moving = frozenset()
     for rank, item in evidence.items():
-        flight = None
-        file = next((file for file in _flight_files(flight_folder, rank) if file.exists()), None)
-        if file is not None and item.answered is not False:
-            try:
-                flight = read_flight(file)
-            except DataError as error:
-                if item.record is None:
-                    raise
-                log.warning("%s; the rank's own record of its calls is used", error)
-        evidence[rank] = replace(item, flight=flight, moving=rank in moving)
+        evidence[rank] = replace(item, moving=rank in moving)
     return Scene(evidence, _find_world(evidence), moving, time.time_ns())
 
 
@@ -152,6 +149,57 @@ def _watch(folder: Path, before: dict[int, object], deadline: float) -> frozense
         time.sleep(_POLL_SECONDS)
 
 
+def _watch_foreign(
+    status: Path, flight: Path, ranks: list[RankEvidence], bytes_before: dict[int, int], seconds: float
+) -> frozenset[int]:
+    """Return the ranks of another trainer that save, load or make calls. Their steps may be minutes apart."""
+    if not ranks:
+        return frozenset()
+    time.sleep(seconds)
+    moving = {
+        item.rank
+        for item in ranks
+        if _count_file_bytes(item.own_pid) - bytes_before[item.rank] > _MOVING_BYTES_PER_SECOND * seconds
+    }
+    asked = [item for item in ranks if item.flight is not None and not item.flight.device and item.answered]
+    for item in asked:
+        (flight / f"rank-{item.rank}.json").unlink(missing_ok=True)
+    requested = {item.rank for item in asked if ask_for_flight(status, item.rank)}
+    _wait_for_answers(status, flight, set(), set(requested))
+    for item in asked:
+        later = _read_flight_of(flight, item)
+        if item.rank in requested and later is not None and _count_calls(later) != _count_calls(item.flight):
+            moving.add(item.rank)
+    return frozenset(moving)
+
+
+def _count_file_bytes(pid: int) -> int:
+    """Return the bytes that a process has read and written so far, 0 if unknown."""
+    try:
+        fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        return int(fields["rchar"]) + int(fields["wchar"])
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def _count_calls(flight: FlightDump | None) -> dict[str, int]:
+    return {group: counts.started for group, counts in flight.record.groups.items()} if flight is not None else {}
+
+
+def _read_flight_of(folder: Path, evidence: RankEvidence) -> FlightDump | None:
+    """Return the rank's flight record, None if it has none or did not answer."""
+    file = next((file for file in _flight_files(folder, evidence.rank) if file.exists()), None)
+    if file is None or evidence.answered is False:
+        return None
+    try:
+        return read_flight(file)
+    except DataError as error:
+        if evidence.record is None:
+            raise
+        log.warning("%s; the rank's own record of its calls is used", error)
+        return None
+
+
 def _read_rank(folder: Path, rank: int) -> RankEvidence:
     file = folder / f"rank-{rank}.calls"
     record = read_calls(file)
@@ -206,8 +254,7 @@ def _ask_for_stacks(status: Path, flight: Path, evidence: dict[int, RankEvidence
         with suppress(OSError):
             os.truncate(status / f"rank-{rank}.stack", 0)
             _signal_main_thread(item.pid, number)
-        with suppress(OSError):  # without a reader of the pipe the rank has ended or has no recorder
-            os.close(os.open(status / f"rank-{rank}.ask", os.O_WRONLY | os.O_NONBLOCK))
+        if ask_for_flight(status, rank):
             dumping.add(rank)
         if item.record is None:
             _ask_nccl_watchdog(status / f"nccl-{rank}.pipe")
@@ -221,6 +268,15 @@ def _ask_for_stacks(status: Path, flight: Path, evidence: dict[int, RankEvidence
         elif item.process == "stopped":
             evidence[rank] = replace(item, answered=False, stack=_dump_with_py_spy(item))
     return evidence
+
+
+def ask_for_flight(status: Path, rank: int) -> bool:
+    """Ask a rank for its flight record; False without a reader of the pipe: it has ended or has no recorder."""
+    try:
+        os.close(os.open(status / f"rank-{rank}.ask", os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return True
 
 
 def _wait_for_answers(status: Path, flight: Path, signalled: set[int], dumping: set[int]) -> set[int]:

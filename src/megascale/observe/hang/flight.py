@@ -76,9 +76,12 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
     }
     calls: list[Call] = []
     pending: list[tuple[int, Call]] = []
+    queued: Counter[str] = Counter()
     is_device = False
     # A recorder without calls leaves out the entries.
-    for entry in dump["entries"] if "pg_config" not in dump else dump.get("entries", ()):
+    entries = dump["entries"] if "pg_config" not in dump else dump.get("entries", ())
+    has_start_times = any(entry.get("time_discovered_started_ns") for entry in entries)
+    for entry in entries:
         name, description = entry["process_group"]
         if description == "default_pg":
             group = "world"
@@ -88,14 +91,20 @@ def _convert(dump: dict[str, Any], rank: int, world: int) -> FlightDump:
         is_device |= backend == "nccl"
         sequence = int(entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"])
         op = _convert_op(operation)
-        # Ranks may send different amounts in an all-to-all (Muon's matrices), which is not a mismatch.
-        call = Call(group, sequence, op, 0 if op == "all_to_all" else _count_bytes(entry))
+        call = Call(group, sequence, op, _count_call_bytes(op, entry))
         calls.append(call)
-        if not entry.get("retired") and entry.get("state") != "completed":
+        if entry.get("retired") or entry.get("state") == "completed":
+            continue
+        if backend == "nccl" and has_start_times and entry.get("state") == "scheduled":
+            # The host has launched it, and the device has not reached it: the rank has not joined the call.
+            queued[group] += 1
+        else:
             pending.append((int(entry.get("time_created_ns") or 0), call))
     started: dict[str, int] = {}
     for call in calls:
         started[call.group] = max(started.get(call.group, 0), call.sequence)
+    for group, count in queued.items():
+        started[group] -= count
     open_calls = Counter(call.group for _, call in pending)
     sizes = {group: len(members.get("0" if group == "world" else group, ())) for group in started}
     groups = {group: GroupCounts(sizes[group], count, count - open_calls[group]) for group, count in started.items()}
@@ -123,11 +132,21 @@ def _parse_members(text: Any) -> tuple[int, ...]:
     return tuple(int(rank) for rank in ranks)
 
 
-def _count_bytes(entry: dict[str, Any]) -> int:
-    """Return the bytes of the larger side, as our own record counts them."""
+def _count_call_bytes(op: str, entry: dict[str, Any]) -> int:
+    """Return the bytes of a call that all its members have in common, 0 if they may have none."""
+    if op == "all_to_all":  # ranks may send different amounts (Muon's matrices), which is not a mismatch
+        return 0
+    sides = _count_bytes(entry)
+    if op in ("gather", "scatter"):  # the larger side exists on one rank only
+        return min((side for side in sides if side), default=0)
+    return max(sides)
+
+
+def _count_bytes(entry: dict[str, Any]) -> tuple[int, int]:
+    """Return the bytes of the inputs and of the outputs."""
     totals = []
     for side in ("input", "output"):
         sizes, kinds = entry.get(f"{side}_sizes") or [], entry.get(f"{side}_dtypes") or []
         pairs = zip(sizes, kinds, strict=False)
         totals.append(sum(math.prod(size) * _WIDTHS.get(str(kind), 1) for size, kind in pairs))
-    return max(totals)
+    return totals[0], totals[1]

@@ -54,6 +54,11 @@ class RankEvidence:
     own_pid: int = 0
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether the rank runs another trainer, which has no record of its own."""
+        return self.record is None and bool(self.own_pid)
+
+    @property
     def pid(self) -> int:
         """The process id of the rank, 0 if unknown."""
         return self.record.pid if self.record is not None else self.own_pid

@@ -443,8 +443,7 @@ class _Judge:
 
     def _is_foreign(self, rank: int) -> bool:
         """Return whether a rank runs another trainer, which writes no position."""
-        evidence = self.scene.ranks[rank]
-        return evidence.record is None and evidence.status is None and bool(evidence.own_pid)
+        return self.scene.ranks[rank].is_foreign and self.scene.ranks[rank].status is None
 
     def _describe_stacks(self, ranks: tuple[int, ...]) -> list[str]:
         stacks = [(rank, self.scene.ranks[rank].stack) for rank in ranks if rank in self.scene.ranks]

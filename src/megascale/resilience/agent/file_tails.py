@@ -151,13 +151,16 @@ class MetricsTail:
 
 
 def _parse_step(line: bytes) -> StepFigures | None:
-    """Return the metrics of a training step, None for other records, damaged lines and parts of lines."""
+    """Return the metrics of a training step, None for other records, damaged lines and parts of lines.
+
+    Only steps have `seconds`. Another trainer may print no loss or norm: the rules ignore a constant 0.
+    """
     try:
         record = strict_json.loads(line, max_bytes=_METRICS_CHUNK)
         step = strict_json.to_float(record["step"])
         seconds = strict_json.to_float(record["seconds"])
-        loss = float(record["loss"])
-        grad_norm = float(record["grad_norm"])
+        loss = float(record.get("loss", 0.0))
+        grad_norm = float(record.get("grad_norm", 0.0))
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
     if not 0 <= step < 1 << 53 or not 0 <= seconds < _LONGEST_STEP:

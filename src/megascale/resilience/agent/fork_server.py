@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from megascale.core import terminal
 from megascale.core.exit_record import NO_RECORD, record_of
 from megascale.core.failure import describe_error
-from megascale.core.python_process import disable_bytecode_cache, sleep_at_barriers
+from megascale.core.python_process import disable_bytecode_cache, drop_own_variables, sleep_at_barriers
 from megascale.resilience.protocol.fork_messages import (
     FROM_CHILD,
     FROM_FORK_SERVER,
@@ -198,6 +198,8 @@ def _to_utf8(text: str) -> str:
 
 def _set_up_rank(order: Fork) -> None:
     """Set environment, arguments and log of a rank."""
+    if order.executes:
+        drop_own_variables()
     os.environ.update(order.env)
     sys.argv = ["megascale"] + list(order.arguments)
     log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

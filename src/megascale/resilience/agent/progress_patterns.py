@@ -18,7 +18,8 @@ class ProgressPattern:
 
     Attributes:
         trainer: the program that prints it.
-        pattern: regular expression with a group `step`, and optionally the groups of `Reading`.
+        pattern: regular expression with a group `step`, and optionally the groups of `Reading`. With the groups `epoch`
+            and `epoch_steps`, `step` counts from the begin of the epoch.
         example: a line that the pattern matches.
         is_last_rank: the program prints it on the last rank, not on the first.
     """
@@ -31,21 +32,30 @@ class ProgressPattern:
 
 @dataclass(frozen=True)
 class Reading:
-    """The content of a progress line; None for a number that the line lacks."""
+    """The content of a progress line; None for a number that the line lacks.
+
+    Attributes:
+        total: number of steps that a progress bar has. An evaluation has a bar with another total.
+    """
 
     step: int
     loss: float | None = None
     grad_norm: float | None = None
     tokens_per_second: float | None = None
     is_last_rank: bool = False
+    total: int | None = None
 
+
+# A state of any progress bar, which shows that a rank works.
+BAR = re.compile(r"[0-9]+/[0-9]+ \[[0-9:]+<[0-9]")
 
 SHIPPED = (
     ProgressPattern(
         trainer="megascale.watch",
-        pattern=rf"^megascale step: (?P<step>[0-9]+) loss: (?P<loss>{NUMBER})"
-        rf"(?: tokens_per_second: (?P<tokens_per_second>{NUMBER}))?",
-        example="megascale step: 20 loss: 7.03125 tokens_per_second: 7123.0",
+        # A progress bar leaves the cursor within a line, so it may stand before.
+        pattern=rf"\bmegascale step: (?P<step>[0-9]+) loss: (?P<loss>{NUMBER})"
+        rf"(?: grad_norm: (?P<grad_norm>{NUMBER}))?(?: tokens_per_second: (?P<tokens_per_second>{NUMBER}))?",
+        example="megascale step: 20 loss: 7.03125 grad_norm: 1.25 tokens_per_second: 7123.0",
     ),
     ProgressPattern(
         trainer="torchtitan",
@@ -65,14 +75,16 @@ SHIPPED = (
     ),
     ProgressPattern(
         trainer="Hugging Face Trainer",
-        pattern=rf"(?P<step>[0-9]+)/[0-9]+ \[[0-9:]+<[0-9:?]+, *{NUMBER} *(?:it/s|s/it)",
+        # Bars with a description, such as those of datasets, show other work.
+        pattern=r"^ *[0-9]+%\|[^|]*\| *(?P<step>[0-9]+)/(?P<total>[0-9]+) "
+        rf"\[[0-9:]+<[0-9:?]+, *{NUMBER} *(?:it/s|s/it)",
         example=" 20%|##        | 20/100 [00:14<00:56,  1.42it/s]",
     ),
     ProgressPattern(
         trainer="Lightning",
-        pattern=rf"\bEpoch [0-9]+:.*?\b(?P<step>[0-9]+)/[0-9?]+ \[[0-9:]+<[0-9:?]+"
+        pattern=rf"\bEpoch (?P<epoch>[0-9]+):.*?\b(?P<step>[0-9]+)/(?P<epoch_steps>[0-9]+|\?) \[[0-9:]+<[0-9:?]+"
         rf"(?:,.*?loss(?:_step)?= *(?P<loss>{NUMBER}))?",
-        example="Epoch 0:  20%|##        | 20/100 [00:14<00:56,  1.42it/s, v_num=0, train_loss_step=7.031]",
+        example="Epoch 3:  20%|##        | 20/100 [00:14<00:56,  1.42it/s, v_num=0, train_loss_step=7.031]",
     ),
     ProgressPattern(
         trainer="nanochat",
@@ -106,6 +118,9 @@ def _convert(match: re.Match[str], row: ProgressPattern) -> Reading | None:
     groups = match.groupdict()
     try:
         step = int(groups["step"])
+        if (groups.get("epoch_steps") or "?") != "?":
+            step += int(groups["epoch"]) * int(groups["epoch_steps"])
+        total = int(groups["total"]) if groups.get("total") else None
         numbers = {
             name: float(groups[name].replace(",", ""))
             for name in ("loss", "grad_norm", "tokens_per_second")
@@ -115,4 +130,4 @@ def _convert(match: re.Match[str], row: ProgressPattern) -> Reading | None:
         return None
     if step > _MAX_STEP:
         return None
-    return Reading(step, is_last_rank=row.is_last_rank, **numbers)
+    return Reading(step, is_last_rank=row.is_last_rank, total=total, **numbers)

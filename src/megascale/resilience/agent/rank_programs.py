@@ -20,12 +20,17 @@ from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import UNOBSERVED, read_status
 from megascale.core.untrusted_files import open_regular
+from megascale.errors import DataError
+from megascale.observe.hang.evidence import ask_for_flight
+from megascale.observe.hang.flight import read_flight
 from megascale.resilience.agent.file_tails import LogTail
-from megascale.resilience.agent.progress_patterns import ProgressReader, Reading
+from megascale.resilience.agent.progress_patterns import BAR, ProgressReader, Reading
+from megascale.resilience.agent.saved_checkpoints import SavedCheckpoints
 from megascale.resilience.protocol.agent_messages import Start
 from megascale.resilience.protocol.fork_messages import Fork
 from megascale.resilience.protocol.heartbeat import TAIL_CHARACTERS, truncate
 
+COUNT_INTERVAL = 30.0  # seconds between counts of an unobserved rank's collectives, each of which takes milliseconds
 # Folder of the module that Python imports at the start of another trainer's ranks.
 SITE_FOLDER = Path(__file__).parent / "site"
 
@@ -129,6 +134,13 @@ class RankProgram(ABC):
         """Return True if a node with these ranks writes the run's metrics.jsonl."""
         return 0 in ranks
 
+    def saved_step(self) -> int:
+        """Return the step of the newest complete checkpoint, 0 if unknown."""
+        return 0
+
+    def close(self) -> None:  # noqa: B027 - most programs have nothing to close
+        """End what observes the ranks."""
+
     def signal(self, pid: int, number: int) -> None:
         """Send a signal to a rank's process. Raise ProcessLookupError if it has ended."""
         os.kill(pid, number)
@@ -189,11 +201,81 @@ class OwnTrainer(RankProgram):
         trainer.compute_seconds = status.compute_seconds
 
 
+@dataclass
+class CallCount:
+    """Number of the collectives that a rank has started, by the flight record that it wrote last.
+
+    Attributes:
+        total: the number, 0 before the first record.
+        asked: time of the last request for a record, on the monotonic clock.
+    """
+
+    total: int = 0
+    asked: float = 0.0
+
+    def update(self, rank: int, status: Path, flight: Path) -> None:
+        """Read the record that was requested last, and request the next one."""
+        current_time = time.monotonic()
+        if current_time - self.asked < COUNT_INTERVAL:
+            return
+        self.asked = current_time
+        with contextlib.suppress(OSError, DataError):
+            groups = read_flight(flight / f"rank-{rank}.json").record.groups
+            self.total = sum(counts.started for counts in groups.values())
+        ask_for_flight(status, rank)
+
+
+@dataclass
+class ObservedRank:
+    """The log of a rank in one attempt, and the counts that it shows.
+
+    Attributes:
+        tail: reader of the log.
+        calls: counter of the rank's collectives.
+        lines: number of lines.
+        bars: number of states of progress bars other than the trainer's own.
+        total: steps of the trainer's own progress bar, the first one; None before it.
+        first_step: the first complete step, None before it.
+    """
+
+    tail: LogTail
+    calls: CallCount
+    lines: int = 0
+    bars: int = 0
+    total: int | None = None
+    first_step: int | None = None
+
+    def read(self, lines: Sequence[str], reader: ProgressReader) -> list[Reading]:
+        """Count new lines and return the steps in them."""
+        self.lines += len(lines)
+        readings = []
+        for line in lines:
+            reading = reader.read(line)
+            if reading is not None and self.total is None:
+                self.total = reading.total
+            if reading is not None and reading.total in (None, self.total):
+                readings.append(reading)
+            elif BAR.search(line[:4000]):
+                self.bars += 1
+        return readings
+
+    def make_progress(self, first_step: int, step: int, time_ns: int = 0) -> Progress:
+        """Return the progress of a rank whose newly seen steps are `first_step` to `step`."""
+        if self.first_step is None:
+            self.first_step = first_step or 1  # a progress bar is shown at 0 before the first step
+        completed_steps = max(0, step - self.first_step + 1)
+        return Progress("train", step, self.describe_bars(), time_ns=time_ns, completed_steps=completed_steps)
+
+    def describe_bars(self) -> str:
+        """Return the count of other progress bars as an action, "" without such a bar."""
+        return f"{self.bars} states of other progress bars" if self.bars else ""
+
+
 class ForeignProgram(RankProgram):
     """Another trainer's command, in torchrun's environment.
 
     Its progress is read from the lines of its log, or from the status file that `megascale.watch` writes. A rank that
-    shows neither is unobserved: its progress is the growth of its log.
+    shows neither is unobserved: its progress is the growth of its log and the number of its collectives.
 
     Args:
         run: the run folder on this node.
@@ -211,8 +293,8 @@ class ForeignProgram(RankProgram):
         self._last_rank = 0
         self._has_metrics = False
         self._environment: dict[str, str] = {}
-        self._logs: dict[int, LogTail] = {}
-        self._lines: dict[int, int] = {}
+        self._ranks: dict[int, ObservedRank] = {}
+        self._checkpoints: SavedCheckpoints | None = None
 
     def prepare(self, order: Start) -> None:
         """Make the folders of the diagnosis, and remove files that describe processes of an earlier attempt."""
@@ -224,6 +306,8 @@ class ForeignProgram(RankProgram):
             files += self._flight.glob(f"rank-{rank}.*")
             for file in files:
                 file.unlink(missing_ok=True)
+        if self._foreign.checkpoints and 0 in order.ranks:
+            self._checkpoints = SavedCheckpoints(self._foreign.folder, self._foreign.checkpoints)
         self._last_rank = order.world - 1
         self._environment = self._make_environment(order)
 
@@ -233,7 +317,10 @@ class ForeignProgram(RankProgram):
             # Names before and after torch 2.9.
             "TORCH_FR_BUFFER_SIZE": "2000",
             "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            # Without it the record does not say whether the device has reached a call, nor how long calls take.
+            "TORCH_NCCL_ENABLE_TIMING": "1",
             "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(self._flight / "nccl_trace_rank_"),
             "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(self._status / "nccl-"),
             "PYTHONUNBUFFERED": "1",
@@ -260,8 +347,7 @@ class ForeignProgram(RankProgram):
     def make_fork(self, rank: int, attempt: int, environment: Mapping[str, str], log: Path) -> Fork:
         """Return the order to execute the command as a rank."""
         log_start = log.stat().st_size if log.exists() else 0
-        self._logs[rank] = LogTail(log, log_start)
-        self._lines[rank] = 0
+        self._ranks[rank] = ObservedRank(LogTail(log, log_start), CallCount(asked=time.monotonic()))
         variables = self._environment | dict(environment) | {"ROLE_RANK": str(rank)}
         del variables[REPLICA_VARIABLE]  # a secret of this package's checkpoint services, which do not run
         return Fork(
@@ -278,23 +364,36 @@ class ForeignProgram(RankProgram):
         """Return True if a rank of this node has printed the run's metrics."""
         return self._has_metrics
 
+    def saved_step(self) -> int:
+        """Return the step of the newest complete checkpoint on the node of rank 0, 0 if unknown."""
+        return self._checkpoints.step if self._checkpoints is not None else 0
+
+    def close(self) -> None:
+        """End the search for checkpoints."""
+        if self._checkpoints is not None:
+            self._checkpoints.stop()
+
     def signal(self, pid: int, number: int) -> None:
         """Signal the rank's process group, since the command may be a script that started the trainer."""
         os.killpg(pid, number)
 
     def read_progress(self, trainer: TrainerProcess) -> None:
         """Read the new lines of a rank's log and the file of `megascale.watch`."""
-        lines = self._logs[trainer.rank].read_lines(at_carriage_returns=True)
-        self._lines[trainer.rank] += len(lines)
-        readings = [reading for reading in map(self._reader.read, lines) if reading is not None]
+        log = self._ranks[trainer.rank]
+        lines = log.tail.read_lines(at_carriage_returns=True)
+        readings = log.read(lines, self._reader)
         status = read_status(self._status / f"rank-{trainer.rank}.status")
         if status is not None:
             trainer.compute_seconds = status.compute_seconds
-            trainer.advance(Progress("train", status.step, time_ns=status.time_ns, completed_steps=1))
+            trainer.advance(log.make_progress(status.step, status.step, status.time_ns))
         elif readings:
-            trainer.advance(Progress("train", readings[-1].step, completed_steps=1))
+            trainer.advance(log.make_progress(readings[0].step, readings[-1].step))
+        elif trainer.progress is not None and trainer.progress.phase == "train":
+            trainer.advance(trainer.progress._replace(action=log.describe_bars()))
         elif trainer.progress is None or trainer.progress.phase == UNOBSERVED:
-            trainer.advance(Progress(UNOBSERVED, 0, action=f"{self._lines[trainer.rank]} lines of output"))
+            log.calls.update(trainer.rank, self._status, self._flight)
+            action = f"{log.lines} lines of output, {log.calls.total} collectives"
+            trainer.advance(Progress(UNOBSERVED, 0, action=action))
         self._write_metrics(trainer.rank, readings)
 
     def _write_metrics(self, rank: int, readings: Sequence[Reading]) -> None:

@@ -180,6 +180,7 @@ class Telemetry:
             step_seconds=self._read_optional("step times", self._trainers.step_seconds, {}),
             disks=self._read_optional("free disk space", self._trainers.disks, {}),
             leaving=self.leaving,
+            saved_step=self._read_optional("checkpoints", self._trainers.saved_step, 0),
         )
         return self.newest
 

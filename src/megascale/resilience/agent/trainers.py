@@ -191,6 +191,7 @@ class Trainers:
             self.start_server()
         logs = self.run / "logs"
         logs.mkdir(parents=True, exist_ok=True)
+        self.program.close()
         self.program = self._choose_program(order)
         self.program.prepare(order)
         common = order.env | {
@@ -293,6 +294,10 @@ class Trainers:
     def step_seconds(self) -> dict[int, float]:
         """Return {rank: compute seconds of the last step}."""
         return {rank: trainer.compute_seconds for rank, trainer in self.trainers.items() if trainer.compute_seconds}
+
+    def saved_step(self) -> int:
+        """Return the step of the newest complete checkpoint of another trainer, 0 if unknown."""
+        return self.program.saved_step()
 
     def disks(self) -> dict[str, float]:
         """Return {folder: free bytes} of the disks that trainers write to, {} unless a trainer has failed."""

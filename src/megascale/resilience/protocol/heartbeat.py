@@ -129,6 +129,7 @@ class Heartbeat(Message, frozen=True):
         step_seconds: rank -> compute seconds per step, without communication waits.
         disks: folder -> free bytes on its disk; filled after a worker failed.
         leaving: the agent is ending and starts no more ranks.
+        saved_step: step of the newest complete checkpoint of another trainer; 0 if unknown.
     """
 
     job: NonEmptyName
@@ -148,6 +149,7 @@ class Heartbeat(Message, frozen=True):
     step_seconds: Annotated[dict[Rank, Finite], _ITEMS] = field(default_factory=dict)
     disks: Annotated[dict[Name, Finite], _ITEMS] = field(default_factory=dict)
     leaving: bool = False
+    saved_step: Count = 0
 
     @property
     def is_finished(self) -> bool:

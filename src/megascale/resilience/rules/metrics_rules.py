@@ -31,7 +31,9 @@ SLOW_STEPS = 20
 
 # A slow node is compared with ranks that do the same work (MegaScale section 5.1 found hosts 10% slower).
 SLOW_NODE = 1.25
-SLOW_NODE_QUARTILE = 1.15  # The lower quartile must exceed this too.
+# Another trainer has no spans that would show a smaller slow-down, so its ranks are named from this ratio on.
+FOREIGN_SLOW_NODE = 1.12
+QUARTILE_SHARE = 0.6  # of the slow-down, which the lower quartile must exceed too
 SLOW_BEATS = 20
 POOLED_RANKS = 64  # ranks of a stage from which the usual time is computed once for all
 CHECKSUM_BEATS = 10  # heartbeats in which copies of one step are compared
@@ -46,7 +48,8 @@ _OTHER_PROCESSES = "host: processes"  # Other processes on a shared machine are 
 @slow
 def losses(view: View) -> list[Verdict]:
     """Return verdicts on gradients that are not finite, and on losses and norms that jump."""
-    metrics = view.metrics
+    # Another trainer may print them in some steps only.
+    metrics = [metric for metric in view.metrics if metric.loss or metric.grad_norm]
     if not metrics:
         return []
     last = metrics[-1]
@@ -121,6 +124,15 @@ class _Usual:
     peers: int
 
 
+@dataclass(frozen=True)
+class _Slowness:
+    """A slow rank: its compute time divided by the usual one, and the evidence."""
+
+    rank: int
+    ratio: float
+    sentence: str
+
+
 @slow
 def slow_nodes(view: View) -> list[Verdict]:
     """Return a verdict for each node whose ranks compute longer than those of the same pipeline stage elsewhere."""
@@ -131,19 +143,25 @@ def slow_nodes(view: View) -> list[Verdict]:
     for rank in series:
         if rank < view.grid.world_size:
             stages[view.grid.coordinate(rank).pipeline].append(rank)
-    evidence: dict[str, list[str]] = defaultdict(list)
-    guilty: dict[str, list[int]] = defaultdict(list)
+    least = FOREIGN_SLOW_NODE if view.is_foreign else SLOW_NODE
+    findings: dict[str, list[_Slowness]] = defaultdict(list)
     for ranks in stages.values():
         for rank, usual in _compare_with_peers(ranks, series):
-            sentence = _explain_slowness(rank, series[rank], usual)
-            if sentence:
-                node = series[rank].member.node
-                evidence[node].append(sentence)
-                guilty[node].append(rank)
-    return [
-        Verdict(Event.SLOW_NODE, (node,), tuple(guilty[node]), "evict", tuple(sentences[:8]))
-        for node, sentences in evidence.items()
-    ]
+            slowness = _judge_slowness(rank, series[rank], usual, least)
+            if slowness is not None:
+                findings[series[rank].member.node].append(slowness)
+    return [_judge_slow_node(view, node, by_rank) for node, by_rank in findings.items()]
+
+
+def _judge_slow_node(view: View, node: str, findings: list[_Slowness]) -> Verdict:
+    worst = max(finding.ratio for finding in findings)
+    action: Action = "alert"
+    if worst >= SLOW_NODE:
+        action = "evict"
+    elif worst >= 1 + view.slow_least:
+        action = view.slow_action
+    ranks = tuple(finding.rank for finding in findings)
+    return Verdict(Event.SLOW_NODE, (node,), ranks, action, tuple(finding.sentence for finding in findings[:8]))
 
 
 def _read_series(member: RankView) -> dict[int, _Series]:
@@ -193,20 +211,22 @@ def _ninth_decile(ordered: list[float]) -> float:
     return ordered[int(0.9 * len(ordered))]
 
 
-def _explain_slowness(rank: int, series: _Series, usual: _Usual) -> str:
-    """Return why a rank is slow, "" if it is not."""
+def _judge_slowness(rank: int, series: _Series, usual: _Usual, least: float) -> _Slowness | None:
+    """Return the slowness of a rank, None if its ratio to the usual time is below `least` or uncertain."""
     typical = usual.typical
     seconds = median(series.seconds)
     quartile = sorted(series.seconds)[len(series.seconds) // 4]
-    if seconds < SLOW_NODE * typical or quartile < max(SLOW_NODE_QUARTILE * typical, usual.noise):
-        return ""
+    least_quartile = 1 + QUARTILE_SHARE * (least - 1)
+    if seconds < least * typical or quartile < max(least_quartile * typical, usual.noise):
+        return None
     if seconds - typical < _LEAST_DIFFERENCE:
-        return ""
-    return (
+        return None
+    sentence = (
         f"rank {rank} on {series.member.node} computes {seconds:.3g} s per step, {seconds / typical:.2f} x the "
         f"{typical:.3g} s of {usual.peers} rank{'s' * (usual.peers > 1)} with the same work elsewhere, over "
         f"{len(series.seconds)} heartbeats"
     )
+    return _Slowness(rank, seconds / typical if typical else math.inf, sentence)
 
 
 # weights --------------------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.table import quick
 from megascale.resilience.rules.view import RankView, Verdict, View
 
-# A phase may go without change for this many times its longest usual duration, and at least for the floor.
-GRACE_PERIOD = 5.0
+# Another trainer's phase may go without change for this many times its longest usual duration. Its ranks are then asked
+# whether they move, so the limit can be shorter than for this package's trainer.
+FOREIGN_GRACE_PERIOD = 2.5
 FLOOR = 10.0  # seconds; a hang must be known within 15
 LONG_FLOOR = 60.0  # seconds; a larger checkpoint or evaluation than the last one is not a hang
 _LONG_PHASES = ("save", "evaluate", "load")
@@ -109,9 +110,10 @@ def _judge_unobserved_start(view: View) -> list[Verdict]:
         "a progress pattern; set foreign.patterns, or call megascale.watch.step in the trainer"
     )
     if min(ages) <= view.first_step:
-        text += "; its logs grow, so it continues, and hangs are not noticed"
+        text += "; its logs or its collectives grow, so it continues"
         return [Verdict(Event.START_TOO_SLOW, (), (), "alert", (text,))]
-    return [Verdict(Event.START_TOO_SLOW, (), (), "recover", (text, f"no log has grown for {min(ages):.0f} s"))]
+    still = f"no log has grown and no rank has made a further collective for {min(ages):.0f} s"
+    return [Verdict(Event.HANG, (), (), "recover", (text, still))]
 
 
 @quick
@@ -146,7 +148,7 @@ def hang(view: View) -> list[Verdict]:
         allowance = f"a process is stopped, for which {limit:g} s are allowed"
     else:
         phase = running[exceeding][1].phase
-        allowance = f"phase {phase!r} may last {limit:.1f} s without change, {GRACE_PERIOD:g} x the longest usual"
+        allowance = f"phase {phase!r} may last {limit:.1f} s without change, {view.grace_period:g} x the longest usual"
     steps = sorted({worker.step for _, worker in running})
     oldest = sorted(range(len(running)), key=lambda i: ages[i])[-8:]
     evidence = [
@@ -170,7 +172,7 @@ def allowed_age(view: View, worker: Worker) -> float:
         return view.first_step
     if view.phase == "starting":
         usual = view.usual_durations.get(FIRST_STEP, view.first_step)
-        return min(view.first_step, max(LONG_FLOOR, GRACE_PERIOD * usual))
+        return min(view.first_step, max(LONG_FLOOR, view.grace_period * usual))
     longest = view.usual_durations.get(worker.phase)
     if longest is None:
         return view.first_step
@@ -178,7 +180,7 @@ def allowed_age(view: View, worker: Worker) -> float:
         floor = LONG_FLOOR
     else:
         floor = FLOOR
-    return max(floor, GRACE_PERIOD * longest)
+    return max(floor, view.grace_period * longest)
 
 
 def _describe_position(worker: Worker) -> str:

@@ -144,6 +144,9 @@ class View:
         metrics: of this attempt's last steps, oldest first.
         slow_findings: slow machines by recorded spans of this attempt; empty if the driver does not see them.
         slow_action, slow_least: the action for a machine that is slower by that share or more.
+        grace_period: times the longest usual duration of a phase for which it may go without change.
+        is_foreign: the ranks run another trainer's command.
+        saved_step: step of the newest complete checkpoint of such a trainer; 0 if unknown.
     """
 
     job: str
@@ -163,6 +166,9 @@ class View:
     slow_findings: tuple[SlowFinding, ...] = ()
     slow_action: Action = "alert"
     slow_least: float = 0.1
+    grace_period: float = 5.0
+    is_foreign: bool = False
+    saved_step: int = 0
     _workers: list[tuple[RankView, Worker]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def snapshot(self) -> View:

@@ -156,8 +156,10 @@ def _step_families(driver: Driver) -> list[Family]:
     step = Family("megascale_last_step", "gauge", "The step of the loss.")
     if view.metrics:
         last = view.metrics[-1]
-        loss.add(last.loss)
-        norm.add(last.grad_norm)
+        if last.loss:  # 0 means that another trainer prints none
+            loss.add(last.loss)
+        if last.grad_norm:
+            norm.add(last.grad_norm)
         seconds.add(statistics.median(metric.seconds for metric in view.metrics[-50:]))
         step.add(last.step)
     return [loss, norm, seconds, step] + _compute_families(view)

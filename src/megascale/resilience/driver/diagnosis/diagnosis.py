@@ -23,10 +23,13 @@ from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.transitions import JobEvent
 from megascale.resilience.protocol.heartbeat import Worker
+from megascale.resilience.rules.silence import LONG_FLOOR, allowed_age, status_age
 from megascale.resilience.rules.table import evict_repeat_offenders
 from megascale.resilience.rules.view import Action, Verdict, View
 
 SETTLING_SECONDS = 0.3  # after a first failed rank, in which others of the same cause show
+PAUSE_FACTOR = 4.0  # times the limit of a hang for which ranks may stand still if none waits for another
+PAUSE_INTERVAL = 5.0  # seconds between examinations of another trainer's ranks that move without a step
 HISTORY_INTERVAL = 1.0  # seconds between looks at the history of all nodes
 # Wrong calls come from the code: once they may come from a corrupted state, twice they will come again.
 _CODE_FAULTS = frozenset({"mismatched collective", "missing send", "missing call"})
@@ -58,6 +61,7 @@ class Diagnosis:
     _is_judging_history: bool = field(default=False, init=False)
     _history_judged: float = field(default=0.0, init=False)
     _history_duration: float = field(default=0.0, init=False)
+    _pause_end: float = field(default=0.0, init=False)  # until which a pause of another trainer is not examined again
 
     def judge(self, current_time: float) -> None:
         """Apply the rules to the observations and act on the verdicts."""
@@ -79,7 +83,7 @@ class Diagnosis:
             self.tasks.spawn(self._judge_history(view.snapshot()))
         verdicts = rules.judge(view, rules.QUICK)
         hang = next((verdict for verdict in verdicts if verdict.kind == Event.HANG), None)
-        if hang is not None and not self._is_explaining:
+        if hang is not None and not self._is_explaining and current_time >= self._pause_end:
             self._is_explaining = True
             self.tasks.spawn(self._explain(hang, view))
         self.response.act([verdict for verdict in verdicts if verdict.kind != Event.HANG])
@@ -112,8 +116,16 @@ class Diagnosis:
             verdict = await asyncio.to_thread(refine_hang, hang, view, scene, layout)
         finally:
             self._is_explaining = False
+        if verdict.action == "alert":
+            self._pause_end = time.monotonic() + PAUSE_INTERVAL
         if self.job.state.attempt == view.attempt:
             self.response.act([verdict])
+
+
+def _may_be_a_pause(view: View) -> bool:
+    """Return whether another trainer's ranks, of which none waits for another, may still be in an evaluation."""
+    ages = [(status_age(view, member, worker), allowed_age(view, worker)) for member, worker in view.workers()]
+    return any(age < max(LONG_FLOOR, PAUSE_FACTOR * limit) for age, limit in ages)
 
 
 def refine_hang(verdict: Verdict, view: View, scene: Scene, layout: Layout | None) -> Verdict:
@@ -132,6 +144,9 @@ def refine_hang(verdict: Verdict, view: View, scene: Scene, layout: Layout | Non
     nodes = tuple(dict.fromkeys(member.node for rank in hang.ranks for member in view.members if rank in member.ranks))
     evidence = (format_headline(hang),) + hang.evidence[:10] + verdict.evidence
     action: Action = "diagnose" if hang.kind == "network" else "recover"
+    if view.is_foreign and hang.kind == "none" and (scene.moving or _may_be_a_pause(view)):
+        text = f"the start is not ended, since it may save, load or evaluate: {hang.evidence[0]}"
+        return replace(verdict, action="alert", evidence=(text,) + verdict.evidence)
     is_repeated = any(past.kind == Event.HANG and past.cause == hang.kind for _, past in view.past)
     needs_person = hang.kind in _CODE_FAULTS and is_repeated
     if needs_person:

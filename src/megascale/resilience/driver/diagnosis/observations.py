@@ -6,6 +6,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megascale.core.events import Event
 from megascale.core.grid import Grid
@@ -19,7 +20,7 @@ from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.driver.state.transitions import JobEvent
 from megascale.resilience.protocol.agent_messages import Steps
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
-from megascale.resilience.rules.silence import FIRST_STEP, GRACE_PERIOD
+from megascale.resilience.rules.silence import FIRST_STEP, FOREIGN_GRACE_PERIOD
 from megascale.resilience.rules.view import Metric, SlowFinding, View
 
 METRICS_LIMIT = 400  # remembered steps
@@ -109,14 +110,27 @@ class Observations:
             slow_findings=self.slow_findings(),
             slow_action=limits.slow_action,
             slow_least=limits.slow_least,
+            **self._describe_foreign(),
         )
+
+    def _describe_foreign(self) -> dict[str, Any]:
+        """Return the fields of the view for another trainer's command, {} for this package's trainer."""
+        if not self.settings.config.foreign.command:
+            return {}
+        return {"is_foreign": True, "grace_period": FOREIGN_GRACE_PERIOD, "saved_step": self.saved_step}
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the newest complete checkpoint that an agent has seen; 0 if unknown."""
+        heartbeats = [node.heartbeat for node in self.nodes.all()]
+        return max((heartbeat.saved_step for heartbeat in heartbeats if heartbeat is not None), default=0)
 
     def _usual_durations(self) -> dict[str, float]:
         """Return the longest usual duration of each phase; another trainer's steps may pause as long as configured."""
         durations = self._durations.usual()
         pause = self.settings.config.foreign.pause
         if pause:
-            durations["train"] = max(durations.get("train", 0.0), pause / GRACE_PERIOD)
+            durations["train"] = max(durations.get("train", 0.0), pause / FOREIGN_GRACE_PERIOD)
         return durations
 
     def learn_durations(self, previous: Heartbeat | None, heartbeat: Heartbeat) -> None:
@@ -144,6 +158,7 @@ class Observations:
         if self._attempt != self.job.state.attempt:
             self._attempt = self.job.state.attempt
             self._first_steps = {}
+        furthest_step = self.job.state.step
         for worker in workers:
             if worker.phase not in ("train", "save", "evaluate", "done"):
                 continue
@@ -155,4 +170,27 @@ class Observations:
                 self.job.apply(JobEvent.FIRST_STEP)
                 seconds = current_time - self.attempts.started
                 text = f"first step of attempt {self.job.state.attempt} after {seconds:.2f} s"
-                self.record_event(Event.FIRST_STEP, evidence=(text,), seconds=seconds, step=worker.step)
+                evidence = (text,) + self._describe_resumption(worker, furthest_step)
+                self.record_event(Event.FIRST_STEP, evidence=evidence, seconds=seconds, step=worker.step)
+
+    def _describe_resumption(self, worker: Worker, furthest_step: int) -> tuple[str, ...]:
+        """Return what another trainer's first step after a restart says about its checkpoints.
+
+        Args:
+            worker: the rank that shows the step.
+            furthest_step: the last step of the attempts before.
+        """
+        if not self.settings.config.foreign.command or self.job.state.attempt == 1:
+            return ()
+        step = worker.step - max(0, worker.completed_steps - 1)
+        saved_step = self.saved_step
+        repeated = max(0, furthest_step - step + 1)
+        text = f"it is step {step}; {repeated} steps are repeated"
+        if saved_step > step:
+            text += (
+                f"; the trainer did not resume from its newest checkpoint, that of step {saved_step}: check the "
+                "option by which it resumes"
+            )
+        elif saved_step:
+            text += f"; the newest checkpoint is that of step {saved_step}"
+        return (text,)

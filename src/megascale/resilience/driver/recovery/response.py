@@ -142,7 +142,7 @@ class Response:
 
     def fail(self, reason: str, *, code: int, end_step: int) -> None:
         """End the job; if it ended within a step, after that step and its samples are named."""
-        if not end_step:
+        if not end_step or self.settings.config.foreign.command:  # another trainer's samples are unknown
             self.attempts.fail(reason, code)
             return
         self._is_ending = True

@@ -1,0 +1,32 @@
+"""The newest complete checkpoint of another trainer, by the names that five trainers give to theirs."""
+
+from __future__ import annotations
+
+import pytest
+
+from megascale.config import load
+from megascale.errors import ConfigError
+from megascale.resilience.agent.saved_checkpoints import find_saved_step
+
+
+@pytest.mark.parametrize(
+    ("pattern", "complete", "incomplete"),
+    [
+        ("step-{step}/.metadata", "step-20/.metadata", "step-25/__0_0.distcp"),
+        ("iter_{step}/.metadata", "iter_0000020/.metadata", "iter_0000025/common.pt"),
+        ("checkpoint-{step}/trainer_state.json", "checkpoint-20/trainer_state.json", "checkpoint-25/model.safetensors"),
+        ("epoch=*-step={step}.ckpt", "epoch=3-step=20.ckpt", "epoch=3-step=25.ckpt.tmp"),
+        ("model_{step}.pt", "model_000020.pt", "model_000025.pt.tmp"),
+    ],
+)
+def test_the_newest_complete_checkpoint_counts(pattern, complete, incomplete, tmp_path):
+    assert find_saved_step(str(tmp_path / pattern)) == 0
+    for name in (complete, complete.replace("20", "15"), incomplete, complete.replace("20", "last")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert find_saved_step(str(tmp_path / pattern)) == 20
+
+
+def test_a_pattern_without_a_step_is_refused():
+    with pytest.raises(ConfigError, match=r"foreign.checkpoints='out/last' must have {step} once"):
+        load(None, ["--foreign.checkpoints=out/last"])
