@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from megascale.core import strict_json
-from megascale.errors import ConfigError, describe_install
+from megascale.errors import ConfigError, DataError, describe_install
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,6 +43,14 @@ def load_for_gpus(file: Path | None, overrides: Sequence[str]) -> Config:
     from megascale import api
 
     config = api.adopt_imported_model(load_command_line(file, list(overrides)))
+    if config.model.vocab_size is None and config.data.train and config.checkpoint.start_from is None:
+        try:
+            config = api.resolve(config)
+        except DataError as error:
+            raise ConfigError(
+                f"model.vocab_size is not set, and the data that would give it cannot be read: {error}; set "
+                "--model.vocab_size=N"
+            ) from None
     return resolve_precision(config, bfloat16=True)
 
 

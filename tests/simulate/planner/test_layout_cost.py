@@ -363,3 +363,14 @@ def test_context_parallelism_is_proposed_for_long_sequences(megascale):
     divided = megascale(*arguments, "--train.precision=bfloat16", "--parallel.context=4")
     assert divided.returncode == 0
     assert "tensor 1 x context 4 x data 1 x pipeline 1" in " ".join(divided.stdout.replace("│", "").split())
+
+
+def test_the_vocabulary_is_that_of_the_data(tmp_path, megascale):
+    built = megascale("data", "build", "--input", __file__, "--vocab-size", 300, "--out", tmp_path / "tokens")
+    assert built.returncode == 0, built.stderr
+    settings = ("--gpus", 2, "--parallel.data=2", f"--data.train={tmp_path}/tokens/train", "--train.global_batch=16")
+    assert "fits" in megascale("plan", *settings).stdout
+    unreadable = megascale("plan", *settings[:3], f"--data.train={tmp_path}/elsewhere/train")
+    assert unreadable.returncode == 2
+    assert "the data that would give it cannot be read" in unreadable.stderr
+    assert "set --model.vocab_size=N" in unreadable.stderr
