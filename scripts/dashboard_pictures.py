@@ -4,6 +4,7 @@
     python -m benchmarks dashboard --folder runs/big        # makes the second
     scripts/dashboard_pictures.py RUNS [--out docs/images] [--chromium /usr/bin/chromium]
     python -m benchmarks fleet --folder runs/fleet && scripts/dashboard_pictures.py runs/fleet --only fleet
+    scripts/dashboard_pictures.py RUNS --only experts           # of a run `moe` whose model has experts
     megascale faults inject stop-rank --run RUNS/demo --rank 5 && scripts/dashboard_pictures.py RUNS --only hang
 
 The last is of a job that runs: `make demo`, or megascale launch examples/demo.toml.
@@ -28,6 +29,7 @@ PICTURES = (
     ("hang", "grid?run=demo&figure=wait.tensor", "dark", ("click section[aria-label=hang] button",)),
     ("nodes", "nodes?run=demo&node=n1", "light", ()),
     ("plan", "plan?run=demo", "light", ()),
+    ("experts", "overview?run=moe", "light", ("part section[aria-label=experts]",)),
 )
 
 
@@ -41,9 +43,8 @@ def main() -> int:
     parser.add_argument("--chromium", default=shutil.which("chromium") or shutil.which("google-chrome"))
     parser.add_argument("--only", default="", help="names, separated by commas")
     inputs = parser.parse_args()
-    expected = (
-        inputs.only.split(",") if inputs.only else [name for name, *_ in PICTURES if name not in ("fleet", "hang")]
-    )
+    needs_own_run = ("fleet", "hang", "experts")
+    expected = inputs.only.split(",") if inputs.only else [name for name, *_ in PICTURES if name not in needs_own_run]
     command = [
         sys.executable,
         "-m",
@@ -69,14 +70,17 @@ def main() -> int:
                 page = context.new_page()
                 page.goto(f"{result[0]}{view}")
                 page.wait_for_selector("main[data-ready]")
+                target = page
                 for step in steps:
                     subject, _, where = step.partition(" ")
                     if subject == "click":
                         page.locator(where).first.click()
+                    elif subject == "part":
+                        target = page.locator(where)
                     else:
                         page.wait_for_selector(where)
                 page.wait_for_timeout(1500)  # for a picture, not a test: drawings and live state come in
-                page.screenshot(path=inputs.out / f"dashboard-{name}.png")
+                target.screenshot(path=inputs.out / f"dashboard-{name}.png")
                 context.close()
             browser.close()
     finally:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from benchmarks import __main__ as benchmarks
 from benchmarks.__main__ import BENCHMARKS
 from megascale.cli.bench import BENCHES, MOVED
-from megascale.cli.main import COMMANDS, app, command_line
+from megascale.cli.main import COMMANDS, PANELS, app, command_line
 from tests.chaos import __main__ as chaos
 from tests.chaos.__main__ import CAMPAIGNS
 
@@ -117,3 +117,7 @@ def test_help_shows_words_in_brackets(app, monkeypatch):
             assert "".join(text.split()) in shown, f"{' '.join(arguments)}: {text} is not shown"
             checked += 1
     assert checked
+
+
+def test_each_command_has_one_panel():
+    assert sorted(name for names in PANELS.values() for name in names) == sorted(COMMANDS)

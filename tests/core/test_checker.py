@@ -203,7 +203,7 @@ def test_an_action_outside_the_sizes_is_found():
         check_order(schedule.replace_actions(lists))
 
 
-@pytest.mark.parametrize(("p", "v", "m"), [(64, 1, 512), (64, 2, 512), (8, 6, 32), (35, 3, 280), (64, 2, 500)])
+@pytest.mark.parametrize(("p", "v", "m"), [(64, 1, 256), (64, 2, 256), (8, 6, 32), (35, 3, 140), (64, 2, 250)])
 def test_large_schedules(p, v, m):
     report = check_schedule(pipeline_schedule(p, v, m), seed=7)
     assert report.messages == 2 * (p * v - 1) * m

@@ -32,9 +32,13 @@ def test_what_cannot_be_captured(graphs):
     assert why(requested, tensor=2) == ""
     assert "only overlap.tensor=fused" in why(requested, "overlap.tensor=async", tensor=2)
     assert "dropout" in why(requested, "model.dropout=0.1")
-    assert "zero=2" in why(requested, "parallel.zero=2", data=2)
-    assert why(requested, "parallel.zero=2") == ""
-    assert "zero=3" in why(requested, "parallel.zero=3", data=2)
+    for zero in ("parallel.zero=2", "parallel.zero=3"):
+        assert why(requested, zero, data=2) == ""
+        assert why(requested, zero, tensor=2) == ""
+        assert f"{zero} cuts graphs" in why(requested, zero, data=2, tensor=2)
+    rowwise = (requested, "train.linear_precision=float8_rowwise")
+    assert why(*rowwise, "parallel.zero=2", data=2) == ""
+    assert "makes copies of all" in why(*rowwise, "parallel.zero=3", data=2)
     assert why("kernels.graphs=off") == "kernels.graphs=off"
 
 

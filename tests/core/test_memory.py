@@ -485,3 +485,41 @@ def test_layers_of_different_kinds_are_summed_one_by_one(split):
         math.prod(shape) * (1 + len(names(name, shape))) for name, shape in logical_shapes(config.model).items()
     )
     assert count_checkpoint_elements("muon", config.model) == stored
+
+
+def test_float8_gathers_of_zero_3_keep_no_copies_of_all_matrices():
+    """A slot holds rows and transposes, and a rank the bytes of its shards."""
+    model = {"layers": 8, "hidden": 256, "heads": 4, "sequence_length": 128, "vocab_size": 1024}
+
+    def estimate(gather: str) -> memory.MemoryEstimate:
+        config = configure(
+            model,
+            {"zero": 3, "gather_precision": gather},
+            {"micro_batch": 1, "global_batch": 4, "precision": "bfloat16"},
+        )
+        layout = lay_out(config, 4)
+        return estimate_stage_memory(
+            config.model, config.parallel, layout.grid, layout.schedule(), 0, 1, "bfloat16", linear_precision="float8"
+        )
+
+    cast, gathered = estimate("default"), estimate("auto")
+    assert cast.weight_copies == 2 * 8 * 12 * 256**2
+    assert gathered.weight_copies == cast.weight_copies / 2 / 4
+    assert gathered.weights == cast.weights
+
+
+def test_offloaded_state_takes_slots_of_the_device_only():
+    model = {"layers": 32, "hidden": 4096, "heads": 32, "sequence_length": 128, "vocab_size": 1024}
+    config = configure(model, train={"micro_batch": 1, "global_batch": 1, "precision": "bfloat16"})
+    layout = lay_out(config, 1)
+
+    def estimate(offload: bool) -> memory.MemoryEstimate:
+        return estimate_stage_memory(
+            config.model, config.parallel, layout.grid, layout.schedule(), 0, 1, "bfloat16", offload=offload
+        )
+
+    on_device, on_host = estimate(False), estimate(True)
+    assert on_host.optimizer == 3 * memory.OFFLOAD_SLOTS * 4 * memory.OFFLOAD_ELEMENTS
+    assert on_host.total - on_host.optimizer == on_device.total - on_device.optimizer
+    parameters = on_device.weights // 2
+    assert memory.count_offloaded_bytes(parameters, 1, "bfloat16") == on_device.optimizer

@@ -212,3 +212,10 @@ def test_long_rounds_take_as_many_microbatches_of_a_chunk_in_turn(p, v, m, micro
 def test_rounds_of_the_pipelines_length_are_the_default():
     assert pipeline_schedule(4, 3, 12, False, 4) == pipeline_schedule(4, 3, 12)
     assert pipeline_schedule(4, 3, 12, False, 12) != pipeline_schedule(4, 3, 12)
+
+
+def test_the_last_stage_of_1f1b_runs_each_backward_at_once():
+    assert pipeline_schedule(1, 1, 3).runs_backward_at_once(0, 0)
+    assert [pipeline_schedule(2, 1, 4).runs_backward_at_once(stage, 0) for stage in range(2)] == [False, True]
+    interleaved = pipeline_schedule(2, 2, 4)
+    assert [interleaved.runs_backward_at_once(1, chunk) for chunk in range(2)] == [False, True]

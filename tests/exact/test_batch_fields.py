@@ -37,7 +37,7 @@ LAYOUTS = {
         1, 1, 2, virtual=2, microbatches=3, zero=0, parallel={"micro_batch_group_size": 3}, model={"dropout": 0.1}
     ),
     "data, nothing overlapped": case(1, 1, 4, microbatches=3, zero=1, model=TWO_LAYERS, overlap={"data": False}),
-    "tensor, LAMB": case(4, 1, 2, microbatches=3, model=TWO_LAYERS, optimizer={"name": "lamb"}),
+    "tensor, LAMB": case(4, 1, 2, microbatches=2, model=TWO_LAYERS, optimizer={"name": "lamb"}),
 }
 
 

@@ -18,6 +18,7 @@ from tests.exact.training import STEPS, Told, make_engine, observe, run_step, st
 pytestmark = pytest.mark.xdist_group("processes")
 
 EXPERTS = {
+    "layers": 2,
     "mlp": "experts",
     "mlp_bias": False,
     "kv_heads": 4,
@@ -40,7 +41,7 @@ def layout(
     **parallel: Any,
 ) -> Case:
     """Four samples a step in any layout."""
-    return case(
+    plain = case(
         tensor,
         pipeline,
         data,
@@ -51,6 +52,7 @@ def layout(
         optimizer={"name": optimizer},
         parallel=parallel,
     )
+    return Case(plain.tree, plain.world * parallel.get("expert", 1))
 
 
 def shards(engine: Engine) -> list[checkpoint.TensorShard]:
@@ -117,6 +119,14 @@ PAIRS = {
     "experts of one process to two ranks": (
         layout(1, 1, 1, tied=True, model=EXPERTS, optimizer="muon"),
         layout(2, 2, 2, zero=2, tied=True, model=EXPERTS, optimizer="muon"),
+    ),
+    "experts over data, four ranks to one process": (
+        layout(1, 1, 1, tied=True, model=EXPERTS, expert=4, experts_over="data", bucket_elements=700),
+        layout(1, 1, 1, tied=True, model=EXPERTS),
+    ),
+    "experts over data to tensor ranks": (
+        layout(2, 1, 1, zero=1, tied=True, model=EXPERTS, expert=4, experts_over="data", optimizer="muon"),
+        layout(2, 1, 2, zero=2, tied=True, model=EXPERTS, optimizer="muon"),
     ),
     "experts of four ranks to two": (
         layout(4, 2, 1, zero=0, tied=False, model=EXPERTS, optimizer="adamw"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megascale.config import from_tree
+from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.model.experts import list_expert_layers
 from megascale.model.transformer import Chunk
 from megascale.train.expert_balance import ExpertBalance
@@ -29,6 +30,17 @@ DEEPSEEK = {
     "shared_width": 16,
     "shared_gate": True,
     "dense_layers": 1,
+}
+# Everything that gpt-oss adds to a layer, and a gate.
+BIASED = {**BALANCED, "biases": True}
+SINKS = {
+    "activation": "swiglu_clamped",
+    "attention_bias": True,
+    "attention_sinks": True,
+    "attention_gate": True,
+    "kv_heads": 4,
+    "window": 5,
+    "layer_pattern": "SL",
 }
 OPTIMIZERS = ("adamw", "muon", "lamb")
 RECOMPUTES = ("none", "full", "selective")
@@ -77,6 +89,17 @@ CASES = list_factorisations() | {
         model={"layers": 3, "dropout": 0.1},
         parallel={"layer_split": [1.5, 1.5], "recompute": "full"},
     ),
+    "biases, sinks and a gate, tensor": experts_case(4, experts=BIASED, model=SINKS, optimizer={"name": "muon"}),
+    "biases, sinks and a gate, ZeRO-2": experts_case(2, 1, 2, experts=BIASED, model=SINKS, zero=2),
+    "biases, sinks and a gate, ZeRO-3": experts_case(
+        1, 1, 2, experts=BIASED, model=SINKS, zero=3, optimizer={"name": "muon"}, parallel={"recompute": "full"}
+    ),
+    "biases, sinks and a gate, pipeline": experts_case(
+        2, 2, 1, experts=BIASED, model=SINKS, optimizer={"name": "lamb"}, parallel={"recompute": "selective"}
+    ),
+    "sinks and a gate in a parallel block": experts_case(
+        2, 1, 2, experts=BALANCED, model={**SINKS, "mlp": "dense", "experts": None, "block": "parallel"}, zero=1
+    ),
     "one expert per rank, every expert chosen": experts_case(4, experts={**BALANCED, "number": 4, "top_k": 4}),
     "layers of two kinds": experts_case(
         2,
@@ -86,6 +109,48 @@ CASES = list_factorisations() | {
         model={"mlp": "dense", "layer_pattern": "SE", "layer_kinds": {"E": {"mlp": "experts"}}, "layers": 4},
     ),
 }
+
+
+def data_case(expert: int, *sizes: int, **options: Any) -> Case:
+    """Return a case whose experts are divided over `expert` ranks that read different samples."""
+    parallel = {"expert": expert, "experts_over": "data", "bucket_elements": 700, **options.pop("parallel", {})}
+    plain = experts_case(*sizes, parallel=parallel, **options)
+    train = {**plain.tree["train"], "global_batch": plain.tree["train"]["global_batch"] * expert}
+    return Case({**plain.tree, "train": train}, plain.world * expert)
+
+
+# With three experts a token reaches most ranks, so that all tokens are gathered. With fewer they go by an all-to-all.
+FEW = {**BALANCED, "top_k": 1}
+OVER_DATA = {
+    "4 ranks, gathered": data_case(4, experts=BALANCED, zero=1),
+    "4 ranks, all-to-all": data_case(4, experts={**BALANCED, "top_k": 2}, zero=1),
+    "4 ranks, without ZeRO, LAMB, gathered": data_case(4, experts=DEEPSEEK, zero=0, optimizer={"name": "lamb"}),
+    "2 ranks of 4, ZeRO-2, Muon, gathered": data_case(2, 1, 1, 2, experts=BALANCED, zero=2, optimizer={"name": "muon"}),
+    "2 ranks of 4, ZeRO-2, Muon, all-to-all": data_case(2, 1, 1, 2, experts=FEW, zero=2, optimizer={"name": "muon"}),
+    "2 ranks of 4, ZeRO-3, recomputed, gathered": data_case(
+        2, 1, 1, 2, experts=DEEPSEEK, zero=3, parallel={"recompute": "full"}
+    ),
+    "2 ranks of 4, ZeRO-3, recomputed, all-to-all": data_case(
+        2, 1, 1, 2, experts=FEW, zero=3, parallel={"recompute": "full"}
+    ),
+    "2 x 2 tensor ranks, biases and sinks, gathered": data_case(2, 2, experts=BIASED, model=SINKS, zero=1),
+    "2 x 2 tensor ranks, biases and sinks, all-to-all": data_case(
+        2, 2, experts={**BIASED, "top_k": 1}, model=SINKS, zero=1
+    ),
+    "2 ranks, 2 stages, LAMB, all-to-all": data_case(
+        2, 1, 2, experts=FEW, zero=0, optimizer={"name": "lamb"}, parallel={"recompute": "selective"}
+    ),
+    "one expert per rank, most ranks without tokens": data_case(4, experts={**BALANCED, "number": 4, "top_k": 1}),
+}
+
+
+@pytest.mark.parametrize("name", OVER_DATA)
+def test_experts_over_data_equal_one_process(name, pool, one_process):
+    config = from_tree(OVER_DATA[name].tree)
+    gathers = gathers_expert_tokens(config.model.expert_settings, config.parallel.tensor, config.parallel.expert)
+    assert gathers == name.endswith("gathered")
+    result = pool.run(train, OVER_DATA[name].world, OVER_DATA[name].tree, FEW_STEPS)
+    assert_equal(one_process(OVER_DATA[name].twin, FEW_STEPS), result, from_tree(OVER_DATA[name].tree).model)
 
 
 @pytest.mark.parametrize("name", CASES)

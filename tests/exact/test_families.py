@@ -27,6 +27,7 @@ SIZES: dict[str, Any] = {
 }
 GROUPS = {"mistral": {"kv_heads": 2}}
 HEADS = {"gpt2": {"n_embd": 24, "n_head": 4}, "gptj": {"n_embd": 40, "n_head": 4}, "mixtral": {"num_local_experts": 4}}
+HEADS["gpt_oss"] = {"num_local_experts": 4}
 
 
 def model_tree(family: str) -> dict[str, Any]:

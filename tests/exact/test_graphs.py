@@ -222,7 +222,6 @@ def test_a_capture_that_fails_on_one_rank_leaves_its_tensor_parallel_group_eager
     ("settings", "why"),
     [
         ({"model": {"dropout": 0.1}}, "dropout"),
-        ({"data": 2, "zero": 2}, "zero=2"),
         ({"tensor": 2, "overlap": {"tensor": "async"}}, "only overlap.tensor=fused can be captured"),
     ],
 )

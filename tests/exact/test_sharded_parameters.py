@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -13,11 +13,13 @@ import torch
 from megascale.config import from_tree
 from megascale.core.memory import count_stage_parameters, count_stage_units
 from megascale.core.traffic import estimate_stage_traffic
-from megascale.parallel import parameter_slots
+from megascale.errors import ConfigError
+from megascale.parallel import parameter_slots, symmetric
 from megascale.parallel.collectives import Axis, Pending, all_gather_into
 from megascale.parallel.parameter_slots import ParameterSlots
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.compare import assert_equal
+from tests.exact.test_graphs import assert_same_bits
 from tests.exact.training import FEW_STEPS, STEPS, Told, make_engine, run_step, train
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -43,6 +45,7 @@ CASES = {
     "TP2, nothing overlapped": case(
         2, data=2, microbatches=2, zero=3, model=UNTIED, overlap={"tensor": "off", "data": False}
     ),
+    "state in host memory": case(data=2, microbatches=2, zero=3, model=UNTIED, optimizer={"offload": True}),
     "one micro-batch": case(data=2, microbatches=1, zero=3, model=TWO_LAYERS),
     "two stages of one chunk, tied": case(1, 2, 2, microbatches=3, zero=3, model={"layers": 3}),
     "two stages of two chunks, untied": case(1, 2, 2, virtual=2, microbatches=4, zero=3, model=UNTIED),
@@ -97,6 +100,85 @@ def test_zero_3_is_exact_and_reads_no_released_slot(name, pool, one_process):
     assert_equal(one_process(layout.twin, FEW_STEPS), result, from_tree(layout.tree).model)
 
 
+class GlooExchange:
+    """Stands in for the exchange of a host's GPUs: peers' memory is read by a collective."""
+
+    def __init__(self, axis: Axis, resident_bytes: int) -> None:
+        self.rank = axis.rank
+        # Only this rank's memory exists here; the counterparts of others are garbage.
+        self.resident = [torch.full((resident_bytes,), 255, dtype=torch.uint8) for _ in range(axis.size)]
+        self._axis = axis
+        self.gather_count = self.meet_count = 0
+
+    def gather_resident(self, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
+        self.gather_count += 1
+        pending = all_gather_into(out.view(-1), shards[self.rank], self._axis)
+
+        def wait() -> None:
+            pending.wait()
+
+        return wait
+
+    def meet(self) -> None:
+        self.meet_count += 1
+
+
+def train_with_copies(rank: int, world: int, tree: dict[str, Any], steps: int) -> tuple[Told, int, int]:
+    """Train with the stand-in; return also the meetings and gathers by copies."""
+    made: list[GlooExchange] = []
+
+    def make(axis: Axis, resident_bytes: int, **options: Any) -> GlooExchange:
+        made.append(GlooExchange(axis, resident_bytes))
+        return made[0]
+
+    def refuse(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Pending:
+        raise AssertionError("a unit was gathered by a collective")
+
+    tree = {**tree, "overlap": {**tree["overlap"], "gathers": "copies"}}
+    with (
+        mock.patch.object(symmetric, "make_exchange", make),
+        mock.patch.object(parameter_slots, "all_gather_into", refuse),
+    ):
+        report = train(rank, world, tree, steps, poisoned_slots)
+    return report, made[0].meet_count, made[0].gather_count
+
+
+COPY_LAYOUTS = {
+    "tied": CASES["accumulation, tied"],
+    "untied, LAMB": CASES["accumulation, untied, LAMB"],
+    "chunks": CASES["two stages of five chunks"],
+    "float8": case(
+        data=2,
+        microbatches=2,
+        zero=3,
+        model=UNTIED,
+        train={"linear_precision": "float8"},
+        parallel={"gather_precision": "float8"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COPY_LAYOUTS)
+def test_gathers_by_copies_give_the_bits_of_collectives(name, pool):
+    """Shards lie where peers read them; an update begins when all ranks have ended their gathers."""
+    layout = COPY_LAYOUTS[name]
+    collectives = pool.run(train, layout.world, layout.tree, STEPS, poisoned_slots)
+    copies = pool.run(train_with_copies, layout.world, layout.tree, STEPS)
+    for expected, (report, meet_count, gather_count) in zip(collectives, copies, strict=True):
+        assert_same_bits(expected, report)
+        assert meet_count >= STEPS
+        assert gather_count > 0
+
+
+def test_copies_are_refused_where_they_do_not_work(pool):
+    layout = CASES["accumulation, tied"]
+    tree = {**layout.tree, "overlap": {"gathers": "copies"}}
+    with pytest.raises(AssertionError, match=r"overlap\.gathers=copies is unavailable: cpu tensors have no symmetric"):
+        pool.run(make_engine, layout.world, tree)
+    with pytest.raises(ConfigError, match=r"overlap\.gathers=copies gathers the matrices of parallel\.zero=3"):
+        from_tree({**tree, "parallel": {"zero": 2}})
+
+
 @pytest.mark.parametrize("name", ["accumulation, tied", "full recompute, dropout", "two stages of five chunks"])
 def test_zero_3_is_exact_where_slots_stay_gathered(name, pool, one_process):
     layout: Case = CASES[name]
@@ -125,7 +207,16 @@ def count_gathers(rank: int, world: int, tree: dict[str, Any]) -> tuple[int, int
         engine.synchronize()
     layout, stage = engine.layout, engine.pipeline.stage
     model, parallel = layout.config.model, layout.config.parallel
-    traffic = estimate_stage_traffic(model, parallel, layout.grid, layout.schedule(), stage, 1, "float64")
+    traffic = estimate_stage_traffic(
+        model,
+        parallel,
+        layout.grid,
+        layout.schedule(),
+        stage,
+        1,
+        "float64",
+        linear_precision=layout.config.train.linear_precision,
+    )
     resident = count_stage_parameters(model, parallel, stage) - count_stage_units(model, parallel, stage).sharded
     planned = traffic.data_gather / (1 - 1 / layout.grid.shards) - 8 * resident
     return slots.gather_count - before, nbytes, round(planned)
@@ -169,8 +260,19 @@ FIVE_BLOCKS = {**UNTIED, "layers": 5}
             None,
         ),
         (case(1, 2, 2, microbatches=3, zero=3, model={"layers": 8}), None),
+        (
+            case(
+                data=2,
+                microbatches=2,
+                zero=3,
+                model=FIVE_BLOCKS,
+                train={"linear_precision": "float8"},
+                parallel={"gather_precision": "float8"},
+            ),
+            [2 * (7 + 3) - 2],
+        ),
     ],
-    ids=["one micro-batch", "full recompute", "two micro-batches", "one round", "two rounds", "1F1B"],
+    ids=["one micro-batch", "full recompute", "two micro-batches", "one round", "two rounds", "1F1B", "float8"],
 )
 def test_gathers_of_a_step_are_those_of_the_planner(layout, counts, pool):
     for count, nbytes, planned in pool.run(count_gathers, layout.world, layout.tree):

@@ -19,15 +19,16 @@ from megascale.model import experts as model_experts
 from megascale.model import transformer
 from megascale.ops.gradient_sink import sink_of
 from megascale.optim import optimizer, sharded_lamb
-from megascale.parallel import data_parallel
+from megascale.parallel import data_parallel, expert_dispatch
 from megascale.parallel import experts as parallel_experts
 from megascale.parallel.collectives import Axis, Pending
+from megascale.parallel.parameters import ParameterSpec
 from megascale.parallel.tensor import vocabulary_loss
 from megascale.train import expert_balance
 from tests.exact.cases import case
 from tests.exact.compare import TOLERANCE, assert_equal, differences
 from tests.exact.pool import JobFailed
-from tests.exact.test_experts import BALANCED, ROUTED, experts_case
+from tests.exact.test_experts import BALANCED, ROUTED, SINKS, data_case, experts_case
 from tests.exact.training import Late, late_gemms, train
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -166,6 +167,34 @@ def balance_losses_are_means_of_micro_batches() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def experts_over_data_are_means() -> Iterator[None]:
+    """Gradients of experts are means over the ranks that send tokens instead of sums."""
+    backward = expert_dispatch.run_expert_stacks_backward
+
+    def divided(*args: Any) -> Any:
+        result = backward(*args)
+        for weight in args[5].parameters[:2]:
+            sink_of(weight).main_grad.div_(2)
+        return result
+
+    with mock.patch.object(expert_dispatch, "run_expert_stacks_backward", divided):
+        yield
+
+
+@contextmanager
+def sinks_count_on_every_rank() -> Iterator[None]:
+    """The norm counts the sinks of the first tensor rank only, as if they were replicas (Megatron-LM#7452)."""
+    is_counted = ParameterSpec.is_counted
+
+    def count(spec: ParameterSpec, position: Any) -> bool:
+        is_sink = spec.pieces[0].name.endswith(".sink.weight")
+        return is_counted(spec, position) and not (is_sink and position.get("tensor", 0))
+
+    with mock.patch.object(ParameterSpec, "is_counted", count):
+        yield
+
+
 FAULTS = {
     "shared": (gradients_stay_local, case(2, microbatches=1), "step 1 gradient layers.0.norm1.weight", MATRIX),
     "tied": (gradients_stay_local, case(1, 2, microbatches=2), "step 1 gradient embedding.token.weight", MATRIX),
@@ -218,6 +247,18 @@ FAULTS = {
         experts_case(2, experts=BALANCED),
         "step 1 gradient layers.0.mlp.router.weight",
         "step 1 loss on rank 0",
+    ),
+    "experts over data divided": (
+        experts_over_data_are_means,
+        data_case(2, experts={**ROUTED, "top_k": 1, "normalize": "none"}),
+        "step 1 gradient layers.0.mlp.experts.in.weight",
+        "step 1 loss on rank 0",
+    ),
+    "sinks not in the norm": (
+        sinks_count_on_every_rank,
+        experts_case(2, experts=ROUTED, model=SINKS),
+        "step 1 norm on rank 0",
+        "step 1 gradient layers.0.mlp.experts.in.weight",
     ),
     "mask": (every_rank_draws_the_same_mask, case(2, microbatches=1, model={"dropout": 0.2}), MATRIX, None),
     "padding": (padding_has_a_probability, case(2, microbatches=1, model={"vocab_size": 19, **UNTIED}), MATRIX, None),

@@ -3,7 +3,9 @@
     PYTHONPATH=src:. python tests/gpu/graphs.py
     PYTHONPATH=src:. torchrun --nproc-per-node 2 tests/gpu/graphs.py tensor
 
-With several processes: in tensor, pipeline or data parallelism of all of them, as the argument says.
+With several processes: in tensor, pipeline or data parallelism of all of them, as the argument says; zero2 and zero3
+are data parallelism with that value of parallel.zero. Names of cases may follow; a case that takes longer than
+CASE_SECONDS ends the script with all stacks.
 
 Every case trains some steps of a small model twice from the same start, eagerly and replayed: losses, gradient norms
 and weights must be the same bits. Then the milliseconds of a step each way, until the host has launched it and until
@@ -12,6 +14,7 @@ the device is done. It ends with 1 if anything differs or could not be captured.
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from typing import Any
 
@@ -24,6 +27,7 @@ from megascale.rendezvous.groups import shutdown
 from tests.gpu.small_steps import train
 
 STEPS, TIMED = 6, 20
+CASE_SECONDS = 120  # compiling kernels included
 SERIAL: dict[str, Any] = {"model": {"block": "serial"}}
 PARALLEL: dict[str, Any] = {"model": {"block": "parallel"}}
 FLOAT8: dict[str, Any] = {"train": {"linear_precision": "float8"}}
@@ -48,6 +52,7 @@ SEVERAL = (
     POSITIONS,
     DOCUMENTS,
 )
+SAMPLES = {"data": 1, "zero2": 2, "zero3": 3}  # arguments that cut the batch, and their parallel.zero
 CASES: dict[str, list[dict[str, Any]]] = {
     "serial": [SERIAL],
     "parallel": [PARALLEL],
@@ -75,8 +80,14 @@ def tree_of(parts: list[dict[str, Any]], graphs: str, axis: str = "") -> dict[st
     """The configuration of a case; axis: which one several processes are laid along."""
     tree: dict[str, Any] = {
         "model": {"layers": 4, "hidden": 256, "heads": 4, "sequence_length": 256, "vocab_size": 1000},
-        "train": {"micro_batch": 2, "global_batch": 16 if axis == "data" else 8, "precision": "bfloat16"},
-        "parallel": {"tensor": 2 if axis == "tensor" else 1, "pipeline": 2 if axis == "pipeline" else 1},
+        "train": {"micro_batch": 2, "global_batch": 32 if axis in SAMPLES else 8, "precision": "bfloat16"},
+        "parallel": {
+            "tensor": 2 if axis == "tensor" else 1,
+            "pipeline": 2 if axis == "pipeline" else 1,
+            "zero": SAMPLES.get(axis, 1),
+            # Where ZeRO-3 gathers matrices in their own type, float8 copies of them are not captured.
+            "gather_precision": "auto" if axis == "zero3" else "default",
+        },
         "kernels": {"graphs": graphs},
         "lr": {"peak": 1e-3, "warmup_steps": 2},
     }
@@ -90,19 +101,25 @@ def main() -> int:
     """The table; 1 if anything differs."""
     wrong, axis = 0, sys.argv[1] if len(sys.argv) > 1 else ""
     location, groups = join_groups(configuration.from_tree(tree_of([SERIAL], "off", axis)))
+    chosen = sys.argv[2:]
     output = f"{location.world} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
     if not location.rank:
         print(f"{output}, {axis} parallelism" if axis else output)
-        print(f"{'case':34} {'same bits':10} {'eager ms':>17} {'replayed ms':>17}")
+        print(f"{'case':34} {'same bits':10} {'eager ms':>17} {'replayed ms':>17}", flush=True)
     for name, parts in CASES.items():
-        if axis and name not in SEVERAL:
+        if chosen:
+            is_skipped = name not in chosen
+        else:
+            is_skipped = bool(axis) and name not in SEVERAL
+        if is_skipped:
             continue
+        faulthandler.dump_traceback_later(CASE_SECONDS, exit=True)
         try:
             fields = FIELDS.get(name, NO_FIELDS)
             eager = train(tree_of(parts, "off", axis), STEPS, TIMED, {}, location, groups, fields)
             graphs = train(tree_of(parts, "auto", axis), STEPS, TIMED, eager.attention, location, groups, fields)
         except Exception as error:  # the others are still of interest
-            print(f"{name:34} {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+            print(f"{name:34} {type(error).__name__}: {str(error).strip().splitlines()[0]}", flush=True)
             wrong += 1
             continue
         why = graphs.eager
@@ -114,6 +131,7 @@ def main() -> int:
         rank = f"rank {location.rank}: " if location.rank else ""
         times = " ".join(f"{item.host:7.2f} of {item.whole:6.2f}" for item in (eager, graphs))
         print(f"{rank}{name:34} {equal:10} {times} {why}", flush=True)
+    faulthandler.cancel_dump_traceback_later()
     if groups is not None:
         shutdown(groups)
     return int(wrong > 0)

@@ -23,7 +23,7 @@ class Steps:
     """Result of the steps.
 
     Attributes:
-        bits: loss and gradient norm of each step, in turn, then the weights of each chunk.
+        bits: loss and gradient norm of each step, in turn, then the weights that a rank holds of each chunk.
         host: milliseconds until the host has launched a later step.
         whole: milliseconds until the device has done it.
         attention: the kernels that were chosen.
@@ -89,6 +89,7 @@ def train(
         step(number)
     engine.synchronize()
     result = bits + [flat.params.clone() for flat in engine.flats]
+    result += [flat.shard_params.clone() for flat in engine.flats]
     torch.cuda.synchronize()
     host, began = 0.0, time.perf_counter()
     for number in range(steps, steps + timed):

@@ -82,6 +82,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 11,
         "mlp_only_layers": [0],
     },
+    "gpt_oss": {
+        **SIZES,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "intermediate_size": 21,
+        "max_position_embeddings": 32,
+        "sliding_window": 5,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "truncate": False,
+        },
+    },
     "olmo2": {**SIZES, "num_key_value_heads": 2, "intermediate_size": 37, "max_position_embeddings": 32},
     "seed_oss": {
         **SIZES,
@@ -200,7 +217,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def loop_over_experts(family: str) -> dict[str, str]:
     """Arguments of a model of transformers: its grouped GEMMs take certain sizes and types only."""
-    return {"experts_implementation": "eager"} if family in ("mixtral", "qwen3_moe") else {}
+    return {"experts_implementation": "eager"} if family in ("mixtral", "qwen3_moe", "gpt_oss") else {}
 
 
 def small(family: str, seed: int = 0, **settings: object):

@@ -17,15 +17,19 @@ from megascale.core.batch import Batch
 from megascale.core.flops import flops_per_token
 from megascale.core.inventory import list_tensors, resolve_layers
 from megascale.core.layout import lay_out
+from megascale.core.memory import count_stage_parameters, count_stage_units
 from megascale.core.tensors import Box, Piece, list_matrix_names
-from megascale.core.traffic import layer_collectives
+from megascale.core.traffic import estimate_stage_traffic, layer_collectives
 from megascale.errors import ConfigError, FitError
 from megascale.model.experts import ExpertsMlp, Routing, list_expert_layers
 from megascale.model.transformer import Chunk
+from megascale.ops.activation import activation_reference
 from megascale.ops.routing import combine_rows, plan_rows, score_experts, select_experts, weigh_experts
 from megascale.optim.base import make_state_parts
 from megascale.parallel.buffers import Extent, FlatShard
 from megascale.parallel.parameters import ParameterSpec, initialise, materialise
+from megascale.simulate.fabric.step_traffic import step_traffic
+from megascale.simulate.planner.layout_cost import make_plan
 from megascale.train.engine import Engine
 
 MODEL = {
@@ -40,6 +44,7 @@ MODEL = {
     "mlp_bias": False,
     "activation": "swiglu",
 }
+BIASED = {"number": 6, "top_k": 3, "width": 10, "biases": True}
 SHARED = {"number": 6, "top_k": 2, "width": 10, "shared_width": 12, "shared_gate": True, "scaling": 1.5}
 
 
@@ -70,28 +75,40 @@ def run_chunk(chunk: Chunk) -> Tensor:
 
 
 def loop_over_tokens(layer: ExpertsMlp, x: Tensor) -> Tensor:
-    """Compute a layer of experts with a shared MLP token by token, for tests."""
+    """Compute a layer of experts token by token, for tests."""
     experts = layer.settings
+    act = activation_reference
     rows = []
     for token in x.reshape(-1, x.shape[-1]):
-        scores = torch.softmax(layer.router @ token, 0)
+        logits = layer.router @ token
+        if layer.logit_bias is not None:
+            logits = logits + layer.logit_bias
+        scores = torch.softmax(logits, 0)
         best = sorted(range(experts.number), key=lambda e: (-float(scores[e].detach()), e))[: experts.top_k]
         total = sum(scores[e] for e in best)
         y = torch.zeros_like(token)
         for e in best:
-            gate, up = layer.experts_in[e]
-            inner = torch.nn.functional.silu(gate @ token) * (up @ token)
-            y = y + scores[e] / total * experts.scaling * (layer.experts_out[e] @ inner)
-        assert layer.shared_in is not None
-        assert layer.shared_out is not None
-        gate, up = layer.shared_in.weight.chunk(2)
-        shared = layer.shared_out.weight @ (torch.nn.functional.silu(gate @ token) * (up @ token))
-        rows.append(y + torch.sigmoid(layer.shared_scale @ token) * shared)
+            inner = layer.experts_in[e] @ token
+            if layer.in_bias is not None:
+                inner = inner + layer.in_bias[e]
+            out = layer.experts_out[e] @ act(layer.activation, inner.flatten())
+            if layer.out_bias is not None:
+                out = out + layer.out_bias[e]
+            y = y + scores[e] / total * experts.scaling * out
+        if layer.shared_in is not None:
+            assert layer.shared_out is not None
+            shared = layer.shared_out.weight @ act(layer.activation, layer.shared_in.weight @ token)
+            y = y + torch.sigmoid(layer.shared_scale @ token) * shared
+        rows.append(y)
     return torch.stack(rows).view(x.shape)
 
 
-def test_a_layer_and_its_gradients_equal_a_loop_over_tokens():
-    layer = next(list_expert_layers([make_chunk(SHARED)]))
+@pytest.mark.parametrize("experts", [SHARED, BIASED], ids=["shared", "biased"])
+def test_a_layer_and_its_gradients_equal_a_loop_over_tokens(experts):
+    layer = next(list_expert_layers([make_chunk(experts)]))
+    for parameter in (layer.logit_bias, layer.in_bias, layer.out_bias):
+        if parameter is not None:
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(2))
     inputs = torch.randn(8, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     upstream = torch.randn(8, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     results = []
@@ -273,6 +290,39 @@ def test_the_sequence_loss_equals_its_definition():
     assert float(layer.losses[0]) == pytest.approx(expected, rel=1e-12)
 
 
+def test_memory_counts_the_experts_of_a_rank():
+    """A rank of four has a quarter of the experts, and all of the router and the attention."""
+    config = make_config({"number": 8, "top_k": 2, "width": 10, "biases": True})
+    tensors = list(list_tensors(config.model))
+    stacks = sum(tensor.elements for tensor in tensors if ".experts." in tensor.name)
+    parallel = config.parallel
+    whole = count_stage_parameters(config.model, parallel, 0)
+    divided = parallel.model_copy(update={"expert": 4, "experts_over": "data"})
+    assert count_stage_parameters(config.model, divided, 0) == whole - 3 * stacks // 4
+    matrices = sum(tensor.elements for tensor in tensors if ".experts." in tensor.name and tensor.decay)
+    assert count_stage_units(config.model, divided, 0).sharded == matrices // 4
+
+
+def test_traffic_of_experts_over_data_is_that_of_distinct_ranks():
+    """With one expert per token and two ranks, half of the tokens leave; five exchanges; other gradients are summed.
+
+    If all experts are chosen, every token goes to the other rank.
+    """
+    parallel = {"experts_over": "data", "expert": 2, "zero": 0}
+    config = make_config({"number": 8, "top_k": 1, "width": 10}, parallel=parallel, train={"micro_batch": 1})
+    layout = lay_out(config, 2)
+    traffic = estimate_stage_traffic(config.model, config.parallel, layout.grid, layout.schedule(), 0, 1, "float32")
+    tokens, layers, hidden = 8, 2, 16
+    parameters = count_stage_parameters(config.model, config.parallel, 0)
+    others = parameters - count_stage_units(config.model, config.parallel, 0).sharded
+    assert traffic.expert == pytest.approx(5 * 0.5 * tokens * layers * hidden * 4 + others * 4)
+    every = make_config({"number": 8, "top_k": 8, "width": 10}, parallel=parallel, train={"micro_batch": 1})
+    sent = [make_plan(chosen, 2, 80.0).traffic(0).expert for chosen in (config, every)]
+    assert sent[1] - sent[0] == pytest.approx(5 * 0.5 * tokens * layers * hidden * 8)  # float64
+    with pytest.raises(FitError, match=r"parallel\.expert=2 has no price"):
+        step_traffic(config, 2)
+
+
 def test_lamb_has_a_norm_per_expert_and_adamw_one_segment():
     piece = Piece("layers.0.mlp.experts.in.weight", (4, 2, 3, 5), Box((2, 0, 0, 0), (2, 2, 3, 5)))
     spec = ParameterSpec((piece,), 0.02)
@@ -399,13 +449,33 @@ def test_scores_that_underflow_give_finite_weights():
         (
             {},
             {"parallel": {"experts_over": "data"}},
-            ["parallel.experts_over=data", "--parallel.experts_over=tensor"],
+            ["parallel.experts_over=data with parallel.expert=1", "--parallel.expert"],
+        ),
+        (
+            {},
+            {"parallel": {"expert": 2}},
+            ["parallel.expert=2 with parallel.experts_over=tensor", "--parallel.experts_over=data"],
+        ),
+        (
+            {"number": 6},
+            {"parallel": {"experts_over": "data", "expert": 4}},
+            ["model.experts.number=6", "parallel.tensor=1 x parallel.expert=4"],
+        ),
+        (
+            {},
+            {"parallel": {"experts_over": "data", "expert": 2}, "train": {"lora": {"rank": 2}, "global_batch": 4}},
+            ["parallel.expert=2 with train.lora", "--parallel.expert=1"],
+        ),
+        (
+            {},
+            {"parallel": {"experts_over": "data", "expert": 2}, "model": {"mlp": "dense", "experts": None}},
+            ["parallel.expert=2 with parallel.experts_over=data", "the model has none"],
         ),
     ],
 )
 def test_layouts_that_experts_exclude_are_refused_by_name(experts, sections, named):
     config = make_config(experts, **sections)
     with pytest.raises(FitError) as error:
-        lay_out(config, config.parallel.tensor)
+        lay_out(config, config.parallel.tensor * config.parallel.expert)
     for text in named:
         assert text in str(error.value)

@@ -312,6 +312,13 @@ def test_the_list_of_logical_tensors_is_the_models(name):
             "gemma3_text",
             ["equal windows other positions"],
         ),
+        (LLAMA + ["attention_gate=true"], None, ["model.attention_gate=True"]),
+        (LLAMA + ["attention_sinks=true"], "llama", ["model.attention_sinks=True"]),
+        (
+            LLAMA + ["attention_sinks=true", "activation=swiglu_clamped", "mlp=experts"],
+            "gpt_oss",
+            ["model.experts.biases=False, and gpt-oss only has True"],
+        ),
         ([], "bert", ["bert", "gpt2"]),
     ],
 )
@@ -333,6 +340,7 @@ def test_what_cannot_be_exported_names_the_keys(keys, family, named):
         ("llama-8b", "llama", 8_030_261_248),
         ("mixtral-8x7b", "mixtral", 46_702_792_704),
         ("qwen3-30b-a3b", "qwen3_moe", 30_532_122_624),
+        ("gpt-oss-20b", "gpt_oss", 20_914_757_184),
     ],
 )
 def test_a_preset_is_the_published_model(preset, family, count):
@@ -442,6 +450,14 @@ def copy(saved, tmp_path):
         ("mistral", {"per_layer_config": {"0": {"sliding_window": 2}}}, ["per_layer_config"]),
         ("llama", {"hidden_act": "relu"}, ["hidden_act='relu'", "silu"]),
         ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            ["quantization_config", "MXFP4", "Mxfp4Config(dequantize=True)"],
+        ),
+        ("gpt_oss", {"swiglu_limit": 5.0}, ["swiglu_limit=5.0", "swiglu_limit=7.0"]),
+        ("gpt_oss", {"rope_parameters": None}, ["rope_parameters=None", "factor 32"]),
+        ("gpt_oss", {"experts_per_token": 2}, ["experts_per_token=2", "num_experts_per_tok=3"]),
         ("llama", {"model_type": "mamba"}, ["model_type='mamba'", "llama"]),
         ("llama", {"hidden_size": None}, ["hidden_size"]),
         ("llama", {"attention_bias": True}, ["q_proj.bias", "missing"]),

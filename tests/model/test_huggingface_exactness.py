@@ -31,7 +31,7 @@ LENGTH = 60  # of the sequences, beyond the original and the extended context
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "seed_oss"),
     *("ministral", "cohere", "cohere2", "granite", "olmo3", "gemma2", "gemma3_text", "phi3"),
-    *("mixtral", "qwen3_moe"),
+    *("mixtral", "qwen3_moe", "gpt_oss"),
 )
 _WITHOUT_HEAD_DIM = ("qwen2", "olmo2", "cohere", "cohere2", "granite", "olmo3", "phi3")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -150,7 +150,14 @@ def draw_qwen3_moe(choose: random.Random, settings: dict[str, Any]) -> dict[str,
     }
 
 
+def draw_gpt_oss(choose: random.Random, settings: dict[str, Any]) -> dict[str, Any]:
+    """Draw the experts and windows of gpt-oss."""
+    experts = {"num_local_experts": 5, "num_experts_per_tok": choose.choice([1, 3])}
+    return draw_kinds(choose, settings) | experts
+
+
 _DRAW_OF_FAMILY = {
+    "gpt_oss": draw_gpt_oss,
     "mixtral": draw_mixtral,
     "qwen3_moe": draw_qwen3_moe,
     "ministral": draw_kinds,
@@ -198,6 +205,7 @@ def draw_settings(family: str, choose: random.Random) -> dict[str, Any]:
         "granite",
         "olmo3",
         "qwen3_moe",
+        "gpt_oss",
     ):
         settings["attention_bias"] = choose.choice([True, False])
     if family in ("llama", "smollm3", "seed_oss", "granite"):

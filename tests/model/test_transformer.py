@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -113,7 +115,7 @@ SHAPES = {
 }
 
 
-def make(*overrides: str, dtype: torch.dtype = torch.float64, buffers: bool = True) -> Chunk:
+def make(overrides: Sequence[str] = (), dtype: torch.dtype = torch.float64, buffers: bool = True) -> Chunk:
     """A small whole model."""
     small = ["--model.hidden=16", "--model.layers=2", "--model.heads=4", "--model.sequence_length=12"]
     small += ["--model.vocab_size=21", "--model.vocab_multiple=8", "--model.init_std=0.3"]
@@ -135,14 +137,14 @@ def batch(samples: int = 3, length: int = 12) -> tuple[torch.Tensor, torch.Tenso
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parameter_count_is_the_formula(shape):
-    chunk = make(*SHAPES[shape])
+    chunk = make(SHAPES[shape])
     counted = sum(piece.box.count for p in chunk.parameters() for piece in spec_of(p).pieces)
     assert counted == count_parameters(chunk.model)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gradients_of_a_block_pass_gradcheck(shape):
-    chunk = make(*SHAPES[shape], buffers=False)
+    chunk = make(SHAPES[shape], buffers=False)
     block = chunk.blocks[0]
     weights = tuple(block.parameters())
     x = torch.randn(5, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -157,7 +159,7 @@ def test_gradients_of_a_block_pass_gradcheck(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_buffers_hold_autograds_gradients(shape):
     inputs, targets = batch()
-    plain, flat = make(*SHAPES[shape], buffers=False), make(*SHAPES[shape])
+    plain, flat = make(SHAPES[shape], buffers=False), make(SHAPES[shape])
     plain(inputs, Batch(targets=targets)).sum().backward()
     flat(inputs, Batch(targets=targets)).sum().backward()
     for p, q in zip(plain.parameters(), flat.parameters(), strict=True):
@@ -167,7 +169,7 @@ def test_buffers_hold_autograds_gradients(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_token_sees_its_future(shape):
-    chunk = make(*SHAPES[shape])
+    chunk = make(SHAPES[shape])
     inputs, _ = batch()
     changed = inputs.clone()
     changed[7] = (changed[7] + 1) % 21
@@ -179,9 +181,9 @@ def test_no_token_sees_its_future(shape):
 @pytest.mark.parametrize("shape", ["serial", "parallel", "llama"])
 def test_a_window_of_the_whole_sequence_is_full_attention(shape):
     inputs, targets = batch()
-    full = make(*SHAPES[shape])(inputs, Batch(targets=targets))
-    wide = make(*SHAPES[shape], "--model.window=12")(inputs, Batch(targets=targets))
-    narrow = make(*SHAPES[shape], "--model.window=3")(inputs, Batch(targets=targets))
+    full = make(SHAPES[shape])(inputs, Batch(targets=targets))
+    wide = make(SHAPES[shape] + ["--model.window=12"])(inputs, Batch(targets=targets))
+    narrow = make(SHAPES[shape] + ["--model.window=3"])(inputs, Batch(targets=targets))
     torch.testing.assert_close(wide, full, rtol=0, atol=0)
     assert (narrow[:3] - full[:3]).abs().max() < 1e-12
     assert (narrow[3:] - full[3:]).abs().max() > 1e-6
@@ -191,7 +193,7 @@ def test_each_layer_sees_its_own_window():
     """Only layers of full attention, and layers behind them, depend on a distant token."""
     far = []
     for pattern in ("S", "SSL", "LSS"):
-        chunk = make("--model.window=2", f"--model.layer_pattern={pattern}", "--model.layers=3")
+        chunk = make(["--model.window=2", f"--model.layer_pattern={pattern}", "--model.layers=3"])
         inputs, _ = batch(1)
         changed = inputs.clone()
         changed[0] = (changed[0] + 1) % 21
@@ -208,7 +210,7 @@ def test_layer_pattern_alternates_layers():
 
 def test_a_layer_of_a_kind_is_the_layer_of_a_model_of_that_kind():
     """A model of mixed layers computes what layers of uniform models with its weights compute in turn."""
-    mixed = make(*SHAPES["mixed"])
+    mixed = make(SHAPES["mixed"])
     inputs, _ = batch()
     token_embedding = mixed.token_embedding
     assert token_embedding is not None
@@ -224,7 +226,7 @@ def test_a_layer_of_a_kind_is_the_layer_of_a_model_of_that_kind():
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_cache_keeps_no_more_than_a_window_sees(window):
-    chunk = make(f"--model.window={window}", "--model.layer_pattern=SL")
+    chunk = make([f"--model.window={window}", "--model.layer_pattern=SL"])
     cache = KVCache()
     inputs, _ = batch()
     for start in range(0, 12, 4):
@@ -236,7 +238,7 @@ def test_cache_keeps_no_more_than_a_window_sees(window):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window", [[], ["--model.window=4"]])
 def test_cached_steps_give_the_whole_passes_hidden_states(shape, window):
-    chunk = make(*SHAPES[shape], *window)
+    chunk = make(SHAPES[shape] + window)
     inputs, _ = batch()
     full = chunk(inputs)
     cache, parts = KVCache(), []
@@ -250,7 +252,7 @@ def test_cached_steps_give_the_whole_passes_hidden_states(shape, window):
 @given(st.integers(0, 3), st.integers(1, 3))
 def test_dropout_depends_on_the_global_sample_only(start, count):
     """A micro-batch cut out of a batch draws the batch's masks."""
-    chunk = make("--model.dropout=0.3")
+    chunk = make(["--model.dropout=0.3"])
     inputs, targets = batch(6)
     full = chunk(inputs, Batch(targets=targets), ForwardContext(dropout_key=5))
     part = chunk(

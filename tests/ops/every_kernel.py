@@ -194,6 +194,7 @@ CASES: dict[str, Callable[[], None]] = {
     "gelu": lambda: both_passes(activation.gelu, zeros(8, 2, 20480), zeros(20480)),
     "gelu tanh": lambda: both_passes(lambda x: activation.gelu(x, None, "tanh"), zeros(8, 2, 20480)),
     "swiglu": lambda: both_passes(activation.swiglu, zeros(8, 2, 28672)),
+    "clamped swiglu": lambda: both_passes(lambda x: activation.activate("swiglu_clamped", x), zeros(8, 2, 5760)),
     "geglu": lambda: both_passes(lambda x: activation.activate("geglu_tanh", x), zeros(8, 2, 28672)),
     "rotary halves": lambda: rotary(False),
     "rotary interleaved": lambda: rotary(True),

@@ -22,6 +22,7 @@ from megascale.ops.activation import (
     gelu,
     gelu_reference,
     swiglu,
+    swiglu_clamped_reference,
     swiglu_reference,
 )
 from megascale.ops.fused_projection import split_fused_projection
@@ -294,6 +295,16 @@ def test_geglu(lead, width, dtype, has_bias, added):
         2 * TOLERANCE[dtype],
     )
     assert dispatch.active()["geglu"] == "triton"
+
+
+@SETTINGS
+@given(leading, widths, dtypes, st.booleans())
+def test_clamped_swiglu(lead, width, dtype, has_bias):
+    """Inputs on both sides of both limits."""
+    x = 6 * random(*lead, 2 * width, dtype=dtype)
+    b = random(2 * width, dtype=dtype) if has_bias else None
+    compare(lambda x, b: activate("swiglu_clamped", x, b), swiglu_clamped_reference, (x, b), 2 * TOLERANCE[dtype])
+    assert dispatch.active()["clamped swiglu"] == "triton"
 
 
 @SETTINGS

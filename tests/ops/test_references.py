@@ -40,6 +40,7 @@ def test_gradcheck_of_every_differentiable_operator():
     assert gradcheck(lambda x, b: gelu(x, b, "tanh"), (x, b))
     assert gradcheck(swiglu, (x, b))
     assert gradcheck(lambda x, b: activate("geglu_tanh", x, b), (x, b))
+    assert gradcheck(lambda x, b: activate("swiglu_clamped", x, b), ((6 * x).detach().requires_grad_(), b))
     assert gradcheck(lambda x, b, r: dropout_add(x, b, r, 0.3, 5, 0, 0), (x, b, randn(3, 2, 8, seed=3)))
     tables = rotary_tables(3, 4, 100.0, "cpu", D)
     for interleaved in (False, True):
@@ -51,6 +52,8 @@ def test_gradcheck_of_every_differentiable_operator():
         v = randn(4, 1, 1, 4, seed=2)
         assert gradcheck(lambda *a, w=window: attention(*a, window=w), (q, k, v))
         assert gradcheck(lambda *a, w=window: attention(*a, window=w, softcap=0.5), (q, k, v))
+        sinks = randn(2, seed=3)
+        assert gradcheck(lambda *a, w=window: attention(*a[:3], window=w, sinks_N=a[3]), (q, k, v, sinks))
     targets = torch.tensor([[0, 4], [-100, 2], [3, 1]])
     head = lambda x, w, b: linear_cross_entropy(x, w, targets, bias=b, vocab=5, chunk=4)
     assert gradcheck(head, (x, randn(7, 8, seed=3), randn(7, seed=4)))

@@ -480,3 +480,55 @@ def test_released_flags_end_all_waits_of_a_rank_whose_peers_have_died(
             able = [queue for queue in device.queues.values() if queue and queue[0][0]()]
             assert able, "a wait outlasts the release of all flags"
         rng.choice(able).popleft()[1]()
+
+
+def gather_rounds(size: int, gathers: list[int], lag: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Write each rank's resident memory and gather it some times, round after round; (result, expected) of each."""
+    devices, exchanges = exchanges_of(size)
+    generator = torch.Generator().manual_seed(seed)
+    resident = [torch.zeros(SHAPE, dtype=torch.float64) for _ in range(size)]
+    data = [torch.randn(size, *SHAPE, generator=generator, dtype=torch.float64) for _ in gathers]
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for rank, (device, ex) in enumerate(zip(devices, exchanges, strict=True)):
+        for count_of_round, values in zip(gathers, data, strict=True):
+            ex.meet()
+            device.put("main", lambda values=values, rank=rank: resident[rank].copy_(values[rank]))  # type: ignore[misc]
+            pending: deque[tuple[torch.Tensor, Callable[[], None]]] = deque()
+
+            def take(values: torch.Tensor, device: Device, pending: deque[Any]) -> None:
+                out, wait = pending.popleft()
+                wait()
+                retained = torch.empty_like(out)
+                device.put("main", lambda: retained.copy_(out))
+                results.append((retained, values))
+
+            for _ in range(count_of_round):
+                out = torch.zeros(size, *SHAPE, dtype=torch.float64)
+                pending.append((out, ex.gather_resident(out, resident)))
+                while len(pending) > lag:
+                    take(values, device, pending)
+            while pending:
+                take(values, device, pending)
+    run(devices, random.Random(seed))
+    return results
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(2, 4),
+    st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    st.integers(0, 1),
+    st.integers(0, 1 << 40),
+)
+def test_resident_memory_is_gathered_as_it_was_in_its_round(size: int, gathers: list[int], lag: int, seed: int) -> None:
+    for result, expected_values in gather_rounds(size, gathers, lag, seed):
+        torch.testing.assert_close(result, expected_values)
+
+
+def test_resident_memory_that_changes_without_a_meeting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail."""
+    monkeypatch.setattr(Exchange, "meet", lambda self: None)
+    right = 0
+    for seed in range(60):
+        right += all(torch.allclose(*pair) for pair in gather_rounds(3, [1, 2, 1], 0, seed))
+    assert right < 60

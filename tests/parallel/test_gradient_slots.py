@@ -158,15 +158,35 @@ def test_the_embedding_is_not_gathered_for_backward(monkeypatch):
     gathered: list[int] = []
     start_gather = ParameterUnit.start_gather
 
-    def log_gather(unit: ParameterUnit) -> None:
+    def log_gather(unit: ParameterUnit, is_whole: bool) -> None:
         gathered.append(slots.units[0].index(unit))
-        start_gather(unit)
+        start_gather(unit, is_whole)
 
     monkeypatch.setattr(ParameterUnit, "start_gather", log_gather)
     slots.prefetch = False
     run_step(data, 1)
     forward = list(range(LAYERS + 2))
     assert gathered == forward + forward[-2:0:-1]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_micro_batch_does_not_wait_for_its_last_reduction(zero, monkeypatch):
+    """Accumulation synchronises where memory is needed, not after each micro-batch."""
+    data = make_data_parallel(monkeypatch, zero, 0, tied_embeddings=False)
+    assert data.slots is not None
+    in_flight: list[int] = []
+    end_backward = data.end_backward
+
+    def note_active(chunk: int) -> None:
+        end_backward(chunk)
+        assert data.slots is not None
+        in_flight.append(sum(not bucket.is_open for bucket in data.slots.active))
+
+    monkeypatch.setattr(data, "end_backward", note_active)
+    for _ in range(2):
+        run_step(data, 3)
+    assert all(in_flight)
+    assert len(in_flight) == 6
 
 
 def test_parameters_keep_their_addresses(monkeypatch):

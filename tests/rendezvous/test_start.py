@@ -65,9 +65,14 @@ def use_groups(rank: int, world: int, overrides: list[str], pause: str = "") -> 
     return observed
 
 
-@pytest.mark.parametrize("store", ["env", pytest.param("redis", marks=needs_redis)])
+LAYOUTS = [(2, 2, 2), (1, 3, 2), (1, 4, 1), (2, 1, 1), (1, 8, 2), (1, 1, 1)]  # tensor, pipeline, virtual stages
+
+
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "virtual"), [(2, 2, 2), (1, 4, 1), (1, 3, 2), (2, 1, 1), (1, 8, 2), (1, 1, 1)]
+    ("store", "tensor", "pipeline", "virtual"),
+    [("env", *layout) for layout in LAYOUTS]
+    # The store carries addresses only: with Redis all kinds of groups, and a world of six.
+    + [pytest.param("redis", *layout, marks=needs_redis) for layout in LAYOUTS[:2]],
 )
 def test_groups_of_real_processes_are_the_grids(ranks, store, tensor, pipeline, virtual, request):
     world = 6 if pipeline == 3 else 8

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import typer
+from typer.models import CommandInfo, TyperInfo
 
 from megascale.core import terminal
 from megascale.core.python_process import leave_working_directory, sleep_at_barriers
@@ -57,6 +58,17 @@ COMMANDS: dict[str, str] = {
     "faults": "faults",
 }
 
+# Panels of --help, in its order.
+PANELS: dict[str, tuple[str, ...]] = {
+    "Train": ("config", "train", "launch", "agent", "evaluate", "generate"),
+    "Watch": ("jobs", "nodes", "events", "logs", "dashboard", "plot", "monitoring"),
+    "Act": ("pause", "resume", "restart", "evict", "cordon", "uncordon", "access", "faults"),
+    "Explain": ("doctor", "diagnose", "hang", "spans", "timeline", "stragglers", "whatif", "decline"),
+    "Plan": ("plan", "simulate", "network"),
+    "Data and models": ("data", "convert", "checkpoint"),
+    "Measure": ("bench",),
+}
+
 # Commands that people run for their effect: lost output does not end them. All other commands are run for their output.
 WORK: frozenset[tuple[str, ...]] = frozenset(
     {
@@ -98,7 +110,30 @@ def command_line(modules: Iterable[str]) -> typer.Typer:
     app.callback(invoke_without_command=True)(_root)
     for module in modules:
         importlib.import_module(f"megascale.cli.{module}").register(app)
+    _sort_into_panels(app)
     return app
+
+
+def _sort_into_panels(app: typer.Typer) -> None:
+    """Give each command and group its panel of --help, in the order of PANELS."""
+    panel_of = {name: panel for panel, names in PANELS.items() for name in names}
+    order = {name: position for position, name in enumerate(panel_of)}
+    infos: list[CommandInfo | TyperInfo] = list(app.registered_commands)
+    infos.extend(app.registered_groups)
+    for info in infos:
+        info.rich_help_panel = panel_of[_find_name(info)]
+    app.registered_commands.sort(key=lambda info: order[_find_name(info)])
+    app.registered_groups.sort(key=lambda info: order[_find_name(info)])
+
+
+def _find_name(info: CommandInfo | TyperInfo) -> str:
+    """Return the name under which a command or a group is called."""
+    if isinstance(info, TyperInfo):
+        return str(info.name or info.typer_instance.info.name)  # type: ignore[union-attr]
+    if info.name:
+        return info.name
+    assert info.callback is not None
+    return info.callback.__name__.replace("_", "-")
 
 
 def _root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from megascale.cli.common import OVERRIDES, join_arguments, make_console
-from megascale.errors import MegascaleError, missing_extra
+from megascale.errors import FitError, MegascaleError, missing_extra
 
 if TYPE_CHECKING:
     from megascale.api import RunDescription
@@ -143,9 +143,14 @@ def _describe_sizes(description: RunDescription) -> list[tuple[str, str]]:
 
 def _describe_layout(config: Config, world: int) -> list[tuple[str, str]]:
     """Return layout, bubble and memory by kind as label and value (simulate/planner/layout_cost.py)."""
+    from megascale.core.layout import lay_out
     from megascale.simulate.planner.layout_cost import GIB, make_plan
 
-    plan = make_plan(config, world, 0.0)
+    try:
+        plan = make_plan(config, world, 0.0)
+    except FitError as error:  # the planner does not know an axis; the layout fits, as `lay_out` found
+        layout = lay_out(config, world).grid.describe()
+        return [("layout", f"{layout}; ZeRO-{config.parallel.zero}"), ("plan", f"unavailable: {error}")]
     grid, parallel = plan.layout.grid, config.parallel
     rows = []
     if world > 1:

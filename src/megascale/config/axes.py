@@ -23,6 +23,8 @@ class AxisFacts:
             is replicated.
         has_group: whether parts of the model communicate along the axis in a group of its own.
         fills_world: whether the axis takes all ranks that the other axes leave, unless its size is set.
+        copies_state: whether ranks along the axis hold copies of the shards. Gradients are summed over it once per
+            step, after they are reduced over the ranks that share the state.
         key: setting of the size; "" for an axis in `parallel.axes`.
     """
 
@@ -30,6 +32,7 @@ class AxisFacts:
     cuts_parameters: bool = False
     has_group: bool = True
     fills_world: bool = False
+    copies_state: bool = False
     key: str = ""
 
     @property
@@ -81,14 +84,26 @@ class AxisRegistry(Registry[AxisFacts]):
 
         Gradients are reduced, and optimizer state is sharded, over these axes together.
         """
-        return tuple(
-            name for name, facts in self.items() if facts.cuts_batch != "nothing" and not facts.cuts_parameters
-        )
+        names = []
+        for name, facts in self.items():
+            if facts.cuts_batch != "nothing" and not facts.cuts_parameters and not facts.copies_state:
+                names.append(name)
+        return tuple(names)
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Axes whose ranks hold copies of the shards."""
+        return tuple(name for name, facts in self.items() if facts.copies_state)
 
     @property
     def replica(self) -> tuple[str, ...]:
         """Axes whose ranks hold one copy of a pipeline stage together."""
-        return tuple(name for name in self.stage if name not in self.shards)
+        return tuple(name for name in self.stage if name not in self.shards + self.copies)
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """Axes whose ranks hold one copy of a pipeline stage's state together."""
+        return tuple(name for name in self.stage if name not in self.copies)
 
     @property
     def stage(self) -> tuple[str, ...]:
@@ -101,7 +116,10 @@ AXES = AxisRegistry(
     {
         "tensor": AxisFacts("tokens", cuts_parameters=True, key="parallel.tensor"),
         "context": AxisFacts("tokens", key="parallel.context"),
+        # Like data-parallel ranks for all parameters but those of experts, which these ranks divide.
+        "expert": AxisFacts("samples", cuts_parameters=True, key="parallel.expert"),
         "data": AxisFacts("samples", has_group=False, fills_world=True, key="parallel.data"),
+        "replicate": AxisFacts("samples", copies_state=True, key="parallel.replicate"),
         "pipeline": AxisFacts(cuts_parameters=True, has_group=False, key="parallel.pipeline"),
     },
 )

@@ -22,6 +22,9 @@ class ExpertsConfig(Section):
         0, ge=0, le=MAX_COUNT, description="width of a dense MLP that every token passes, next to its experts; 0: none"
     )
     shared_gate: bool = Field(False, description="scale the shared MLP by a sigmoid of the token (Qwen2-MoE)")
+    biases: bool = Field(
+        False, description="biases on the router's logits and on both projections of each expert (gpt-oss)"
+    )
     scores: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="function from the router's logits to the experts' scores, in float32"
     )
@@ -66,6 +69,11 @@ class ExpertsConfig(Section):
             raise ValueError(
                 "model.experts.shared_gate=true has no effect without a shared MLP; set model.experts.shared_width, "
                 "or shared_gate=false"
+            )
+        if self.biases and self.shared_width:
+            raise ValueError(
+                f"model.experts.biases=true with model.experts.shared_width={self.shared_width}: shared MLPs have no "
+                "biases; set biases=false or shared_width=0"
             )
         if self.number % self.groups:
             raise ValueError(

@@ -33,6 +33,7 @@ class LayerKind(Section):
     kv_heads: int | None = Field(None, ge=1, le=1_000_000, description="key/value heads")
     head_dim: int | None = Field(None, ge=1, le=1_000_000, description="width of a head")
     qk_norm: Literal["none", "head", "projection"] | None = Field(None, description="norms of queries and keys")
+    attention_sinks: bool | None = Field(None, description="a sink per attention head in these layers")
     ffn_hidden: int | None = Field(None, ge=1, le=100_000_000, description="width inside the MLP")
 
 
@@ -97,7 +98,7 @@ class ModelConfig(Section):
     activation: Annotated[str, AfterValidator(ACTIVATIONS.validate_name)] = Field(
         "gelu",
         description="activation of the MLP: gelu (erf), gelu_tanh (GPT-2's), swiglu (gated, Llama), geglu_tanh (gated, "
-        "Gemma)",
+        "Gemma), swiglu_clamped (gated, gpt-oss)",
     )
     positions: Literal["learned", "rotary", "none"] = Field(
         "learned",
@@ -126,6 +127,15 @@ class ModelConfig(Section):
     )
     attention_softcap: float | None = Field(
         None, gt=0, description="bound c of attention scores x, as c tanh(x / c) (Gemma 2)"
+    )
+    attention_sinks: bool = Field(
+        False,
+        description="a learned logit per attention head that takes part in the softmax and has no value (gpt-oss)",
+    )
+    attention_gate: bool = Field(
+        False,
+        description="multiply the output of attention by a sigmoid of another projection of its input, as wide as the "
+        "queries (Qwen3-Next)",
     )
     logit_softcap: float | None = Field(None, gt=0, description="bound c of logits x, as c tanh(x / c) (Gemma 2)")
     embedding_multiplier: float = Field(1.0, gt=0, description="factor of token embeddings (Gemma, Granite)")
@@ -258,7 +268,8 @@ class ModelConfig(Section):
             return
         if self.mlp_bias:
             raise ValueError(
-                "model.mlp_bias=true with model.mlp=experts: experts have no biases; set model.mlp_bias=false"
+                "model.mlp_bias=true with model.mlp=experts, which have biases by model.experts.biases; set "
+                "model.mlp_bias=false"
             )
         mlps = [self.resolve_kind(letter).mlp for letter in self.layer_letters()]
         dense_layers = self.expert_settings.dense_layers

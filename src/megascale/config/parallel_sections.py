@@ -51,7 +51,15 @@ class ParallelConfig(Section):
     )
     experts_over: Literal["tensor", "data"] = Field(
         "tensor",
-        description="ranks that divide the experts of a layer (model.mlp=experts); data is not supported yet",
+        description="ranks that divide the experts of a layer (model.mlp=experts); tensor: those of parallel.tensor; "
+        "data: also those of parallel.expert, which read different samples",
+    )
+    expert: int = Field(
+        1,
+        ge=1,
+        le=1_000_000,
+        description="ranks that divide the experts and read different samples, in addition to the data-parallel ranks "
+        "(parallel.experts_over=data)",
     )
     axes: list[str] = Field(
         [], description="ranks along axes of plugins, each as NAME=SIZE; the axes are registered in config/axes.py"
@@ -76,13 +84,20 @@ class ParallelConfig(Section):
         "default",  # until its kernels have run on several GPUs
         description="communication dtype of parameters between data-parallel ranks; default: train.precision; float8: "
         "matrices of linear layers in float8, half of bfloat16's bytes with identical results (needs "
-        "train.linear_precision=float8 and zero=1 or 2); auto: float8 if possible",
+        "train.linear_precision=float8 and zero=1 or more); auto: float8 if possible",
     )
     bucket_elements: int = Field(
         40_000_000,
         ge=1,
         le=MAX_COUNT * 1000,
         description="parameters per data-parallel message; smaller messages overlap better, larger ones are faster",
+    )
+    replicate: int = Field(
+        1,
+        ge=1,
+        le=1_000_000,
+        description="copies of the sharded state (hybrid sharding): parallel.data ranks share a copy and are "
+        "neighbours, such as the GPUs of a host; gradients are summed over copies once per step (needs zero=1 or more)",
     )
     recompute: Literal["none", "norms", "activation", "selective", "mlp", "attention", "full"] = Field(
         "none",
@@ -142,15 +157,25 @@ class OverlapConfig(Section):
         "async: collectives overlapped with independent GEMMs; auto: fused where it works, else async",
     )
     context: Literal["collectives", "copies", "auto"] = Field(
-        "collectives",  # until copies have run on several GPUs
+        "collectives",  # until long runs have used copies
         description="exchange between context ranks; copies: by the copy engines over symmetric memory (GPUs of one "
         "host), which CUDA graphs capture; auto: copies where they work",
+    )
+    expert: Literal["collectives", "copies", "auto"] = Field(
+        "collectives",  # until copies have run on several GPUs
+        description="exchange of gathered tokens between the ranks of parallel.expert; copies: by the copy engines "
+        "over symmetric memory (GPUs of one host); auto: copies where they work",
     )
     pipeline: bool = Field(
         True, description="overlap sends between stages with compute, instead of waiting for their arrival"
     )
     data: bool = Field(
         True, description="overlap reduction and gather of buckets with compute, instead of before and after the step"
+    )
+    gathers: Literal["collectives", "copies"] = Field(
+        "collectives",  # until long runs have used copies
+        description="how ZeRO-3 gathers matrices; collectives: NCCL, whose kernels take SMs from GEMMs; copies: copy "
+        "engines of one host's GPUs (needs parallel.zero=3, and each data-parallel group on one host)",
     )
     gemms: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -163,8 +163,11 @@ def _moment_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a logical tensor is a matrix, or a stack of matrices, of a layer, not of embedding or output."""
-    return name.startswith("layers.") and len(shape) >= 2
+    """Return whether a logical tensor is a matrix, or a stack of matrices, of a layer, not of embedding or output.
+
+    Biases of experts are stacked vectors.
+    """
+    return name.startswith("layers.") and len(shape) >= 2 and not name.endswith(".bias")
 
 
 def _muon_state_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -205,6 +208,7 @@ ACTIVATIONS: Registry[ActivationFacts] = Registry(
         "gelu_tanh": ActivationFacts(),
         "swiglu": ActivationFacts(gated=True),
         "geglu_tanh": ActivationFacts(gated=True),
+        "swiglu_clamped": ActivationFacts(gated=True),
     },
     home="megascale.ops",
 )

@@ -82,6 +82,21 @@ class Config(Section):
             self._check_bfloat16_reduction()
         if self.parallel.gather_precision == "float8":
             self._check_float8_gather()
+        if self.overlap.gathers == "copies" and self.parallel.zero != 3:
+            raise ValueError(
+                f"overlap.gathers=copies gathers the matrices of parallel.zero=3, and parallel.zero is "
+                f"{self.parallel.zero}; set --parallel.zero=3 or --overlap.gathers=collectives"
+            )
+        if self.parallel.replicate > 1 and self.parallel.zero == 0:
+            raise ValueError(
+                f"parallel.replicate={self.parallel.replicate} makes copies of sharded state, and parallel.zero=0 "
+                "shards none; set --parallel.zero=1 or --parallel.replicate=1"
+            )
+        if self.optimizer.offload and self.optimizer.name != "adamw":
+            raise ValueError(
+                f"optimizer.offload=true with optimizer.name={self.optimizer.name}, whose update reads whole matrices; "
+                "set --optimizer.name=adamw or --optimizer.offload=false"
+            )
         if self.train.lora is not None and self.checkpoint.start_state == "continued":
             raise ValueError(
                 "checkpoint.start_state=continued needs the optimizer state of what is trained, and "
@@ -111,14 +126,9 @@ class Config(Section):
                 f"train.linear_precision is {linear_precision}; set --train.linear_precision=float8 or "
                 "--parallel.gather_precision=auto"
             )
-        if self.parallel.zero == 3:
-            raise ValueError(
-                "parallel.gather_precision=float8 has no slots for float8 matrices, which parallel.zero=3 would need; "
-                "set --parallel.zero=2 or --parallel.gather_precision=default"
-            )
         if self.parallel.zero == 0:
             raise ValueError(
-                "parallel.gather_precision=float8 needs parallel.zero=1 or 2, because with 0 every rank updates all "
+                "parallel.gather_precision=float8 needs parallel.zero=1 or more, because with 0 every rank updates all "
                 "parameters and none are gathered; set --parallel.zero=1 or --parallel.gather_precision=auto"
             )
 

@@ -20,7 +20,7 @@ from megascale.config import ModelConfig
 from megascale.config.parts import ATTENTIONS, BLOCKS, MLPS, NORMS
 from megascale.config.registry import Registry
 from megascale.core.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, NormsSpec
-from megascale.core.tensors import Box, Piece
+from megascale.core.tensors import Box, Piece, is_decayed
 
 TOKENS = "embedding.token.weight"
 
@@ -60,7 +60,7 @@ class LogicalTensor:
     @property
     def decay(self) -> bool:
         """True if weight decay applies (and LAMB adapts): for matrices, not for biases and norms."""
-        return len(self.shape) > 1
+        return is_decayed(self.name, self.shape)
 
     @property
     def is_unit_matrix(self) -> bool:
@@ -79,9 +79,13 @@ class LogicalTensor:
             return self.shape
         return (self.padded_rows, *self.shape[1:])
 
-    def local_shape(self, ranks: int) -> tuple[int, ...]:
-        """Return the padded shape on one of `ranks` tensor-parallel ranks, all of other axes together."""
-        return tuple(n // ranks if dim == self.partition_dim else n for dim, n in enumerate(self.padded_shape))
+    def local_shape(self, ranks: int, expert: int = 1) -> tuple[int, ...]:
+        """Return the padded shape on one of `ranks` tensor-parallel ranks, all of other axes together.
+
+        Args:
+            expert: ranks of the expert axis (parallel.expert).
+        """
+        return self.cut_shape({"tensor": ranks, "expert": expert})
 
     def cut_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the padded shape on one rank of axes of these sizes; axes left out have one rank."""
@@ -196,6 +200,11 @@ def _attention_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
     for part, heads in (("query", mixer.heads), ("key", mixer.kv_heads), ("value", mixer.kv_heads)):
         part_name = f"{name}.attention.{part}"
         tensors += linear_tensors(part_name, heads * d, layer.hidden, 0, mixer.input_bias, layer.init_std)
+    if mixer.has_gate:
+        gate_name = f"{name}.attention.gate"
+        tensors += linear_tensors(gate_name, mixer.heads * d, layer.hidden, 0, mixer.input_bias, layer.init_std)
+    if mixer.has_sinks:
+        tensors.append(LogicalTensor(f"{name}.attention.sink.weight", (mixer.heads,), 0))
     for part, heads in (("query", mixer.heads), ("key", mixer.kv_heads)):
         norm_name = f"{name}.attention.{part}_norm"
         if mixer.qk_norm == "head":
@@ -228,6 +237,11 @@ def _attention_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
         saved.append(SavedActivation("scaled_query", output_width, "columns"))
     saved.append(SavedActivation("attention_output", output_width, "columns", has_gradient=True, gemm_input="also"))
     saved.append(SavedActivation("attention_logsumexp", mixer.heads, "columns", is_statistic=True))
+    if mixer.has_gate:
+        # The projection, its sigmoid, and the product that the output projection reads.
+        saved.append(SavedActivation("attention_gate", output_width, "columns", has_gradient=True))
+        saved.append(SavedActivation("attention_gate_sigmoid", output_width, "columns"))
+        saved.append(SavedActivation("gated_output", output_width, "columns", has_gradient=True, gemm_input="only"))
     return saved
 
 
@@ -281,11 +295,19 @@ def _experts_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
     part: ExpertsSpec = layer.feed_forward
     number, width = part.settings.number, part.width
     inputs = (number, part.input_matrices, width, h)
+
+    def make_stack(part_name: str, shape: tuple[int, ...], std: float | None) -> LogicalTensor:
+        return LogicalTensor(f"{name}.mlp.experts.{part_name}", shape, 0, std, other_cuts=(("expert", 0),))
+
     tensors = [
         LogicalTensor(f"{name}.mlp.router.weight", (number, h), init_std=layer.init_std),
-        LogicalTensor(f"{name}.mlp.experts.in.weight", inputs, 0, layer.init_std),
-        LogicalTensor(f"{name}.mlp.experts.out.weight", (number, h, width), 0, layer.output_init_std),
+        make_stack("in.weight", inputs, layer.init_std),
+        make_stack("out.weight", (number, h, width), layer.output_init_std),
     ]
+    if part.settings.biases:
+        tensors.append(LogicalTensor(f"{name}.mlp.router.logit.bias", (number,)))
+        tensors.append(make_stack("in.bias", inputs[:-1], None))
+        tensors.append(make_stack("out.bias", (number, h), None))
     if part.settings.bias_rate:
         tensors.append(LogicalTensor(f"{name}.mlp.router.bias", (number,), is_trained=False))
     if part.shared is not None:
@@ -351,7 +373,12 @@ MLP_PARTS: Registry[PartInventory] = Registry(MLPS.key, {"dense": _DENSE_MLP, "e
 
 
 def has_fused_projection(layer: LayerSpec) -> bool:
-    """Return whether a parallel block has one projection for both parts: they share a norm, and both can read it."""
+    """Return whether a parallel block has one projection for both parts: they share a norm, and both can read it.
+
+    An attention with a gate has a projection of its own.
+    """
+    if getattr(layer.mixer, "has_gate", False):
+        return False
     parts = (ATTENTION_PARTS[layer.mixer.name], MLP_PARTS[layer.feed_forward.name])
     return layer.norms.count == 1 and all(part.splits_fused_projection for part in parts)
 
@@ -559,6 +586,10 @@ def logical_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {tensor.name: tensor.shape for tensor in list_tensors(model)}
 
 
-def count_elements(tensors: Iterable[LogicalTensor], ranks: int = 1) -> int:
-    """Return the number of trained elements on one of `ranks` tensor-parallel ranks, padding included."""
-    return sum(prod(tensor.local_shape(ranks)) for tensor in tensors if tensor.is_trained)
+def count_elements(tensors: Iterable[LogicalTensor], ranks: int = 1, expert: int = 1) -> int:
+    """Return the number of trained elements on one of `ranks` tensor-parallel ranks, padding included.
+
+    Args:
+        expert: ranks of the expert axis (parallel.expert).
+    """
+    return sum(prod(tensor.local_shape(ranks, expert)) for tensor in tensors if tensor.is_trained)

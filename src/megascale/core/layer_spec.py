@@ -45,6 +45,8 @@ class AttentionSpec:
             over the whole projection; None: none.
         multiplier: factor of the scores; None: 1 / sqrt(head_size).
         softcap: bound c of the scores x, as c tanh(x / c); None: none.
+        has_sinks: whether each head has a learned logit that takes part in the softmax and has no value.
+        has_gate: whether a sigmoid of another projection of the input multiplies the output.
     """
 
     name: str
@@ -58,6 +60,8 @@ class AttentionSpec:
     qk_norm: Literal["head", "projection"] | None
     multiplier: float | None = None
     softcap: float | None = None
+    has_sinks: bool = False
+    has_gate: bool = False
 
     @classmethod
     def from_model(cls, model: ModelConfig) -> AttentionSpec:
@@ -81,6 +85,8 @@ class AttentionSpec:
             qk_norm=None if model.qk_norm == "none" else model.qk_norm,
             multiplier=multiplier,
             softcap=model.attention_softcap,
+            has_sinks=model.attention_sinks,
+            has_gate=model.attention_gate,
         )
 
 
@@ -127,7 +133,7 @@ class ExpertsSpec:
         width: columns between the matrices of an expert.
         activation: value of model.activation.
         settings: the table [model.experts].
-        bias: False; experts have no biases.
+        bias: False; biases of experts are no part of a projection that other parts read.
     """
 
     name: str

@@ -125,6 +125,11 @@ def lay_out(config: Config, world: int) -> Layout:
     if parallel.virtual_stages > 1 and parallel.pipeline == 1:
         faults += _one_stage_faults(parallel)
     faults += _expert_faults(config)
+    if parallel.context > 1 and any(getattr(layer.mixer, "has_sinks", False) for layer in resolve_layers(config.model)):
+        faults.append(
+            f"parallel.context={parallel.context} with model.attention_sinks=true: the ranks of a sequence do not "
+            "divide the sinks; set --parallel.context=1"
+        )
     if parallel.recompute in ("mlp", "attention") and not BLOCK_PARTS[config.model.block].can_split:
         faults.append(
             f"parallel.recompute={parallel.recompute} with model.block={config.model.block}, whose halves are computed "
@@ -184,21 +189,47 @@ def _schedule_faults(config: Config, data: int, microbatches: int) -> list[str]:
 
 def _expert_faults(config: Config) -> list[str]:
     """Return the settings that layers of experts exclude."""
-    model, tensor = config.model, config.parallel.tensor
+    model, parallel, tensor = config.model, config.parallel, config.parallel.tensor
     if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(model)):
-        return []
+        if parallel.expert == 1 and parallel.experts_over == "tensor":
+            return []
+        return [
+            f"parallel.expert={parallel.expert} with parallel.experts_over={parallel.experts_over} divides experts, "
+            "and the model has none; leave both out, and use parallel.data for more samples at once"
+        ]
     faults = []
     settings = model.expert_settings
-    if config.parallel.experts_over == "data":
+    if parallel.experts_over == "data" and parallel.expert == 1:
         faults.append(
-            "parallel.experts_over=data is not supported yet: all buckets of gradients are reduced over the "
-            "data-parallel ranks; set --parallel.experts_over=tensor, and --parallel.tensor to divide the experts"
+            "parallel.experts_over=data with parallel.expert=1 divides nothing; set --parallel.expert to the number "
+            f"of ranks that divide the experts, a divisor of model.experts.number={settings.number}"
         )
-    if settings.number % tensor:
-        ranks = " or ".join(str(n) for n in nearest_divisors(settings.number, tensor))
+    if parallel.experts_over == "tensor" and parallel.expert > 1:
         faults.append(
-            f"model.experts.number={settings.number} is not divisible by parallel.tensor={tensor}, whose ranks hold "
-            f"the experts; use --parallel.tensor={ranks}"
+            f"parallel.expert={parallel.expert} with parallel.experts_over=tensor; set --parallel.experts_over=data, "
+            "or --parallel.expert=1"
+        )
+    if settings.number % (tensor * parallel.expert):
+        if parallel.expert == 1:
+            ranks = " or ".join(str(n) for n in nearest_divisors(settings.number, tensor))
+            faults.append(
+                f"model.experts.number={settings.number} is not divisible by parallel.tensor={tensor}, whose ranks "
+                f"hold the experts; use --parallel.tensor={ranks}"
+            )
+        else:
+            faults.append(
+                f"model.experts.number={settings.number} is not divisible by parallel.tensor={tensor} x "
+                f"parallel.expert={parallel.expert}, whose ranks hold the experts; choose a product that divides it"
+            )
+    if parallel.expert > 1 and parallel.replicate > 1:
+        faults.append(
+            f"parallel.expert={parallel.expert} with parallel.replicate={parallel.replicate} is not supported; set "
+            "--parallel.replicate=1"
+        )
+    if parallel.expert > 1 and config.train.lora is not None:
+        faults.append(
+            f"parallel.expert={parallel.expert} with train.lora: adapters leave experts as they are; set "
+            "--parallel.expert=1 and use parallel.data"
         )
     if settings.shared_width % tensor:
         multiples = " or ".join(str(n) for n in nearest_multiples(settings.shared_width, tensor))

@@ -95,6 +95,9 @@ from megascale.core.unit_slots import CHUNK_SLOTS, has_chunk_slots
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # The loss takes as many tokens at a time as have logits of this size (ops/cross_entropy.py).
 MAX_LOGITS_BYTES = 2**30
+# With optimizer.offload state moves through this many slots of this many elements (optim/offload.py).
+OFFLOAD_SLOTS = 3
+OFFLOAD_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ class MemoryEstimate:
         tensor_buffers: gathered input and gathered gradient of a GEMM, and the symmetric-memory copy.
         pipeline_buffers: sends in flight and posted receives.
         graph_buffers: additional memory of CUDA graphs (parallel/chunk_graphs.py): temporaries of each micro-batch in
-            flight, inputs and outputs, and with data parallelism one eager micro-batch's activations.
+            flight, inputs and outputs, and with data parallelism one eager micro-batch's activations (ZeRO-3:
+            none; ZeRO-2: only where weights are copied in its forward).
     """
 
     weights: int = 0
@@ -160,9 +164,9 @@ class MemoryEstimate:
 
 # The sums are cached because a search asks for every stage of many layouts.
 @lru_cache(maxsize=256)
-def _parameter_sums(model: ModelConfig, tensor: int) -> LayerSums:
+def _parameter_sums(model: ModelConfig, tensor: int, expert: int) -> LayerSums:
     """Return the sums of parameters on one rank; norms count to the part behind them."""
-    return _sum_tensors(model, lambda tensors: count_elements(tensors, tensor))
+    return _sum_tensors(model, lambda tensors: count_elements(tensors, tensor, expert))
 
 
 @lru_cache(maxsize=256)
@@ -172,7 +176,7 @@ def _matrix_sums(model: ModelConfig, tensor: int) -> LayerSums:
 
 
 @lru_cache(maxsize=256)
-def _state_sums(model: ModelConfig, tensor: int, optimizer: str) -> LayerSums:
+def _state_sums(model: ModelConfig, tensor: int, optimizer: str, expert: int) -> LayerSums:
     """Return the sums of a matrix optimizer's state on one rank, beyond the state of as many vector elements."""
     state_names = OPTIMIZERS[optimizer].state_names
     per_vector_element = len(state_names("norm.weight", (model.hidden,)))
@@ -182,7 +186,7 @@ def _state_sums(model: ModelConfig, tensor: int, optimizer: str) -> LayerSums:
         for matrix in tensors:
             if matrix.decay:
                 extra = len(state_names(matrix.name, matrix.shape)) - per_vector_element
-                total += prod(matrix.local_shape(tensor)) * extra
+                total += prod(matrix.local_shape(tensor, expert)) * extra
         return total
 
     return _sum_tensors(model, count)
@@ -219,17 +223,19 @@ def count_chunk_parameters(
     chunks: int,
     tensor: int = 1,
     duplicates_tied: bool | None = None,
+    expert: int = 1,
 ) -> int:
     """Return the parameters of global chunk `chunk` on one tensor-parallel rank, with the vocabulary's padding.
 
     Args:
         duplicates_tied: whether the first and the last chunk both hold tied embeddings, because they are on different
             stages (default: with more than one chunk).
+        expert: ranks of the expert axis (parallel.expert).
     """
     if duplicates_tied is None:
         duplicates_tied = chunks > 1
     embeddings, head, logits = _outer_counts(model, tensor)
-    count = int(_parameter_sums(model, tensor).of_chunk(layers))
+    count = int(_parameter_sums(model, tensor, expert).of_chunk(layers))
     if chunk == 0:
         count += embeddings
     if chunk == chunks - 1:
@@ -264,7 +270,15 @@ def _count_parameters_by_chunk(model: ModelConfig, parallel: ParallelConfig, sta
     layers = assign_layers(model, parallel)
     duplicates_tied = len(chunk_map.end_stages) > 1
     return [
-        count_chunk_parameters(model, layers[g], g, chunk_map.chunks, parallel.tensor, duplicates_tied=duplicates_tied)
+        count_chunk_parameters(
+            model,
+            layers[g],
+            g,
+            chunk_map.chunks,
+            parallel.tensor,
+            duplicates_tied=duplicates_tied,
+            expert=parallel.expert,
+        )
         for g in chunk_map.stage_chunks(stage)
     ]
 
@@ -306,7 +320,7 @@ class UnitElements:
 def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) -> UnitElements:
     """Return the elements of a stage's units on one tensor-parallel rank."""
     chunk_map = chunk_map_of(parallel)
-    sums = _unit_sums(model, parallel.tensor)
+    sums = _unit_sums(model, parallel.tensor, parallel.expert)
     block = outer = 0
     by_chunk = []
     blocks_by_chunk = []
@@ -323,6 +337,8 @@ def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) 
             tables += embedding_tensors(model)
         if position == chunk_map.chunks - 1:
             tables += head_tensors(model)
+        if parallel.expert > 1:
+            tables = []  # their gradients are summed over the expert axis first
         matrices = [prod(tensor.local_shape(parallel.tensor)) for tensor in tables if tensor.is_unit_matrix]
         block = max([block, *blocks])
         outer = max([outer, *matrices])
@@ -332,16 +348,27 @@ def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) 
 
 
 @lru_cache(maxsize=256)
-def _unit_sums(model: ModelConfig, tensor: int) -> LayerSums:
-    """Return the sums of elements of matrices that are not replicated over tensor-parallel ranks."""
-    return _sum_tensors(model, lambda tensors: count_elements((t for t in tensors if t.is_unit_matrix), tensor))
+def _unit_sums(model: ModelConfig, tensor: int, expert: int) -> LayerSums:
+    """Return the sums of elements of units: matrices that are replicated along data-parallel axes only."""
+
+    def count(tensors: Sequence[LogicalTensor]) -> int:
+        units = [unit for unit in tensors if unit.is_unit_matrix and (expert == 1 or "expert" in unit.cuts)]
+        return count_elements(units, tensor, expert)
+
+    return _sum_tensors(model, count)
 
 
 # optimizer state -------------------------------------------------------------------------------------------------
 
 
 def count_state_elements(
-    optimizer: str, model: ModelConfig, parameters: int, chunks: Iterable[ChunkLayers], tables: int, tensor: int = 1
+    optimizer: str,
+    model: ModelConfig,
+    parameters: int,
+    chunks: Iterable[ChunkLayers],
+    tables: int,
+    tensor: int = 1,
+    expert: int = 1,
 ) -> int:
     """Return the elements of state that `optimizer` holds for a part of the model, without master weights.
 
@@ -350,12 +377,13 @@ def count_state_elements(
         chunks: layers of the part.
         tables: elements of its matrices outside layers: embeddings and output.
         tensor: tensor-parallel ranks that divide the layers' matrices.
+        expert: ranks of the expert axis, which divide the experts.
     """
     state_names = OPTIMIZERS[optimizer].state_names
     per_vector_element = len(state_names("norm.weight", (model.hidden,)))
     per_table_element = len(state_names(TOKENS, (model.padded_vocab, model.hidden)))
     count = parameters * per_vector_element + tables * (per_table_element - per_vector_element)
-    sums = _state_sums(model, tensor, optimizer)
+    sums = _state_sums(model, tensor, optimizer, expert)
     return count + int(sum(sums.of_chunk(layers) for layers in chunks))
 
 
@@ -377,7 +405,9 @@ def _count_stage_state(model: ModelConfig, parallel: ParallelConfig, stage: int,
         for g in chunk_map.stage_chunks(stage)
     )
     parameters = count_stage_parameters(model, parallel, stage)
-    return count_state_elements(optimizer, model, parameters, stage_layers, tables, parallel.tensor)
+    return count_state_elements(
+        optimizer, model, parameters, stage_layers, tables, tensor=parallel.tensor, expert=parallel.expert
+    )
 
 
 # activations -----------------------------------------------------------------------------------------------------
@@ -534,6 +564,16 @@ def head_saved_tensors(
 # a rank ----------------------------------------------------------------------------------------------------------
 
 
+def count_offloaded_bytes(parameters: int, shards: int, precision: str) -> int:
+    """Return the bytes of host memory of a rank's state with optimizer.offload: master weights and AdamW's moments.
+
+    Args:
+        parameters: trained parameters of a pipeline stage on one tensor-parallel rank.
+        shards: ranks that share their state.
+    """
+    return 3 * max(4, DTYPE_BYTES[precision]) * -(-parameters // shards)
+
+
 def estimate_stage_memory(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -546,6 +586,7 @@ def estimate_stage_memory(
     optimizer: str = "adamw",
     linear_precision: str = "default",
     graphs: bool = False,
+    offload: bool = False,
     adapters: AdapterSpec | None = None,
     expert_rows: float = 1.0,
 ) -> MemoryEstimate:
@@ -561,6 +602,7 @@ def estimate_stage_memory(
         optimizer: its name; config/parts.py declares its state.
         linear_precision: value of train.linear_precision; config/parts.py has its facts.
         graphs: whether chunks are CUDA graphs (core/rank_memory.py).
+        offload: value of optimizer.offload.
         adapters: low-rank adapters, which alone have gradients and optimizer state; None: all parameters have.
         expert_rows: kernels.expert_rows: rows that graphs have room for, relative to an even load.
     """
@@ -609,7 +651,9 @@ def estimate_stage_memory(
         graph_buffers = (in_flight - 1) * (workspace + logits)
         if schedule.chunks > 1:
             graph_buffers += 3 * in_flight * message  # input, gradient of the output, gradient of the input
-        if grid.shards > 1:
+        has_copies = LINEAR_PRECISIONS[linear_precision].weight_copy_bytes > 0
+        replays_all = parallel.zero == 3 or (parallel.zero == 2 and not has_copies)
+        if grid.shards > 1 and not replays_all:
             layer_count = sum(layers.layer_count for layers in stage_chunks)
             layer_bytes = max((saved.running[i + 1] - saved.running[i] for i in stage_layers), default=0)
             graph_buffers += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
@@ -618,11 +662,19 @@ def estimate_stage_memory(
             held_bytes = in_flight * expert_bytes / schedule.virtual_stages + workspace
             graph_buffers += int((expert_rows - 1) * held_bytes)
     matrices = count_stage_matrix_elements(model, parallel, stage)
+    weight_copies = LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices
+    if parallel.zero == 3 and gathers_float8(parallel, linear_precision, grid.shards):
+        weight_copies = -(-matrices // grid.shards)  # bytes of the rank's shards; copies lie in the slots
+    optimizer_bytes = master_itemsize * (state * shard // trained if parallel.zero else state)
+    if offload:
+        # AdamW's state and the master weights of a piece in each slot (optim/offload.py).
+        pieces = 3 * OFFLOAD_SLOTS * OFFLOAD_ELEMENTS * master_itemsize
+        optimizer_bytes = min(optimizer_bytes, pieces)
     return MemoryEstimate(
         weights=itemsize * weights,
-        weight_copies=LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices,
+        weight_copies=weight_copies,
         gradients=gradients,
-        optimizer=master_itemsize * (state * shard // trained if parallel.zero else state),
+        optimizer=optimizer_bytes,
         activations=_peak_activation_bytes(model, parallel, schedule, stage, micro_batch, precision, saved),
         logits=logits,
         workspace=workspace,
@@ -630,6 +682,13 @@ def estimate_stage_memory(
         pipeline_buffers=message * _count_pipeline_buffers(schedule, stage),
         graph_buffers=graph_buffers,
     )
+
+
+def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -> bool:
+    """Return whether `data` data-parallel ranks gather matrices as float8; resolves parallel.gather_precision=auto."""
+    if LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is None:
+        return False
+    return parallel.zero > 0 and data > 1 and parallel.gather_precision != "default"
 
 
 def _count_weights(model: ModelConfig, parallel: ParallelConfig, grid: Grid, stage: int) -> int:

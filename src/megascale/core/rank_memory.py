@@ -16,7 +16,7 @@ from megascale.core.flops import layer_flops
 from megascale.core.grid import Grid
 from megascale.core.inventory import count_distinct_layers
 from megascale.core.layer_spec import ExpertsSpec
-from megascale.core.memory import MemoryEstimate, estimate_stage_memory
+from megascale.core.memory import MemoryEstimate, estimate_stage_memory, gathers_float8
 from megascale.core.schedule import Schedule
 
 GPU_CONTEXT = 1 << 30  # bytes of a GPU that CUDA and its libraries take
@@ -67,6 +67,7 @@ def _estimate(config: Config, grid: Grid, schedule: Schedule, stage: int, graphs
         optimizer=config.optimizer.name,
         linear_precision=config.train.linear_precision,
         graphs=graphs,
+        offload=config.optimizer.offload,
         adapters=AdapterSpec.from_config(config.train),
         expert_rows=config.kernels.expert_rows,
     )
@@ -95,12 +96,26 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         return "copies to host memory are not captured (parallel.offload_activations)"
     if config.parallel.context > 1 and config.overlap.context == "collectives":
         return "only overlap.context=copies can be captured, not overlap.context=collectives"
-    if config.parallel.zero == 2 and data > 1:
-        return "parallel.zero=2 reduces every micro-batch's gradients during backward"
-    if config.parallel.zero == 3 and data > 1:
-        return "parallel.zero=3 gathers parameters and reduces gradients within every micro-batch"
+    if config.parallel.zero >= 2 and data > 1:
+        for axis, size in (("tensor", tensor), ("context", config.parallel.context)):
+            if size > 1:
+                return (
+                    f"parallel.zero={config.parallel.zero} cuts graphs between blocks, and the exchange of "
+                    f"parallel.{axis}={size} reaches across"
+                )
+        linear_precision = config.train.linear_precision
+        has_copies = LINEAR_PRECISIONS[linear_precision].weight_copy_bytes > 0
+        if config.parallel.zero == 3 and has_copies and not gathers_float8(config.parallel, linear_precision, data):
+            return (
+                f"parallel.zero=3 gathers matrices in turn, and train.linear_precision={linear_precision} "
+                "makes copies of all of them; train.linear_precision=float8 with parallel.gather_precision=float8 "
+                "makes none"
+            )
     if config.model.dropout:
         return "a dropout mask depends on the step and the sample"
+    settings = config.model.experts
+    if settings is not None and (config.parallel.expert > 1 or (settings.biases and tensor > 1)):
+        return "the number of a rank's tokens is read on the host (model.experts.biases, parallel.expert)"
     if mode == "on":
         return ""
     part = _find_registered_part(config)

@@ -248,6 +248,16 @@ class Schedule:
             raise ValueError(f"the schedule {self.name} gathers no parameters on stage {stage}")
         return int(gathers[0])
 
+    def runs_backward_at_once(self, stage: int, chunk: int) -> bool:
+        """Return whether the stage runs each micro-batch's whole backward of `chunk` right after its forward."""
+        computes = [row for row in self.tables[stage].tolist() if row[0] in COMPUTES]
+        for index, (kind, computed_chunk, microbatch) in enumerate(computes):
+            following = computes[index + 1 : index + 2]
+            is_forward = kind == ActionKind.FORWARD and computed_chunk == chunk
+            if is_forward and following != [[ActionKind.BACKWARD, chunk, microbatch]]:
+                return False
+        return True
+
     def channels(self) -> list[Channel]:
         """Return all channels of this layout, in the order in which communicators are created."""
         forward = [Channel("forward", source, target) for source, target in self.chunk_map.edges()]

@@ -86,8 +86,10 @@ class SpanAxis(IntEnum):
     @classmethod
     def of_group(cls, kind: str) -> SpanAxis:
         """Return the axis of a kind of group (rendezvous/group_plan.py), such as DATA for data_reduce."""
-        if kind == "replica":
+        if kind in ("replica", "state"):
             return cls.STAGE
+        if kind == "replicate":
+            return cls.DATA
         return cls.__members__.get(kind.partition("_")[0].upper(), cls.OTHER)
 
     @property

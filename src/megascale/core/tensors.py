@@ -26,6 +26,11 @@ class Box:
         return prod(self.sizes)
 
 
+def is_decayed(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether weight decay applies to a logical tensor: to matrices, not to norms and (stacked) biases."""
+    return len(shape) > 1 and not name.endswith(".bias")
+
+
 @dataclass(frozen=True)
 class Piece:
     """A box of a logical tensor that lies, row-major and contiguous, inside a local parameter.
@@ -46,7 +51,7 @@ class Piece:
     def full(cls, name: str, shape: tuple[int, ...], decay: bool | None = None) -> Piece:
         """Return the piece that holds all of a logical tensor."""
         if decay is None:
-            decay = len(shape) > 1
+            decay = is_decayed(name, shape)
         return cls(name, shape, Box((0,) * len(shape), shape), decay)
 
     @classmethod
@@ -55,7 +60,7 @@ class Piece:
         size = shape[dim] // parts
         offsets = tuple(index * size if d == dim else 0 for d in range(len(shape)))
         sizes = tuple(size if d == dim else n for d, n in enumerate(shape))
-        return cls(name, shape, Box(offsets, sizes), len(shape) > 1)
+        return cls(name, shape, Box(offsets, sizes), is_decayed(name, shape))
 
 
 @dataclass(frozen=True)

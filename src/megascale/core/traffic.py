@@ -6,6 +6,7 @@ that.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -16,6 +17,7 @@ from megascale.config import ModelConfig, ParallelConfig
 from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.adapters import AdapterSpec, count_adapter_elements
+from megascale.core.expert_ranks import gathers_expert_tokens, reached_share
 from megascale.core.grid import Grid
 from megascale.core.head_exchange import share_heads
 from megascale.core.inventory import BLOCK_PARTS, output_matrix, resolve_layers
@@ -27,6 +29,7 @@ from megascale.core.memory import (
     count_stage_matrix_elements,
     count_stage_parameters,
     count_stage_units,
+    gathers_float8,
 )
 from megascale.core.schedule import INPUT_BACKWARDS, SENDS, ActionKind, Schedule, kind_mask
 from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots, list_chunk_gathers, list_chunk_uses
@@ -43,6 +46,8 @@ class TrafficEstimate:
         data_gather: parameters (from ZeRO-1 on); matrices in float8 if they are gathered so.
         data_reduce: float32 gradients.
         embedding: gradients of a tied embedding held by the first and the last stage.
+        expert: tokens of experts over data, their results and gradients; and gradients of all other parameters, which
+            the same ranks sum.
         context: queries, keys, values and results of attention and their gradients.
     """
 
@@ -51,18 +56,12 @@ class TrafficEstimate:
     data_gather: float = 0.0
     data_reduce: float = 0.0
     embedding: float = 0.0
+    expert: float = 0.0
     context: float = 0.0
 
 
 # parallel.recompute -> forwards of a layer, of which one half may be recomputed; 1 for other values.
 _FORWARD_PASSES = {"full": 2, "mlp": 1.5, "attention": 1.5}
-
-
-def gathers_float8(parallel: ParallelConfig, linear_precision: str, data: int) -> bool:
-    """Return whether `data` data-parallel ranks gather matrices as float8; resolves parallel.gather_precision=auto."""
-    if LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes is None:
-        return False
-    return parallel.zero in (1, 2) and data > 1 and parallel.gather_precision != "default"
 
 
 def gathered_bytes(
@@ -78,14 +77,18 @@ def gathered_bytes(
     return itemsize * (count - matrices) + matrix_itemsize * matrices
 
 
-def check_priced_axes(grid: Grid) -> None:
-    """Raise FitError if the grid has an axis whose traffic planner and simulator do not know."""
-    for axis in AXES.replica:
+def check_priced_axes(grid: Grid, known: Collection[str] = ("tensor",)) -> None:
+    """Raise FitError if the grid has an axis whose traffic planner and simulator do not know.
+
+    Args:
+        known: axes of a replica whose traffic the caller knows.
+    """
+    for axis in AXES.replica + AXES.copies:
         size = grid.size(axis)
-        if axis != "tensor" and size > 1:
+        if axis not in known and size > 1:
             raise FitError(
-                f"{AXES.setting(axis)}={size} has no price: planner and simulator know the built-in axes; leave the "
-                "axis out"
+                f"{AXES.setting(axis)}={size} has no price: planner and simulator know tensor, context, data and "
+                "pipeline parallelism; leave the axis out"
             )
 
 
@@ -117,6 +120,25 @@ def _sum_collectives(model: ModelConfig, forward_passes: float) -> LayerSums:
         gathers, scatters = layer_collectives(layer)
         count = (gathers + scatters) * (1 + forward_passes) + gathers
         parts.append((count, count / 2, count / 2))
+    return LayerSums.collect(parts)
+
+
+@lru_cache(maxsize=64)
+def _sum_dispatched_values(model: ModelConfig, tensor: int, expert: int, forward_passes: int) -> LayerSums:
+    """Return the sums of values per token that a rank sends to other ranks of the expert axis, with an even load.
+
+    Forward sends tokens and returns sums; backward sends gradients and tokens, and returns gradients.
+    """
+    parts = []
+    for layer in resolve_layers(model):
+        part = layer.feed_forward
+        sent = 0.0
+        if isinstance(part, ExpertsSpec):
+            share = 1.0
+            if not gathers_expert_tokens(part.settings, tensor, expert):
+                share = reached_share(part.settings, tensor, expert)
+            sent = (2 * forward_passes + 3) * (expert - 1) * share * layer.hidden
+        parts.append((sent, 0, sent))
     return LayerSums.collect(parts)
 
 
@@ -184,7 +206,11 @@ def estimate_stage_traffic(
         gather_bytes = itemsize * parameters if parallel.zero else 0
     elif parallel.zero == 3:
         resident = parameters - units.sharded
-        gather_bytes = itemsize * (resident + _count_unit_gathers(units, schedule, stage))
+        blocks, others = _count_unit_gathers(units, schedule, stage)
+        block_itemsize = itemsize
+        if gathers_float8(parallel, linear_precision, grid.shards):
+            block_itemsize = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or itemsize
+        gather_bytes = block_itemsize * blocks + itemsize * (resident + others)
     elif parallel.zero:
         gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
     if parallel.reduce_dtype == "bfloat16":
@@ -194,6 +220,14 @@ def estimate_stage_traffic(
     embedding_bytes = 0
     if adapters is None and model.tied_embeddings and len(chunk_map.end_stages) > 1 and (is_first or is_last):
         embedding_bytes = master_itemsize * prod(output_matrix(model).local_shape(t))
+    x = grid.size("expert")
+    dispatched = 0.0
+    if x > 1:
+        passes = 2 if parallel.recompute == "full" else 1
+        values = sum(_sum_dispatched_values(model, t, x, passes).of_chunk(chunk) for chunk in layers)
+        dispatched = schedule.microbatches * values * tokens * itemsize
+        # An all-reduce of the gradients of all parameters but experts.
+        dispatched += 2 * (x - 1) / x * master_itemsize * (parameters - units.sharded)
     ring_share = (grid.shards - 1) / grid.shards
     if parallel.zero == 0:
         reduced = 2 * parameters  # an all-reduce counts twice
@@ -207,12 +241,13 @@ def estimate_stage_traffic(
         data_gather=ring_share * gather_bytes,
         data_reduce=ring_share * gradient_itemsize * reduced,
         embedding=float(embedding_bytes),
+        expert=dispatched,
         context=schedule.microbatches * exchanged,
     )
 
 
-def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> int:
-    """Return the elements of matrices that ZeRO-3 gathers in a step (parallel/parameter_slots.py).
+def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> tuple[int, int]:
+    """Return the elements of matrices that ZeRO-3 gathers in a step: of blocks, and of embedding and head.
 
     If blocks are units, each forward and each backward gathers a chunk's blocks, except two that are still in their
     slots where a backward follows a forward of the same chunk, or the other way round. Embedding and head share a slot.
@@ -220,7 +255,8 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> 
     """
     if has_chunk_slots(len(units.by_chunk)):
         gathers = list_chunk_gathers(list_chunk_uses(schedule, stage), assign_chunk_slots(schedule, stage))
-        return sum(units.by_chunk[chunk] for chunk in gathers)
+        blocks = sum(units.blocks_by_chunk[chunk] for chunk in gathers)
+        return blocks, sum(units.by_chunk[chunk] for chunk in gathers) - blocks
     kinds, chunks, _ = schedule.tables[stage].T
     is_forward = kinds == ActionKind.FORWARD
     is_use = is_forward | kind_mask(kinds, *INPUT_BACKWARDS)
@@ -228,4 +264,4 @@ def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> 
     kept = int(((directions[1:] != directions[:-1]) & (used[1:] == used[:-1])).sum())
     total = int(np.array(units.blocks_by_chunk)[used].sum()) - kept * min(2 * units.block, max(units.blocks_by_chunk))
     outer = units.sharded - sum(units.blocks_by_chunk)
-    return total + outer * (schedule.microbatches if outer > units.outer else 1)
+    return total, outer * (schedule.microbatches if outer > units.outer else 1)

@@ -7,6 +7,7 @@ A part declares the columns of its input projection (`columns`), gets their resu
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ from megascale.parallel.context import (
     select_heads,
 )
 from megascale.parallel.module import DirectModule
+from megascale.parallel.parameters import local_parameter
 from megascale.parallel.tensor import RowLinear
 
 
@@ -57,6 +59,9 @@ class CausalAttention(DirectModule):
         self.kv_heads = spec.kv_heads // setup.axis.size
         self.width = (self.heads + 2 * self.kv_heads) * spec.head_size  # columns of this rank
         self.columns = [tensor for part in ("query", "key", "value") for tensor in _select(setup, part)]
+        self.sinks: nn.Parameter | None = None
+        if spec.has_sinks:
+            self.sinks = local_parameter(_select(setup, "sink"), setup.axis.rank, setup.axis.size, setup.dtype)
         self.bias: nn.Parameter | None = None
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
@@ -151,6 +156,7 @@ class CausalAttention(DirectModule):
             backend=backend,
             chooser=self._chooser,
             documents=documents,
+            sinks_N=self.sinks,
         )
 
     def _attend_over_ranks(
@@ -181,12 +187,36 @@ class CausalAttention(DirectModule):
         return self._attend_locally(q, k[:stop], v[:stop], documents, find_gather_kernel(self.softcap))
 
 
+class GatedAttention(CausalAttention):
+    """Causal attention whose output is multiplied by a sigmoid of another projection of its input (Qwen3-Next)."""
+
+    def __init__(self, setup: LayerSetup) -> None:
+        super().__init__(setup)
+        self.columns += _select(setup, "gate")
+        self._qkv_width = self.width
+        self.width += self.heads * self.head_size
+
+    def forward(self, qkvg: torch.Tensor, rotary: Rotary, context: ForwardContext) -> Branch:
+        """Attend from the projection [s, b, (2n + 2g) d] of this rank's heads; return their share of the output."""
+        gate = qkvg[..., self._qkv_width :]
+        # The kernel that splits queries, keys and values takes contiguous memory.
+        branch = super().forward(qkvg[..., : self._qkv_width].contiguous(), rotary, context)
+        return replace(branch, x=branch.x * torch.sigmoid(gate))
+
+
+def make_attention(setup: LayerSetup) -> CausalAttention:
+    """Return the attention of a layer."""
+    if setup.layer.mixer.has_gate:
+        return GatedAttention(setup)
+    return CausalAttention(setup)
+
+
 def _select(setup: LayerSetup, part: str) -> list[LogicalTensor]:
     """Return the attention's tensors of a part."""
     return [tensor for tensor in setup.tensors.attention if f".attention.{part}." in tensor.name]
 
 
-ATTENTION_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(ATTENTIONS.key, {"causal": CausalAttention})
+ATTENTION_MODULES: Registry[Callable[[LayerSetup], nn.Module]] = Registry(ATTENTIONS.key, {"causal": make_attention})
 
 
 def register(

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from megascale.config.experts_section import ExpertsConfig
+from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.model.context import LayerSetup
 from megascale.ops.activation import RecomputedActivation, activate
+from megascale.ops.biased_experts import ExpertStacks
 from megascale.ops.routing import (
     RowLimit,
     count_all,
@@ -29,7 +31,8 @@ from megascale.ops.routing import (
     weigh_experts,
     wide_dtype,
 )
-from megascale.parallel.collectives import SINGLE_RANK, all_reduce_small
+from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce_small
+from megascale.parallel.expert_dispatch import apply_expert_stacks
 from megascale.parallel.experts import apply_experts
 from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter
@@ -77,6 +80,8 @@ class ExpertsMlp(DirectModule):
         counts: tokens of this rank per expert since `begin_step`, int64 [experts].
         losses: this rank's share of the sequence loss and of the z-loss since `begin_step`, float64 [2].
         tokens_per_step: tokens of the global batch, by which balance losses are divided.
+        expert_axis: ranks that read other samples and divide this rank's part of the experts.
+        gathers: whether those ranks gather the tokens of all, instead of sending each to the ranks of its experts.
         routing: selection to use and to fill while a layer runs that backward recomputes.
         select: selects the experts of tokens, as `ops.routing.select_experts`; another one measures a forced load.
         row_factor: while work is captured, the rows that a rank has room for relative to an even load; None otherwise.
@@ -95,16 +100,26 @@ class ExpertsMlp(DirectModule):
         self.activation = spec.activation
         self.linears = setup.linears
         self.axis = axis = setup.axis
+        self.expert_axis = setup.axes.get("expert", SINGLE_RANK)
+        self.gathers = gathers_expert_tokens(self.settings, axis.size, self.expert_axis.size)
+        # The only axis that divides the experts; None if there are two, or tokens go by an all-to-all.
+        self.gather_axis: Axis | None = axis
+        if self.expert_axis.size > 1:
+            self.gather_axis = self.expert_axis if axis.size == 1 and self.gathers else None
         self._context_axis = setup.axes.get("context", SINGLE_RANK)
         self.is_recomputed = setup.recomputes("activation")
         tensors = {tensor.name.partition(".mlp.")[2]: tensor for tensor in setup.tensors.mlp}
 
         def make(name: str) -> nn.Parameter:
-            return local_parameter([tensors[name]], axis.rank, axis.size, setup.dtype)
+            return local_parameter([tensors[name]], axis.rank, axis.size, setup.dtype, setup.axes)
 
         self.router = make("router.weight")
         self.experts_in = make("experts.in.weight")
         self.experts_out = make("experts.out.weight")
+        has_biases = self.settings.biases
+        self.logit_bias = make("router.logit.bias") if has_biases else None
+        self.in_bias = make("experts.in.bias") if has_biases else None
+        self.out_bias = make("experts.out.bias") if has_biases else None
         self.shared_in: ColumnLinear | None = None
         self.shared_out: RowLinear | None = None
         if spec.shared is not None:
@@ -150,8 +165,14 @@ class ExpertsMlp(DirectModule):
     def forward(self, x_SBH: Tensor, projection: ColumnLinear | None) -> Tensor:
         """Return what the layer adds to the residual stream, [s/t, b, h], for its normed input [s/t, b, h]."""
         weights, indices = self.route(x_SBH)
-        limit = self._limit_rows(x_SBH)
-        y = apply_experts(x_SBH, weights, indices, self.experts_in, self.experts_out, self.activation, self.axis, limit)
+        if self.in_bias is None and self.gather_axis is not None:
+            limit = self._limit_rows(x_SBH)
+            y = apply_experts(
+                x_SBH, weights, indices, self.experts_in, self.experts_out, self.activation, self.gather_axis, limit
+            )
+        else:
+            stacks = ExpertStacks(self.experts_in, self.experts_out, self.in_bias, self.out_bias, self.activation)
+            y = apply_expert_stacks(x_SBH, weights, indices, stacks, self.axis, self.expert_axis, self.gathers)
         if self.shared_in is not None:
             y = y + self._run_shared(x_SBH)
         return y
@@ -159,17 +180,20 @@ class ExpertsMlp(DirectModule):
     def _limit_rows(self, x_SBH: Tensor) -> RowLimit | None:
         """Return the room for this rank's rows in captured work, or None."""
         factor = self.row_factor if self.routing is None else self.routing.row_factor
-        if factor is None or self.axis.size == 1:
+        axis = self.gather_axis
+        if factor is None or axis is None or axis.size == 1:
             return None
         assert self.exceeded is not None
         top_k = self.settings.top_k
         tokens = x_SBH.shape[0] * x_SBH.shape[1]
         rows = math.ceil(tokens * top_k * factor)  # an even load is that of this rank's own tokens
-        return RowLimit(min(rows, tokens * self.axis.size * top_k), self.exceeded)
+        return RowLimit(min(rows, tokens * axis.size * top_k), self.exceeded)
 
     def route(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the indices of each token's experts, [s/t, b, top_k]."""
         logits = router_logits(x_SBH, self.router)
+        if self.logit_bias is not None:
+            logits = logits + self.logit_bias.to(logits.dtype)
         scores = score_experts(logits, self.settings)
         routing = self.routing or Routing()
         is_first = routing.indices is None

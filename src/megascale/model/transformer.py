@@ -178,6 +178,8 @@ class Chunk(DirectModule):
             context = replace(context, sequence_start=self.context_axis.rank * rows)
         if self.first:
             x = self._embed(x, context, positions)
+            if self.pre_backward_gather is not None:
+                self._call_before_backward(x, 0)
             if self.linears.adapters is not None and torch.is_grad_enabled():
                 x.requires_grad_()  # so that every activation is a part of the graph, whichever matrices have adapters
         past = context.past_length

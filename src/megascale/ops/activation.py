@@ -34,6 +34,9 @@ TILE = 4, 512, 1056, 4
 TILE_GELU_BACKWARD = 4, 256, 1056, 8
 TILE_WITHOUT_SUMS = 2, 1024, 4224, 4
 TILE_GATED_WITHOUT_SUMS = 2, 512, 1 << 30, 4
+# Constants of the clamped SwiGLU (gpt-oss).
+SWIGLU_ALPHA = 1.702
+SWIGLU_LIMIT = 7.0
 _MAX_PARTS = 65_535  # of a grid's second dimension
 
 
@@ -52,6 +55,17 @@ def geglu_tanh_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute gelu(gate) * up of x + bias = [gate | up] along the last dimension, with the tanh approximation."""
     gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
+
+
+def swiglu_clamped_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute gate * sigmoid(1.702 gate) * (up + 1) of x + bias = [gate | up] along the last dimension (gpt-oss).
+
+    The gate is at most 7, and up between -7 and 7.
+    """
+    gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
 
 
 @jit
@@ -96,6 +110,9 @@ def _activation_kernel(
     part_rows,
     GATED: tl.constexpr,
     TANH: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     NARROW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADDED: tl.constexpr,
@@ -105,9 +122,9 @@ def _activation_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Compute GeLU; or SwiGLU (GATED), or GeGLU (GATED and TANH), on tiles of the gate and the same tiles of up.
+    """Compute GeLU; or SwiGLU (GATED), GeGLU (GATED and TANH), or the clamped SwiGLU (GATED and CLAMPED).
 
-    Up is `width` columns further.
+    Gated: on tiles of the gate and the same tiles of up, which is `width` columns further.
     """
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     first = tl.program_id(1) * part_rows
@@ -135,6 +152,11 @@ def _activation_kernel(
         if GATED and TANH:
             gate, slope = _gelu(x, TANH, NARROW)
             value = gate * up
+        elif CLAMPED:
+            clamped = tl.minimum(x, LIMIT)
+            factor = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+            half = tl.sigmoid(ALPHA * clamped)
+            value = clamped * half * factor
         elif GATED:
             half = tl.sigmoid(x)
             value = x * half * up
@@ -149,6 +171,10 @@ def _activation_kernel(
                 if TANH:
                     value = dy * up * slope
                     d_up = dy * gate
+                elif CLAMPED:
+                    slope = factor * half * (1.0 + ALPHA * clamped * (1.0 - half))
+                    value = tl.where(x <= LIMIT, dy * slope, 0.0)
+                    d_up = tl.where(tl.abs(up) <= LIMIT, dy * clamped * half, 0.0)
                 else:
                     value = dy * up * half * (1.0 + x * (1.0 - half))
                     d_up = dy * x * half
@@ -193,6 +219,7 @@ def _launch(
     amax: Tensor | None,
     gated: bool = False,
     tanh: bool = False,
+    clamped: bool = False,
 ) -> Tensor | None:
     """Launch the kernel; the arguments are those of `run_activation`."""
     T, columns = x_TF.shape
@@ -223,6 +250,9 @@ def _launch(
         part_rows,
         GATED=gated,
         TANH=tanh,
+        CLAMPED=clamped,
+        ALPHA=SWIGLU_ALPHA,
+        LIMIT=SWIGLU_LIMIT,
         NARROW=x_TF.element_size() < 4,
         HAS_BIAS=bias is not None,
         ADDED=added,
@@ -269,6 +299,9 @@ KINDS: Registry[Activation] = Registry(
         "gelu_tanh": Activation(partial(gelu_reference, approximate="tanh"), "gelu", partial(_launch, tanh=True)),
         "swiglu": Activation(swiglu_reference, "swiglu", partial(_launch, gated=True)),
         "geglu_tanh": Activation(geglu_tanh_reference, "geglu", partial(_launch, gated=True, tanh=True)),
+        "swiglu_clamped": Activation(
+            swiglu_clamped_reference, "clamped swiglu", partial(_launch, gated=True, clamped=True)
+        ),
     },
 )
 

@@ -23,6 +23,7 @@ from megascale.ops.attention_backends import (
     causal_mask,
     explain_missing_softcap,
     find_fallback,
+    softmax_with_sinks,
 )
 from megascale.ops.attention_documents import (
     DOCUMENT_BACKENDS,
@@ -32,6 +33,7 @@ from megascale.ops.attention_documents import (
     check_document_backend,
     synthetic_boundaries,
 )
+from megascale.ops.attention_sinks import SINK_CANDIDATES, explain_missing_sinks, run_with_sinks
 from megascale.ops.rope import split_qkv
 
 AGREEMENT = 2e-2  # norm-wise, in bfloat16, between kernels of the same mask
@@ -50,6 +52,7 @@ def attention_reference(
     window: int | None,
     documents: DocumentMask | None = None,
     softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax over an explicit mask, in at least float32: the reference of every backend."""
     S, B, N, D = q_SBND.shape
@@ -63,7 +66,11 @@ def attention_reference(
     if documents is not None:
         keys = torch.arange(k_SBGD.shape[0], device=q_SBND.device)
         mask = (mask & (keys >= documents.starts_BS[:, -S:, None]))[:, None, None]  # [B, 1, 1, S, T]
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks_N is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = softmax_with_sinks(scores, sinks_N.to(wide))
     return torch.einsum("bgnst,tbgd->sbgnd", weights, v_SBGD.to(wide)).reshape(S, B, N * D).to(q_SBND.dtype)
 
 
@@ -71,7 +78,7 @@ class AttentionShape(NamedTuple):
     """The shape that a choice depends on.
 
     window is None for full attention. documents is the largest number of documents in a sample; 0: a sample is one
-    document. softcap is None for unbounded scores.
+    document. softcap is None for unbounded scores. has_sinks: whether each head has a sink.
     """
 
     S: int
@@ -83,6 +90,7 @@ class AttentionShape(NamedTuple):
     dtype: torch.dtype
     documents: int = 0
     softcap: float | None = None
+    has_sinks: bool = False
 
     def __str__(self) -> str:
         mask = "full" if self.window is None else f"window {self.window}"
@@ -90,6 +98,8 @@ class AttentionShape(NamedTuple):
             mask += f", up to {self.documents} documents"
         if self.softcap is not None:
             mask += f", softcap {self.softcap:g}"
+        if self.has_sinks:
+            mask += ", sinks"
         kind = str(self.dtype).removeprefix("torch.")
         return f"{self.S} x {self.B}, {self.N} heads ({self.G} kv) of {self.D}, {mask}, {kind}"
 
@@ -111,7 +121,7 @@ class AttentionChoice:
 def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
     """Run every backend that may support the shape; returns the fastest of those that agree."""
     if device.type != "cuda" or shape.dtype not in (torch.bfloat16, torch.float16):
-        return AttentionChoice(find_fallback(shape.softcap))
+        return AttentionChoice(find_fallback(shape.softcap, shape.has_sinks))
     if torch.cuda.is_current_stream_capturing():
         raise ConfigError(
             f"attention for {shape} would be measured inside a CUDA graph capture; call "
@@ -119,11 +129,15 @@ def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
         )
     load = _GpuLoad(device)
     load.warm_up()
-    fallback = find_fallback(shape.softcap)
+    fallback = find_fallback(shape.softcap, shape.has_sinks)
     choice = AttentionChoice(fallback)
     names = list(DOCUMENT_CANDIDATES) if shape.documents else candidates(shape.window)
     if shape.softcap is not None:
         names = [name for name in SOFTCAP_BACKENDS if name != fallback]
+    if shape.has_sinks:
+        names = [
+            name for name in SINK_CANDIDATES if not explain_missing_sinks(name, shape.softcap, shape.documents > 0)
+        ]
     expected: Tensor | None = None
     for name in (*names, fallback):
         if name == fallback and choice.milliseconds:
@@ -199,6 +213,7 @@ class AttentionChooser:
         device: torch.device | str = "cuda",
         documents: int = 0,
         softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> str:
         """Return the backend for a shape, measured at the first call: at start-up, before any graph capture.
 
@@ -208,10 +223,11 @@ class AttentionChooser:
             S, B, N, G, D: tokens, samples, query heads, key/value heads, and width of a head.
             documents: largest number of documents in a sample; 0: a sample is one document.
             softcap: bound of the scores, if they have one.
+            has_sinks: whether each head has a sink.
         """
         if window is not None and window >= S:
             window = None
-        shape = AttentionShape(S, B, N, G, D, window, dtype, documents, softcap)
+        shape = AttentionShape(S, B, N, G, D, window, dtype, documents, softcap, has_sinks)
         if shape not in self.choices:
             # The caller may be recomputed in backward: its hooks must not see the tensors saved while measuring.
             with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
@@ -241,9 +257,13 @@ class AttentionChooser:
 
     def explain_refusal(self, name: str, shape: AttentionShape, device: torch.device) -> str:
         """Return why a backend cannot run a shape on this process's device, or "" if it can."""
-        if name == find_fallback(shape.softcap):
+        if name == find_fallback(shape.softcap, shape.has_sinks):
             return ""
-        if shape.softcap is not None:
+        if shape.has_sinks:
+            reason = explain_missing_sinks(name, shape.softcap, shape.documents > 0)
+            if reason:
+                return reason
+        elif shape.softcap is not None:
             reason = explain_missing_softcap(name, shape.softcap)
             if reason:
                 return reason
@@ -284,8 +304,11 @@ def run_backend(
     window: int | None,
     documents: DocumentMask | None,
     softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Run a kernel by name. Raises ConfigError if it cannot keep to the documents, or cannot bound the scores."""
+    """Run a kernel by name. Raises ConfigError if it cannot keep to the documents, bound the scores or have sinks."""
+    if sinks_N is not None:
+        return run_with_sinks(name, q_SBND, k_SBGD, v_SBGD, window, documents, softcap, sinks_N)
     if softcap is not None:
         reason = explain_missing_softcap(name, softcap)
         if reason:
@@ -304,34 +327,52 @@ def run_backend(
     return DOCUMENT_BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window, documents)
 
 
+def _make_sinks(shape: AttentionShape, device: torch.device) -> Tensor | None:
+    """Return different sinks of the shape's heads, as large as scores, or None without sinks."""
+    if not shape.has_sinks:
+        return None
+    return torch.linspace(-2, 4, shape.N, device=device).to(shape.dtype).requires_grad_()
+
+
 def check_documents(name: str, shape: AttentionShape, device: torch.device) -> None:
-    """Raise NotImplementedError if a kernel does not keep output or gradients within documents, on short samples."""
-    if not shape.documents:
+    """Raise NotImplementedError if a kernel's output or gradients differ from the reference's, on short samples.
+
+    Shapes without documents and without sinks are not checked.
+    """
+    if not shape.documents and not shape.has_sinks:
         return
     shape = shape._replace(S=min(shape.S, CHECKED_LENGTH), documents=min(shape.documents, CHECKED_LENGTH))
     documents = _make_documents(shape, device)
     qkv, upstream = _inputs(shape, device)
+    sinks = _make_sinks(shape, device)
+    inputs = [qkv] if sinks is None else [qkv, sinks]
     results = []
     with torch.enable_grad():
         q, k, v = split_qkv(qkv, shape.N, shape.G)
         for out in (
-            attention_reference(q, k, v, window=shape.window, documents=documents, softcap=shape.softcap),
-            run_backend(name, q, k, v, shape.window, documents, shape.softcap),
+            attention_reference(
+                q, k, v, window=shape.window, documents=documents, softcap=shape.softcap, sinks_N=sinks
+            ),
+            run_backend(name, q, k, v, shape.window, documents, shape.softcap, sinks),
         ):
-            results.append((out.detach(), torch.autograd.grad(out, qkv, upstream, retain_graph=True)[0]))
-    for part, expected, actual in zip(("output", "gradient"), *results, strict=True):
+            results.append((out.detach(), *torch.autograd.grad(out, inputs, upstream, retain_graph=True)))
+    kind = "within documents" if shape.documents else "with sinks"
+    parts = ("output", "gradient", "gradient of the sinks")[: len(results[0])]
+    for part, expected, actual in zip(parts, *results, strict=True):
         distance = ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
         if not distance <= DOCUMENT_AGREEMENT:
-            raise NotImplementedError(f"its {part} within documents is {distance:.1e} away from the reference's")
+            raise NotImplementedError(f"its {part} {kind} is {distance:.1e} away from the reference's")
 
 
 def _run(name: str, shape: AttentionShape, qkv: Tensor, upstream: Tensor) -> Tensor:
     """Run forward and backward through the QKV split; returns the output."""
     documents = _make_documents(shape, qkv.device)
+    sinks = _make_sinks(shape, qkv.device)
+    inputs = [qkv] if sinks is None else [qkv, sinks]
     with torch.enable_grad():
         q, k, v = split_qkv(qkv, shape.N, shape.G)
-        out = run_backend(name, q, k, v, shape.window, documents, shape.softcap)
-        torch.autograd.grad(out, qkv, upstream)
+        out = run_backend(name, q, k, v, shape.window, documents, shape.softcap, sinks)
+        torch.autograd.grad(out, inputs, upstream)
     return out.detach()
 
 
@@ -361,6 +402,7 @@ def attention(
     backend: str = "auto",
     chooser: AttentionChooser | None = None,
     documents: DocumentMask | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention; returns [S, B, N*D].
 
@@ -375,28 +417,32 @@ def attention(
         backend: "auto" for the chooser's, else a name of `BACKENDS`.
         chooser: holds kernels.attention and the measurements; default: a new one.
         documents: documents of the samples, which attention does not leave; None: a sample is one document.
+        sinks_N: a logit per head that takes part in the softmax and has no value; None: none.
     """
     S, B, N, D = q_SBND.shape
     T, G = k_SBGD.shape[0], k_SBGD.shape[2]
     if window is not None and window >= T:
         window = None
     chooser = chooser or AttentionChooser()
+    has_sinks = sinks_N is not None
     name = chooser.backend if backend == "auto" else backend
     if S != T:
-        name = find_fallback(softcap)  # with a cache: the training kernels have no such mask
+        name = find_fallback(softcap, has_sinks)  # with a cache: the training kernels have no such mask
     elif name == "auto" and dispatch.mode() == "reference":
-        name = find_fallback(softcap)
+        name = find_fallback(softcap, has_sinks)
     elif name == "auto":
         count = 0 if documents is None else documents.max_documents
-        choice = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype, count, softcap))
+        choice = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype, count, softcap, has_sinks))
         if choice is not None:
             name = choice.name
         elif torch.is_grad_enabled():
-            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device, count, softcap)
+            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device, count, softcap, has_sinks)
         else:
-            name = find_fallback(softcap)  # prompts come in every length, which are not worth a measurement each
-    if documents is not None or softcap is not None:
-        return run_backend(name, q_SBND, k_SBGD, v_SBGD, window, documents, softcap)
+            name = find_fallback(
+                softcap, has_sinks
+            )  # prompts come in every length, which are not worth a measurement each
+    if documents is not None or softcap is not None or has_sinks:
+        return run_backend(name, q_SBND, k_SBGD, v_SBGD, window, documents, softcap, sinks_N)
     if name not in BACKENDS:
         raise ConfigError(f"kernels.attention={name!r} is not a backend; choose among auto, {', '.join(BACKENDS)}")
     return BACKENDS[name](q_SBND, k_SBGD, v_SBGD, window)

@@ -184,13 +184,44 @@ def softcap_scores(softcap: float) -> Callable[..., Tensor]:
     return bound
 
 
-def flex(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, softcap: float | None = None) -> Tensor:
-    """Run torch's FlexAttention, compiled, with a block mask per shape."""
+def flex(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    window: int | None,
+    softcap: float | None = None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Run torch's FlexAttention, compiled, with a block mask per shape; sinks as in `flex_with_sinks`."""
     q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
     mask = _flex_mask(q.shape[2], window, q.device)
     bound = None if softcap is None else softcap_scores(softcap)
+    if sinks_N is not None:
+        return flex_with_sinks(q, k, v, sinks_N, bound, mask)
     out = compiled_flex()(q, k, v, score_mod=bound, block_mask=mask, enable_gqa=_is_grouped(q, k))
     return merge_heads(out.permute(2, 0, 1, 3))
+
+
+def flex_with_sinks(
+    q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, sinks_N: Tensor, bound: Callable[..., Tensor] | None, mask: Any
+) -> Tensor:
+    """Run FlexAttention and scale its output by sigmoid(log-sum-exp - sink); returns [S, B, N*D].
+
+    Args:
+        bound: function of scores, or None.
+        mask: block mask.
+    """
+    out, lse_BNS = compiled_flex()(
+        q_BNSD,
+        k_BGSD,
+        v_BGSD,
+        score_mod=bound,
+        block_mask=mask,
+        enable_gqa=_is_grouped(q_BNSD, k_BGSD),
+        return_lse=True,
+    )
+    factor = torch.sigmoid(lse_BNS - sinks_N.to(lse_BNS.dtype)[None, :, None]).unsqueeze(-1)
+    return merge_heads((out * factor).to(q_BNSD.dtype).permute(2, 0, 1, 3))
 
 
 def eager(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, softcap: float | None = None) -> Tensor:
@@ -199,17 +230,38 @@ def eager(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None, so
     return attend_eagerly(q_SBND, k_SBGD, v_SBGD, mask, softcap)
 
 
-def attend_eagerly(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, mask: Tensor, softcap: float | None) -> Tensor:
-    """Compute attention over a mask of visible keys that broadcasts to [batch, groups, heads, queries, keys]."""
+def attend_eagerly(
+    q_SBND: Tensor,
+    k_SBGD: Tensor,
+    v_SBGD: Tensor,
+    mask: Tensor,
+    softcap: float | None,
+    sinks_N: Tensor | None = None,
+) -> Tensor:
+    """Compute attention over a mask of visible keys that broadcasts to [batch, groups, heads, queries, keys].
+
+    Args:
+        sinks_N: a logit per head that takes part in the softmax and has no value; None: none.
+    """
     wide = torch.promote_types(q_SBND.dtype, torch.float32)
     q, k, v = heads_first(q_SBND.to(wide), k_SBGD.to(wide), v_SBGD.to(wide))
     q = q.unflatten(1, (k.shape[1], -1))  # [batch, groups, heads of a group, queries, head size]
     scores = torch.matmul(q, k[:, :, None].transpose(-1, -2)) * q.shape[-1] ** -0.5
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks_N is None:
+        weights = scores.softmax(-1)
+    else:
+        weights = softmax_with_sinks(scores, sinks_N.to(wide))
     out = torch.matmul(weights, v[:, :, None]).flatten(1, 2)
     return merge_heads(out.permute(2, 0, 1, 3)).to(q_SBND.dtype)
+
+
+def softmax_with_sinks(scores: Tensor, sinks_N: Tensor) -> Tensor:
+    """Return the softmax over scores [batch, groups, heads of a group, queries, keys] and the head's sink, less it."""
+    sinks = sinks_N.view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
 @functools.cache
@@ -312,9 +364,9 @@ def candidates(window: int | None) -> list[str]:
     return [*names, "cudnn_frontend", "flash4"]
 
 
-def find_fallback(softcap: float | None) -> str:
+def find_fallback(softcap: float | None, has_sinks: bool = False) -> str:
     """Return the backend that computes every shape on every device."""
-    if softcap is None:
+    if softcap is None and not has_sinks:
         return "sdpa"
     return "eager"
 

@@ -193,3 +193,22 @@ class _CudnnAttention(torch.autograd.Function):
 def attend(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> Tensor:
     """Compute causal attention [S, B, N*D], with an optional window. Raises ImportError without the package."""
     return _CudnnAttention.apply(q_SBND, k_SBGD, v_SBGD, window)
+
+
+def attend_with_statistics(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
+    """Return causal attention [S, B, N, D] and the log-sum-exp of its scores [B, N, S, 1], without autograd."""
+    S, B, N, D = q.shape
+    out = torch.empty((S, B, N, D), dtype=q.dtype, device=q.device)
+    stats = torch.empty((B, N, S, 1), dtype=torch.float32, device=q.device)
+    _plan(False, (q, k, v, out), window).run(q=q, k=k, v=v, o=out, stats=stats)
+    return out, stats
+
+
+def attend_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, window: int | None
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v, given the output's gradient [S, B, N, D] and the forward's results."""
+    grads = allocate_qkv_gradients(q, k)
+    plan = _plan(True, (q, k, v, out, *grads), window, dispatch.deterministic())
+    plan.run(q=q, k=k, v=v, o=out, d_o=d_out, stats=stats, **dict(zip(("d_q", "d_k", "d_v"), grads, strict=True)))
+    return grads

@@ -24,6 +24,7 @@ from megascale.ops.attention_backends import (
     causal_mask,
     compiled_flex,
     flash4_interface,
+    flex_with_sinks,
     heads_first,
     join_samples,
     merge_heads,
@@ -143,8 +144,9 @@ def flex(
     window: int | None,
     documents: DocumentMask,
     softcap: float | None = None,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
-    """Run torch's FlexAttention, compiled."""
+    """Run torch's FlexAttention, compiled; sinks as in `flex_with_sinks`."""
     if not q_SBND.is_cuda:
         raise ConfigError("kernels.attention='flex' trains on CUDA devices; set --kernels.attention=auto")
     q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
@@ -152,6 +154,8 @@ def flex(
         documents.block_masks[window] = make_block_mask(documents, window)
     mask = documents.block_masks[window]
     bound = None if softcap is None else softcap_scores(softcap)
+    if sinks_N is not None:
+        return flex_with_sinks(q, k, v, sinks_N, bound, mask)
     out = compiled_flex()(q, k, v, score_mod=bound, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return merge_heads(out.permute(2, 0, 1, 3))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops.dispatch import jit, next_power_of_2, tl, use_fused
-from megascale.ops.gradient_sink import main_grad_of, sink_of
+from megascale.ops.gradient_sink import GradientSink, main_grad_of, sink_of
 from megascale.ops.linear import Gemms, Operand
 from megascale.ops.reduce import column_sum
 from megascale.ops.token_loss import TokenLogits, TokenLoss
@@ -315,8 +315,12 @@ class _Head:
             )
         return lse, loss.where(targets != self.ignore, 0)
 
-    def losses_and_gradients(self, chunk: slice, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `losses`, and add the chunk's gradients for the upstream gradient `scale` of each token."""
+    def losses_and_gradients(self, chunk: slice, scale: Tensor, is_last: bool) -> tuple[Tensor, Tensor]:
+        """Compute `losses`, and add the chunk's gradients for the upstream gradient `scale` of each token.
+
+        Args:
+            is_last: the chunk completes the weight's gradient.
+        """
         logits_TV, x = self.logits(chunk)
         targets = self.targets[chunk]
         if self.custom_loss is not None:
@@ -330,7 +334,7 @@ class _Head:
             lse, loss = merge_statistics(*statistics, shard=self.shard)
             loss = loss.where(mask, 0)
             local_gradient_(logits_TV, targets, lse, scale.where(mask, 0), self.start, self.valid)
-        self.add_gradients(chunk, x, logits_TV)
+        self.add_gradients(chunk, x, logits_TV, completes_weight=is_last)
         return lse, loss
 
     def gradients(self, chunk: slice, lse: Tensor, scale: Tensor) -> None:
@@ -365,16 +369,27 @@ class _Head:
         logits_TV[:, self.valid :] = 0
         return loss.detach().where(mask, 0)
 
-    def add_gradients(self, chunk: slice, x: Operand, grad_TV: Tensor) -> None:
-        """Add the gradients of x, weight and bias for the gradient of a chunk's logits."""
+    def add_gradients(self, chunk: slice, x: Operand, grad_TV: Tensor, completes_weight: bool = False) -> None:
+        """Add the gradients of x, weight and bias for the gradient of a chunk's logits.
+
+        A sink that wants the weight's complete gradient gets it before the gradient of x, so that its reduction
+        overlaps with that GEMM.
+        """
         if self.slope_TV is not None:
             grad_TV = grad_TV.mul_(self.slope_TV)
             self.slope_TV = None
         gradient = self.gemms.prepare_gradient(grad_TV, self.weight)
-        if self.dx_TH is not None:
-            self.gemms.dgrad(gradient, self.weight, self.dx_TH[chunk])
-        if self.dw is not None:
+        sink: GradientSink | None = getattr(self.weight, "gradient_sink", None)
+        if completes_weight and self.dw is not None and sink is not None and sink.complete is not None:
             self.gemms.accumulate_wgrad(self.dw, gradient.for_wgrad(), x.for_wgrad())
+            sink.complete()
+            if self.dx_TH is not None:
+                self.gemms.dgrad(gradient, self.weight, self.dx_TH[chunk])
+        else:
+            if self.dx_TH is not None:
+                self.gemms.dgrad(gradient, self.weight, self.dx_TH[chunk])
+            if self.dw is not None:
+                self.gemms.accumulate_wgrad(self.dw, gradient.for_wgrad(), x.for_wgrad())
         if self.db is not None:
             column_sum(grad_TV, self.db)
 
@@ -416,7 +431,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             head.allocate_gradients(*needs)
             scale_T = token_grad.to(wide).expand(targets.shape).reshape(-1).contiguous()
             for chunk in head.chunks:
-                lse_T[chunk], loss_T[chunk] = head.losses_and_gradients(chunk, scale_T[chunk])
+                is_last = chunk.stop == len(lse_T)
+                lse_T[chunk], loss_T[chunk] = head.losses_and_gradients(chunk, scale_T[chunk], is_last)
             ctx.head = head
             ctx.save_for_backward(scale_T)
         else:

@@ -24,12 +24,14 @@ class GradientSink:
         ready: called after each addition to `main_grad`.
         overwrite: the next GEMM overwrites `main_grad` instead of adding, which saves zeroing and reading it.
         by_gemm: whether a GEMM has computed this gradient, and so could overwrite it.
+        complete: called, if set, once a forward has written a micro-batch's whole gradient; `ready` follows later.
     """
 
     main_grad: Tensor
     ready: Callable[[], None] = _ignore
     overwrite: bool = False
     by_gemm: bool = False
+    complete: Callable[[], None] | None = None
 
 
 class SinkParameter(nn.Parameter):

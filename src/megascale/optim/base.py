@@ -92,8 +92,8 @@ class Shards:
 
     @property
     def device(self) -> torch.device:
-        """Device of the shards."""
-        return self.states[0].master.device
+        """Device of the shards; with optimizer.offload their state lies on the host."""
+        return self.states[0].shard.params.device
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,18 @@ class UpdateRule(ABC):
 
 
 def make_state_parts(
-    shard: FlatShard, master: torch.Tensor, facts: OptimizerFacts, ids: dict[str, int]
+    shard: FlatShard,
+    master: torch.Tensor,
+    facts: OptimizerFacts,
+    ids: dict[str, int],
+    allocate: Callable[[int], torch.Tensor] | None = None,
 ) -> list[StatePart]:
-    """Divide a shard into parts with zero state; `ids` numbers all logical tensors."""
+    """Divide a shard into parts with zero state.
+
+    Args:
+        ids: numbers all logical tensors.
+        allocate: returns zeros of a length for the state; default: memory like the master weights'.
+    """
     groups: list[tuple[tuple[str, ...], list[Extent]]] = []
     for extent in shard.extents:
         state_names = facts.state_names(extent.piece.name, extent.piece.shape)
@@ -146,8 +155,11 @@ def make_state_parts(
         rows = []
         for extent in extents:
             rows += _list_segments(extent, start, facts, ids)
-        state = {name: torch.zeros_like(master[start:stop]) for name in state_names}
-        parts.append(StatePart(start, stop, extents, Segments(rows, len(ids), master.device), state))
+        if allocate is None:
+            state = {name: torch.zeros_like(master[start:stop]) for name in state_names}
+        else:
+            state = {name: allocate(stop - start) for name in state_names}
+        parts.append(StatePart(start, stop, extents, Segments(rows, len(ids), shard.params.device), state))
     return parts
 
 

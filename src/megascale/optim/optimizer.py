@@ -13,9 +13,11 @@ import torch
 
 from megascale import torch_private
 from megascale.config import OptimizerConfig
+from megascale.config.axes import AXES
 from megascale.config.parts import OPTIMIZERS
 from megascale.core.tensors import list_matrix_names
 from megascale.optim.base import Shards, ShardState, UpdateStep, make_state_parts
+from megascale.optim.offload import HostMemory, OffloadedAdamW
 from megascale.optim.rules import RULES
 from megascale.parallel.buffers import Extent, FlatShard, ParamAndGradBuffer, extent_boxes
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce
@@ -53,6 +55,7 @@ class ShardedOptimizer:
         self.norm_weight = norm_weight
         facts = OPTIMIZERS[config.name]
         names = _list_names(chunks, facts.has_matrix_norms)
+        host = _allocate_host_memory(chunks) if config.offload else None
         index = {name: i for i, name in enumerate(names)}
         self.states: list[ShardState] = []
         self._tied_states: set[int] = set()
@@ -62,18 +65,24 @@ class ShardedOptimizer:
             for shard in chunk.shards:
                 accumulation_dtype = shard.grads.dtype
                 master = shard.params
-                if master.dtype != accumulation_dtype:
+                if host is not None:
+                    master = host.take(master.numel()).copy_(shard.params)
+                elif master.dtype != accumulation_dtype:
                     master = master.to(accumulation_dtype)
                 counted = []
                 for extent in shard.extents:
                     if extent.spec.is_counted(position) and extent.piece.name not in duplicates:
                         counted.append(extent)
-                parts = make_state_parts(shard, master, facts, index)
+                allocate = None if host is None else host.take
+                parts = make_state_parts(shard, master, facts, index, allocate=allocate)
                 self.states.append(ShardState(shard, master, parts, _merge_ranges(shard.extents, counted)))
         # The next step needs the first chunk first, and its buckets in the order of their use.
         first_chunk = [self.states[bucket] for bucket in chunks[0].forward_order]
         update_order = first_chunk + self.states[len(first_chunk) :]
-        self.rule = RULES[config.name](config, Shards(self.states, update_order, names, position, stage))
+        rule = OffloadedAdamW if config.offload else RULES[config.name]
+        # Each copy of the state sums over its own ranks.
+        position = {name: number for name, number in position.items() if name not in AXES.copies}
+        self.rule = rule(config, Shards(self.states, update_order, names, position, stage))
 
     @torch.no_grad()
     def step(
@@ -115,7 +124,7 @@ class ShardedOptimizer:
 
         Every parameter counts once.
         """
-        squares = torch.zeros(1, dtype=torch.float64, device=self.states[0].master.device)
+        squares = torch.zeros(1, dtype=torch.float64, device=self.states[0].shard.grads.device)
         numbers = range(len(self.states))
         norms_by_state = self._compute_norms([number for number in numbers if number not in self._tied_states])
         finish_tied()
@@ -164,6 +173,13 @@ class ShardedOptimizer:
                     for state_name, flat in part.state.items():
                         for piece, offsets, view in extent_boxes(part_extent, flat):
                             yield f"optimizer.{state_name}.{piece.name}", piece.shape, offsets, view
+
+
+def _allocate_host_memory(chunks: Sequence[ParamAndGradBuffer]) -> HostMemory:
+    """Allocate the host memory of master weights and of AdamW's two moments (optimizer.offload)."""
+    count = sum(shard.params.numel() for chunk in chunks for shard in chunk.shards)
+    shard = chunks[0].shards[0]
+    return HostMemory(3 * count, shard.grads.dtype, shard.params.device)
 
 
 def _list_names(chunks: Sequence[ParamAndGradBuffer], by_matrix: bool) -> list[str]:

@@ -156,9 +156,11 @@ class ParamAndGradBuffer:
         spec = spec_of(param)
         tied = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
         decay = any(piece.decay for piece in spec.pieces)
-        if tied or spec.summed_axes or not decay:
+        # Replicas along the tensor axis have a region of their own also on one rank: that keeps the order of sums.
+        summed = tuple(name for name in spec.summed_axes if name == "tensor" or self.axes.along(name).size > 1)
+        if tied or summed or not decay:
             unit = None
-        return BufferMember(param.numel(), decay, spec.summed_axes, tied, float8_gather, unit)
+        return BufferMember(param.numel(), decay, summed, tied, float8_gather, unit)
 
     def set_grads(self, buffer: torch.Tensor) -> None:
         """Accumulate the gradients of resident parameters in `buffer` from now on."""
@@ -182,6 +184,15 @@ class ParamAndGradBuffer:
         sink.main_grad.add_(param.grad)
         param.grad = None
         sink.ready()
+
+    def place_shard_params(self, memory: torch.Tensor) -> None:
+        """Move this rank's shard of the matrices in slots to `memory` (ZeRO-3). Call it before the shards are used."""
+        memory.copy_(self.shard_params)
+        self.shard_params = memory
+        for bucket, shard in enumerate(self.shards):
+            if self.layout.units[bucket] is not None:
+                first = self.layout.buckets[bucket].start // self.axes.data.size
+                shard.params = memory[first : first + shard.params.numel()]
 
     def set_gradient_hook(self, on_gradient: Callable[[int], None]) -> None:
         """Call on_gradient(parameter index) whenever a contribution is added to that parameter's gradient."""

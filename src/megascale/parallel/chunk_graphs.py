@@ -8,16 +8,16 @@ hangs are reported as before. The exchange of a tensor-parallel group (exchange.
 calls counts a replay as one call of it.
 
 Two kinds of micro-batches run eagerly with data parallelism: those whose parameters are still being gathered (each
-chunk's first in a step) and those whose buckets are reduced during backward (its last).
+chunk's first in a step) and those whose buckets are reduced during backward (its last). Under ZeRO-2 and 3 captures
+are cut between units (unit_cuts.py), and all micro-batches are replayed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,10 +28,13 @@ from megascale.core.calls import NullCallLog
 from megascale.core.schedule import Action, ActionKind
 from megascale.ops.gradient_sink import GradientSink, sink_of
 from megascale.parallel.buffers import ParamAndGradBuffer
+from megascale.parallel.captures import CudaCapture, CudaCapturePool, HostCapture, HostCapturePool
 from megascale.parallel.collectives import all_reduce
+from megascale.parallel.data_parallel import DataParallel
 from megascale.parallel.exchange import CapturedCalls
 from megascale.parallel.pipeline import EagerRunner, Forward
 from megascale.parallel.runtime import Runtime
+from megascale.parallel.unit_cuts import UnitCuts
 from megascale.parallel.weight_gradients import WeightGradientQueue
 
 EAGER_STEPS = 2  # of an engine: the first counts gradients and chooses kernels; the second runs as all later ones do
@@ -40,72 +43,6 @@ EAGER_STEPS = 2  # of an engine: the first counts gradients and chooses kernels;
 Inputs = Callable[[int, int, Tensor | None], tuple[Tensor, ...]]
 # (chunk, inputs) -> its output, as Forward's. The same for every micro-batch and step.
 Compute = Callable[[int, tuple[Tensor, ...]], Tensor]
-# Work that a capture records; the returned tensor is its result.
-Work = Callable[[], Tensor | None]
-
-
-@dataclass
-class CudaCapture:
-    """A captured CUDA graph and the tensor that it writes."""
-
-    graph: torch.cuda.CUDAGraph = field(default_factory=torch.cuda.CUDAGraph)
-    result: Tensor | None = None
-
-    def replay(self) -> None:
-        """Launch the graph."""
-        self.graph.replay()
-
-
-class CudaCapturePool:
-    """Captures CUDA graphs that share a memory pool: those of one chunk and one micro-batch in flight."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def capture(self, work: Work) -> CudaCapture:
-        """Capture `work` without running it. Raises RuntimeError for work that cannot be captured."""
-        capture = CudaCapture()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            # Other threads (the loader's, NCCL's watchdog) may make any CUDA call meanwhile.
-            capture.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                capture.result = work()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # it only reports that the capture is invalid
-                    capture.graph.capture_end()
-                raise
-            capture.graph.capture_end()
-        return capture
-
-
-@dataclass
-class HostCapture:
-    """Work that each replay runs anew on the same memory: the stand-in for a CUDA graph on a CPU.
-
-    A reader of the memory of an overwritten replay gets wrong values here as on a GPU, so that tests find it.
-    """
-
-    work: Work
-    result: Tensor | None = None  # from the first replay on
-
-    def replay(self) -> None:
-        """Run the work and copy its output into `result`."""
-        output = self.work()
-        if output is None:
-            return
-        if self.result is None:
-            self.result = torch.empty_like(output)
-        self.result.copy_(output.detach())
-
-
-class HostCapturePool:
-    """The counterpart of `CudaCapturePool` on a CPU."""
-
-    def capture(self, work: Work) -> HostCapture:
-        """Return a capture of `work`, which has not run."""
-        return HostCapture(work)
 
 
 @dataclass
@@ -174,6 +111,7 @@ class ChunkGraphs:
         runtime: the rank's runtime.
         shape: shape of an activation between chunks.
         device: device of the chunks.
+        data_parallel: communicates for the units of chunks (ZeRO-2 and 3).
 
     Attributes:
         enabled: whether steps use the captures; `set_enabled` sets it.
@@ -188,6 +126,7 @@ class ChunkGraphs:
         runtime: Runtime,
         shape: tuple[int, ...],
         device: torch.device,
+        data_parallel: DataParallel,
     ) -> None:
         self.enabled = True
         self.failure = ""
@@ -199,6 +138,11 @@ class ChunkGraphs:
         self._boundaries = find_boundaries(actions)
         self._is_data_parallel = buffers[0].axes.data.size > 1
         self._tensor = buffers[0].axes.tensor
+        self._cuts: UnitCuts | None = None
+        self._agreement = self._tensor  # its ranks replay alike or not at all
+        if buffers[0].zero >= 2:
+            self._cuts = UnitCuts(buffers, data_parallel, runtime)
+            self._agreement = buffers[0].axes.stage
         self._sinks = [_find_sinks(buffer) for buffer in buffers]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pools: dict[tuple[int, int], CudaCapturePool | HostCapturePool] = {}
@@ -233,6 +177,10 @@ class ChunkGraphs:
         if self.failure:
             return False
         boundaries = self._boundaries[chunk]
+        if self._cuts is not None:
+            module = self._buffers[chunk].module
+            # Copies of weights are made of all of the chunk's weights, which have arrived after the first forward.
+            return not (module.linears.copies_weights and i == boundaries.first_forward)  # type: ignore[union-attr]
         return not (self._is_data_parallel and (i == boundaries.first_forward or i in boundaries.reduced))
 
     def microbatch(self, chunk: int, i: int, slot: int, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch | None:
@@ -246,7 +194,8 @@ class ChunkGraphs:
         except RuntimeError as error:
             self.failure = f"capture failed: {str(error).strip().splitlines()[0]}"
         if self._has_any_rank_failed():
-            self.failure = self.failure or "capture failed on another rank of the tensor-parallel group"
+            group = "tensor-parallel group" if self._agreement is self._tensor else "pipeline stage"
+            self.failure = self.failure or f"capture failed on another rank of the {group}"
             self._runtime.kernels.note("CUDA graphs", f"off ({self.failure})")
             self.clear()  # possibly out of memory; micro-batches in flight are replayed to their end
             return None
@@ -255,11 +204,11 @@ class ChunkGraphs:
         return microbatch
 
     def _has_any_rank_failed(self) -> bool:
-        """Return whether a capture failed on a rank of the exchange: its ranks replay alike or not at all."""
-        if self._tensor.size == 1:
+        """Return whether a capture failed on a rank that must replay alike."""
+        if self._agreement.size == 1:
             return bool(self.failure)
         failed = torch.tensor([float(bool(self.failure))], device=self._device)
-        return bool(all_reduce(failed, self._tensor, dist.ReduceOp.MAX, "agree_on_capture").wait().item())
+        return bool(all_reduce(failed, self._agreement, dist.ReduceOp.MAX, "agree_on_capture").wait().item())
 
     def replay(self, capture: CudaCapture | HostCapture, op: str, nbytes: int) -> None:
         """Replay. With an exchange inside, the record of calls counts it as `op` of the tensor-parallel group."""
@@ -273,21 +222,30 @@ class ChunkGraphs:
         exchange.after_replay()
         transfer.done()
 
+    def replay_backward(self, chunk: int, i: int, microbatch: CapturedMicrobatch) -> None:
+        """Replay the backward of micro-batch `i`, which overwrites gradients or adds to them."""
+        op, nbytes = "replayed_backward", microbatch.exchanged[1]
+        if self._cuts is None:
+            self.replay(microbatch.backward, op, nbytes)
+        else:
+            with self._cuts.replay(chunk):
+                self.replay(microbatch.backward, op, nbytes)
+        if i == self._boundaries[chunk].first_backward:
+            for sink in self._sinks[chunk]:
+                sink.overwrite = False
+
     def pin_weights(self, chunk: int) -> None:
         """Put float8 copies of the chunk's weights where graphs read them."""
         module = self._buffers[chunk].module
         module.linears.pin_weights(module.linear_weights().values())  # type: ignore[operator, union-attr]
 
-    def mark_gradients_written(self, chunk: int, i: int) -> None:
-        """Record that a replayed backward has overwritten, or added to, the gradients."""
-        if i == self._boundaries[chunk].first_backward:
-            for sink in self._sinks[chunk]:
-                sink.overwrite = False
+    def _make_pool(self) -> CudaCapturePool | HostCapturePool:
+        return CudaCapturePool(self._stream) if self._stream else HostCapturePool()
 
     def _capture(self, chunk: int, slot: int, is_first: bool, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch:
         pool = self._pools.get((chunk, slot))
         if pool is None:
-            pool = CudaCapturePool(self._stream) if self._stream else HostCapturePool()
+            pool = self._make_pool()
             self._pools[chunk, slot] = pool
         static_inputs = tuple(torch.empty_like(value).copy_(value) for value in inputs)
         if static_inputs[0].is_floating_point():
@@ -298,8 +256,15 @@ class ChunkGraphs:
         outputs: list[Tensor] = []
         exchanged: list[CapturedCalls] = []
         self._runtime.stream.synchronize()
+        if self._cuts is not None and self._device.type == "cuda":
+            # No micro-batch runs eagerly from here on, and a capture cannot take the memory that eager ones have left.
+            torch.cuda.empty_cache()
         try:
-            with self._set_overwrites(chunk, is_first), _no_garbage_collection():
+            with ExitStack() as stack:
+                stack.enter_context(self._set_overwrites(chunk, is_first))
+                stack.enter_context(_no_garbage_collection())
+                if self._cuts is not None and not isinstance(pool, HostCapturePool):
+                    stack.enter_context(self._cuts.capture_in(pool))
                 forward = pool.capture(partial(self._run_forward, chunk, static_inputs, outputs, exchanged))
                 backward = pool.capture(partial(self._run_backward, static_inputs[0], outputs, grad, exchanged))
         finally:
@@ -412,8 +377,7 @@ class GraphedRunner(EagerRunner):
         if microbatch.grad is not None:
             assert grad is not None
             microbatch.grad.copy_(grad)
-        self._graphs.replay(microbatch.backward, "replayed_backward", microbatch.exchanged[1])
-        self._graphs.mark_gradients_written(chunk, i)
+        self._graphs.replay_backward(chunk, i, microbatch)
         # The next micro-batch may overwrite the gradient while it is still being sent to another stage.
         x_grad = microbatch.backward.result
         return None if x_grad is None else x_grad.clone()

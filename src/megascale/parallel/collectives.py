@@ -118,6 +118,14 @@ def exchange_gather(x: torch.Tensor, axis: Axis) -> Pending:
     return Pending(x, transfer=transfer, finish=axis.exchange.gather(x.contiguous()))
 
 
+def gather_resident(out: torch.Tensor, shards: Sequence[torch.Tensor], axis: Axis) -> Pending:
+    """All-gather every rank's shard, where peers read it, into flat `out` by the axis's exchange."""
+    assert axis.exchange is not None
+    transfer = axis.transfer("fused_gather", out.nbytes)
+    wait = axis.exchange.gather_resident(out.view(axis.size, -1), shards)
+    return Pending(out, transfer=transfer, finish=wait)
+
+
 def gather_and_consume(
     x: torch.Tensor, axis: Axis, consume: Callable[[torch.Tensor, int], None], keep_own: bool
 ) -> torch.Tensor:

@@ -16,7 +16,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from megascale.config.axes import AXES
 from megascale.core.schedule import WEIGHT_BACKWARDS, ActionKind
+from megascale.ops.gradient_sink import GradientSink
 from megascale.parallel.buffers import FlatShard, ParamAndGradBuffer
 from megascale.parallel.collectives import (
     Axis,
@@ -26,8 +28,9 @@ from megascale.parallel.collectives import (
     reduce_scatter_in_place,
     reduce_scatter_rounded,
 )
+from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
-from megascale.parallel.gradient_slots import GradientSlots
+from megascale.parallel.gradient_slots import GradientBucket, GradientSlots
 from megascale.parallel.parameter_slots import ParameterSlots
 
 
@@ -52,7 +55,7 @@ class _ChunkBuckets:
     def __init__(self, number: int, buffer: ParamAndGradBuffer, float8: bool) -> None:
         self.number = number
         self.buffer = buffer
-        self.float8 = Float8Gather(buffer) if float8 else None
+        self.float8 = Float8Gather(buffer) if float8 and buffer.zero < 3 else None
         self.contributions: dict[ActionKind, list[int]] = {}
         self.counts = [0] * len(buffer.parameters)
         self.kind = ActionKind.BACKWARD
@@ -95,6 +98,10 @@ class DataParallel:
         float8: gather the buckets of linear layers' matrices as float8, in which the chunks compute.
         microbatches: micro-batches of a step, each of which ZeRO-2 reduces; 0 if unknown.
         chunk_slots: ZeRO-3: slot of each chunk if chunks are gathered as a whole (core/unit_slots.py).
+        gather_exchange: ZeRO-3: gathers matrices by copy engines.
+
+    Attributes:
+        early_sink: sink of a gradient in a slot that a forward writes and completes; None without one.
     """
 
     def __init__(
@@ -105,6 +112,7 @@ class DataParallel:
         float8: bool = False,
         microbatches: int = 0,
         chunk_slots: Sequence[int] | None = None,
+        gather_exchange: Exchange | None = None,
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
@@ -116,7 +124,9 @@ class DataParallel:
         self._armed_gather: tuple[_ChunkBuckets, dict[int, int]] | None = None  # and its buckets by id of their shard
         self.parameter_slots: ParameterSlots | None = None
         if buffers[0].zero == 3:
-            self.parameter_slots = ParameterSlots(buffers, chunk_slots, overlap)
+            self.parameter_slots = ParameterSlots(
+                buffers, chunk_slots, prefetch=overlap, float8=float8, exchange=gather_exchange
+            )
         for chunk in self._chunks:
             chunk.buffer.set_gradient_hook(partial(self._mark, chunk))
             if overlap:
@@ -128,8 +138,11 @@ class DataParallel:
                 chunk.buffer.module.pre_backward_gather = partial(  # type: ignore[assignment]
                     self._gather_before_backward, self.parameter_slots, chunk
                 )
-            elif chunk.unit_buckets:
+            elif chunk.unit_buckets or chunk.buffer.zero == 2:
                 chunk.buffer.module.pre_forward_gather = partial(self._await_unit, chunk)  # type: ignore[assignment]
+        self._early_bucket: GradientBucket | None = None  # whose gradient the forward of its unit writes
+        self.early_sink: GradientSink | None = None
+        self._is_in_step = False
         self._microbatches = microbatches
         self.slots: GradientSlots | None = None
         if buffers[0].zero >= 2:
@@ -143,6 +156,7 @@ class DataParallel:
             self._runtime.stream.synchronize()
             chunk.buffer.zero_grads(chunk.microbatch_contributions())
         if self.slots is not None:
+            self._is_in_step = True
             self.slots.begin_step()
             for chunk in self._chunks:
                 chunk.reductions = 0
@@ -200,6 +214,65 @@ class DataParallel:
                 return
         self._reduce_resident(buckets)
 
+    def begin_unit_backward(self, chunk: int, unit: int) -> None:
+        """Prepare the backward of a unit in a replay, whose gradient sinks announce nothing.
+
+        The gradients of the chunk's previous unit are complete; their reduction starts. Then this unit takes its slot
+        of gradients, and its matrices are gathered.
+        """
+        buckets = self._chunks[chunk]
+        assert self.slots is not None
+        buckets.reduce_as_filled = False
+        self.slots.is_writable = False
+        self.end_unit_backwards(chunk)
+        if not self._writes_early(chunk, unit):
+            self.slots.open_unit(chunk, unit)
+        if self.parameter_slots is not None:
+            self._gather_before_backward(self.parameter_slots, buckets, unit)
+
+    def open_early(self, chunk: int, unit: int) -> None:
+        """Open the gradients of a unit before a replay of its forward, if that writes them."""
+        if self._early_bucket is not None and self._writes_early(chunk, unit):
+            self._early_bucket.open()
+
+    def allow_early_gradients(self, weight: nn.Parameter) -> bool:
+        """Let the forward of the last chunk write the gradient of `weight` into its slot, if nothing else lies there.
+
+        The backward of a micro-batch must follow its forward at once. Returns whether it is allowed.
+        """
+        assert self.slots is not None
+        buffer = self.buffers[-1]
+        index = next(i for i, param in enumerate(buffer.parameters) if param is weight)
+        bucket = self.slots.buckets[-1][buffer.bucket_of[index]]
+        unit_buckets = [other for other in self.slots.buckets[-1] if other.unit == bucket.unit]
+        if len(unit_buckets) > 1 or len(buffer.layout.buckets[bucket.index].members) > 1:
+            return False
+        self._early_bucket = bucket
+        if self.overlap:
+            self.early_sink = buffer.sinks[index]
+            self.early_sink.complete = self._reduce_early
+        return True
+
+    def _reduce_early(self) -> None:
+        """Reduce the gradient that a forward has written."""
+        if self._is_in_step and self._early_bucket is not None:
+            self._early_bucket.reduce()
+
+    def _writes_early(self, chunk: int, unit: int) -> bool:
+        """Return whether the forward of a unit writes its gradient into a slot."""
+        bucket = self._early_bucket
+        return bucket is not None and bucket.chunk == chunk and bucket.unit == unit
+
+    def set_unit_overwrites(self, chunk: int, unit: int) -> None:
+        """Let the GEMMs of a unit's backward, which is captured, overwrite the gradients that they alone write."""
+        assert self.slots is not None
+        self.slots.set_unit_overwrites(chunk, unit)
+
+    def end_unit_backwards(self, chunk: int) -> None:
+        """Record that replays have written the chunk's open buckets; with overlap, start to reduce them."""
+        assert self.slots is not None
+        self.slots.end_unit(chunk, reduces=self.overlap)
+
     def _reduce_resident(self, buckets: _ChunkBuckets) -> None:
         """Reduce the buckets without a unit that are not in flight (ZeRO-0 and 1: all buckets)."""
         buffer = buckets.buffer
@@ -229,6 +302,7 @@ class DataParallel:
 
         With overlap the reduction of a tied embedding between its two stages is still in flight (`finish_tied`).
         """
+        self._is_in_step = False
         if self.slots is not None:
             self.slots.finish()
         for chunk in self._chunks:
@@ -239,10 +313,24 @@ class DataParallel:
             for pending in chunk.reducing.values():
                 pending.wait()
             chunk.reducing.clear()
+        self._sum_copies()
+        for chunk in self._chunks:
+            buffer = chunk.buffer
             if buffer.layout.tied_bucket is not None:
                 self._tied.append(all_reduce(buffer.shards[buffer.layout.tied_bucket].grads, buffer.axes.tied))
         if not self.overlap:
             self.finish_tied()
+
+    def _sum_copies(self) -> None:
+        """Sum the shards' gradients over the ranks that hold copies of the shards."""
+        pending = []
+        for name in AXES.copies:
+            for buffer in self.buffers:
+                axis = buffer.axes.along(name)
+                if axis.size > 1:
+                    pending += [all_reduce(shard.grads, axis) for shard in buffer.shards]
+        for reduction in pending:
+            reduction.wait()
 
     def finish_tied(self) -> None:
         """Wait until both stages that hold a tied embedding have the sum of its gradients."""
@@ -399,18 +487,22 @@ class DataParallel:
         buckets.gathering[bucket] = all_gather_into(whole, params[start - params_start : stop - params_start], data)
 
     def _await_unit(self, buckets: _ChunkBuckets, unit: int) -> None:
-        if buckets.gathering:
+        if self._writes_early(buckets.number, unit) and torch.is_grad_enabled():
+            assert self.slots is not None
+            self.slots.is_writable = True
+        if buckets.gathering and buckets.unit_buckets:
             for bucket in buckets.unit_buckets[unit]:
                 pending = buckets.gathering.pop(bucket, None)
                 if pending is not None:
                     pending.wait()
 
     def _gather_before_forward(self, slots: ParameterSlots, buckets: _ChunkBuckets, unit: int) -> None:
-        if buckets.unit_buckets:
-            self._await_unit(buckets, unit)
+        self._await_unit(buckets, unit)
         slots.before_forward(buckets.number, unit)
 
     def _gather_before_backward(self, slots: ParameterSlots, buckets: _ChunkBuckets, unit: int) -> None:
+        if unit == 0:
+            return  # the backward of an embedding does not read it
         slots.before_backward(buckets.number, unit, buckets.reductions < self._microbatches)
 
     @staticmethod

@@ -15,6 +15,9 @@ A peer signals call n + 2 after it has seen call n + 1 of this rank, which this 
 call n to 0, so no signal is lost. A capture has an even number of calls, the last of which carries no data: when it
 has ended, no rank reads its memory, and the next capture begins with the same flag and the same memory.
 
+Memory that a rank changes rarely, such as its shard of the parameters, is gathered where it lies (`gather_resident`). A
+rank changes it only after `meet`, when every peer has ended its earlier calls.
+
 A peer that dies or hangs sets no flag. The exchange's watch (peer_watch.py) then ends the waits of this rank, in graphs
 too, and the next call, replay or `check` raises TrainingError.
 """
@@ -118,6 +121,7 @@ class Exchange:
         shard_bytes: the largest shard that will be gathered or scattered.
         streams: streams of this rank's device.
         owner: an object that must live as long as the exchange, such as the memory's owner.
+        resident: additional memory of each rank that peers read where it lies, uint8.
         on_side_stream: consume every other shard on the side stream, so that GEMMs fill the device together; may be
             changed between steps.
         runtime: the rank's runtime.
@@ -139,7 +143,9 @@ class Exchange:
         on_side_stream: bool = False,
         runtime: Runtime | None = None,
         kind: SpanAxis = SpanAxis.TENSOR,
+        resident: Sequence[torch.Tensor] = (),
     ) -> None:
+        self.resident = resident
         self._runtime = runtime or Runtime()
         self._kind = kind
         self._owner = owner
@@ -344,6 +350,30 @@ class Exchange:
             return out.flatten(0, 1)
 
         return wait
+
+    def gather_resident(self, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """All-gather shards[rank] of every rank, views of `resident`, into out [size, *shape of a shard].
+
+        It overlaps with later work; the returned function waits for it. This rank's shard may be written by work that
+        was submitted before, and not again before `meet`.
+        """
+        streams = self._streams
+        number = self._begin(shards[self.rank].nbytes)
+        self._copy_waits_for_main()
+        for step in range(1, self.size):
+            streams.signal((self.rank - step) % self.size, number)  # in the order in which peers need the shard
+        for step in range(1, self.size):
+            peer = (self.rank + step) % self.size
+            streams.wait_for(peer, number)
+            streams.copy(out[peer], shards[peer])
+        streams.copy(out[self.rank], shards[self.rank])
+        last = self._end()
+        return lambda: self._await(last)
+
+    def meet(self) -> None:
+        """Let later work wait until every peer has ended its earlier calls, and so reads `resident` no more."""
+        self._meet()
+        self._await(self._streams.record_event("copy"))
 
     def gather_and_consume(
         self, x: torch.Tensor, consume: Callable[[torch.Tensor, int], Any], keep_own: bool

@@ -50,6 +50,7 @@ class _Float8Linears(LinearPrecision, ABC):
 
     recipe = ""
     gradient_format = E4M3
+    copies_weights = True
 
     def __init__(self, axis: Axis = SINGLE_RANK) -> None:
         super().__init__(axis)
@@ -185,6 +186,12 @@ class TensorWiseFloat8(_Float8Linears):
         super().__init__(axis)
         # Rows and scale of gathered weights; None while neither they nor the whole weight is on this rank.
         self._gathered: dict[int, tuple[Tensor, Tensor] | None] = {}
+        self._in_slots: dict[int, Float8] = {}
+
+    def set_slot_weight(self, weight: Tensor, cast: Float8) -> None:
+        """Read the weight [O, I] as `cast` from now on, which is gathered before each use (ZeRO-3)."""
+        self._in_slots[id(weight)] = cast
+        self.copies_weights = False
 
     def set_gathered_rows(self, weight: Tensor, rows: Tensor, scale: Tensor) -> None:
         """Read the weight [O, I] as these rows (E4M3) and scale from now on, instead of casting it.
@@ -205,6 +212,9 @@ class TensorWiseFloat8(_Float8Linears):
             self._gathered.pop(id(weight), None)
 
     def _make_weight(self, weight: Tensor) -> Float8:
+        in_slot = self._in_slots.get(id(weight))
+        if in_slot is not None:
+            return in_slot
         if id(weight) not in self._gathered:
             return super()._make_weight(weight)
         gathered = self._gathered[id(weight)]

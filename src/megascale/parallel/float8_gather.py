@@ -9,19 +9,23 @@ all ranks but their owner until something other than a training step reads them
 
 The all-reduce uses the communicator of the stage, which is idle during the update: on the gathers' communicator it
 would wait for the bucket before. The bytes of a bucket lie in the same memory at every step.
+
+Under ZeRO-3 the bytes are gathered into the slot of the unit (parameter_slots.py) in place of the weights. A slot has
+room for both the rows and their transpose, which the backward reads. All shards of a chunk are cast once per step,
+before the first of them is gathered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from megascale.ops.float8.cast import cast_shard, compute_shard_amaxes, compute_shard_scales
-from megascale.ops.float8.formats import E4M3, scale_slots
+from megascale.ops.float8.cast import cast_shard, compute_shard_amaxes, compute_shard_scales, transpose_rows
+from megascale.ops.float8.formats import E4M3, Float8, scale_slots
 from megascale.ops.segments import Segments
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Pending, all_gather_into, all_reduce
@@ -38,6 +42,7 @@ class _Bucket:
         amax, scales: of the whole matrices, float32 [matrices].
         bytes, own_bytes: the gathered bucket, and this rank's shard of it.
         matrices: each weight, its rows (E4M3, of its shape) and its scale, as views of `bytes` and `scales`.
+        transposes: ZeRO-3: each weight's rows and the memory of their transpose.
     """
 
     shard: torch.Tensor
@@ -47,6 +52,7 @@ class _Bucket:
     bytes: torch.Tensor
     own_bytes: torch.Tensor
     matrices: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    transposes: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
 
 class Float8Gather:
@@ -54,9 +60,20 @@ class Float8Gather:
 
     Args:
         buffer: the chunk's buffers, laid out with `float8_gather`.
+        slots: ZeRO-3: memory of each bucket in its slot.
+        own_memory: ZeRO-3: memory of this rank's shards as bytes, one per element of `buffer.shard_params`.
+
+    Attributes:
+        buckets: the buckets.
+        is_stale: ZeRO-3: whether shards have changed since `cast_shards`.
     """
 
-    def __init__(self, buffer: ParamAndGradBuffer) -> None:
+    def __init__(
+        self,
+        buffer: ParamAndGradBuffer,
+        slots: Mapping[int, torch.Tensor] | None = None,
+        own_memory: torch.Tensor | None = None,
+    ) -> None:
         linears = buffer.module.linears
         assert isinstance(linears, TensorWiseFloat8)
         self._linears = linears
@@ -70,10 +87,21 @@ class Float8Gather:
         self._amax = torch.zeros(count, dtype=torch.float32, device=device)  # of all buckets
         scales = scale_slots(count, device)
         self._bucket_data: dict[int, _Bucket] = {}
+        self.is_stale = True
         first = 0
         for bucket in self.buckets:
             stop = first + len(spans[bucket].members)
-            self._bucket_data[bucket] = _make_bucket(buffer, bucket, self._amax[first:stop], scales[first:stop])
+            slot = own_bytes = None
+            if slots is not None:
+                assert own_memory is not None
+                slot = slots[bucket]
+                start = spans[bucket].start // buffer.axes.data.size
+                own_bytes = own_memory[start : start + buffer.shards[bucket].params.numel()]
+            self._bucket_data[bucket] = data = _make_bucket(
+                buffer, bucket, self._amax[first:stop], scales[first:stop], slot=slot, own_bytes=own_bytes
+            )
+            for (weight, rows, scale), (_, columns) in zip(data.matrices, data.transposes, strict=slot is not None):
+                linears.set_slot_weight(weight, Float8(rows, scale, columns, scale))
             first = stop
         self._amax_reductions: dict[int, Pending] = {}
 
@@ -112,6 +140,29 @@ class Float8Gather:
         for weight, rows, scale in data.matrices:
             self._linears.set_gathered_rows(weight, rows, scale)
 
+    @torch.no_grad()
+    def cast_shards(self) -> None:
+        """Cast this rank's shards of all buckets if they have changed (ZeRO-3). Collective over the stage."""
+        if not self.is_stale:
+            return
+        self.is_stale = False
+        self.start_amax_reduce()
+        for bucket in self.buckets:
+            data = self._bucket_data[bucket]
+            self._amax_reductions.pop(bucket).wait()
+            compute_shard_scales(data.amax, E4M3, data.scales)
+            cast_shard(data.shard, data.segments, data.scales, E4M3, data.own_bytes)
+
+    def gather_pair(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the memory of a bucket's gathered bytes, and this rank's shard of them."""
+        data = self._bucket_data[bucket]
+        return data.bytes, data.own_bytes
+
+    def transpose(self, bucket: int) -> None:
+        """Transpose the gathered rows of a bucket in its slot, for the backward (ZeRO-3)."""
+        for rows, columns in self._bucket_data[bucket].transposes:
+            transpose_rows(rows, columns)
+
     def compute_weights(self) -> Iterator[torch.Tensor]:
         """Yield the bytes and scales that linear layers read until the next update: equal on data-parallel ranks."""
         for data in self._bucket_data.values():
@@ -131,13 +182,27 @@ class Float8Gather:
                 self._linears.set_weight_gathered(weight)
 
 
-def _make_bucket(buffer: ParamAndGradBuffer, bucket: int, amax: torch.Tensor, scales: torch.Tensor) -> _Bucket:
-    """Allocate the bytes of a bucket and find its matrices in them."""
+def _make_bucket(
+    buffer: ParamAndGradBuffer,
+    bucket: int,
+    amax: torch.Tensor,
+    scales: torch.Tensor,
+    slot: torch.Tensor | None,
+    own_bytes: torch.Tensor | None,
+) -> _Bucket:
+    """Allocate the bytes of a bucket, or find them in its slot, and find its matrices in them."""
     span = buffer.layout.buckets[bucket]
     data = buffer.axes.data
     start, stop = buffer.layout.shard(bucket, data.rank, data.size)
-    gathered = torch.zeros(span.stop - span.start, dtype=torch.uint8, device=amax.device)
-    segments, matrices = [], []
+    count = span.stop - span.start
+    transposed = None
+    if slot is None:
+        gathered = torch.zeros(count, dtype=torch.uint8, device=amax.device)
+        own_bytes = gathered[start - span.start : stop - span.start]
+    else:
+        slot_bytes = slot.view(torch.uint8)
+        gathered, transposed = slot_bytes[:count], slot_bytes[count : 2 * count]
+    segments, matrices, transposes = [], [], []
     for index, i in enumerate(sorted(span.members, key=buffer.layout.starts.__getitem__)):
         weight = buffer.parameters[i]
         offset = buffer.layout.starts[i]
@@ -147,12 +212,17 @@ def _make_bucket(buffer: ParamAndGradBuffer, bucket: int, amax: torch.Tensor, sc
             segments.append((first - start, last - start, False, index))
         rows = gathered[offset - span.start : end - span.start].view(E4M3.dtype).view(weight.shape)
         matrices.append((weight, rows, scales[index]))
+        if transposed is not None:
+            columns = transposed[offset - span.start : end - span.start].view(E4M3.dtype).view(*weight.shape[::-1])
+            transposes.append((rows, columns))
+    assert own_bytes is not None
     return _Bucket(
-        shard=buffer.params[start:stop],
+        shard=buffer.shards[bucket].params,
         segments=Segments(segments, len(matrices), amax.device),
         amax=amax,
         scales=scales,
         bytes=gathered,
-        own_bytes=gathered[start - span.start : stop - span.start],
+        own_bytes=own_bytes,
         matrices=matrices,
+        transposes=transposes,
     )

@@ -42,6 +42,7 @@ class GradientBucket:
     """One bucket of a unit: its memory in the slots and its reduction.
 
     Attributes:
+        unit: its unit of the chunk's forward.
         start, stop: its elements of the slots' memory.
         is_open: whether the present backward has added gradients that are not reduced yet.
         is_reduced: whether this step has reduced the bucket, so that the next reduction is added.
@@ -51,6 +52,7 @@ class GradientBucket:
         self.slots = slots
         self.chunk = chunk
         self.index = index
+        self.unit = buffer.layout.units[index]
         self._buffer = buffer
         self._span = buffer.layout.buckets[index]
         self.start = start
@@ -82,6 +84,7 @@ class GradientBucket:
 
     def open(self) -> None:
         """Take the bucket's memory from its last user, and zero what no GEMM will overwrite."""
+        assert not self.is_open
         for bucket in [bucket for bucket in self.slots.active if bucket.overlaps(self)]:
             bucket.reduce()
             bucket.drain()
@@ -90,9 +93,21 @@ class GradientBucket:
         zeroed, self._overwritten = self._plan(self.slots.states[self.chunk])
         if zeroed:
             torch_private.foreach_zero_(zeroed)
-        for sink in self._overwritten:
-            sink.overwrite = True
+        self._set_overwrites(True)
         self.slots.runtime.stream.wait_for_main()
+
+    def set_overwrites(self) -> None:
+        """Let the GEMMs of a backward that is captured overwrite what no other operator adds to."""
+        _, self._overwritten = self._plan(self.slots.states[self.chunk])
+        self._set_overwrites(True)
+
+    def set_written(self) -> None:
+        """Record that a replay has written all gradients of the bucket."""
+        self._set_overwrites(False)
+
+    def _set_overwrites(self, overwrite: bool) -> None:
+        for sink in self._overwritten:
+            sink.overwrite = overwrite
 
     def _plan(self, state: BackwardState) -> tuple[list[torch.Tensor], list[SlotSink]]:
         """Return the ranges to zero and the sinks to overwrite in a backward of the present kind."""
@@ -187,6 +202,29 @@ class GradientSlots:
         """Let the first reduction of each bucket overwrite the shard's gradients."""
         for bucket in self._all_buckets():
             bucket.is_reduced = False
+
+    def open_unit(self, chunk: int, unit: int) -> None:
+        """Open all buckets of a unit, whose backward is about to be replayed."""
+        for bucket in self._unit_buckets(chunk, unit):
+            bucket.open()
+
+    def set_unit_overwrites(self, chunk: int, unit: int) -> None:
+        """Let the GEMMs of a unit's backward, which is captured, overwrite gradients."""
+        for bucket in self._unit_buckets(chunk, unit):
+            bucket.set_overwrites()
+
+    def end_unit(self, chunk: int, reduces: bool) -> None:
+        """Record that replays have written the chunk's open buckets, and start to reduce them if `reduces`."""
+        for bucket in list(self.active):
+            if bucket.chunk == chunk and bucket.is_open:
+                bucket.set_written()
+                if reduces:
+                    bucket.reduce()
+
+    def _unit_buckets(self, chunk: int, unit: int) -> Iterable[GradientBucket]:
+        for bucket in self.buckets[chunk]:
+            if bucket.unit == unit:
+                yield bucket
 
     def reduce_chunk(self, chunk: int) -> None:
         """Start the reductions of a chunk's open buckets, at the end of its backward."""

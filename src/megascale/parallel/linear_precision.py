@@ -22,10 +22,12 @@ class LinearPrecision(Gemms):
 
     Attributes:
         collects_amax: whether operators collect the amax of their outputs (ops/amax.py).
+        copies_weights: whether GEMMs read copies that are made of weights once per step (`pin_weights`).
         adapters: low-rank adapters of the layers that use this precision; None: the layers are trained themselves.
     """
 
     collects_amax = False
+    copies_weights = False
     adapters: AdapterSpec | None = None
 
     def __init__(self, axis: Axis = SINGLE_RANK) -> None:

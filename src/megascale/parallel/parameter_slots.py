@@ -8,11 +8,14 @@ Usually a unit is a block, the embedding or the head. Blocks use two slots in tu
 while one computes. Embedding and head share a third slot. The embedding is not gathered for backward, which does not
 read it. With more chunks per rank than slots, a unit is a whole chunk. It then stays gathered for the consecutive
 micro-batches that the schedule runs through it.
+
+Matrices that GEMMs read in float8 may be gathered as bytes (float8_gather.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -20,7 +23,10 @@ from torch import nn
 from megascale.core.unit_slots import CHUNK_SLOTS
 from megascale.parallel.buffer_layout import find_unit_ranges
 from megascale.parallel.buffers import ParamAndGradBuffer
-from megascale.parallel.collectives import Pending, all_gather_into
+from megascale.parallel.collectives import Pending, all_gather_into, gather_resident
+from megascale.parallel.exchange import Exchange
+from megascale.parallel.float8_gather import Float8Gather
+from megascale.parallel.resident_memory import ResidentMemory
 
 
 class ParameterUnit:
@@ -30,6 +36,8 @@ class ParameterUnit:
         start, stop: element range within the slots' memory.
         params: the matrices.
         owns_slot: whether the slot holds the matrices, or their gather is in flight.
+        is_float8: whether the gathered matrices are bytes where GEMMs read them in float8.
+        slots: memory of each bucket.
     """
 
     def __init__(
@@ -44,17 +52,24 @@ class ParameterUnit:
         self.stop = start + buffer_stop - buffer_start
         self.memory = memory[self.start : self.stop]
         self.owns_slot = False
+        self.is_float8 = False
+        self.slots: dict[int, torch.Tensor] = {}
+        self._float8: Float8Gather | None = None
+        self._float8_buckets: list[int] = []
+        self._has_transposes = False
         self.pending: list[Pending] = []
         self._axis = buffer.axes.data
-        # Each bucket's part of the slot, and its shard.
+        # Each bucket's part of the slot, and its shard; and what is gathered where GEMMs read float8.
         self._gather_pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._float8_pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Every rank's shard by the address of this rank's, where copy engines gather.
+        self._peer_shards: dict[int, list[torch.Tensor]] = {}
         self.params: list[nn.Parameter] = []
         for bucket, span in enumerate(buffer.layout.buckets):
             if not buffer_start <= span.start < buffer_stop:
                 continue
-            self._gather_pairs.append(
-                (self.memory[span.start - buffer_start : span.stop - buffer_start], buffer.shards[bucket].params)
-            )
+            self.slots[bucket] = self.memory[span.start - buffer_start : span.stop - buffer_start]
+            self._gather_pairs.append((self.slots[bucket], buffer.shards[bucket].params))
             for i in span.members:
                 param = buffer.parameters[i]
                 offset = buffer.layout.starts[i] - buffer_start
@@ -63,15 +78,52 @@ class ParameterUnit:
                 param.data = self.memory[offset : offset + param.numel()].view(param.shape)
                 self.params.append(param)
 
+    def set_float8(self, float8: Float8Gather) -> None:
+        """Gather the buckets of matrices that GEMMs read in float8 as bytes from now on."""
+        pairs = dict(zip(self.slots, self._gather_pairs, strict=True))
+        self._float8_buckets = [bucket for bucket in self.slots if bucket in float8.buckets]
+        if self._float8_buckets:
+            self._float8 = float8
+            pairs |= {bucket: float8.gather_pair(bucket) for bucket in self._float8_buckets}
+            self._float8_pairs = list(pairs.values())
+
     def overlaps(self, unit: ParameterUnit) -> bool:
         """Return whether both use the same memory."""
         return self.start < unit.stop and unit.start < self.stop
 
-    def start_gather(self) -> None:
-        """Start to gather the matrices into the slot."""
+    def is_gathered(self, is_whole: bool) -> bool:
+        """Return whether the slot holds the matrices, in their own type if `is_whole`."""
+        return self.owns_slot and not (is_whole and self.is_float8)
+
+    def start_gather(self, is_whole: bool = False) -> None:
+        """Start to gather the matrices into the slot, in their own type if `is_whole`."""
         self.owns_slot = True
-        for out, shard in self._gather_pairs:
-            self.pending.append(all_gather_into(out, shard, self._axis))
+        self.is_float8 = self._float8 is not None and not is_whole
+        pairs = self._gather_pairs
+        if self._float8 is not None and self.is_float8:
+            self._float8.cast_shards()
+            self._has_transposes = False
+            pairs = self._float8_pairs
+        for out, shard in pairs:
+            peer_shards = self._peer_shards.get(shard.data_ptr())
+            if peer_shards is None:
+                self.pending.append(all_gather_into(out, shard, self._axis))
+            else:
+                self.pending.append(gather_resident(out, peer_shards, self._axis))
+
+    def use_exchange(self, exchange: Exchange, memory: ResidentMemory) -> None:
+        """Gather by copy engines from now on; the shards lie in `memory`."""
+        self._axis = replace(self._axis, exchange=exchange)
+        for _, shard in self._gather_pairs + self._float8_pairs:
+            self._peer_shards[shard.data_ptr()] = memory.list_peers(shard)
+
+    def prepare_backward(self) -> None:
+        """Make the transposes that GEMMs of the backward read in float8, unless they are in the slot."""
+        if self._float8 is None or self._has_transposes:
+            return
+        self._has_transposes = True
+        for bucket in self._float8_buckets:
+            self._float8.transpose(bucket)
 
     def wait(self) -> None:
         """Wait for a gather in flight."""
@@ -91,6 +143,8 @@ class ParameterSlots:
         buffers: the chunks' buffers. Their matrices get memory here.
         chunk_slots: slot of each chunk if units are whole chunks; None for blocks.
         prefetch: gather the next unit while one computes.
+        float8: gather matrices that GEMMs read in float8 as bytes.
+        exchange: gathers by copy engines; its resident memory has room for the shards (resident_memory.py).
 
     Attributes:
         memory: memory of all slots.
@@ -106,11 +160,20 @@ class ParameterSlots:
         buffers: Sequence[ParamAndGradBuffer],
         chunk_slots: Sequence[int] | None,
         prefetch: bool,
+        float8: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
+        self._exchange = exchange
+        shard_memory = None
+        if exchange is not None:
+            shard_memory = ResidentMemory(exchange)
+            for buffer in buffers:
+                buffer.place_shard_params(shard_memory.take(buffer.shard_params.numel(), buffer.shard_params.dtype))
         self.prefetch = prefetch
         self.gather_count = 0
         self.units_are_chunks = chunk_slots is not None
         self._gathered: list[ParameterUnit] = []
+        self._float8: list[Float8Gather] = []
         self.units: list[list[ParameterUnit | None]] = []
         if chunk_slots is None:
             starts, size = _find_block_starts(buffers)
@@ -126,6 +189,11 @@ class ParameterSlots:
                 unit = ParameterUnit(self.memory, buffer, (0, buffer.layout.unit_size), unit_starts[0])
                 units = [unit] * len(units)
             self.units.append(units)
+        if float8:
+            self._use_float8(buffers, shard_memory)
+        if exchange is not None and shard_memory is not None:
+            for unit in self._all_units():
+                unit.use_exchange(exchange, shard_memory)
 
     def before_forward(self, chunk: int, unit_index: int) -> None:
         """Ensure that a unit's matrices are gathered for its forward, and start to gather the next unit's."""
@@ -139,7 +207,10 @@ class ParameterSlots:
         Args:
             has_next_microbatch: whether another micro-batch follows, whose forward begins with the first unit.
         """
-        self._ensure_gathered(self.units[chunk][unit_index])
+        unit = self.units[chunk][unit_index]
+        self._ensure_gathered(unit)
+        if unit is not None:
+            unit.prepare_backward()
         # Unit 0 (embedding) needs no gather for backward, only for the next forward.
         if self.prefetch and (unit_index > 1 or has_next_microbatch):
             self._start_gather(self.units[chunk][unit_index - 1])
@@ -151,10 +222,10 @@ class ParameterSlots:
             self._start_gather(unit)
 
     def gather_parameter(self, chunk: int, param: nn.Parameter) -> None:
-        """Ensure that one parameter is gathered; it stays so until the next use of a slot."""
+        """Ensure that one parameter is gathered in its own type; it stays so until the next use of a slot."""
         for unit in self.units[chunk]:
             if unit is not None and any(member is param for member in unit.params):
-                self._ensure_gathered(unit)
+                self._ensure_gathered(unit, is_whole=True)
                 return
 
     def is_gathering(self, chunk: int) -> bool:
@@ -167,41 +238,66 @@ class ParameterSlots:
             unit.wait()
 
     def invalidate(self) -> None:
-        """Drop what is gathered, because shards are about to be updated or loaded."""
+        """Drop what is gathered or cast, because shards are about to be updated or loaded."""
         for unit in list(self._gathered):
             self._release(unit)
+        for float8 in self._float8:
+            float8.is_stale = True
+        if self._exchange is not None:
+            self._exchange.meet()  # peers may still read this rank's shards
+
+    def _all_units(self) -> Iterator[ParameterUnit]:
+        for units in self.units:
+            for unit in dict.fromkeys(units):
+                if unit is not None:
+                    yield unit
+
+    def _use_float8(self, buffers: Sequence[ParamAndGradBuffer], shard_memory: ResidentMemory | None) -> None:
+        """Gather the matrices that GEMMs read in float8 as bytes from now on."""
+        for buffer, units in zip(buffers, self.units, strict=True):
+            slots: dict[int, torch.Tensor] = {}
+            for unit in units:
+                if unit is not None:
+                    slots |= unit.slots
+            count = buffer.shard_params.numel()
+            if shard_memory is None:
+                own_memory = torch.zeros(count, dtype=torch.uint8, device=buffer.shard_params.device)
+            else:
+                own_memory = shard_memory.take(count, torch.uint8)
+            float8 = Float8Gather(buffer, slots, own_memory)
+            self._float8.append(float8)
+            for unit in dict.fromkeys(units):
+                if unit is not None:
+                    unit.set_float8(float8)
 
     @torch.no_grad()
     def fill(self, initialise: Callable[[nn.Parameter], None]) -> None:
         """Initialise all matrices unit by unit, and keep this rank's shards of them."""
         self.invalidate()
-        for units in self.units:
-            for unit in dict.fromkeys(units):
-                if unit is None:
-                    continue
-                unit.memory.zero_()
-                for param in unit.params:
-                    initialise(param)
-                unit.store_shards()
+        for unit in self._all_units():
+            unit.memory.zero_()
+            for param in unit.params:
+                initialise(param)
+            unit.store_shards()
 
-    def _ensure_gathered(self, unit: ParameterUnit | None) -> None:
+    def _ensure_gathered(self, unit: ParameterUnit | None, is_whole: bool = False) -> None:
         if self.poison_unused:
             for occupant in list(self._gathered):
                 if occupant is not unit and not occupant.pending:
                     self._release(occupant)
         if unit is not None:
-            self._start_gather(unit)
+            self._start_gather(unit, is_whole)
             unit.wait()
 
-    def _start_gather(self, unit: ParameterUnit | None) -> None:
+    def _start_gather(self, unit: ParameterUnit | None, is_whole: bool = False) -> None:
         """Start to gather a unit unless its slot has it."""
-        if unit is None or unit.owns_slot:
+        if unit is None or unit.is_gathered(is_whole):
             return
         for occupant in list(self._gathered):
             if occupant.overlaps(unit):
                 self._release(occupant)
         # No need to wait for the weight-gradient stream: its kernels do not read parameters.
-        unit.start_gather()
+        unit.start_gather(is_whole)
         self.gather_count += 1
         self._gathered.append(unit)
 

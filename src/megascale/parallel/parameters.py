@@ -53,11 +53,11 @@ class ParameterSpec:
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
-        """Axes over which the gradient is summed apart from `AXES.shards`, over which all gradients are reduced.
+        """Axes over which the gradient is summed apart from `AXES.shards` and `AXES.copies`, which sum all gradients.
 
         The parameter is replicated along them and acts on a part of the batch on each rank.
         """
-        replicated = [name for name in self.replicated_axes if name not in AXES.shards]
+        replicated = [name for name in self.replicated_axes if name not in AXES.shards + AXES.copies]
         return tuple(name for name in replicated if AXES[name].cuts_batch != "nothing")
 
     def is_counted(self, position: Mapping[str, int]) -> bool:

@@ -35,7 +35,12 @@ _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 
 def make_exchange(
-    axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool = False, timeout: float = 600.0
+    axis: Axis,
+    shard_bytes: int,
+    device: torch.device,
+    on_side_stream: bool = False,
+    timeout: float = 600.0,
+    resident_bytes: int = 0,
 ) -> Exchange | str:
     """Make the exchange of an axis collectively, or return why it is unavailable, the same on every rank.
 
@@ -44,6 +49,7 @@ def make_exchange(
         shard_bytes: the largest shard that will be gathered, or part that will be scattered.
         on_side_stream: see Exchange.
         timeout: seconds after which calls without progress end with an error.
+        resident_bytes: bytes of `Exchange.resident` of each rank.
     """
     if axis.size == 1:
         return "a group of one rank needs no exchange"
@@ -58,7 +64,7 @@ def make_exchange(
     reason = ""
     exchange: Exchange | None = None
     try:
-        exchange, streams = _allocate(axis, shard_bytes, device, on_side_stream)
+        exchange, streams = _allocate(axis, shard_bytes, device, on_side_stream, resident_bytes)
         exchange.watch = PeerWatch(
             axis.rank,
             members,
@@ -91,19 +97,23 @@ def _gather_text(text: str, axis: Axis, device: torch.device) -> list[str]:
     return [bytes(row.cpu().tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
-def _allocate(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool) -> tuple[Exchange, CudaStreams]:
+def _allocate(
+    axis: Axis, shard_bytes: int, device: torch.device, on_side_stream: bool, resident_bytes: int
+) -> tuple[Exchange, CudaStreams]:
     shard_bytes = -(-shard_bytes // 512) * 512
     flags_start = Exchange.bytes_needed(axis.size, shard_bytes)
     # A flag for each peer, and two for captured calls; then the memory of PeerMax.
     peer_max_start = flags_start + 3 * axis.size * FLAG
-    nbytes = peer_max_start + PeerMax.bytes_needed(axis.size)
+    peer_max_stop = peer_max_start + PeerMax.bytes_needed(axis.size)
+    resident_start = -(-peer_max_stop // 512) * 512
+    nbytes = resident_start + resident_bytes
     buffer = torch_private.symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
     buffer.zero_()
     torch.cuda.synchronize(device)
     handle = torch_private.symmetric_memory.rendezvous(buffer, axis.group.group_name)
     dist.barrier(axis.group)  # no flag is written before all are zero
     memory = [handle.get_buffer(rank, buffer.shape, torch.uint8) for rank in range(axis.size)]
-    peer_max_words = [part[peer_max_start:nbytes].view(torch.int64) for part in memory]
+    peer_max_words = [part[peer_max_start:peer_max_stop].view(torch.int64) for part in memory]
     streams = CudaStreams(
         axis.rank, [part.data_ptr() + flags_start for part in memory], device, words=peer_max_words[axis.rank]
     )
@@ -117,6 +127,7 @@ def _allocate(axis: Axis, shard_bytes: int, device: torch.device, on_side_stream
         on_side_stream=on_side_stream,
         runtime=axis.runtime,
         kind=axis.kind,
+        resident=[part[resident_start:] for part in memory],
     )
     if HAVE_TRITON:
         exchange.peer_max = PeerMax(axis.rank, peer_max_words)

@@ -40,8 +40,12 @@ class GroupSpec:
         return f"{self.kind}/{self.ranks[0]}"
 
 
-def group_axes() -> dict[str, tuple[str, ...]]:
-    """Return the axes that vary inside each kind of group, in the order in which groups are made."""
+def group_axes(has_copies: bool = False) -> dict[str, tuple[str, ...]]:
+    """Return the axes that vary inside each kind of group, in the order in which groups are made.
+
+    Args:
+        has_copies: whether ranks hold copies of the state. Otherwise the ranks of a stage hold one together.
+    """
     own_groups = {name: (name,) for name, facts in AXES.items() if facts.has_group}
     shared_groups = {
         # Two communicators over the same ranks, so that gathering parameters and reducing gradients do not queue
@@ -50,6 +54,8 @@ def group_axes() -> dict[str, tuple[str, ...]]:
         "data_reduce": AXES.shards,
         "stage": AXES.stage,
     }
+    if has_copies:
+        shared_groups["state"] = AXES.state
     if len(AXES.replica) > 1:
         shared_groups["replica"] = AXES.replica
     return own_groups | shared_groups
@@ -100,7 +106,21 @@ def rank_groups(grid: Grid, rank: int, chunk_map: ChunkMap | None = None, tied: 
 
 def _axis_kinds(grid: Grid) -> list[tuple[str, tuple[str, ...]]]:
     """Return the kinds of groups along axes that have more than one member."""
-    return [(kind, axes) for kind, axes in group_axes().items() if grid.count(axes) > 1]
+    axes_by_kind = group_axes(has_copies=grid.count(AXES.copies) > 1)
+    kinds = [(kind, axes) for kind, axes in axes_by_kind.items() if grid.count(axes) > 1]
+    if find_replica_axis(grid) is not None:
+        return [(kind, axes) for kind, axes in kinds if kind != "replica"]
+    return kinds
+
+
+def find_replica_axis(grid: Grid) -> str | None:
+    """Return the axis with a group of its own that has all ranks of a replica, or None."""
+    axes = [name for name in AXES.replica if grid.size(name) > 1]
+    if not axes:
+        return "tensor"
+    if len(axes) == 1 and AXES[axes[0]].has_group:
+        return axes[0]
+    return None
 
 
 def _has_embedding_group(chunk_map: ChunkMap, tied: bool) -> bool:

@@ -14,8 +14,8 @@ from megascale.core import flops
 from megascale.core.inventory import resolve_layers
 from megascale.core.layers import LayerSums
 from megascale.core.layout import Layout
+from megascale.core.memory import gathers_float8
 from megascale.core.rank_memory import estimate_rank_memory, explain_no_graphs
-from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.calibration import Calibration
 from megascale.simulate.case import Case
@@ -365,6 +365,8 @@ def run(
         notes += (f"memory is this engine's: what {scenario.label} needs is not modelled (--no-memory prices it)",)
     if _asks_float8(scenario.config) and not scenario.software.float8:
         notes += (f"{scenario.label} has no float8: it is priced in bfloat16",)
+    if scenario.config.optimizer.offload:
+        notes += ("optimizer.offload moves state over the host's bus in each update, which has no price",)
     if scenario.uses_closed_form_only_features:
         notes += ("experts: no step was held against this, and memory does not count them",)
     if scenario.config.parallel.context > 1:

@@ -69,6 +69,7 @@ def list_shapes(
             dtype=dtype,
             documents=documents,
             softcap=mixer.softcap,
+            has_sinks=mixer.has_sinks,
         )
         shapes[shape] = None
     return list(shapes)
@@ -170,7 +171,7 @@ def decide_kernels(offers: list[Offer], choices: Choices, lost: Mapping[str, Map
             shape: (name, "kept with the run") for shape, name in kind_choices.items() if shape not in kind_lost
         }
         for shape in ranks[0]:
-            fallback = "eager" if ", softcap " in shape else "sdpa"
+            fallback = "eager" if ", softcap " in shape or ", sinks" in shape else "sdpa"
             name, reasons = _decide_fastest([measured[shape] for measured in ranks], fallback)
             if shape in kind_lost:
                 reasons.insert(

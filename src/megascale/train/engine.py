@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -15,20 +15,22 @@ from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.adapters import AdapterSpec, list_adapters, name_within_layer
 from megascale.core.batch import NO_FIELDS, Batch, SampleFields, check_fields
+from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.grid import Coordinate
 from megascale.core.inventory import resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layout import Layout
+from megascale.core.memory import gathers_float8
 from megascale.core.rank_memory import GPU_CONTEXT
 from megascale.core.spans import SpanKind
 from megascale.core.tensors import Piece
-from megascale.core.traffic import gathers_float8
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
 from megascale.ops import launch, token_loss
 from megascale.ops.amax import AmaxSlots
 from megascale.ops.dispatch import Kernels
+from megascale.ops.gradient_sink import sink_of
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
@@ -39,6 +41,7 @@ from megascale.parallel.offload import CopyStreams
 from megascale.parallel.parameters import initialise, initialise_parameter, materialise, piece_views, spec_of
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
+from megascale.parallel.slot_sink import SlotSink
 from megascale.rendezvous.groups import Groups
 from megascale.train import engine_axes
 from megascale.train.attention_choice import Choices, agree_on_kernels
@@ -154,7 +157,11 @@ class Engine:
             own_axes["context"], config, self.dtype, device
         )
         own_axes["context"] = self._context
-        self.active |= tensor_overlap | context_exchange | engine_axes.describe_overlaps(layout, device)
+        own_axes["expert"], expert_exchange = engine_axes.choose_expert_exchange(
+            own_axes["expert"], config, self.dtype, device
+        )
+        self.active |= tensor_overlap | context_exchange | expert_exchange
+        self.active |= engine_axes.describe_overlaps(layout, device)
         self.world = engine_axes.make_world(self.runtime, groups)
         axes = engine_axes.make_axes(self.runtime, groups, layout, own_axes)
 
@@ -162,6 +169,10 @@ class Engine:
         self.chunks: list[Chunk] = []
         self.flats: list[ParamAndGradBuffer] = []
         self._make_chunks(coordinate.pipeline, axes)
+        self.gather_exchange, gather_line = engine_axes.choose_gathers(
+            axes.data, config, self.flats, gathers_in_float8=gathers_in_float8, device=device
+        )
+        self.active |= gather_line
         reduce_dtype = _REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         self.data_parallel = DataParallel(
             self.flats,
@@ -170,6 +181,7 @@ class Engine:
             float8=gathers_in_float8,
             microbatches=layout.microbatches,
             chunk_slots=layout.chunk_slots(coordinate.pipeline),
+            gather_exchange=self.gather_exchange,
         )
         self.data_parallel.initialise(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
@@ -326,6 +338,8 @@ class Engine:
 
     def _make_optimizer(self, axes: Axes, coordinate: Coordinate) -> ShardedOptimizer:
         grid = self.layout.grid
+        if self.config.optimizer.offload:
+            self.active["optimizer state"] = "in page-locked host memory, moved through the device in each update"
         has_first, has_last = self.chunks[0].first, self.chunks[-1].last
         duplicates_tied = has_last and not has_first
         return ShardedOptimizer(
@@ -346,9 +360,25 @@ class Engine:
             return None
         copies = [name for name in AXES.stage if AXES[name].cuts_batch == "nothing"]
         balance = ExpertBalance(
-            model, self.chunks, self.tokens_per_step, self.device, grid.is_first(copies, rank), grid.tensor
+            model,
+            self.chunks,
+            self.tokens_per_step,
+            self.device,
+            grid.is_first(copies, rank),
+            grid.count(("tensor", "expert")),
         )
-        self.active["experts"] = f"{model.expert_settings.number} on {grid.tensor} tensor-parallel ranks, dropless"
+        ranks = f"{grid.tensor} tensor-parallel ranks"
+        if grid.size("expert") > 1:
+            way = "by an all-to-all"
+            if gathers_expert_tokens(model.expert_settings, grid.tensor, grid.size("expert")):
+                way = "by gathers"
+            ranks += f" x {grid.size('expert')} ranks with different samples, whose tokens come {way}"
+            if self.config.parallel.zero >= 2:
+                self.active["sharding of other matrices"] = (
+                    f"optimizer state only, over {grid.shards} ranks: their gradients are summed over the ranks of "
+                    "parallel.expert at the end of a step"
+                )
+        self.active["experts"] = f"{model.expert_settings.number} on {ranks}, dropless"
         if self.config.parallel.recompute in ("norms", "selective"):
             self.active["recomputed norms"] = "not those before experts, which keep their input"
         settings = model.expert_settings
@@ -374,10 +404,19 @@ class Engine:
     def _knows_token_gradient(self) -> bool:
         """Whether the loss makes its gradients while its logits exist.
 
-        The gradient of each token's loss is known before the loss. Under ZeRO-2 gradients have no memory before
-        backward.
+        The gradient of each token's loss is known before the loss. A gradient in a slot has no memory before its
+        backward, unless that follows at once.
         """
-        return self.flats[-1].zero < 2
+        return not self.chunks[-1].last or self._has_memory_for_early_gradients
+
+    @cached_property
+    def _has_memory_for_early_gradients(self) -> bool:
+        """Whether the gradient of the output's matrix has memory in the last chunk's forward."""
+        if not isinstance(sink_of(self.chunks[-1].output_weight), SlotSink):
+            return True
+        if not self.layout.schedule().runs_backward_at_once(self.pipeline.stage, len(self.chunks) - 1):
+            return False
+        return self.data_parallel.allow_early_gradients(self.chunks[-1].output_weight)
 
     def _make_token_gradient(self) -> torch.Tensor | None:
         """Return the gradient of each token's loss if every token counts the same and if it is used, else None."""
@@ -404,7 +443,13 @@ class Engine:
             self.active["CUDA graphs"] = f"forward and backward of each chunk, from step {EAGER_STEPS + 1} on"
         pipeline = self.pipeline
         return ChunkGraphs(
-            self.flats, pipeline.actions, self._run_captured_chunk, self.runtime, pipeline.shape, self.device
+            self.flats,
+            pipeline.actions,
+            compute=self._run_captured_chunk,
+            runtime=self.runtime,
+            shape=pipeline.shape,
+            device=self.device,
+            data_parallel=self.data_parallel,
         )
 
     def _find_graph_obstacle(self) -> str:
@@ -741,15 +786,15 @@ class Engine:
 
         Call it after results have been read from the device and before they are used.
         """
-        for axis in (self.tensor, self._context):
-            if axis.exchange is not None:
-                axis.exchange.check()
+        for exchange in (self.tensor.exchange, self._context.exchange, self.gather_exchange):
+            if exchange is not None:
+                exchange.check()
 
     def close(self, failed: bool = False) -> None:
         """Stop watching the peers, which take this rank's end as planned unless it has `failed`."""
-        for axis in (self.tensor, self._context):
-            if axis.exchange is not None:
-                axis.exchange.close(failed)
+        for exchange in (self.tensor.exchange, self._context.exchange, self.gather_exchange):
+            if exchange is not None:
+                exchange.close(failed)
 
     # weights and evaluation -------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megascale.config import Config
 from megascale.config.axes import AXES
+from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.head_exchange import find_gather_kernel, share_heads
 from megascale.core.inventory import count_distinct_layers
 from megascale.core.layout import Layout
@@ -18,11 +19,13 @@ from megascale.core.spans import SpanAxis
 from megascale.core.unit_slots import has_chunk_slots
 from megascale.errors import ConfigError
 from megascale.parallel import symmetric
-from megascale.parallel.buffers import Axes
+from megascale.parallel.buffers import Axes, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
+from megascale.parallel.exchange import Exchange
 from megascale.parallel.pipeline import P2PStream, P2PStreams
+from megascale.parallel.resident_memory import count_resident_bytes
 from megascale.parallel.runtime import Runtime
-from megascale.rendezvous.group_plan import group_axes
+from megascale.rendezvous.group_plan import find_replica_axis
 from megascale.rendezvous.groups import Groups
 
 _SWITCH = {True: "on", False: "off"}
@@ -53,12 +56,11 @@ def make_own_axes(runtime: Runtime, groups: Groups | None) -> dict[str, Axis]:
 def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, own_axes: Mapping[str, Axis]) -> Axes:
     """Return the axes that a rank's buffers are reduced, gathered and summed over."""
     if layout.config.parallel.zero:
-        stage = make_axis(runtime, groups, "stage")
-    elif "replica" in group_axes():
-        stage = make_axis(runtime, groups, "replica")
+        has_copies = layout.grid.count(AXES.copies) > 1
+        stage = make_axis(runtime, groups, "state" if has_copies else "stage")
     else:
-        [replica] = AXES.replica
-        stage = own_axes[replica]
+        replica = find_replica_axis(layout.grid)
+        stage = make_axis(runtime, groups, "replica") if replica is None else own_axes[replica]
     return Axes(
         data=make_axis(runtime, groups, "data_gather"),
         reduce=make_axis(runtime, groups, "data_reduce"),
@@ -96,6 +98,30 @@ def choose_tensor_overlap(
             "or put each tensor-parallel group on one host whose GPUs reach each other"
         )
     return replace(axis, overlap="async"), {"tensor overlap": f"async (not fused: {reason})"}
+
+
+def choose_gathers(
+    axis: Axis, config: Config, buffers: Sequence[ParamAndGradBuffer], gathers_in_float8: bool, device: torch.device
+) -> tuple[Exchange | None, dict[str, str]]:
+    """Return the exchange that gathers matrices under ZeRO-3 (overlap.gathers=copies), and its start-up line by name.
+
+    Raises ConfigError if it does not work here.
+    """
+    if config.overlap.gathers != "copies" or axis.size == 1:
+        return None, {}
+    exchange = symmetric.make_exchange(
+        axis,
+        shard_bytes=0,
+        device=device,
+        timeout=config.rendezvous.group_timeout,
+        resident_bytes=count_resident_bytes(buffers, gathers_in_float8),
+    )
+    if isinstance(exchange, str):
+        raise ConfigError(
+            f"overlap.gathers=copies is unavailable: {exchange}; set --overlap.gathers=collectives, or put each "
+            "data-parallel group on one host whose GPUs reach each other"
+        )
+    return exchange, {"matrices gathered by": "copy engines"}
 
 
 def choose_context_exchange(
@@ -138,6 +164,35 @@ def choose_context_exchange(
     return axis, {**lines, "context exchange": f"collectives (no copies: {exchange})"}
 
 
+def choose_expert_exchange(
+    axis: Axis, config: Config, dtype: torch.dtype, device: torch.device
+) -> tuple[Axis, dict[str, str]]:
+    """Return the expert axis with the exchange that works here, and its start-up line by name.
+
+    Only gathers of tokens have an exchange, without tensor parallelism and biases. Raises ConfigError if
+    overlap.expert=copies does not work here.
+    """
+    if axis.size == 1:
+        return axis, {}
+    requested = config.overlap.expert
+    settings, parallel = config.model.expert_settings, config.parallel
+    if requested == "collectives":
+        return axis, {"expert exchange": requested}
+    if parallel.tensor > 1 or settings.biases or not gathers_expert_tokens(settings, parallel.tensor, axis.size):
+        reason = "only gathers without parallel.tensor and model.experts.biases have one"
+    else:
+        element_bytes = torch.empty(0, dtype=dtype).element_size()
+        tokens = config.model.sequence_length // parallel.context * config.train.micro_batch
+        part_bytes = tokens * config.model.hidden * element_bytes
+        exchange = symmetric.make_exchange(axis, part_bytes, device, timeout=config.rendezvous.group_timeout)
+        if isinstance(exchange, symmetric.Exchange):
+            return replace(axis, exchange=exchange), {"expert exchange": "copies"}
+        reason = exchange
+    if requested == "copies":
+        raise ConfigError(f"overlap.expert=copies is unavailable: {reason}; set --overlap.expert=auto or collectives")
+    return axis, {"expert exchange": f"collectives (no copies: {reason})"}
+
+
 def describe_overlaps(layout: Layout, device: torch.device) -> dict[str, str]:
     """Return the start-up lines about the overlaps of pipeline and data parallelism and about their NCCL channels."""
     config, grid = layout.config, layout.grid
@@ -172,6 +227,8 @@ def _describe_sharding(layout: Layout) -> str:
         text = "gradients and matrices, gathered chunk by chunk once per round of micro-batches"
     else:
         text = "gradients and matrices, gathered block by block in each micro-batch"
+    if layout.grid.count(AXES.copies) > 1:
+        text += f"; {layout.grid.count(AXES.copies)} copies of the state, whose gradients are summed once per step"
     if "bucket_elements" in parallel.model_fields_set:
         text += "; parallel.bucket_elements divides only norms, biases and a tied embedding"
     return text

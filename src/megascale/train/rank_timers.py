@@ -122,7 +122,7 @@ class RankTimers:
         facts = {
             "tensor": str(grid.index(AXES.replica, info.rank)),
             "pipeline": str(grid.coordinate(info.rank).pipeline),
-            "data": str(grid.index(AXES.shards, info.rank)),
+            "data": str(grid.index(AXES.shards + AXES.copies, info.rank)),
             "context": str(grid.coordinate(info.rank)["context"]),
             "hostname": socket.gethostname(),
             "device": find_device_kind(info.device),

@@ -47,6 +47,8 @@ class WeightWatch:
         self.engine = engine
         self.rank = rank
         self.interval = interval
+        # Sums of master weights in host memory would take the host seconds per step.
+        self._watches_masters = not engine.config.optimizer.offload
         self._master_sums: torch.Tensor | None = None  # after the last update
         self._has_changed: torch.Tensor | None = None
         self._sums_in_use: tuple[int, torch.Tensor] | None = None  # with their step
@@ -63,7 +65,8 @@ class WeightWatch:
             self._sums_in_use = (step - 1, sum_bits(self.engine.data_parallel.compute_weights()))
 
     def _after_update(self, step: int) -> None:
-        self._master_sums = sum_bits(self._list_masters())
+        if self._watches_masters:
+            self._master_sums = sum_bits(self._list_masters())
 
     def forget(self) -> None:
         """Forget the last sums, because other code writes the weights now (a checkpoint is loaded)."""

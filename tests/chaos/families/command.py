@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -13,6 +14,8 @@ import typer
 from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
 from megascale.errors import ConfigError, TrainingError
+
+_ERRORS = ("float32", "rounding", "own_rounding", "float64", "gradients")
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +32,8 @@ def families(
     """Compare logits with `transformers` in float32 and float64, and gradients of one configuration per family.
 
     Exit 1 if an error is above its limit: 1e-5 (or three times the rounding of `transformers`, for ill-conditioned
-    models) and 1e-10 of the maximum logit, 1e-9 of a tensor's maximum gradient.
+    models) and 1e-10 of the maximum logit, 1e-9 of a tensor's maximum gradient. Rounding is the difference of float32
+    from `transformers` in float64; "ours / theirs" is the geometric mean over draws.
     Example: python -m tests.chaos families --families llama,gemma3_text --draws 10
     """
     import torch
@@ -51,11 +55,14 @@ def families(
         records.append(record)
         console.print(f"{family}: {draws} draws in {record['seconds']:.0f} s", highlight=False)
     table = Table(title=f"maximum errors next to transformers, seed {seed}")
-    for column in ("family", "draws", "logits, float32", "(rounding there)", "logits, float64", "gradients, float64"):
+    columns = ("family", "draws", "logits, float32", "their rounding", "our rounding", "ours / theirs")
+    for column in (*columns, "logits, float64", "gradients, float64"):
         table.add_column(column, justify="left" if column == "family" else "right")
     for record in records:
-        errors = [f"{record[key]:.1e}" for key in ("float32", "rounding", "float64", "gradients")]
-        table.add_row(record["family"], str(record["draws"]), *errors)
+        errors = {key: f"{record[key]:.1e}" for key in _ERRORS}
+        ratio = f"{record['rounding_ratio']:.2f}"
+        single = [errors[key] for key in ("float32", "rounding", "own_rounding")]
+        table.add_row(record["family"], str(record["draws"]), *single, ratio, errors["float64"], errors["gradients"])
     console.print(table)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     result = {"date": date, "seed": seed, "families": records, "faults": faults}
@@ -76,11 +83,13 @@ def _measure_family(family: str, draws: int, seed: int, faults: list[str]) -> di
 
     began = time.monotonic()
     worst = LogitErrors()
+    ratios = []
     for number in range(draws):
         settings = draw_family(family, number, seed)
         with temporary_folder() as folder:
             errors = measure_logits(family, settings, Path(folder))
         worst = worst.max_with(errors)
+        ratios.append(errors.own_rounding / errors.rounding)
         fault = errors.find_fault()
         if fault:
             faults.append(f"{family}, draw {number}: {fault}, with {settings}")
@@ -93,5 +102,6 @@ def _measure_family(family: str, draws: int, seed: int, faults: list[str]) -> di
         "draws": draws,
         **asdict(worst),
         "gradients": gradients,
+        "rounding_ratio": statistics.geometric_mean(ratios),
         "seconds": time.monotonic() - began,
     }

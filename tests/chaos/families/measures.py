@@ -38,11 +38,13 @@ class LogitErrors:
     Attributes:
         float32, float64: difference from `transformers` in the same precision.
         rounding: difference of `transformers` in float32 from `transformers` in float64.
+        own_rounding: difference of our float32 from `transformers` in float64.
     """
 
     float32: float = 0.0
     float64: float = 0.0
     rounding: float = 0.0
+    own_rounding: float = 0.0
 
     def find_fault(self) -> str:
         """Return which error is too large, or an empty string.
@@ -62,6 +64,7 @@ class LogitErrors:
             float32=max(self.float32, errors.float32),
             float64=max(self.float64, errors.float64),
             rounding=max(self.rounding, errors.rounding),
+            own_rounding=max(self.own_rounding, errors.own_rounding),
         )
 
 
@@ -132,6 +135,7 @@ def measure_logits(family: str, settings: dict[str, Any], folder: Path) -> Logit
     imported = read_folder(folder)
     errors = {}
     references = {}
+    results = {}
     for dtype in (torch.float32, torch.float64):
         with computing_in(dtype), torch.no_grad():
             reference = make_theirs(family, settings, dtype)
@@ -143,8 +147,11 @@ def measure_logits(family: str, settings: dict[str, Any], folder: Path) -> Logit
         assert logits.dtype == expected.dtype == dtype
         errors[dtype] = _compare(logits, expected)
         references[dtype] = expected
-    rounding = _compare(references[torch.float32].double(), references[torch.float64])
-    return LogitErrors(errors[torch.float32], errors[torch.float64], rounding)
+        results[dtype] = logits
+    exact = references[torch.float64]
+    own_rounding = _compare(results[torch.float32].double(), exact)
+    rounding = _compare(references[torch.float32].double(), exact)
+    return LogitErrors(errors[torch.float32], errors[torch.float64], rounding, own_rounding)
 
 
 def measure_gradients(family: str, folder: Path) -> float:

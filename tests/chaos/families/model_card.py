@@ -33,6 +33,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 24, "n_head": 4, "n_inner": 36, "n_positions": _LENGTH},
     "gptj": {"n_embd": 40, "n_head": 4, "n_inner": 36},
     "mixtral": {"intermediate_size": 20, "num_local_experts": 4},
+    "gpt_oss": {"intermediate_size": 20, "num_local_experts": 4},
     "qwen3_moe": {"intermediate_size": 36, "moe_intermediate_size": 12, "num_hidden_layers": 4},
     "mistral": {"num_key_value_heads": 2, "intermediate_size": 36},
 }

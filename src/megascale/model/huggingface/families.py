@@ -12,6 +12,7 @@ from megascale.model.huggingface.family import Family
 from megascale.model.huggingface.gemma import GEMMA2, GEMMA3
 from megascale.model.huggingface.gpt2 import GPT2
 from megascale.model.huggingface.gpt_neox import GPT_NEOX
+from megascale.model.huggingface.gpt_oss import GPT_OSS
 from megascale.model.huggingface.gptj import GPTJ
 from megascale.model.huggingface.granite import GRANITE
 from megascale.model.huggingface.llama import LLAMA
@@ -29,7 +30,7 @@ from megascale.model.huggingface.smollm3 import SMOLLM3
 # Of families that fit a model equally well, the first one is exported.
 _ALL = (
     *(GPT2, GPTJ, GPT_NEOX, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO2, SEED_OSS),
-    *(MINISTRAL, COHERE, COHERE2, GRANITE, OLMO3, GEMMA2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE),
+    *(MINISTRAL, COHERE, COHERE2, GRANITE, OLMO3, GEMMA2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE, GPT_OSS),
 )
 FAMILIES = {family.name: family for family in _ALL}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ _PLAIN_VALUES: dict[str, Sequence[Any]] = {
     "mlp": ["dense"],
     "attention_multiplier": [None],
     "attention_softcap": [None],
+    "attention_sinks": [False],
+    "attention_gate": [False],
     "logit_softcap": [None],
     "embedding_multiplier": [1.0],
     "residual_multiplier": [1.0],
@@ -82,6 +85,40 @@ REQUIRED_VALUES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
+class StackOrder:
+    """Order of dimensions in which a file holds the entries of a stack.
+
+    Attributes:
+        shape: shape of an entry of the logical tensor.
+        dimensions: for each dimension of a stored entry, the dimensions of the logical entry that it joins.
+    """
+
+    shape: tuple[int, ...]
+    dimensions: tuple[tuple[int, ...], ...]
+
+    @property
+    def _permutation(self) -> list[int]:
+        return [dimension for joined in self.dimensions for dimension in joined]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of a stored entry."""
+        return tuple(prod(self.shape[dimension] for dimension in joined) for joined in self.dimensions)
+
+    def to_stored(self, stack: Tensor) -> Tensor:
+        """Return the stored form of logical entries [entries, ...]."""
+        order = [0, *(dimension + 1 for dimension in self._permutation)]
+        return stack.permute(order).reshape(len(stack), *self.stored_shape)
+
+    def to_logical(self, stored: Tensor) -> Tensor:
+        """Return the logical form of stored entries [entries, ...]."""
+        permutation = self._permutation
+        split = stored.view(len(stored), *(self.shape[dimension] for dimension in permutation))
+        inverse = sorted(range(len(permutation)), key=permutation.__getitem__)
+        return split.permute([0, *(dimension + 1 for dimension in inverse)])
+
+
+@dataclass(frozen=True)
 class StoredWeight:
     """One tensor of a Hugging Face file, made of logical tensors.
 
@@ -92,6 +129,7 @@ class StoredWeight:
         heads: above 0, the parts are interleaved head by head (GPT-NeoX): [head, part, head size, ...].
         rows: rows of each part, if the parts differ in them.
         index: entry of the first dimensions of its only part that is stored: one expert of a stack.
+        order: order of dimensions of its only part, a stack, if the file has another one.
     """
 
     name: str
@@ -100,10 +138,13 @@ class StoredWeight:
     heads: int = 0
     rows: tuple[int, ...] = ()
     index: tuple[int, ...] = ()
+    order: StackOrder | None = None
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Return the stored shape, given the shapes of the logical tensors."""
         rows, *columns = shapes[self.parts[0]][len(self.index) :]
+        if self.order is not None:
+            return (rows, *self.order.stored_shape)
         stacked = (sum(self.rows) or rows * len(self.parts), *columns)
         return stacked[::-1] if self.transposed else stacked
 
@@ -120,6 +161,8 @@ def linear_weights(
 
 def split_weight(weight: StoredWeight, tensor: Tensor) -> dict[str, Tensor]:
     """Return the logical tensors of a stored one by name, or the entries of them, as views if strides allow."""
+    if weight.order is not None:
+        return {weight.parts[0]: weight.order.to_logical(tensor)}
     tensor = tensor.t() if weight.transposed else tensor
     count = len(weight.parts)
     if weight.heads:
@@ -131,6 +174,8 @@ def split_weight(weight: StoredWeight, tensor: Tensor) -> dict[str, Tensor]:
 
 def join_weight(weight: StoredWeight, logical: Mapping[str, Tensor]) -> Tensor:
     """Return the stored tensor of logical ones, contiguous. The inverse of `split_weight`."""
+    if weight.order is not None:
+        return weight.order.to_stored(logical[weight.parts[0]]).contiguous()
     parts = [logical[name][weight.index] for name in weight.parts]
     if weight.heads:
         tensor = torch.stack([part.unflatten(0, (weight.heads, -1)) for part in parts], dim=1).flatten(0, 2)

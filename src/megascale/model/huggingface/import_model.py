@@ -115,7 +115,16 @@ def read_config(keys: ConfigKeys) -> tuple[Family, ModelConfig]:
             f"{', '.join(FAMILIES)}"
         )
     family = FAMILIES[name]
-    if keys.get("quantization_config") is not None:
+    quantization = keys.get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        raise keys.make_error(
+            "quantization_config",
+            quantization,
+            'weights in MXFP4 cannot be imported; convert them to bfloat16 with `python -c "from transformers import '
+            "AutoModelForCausalLM as M, Mxfp4Config; M.from_pretrained('FOLDER', dtype='bfloat16', "
+            "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained('converted')\"` and import that folder",
+        )
+    if quantization is not None:
         raise keys.make_error(
             "quantization_config",
             keys.get("quantization_config"),

@@ -112,11 +112,16 @@ def share_window(default: int | None) -> LayerRules:
     return LayerRules(read, write, find_faults)
 
 
-def list_windows(default_layers: Callable[[ConfigKeys, int], list[bool]]) -> LayerRules:
-    """Return the rules of a family whose `layer_types` say which layers have the window; 4,096 is its class's."""
+def list_windows(
+    default_layers: Callable[[ConfigKeys, int], list[bool]], default_window: int | None = 4096
+) -> LayerRules:
+    """Return the rules of a family whose `layer_types` say which layers have the window.
+
+    The defaults are those of the family's class.
+    """
 
     def read(keys: ConfigKeys, layers: int) -> dict[str, Any]:
-        window = keys.get_present("sliding_window", default=4096)
+        window = keys.get_present("sliding_window", default=default_window)
         windowed = read_layer_types(keys, default_layers(keys, layers))
         if any(windowed):
             require_window(keys, window)

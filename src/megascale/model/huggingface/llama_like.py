@@ -34,13 +34,15 @@ _LAYER_NORMS = {
     ),
     "parallel": (("input_layernorm", "norm1"),),
 }
-# Activations by their names in config.json, and the name that is written.
-_ACTIVATIONS = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    **{name: "geglu_tanh" for name, activation in GELU.items() if activation == "gelu_tanh"},
+# Names of activations in config.json, the first of which is written.
+_ACTIVATION_NAMES = {
+    "swiglu": ("silu", "swish"),
+    "swiglu_clamped": ("silu", "swish"),
+    "geglu_tanh": (
+        "gelu_pytorch_tanh",
+        *(name for name, activation in GELU.items() if activation == "gelu_tanh" and name != "gelu_pytorch_tanh"),
+    ),
 }
-_ACTIVATIONS_OUT = {"swiglu": "silu", "geglu_tanh": "gelu_pytorch_tanh"}
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ class LlamaLike:
         is_embedding_scaled: whether embeddings are multiplied by the root of their width.
         biases: biases of attention; none; input: always on queries, keys and values; shared: on all or none, by
             attention_bias; separate: attention_bias and attention_out_bias.
+        has_bias_by_default: whether a missing attention_bias of shared biases means true.
+        has_sinks: whether each head of attention has a sink.
         has_mlp_bias: whether it reads mlp_bias.
         qk_norm, norm_placement: the only value of the setting.
         dropout_keys: keys of dropout on residual branches.
@@ -137,6 +141,8 @@ class LlamaLike:
     scalars: tuple[Scalar, ...] = ()
     is_embedding_scaled: bool = False
     biases: Literal["none", "input", "shared", "separate"] = "none"
+    has_bias_by_default: bool = False
+    has_sinks: bool = False
     has_mlp_bias: bool = False
     qk_norm: str = "none"
     norm_placement: Literal["pre", "post", "both"] = "pre"
@@ -194,6 +200,7 @@ class LlamaLike:
             **self._read_biases(keys),
             "mlp_bias": self.has_mlp_bias and keys.get("mlp_bias", default=False),
             "qk_norm": self.qk_norm,
+            "attention_sinks": self.has_sinks,
             "norm_placement": self.norm_placement,
             "tied_embeddings": keys.get("tie_word_embeddings", default=self.is_tied),
             "dropout": keys.read_dropout(*self.dropout_keys, attention="attention_dropout"),
@@ -210,8 +217,8 @@ class LlamaLike:
 
     def _read_activation(self, keys: ConfigKeys) -> str:
         """Return model.activation."""
-        table = {name: ours for name, ours in _ACTIVATIONS.items() if ours == self.activation}
-        return keys.translate(self.activation_key, table, _ACTIVATIONS_OUT[self.activation], "hidden_act")
+        names = _ACTIVATION_NAMES[self.activation]
+        return keys.translate(self.activation_key, dict.fromkeys(names, self.activation), names[0], "hidden_act")
 
     def _read_rotary(self, keys: ConfigKeys) -> dict[str, Any]:
         """Return the keys of rotary positions that all layers share."""
@@ -231,7 +238,7 @@ class LlamaLike:
         has_input_bias = self.biases == "input"
         has_output_bias = False
         if self.biases == "shared":
-            has_input_bias = has_output_bias = bool(keys.get("attention_bias", default=False))
+            has_input_bias = has_output_bias = bool(keys.get("attention_bias", default=self.has_bias_by_default))
         elif self.biases == "separate":
             has_input_bias = bool(keys.get("attention_bias", default=True))
             has_output_bias = bool(keys.get("attention_out_bias", default=False))
@@ -247,7 +254,7 @@ class LlamaLike:
             "intermediate_size": model.ffn,
             "max_position_embeddings": model.sequence_length,
             self.norm_eps_key: model.norm_eps,
-            self.activation_key: _ACTIVATIONS_OUT[self.activation],
+            self.activation_key: _ACTIVATION_NAMES[self.activation][0],
             "attention_dropout": 0.0,
             **dict.fromkeys(self.dropout_keys, model.dropout),
         }
@@ -275,6 +282,7 @@ class LlamaLike:
             "rotary_interleaved": [self.is_interleaved],
             "head_bias": [False],
             "qk_norm": [self.qk_norm],
+            "attention_sinks": [self.has_sinks],
             "norm_placement": [self.norm_placement],
             "mlp": [self.mlp],
         }
@@ -336,6 +344,8 @@ class LlamaLike:
                     table += linear_weights(f"{hf_layer}.self_attn.{name}_proj", part, bias=has_input_bias)
                 for name, part in (("gate_proj", "gate"), ("up_proj", "in")):
                     table += linear_weights(f"{hf_layer}.mlp.{name}", f"{layer}.mlp.{part}", bias=model.mlp_bias)
+            if self.has_sinks:
+                table.append(StoredWeight(f"{hf_layer}.self_attn.sinks", (f"{layer}.attention.sink.weight",)))
             output = f"{layer}.attention.output"
             table += linear_weights(f"{hf_layer}.self_attn.o_proj", output, bias=has_output_bias)
             table += linear_weights(f"{hf_layer}.mlp.down_proj", f"{layer}.mlp.out", bias=model.mlp_bias)

@@ -86,7 +86,10 @@ class LogicalTensors(Mapping[str, Tensor]):
         if weight.transposed or weight.heads:
             return self._read_split(weight)[name][start:stop]
         first_row = self._first_rows[name]
-        return self._read(weight.name, first_row + start, first_row + stop)
+        rows = self._read(weight.name, first_row + start, first_row + stop)
+        if weight.order is not None:
+            return weight.order.to_logical(rows)
+        return rows
 
     def _read_split(self, weight: StoredWeight) -> dict[str, Tensor]:
         """Return the logical tensors of one stored weight."""

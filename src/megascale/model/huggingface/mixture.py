@@ -5,8 +5,8 @@ Import stacks the experts of a layer into two logical tensors, `mlp.experts.in.w
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megascale.config import ModelConfig
@@ -31,6 +31,9 @@ class Mixture:
         read: keys of [model] that config.json gives, beyond those of the base.
         write: keys of config.json, the reverse.
         settings: keys of [model.experts] that the family has; all others must have their defaults.
+        required: keys of [model.experts] that have one value in the family.
+        list_experts: returns the router and the experts of one layer, given the layer's name in the file, ours, its
+            specification and the width of the model; None: experts are stored one by one, by `names`.
     """
 
     base: LlamaLike
@@ -39,6 +42,8 @@ class Mixture:
     read: Callable[[ConfigKeys], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
     settings: tuple[str, ...]
+    required: Mapping[str, Any] = field(default_factory=dict)
+    list_experts: Callable[[str, str, ExpertsSpec, int], list[StoredWeight]] | None = None
 
     def make_family(self) -> Family:
         """Return the family for import and export."""
@@ -73,7 +78,11 @@ class Mixture:
         default, settings = ExpertsConfig(), model.expert_settings
         for key in ExpertsConfig.model_fields:
             value = getattr(settings, key)
-            if key in (*self.settings, *_TRAINING_SETTINGS) or value == getattr(default, key):
+            expected = self.required.get(key, getattr(default, key))
+            if key in (*self.settings, *_TRAINING_SETTINGS) or value == expected:
+                continue
+            if key in self.required:
+                faults.append(f"model.experts.{key}={value!r}, and {self.base.title} only has {expected!r}")
                 continue
             if key != "width" or value != model.ffn:
                 faults.append(f"model.experts.{key}={value!r}, which {self.base.title} does not have")
@@ -88,11 +97,13 @@ class Mixture:
             dense, hf_layer = f"model.layers.{index}.mlp.", f"model.layers.{index}.{self.module}"
             first = next(i for i, weight in enumerate(weights) if weight.name.startswith(dense))
             weights = [weight for weight in weights if not weight.name.startswith(dense)]
-            weights[first:first] = self._list_experts(hf_layer, f"layers.{index}.mlp", spec.feed_forward)
+            weights[first:first] = self._list_layer(hf_layer, f"layers.{index}.mlp", spec.feed_forward, model.hidden)
         return weights
 
-    def _list_experts(self, hf_name: str, name: str, spec: ExpertsSpec) -> list[StoredWeight]:
+    def _list_layer(self, hf_name: str, name: str, spec: ExpertsSpec, hidden: int) -> list[StoredWeight]:
         """Return the router and the experts of one layer."""
+        if self.list_experts is not None:
+            return self.list_experts(hf_name, name, spec, hidden)
         weights = linear_weights(f"{hf_name}.gate", f"{name}.router", bias=False)
         gate, up, down = self.names
         inputs, outputs = (f"{name}.experts.in.weight",), (f"{name}.experts.out.weight",)

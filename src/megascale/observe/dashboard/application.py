@@ -212,6 +212,11 @@ def _add_run_questions(app: FastAPI, runs: RunList, answer: Answer) -> None:
         """Return curves of one run."""
         return await answer("series", run, keys=key, x=x, points=points, low=low, high=high)
 
+    @app.get("/api/experts")
+    async def experts(run: Name, step: Step = None) -> Response:
+        """Return the loads of experts by layer at a step."""
+        return await answer("experts", run, step=step)
+
     @app.get("/api/hang")
     async def hang(run: Name) -> Response:
         """Return who waits for whom."""

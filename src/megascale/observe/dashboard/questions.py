@@ -23,6 +23,7 @@ from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
 from megascale.observe.analysis.run_steps import list_sampled_steps
 from megascale.observe.analysis.step_timeline import Track, read_step_timeline
 from megascale.observe.analysis.stragglers import find_stragglers
+from megascale.observe.dashboard.expert_loads import read_expert_loads
 from megascale.observe.dashboard.fleet import Fleet
 from megascale.observe.dashboard.rank_values import (
     finite,
@@ -88,6 +89,7 @@ class Questions:
             "overview": lambda run: self._reader(run).overview(),
             "events": self._answer_events,
             "series": self._answer_series,
+            "experts": self._answer_experts,
             "nodes": self._answer_nodes,
             "plan": self._answer_plan,
             "hang": answer_hang,
@@ -169,6 +171,10 @@ class Questions:
         metrics = self._reader(run).metrics
         metrics.refresh()
         return {"rows": metrics.rows, "series": metrics.make_series(keys, x, points, low, high)}
+
+    def _answer_experts(self, run: Path, step: int | None) -> dict[str, Any]:
+        settings, _ = self._reader(run).read_settings()
+        return read_expert_loads(run, step, settings)
 
     def _answer_nodes(self, run: Path) -> dict[str, Any]:
         # Ask the driver once per second, however many pages are open.

@@ -15,7 +15,12 @@ from megascale.core import flops, inventory
 from megascale.core.adapters import AdapterSpec, count_adapter_elements
 from megascale.core.inventory import BLOCK_PARTS
 from megascale.core.layout import Layout, lay_out
-from megascale.core.memory import MemoryEstimate, count_stage_parameters, estimate_offloaded_bytes
+from megascale.core.memory import (
+    MemoryEstimate,
+    count_offloaded_bytes,
+    count_stage_parameters,
+    estimate_offloaded_bytes,
+)
 from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import Schedule, ideal_bubble
 from megascale.core.traffic import TrafficEstimate, check_priced_axes, estimate_stage_traffic
@@ -58,7 +63,7 @@ def _half_work(model: ModelConfig, linear_time: float) -> np.ndarray:
 def lay_out_priced(config: Config, gpus: int) -> Layout:
     """Lay out `config` over `gpus` ranks. Raises FitError as `lay_out` and `check_priced_axes`."""
     layout = lay_out(config, gpus)
-    check_priced_axes(layout.grid)
+    check_priced_axes(layout.grid, known=("tensor", "expert"))
     return layout
 
 
@@ -252,7 +257,20 @@ class LayoutCost:
             )
         if parallel.zero >= 2:
             notes.append(self._describe_sharding())
+        if self.config.optimizer.offload:
+            notes.append(self._describe_offload())
         return notes
+
+    def _describe_offload(self) -> str:
+        """Return what optimizer.offload needs in host memory and moves per step."""
+        parallel, grid = self.config.parallel, self.layout.grid
+        parameters = max(count_stage_parameters(self.config.model, parallel, stage) for stage in range(grid.pipeline))
+        shards = grid.shards if parallel.zero else 1
+        gib = count_offloaded_bytes(parameters, shards, self.config.train.precision) / GIB
+        return (
+            f"optimizer.offload=true keeps {gib:.1f} GiB per rank in page-locked host memory and moves them to the GPU "
+            "and back in each update; step times do not include this"
+        )
 
     @property
     def offloaded_gib(self) -> float:
@@ -281,9 +299,9 @@ class LayoutCost:
         return f"{cost}and {text}"
 
     def _zero_saving(self) -> int:
-        # ZeRO-2 and 3 have no graphs.
-        alternative = self._changed(parallel={"zero": 1}, kernels={"graphs": "off"})
-        return max(m.total for m in alternative.memory) - max(m.total for m in self.memory)
+        eager = {"graphs": "off"}  # whether graphs fit may depend on parallel.zero
+        alternative = self._changed(parallel={"zero": 1}, kernels=eager)
+        return max(m.total for m in alternative.memory) - max(m.total for m in self._changed(kernels=eager).memory)
 
     def _changed(self, **sections: dict[str, Any]) -> LayoutCost:
         config = self.config.model_copy(
@@ -321,6 +339,8 @@ class LayoutCost:
             tries.append(("--parallel.recompute=full", {"parallel": {"recompute": "full"}}))
         elif not parallel.offload_activations:
             tries.append(("--parallel.offload_activations=true", {"parallel": {"offload_activations": True}}))
+        if self.config.optimizer.name == "adamw" and not self.config.optimizer.offload:
+            tries.append(("--optimizer.offload=true", {"optimizer": {"offload": True}}))
         remedies = [text for text, change in tries if self._changed(**change).fits]
         context = self._find_context(parallel.recompute)
         if context is not None:

@@ -13,7 +13,7 @@ import { h } from "./dom.js";
 export class CellMap {
   /**
    * @param {{chosen: (cell: number) => void, pointed: (cell: number, x: number, y: number) => void,
-   *   text: (cell: number) => string, lines: (cell: number) => string[]}} told
+   *   text: (cell: number) => string, lines: (cell: number) => string[], label?: string}} told
    */
   constructor(told) {
     this.told = told;
@@ -35,7 +35,7 @@ export class CellMap {
       tabindex: 0,
       role: "application",
       "aria-roledescription": "heat map",
-      "aria-label": "heat map of ranks; arrow keys move, Enter opens a rank, plus and minus zoom",
+      "aria-label": told.label ?? "heat map of ranks; arrow keys move, Enter opens a rank, plus and minus zoom",
       onwheel: (/** @type {WheelEvent} */ event) => {
         event.preventDefault();
         this.zoomAt(event.offsetX, event.offsetY, Math.exp(-event.deltaY / 400));

@@ -3,6 +3,7 @@
 import * as address from "./address.js";
 import { DASHES, onTheme, runColour } from "./colours.js";
 import { choice, fill, h, table } from "./dom.js";
+import { showExperts } from "./expert_map.js";
 import { bytes, duration, inUnit, moment, percent, short, whole } from "./format.js";
 import { ChartGroup, LineChart } from "./line_chart.js";
 import { ask } from "./server.js";
@@ -58,6 +59,7 @@ export function show(place, page) {
   const spent = h("section", { class: "panel", "aria-label": "where the time went" });
   const saved = h("section", { class: "panel", "aria-label": "checkpoints" });
   const events = h("section", { class: "panel wide", "aria-label": "events" });
+  const experts = h("section", { class: "panel wide", "aria-label": "experts" });
   const notes = h("div", { class: "notes" });
   const reset = h("button", { class: "small", type: "button", hidden: address.number("low") === null, onclick: () => group.zoomed(null, null) }, "Whole run");
   const bar = h(
@@ -79,7 +81,8 @@ export function show(place, page) {
     runs.length > 1 ? legend(runs) : null,
     h("span", { class: "hint" }, "drag to zoom, double-click to reset"),
   );
-  fill(place, h("h1", { class: "unseen" }, "Overview"), notes, heads, bar, chartsAt, h("div", { class: "below" }, spent, saved, events));
+  fill(place, h("h1", { class: "unseen" }, "Overview"), notes, heads, bar, chartsAt, h("div", { class: "below" }, experts, spent, saved, events));
+  const readExperts = showExperts(experts, runs[0], signal);
 
   /** @param {string} run */
   async function readAbout(run) {
@@ -176,7 +179,7 @@ export function show(place, page) {
     for (const run of due) {
       void readCurves(run);
       void readAbout(run);
-      if (run === runs[0]) void readEvents();
+      if (run === runs[0]) void Promise.all([readEvents(), readExperts()]);
     }
     due.clear();
   }
@@ -186,7 +189,7 @@ export function show(place, page) {
     clearTimeout(timer);
     group.close();
   });
-  void Promise.all([...runs.flatMap((run) => [readCurves(run), readAbout(run)]), readEvents()]).then(page.ready);
+  void Promise.all([...runs.flatMap((run) => [readCurves(run), readAbout(run)]), readEvents(), readExperts()]).then(page.ready);
 
   return ({ run, pulse }) => {
     if (pulse.error) return;

@@ -1,0 +1,124 @@
+"""Experts whose projections have biases: `ops/grouped_linear.py` with an addition to the rows of each expert.
+
+Gradients of biases are sums over rows, computed as gradients of matrices with one column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megascale.ops.activation import RecomputedActivation
+from megascale.ops.gradient_sink import sink_of
+from megascale.ops.grouped_gemm import accumulate_group_gradients, multiply_groups
+from megascale.ops.grouped_linear import run_experts, run_experts_backward
+from megascale.ops.routing import RoutingPlan, combine_rows
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStacks:
+    """Parameters of the experts of a rank.
+
+    Attributes:
+        into: input matrices [experts, matrices, width, h], with a gate [gate, up].
+        out: output matrices [experts, h, width].
+        in_bias: biases of the input projection [experts, matrices, width]; None without biases.
+        out_bias: biases of the output projection [experts, h]; None without biases.
+        activation: value of model.activation.
+    """
+
+    into: Tensor
+    out: Tensor
+    in_bias: Tensor | None
+    out_bias: Tensor | None
+    activation: str
+
+    @property
+    def parameters(self) -> tuple[Tensor | None, ...]:
+        """Matrices and biases, in the order of their gradients."""
+        return self.into, self.out, self.in_bias, self.out_bias
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertGradients:
+    """Gradients of tokens, of the weights of their experts, and of parameters (None where their sinks take them)."""
+
+    x_TH: Tensor
+    weights_TK: Tensor
+    parameters: tuple[Tensor | None, ...]
+
+
+def run_expert_stacks(
+    x_TH: Tensor, weights_TK: Tensor, plan: RoutingPlan, stacks: ExpertStacks
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of each token's local experts [tokens, h], and the input projection [rows, columns]."""
+    if stacks.in_bias is None or stacks.out_bias is None:
+        return run_experts(x_TH, weights_TK, plan, stacks.into, stacks.out, stacks.activation)
+    experts = _find_experts(plan)
+    inner = multiply_groups(x_TH, stacks.into.detach().flatten(1, 2), plan.offsets, plan.token)
+    inner = inner + stacks.in_bias.detach().flatten(1)[experts]
+    activated = RecomputedActivation(stacks.activation, None)(inner)
+    rows = multiply_groups(activated, stacks.out.detach(), plan.offsets)
+    rows = rows + stacks.out_bias.detach()[experts]
+    return combine_rows(rows, plan, weights_TK), inner
+
+
+def run_expert_stacks_backward(
+    dy_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, inner: Tensor, plan: RoutingPlan, stacks: ExpertStacks
+) -> ExpertGradients:
+    """Return the gradients for the gradient of the result, and what `run_expert_stacks` received and returned."""
+    into, out = stacks.into, stacks.out
+    if stacks.in_bias is None or stacks.out_bias is None:
+        dx_TH, d_weights_TK, d_into, d_out = run_experts_backward(
+            dy_TH, x_TH, weights_TK, inner, plan, into, out, stacks.activation
+        )
+        return ExpertGradients(dx_TH, d_weights_TK, (d_into, d_out, None, None))
+    wide = weights_TK.dtype
+    row_weights = weights_TK[plan.token, plan.slot].unsqueeze(1)
+    dy_rows = dy_TH[plan.token]
+    unweighted = multiply_groups(dy_TH, out.detach(), plan.offsets, plan.token, transposed=True)
+    d_activated = (unweighted * row_weights).to(inner.dtype)
+    activated, d_inner = RecomputedActivation(stacks.activation, None).with_gradient(inner, d_activated)
+    # The gradient of a weight is <y, dy> with y = out @ activated + bias, so y is not kept.
+    biases = stacks.out_bias.detach()[_find_experts(plan)]
+    products = (activated.to(wide) * unweighted.to(wide)).sum(1) + (biases.to(wide) * dy_rows.to(wide)).sum(1)
+    padded = torch.cat((products, products.new_zeros(1)))
+    d_weights_TK = padded[plan.row.clamp(max=len(products))]
+    d_out_bias = _add_gradient(stacks.out_bias, dy_rows, row_weights.to(inner.dtype), plan)
+    d_out = _add_gradient(out, dy_rows, (activated * row_weights).to(inner.dtype), plan)
+    rows = multiply_groups(d_inner, into.detach().flatten(1, 2), plan.offsets, transposed=True)
+    d_into = _add_gradient(into, d_inner, x_TH[plan.token], plan)
+    d_in_bias = _add_gradient(stacks.in_bias, d_inner, d_inner.new_ones(len(d_inner), 1), plan)
+    return ExpertGradients(combine_rows(rows, plan), d_weights_TK, (d_into, d_out, d_in_bias, d_out_bias))
+
+
+def _find_experts(plan: RoutingPlan) -> Tensor:
+    """Return the expert of each row [rows], as an index of this rank's experts."""
+    rows = torch.arange(len(plan.token), dtype=plan.offsets.dtype, device=plan.offsets.device)
+    return torch.searchsorted(plan.offsets[1:], rows, right=True)
+
+
+def _add_gradient(parameter: Tensor, dy: Tensor, x: Tensor, plan: RoutingPlan) -> Tensor | None:
+    """Add the gradient of matrices [experts, ..., inner] or biases [experts, ...] to their sink, or return it.
+
+    Args:
+        dy: gradients of the rows' results [rows, columns].
+        x: inputs of the rows [rows, inner]; for biases their factors [rows, 1].
+    """
+    sink = sink_of(parameter)
+    if sink is None and not parameter.requires_grad:
+        return None
+    experts, inner = parameter.shape[0], x.shape[-1]
+    if sink is None:
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        gradient = torch.empty(parameter.shape, dtype=wide, device=parameter.device)
+        accumulate_group_gradients(gradient.view(experts, -1, inner), dy, x, plan.offsets, overwrite=True)
+        return gradient.to(parameter.dtype)
+    main_grad = sink.main_grad.view(experts, -1, inner)
+    accumulate_group_gradients(main_grad, dy, x, plan.offsets, overwrite=sink.overwrite)
+    sink.overwrite = False
+    sink.by_gemm = True
+    sink.ready()
+    return None

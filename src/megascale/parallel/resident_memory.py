@@ -1,0 +1,51 @@
+"""Memory of a rank that its peers read where it lies (`Exchange.resident`): shards of parameters under ZeRO-3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from megascale.parallel.buffers import ParamAndGradBuffer
+from megascale.parallel.exchange import Exchange
+
+_ALIGN = 512  # bytes
+
+
+class ResidentMemory:
+    """Divides the resident memory of an exchange. All ranks take the same sizes in the same order.
+
+    Args:
+        exchange: owns the memory.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._own = exchange.resident[exchange.rank]
+        self._used = 0
+
+    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the next `count` elements of this rank's memory."""
+        start = self._used
+        stop = start + count * dtype.itemsize
+        self._used = start + _round_up(count * dtype.itemsize)
+        return self._own[start:stop].view(dtype)
+
+    def list_peers(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's counterpart of a part of this rank's memory."""
+        start = shard.data_ptr() - self._own.data_ptr()
+        return [memory[start : start + shard.nbytes].view(shard.dtype) for memory in self._exchange.resident]
+
+
+def count_resident_bytes(buffers: Iterable[ParamAndGradBuffer], has_float8: bool) -> int:
+    """Return the bytes that the shards of matrices take, and their float8 copies if they are gathered as such."""
+    total = 0
+    for buffer in buffers:
+        total += _round_up(buffer.shard_params.nbytes)
+        if has_float8:
+            total += _round_up(buffer.shard_params.numel())
+    return total
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

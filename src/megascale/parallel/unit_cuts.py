@@ -1,0 +1,113 @@
+"""Cuts of captured chunks at the boundaries of units: where ZeRO-2 and 3 communicate (parallel/chunk_graphs.py).
+
+Gathers of parameters and reductions of gradients stay outside CUDA graphs, so that hangs are reported as without
+graphs, and no graph waits for a peer. A unit's forward is a graph of its own, and so is its backward. Between them a
+replay does what hooks and gradient sinks do in an eager micro-batch:
+
+- before a unit's forward, it waits for the unit's parameters and starts the gather of the next unit;
+- where the forward of the head has written the head's gradient, it starts to reduce that;
+- before a unit's backward, it starts to reduce the gradients of the unit before, takes the slot of this unit's
+  gradients from its last user, and gathers parameters.
+
+Parameters and gradients lie at addresses that never change, so all graphs of a unit read and write the same slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
+from megascale.parallel.buffers import ParamAndGradBuffer
+from megascale.parallel.data_parallel import DataParallel
+from megascale.parallel.runtime import Runtime
+
+
+class CutPool(Protocol):
+    """A pool whose present capture can be cut (captures.py)."""
+
+    def cut(self, action: Callable[[], None]) -> None:
+        """End the present graph, run `action` at this point of each replay, and begin another graph."""
+        ...
+
+
+class UnitCuts:
+    """Hooks of a rank's chunks that cut captures, prepare units in replays, and else do what they did before.
+
+    Args:
+        buffers: the chunks' buffers. Their modules' hooks are replaced.
+        data_parallel: communicates for the units.
+        runtime: the rank's runtime.
+    """
+
+    def __init__(self, buffers: Sequence[ParamAndGradBuffer], data_parallel: DataParallel, runtime: Runtime) -> None:
+        self._data_parallel = data_parallel
+        self._runtime = runtime
+        self._pool: CutPool | None = None  # of the capture that is made now
+        self._is_replaying = False
+        for chunk, buffer in enumerate(buffers):
+            module = buffer.module
+            module.pre_forward_gather = partial(  # type: ignore[assignment]
+                self._before_forward,
+                chunk,
+                module.pre_forward_gather,  # type: ignore[arg-type]
+            )
+            module.pre_backward_gather = partial(  # type: ignore[assignment]
+                self._before_backward,
+                chunk,
+                module.pre_backward_gather,  # type: ignore[arg-type]
+            )
+
+        sink = data_parallel.early_sink
+        if sink is not None:
+            sink.complete = partial(self._complete_early, len(buffers) - 1, sink.complete)
+
+    @contextmanager
+    def capture_in(self, pool: CutPool) -> Iterator[None]:
+        """Cut the capture that `pool` makes within."""
+        self._pool = pool
+        try:
+            yield
+        finally:
+            self._pool = None
+
+    @contextmanager
+    def replay(self, chunk: int) -> Iterator[None]:
+        """Enclose the replay of a chunk's backward: units are prepared and reduced at cuts, not by gradient sinks."""
+        self._is_replaying = True
+        try:
+            yield
+            self._data_parallel.end_unit_backwards(chunk)
+        finally:
+            self._is_replaying = False
+
+    def _before_forward(self, chunk: int, gather: Callable[[int], None], unit: int) -> None:
+        if self._pool is None:
+            gather(unit)
+        else:
+            self._cut(self._pool, partial(self._prepare_forward, chunk, gather, unit))
+
+    def _prepare_forward(self, chunk: int, gather: Callable[[int], None], unit: int) -> None:
+        gather(unit)
+        self._data_parallel.open_early(chunk, unit)
+
+    def _complete_early(self, chunk: int, complete: Callable[[], None] | None) -> None:
+        if self._pool is None:
+            assert complete is not None
+            complete()
+        else:
+            self._cut(self._pool, partial(self._data_parallel.end_unit_backwards, chunk))
+
+    def _before_backward(self, chunk: int, gather: Callable[[int], None] | None, unit: int) -> None:
+        if self._pool is not None:
+            self._cut(self._pool, partial(self._data_parallel.begin_unit_backward, chunk, unit))
+            self._data_parallel.set_unit_overwrites(chunk, unit)
+        elif self._is_replaying:
+            self._data_parallel.begin_unit_backward(chunk, unit)
+        elif gather is not None:
+            gather(unit)
+
+    def _cut(self, pool: CutPool, action: Callable[[], None]) -> None:
+        self._runtime.stream.synchronize()  # a graph ends only after the streams that it forked have joined
+        pool.cut(action)

@@ -1,0 +1,311 @@
+"""Replays under ZeRO-2 and 3 give the bits of eager steps, and units keep their addresses.
+
+Captures record operators, so that a replay runs no Python of the chunk (recorded_graphs.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megascale.config import from_tree
+from megascale.core.layout import lay_out
+from megascale.errors import ConfigError
+from megascale.parallel import parameter_slots
+from megascale.parallel.chunk_graphs import EAGER_STEPS, CapturedMicrobatch, ChunkGraphs
+from megascale.parallel.collectives import Axis, Pending, all_gather_into
+from megascale.parallel.gradient_slots import GradientBucket
+from megascale.parallel.parameter_slots import ParameterSlots, ParameterUnit
+from megascale.parallel.unit_cuts import UnitCuts
+from megascale.train.engine import Engine
+from tests.exact.cases import TWO_LAYERS, Case, case
+from tests.exact.recorded_graphs import recorded_graphs
+from tests.exact.test_graphs import assert_same_bits
+from tests.exact.test_sharded_parameters import poisoned_slots
+from tests.exact.training import Told, make_engine, observe, run_step, state_of
+
+pytestmark = pytest.mark.xdist_group("processes")
+
+STEPS = EAGER_STEPS + 2
+UNTIED = {"tied_embeddings": False}
+
+# Each with the backwards that a rank replays in a step.
+LAYOUTS: dict[str, tuple[Case, int]] = {
+    "ZeRO-2, tied": (case(data=2, microbatches=3, zero=2, model=TWO_LAYERS, parallel={"bucket_elements": 700}), 3),
+    "ZeRO-2, untied, nothing overlapped": (
+        case(data=2, microbatches=2, zero=2, model=UNTIED, overlap={"data": False}),
+        2,
+    ),
+    "ZeRO-2, one micro-batch": (case(data=2, microbatches=1, zero=2, model=TWO_LAYERS), 1),
+    # The first forward makes float8 copies of weights as they arrive.
+    "ZeRO-2, float8": (
+        case(data=2, microbatches=3, zero=2, model=TWO_LAYERS, train={"linear_precision": "float8"}),
+        2,
+    ),
+    "ZeRO-3, tied": (case(data=2, microbatches=3, zero=3), 3),
+    "ZeRO-3, five blocks, ten replays": (case(data=2, microbatches=5, zero=3, model={**UNTIED, "layers": 5}), 5),
+    "ZeRO-3, one micro-batch, biased head, LAMB": (
+        case(data=2, microbatches=1, zero=3, model={**UNTIED, "head_bias": True}, optimizer={"name": "lamb"}),
+        1,
+    ),
+    "ZeRO-3, full recompute": (case(data=2, microbatches=2, zero=3, model=UNTIED, parallel={"recompute": "full"}), 2),
+    "ZeRO-3, selective recompute, parallel block, Muon": (
+        case(
+            data=2,
+            microbatches=2,
+            zero=3,
+            model={**UNTIED, "block": "parallel", "activation": "swiglu", "positions": "rotary"},
+            parallel={"recompute": "selective"},
+            optimizer={"name": "muon"},
+        ),
+        2,
+    ),
+    "ZeRO-3, float8 gathers": (
+        case(
+            data=2,
+            microbatches=3,
+            zero=3,
+            model={**UNTIED, "layers": 3},
+            train={"linear_precision": "float8"},
+            parallel={"gather_precision": "float8"},
+        ),
+        3,
+    ),
+    "ZeRO-3, two stages of two chunks, tied": (case(1, 2, 2, virtual=2, microbatches=4, zero=3), 8),
+    "ZeRO-3, two stages of five chunks": (
+        case(1, 2, 2, virtual=5, microbatches=4, zero=3, model={**UNTIED, "layers": 10}),
+        20,
+    ),
+}
+
+
+EXPERTS = {"mlp": "experts", "mlp_bias": False, "experts": {"number": 4, "top_k": 2, "bias_rate": 0.01}}
+# On a CPU the number of an expert's tokens is read on the host, which cannot be recorded.
+UNRECORDED = {"ZeRO-3, experts": (case(data=2, microbatches=2, zero=3, model={**UNTIED, **EXPERTS}), 2)}
+
+
+def train(
+    rank: int,
+    world: int,
+    tree: dict[str, Any],
+    graphs: str,
+    fault: Callable[[], AbstractContextManager[None]] = nullcontext,
+    steps: int = STEPS,
+) -> tuple[Told, int]:
+    """Return a rank's report of `steps` steps, and the backwards that the last one replayed."""
+    replayed = 0
+    replay = ChunkGraphs.replay_backward
+
+    def count(self: ChunkGraphs, chunk: int, i: int, microbatch: CapturedMicrobatch) -> None:
+        nonlocal replayed
+        replayed += 1
+        replay(self, chunk, i, microbatch)
+
+    with ExitStack() as stack:
+        stack.enter_context(fault())
+        stack.enter_context(poisoned_slots())
+        stack.enter_context(mock.patch.object(ChunkGraphs, "replay_backward", count))
+        engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}})
+        report = Told()
+        observe(engine, report)
+        for step in range(1, steps + 1):
+            replayed = 0
+            run_step(engine, step, report)
+        if engine.graphs is not None:
+            assert not engine.graphs.failure
+        report.state = state_of(engine)
+    return report, replayed
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_replays_give_the_bits_of_eager_steps(name, pool):
+    """No slot is read after its release: it holds NaN then."""
+    layout, expected = LAYOUTS[name]
+    eager = pool.run(train, layout.world, layout.tree, "off")
+    graphs = pool.run(train, layout.world, layout.tree, "on", recorded_graphs)
+    for (item, none), (peer, replayed) in zip(eager, graphs, strict=True):
+        assert (none, replayed) == (0, expected)
+        assert_same_bits(item, peer)
+
+
+@pytest.mark.parametrize("name", ["ZeRO-2, tied", "ZeRO-3, two stages of five chunks", "ZeRO-3, experts"])
+def test_work_that_is_run_again_gives_the_bits_of_eager_steps(name, pool):
+    """Outside of tests kernels.graphs=on runs the work again on a CPU."""
+    layout, expected = (LAYOUTS | UNRECORDED)[name]
+    eager = pool.run(train, layout.world, layout.tree, "off")
+    graphs = pool.run(train, layout.world, layout.tree, "on")
+    for (item, _), (peer, replayed) in zip(eager, graphs, strict=True):
+        assert replayed == expected
+        assert_same_bits(item, peer)
+
+
+@contextmanager
+def accumulation_overwrites() -> Iterator[None]:
+    """Let each reduction of a step overwrite the shard's sum, which loses all micro-batches but the last."""
+    drain = GradientBucket.drain
+
+    def overwrite(self: GradientBucket) -> None:
+        self.is_reduced = False
+        drain(self)
+
+    with mock.patch.object(GradientBucket, "drain", overwrite):
+        yield
+
+
+@contextmanager
+def gathers_are_not_awaited() -> Iterator[None]:
+    """Let replays go on before a gather has arrived; gathers arrive when they are awaited."""
+    gather, wait = all_gather_into, ParameterUnit.wait
+
+    def gather_late(out: torch.Tensor, shard: torch.Tensor, axis: Axis) -> Pending:
+        arrived = torch.empty_like(out)
+        pending = gather(arrived, shard, axis)
+
+        def arrive() -> None:
+            pending.wait()
+            out.copy_(arrived)
+
+        return Pending(out, finish=arrive)
+
+    is_cutting = False
+
+    def skip_wait(self: ParameterUnit) -> None:
+        if is_cutting:
+            self.pending.clear()
+        wait(self)
+
+    def cut(self: UnitCuts, pool: Any, action: Callable[[], None]) -> None:
+        def act() -> None:
+            nonlocal is_cutting
+            is_cutting = True
+            action()
+            is_cutting = False
+
+        pool.cut(act)
+
+    with (
+        recorded_graphs(),
+        mock.patch.object(parameter_slots, "all_gather_into", gather_late),
+        mock.patch.object(ParameterUnit, "wait", skip_wait),
+        mock.patch.object(UnitCuts, "_cut", cut),
+    ):
+        yield
+
+
+@contextmanager
+def captures_are_not_cut() -> Iterator[None]:
+    """Let gathers and reductions happen in the capture only."""
+    with recorded_graphs(), mock.patch.object(UnitCuts, "_cut"):
+        yield
+
+
+@pytest.mark.parametrize("fault", [gathers_are_not_awaited, captures_are_not_cut, accumulation_overwrites])
+def test_faults_are_found(fault, pool):
+    """The comparison can fail."""
+    layout, _ = LAYOUTS["ZeRO-3, tied"]
+    [(eager, _), _] = pool.run(train, layout.world, layout.tree, "off")
+    [(faulty, _), _] = pool.run(train, layout.world, layout.tree, "on", fault)
+    with pytest.raises(AssertionError):
+        assert_same_bits(eager, faulty)
+
+
+def list_addresses(rank: int, world: int, tree: dict[str, Any], graphs: str) -> list[list[tuple[Any, ...]]]:
+    """Return, for each step, the gathers, openings and reductions of units with the addresses of their memory."""
+    events: list[tuple[Any, ...]] = []
+    start_gather, open_bucket, reduce = ParameterSlots._start_gather, GradientBucket.open, GradientBucket.reduce
+
+    def note_gather(self: ParameterSlots, unit: Any, is_whole: bool = False) -> None:
+        if unit is not None and not unit.owns_slot:
+            events.append(("gather", unit.memory.data_ptr(), *(param.data_ptr() for param in unit.params)))
+        start_gather(self, unit, is_whole)
+
+    def note_open(self: GradientBucket) -> None:
+        addresses = [self._buffer.sinks[i].view.data_ptr() for i in self._span.members]
+        events.append(("open", self.chunk, self.unit, *addresses))
+        open_bucket(self)
+
+    def note_reduce(self: GradientBucket) -> None:
+        if self.is_open:
+            events.append(("reduce", self.chunk, self.unit, self.grads.data_ptr()))
+        reduce(self)
+
+    steps = []
+    with (
+        recorded_graphs(),
+        mock.patch.object(ParameterSlots, "_start_gather", note_gather),
+        mock.patch.object(GradientBucket, "open", note_open),
+        mock.patch.object(GradientBucket, "reduce", note_reduce),
+    ):
+        engine = make_engine(rank, world, {**tree, "kernels": {"graphs": graphs}})
+        report = Told()
+        for step in range(1, STEPS + 1):
+            events.clear()
+            run_step(engine, step, report)
+            engine.synchronize()
+            steps.append(list(events))
+    return steps
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_addresses_of_units_repeat_from_step_to_step(graphs, zero, pool):
+    """Eager steps and replays use the slots in the same order; a graph finds its unit where it was captured."""
+    layout = case(data=2, microbatches=2, zero=zero, model={**UNTIED, "layers": 5})
+    for steps in pool.run(list_addresses, layout.world, layout.tree, graphs):
+        eager, *_, replayed = steps[1:]
+        assert {event[0] for event in eager} >= {"open", "reduce"}
+        if graphs == "off":
+            assert eager == replayed
+        for kind in ("gather", "open", "reduce"):
+            order = [event for event in eager if event[0] == kind]
+            assert order == [event for event in replayed if event[0] == kind]
+
+
+def fail_on_one(rank: int, world: int, tree: dict[str, Any]) -> tuple[Told, int, str]:
+    """Train where the captures of rank 1 fail; return the report, the replays, and why this rank has none."""
+    broken = mock.Mock(side_effect=RuntimeError("out of memory"))
+    failures: list[str] = []
+    end_step = ChunkGraphs.end_step
+
+    def note_failure(self: ChunkGraphs) -> None:
+        failures.append(self.failure)
+        self.failure = ""
+        end_step(self)
+
+    failing = mock.patch.object(ChunkGraphs, "_capture", broken) if rank else nullcontext()
+    with mock.patch.object(ChunkGraphs, "end_step", note_failure), failing:
+        report, replayed = train(rank, world, tree, "on", recorded_graphs, steps=EAGER_STEPS + 1)
+    return report, replayed, failures[-1]
+
+
+def test_a_capture_that_fails_on_one_rank_leaves_its_stage_eager(pool):
+    """Replays and eager micro-batches reduce buckets in different orders."""
+    layout, _ = LAYOUTS["ZeRO-2, tied"]
+    eager = pool.run(train, layout.world, layout.tree, "off", nullcontext, EAGER_STEPS + 1)
+    failed = pool.run(fail_on_one, layout.world, layout.tree)
+    assert [reason for _, _, reason in failed] == [
+        "capture failed on another rank of the pipeline stage",
+        "capture failed: out of memory",
+    ]
+    for (item, _), (peer, replayed, _) in zip(eager, failed, strict=True):
+        assert replayed == 0
+        assert_same_bits(item, peer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"tensor": 2, "zero": 2}, "the exchange of parallel.tensor=2"),
+        ({"zero": 3, "train": {"linear_precision": "float8_rowwise"}}, "makes copies of all"),
+    ],
+)
+def test_graphs_on_is_refused_where_units_cannot_be_cut(settings, reason):
+    layout = case(microbatches=2, data=2, **settings)
+    layout = lay_out(from_tree({**layout.tree, "kernels": {"graphs": "on"}}), layout.world)
+    with pytest.raises(ConfigError, match=f"kernels.graphs=on is unavailable: .*{reason}"):
+        Engine(layout, None, torch.device("cpu"))
