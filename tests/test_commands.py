@@ -46,7 +46,7 @@ FEW_STEPS = [
     "--lr.warmup_steps=0",
 ]
 SMALL = {
-    r"(train|launch) (examples/(gpt|stdlib-3d)|--model\.preset=gpt|job\.toml --node-rank)": ["--dry-run"],
+    r"(train|launch) (examples/(gpt|stdlib-3d)|--model\.preset=(gpt|llama)|job\.toml --node-rank)": ["--dry-run"],
     r"train (runs/|--model\.from)": FEW_STEPS,
     r"train|launch .*--cluster slurm": ONE_LAYER + FEW_STEPS,
     r"launch": ONE_LAYER + FEW_STEPS + ["--train.steps=25", "--observe.spans=1", "--resilience.window=20"],
@@ -69,6 +69,7 @@ EXISTING = (
 PARSED = {
     r"data build --stdlib": "half a minute; `make train` does it",
     r"launch examples/stdlib\.toml --nodes 4": "as the two nodes of quickstart.md",
+    r"launch --per-node 8 .*-- python train\.py": "needs a trainer (tests/resilience/test_foreign.py)",
     r"doctor --cluster|launch .*--cluster (ssh|manual|kubernetes)|agent ": "needs machines (tests/resilience)",
     r"\.access": "needs a job elsewhere (tests/resilience/driver/api)",
     r"bench kernels|python -m ": "minutes to hours, or a GPU (tests/benchmarks, tests/chaos)",

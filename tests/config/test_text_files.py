@@ -40,7 +40,7 @@ PATHS = [
     "slurm.image",
 ]
 # Their descriptions mention files or folders, but not of this machine.
-NO_PATHS = {"train.name", "data.text_key", "slurm.mounts"}
+NO_PATHS = {"train.name", "data.text_key", "slurm.mounts", "foreign.checkpoints"}
 
 
 def encoded(text: str, encoding: str) -> bytes:

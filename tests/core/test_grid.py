@@ -79,9 +79,9 @@ def test_errors_name_what_would_fit():
     with pytest.raises(IndexError, match="data=2"):
         Grid(tensor=2, data=2, pipeline=2).rank(Coordinate(data=2))
     with pytest.raises(KeyError, match="no axis"):
-        Grid().size("expert")
+        Grid().size("layer")
     with pytest.raises(KeyError, match="no axis"):
-        Grid(expert=2)
+        Grid(layer=2)
     with pytest.raises(FitError, match=r"parallel.context=3 = 3 ranks per model copy; use a multiple such as 3 ranks"):
         Grid.from_world_size(4, context=3)
 
