@@ -48,7 +48,8 @@ FEW_STEPS = [
 SMALL = {
     r"(train|launch) (examples/(gpt|stdlib-3d)|--model\.preset=(gpt|llama)|job\.toml --node-rank)": ["--dry-run"],
     r"train (runs/|--model\.from)": FEW_STEPS,
-    r"train|launch .*--cluster slurm": ONE_LAYER + FEW_STEPS,
+    r"launch .*--cluster slurm": ONE_LAYER + FEW_STEPS + ["--train.global_batch=16"],
+    r"train": ONE_LAYER + FEW_STEPS,
     r"launch": ONE_LAYER + FEW_STEPS + ["--train.steps=25", "--observe.spans=1", "--resilience.window=20"],
     r"generate": ["--tokens=4"],
 }
@@ -67,6 +68,9 @@ EXISTING = (
 )
 # Commands that are only parsed, with reasons.
 PARSED = {
+    r"bench train llama-8b .*--parallel\.(context|data)=4": "needs four GPUs",
+    r"launch --model\.preset=qwen3": "needs eight GPUs",
+    r"(evaluate|generate) runs/long": "needs a run of four GPUs",
     r"data build --stdlib": "half a minute; `make train` does it",
     r"launch examples/stdlib\.toml --nodes 4": "as the two nodes of quickstart.md",
     r"launch --per-node 8 .*-- python train\.py": "needs a trainer (tests/resilience/test_foreign.py)",
