@@ -296,7 +296,7 @@ def _timers(engine: Engine, key: str) -> Callable[[str], object]:
 
 
 def difference(first: list[float], second: list[float]) -> tuple[float, float, float]:
-    """How much longer the steps of `other` are, in share of `first`'s: (median, lower and upper bound) over pairs.
+    """Return the growth of steps from `first` to `second` as a share: median, lower and upper bound over pairs.
 
     The i-th timed steps of both make a pair. Bounds are order statistics of the pairs' ratios, which hold the median
     with 95% confidence for any distribution: the k-th smallest and largest, k by the binomial law.
