@@ -91,7 +91,8 @@ def _explain_misfit(cost: LayoutCost) -> str:
     remedies = cost.remedies()
     advice = "raise parallel.tensor or parallel.pipeline, or use more GPUs"
     if remedies:
-        advice = f"any one of {', '.join(remedies)} makes it fit"
+        choice = f"any one of {', '.join(remedies)}" if len(remedies) > 1 else remedies[0]
+        advice = f"{choice} makes it fit"
     return (
         f"the fullest rank needs {cost.needed_gib:.1f} GiB but the device has {cost.device_gib:g} GiB "
         f"(--device-gib); {advice}"

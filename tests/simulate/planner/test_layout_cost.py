@@ -273,6 +273,13 @@ def test_bubble_and_idle_of_uneven_stages():
     assert uneven.idle > even.idle
 
 
+def test_a_remedy_that_other_settings_exclude_is_not_proposed():
+    overrides = ["model.preset=llama-8b", "model.sequence_length=8192", "train.micro_batch=1", "train.global_batch=4"]
+    plan = make_plan(load(None, [*overrides, "train.lora.rank=8", "train.precision=bfloat16"]), 1, 40.0)
+    assert not plan.fits
+    assert plan.remedies() == ["--parallel.recompute=full"]
+
+
 def planned(**sections: dict) -> LayoutCost:
     tree = {"model": {"preset": "gpt-13b"}, "train": {"micro_batch": 4, "global_batch": 64}, "data": {}}
     parallel = {"tensor": 2, "pipeline": 2, "virtual_stages": 2} | sections.pop("parallel", {})

@@ -309,6 +309,13 @@ class LayoutCost:
         )
         return replace(self, layout=lay_out_priced(config, self.layout.grid.world_size))
 
+    def _fits_with(self, **sections: dict[str, Any]) -> bool:
+        """Return whether the plan fits with these settings; False also if they are refused with the other ones."""
+        try:
+            return self._changed(**sections).fits
+        except FitError:
+            return False
+
     def remedies(self) -> list[str]:
         """Return overrides that each make the plan fit, cheapest first."""
         parallel, train = self.config.parallel, self.config.train
@@ -341,7 +348,7 @@ class LayoutCost:
             tries.append(("--parallel.offload_activations=true", {"parallel": {"offload_activations": True}}))
         if self.config.optimizer.name == "adamw" and not self.config.optimizer.offload:
             tries.append(("--optimizer.offload=true", {"optimizer": {"offload": True}}))
-        remedies = [text for text, change in tries if self._changed(**change).fits]
+        remedies = [text for text, change in tries if self._fits_with(**change)]
         context = self._find_context(parallel.recompute)
         if context is not None:
             remedies.append(f"--parallel.context={context}")
@@ -361,12 +368,7 @@ class LayoutCost:
             if grid.data % context or grid.tensor * grid.context * context > grid.ranks_per_host:
                 return None
             total = grid.context * context
-            changes = {"context": total, "data": None, "recompute": recompute}
-            try:
-                alternative = self._changed(parallel=changes)
-            except FitError:
-                return None
-            if alternative.fits:
+            if self._fits_with(parallel={"context": total, "data": None, "recompute": recompute}):
                 return total
         return None
 
