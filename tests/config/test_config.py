@@ -231,3 +231,10 @@ def test_command_lines_with_and_without_a_file(tmp_path):
     assert (result.train.steps, result.train.seed) == (7, 5)
     with pytest.raises(ConfigError, match="unknown argument 'more'"):
         config.load_command_line(file, ["more"])
+
+
+@pytest.mark.parametrize("axis", ["context", "expert"])
+def test_copies_along_an_axis_of_one_rank_are_refused(axis):
+    with pytest.raises(ConfigError, match=rf"overlap.{axis}=copies.*--overlap.{axis}=auto"):
+        config.load(None, [f"overlap.{axis}=copies"])
+    config.load(None, [f"overlap.{axis}=auto"])

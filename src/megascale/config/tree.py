@@ -87,6 +87,12 @@ class Config(Section):
                 f"overlap.gathers=copies gathers the matrices of parallel.zero=3, and parallel.zero is "
                 f"{self.parallel.zero}; set --parallel.zero=3 or --overlap.gathers=collectives"
             )
+        for axis in ("context", "expert"):
+            if getattr(self.overlap, axis) == "copies" and getattr(self.parallel, axis) == 1:
+                raise ValueError(
+                    f"overlap.{axis}=copies is for the ranks of parallel.{axis}, and there is one; set "
+                    f"--parallel.{axis}=2 or more, or --overlap.{axis}=auto"
+                )
         if self.parallel.replicate > 1 and self.parallel.zero == 0:
             raise ValueError(
                 f"parallel.replicate={self.parallel.replicate} makes copies of sharded state, and parallel.zero=0 "
