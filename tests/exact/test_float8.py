@@ -44,6 +44,24 @@ def on_one_process(layout: Case) -> dict[str, Any]:
     return {**layout.tree, "parallel": {}, "overlap": {}}
 
 
+def test_context_ranks_scale_their_own_tokens(pool, one_process):
+    """Scales of rows are those of one process. A scale of a tensor is that of a rank's slice, which the start says."""
+    for recipe, limit in (("float8_rowwise", 1e-10), ("float8", 2e-2)):
+        settings: dict[str, Any] = {"train": {"linear_precision": recipe}, "parallel": {"context": 2}}
+        layout = case(1, microbatches=2, **settings)
+        reference = one_process(on_one_process(layout), 1)
+        divided = pool.run(train, layout.world, layout.tree, 1)
+        for rank in divided:
+            assert abs(rank.losses[0] - reference.losses[0]) <= limit
+    engine_lines = pool.run(list_active, layout.world, layout.tree)
+    assert all("parallel.context" in lines["float8 scales"] for lines in engine_lines)
+
+
+def list_active(rank: int, world: int, tree: dict[str, Any]) -> dict[str, str]:
+    """Return the lines that the start of an engine prints."""
+    return make_engine(rank, world, tree).active
+
+
 @pytest.mark.parametrize("name", list(layouts("float8")))
 def test_layouts_agree(name, pool, one_process):
     layout = layouts("float8")[name]

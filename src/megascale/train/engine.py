@@ -179,6 +179,10 @@ class Engine:
             own_axes["expert"], config, self.dtype, device
         )
         self.active |= tensor_overlap | context_exchange | expert_exchange
+        if self._context.size > 1 and config.train.linear_precision == "float8":
+            self.active["float8 scales"] = (
+                "of each context rank's tokens, so losses depend on parallel.context; float8_rowwise excludes that"
+            )
         self.active |= engine_axes.describe_overlaps(layout, device)
         self.world = engine_axes.make_world(self.runtime, groups)
         axes = engine_axes.make_axes(self.runtime, groups, layout, own_axes)
