@@ -23,14 +23,14 @@ from megascale.core.memory import layer_saved_tensors
 from megascale.errors import FitError
 from megascale.model import attention, transformer
 from megascale.model.block import make_block
-from megascale.model.context import ForwardContext, LayerSetup
+from megascale.model.context import ForwardContext, KVCache, LayerSetup
 from megascale.model.rotary import RotaryTables
 from megascale.model.transformer import Chunk
 from megascale.parallel import context as parallel_context
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.linear import make_linears
 from megascale.train import engine, loss_weights
-from megascale.train.generation import Sampling, generate_tokens
+from megascale.train.generation import Sampling, _run_chunk, generate_tokens
 from tests.exact.cases import KINDS, LLAMA3, POST_NORMS, SMALL, TWO_LAYERS, Case, case
 from tests.exact.compare import TOLERANCE, assert_equal, differences
 from tests.exact.test_experts import BALANCED, experts_case
@@ -395,14 +395,20 @@ def test_saved_tensors_are_those_that_the_block_keeps(options: dict[str, Any], r
 # Generation --------------------------------------------------------------------------------------------------------
 
 
-def generate(rank: int, world: int, model: dict[str, Any], prompt: list[int]) -> list[int]:
-    """Return tokens that continue a prompt that the ranks divide."""
+def make_chunk(rank: int, world: int, model: dict[str, Any]) -> Chunk:
+    """Return a whole model on ranks that divide prompts."""
     config = from_tree({"model": {**SMALL["model"], **model, "sequence_length": 40}, "parallel": {"context": world}})
     axes = {"context": Axis(dist.group.WORLD, world, rank)} if world > 1 else {}
     chunk = Chunk(config.model, range(2), first=True, last=True, axes=axes, dtype=torch.float64).to_empty(device="cpu")
     draw = torch.Generator().manual_seed(0)
     for parameter in chunk.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=draw)
+    return chunk
+
+
+def generate(rank: int, world: int, model: dict[str, Any], prompt: list[int]) -> list[int]:
+    """Return tokens that continue a prompt that the ranks divide."""
+    chunk = make_chunk(rank, world, model)
     return list(generate_tokens(chunk, prompt, 12, Sampling(temperature=1.0, seed=3)))
 
 
@@ -419,3 +425,18 @@ def test_generation_divides_the_prompt(world: int, model: dict[str, Any], length
     prompt = [(7 * i + 3) % 21 for i in range(length)]
     [expected] = pool.run(generate, 1, model, prompt)
     assert pool.run(generate, world, model, prompt) == [expected] * world
+
+
+@torch.no_grad()
+def compute_logits(rank: int, world: int, length: int) -> Tensor:
+    """Return the logits after a prompt, whose rotary frequencies depend on its length."""
+    chunk = make_chunk(rank, world, {"layers": 2, "positions": "rotary", "rotary_scaling": LONGROPE})
+    prompt = torch.tensor([(7 * i + 3) % 21 for i in range(length)])
+    return chunk.logits(_run_chunk(chunk, prompt, KVCache())[-1:])
+
+
+@pytest.mark.parametrize("length", [6, 7, 8, 9])  # two ranks divide 4, 6, 6 and 8; frequencies change above 6
+def test_a_divided_prompt_has_the_frequencies_of_its_whole_length(length: int, pool: Any) -> None:
+    [expected] = pool.run(compute_logits, 1, length)
+    for logits in pool.run(compute_logits, 2, length):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-12)

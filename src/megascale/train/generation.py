@@ -112,12 +112,15 @@ def _agree_on_token(token: int, axis: Axis, device: torch.device) -> int:
 def _run_chunk(chunk: Chunk, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
     """Return the hidden states of the last tokens, [s, 1, h], and add the tokens to the cache.
 
-    Context ranks divide the tokens, except so many at the end that equal slices remain.
+    Context ranks divide the tokens, except so many at the end that equal slices remain. They divide none if only
+    those at the end exceed the original length of longrope.
     """
     axis = chunk.context_axis
     slice_length = 0
     if axis.size > 1:
         slice_length = (len(tokens) - 1) // axis.size
+        if chunk.changes_rotary_tables(cache.length + axis.size * slice_length, cache.length + len(tokens)):
+            slice_length = 0  # The cached keys of the slices would have other frequencies than the last tokens.
     if slice_length:
         start = axis.rank * slice_length
         chunk(tokens[start : start + slice_length, None], None, ForwardContext(cache=cache))
