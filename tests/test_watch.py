@@ -103,3 +103,13 @@ def test_the_callback_of_lightning_reports_optimizer_steps_and_logged_losses(lau
         callback.on_train_batch_end(trainer, None, {"loss": torch.tensor(0.5)}, None, 0)
     assert read_status(launched / "rank-0.status").step == 2
     assert read_line(capsys) == Reading(2, loss=0.5)
+
+
+def test_backward_of_an_iterator_and_of_graph_edges_gives_the_usual_gradients():
+    backward = HostClock().time_backward(torch.autograd.backward, autograd_engine.queue_callback)
+    value = torch.ones(3, requires_grad=True)
+    backward(loss for loss in ((value * 2).sum(), (value * 3).sum()))
+    assert torch.equal(value.grad, torch.full((3,), 5.0))
+    edge = torch.autograd.graph.get_gradient_edge((value * 4).sum())
+    backward((edge,), (torch.ones(()),))
+    assert torch.equal(value.grad, torch.full((3,), 9.0))

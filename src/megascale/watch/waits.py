@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 READ_INTERVAL = 5.0  # seconds between reads of the flight recorder, each of which takes milliseconds
@@ -63,8 +63,11 @@ class HostClock(WaitClock):
 
         @functools.wraps(backward)
         def timed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensors, Iterator):
+                tensors = tuple(tensors)  # autograd needs the first one too
             root = tensors if hasattr(tensors, "register_hook") else next(iter(tensors), None)
-            if root is None or not root.requires_grad:
+            # Autograd takes edges of its graph too, which have no hooks.
+            if not getattr(root, "requires_grad", False):
                 return backward(tensors, *args, **kwargs)
             end_of_gradients: list[tuple[float, float]] = []
 

@@ -30,3 +30,9 @@ def test_the_newest_complete_checkpoint_counts(pattern, complete, incomplete, tm
 def test_a_pattern_without_a_step_is_refused():
     with pytest.raises(ConfigError, match=r"foreign.checkpoints='out/last' must have {step} once"):
         load(None, ["--foreign.checkpoints=out/last"])
+
+
+def test_brackets_and_question_marks_in_a_path_stand_for_themselves(tmp_path):
+    folder = tmp_path / "run[1]?"
+    (folder / "step-30").mkdir(parents=True)
+    assert find_saved_step(str(folder / "step-{step}")) == 30

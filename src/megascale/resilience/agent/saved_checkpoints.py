@@ -23,7 +23,9 @@ def find_saved_step(pattern: str) -> int:
     before, _, after = pattern.partition(STEP_FIELD)
     expression = re.compile(_to_expression(before) + "([0-9]{1,16})" + _to_expression(after))
     steps = [0]
-    for path in glob.iglob(pattern.replace(STEP_FIELD, "*")):
+    # Brackets and question marks stand for themselves, as in the expression.
+    names = glob.escape(pattern.replace(STEP_FIELD, "*")).replace("[*]", "*")
+    for path in glob.iglob(names):
         match = expression.fullmatch(path)
         if match is not None and int(match[1]) < _MAX_STEP:
             steps.append(int(match[1]))
