@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,6 +63,22 @@ def test_a_skipped_call_on_another_group_is_a_mismatch_and_not_a_cycle():
 def test_ranks_in_their_usual_order_or_without_one_depart_from_nothing():
     assert departures({0: make_record(0, "aab" * 20), 1: make_record(1, "aab" * 19 + "aa")}, None) == {}
     assert departures({0: make_record(0, "ab" * 3), 1: make_record(1, "ab" * 2 + "a")}, None) == {}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_begin_an_evaluation_are_not_accused_by_a_rank_that_does_not(world):
+    """The last rank loops before the first call of the evaluation, which breaks the period of all others."""
+    records = {rank: make_record(rank, "ab" * 24 + "c") for rank in range(world - 1)}
+    late = make_record(world - 1, "ab" * 24)
+    groups = {name: GroupCounts(world, counts.started, counts.started) for name, counts in late.groups.items()}
+    records[world - 1] = replace(late, waiting=None, groups=groups)
+    assert departures(records, None) == {}
+    # On the usual group, the waiting ranks name the one that has not joined.
+    for rank in range(world - 1):
+        records[rank] = make_record(rank, "ab" * 24 + "aa")
+    scene = Scene({rank: RankEvidence(rank, "running", record=record) for rank, record in records.items()}, world)
+    hang = explain_hang(scene)
+    assert (hang.kind, hang.ranks) == ("busy", (world - 1,))
 
 
 def write_device_record(folder: Path, rank: int, states: list[str]) -> FlightDump:

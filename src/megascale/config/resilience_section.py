@@ -282,6 +282,11 @@ class ForeignConfig(Section):
                     f"foreign.patterns has {pattern!r} without a group for the step; write (?P<step>[0-9]+) where the "
                     "number of the step stands"
                 )
+            if "epoch_steps" in groups and "epoch" not in groups:
+                raise ValueError(
+                    f"foreign.patterns has {pattern!r} with a group epoch_steps but none for the epoch; write "
+                    "(?P<epoch>[0-9]+) where the number of the epoch stands"
+                )
         return self
 
     @model_validator(mode="after")

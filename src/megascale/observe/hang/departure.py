@@ -284,7 +284,7 @@ _LONGEST_PERIOD = 512  # calls
 
 
 def _find_broken_periods(records: Mapping[int, CallRecord]) -> dict[int, Departure]:
-    """Return the ranks whose last calls depart from their own period; {} if all do, or if no rank has a period.
+    """Return the ranks whose last calls depart from their own period; {} if no rank in order waits for another.
 
     Another trainer's flight record has no steps, but every step makes the same calls. Of two ranks that wait for each
     other, the one that skipped a call breaks its own order.
@@ -294,7 +294,9 @@ def _find_broken_periods(records: Mapping[int, CallRecord]) -> dict[int, Departu
         departure = _find_broken_period(record)
         if departure is not None:
             departed[rank] = departure
-    return departed if len(departed) < len(records) else {}
+    # Ranks that begin an evaluation break their period too. If the ranks in order wait for none, they are late instead.
+    has_waiting_peer = any(record.waiting is not None for rank, record in records.items() if rank not in departed)
+    return departed if has_waiting_peer else {}
 
 
 def _find_broken_period(record: CallRecord) -> Departure | None:
