@@ -67,7 +67,7 @@ class HostClock(WaitClock):
                 tensors = tuple(tensors)  # autograd needs the first one too
             root = tensors if hasattr(tensors, "register_hook") else next(iter(tensors), None)
             # Autograd takes edges of its graph too, which have no hooks.
-            if not getattr(root, "requires_grad", False):
+            if root is None or not getattr(root, "requires_grad", False):
                 return backward(tensors, *args, **kwargs)
             end_of_gradients: list[tuple[float, float]] = []
 
