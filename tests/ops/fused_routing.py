@@ -15,7 +15,7 @@ from megascale.config.experts_section import ExpertsConfig
 from megascale.ops import dispatch
 from megascale.ops.gradient_sink import GradientSink
 from megascale.ops.grouped_linear import run_experts, run_experts_backward
-from megascale.ops.routing import combine_rows, count_all, count_experts, plan_rows, select_experts
+from megascale.ops.routing import RowLimit, combine_rows, count_all, count_experts, plan_rows, select_experts
 from megascale.ops.routing_kernels import GRADIENT_KINDS, sort_choices
 from tests.ops.tools import TOLERANCE, distance
 
@@ -137,3 +137,26 @@ def test_a_rank_without_tokens_adds_zeros():
     plan = plan_rows(indices, 2, 2, weights, 4)
     assert len(plan.token) == 0
     assert torch.equal(combine_rows(torch.empty(0, 8), plan, weights), torch.zeros(2, 8))
+
+
+def test_an_activation_without_a_gradient_kernel_reads_no_undefined_index():
+    """A limited plan has undefined indices beyond the last offset, and swiglu_clamped has no kernel that skips them."""
+    kind = "swiglu_clamped"
+    assert kind not in GRADIENT_KINDS
+    generator = torch.Generator().manual_seed(0)
+    indices = torch.tensor([[0, 1], [2, 3], [0, 2]])
+    x = torch.randn(3, 16, generator=generator)
+    weights = torch.rand(3, 2, generator=generator)
+    into = torch.randn(2, 2, 16, 16, generator=generator).requires_grad_()
+    out = torch.randn(2, 16, 16, generator=generator).requires_grad_()
+    results = []
+    for limit in (None, RowLimit(6, torch.zeros((), dtype=torch.bool))):
+        plan = plan_rows(indices, 0, 2, weights, 4, limit)
+        used = int(plan.offsets[-1])
+        plan.token[used:] = -1_000_000
+        plan.slot[used:] = 1_000_000
+        y, inner = run_experts(x, weights, plan, into, out, kind)
+        results.append((y, *run_experts_backward(x, x, weights, inner, plan, into, out, kind)))
+    assert len(plan.token) > used
+    for exact, limited in zip(*results, strict=True):
+        assert torch.equal(exact, limited)

@@ -62,7 +62,10 @@ def _activation_backward(
     if activation in GRADIENT_KINDS and use_fused("gradient of experts' activation", inner, weights_TK):
         end = plan.offsets[-1:]
         return activation_gradient(activation, inner, unweighted, weights_TK, plan.token, plan.slot, end)
-    row_weights = weights_TK[plan.token, plan.slot].unsqueeze(1)
+    # With a row limit, indices beyond the last offset are undefined: reading at them fails. Nothing uses their results.
+    token = plan.token.clamp(0, weights_TK.shape[0] - 1)
+    slot = plan.slot.clamp(0, weights_TK.shape[1] - 1)
+    row_weights = weights_TK[token, slot].unsqueeze(1)
     dy = (unweighted * row_weights).to(inner.dtype)
     activated, d_inner = RecomputedActivation(activation, None).with_gradient(inner, dy)
     # The gradient of a weight is <y, dy> = <activation, gradient of the activation>, so y is not kept.
