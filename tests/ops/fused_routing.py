@@ -160,3 +160,11 @@ def test_an_activation_without_a_gradient_kernel_reads_no_undefined_index():
     assert len(plan.token) > used
     for exact, limited in zip(*results, strict=True):
         assert torch.equal(exact, limited)
+
+
+def test_a_rank_that_received_no_tokens_has_an_empty_plan():
+    indices = torch.empty(0, 2, dtype=torch.int64)
+    plan = plan_rows(indices, 2, 2, torch.empty(0, 2), 4)
+    assert plan.offsets.tolist() == [0, 0, 0]
+    assert (plan.token.shape, plan.slot.shape, plan.row.shape) == ((0,), (0,), (0, 2))
+    assert combine_rows(torch.empty(0, 8), plan).shape == (0, 8)

@@ -111,7 +111,7 @@ def _place_kernel(
 def _count_blocks(indices_TK: Tensor, first: int, count: int) -> Tensor:
     """Return how often each block of choices has each expert, int32 [blocks, count]."""
     choices = indices_TK.numel()
-    blocks = cdiv(choices, PLAN_BLOCK)
+    blocks = max(1, cdiv(choices, PLAN_BLOCK))  # a rank that received no tokens has a block without choices
     counts = torch.empty((blocks, count), dtype=torch.int32, device=indices_TK.device)
     _count_kernel[(blocks,)](
         indices_TK, counts, choices, first, count, BLOCK=PLAN_BLOCK, BLOCK_E=max(2, next_power_of_2(count))
