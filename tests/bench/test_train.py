@@ -63,3 +63,9 @@ def test_random_documents_fill_the_samples(capsys):
     assert "documents as sequences of their own" in output
     with pytest.raises(ConfigError, match=r"--mean-document=1: .*--data.max_documents="):
         train_bench.measure(config, 1, 1, None, mean_document=1)
+
+
+def test_even_experts_of_a_model_without_experts_are_refused():
+    config = train_bench.load_shape(["--model.preset=tiny", "--observe.peak_tflops=1"])
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        train_bench.measure(config, 1, 0, None, even_experts=True)

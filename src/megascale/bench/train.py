@@ -246,7 +246,7 @@ def measure(
 
     Args:
         mean_document: mean length of random documents under data.document_mask.
-        even_experts: select experts by turns instead of by score.
+        even_experts: select experts by turns instead of by score. Raises ConfigError if the model has no experts.
     """
     import torch
 
@@ -254,12 +254,16 @@ def measure(
     from megascale.bench.gpu_watch import GpuWatch
     from megascale.bench.timing import sustained_gemm_rate
     from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, device_peak_tflops, document_flops, mfu
+    from megascale.core.inventory import resolve_layers
+    from megascale.core.layer_spec import ExpertsSpec
     from megascale.core.layout import lay_out
     from megascale.model.experts import list_expert_layers
     from megascale.rendezvous.groups import shutdown
     from megascale.train.engine import Engine
     from megascale.train.host_pauses import GarbageCollector
 
+    if even_experts and not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(config.model)):
+        raise ConfigError("--even-experts: the model has no experts; set --model.mlp=experts, or leave it out")
     rank_info, groups = join_groups(config)
     device, world = rank_info.device, rank_info.world
     is_cuda = device.type == "cuda"
