@@ -109,8 +109,8 @@ class ReductionCheck:
         if self._reduce_dtype is not None:
             epsilon += torch.finfo(self._reduce_dtype).eps
         epsilon += _SUM_ROUNDING * torch.finfo(torch.float64).eps
-        is_near = (actual - sums).abs() <= epsilon * magnitudes
-        return ~is_near & magnitudes.isfinite()
+        sent_dtype = self._reduce_dtype or grads.dtype
+        return differ_beyond_rounding(actual, sums, magnitudes, epsilon=epsilon, dtype=sent_dtype)
 
     def describe(self, block: int) -> str:
         """Return the parameter to which a block of this rank's shards belongs."""
@@ -148,6 +148,24 @@ def sum_blocks(values: Tensor) -> Tensor:
     if not sums:
         return torch.zeros(2, rows, 0, dtype=torch.float64, device=values.device)
     return torch.cat(sums, dim=-1)
+
+
+def differ_beyond_rounding(
+    actual: Tensor, sums: Tensor, magnitudes: Tensor, *, epsilon: float, dtype: torch.dtype
+) -> Tensor:
+    """Return which sums over blocks are wrong, bool [blocks].
+
+    Args:
+        actual: sums over blocks of the reduced gradients, float64 [blocks].
+        sums, magnitudes: sums of the addends and of their magnitudes, float64 [blocks].
+        epsilon: bound on the rounding, relative to the magnitudes.
+        dtype: type in which addends travel. A block whose magnitudes exceed its range may overflow and is not compared.
+    """
+    limits = torch.finfo(dtype)
+    # Numbers below the smallest normal one are rounded to multiples of a fixed unit, or to zero.
+    underflow = BLOCK * limits.tiny
+    is_near = (actual - sums).abs() <= epsilon * magnitudes + underflow
+    return ~is_near & (magnitudes <= limits.max)
 
 
 class StateCheck:
