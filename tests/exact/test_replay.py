@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.corruption.bit_flips import BitFlip
+from tests.chaos.corruption.bit_flips import EVERY_RANK, BitFlip
 from tests.chaos.corruption.checked_training import CheckedResult, train_checked
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.test_experts import BALANCED, experts_case
@@ -84,6 +84,13 @@ def test_a_wrong_bit_is_found_and_its_rank_named(layout, kind, position, is_pers
     assert verdict.ranks == ranks
     assert verdict.is_sure == (len(ranks) == 1)
     assert verdict.is_persistent == is_persistent
+
+
+def test_a_wrong_sum_that_all_ranks_receive_is_not_surely_the_fault_of_each(pool):
+    layout = case(1, 1, 2, microbatches=2, zero=0, model=DROPOUT)
+    flip = BitFlip("reduced gradient", EVERY_RANK, STEP, is_persistent=False, position=1, bit=40)
+    (verdict,) = run(layout, pool, flip).verdicts
+    assert (verdict.ranks, verdict.is_sure) == ((0, 1), False)
 
 
 def test_an_alert_leaves_the_gradients_to_the_update(pool):

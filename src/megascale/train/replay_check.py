@@ -273,8 +273,10 @@ class ReplayCheck:
         suspicions = [s for part in self._peers.all_gather(located, list[LocatedSuspicion]) for s in part]
         first = suspicions[0]
         ranks = tuple(sorted({rank for suspicion in suspicions for rank in suspicion.ranks}))
+        # With ZeRO-0 all ranks see a wrong sum, and it does not tell which of them erred.
+        is_sure = len(ranks) == 1
         verdict = ReplayVerdict(
-            step, ranks, is_sure=True, is_persistent=False, action=first.action, tensor=first.tensor
+            step, ranks, is_sure=is_sure, is_persistent=False, action=first.action, tensor=first.tensor
         )
         return self._make_evidence(verdict, suspicions)
 

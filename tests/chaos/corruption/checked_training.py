@@ -8,7 +8,7 @@ from typing import Any
 
 from megascale.core.replay_verdict import ReplayVerdict
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
-from tests.chaos.corruption.bit_flips import BitFlip, Corruption
+from tests.chaos.corruption.bit_flips import EVERY_RANK, BitFlip, Corruption
 from tests.exact.training import Told, make_engine, run_step, state_of
 
 
@@ -42,7 +42,7 @@ def train_checked(
     if interval:
         check = ReplayCheck(engine, rank, f"cpu {rank}", "cpu", interval=interval, on_mismatch=evidence.append)
         engine.replay_check = check
-    corruption = Corruption(engine, flip) if flip is not None and flip.rank == rank else None
+    corruption = Corruption(engine, flip) if flip is not None and flip.rank in (rank, EVERY_RANK) else None
     with ExitStack() as resources:
         if corruption is not None:
             resources.enter_context(corruption.inject())
