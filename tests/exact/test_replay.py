@@ -63,6 +63,13 @@ def test_replays_agree_and_leave_the_training_as_it_is(name, pool):
     assert checked.state == run(layout, pool, steps=3, interval=0).state
 
 
+def test_updates_while_the_check_is_off_are_no_fault(pool):
+    layout = case(1, 1, 2, microbatches=2, zero=1, model=DROPOUT)
+    results = pool.run(train_checked, layout.world, layout.tree, 5, 1, None, (3, 4))
+    assert [result.verdicts for result in results] == [[], []]
+    assert results[0].confirmed_step == 5
+
+
 NAMED = [
     # layout, kind, position, whether it is persistent, suspects
     (case(1, 1, 3, microbatches=2, zero=2, model=DROPOUT), "gemm", 2, True, (1,)),

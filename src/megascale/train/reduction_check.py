@@ -179,6 +179,10 @@ class StateCheck:
         """Take the sums after an update."""
         self._sums = self._sum()
 
+    def drop(self) -> None:
+        """Drop the sums after an update that no check follows."""
+        self._sums = None
+
     def find_wrong(self) -> Tensor:
         """Return which tensors have changed since `take`, bool [tensors]."""
         sums, self._sums = self._sums, None

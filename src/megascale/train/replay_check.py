@@ -197,6 +197,8 @@ class ReplayCheck:
     def _after_update(self, step: int) -> None:
         if self._engine.replay_check is self and (step + 1) % self._interval == 0:
             self._state.take()
+        else:
+            self._state.drop()
 
     def _distance(self, step: int) -> int:
         """Return the distance from a replica to the one that replays its micro-batch: another one for each check."""
