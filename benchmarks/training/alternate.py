@@ -255,7 +255,7 @@ def change(engine: Engine, key: str, rank: int) -> Callable[[str], object]:
 
 
 def _replays(engine: Engine, rank: int) -> Callable[[str], object]:
-    """Turn replays of each step on and off. Raises TrainingError at a mismatch."""
+    """Turn replays of each step on and off. Raises ConfigError without replicas, TrainingError at a mismatch."""
     from megascale.errors import TrainingError
     from megascale.train.rank_info import find_device_kind
     from megascale.train.replay_check import ReplayCheck, ReplayEvidence
@@ -263,6 +263,13 @@ def _replays(engine: Engine, rank: int) -> Callable[[str], object]:
     def fail(evidence: ReplayEvidence) -> None:
         raise TrainingError(evidence.message)
 
+    replicas, is_deterministic = engine.layout.grid.replicas, engine.config.kernels.deterministic
+    if replicas < 2 or not is_deterministic:
+        raise ConfigError(
+            f"resilience.replay_interval=1 compares bits of two replicas or more, and there is {replicas} with "
+            f"kernels.deterministic={str(is_deterministic).lower()}; set --parallel.data=2 and "
+            "--kernels.deterministic=true"
+        )
     kind = find_device_kind(engine.device)
     check = ReplayCheck(engine, rank, f"{kind} {rank}", kind, interval=1, on_mismatch=fail)
 

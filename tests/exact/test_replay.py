@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.corruption.bit_flips import BitFlip
+from tests.chaos.corruption.bit_flips import EVERY_RANK, BitFlip
 from tests.chaos.corruption.checked_training import CheckedResult, train_checked
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.test_experts import BALANCED, experts_case
@@ -63,6 +63,13 @@ def test_replays_agree_and_leave_the_training_as_it_is(name, pool):
     assert checked.state == run(layout, pool, steps=3, interval=0).state
 
 
+def test_updates_while_the_check_is_off_are_no_fault(pool):
+    layout = case(1, 1, 2, microbatches=2, zero=1, model=DROPOUT)
+    results = pool.run(train_checked, layout.world, layout.tree, 5, 1, None, (3, 4))
+    assert [result.verdicts for result in results] == [[], []]
+    assert results[0].confirmed_step == 5
+
+
 NAMED = [
     # layout, kind, position, whether it is persistent, suspects
     (case(1, 1, 3, microbatches=2, zero=2, model=DROPOUT), "gemm", 2, True, (1,)),
@@ -84,6 +91,13 @@ def test_a_wrong_bit_is_found_and_its_rank_named(layout, kind, position, is_pers
     assert verdict.ranks == ranks
     assert verdict.is_sure == (len(ranks) == 1)
     assert verdict.is_persistent == is_persistent
+
+
+def test_a_wrong_sum_that_all_ranks_receive_is_not_surely_the_fault_of_each(pool):
+    layout = case(1, 1, 2, microbatches=2, zero=0, model=DROPOUT)
+    flip = BitFlip("reduced gradient", EVERY_RANK, STEP, is_persistent=False, position=1, bit=40)
+    (verdict,) = run(layout, pool, flip).verdicts
+    assert (verdict.ranks, verdict.is_sure) == ((0, 1), False)
 
 
 def test_an_alert_leaves_the_gradients_to_the_update(pool):

@@ -109,8 +109,8 @@ class ReductionCheck:
         if self._reduce_dtype is not None:
             epsilon += torch.finfo(self._reduce_dtype).eps
         epsilon += _SUM_ROUNDING * torch.finfo(torch.float64).eps
-        is_near = (actual - sums).abs() <= epsilon * magnitudes
-        return ~is_near & magnitudes.isfinite()
+        sent_dtype = self._reduce_dtype or grads.dtype
+        return differ_beyond_rounding(actual, sums, magnitudes, epsilon=epsilon, dtype=sent_dtype)
 
     def describe(self, block: int) -> str:
         """Return the parameter to which a block of this rank's shards belongs."""
@@ -150,6 +150,24 @@ def sum_blocks(values: Tensor) -> Tensor:
     return torch.cat(sums, dim=-1)
 
 
+def differ_beyond_rounding(
+    actual: Tensor, sums: Tensor, magnitudes: Tensor, *, epsilon: float, dtype: torch.dtype
+) -> Tensor:
+    """Return which sums over blocks are wrong, bool [blocks].
+
+    Args:
+        actual: sums over blocks of the reduced gradients, float64 [blocks].
+        sums, magnitudes: sums of the addends and of their magnitudes, float64 [blocks].
+        epsilon: bound on the rounding, relative to the magnitudes.
+        dtype: type in which addends travel. A block whose magnitudes exceed its range may overflow and is not compared.
+    """
+    limits = torch.finfo(dtype)
+    # Numbers below the smallest normal one are rounded to multiples of a fixed unit, or to zero.
+    underflow = BLOCK * limits.tiny
+    is_near = (actual - sums).abs() <= epsilon * magnitudes + underflow
+    return ~is_near & (magnitudes <= limits.max)
+
+
 class StateCheck:
     """Compares the optimizer's state and the master weights before an update with those after the one before."""
 
@@ -160,6 +178,10 @@ class StateCheck:
     def take(self) -> None:
         """Take the sums after an update."""
         self._sums = self._sum()
+
+    def drop(self) -> None:
+        """Drop the sums after an update that no check follows."""
+        self._sums = None
 
     def find_wrong(self) -> Tensor:
         """Return which tensors have changed since `take`, bool [tensors]."""

@@ -197,6 +197,8 @@ class ReplayCheck:
     def _after_update(self, step: int) -> None:
         if self._engine.replay_check is self and (step + 1) % self._interval == 0:
             self._state.take()
+        else:
+            self._state.drop()
 
     def _distance(self, step: int) -> int:
         """Return the distance from a replica to the one that replays its micro-batch: another one for each check."""
@@ -273,8 +275,10 @@ class ReplayCheck:
         suspicions = [s for part in self._peers.all_gather(located, list[LocatedSuspicion]) for s in part]
         first = suspicions[0]
         ranks = tuple(sorted({rank for suspicion in suspicions for rank in suspicion.ranks}))
+        # With ZeRO-0 all ranks see a wrong sum, and it does not tell which of them erred.
+        is_sure = len(ranks) == 1
         verdict = ReplayVerdict(
-            step, ranks, is_sure=True, is_persistent=False, action=first.action, tensor=first.tensor
+            step, ranks, is_sure=is_sure, is_persistent=False, action=first.action, tensor=first.tensor
         )
         return self._make_evidence(verdict, suspicions)
 

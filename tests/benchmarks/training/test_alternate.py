@@ -46,6 +46,17 @@ def test_values_take_turns_and_train_alike(benchmarks, tmp_path):
     assert "selective" in result.stdout
 
 
+@pytest.mark.parametrize(("replicas", "is_deterministic"), [(1, True), (2, False)])
+def test_replays_that_cannot_work_are_refused(replicas, is_deterministic):
+    engine = SimpleNamespace(
+        layout=SimpleNamespace(grid=SimpleNamespace(replicas=replicas)),
+        config=SimpleNamespace(kernels=SimpleNamespace(deterministic=is_deterministic)),
+        device=torch.device("cpu"),
+    )
+    with pytest.raises(ConfigError, match=r"set --parallel\.data=2 and --kernels\.deterministic=true"):
+        change(engine, "resilience.replay_interval", 0)
+
+
 @pytest.mark.parametrize(
     ("setting", "part"),
     [

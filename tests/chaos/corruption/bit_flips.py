@@ -24,6 +24,7 @@ _GEMMS = frozenset({torch.ops.aten.mm, torch.ops.aten.addmm})
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 COMPUTE_KINDS = ("gemm", "activation", "activation gradient", "weight gradient")
 STATE_KINDS = ("reduced gradient", "optimizer state")
+EVERY_RANK = -1  # as the faulty rank: a collective gives all ranks the same wrong result
 KINDS = COMPUTE_KINDS + STATE_KINDS
 
 
@@ -33,7 +34,7 @@ class BitFlip:
 
     Attributes:
         kind: one of KINDS.
-        rank: the faulty rank.
+        rank: the faulty rank, or EVERY_RANK.
         step: the step of a passing fault, the first step of a persistent one.
         is_persistent: whether every micro-batch and replay from that step on is wrong, or the trained one alone.
         position: chooses the operator and the element.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megascale.core.replay_verdict import ReplayVerdict
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
-from tests.chaos.corruption.bit_flips import BitFlip, Corruption
+from tests.chaos.corruption.bit_flips import EVERY_RANK, BitFlip, Corruption
 from tests.exact.training import Told, make_engine, run_step, state_of
 
 
@@ -30,25 +31,32 @@ class CheckedResult:
 
 
 def train_checked(
-    rank: int, world: int, tree: dict[str, Any], steps: int, interval: int, flip: BitFlip | None
+    rank: int,
+    world: int,
+    tree: dict[str, Any],
+    steps: int,
+    interval: int,
+    flip: BitFlip | None,
+    unchecked_steps: Sequence[int] = (),
 ) -> CheckedResult:
     """Train `steps` steps with a check once per `interval` steps (0: none), and go on after each mismatch.
 
-    The first check is in step 2 or later: the first step of a process is not checked.
+    The first check is in step 2 or later: the first step of a process is not checked. The check is taken out of the
+    engine during `unchecked_steps`, as `python -m benchmarks alternate` does.
     """
     engine = make_engine(rank, world, tree)
     evidence: list[ReplayEvidence] = []
     check: ReplayCheck | None = None
     if interval:
         check = ReplayCheck(engine, rank, f"cpu {rank}", "cpu", interval=interval, on_mismatch=evidence.append)
-        engine.replay_check = check
-    corruption = Corruption(engine, flip) if flip is not None and flip.rank == rank else None
+    corruption = Corruption(engine, flip) if flip is not None and flip.rank in (rank, EVERY_RANK) else None
     with ExitStack() as resources:
         if corruption is not None:
             resources.enter_context(corruption.inject())
         for step in range(1, steps + 1):
             if corruption is not None:
                 corruption.begin_step(step)
+            engine.replay_check = None if step in unchecked_steps else check
             run_step(engine, step, Told())
     return CheckedResult(
         [item.verdict for item in evidence],
