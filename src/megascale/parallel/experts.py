@@ -1,4 +1,4 @@
-"""Expert parallelism on the tensor axis: its ranks hold different experts, and process the tokens of all of them.
+"""Expert parallelism by gathers: the ranks of an axis hold different experts, and process the tokens of all of them.
 
 The sequence shards, their experts and weights are gathered. Each rank computes the part of every token's sum that its
 experts contribute, and a reduce-scatter adds the parts up. Backward mirrors this and gathers the shards again. The
