@@ -128,7 +128,6 @@ class Trainer:
         self._unconfirmed_note = ""
         self._skipped_steps = 0  # steps of this process with an infinite or NaN gradient, or without loss weights
         self._skipped_in_a_row = 0
-        self._read_step = 0  # the newest step whose results were read from the device
         self._stopping = False  # agreed by all ranks
         self._has_reported_active = False
         self._has_reported_graphs = False
@@ -274,7 +273,10 @@ class Trainer:
                 self.engine.rejoin(self.groups, earlier_choices)
                 return retained.step
         self.engine = Engine(self.layout, self.groups, self.rank_info.device, earlier_choices, fields=self.feed.fields)
-        return None if self.parking is None else -1
+        if self.parking is None:
+            return None
+        self.parking.hold_updates(self.engine.optimizer)
+        return -1
 
     def _keep_state(self) -> None:
         """Keep the engine for the next attempt, if this process stays."""
@@ -287,12 +289,9 @@ class Trainer:
             log.info("this process stays, and makes a new engine: %s", obstacle)
             self.parking.retained = RetainedState(slots)
             return
-        engine = self.engine
-        # A queued update may use what an aborted collective left; its results were not read.
-        is_whole = engine.begun_update == engine.ended_update == self._read_step == self.step
-        engine.close(failed=True)
-        engine.leave_groups()
-        self.parking.retained = RetainedState(slots, engine, self.step if is_whole else -1)
+        self.engine.close(failed=True)
+        self.engine.leave_groups()
+        self.parking.retained = RetainedState(slots, self.engine, self.engine.find_whole_step())
 
     def _open_observers(self, resources: contextlib.ExitStack) -> None:
         """Open what shows this rank to others: status, record of calls, timers, counts of pauses."""
@@ -321,6 +320,7 @@ class Trainer:
         train = self.config.train
         with Interrupts() as interrupts:
             self.checkpoint_policy.begin(self.step)
+            self.engine.begin_updates(self.step)
             self.callbacks.begin_run(self.step)
             last_step = min(train.steps, self.step + (train.stop_after or train.steps))
             resources.callback(self.reporter.close)
@@ -431,7 +431,6 @@ class Trainer:
         """Continue the counts of steps, samples and tokens of a saved state."""
         self.step = state["step"]
         self.ending.step = self.step
-        self._read_step = self.engine.begun_update = self.engine.ended_update = self.step
         self.consumed_samples = state.get("samples", 0)  # an imported checkpoint has consumed none
         self.trained_tokens = state.get("tokens", 0)
         if self.replay_check is not None:
@@ -686,7 +685,6 @@ class Trainer:
         if self.parking is not None:
             self.parking.check()  # results after an abort are undefined
             self.parking.note_step()
-        self._read_step = step
         self._read_totals.sums += sum_step(read_checksum, global_batch)
         read_record = self._read_totals.to_record()
         self.reporter.write_samples(step, pending.first_sample, global_batch, pending.sample_ids, read_record)
