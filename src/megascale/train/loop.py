@@ -123,6 +123,7 @@ class Trainer:
         self._reused_slots: Sequence[StagingSlot] = ()
         self._pending_step: _PendingStep | None = None
         self._read_totals = ReadTotals()  # samples of all steps whose results were read
+        self._build_seconds = 0.0
         self._load_measures: dict[str, float] = {}
         self._data_notes: list[str] = []
         self._unconfirmed_note = ""
@@ -225,7 +226,9 @@ class Trainer:
             earlier_choices = attention_choice.read_choices(self.folder.path, checkpoints, config.checkpoint.resume)
         if config.data.valid is not None:
             check_fields(sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
+        began = time.monotonic()
         self._standing_step = self._make_engine(earlier_choices)
+        self._build_seconds = time.monotonic() - began
         shards = [checkpoint.TensorShard(*parts) for parts in self.engine.logical_tensors()]
         self.checkpointer = checkpoint.Checkpointer(
             config.checkpoint, self.folder.path, shards, reused_slots=self._reused_slots
@@ -327,6 +330,7 @@ class Trainer:
             self._accept_start(reads_data=self.step < last_step)
             if self.step < last_step:
                 self.checkpointer.prepare()
+            self._log_start_seconds()
             self.status.start = replace(
                 self._start,
                 state_ns=time.time_ns(),
@@ -532,6 +536,16 @@ class Trainer:
         else:
             convention = DOCUMENT_CONVENTION if self.config.data.document_mask else CONVENTION
             self.reporter.write_event(Event.RUN_STARTED, world=world, flops_convention=convention)
+
+    def _log_start_seconds(self) -> None:
+        """Log how long this rank took, after it had met the others, until it can train."""
+        seconds = (time.time_ns() - (self._start.groups_ns or self._start.process_ns)) / 1e9
+        log.info(
+            "ready %.2f s after the groups: engine %.2f s, load %.2f s, the rest for data, snapshots and checks",
+            seconds,
+            self._build_seconds,
+            self._load_measures.get("load_seconds", 0.0),
+        )
 
     def _log_start(self) -> None:
         log_line = self.reporter.log_line

@@ -174,6 +174,8 @@ class Parking:
         record = ExitRecord(ExitKind.LOST_PEER, step=step + 1)
         self.error = None
         object_collectives.forget_groups()
+        if self.retained is not None and self.retained.engine is not None:
+            log.info("its engine stays, with the state of step %d (-1: an update broke off)", self.retained.step)
         closed = time.monotonic()
         gc.collect()  # frees what the failed attempt held, above all its groups
         if torch.cuda.is_initialized():
