@@ -37,7 +37,7 @@ from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.context import slice_batch
 from megascale.parallel.data_parallel import DataParallel
-from megascale.parallel.offload import CopyStreams
+from megascale.parallel.offload import InputCopies
 from megascale.parallel.parameters import initialise, initialise_parameter, materialise, piece_views, spec_of
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
@@ -317,10 +317,12 @@ class Engine:
             else:
                 flat.initialise_resident(config.train.seed)
         if config.parallel.offload_activations:
-            copy_streams = CopyStreams.of(self.device)
+            input_copies = InputCopies(self.device)
             for chunk in self.chunks:
-                chunk.copy_streams = copy_streams
-            self.active["offload"] = "inputs of layers in host memory, the last of each chunk on the device"
+                chunk.input_copies = input_copies
+            self.active["offload"] = (
+                "inputs of layers in host memory, the last of each chunk on the device, two in copies"
+            )
         if self.adapters is not None:
             targets = ", ".join(sorted(self.adapters.targets)) or "all matrices of the layers"
             self.active["adapters"] = f"rank {self.adapters.rank} on {targets}; the model itself is not trained"
