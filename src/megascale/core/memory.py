@@ -279,7 +279,7 @@ def _count_parameters_by_chunk(model: ModelConfig, parallel: ParallelConfig, sta
             chunk_map.chunks,
             parallel.tensor,
             duplicates_tied=duplicates_tied,
-            expert=parallel.expert,
+            expert=parallel.expert_ranks,
         )
         for g in chunk_map.stage_chunks(stage)
     ]
@@ -322,7 +322,7 @@ class UnitElements:
 def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) -> UnitElements:
     """Return the elements of a stage's units on one tensor-parallel rank."""
     chunk_map = chunk_map_of(parallel)
-    sums = _unit_sums(model, parallel.tensor, parallel.expert)
+    sums = _unit_sums(model, parallel.tensor, parallel.expert_ranks)
     block = outer = 0
     by_chunk = []
     blocks_by_chunk = []
@@ -339,7 +339,7 @@ def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) 
             tables += embedding_tensors(model)
         if position == chunk_map.chunks - 1:
             tables += head_tensors(model)
-        if parallel.expert > 1:
+        if parallel.expert_ranks > 1:
             tables = []  # their gradients are summed over the expert axis first
         matrices = [prod(tensor.local_shape(parallel.tensor)) for tensor in tables if tensor.is_unit_matrix]
         block = max([block, *blocks])
@@ -408,7 +408,7 @@ def _count_stage_state(model: ModelConfig, parallel: ParallelConfig, stage: int,
     )
     parameters = count_stage_parameters(model, parallel, stage)
     return count_state_elements(
-        optimizer, model, parameters, stage_layers, tables, tensor=parallel.tensor, expert=parallel.expert
+        optimizer, model, parameters, stage_layers, tables, tensor=parallel.tensor, expert=parallel.expert_ranks
     )
 
 
