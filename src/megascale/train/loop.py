@@ -121,6 +121,7 @@ class Trainer:
         self.ending = Ending(config, rank_info, self.folder, parking)
         self.clock = StepClock(device)
         self._reused_slots: Sequence[StagingSlot] = ()
+        self._has_rejoined = False  # the engine has outlived an attempt
         self._pending_step: _PendingStep | None = None
         self._read_totals = ReadTotals()  # samples of all steps whose results were read
         self._load_measures: dict[str, float] = {}
@@ -265,16 +266,24 @@ class Trainer:
 
         Return the step whose state it has, -1 if the state must be loaded; None where no process outlives an attempt.
         """
+        # Without a state to load the run begins anew, from the initial values of a new engine.
+        can_rejoin = self.parking is not None and self.attempt > 1 and self._can_load()
         if self.parking is not None and self.parking.retained is not None:
             retained = self.parking.retained
             self.parking.retained = None
             self._reused_slots = retained.slots
-            if retained.engine is not None and self.groups is not None:
+            if can_rejoin and retained.engine is not None and self.groups is not None:
                 self.engine = retained.engine
                 self.engine.rejoin(self.groups, earlier_choices)
+                self._has_rejoined = True
                 return retained.step
         self.engine = Engine(self.layout, self.groups, self.rank_info.device, earlier_choices, fields=self.feed.fields)
         return None if self.parking is None else -1
+
+    def _can_load(self) -> bool:
+        """Return whether `_load_state` will find a state of this run, the same on all ranks; collective."""
+        section = self.config.checkpoint
+        return section.resume and checkpoint.has_saved_state(section, self.folder.path, Peers())
 
     def _keep_state(self) -> None:
         """Keep the engine for the next attempt, if this process stays."""
@@ -421,6 +430,8 @@ class Trainer:
             names = ", ".join(sorted(report.zeroed_states))
             self.origin.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} starts at zero")
         if state is None:
+            if self._has_rejoined:
+                raise TrainingError("the state that this start found in memory was lost before it was loaded")
             self.origin.check_first_start()
             self._load_initial_state()
             return
