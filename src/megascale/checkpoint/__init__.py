@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megascale.checkpoint.background.staging import SaveOutcome
-    from megascale.checkpoint.checkpointer import Checkpointer
+    from megascale.checkpoint.checkpointer import Checkpointer, has_saved_state
     from megascale.checkpoint.format.chunks import TensorShard
     from megascale.checkpoint.format.step_folders import latest, steps
     from megascale.checkpoint.format.verify import Summary, inspect
