@@ -41,6 +41,9 @@ class Injected(Exception):
 def train_through_failure(rank: int, world: int, tree: dict[str, Any], forwards: int) -> Told:
     """Train as `train` does, but the last rank fails after some forwards of a step, and all ranks get new groups."""
     store = torch_private.lookup("torch.distributed.distributed_c10d", "_get_default_store")()
+    # A rank is connected before its peers have noticed. If it closed its connections now, a peer that still takes
+    # part in the pool's start would fail.
+    dist.barrier()
     sockets = list_sockets()
     _make_world(store, "first", rank, world)
     engine = make_engine(rank, world, tree)

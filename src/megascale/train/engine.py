@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -900,6 +901,7 @@ class Engine:
         self.data_parallel.drop_communication()
         if self.graphs is not None:
             self.graphs.restart()
+            gc.collect()  # NCCL keeps a communicator, and its abort waits, until no graph holds it
         self._micro_batches.clear()
         self._read_batch = None
         self.before_update_hooks.clear()
@@ -909,6 +911,22 @@ class Engine:
         rejoin.drop_groups(self.runtime, self.pipeline.streams)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def begin_updates(self, step: int) -> None:
+        """Note that the optimizer has the state of `step`, before the first step of a start."""
+        self.begun_update = self.ended_update = step
+        if self.optimizer.hold is not None:
+            self.optimizer.hold.begin(step)
+
+    def find_whole_step(self) -> int:
+        """Return the step whose state the optimizer has after its groups were aborted, -1 if an update broke off.
+
+        Call it after `leave_groups`.
+        """
+        assert self.optimizer.hold is not None
+        step = self.optimizer.hold.read_step()
+        is_broken = self.begun_update != self.ended_update and step == self.begun_update
+        return -1 if is_broken else step
 
     def rejoin(self, groups: Groups, earlier_choices: Choices) -> None:
         """Go on with the groups of the next attempt; collective, as the construction of a new engine is."""
