@@ -63,7 +63,7 @@ def _half_work(model: ModelConfig, linear_time: float) -> np.ndarray:
 def lay_out_priced(config: Config, gpus: int) -> Layout:
     """Lay out `config` over `gpus` ranks. Raises FitError as `lay_out` and `check_priced_axes`."""
     layout = lay_out(config, gpus)
-    check_priced_axes(layout.grid, known=("tensor", "expert"))
+    check_priced_axes(layout.grid, known=("tensor", "slice", "expert"))
     return layout
 
 
@@ -394,7 +394,7 @@ class LayoutCost:
                 "pipeline": grid.pipeline,
                 "virtual_stages": self.config.parallel.virtual_stages,
                 "context": grid.context,
-                "data": grid.shards // grid.context,
+                "data": grid.shards // grid.size("context"),
                 "microbatches": self.layout.microbatches,
                 "layers_by_chunk": [chunk.layer_count for chunk in self.layout.layers],
                 "zero": self.config.parallel.zero,
