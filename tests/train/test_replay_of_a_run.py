@@ -63,6 +63,21 @@ def test_a_wrong_rank_ends_the_run_before_the_update_and_the_next_start_goes_bac
     assert not (run / "replays" / "unconfirmed.json").exists()
 
 
+def test_a_wrong_update_ends_the_run_before_its_state_is_saved(tiny, tmp_path):
+    run = tmp_path / "runs" / "tiny"
+    (run / "faults").mkdir(parents=True)
+    (run / "faults" / "a.json").write_text(json.dumps({"kind": "flip-update", "rank": 1, "step": 6}))
+    code, output = train(tiny, tmp_path, "--resilience.faults=true")
+    assert code == 1, output
+    assert "rank 1 (cpu of" in output
+    assert "Training stopped after the update of step 6" in output
+    evidence = json.loads((run / "replays" / "step-6.json").read_text())
+    assert evidence["verdict"]["ranks"] == [1]
+    assert evidence["verdict"]["tensor"].startswith("master weights of ")
+    assert (evidence["is_after_update"], evidence["confirmed_step"]) == (True, 3)
+    assert not (run / "checkpoints" / "step-6").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "world", "message"),
     [

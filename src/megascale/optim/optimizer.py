@@ -36,6 +36,9 @@ class ShardedOptimizer:
         norm_weight: weight of this rank's squares; 1 / ranks that share the shards if those have the same gradients.
         stage: ranks whose shards together hold this stage's tensors, for rules that need whole tensors or their norms.
         duplicates: logical names that count on another stage (the second copy of a tied embedding).
+
+    Attributes:
+        before_update: called with the arguments of an update before it (train/update_check.py); None: not called.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class ShardedOptimizer:
     ) -> None:
         position = position or {}
         self.config = config
+        self.before_update: Callable[[UpdateStep], None] | None = None
         self.norm_axis = norm
         self.norm_weight = norm_weight
         facts = OPTIMIZERS[config.name]
@@ -114,7 +118,10 @@ class ShardedOptimizer:
         if needs_last_scalar:
             assert summed_scalars is not None
             skip |= summed_scalars[-1] == 0
-        self.rule.update(UpdateStep(learning_rate, step, grad_scale, skip), on_shard_updated)
+        update = UpdateStep(learning_rate, step, grad_scale, skip)
+        if self.before_update is not None:
+            self.before_update(update)
+        self.rule.update(update, on_shard_updated)
         return norm, summed_scalars
 
     def _reduce_norm(

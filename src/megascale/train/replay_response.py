@@ -79,9 +79,10 @@ class ReplayResponse:
         if action == "alert":
             self._reporter.log_line(f"{evidence.message}; resilience.replay_action=alert lets training go on")
             return
+        moment = "after" if evidence.is_after_update else "before"
         mismatch = TrainingError(
-            f"{evidence.message}. Training stopped before the update of step {verdict.step}; {file} has the evidence. "
-            "Test the device: megascale diagnose"
+            f"{evidence.message}. Training stopped {moment} the update of step {verdict.step}; {file} has the "
+            "evidence. Test the device: megascale diagnose"
         )
         kind = ExitKind.LOST_PEER
         if self._rank in verdict.ranks:
