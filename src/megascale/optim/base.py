@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -114,12 +115,15 @@ class UpdateStep:
 
 
 class UpdateRule(ABC):
-    """Update of shards by one optimizer. Construction is collective if the subclass says so.
+    """Update of shards by one optimizer.
 
     Attributes:
+        exchanges_at_start: construction is collective. Ranks that keep an engine cannot meet ranks that make one.
         observer: called during an update with the name, the part and the tensor of each input and result that
             `list_inputs` and `list_results` name; None: not called.
     """
+
+    exchanges_at_start: ClassVar[bool] = False
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
         self.config = config

@@ -67,6 +67,8 @@ class ShardedMuon(UpdateRule):
             calls; None: not called.
     """
 
+    exchanges_at_start = True
+
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
         super().__init__(config, shards)
         self.matrix_observer: Callable[[int, torch.Tensor], None] | None = None

@@ -48,6 +48,8 @@ KINDS = (
     "spin",
 )
 
+_HARMLESS = ("slow-rank", "leak-objects")  # they end with the attempt that they were injected into
+
 
 class FaultInjector:
     """Reads `folder` for faults addressed to this rank or its node, and injects them into the engine or the feed."""
@@ -61,6 +63,7 @@ class FaultInjector:
         self.feed = feed
         self._delay_seconds = 0.0
         self._leaked: list[Any] | None = None
+        self.has_changed_process = False  # so that it must not outlive its attempt
 
     def inject_due(self, step: int) -> None:
         """Inject the faults that are due at the start of `step`."""
@@ -84,6 +87,7 @@ class FaultInjector:
             return
         if not fault.get("persistent"):
             file.rename(file.with_suffix(".injected"))
+        self.has_changed_process |= kind not in _HARMLESS
         inject: Callable[[dict[str, Any]], None] = getattr(self, "_" + kind.replace("-", "_"))
         inject(fault)
 
@@ -135,13 +139,13 @@ class FaultInjector:
         update = rule.update
 
         def update_wrongly(*arguments: Any) -> None:
-            rule.update = update  # type: ignore[method-assign]
+            rule.__dict__.pop("update")
             update(*arguments)
             for state in self.engine.optimizer.states:
                 for first in range(0, state.master.numel(), TILE):
                     _flip_bit(state.master[first:])
 
-        rule.update = update_wrongly  # type: ignore[method-assign]
+        rule.update = update_wrongly  # type: ignore[assignment,method-assign]
 
     def _slow_rank(self, fault: dict[str, Any]) -> None:
         self._delay_seconds = float(fault.get("seconds") or 0.5)
