@@ -151,7 +151,10 @@ class ReplayCheck:
                 )
 
     def restart(self) -> None:
-        """Forget what was taken of earlier steps. Call it when another state has been loaded into the engine."""
+        """Forget the results of earlier steps, and leave no traces in the engine.
+
+        Call it when another state has been loaded into the engine, or when a step has failed.
+        """
         self._trained = self._replayed = None
         self._batch = Batch()
         self._is_checking_update = False
