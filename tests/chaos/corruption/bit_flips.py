@@ -23,7 +23,7 @@ from megascale.optim import sharded_adamw, sharded_lamb, sharded_muon
 from megascale.parallel.pipeline import EagerRunner
 from megascale.train.engine import Engine
 
-_GEMMS = frozenset({torch.ops.aten.mm, torch.ops.aten.addmm})
+_GEMMS = frozenset({torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten._scaled_mm})
 # Kernels of updates, whose first argument or result is wrong.
 _UPDATES = (
     (sharded_adamw, "adamw_apply"),
