@@ -249,7 +249,7 @@ class Trainer:
     def _start_replays(self) -> None:
         """Let replicas replay each other's micro-batches at intervals."""
         info, settings = self.rank_info, self.config.resilience
-        response = replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank)
+        response = replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank, Peers())
 
         def act(evidence: ReplayEvidence) -> None:
             if settings.replay_action != "alert":
