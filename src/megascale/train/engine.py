@@ -87,6 +87,9 @@ class StepCheck(Protocol):
     def end_step(self, step: int) -> None:
         """Compare the results when gradients are complete, before the update."""
 
+    def restart(self) -> None:
+        """Forget the results of earlier steps, and leave no traces in the engine."""
+
 
 @dataclass
 class StepResult:
@@ -913,6 +916,9 @@ class Engine:
         self._read_batch = None
         self.before_update_hooks.clear()
         self.after_update_hooks.clear()
+        if self.replay_check is not None:
+            self.replay_check.restart()
+            self.replay_check = None
         self.runtime.calls = NullCallLog()
         self.runtime.recorder = Recorder()
         rejoin.drop_groups(self.runtime, self.pipeline.streams)

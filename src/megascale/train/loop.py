@@ -42,7 +42,7 @@ from megascale.train.injected_faults import FaultInjector
 from megascale.train.parking import Parking, RetainedState
 from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
-from megascale.train.replay_check import ReplayCheck
+from megascale.train.replay_check import ReplayCheck, ReplayEvidence
 from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
@@ -252,16 +252,23 @@ class Trainer:
     def _start_replays(self) -> None:
         """Let replicas replay each other's micro-batches at intervals."""
         info, settings = self.rank_info, self.config.resilience
+        response = replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank, Peers())
+
+        def act(evidence: ReplayEvidence) -> None:
+            if settings.replay_action != "alert":
+                # The next attempt must load a confirmed state.
+                self.engine.runtime.rejoin_obstacle = "a replay gave other bits than this training"
+            response.act(evidence)
+
         self.replay_check = ReplayCheck(
             self.engine,
             info.rank,
             replay_response.describe_device(info.device),
             find_device_kind(info.device),
             interval=settings.replay_interval,
-            on_mismatch=replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank).act,
+            on_mismatch=act,
         )
         self.engine.replay_check = self.replay_check
-        self.engine.runtime.rejoin_obstacle = "resilience.replay_interval has hooks and a group of its own"
 
     def _make_engine(self, earlier_choices: attention_choice.Choices) -> int | None:
         """Take the engine that this process has retained, or make one.
