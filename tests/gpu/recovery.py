@@ -1,8 +1,8 @@
-"""Kill a rank, or all of a node, of a launched job on real GPUs: seconds from the kill to the next new step, by phase.
+"""Kill a rank, or all of a node, of a launched job on real GPUs: the waterfall from the kill to the next new step.
 
 One file to run on a GPU host; it needs megascale with its `driver` extra:
 
-    PYTHONPATH=src python tests/gpu/recovery.py --preset gpt-13b --kind rank --kind node --out recovery.json
+    python -m tests.gpu.recovery --preset gpt-13b --kind rank --kind node --out recovery.json
 
 The job is `megascale launch` on two nodes that share the machine's GPUs, on random tokens, with copies of every step
 in the memory of both nodes. It has half of the preset's layers, or fewer if GPUs or memory hold no more. Kinds:
@@ -38,6 +38,7 @@ from typing import Any
 
 from benchmarks.harness.launched import Launched, Steps, phases
 from megascale.core.layout import lay_out
+from megascale.core.recovery_record import PHASES, RecoveryRecord, format_numbers
 from megascale.core.status import read_status
 from tests.chaos.local.fault_cases import CASES
 
@@ -47,7 +48,7 @@ FRAMES = 4  # of a stack, the innermost
 STEPS = 4  # between a recovery and the next kill
 HOST, GPU = 0.85, 3 * 2**30  # of the host's memory and beyond a GPU's tensors, what a job may not count on
 KINDS = {"rank": "kill-rank", "node": "kill-agent", "lost-node": "kill-node"}
-SHOWN = ("detect", "stop", "load", "step", "total", "lost")
+COLUMNS = PHASES + ("total",)  # seconds
 
 SETTINGS = """
 [model]
@@ -169,8 +170,8 @@ def run(
             rows = [item for item in record["kills"] if (item["kind"], item["number"]) != (kind, number)]
             record["kills"] = rows + [{"kind": kind, "number": number, "layers": layers, **row}]
             keep()
-            report = ", ".join(f"{name} {row[name]:.1f}" for name in SHOWN if row[name] is not None)
-            print(f"{kind} {number + 1}: {report or row['failed']}", flush=True)
+            report = ", ".join(f"{name} {seconds:.2f}" for name, seconds in row["waterfall"].items())
+            print(f"{kind} {number + 1}: {report or row['failed']}, lost {row['lost']}", flush=True)
             if not row["total"]:
                 return
     finally:
@@ -235,12 +236,14 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
         if repeated is None and time.monotonic() > deadline:
             return None
         verdict = first(verdicts)
+        recovered = first(("recovered",)) if repeated else None
     row: dict[str, Any] = dict(phases(job, injected, verdict, repeated, steps))
     fresh = [e for e in job.events() if e.id > after]
     row |= {
         "verdict": verdict.kind if verdict else None,
         "target": node if kind != "rank" else f"rank {ranks[-1]}",
     }
+    row |= make_waterfall(injected, verdict, recovered)
     row["actions"] = [e.action for e in fresh if e.kind == "recovery_action"]
     resumed = next((e for e in reversed(job.trainer_events()) if e["event"] == "resumed"), {})
     row |= {key: resumed.get(key) for key in ("loaded_from", "load_seconds", "read_bytes", "sent_bytes")}
@@ -249,6 +252,24 @@ def kill(job: Launched, kind: str, deadline: float, kills: list[float]) -> dict[
     if repeated is None:
         row["failed"] = "no new step: " + end_of(job)
     return row
+
+
+def make_waterfall(injected: float, verdict: Any, recovered: Any) -> dict[str, Any]:
+    """Return the driver's record of a recovery, with the kill as its begin instead of what the driver knew of it."""
+    record = RecoveryRecord.from_details(recovered.details) if recovered else None
+    if record is None:
+        return {"waterfall": {}, "kept": [], "standing": [], "doubts": {}}
+    seconds = dict(record.seconds)
+    if verdict is not None:
+        seconds["detect"] = verdict.time - injected
+    seconds["total"] = sum(seconds.values())
+    return {
+        "waterfall": seconds,
+        "kept": record.reused_ranks,
+        "standing": record.standing_ranks,
+        "doubts": record.doubts,
+        "lost": record.lost_steps,
+    }
 
 
 def has_snapshot(job: Launched) -> bool:
@@ -408,16 +429,23 @@ def show(record: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, width=120)
-    heads = ("detect, s", "stop, s", "load, s", "first step, s", "in all, s", "steps lost")
-    table = Table("kill", *heads, "state from", "actions", box=box.SIMPLE_HEAD)
+    console = Console(highlight=False, width=150)
+    heads = ("steps lost", "kept", "standing", "state from", "actions")
+    table = Table("seconds of", *COLUMNS, *heads, box=box.SIMPLE_HEAD)
     for row in sorted(record["kills"], key=lambda entry: (entry["kind"], entry["number"])):
-        report = ["-" if row[name] is None else f"{row[name]:.2f}".removesuffix(".00") for name in SHOWN]
-        table.add_row(f"{row['kind']} {row['number'] + 1}", *report, row["loaded_from"], ", ".join(row["actions"]))
+        seconds = [f"{row['waterfall'][name]:.2f}" if name in row["waterfall"] else "-" for name in COLUMNS]
+        ranks = [format_numbers(tuple(row[name])) or "-" for name in ("kept", "standing")]
+        actions = ", ".join(row["actions"])
+        table.add_row(
+            f"{row['kind']} {row['number'] + 1}", *seconds, str(row["lost"]), *ranks, row["loaded_from"], actions
+        )
     starts = ", ".join(f"{item:.1f}" for item in record["starts"])
     details = f"{record['date']}, {record['machine']}, {record['layers']} layers"
     console.print(f"{' '.join(record['settings'])}; {details}; launch to first step {starts} s", soft_wrap=True)
     console.print(table)
+    for row in record["kills"]:
+        for rank, reason in row["doubts"].items():
+            console.print(f"{row['kind']} {row['number'] + 1}: rank {rank} was replaced: {reason}", soft_wrap=True)
 
 
 if __name__ == "__main__":

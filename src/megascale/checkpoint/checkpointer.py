@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megascale.checkpoint.background import pending_saves, service, service_protocol
 from megascale.checkpoint.background.load_from_memory import find_memory_save, load_memory_save
 from megascale.checkpoint.background.snapshot import Snapshots
-from megascale.checkpoint.background.staging import SaveOutcome
+from megascale.checkpoint.background.staging import SaveOutcome, StagingSlot
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.commit import Commit
@@ -43,9 +43,11 @@ class Checkpointer:
         shards: this process's boxes, views on live memory.
         group: the processes of the run; None: the default group, or this process alone.
         domain: this host's fault domain (rack, switch), for replicas; "": each host is its own.
+        reused_slots: staging memory that `leave` of this process's last checkpointer has returned.
 
     Attributes:
         loaded_from: source of the loaded state.
+        is_standing: this process's shards had that state already, and nothing was loaded into them.
         snapshots: the saves in the background, None before `prepare` or the first save.
     """
 
@@ -57,7 +59,9 @@ class Checkpointer:
         *,
         group: ProcessGroup | None = None,
         domain: str = "",
+        reused_slots: Sequence[StagingSlot] = (),
     ) -> None:
+        self._reused_slots = reused_slots
         self.config = config
         self.run = run
         self.shards = shards
@@ -67,6 +71,7 @@ class Checkpointer:
         self.folder: Path | str = config.location or run / "checkpoints"
         self.loaded_from: Literal["nothing", "memory", "a peer's memory", "storage"] = "nothing"
         self.snapshots: Snapshots | None = None
+        self.is_standing = False
         self._base_sequence = 0  # number of the save that was loaded from memory
         self._is_only_in_memory = False  # the loaded state is not in storage
         self._foreground_outcomes: list[SaveOutcome] = []
@@ -90,6 +95,7 @@ class Checkpointer:
         initial: Sequence[TensorShard] | None = None,
         report: LoadReport | None = None,
         accept: AcceptState | None = None,
+        standing_step: int | None = None,
     ) -> dict[str, Any] | None:
         """Fill the shards from the newest state (or that of `step`) and return the saved state, None if there is none.
 
@@ -100,6 +106,8 @@ class Checkpointer:
             initial: the shards to fill instead from a checkpoint of step 0.
             report: filled with this process's cost and findings.
             accept: see `loader.AcceptState`.
+            standing_step: the step whose state the shards have already, -1 if none: they stay as they are if that
+                state is the newest in memory. None on all processes, or on none.
 
         Raises DataError as `loader.load` does.
         """
@@ -110,7 +118,7 @@ class Checkpointer:
         sequence, identity = self.peers.compute_once(lambda: _find_newest(storage, step), tuple[int, str])
         damage = None
         if self.config.background and identity:
-            state = self._load_from_memory(sequence, identity, step, shards, report, accept, complete)
+            state = self._load_from_memory(sequence, identity, step, shards, report, accept, complete, standing_step)
             if isinstance(state, dict):
                 return state
             damage = state
@@ -146,6 +154,7 @@ class Checkpointer:
         report: LoadReport,
         accept: AcceptState | None,
         complete: bool,
+        standing_step: int | None,
     ) -> dict[str, Any] | str | None:
         """Return the state loaded from memory, None if none is as new as storage's, or how it is damaged.
 
@@ -162,11 +171,18 @@ class Checkpointer:
             save = find_memory_save(connection, self.peers, identity)
             if save is None or save.sequence < sequence or step not in (None, save.step):
                 return None
+            if standing_step is not None:
+                self.is_standing = standing_step == save.step
+                if self.is_standing:
+                    shards = []
+                if any(self.peers.all_gather(self.is_standing, bool)):
+                    complete = False  # the tensors that stay are of this model
             result = load_memory_save(connection, save, shards, self.peers, report, accept=accept, complete=complete)
         finally:
             if connection is not None:
                 connection.close()
         if isinstance(result, str):
+            self.is_standing = False
             damage = f"the state of step {save.step} in memory is damaged ({result})"
             if self.peers.rank == 0:
                 warn(f"{damage}; loading from storage instead")
@@ -226,7 +242,9 @@ class Checkpointer:
                 peers=self.peers,
                 base_sequence=self._base_sequence,
                 domain=self.domain,
+                reused_slots=self._reused_slots,
             )
+            self._reused_slots = ()
             log.info("staging memory: %s bytes on this process", f"{self.snapshots.memory:,}")
         return self.snapshots
 
@@ -253,6 +271,18 @@ class Checkpointer:
         if self.snapshots is not None:
             outcomes += self.snapshots.poll()
         return outcomes
+
+    def leave(self) -> Sequence[StagingSlot]:
+        """Let saves under way end and close all but the staging memory, because the process leaves a failed attempt.
+
+        Not collective. The snapshots stay in the memory of this host's service. Return the staging memory for the next
+        checkpointer.
+        """
+        if self.snapshots is None:
+            return self._reused_slots
+        slots = self.snapshots.leave()
+        self.snapshots = None
+        return slots
 
     def finish(self, run_ended: bool = True) -> list[SaveOutcome]:
         """Wait until every save has ended and return as `poll` does.

@@ -88,6 +88,12 @@ class ResilienceConfig(Section):
         600.0, gt=0, description="seconds within which start, loading and the first step must finish"
     )
     grace_period: float = Field(60.0, gt=0, description="seconds that trainers have to save after a request to stop")
+    keep_seconds: float = Field(
+        3.0,
+        ge=0,
+        description="seconds in which ranks that outlive a fault must leave the failed attempt, so that they stay in "
+        "their processes with weights and optimizer state; 0: every recovery starts new processes",
+    )
     orphan: float = Field(
         600.0,
         gt=0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -114,7 +115,13 @@ class UpdateStep:
 
 
 class UpdateRule(ABC):
-    """Update of shards by one optimizer. Construction is collective if the subclass says so."""
+    """Update of shards by one optimizer.
+
+    Attributes:
+        exchanges_at_start: construction is collective. Ranks that keep an engine cannot meet ranks that make one.
+    """
+
+    exchanges_at_start: ClassVar[bool] = False
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
         self.config = config

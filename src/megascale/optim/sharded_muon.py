@@ -62,6 +62,8 @@ class ShardedMuon(UpdateRule):
     Construction is collective over the stage.
     """
 
+    exchanges_at_start = True
+
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
         super().__init__(config, shards)
         rank = shards.stage.rank

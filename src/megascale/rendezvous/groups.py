@@ -23,6 +23,7 @@ from megascale.core.grid import Coordinate, Grid
 from megascale.errors import TrainingError
 from megascale.rendezvous.agree import format_ranks
 from megascale.rendezvous.group_plan import DIRECTIONS, GroupSpec, rank_groups
+from megascale.rendezvous.group_sockets import cut_connections
 from megascale.rendezvous.stores import ExternalStore, StoreFault
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Groups:
         timings: seconds by phase of the start.
         store: for small agreements outside of tensors.
         root_store: the store that holds the keys of `store` and of torch; for `shutdown`.
+        sockets: gloo's connections, for `abort`.
     """
 
     grid: Grid
@@ -70,6 +72,7 @@ class Groups:
     timings: dict[str, float] = field(default_factory=dict)
     store: dist.Store | None = None
     root_store: dist.Store | None = field(default=None, repr=False)
+    sockets: dict[int, str] = field(default_factory=dict, repr=False)
 
     def report(self) -> str:
         """Return the start-up line: milliseconds by phase."""
@@ -198,6 +201,16 @@ def _warm(spec: GroupSpec, group: dist.ProcessGroup, rank: int, device: torch.de
         dist.recv(token, spec.ranks[0], group=group)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def abort(groups: Groups) -> None:
+    """End all calls of this rank that wait for a peer, with an error; may be called from any thread.
+
+    The groups are of no use afterwards; `shutdown` with `failed` then leaves them.
+    """
+    cut_connections(groups.sockets)
+    if groups.device.type == "cuda" and dist.is_initialized():
+        torch_private.abort_process_group()
 
 
 def shutdown(groups: Groups, failed: bool = False) -> None:

@@ -46,6 +46,8 @@ KINDS = (
     "spin",
 )
 
+_HARMLESS = ("slow-rank", "leak-objects")  # they end with the attempt that they were injected into
+
 
 class FaultInjector:
     """Reads `folder` for faults addressed to this rank or its node, and injects them into the engine or the feed."""
@@ -59,6 +61,7 @@ class FaultInjector:
         self.feed = feed
         self._delay_seconds = 0.0
         self._leaked: list[Any] | None = None
+        self.has_changed_process = False  # so that it must not outlive its attempt
 
     def inject_due(self, step: int) -> None:
         """Inject the faults that are due at the start of `step`."""
@@ -82,6 +85,7 @@ class FaultInjector:
             return
         if not fault.get("persistent"):
             file.rename(file.with_suffix(".injected"))
+        self.has_changed_process |= kind not in _HARMLESS
         inject: Callable[[dict[str, Any]], None] = getattr(self, "_" + kind.replace("-", "_"))
         inject(fault)
 

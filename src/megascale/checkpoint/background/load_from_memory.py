@@ -83,6 +83,8 @@ class MemorySnapshots:
 class MemoryChunks(ChunkSource):
     """The chunks of a save in memory; each snapshot is one data file."""
 
+    max_rounds_ahead = 8  # one thread checks 2 to 3 GB/s, and chunks that stay on their host are not copied for it
+
     def __init__(
         self, name: str, index: CheckpointIndex, state: dict[str, Any], save: MemorySave, snapshots: MemorySnapshots
     ) -> None:

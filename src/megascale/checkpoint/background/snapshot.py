@@ -13,6 +13,7 @@ import contextlib
 import errno
 import json
 import logging
+import os
 import queue
 import secrets
 import socket
@@ -47,6 +48,7 @@ from megascale.checkpoint.background.staging import (
     SnapshotCopy,
     StagingSlot,
     choose_slot,
+    identify_memory,
     make_rank_index,
 )
 from megascale.checkpoint.format import step_folders as folders
@@ -64,6 +66,8 @@ from megascale.services.conversation import Conversation
 log = logging.getLogger(__name__)
 _REPLY_TIMEOUT = 30.0  # seconds within which the service answers short requests; otherwise it counts as lost
 _REPLY_TIMEOUT_PER_GB = 3.0  # additional, per GB of all local processes: a dead trainer's snapshot may be being written
+_SLOT_TIMEOUT = 60.0  # seconds that checkpoint.memory_wait waits for a slot
+_SLOT_POLL = 0.002
 _WAIT_AT_START_BYTES = 256 << 20  # memory of a process up to which the start waits for it; more is put in place later
 
 
@@ -78,6 +82,7 @@ class Snapshots:
         base_sequence: number of the save that was loaded from memory, which new saves must exceed; 0: none.
         peers: the processes that save together.
         domain: fault domain of this host.
+        reused_slots: from `leave` of the snapshots that this process made before.
 
     Raises FitError if the host has not enough memory, TrainingError if the shards do not cover the tensors.
     """
@@ -92,6 +97,7 @@ class Snapshots:
         peers: Peers,
         base_sequence: int = 0,
         domain: str = "",
+        reused_slots: Sequence[StagingSlot] = (),
     ) -> None:
         self.peers = peers
         # With one slot, a save is skipped while the last one is being written.
@@ -125,6 +131,7 @@ class Snapshots:
         self._is_broken = False  # the service of this host is lost
         self._closing = threading.Event()
         self._slots: list[StagingSlot] = []
+        self._reused_slots = {slot.memory_id: slot for slot in reused_slots}
         self._slot_threads: list[threading.Thread] = []
         self._watcher: threading.Thread | None = None
         self._saves_to_watch: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
@@ -172,6 +179,8 @@ class Snapshots:
                 self._outcomes.put(SaveOutcome(step, reason=problem, stall=time.monotonic() - begun))
                 return False
         number = self._choose_slot(wait, persist)
+        if number is None and self._config.memory_wait:
+            number = self._await_slot()
         if number is None:
             return False
         slot = self._slots[number]
@@ -249,6 +258,19 @@ class Snapshots:
             resumed=self._base_sequence > 0,
         )
 
+    def _await_slot(self) -> int | None:
+        """Return a slot once its memory is free, the same on all processes; None after some time or without a service.
+
+        While it waits, all processes ask each other whether they have come as far.
+        """
+        deadline = time.monotonic() + _SLOT_TIMEOUT
+        while True:
+            time.sleep(_SLOT_POLL)
+            number = self._choose_slot(wait=False)
+            may_go_on = self.peers.all_true(time.monotonic() < deadline and not self._is_broken)
+            if number is not None or not may_go_on:
+                return number
+
     def before_update(self, wait_for_replica: bool = False) -> None:
         """Let the copy under way finish before the shards change; call it before each optimizer update.
 
@@ -297,6 +319,17 @@ class Snapshots:
                 self._service.request(Goodbye())
         self._service.close()
         return self.poll()
+
+    def leave(self) -> list[StagingSlot]:
+        """Wait until all saves have ended, and return the slots for the next snapshots of this process."""
+        self.before_update()
+        slots = self._slots
+        self._slots = []
+        self._close(slots)
+        self._service.close()
+        for slot in slots:
+            slot.detach()
+        return slots
 
     # The service --------------------------------------------------------------------------------------------------
 
@@ -376,9 +409,12 @@ class Snapshots:
             allocated = self._service.request(request, self._index.to_bytes())
             self._service.timeout = _REPLY_TIMEOUT
             self._slots = [
-                StagingSlot(handle, self.part.size, self._index, self._chunks, self._device, generation)
+                self._make_slot(handle, generation)
                 for handle, generation in zip(self._service.files, allocated.generations, strict=True)
             ]
+            for slot in self._reused_slots.values():
+                slot.close()  # of a service that is gone
+            self._reused_slots = {}
         except OSError as error:
             self._allocation_error = error
             problem = (
@@ -390,6 +426,15 @@ class Snapshots:
         self._lacking_rank = next((rank for rank, text in enumerate(problems) if text), -1)
         return problems[self._lacking_rank] if self._lacking_rank >= 0 else None
 
+    def _make_slot(self, handle: int, generation: str) -> StagingSlot:
+        """Return the slot of some shared memory; one that this process has kept is mapped already."""
+        slot = self._reused_slots.pop(identify_memory(handle), None)
+        if slot is None:
+            return StagingSlot(handle, self.part.size, self._index, self._chunks, self._device, generation)
+        os.close(handle)
+        slot.attach(self._index, self._chunks, generation)
+        return slot
+
     def _reopen(self) -> str | None:
         """Set everything up again on all processes, since some host has lost its service."""
         self._close()
@@ -397,10 +442,14 @@ class Snapshots:
         self._service.close()
         return self._open()
 
-    def _close(self) -> None:
-        """End the threads and release the memory. The slots' threads end first: they hand saves to the watcher."""
+    def _close(self, reused_slots: Sequence[StagingSlot] = ()) -> None:
+        """End the threads and release the memory. The slots' threads end first: they hand saves to the watcher.
+
+        Args:
+            reused_slots: slots whose threads end, but whose memory stays.
+        """
         self._closing.set()
-        for slot in self._slots:
+        for slot in [*self._slots, *reused_slots]:
             slot.work.put(None)
         for thread in self._slot_threads:
             thread.join()

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 from megascale.config import ForeignConfig
 from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.core.secrets import REPLICA_VARIABLE
-from megascale.core.status import UNOBSERVED, read_status
+from megascale.core.status import PARKED, UNOBSERVED, StartReport, read_status
 from megascale.core.untrusted_files import open_regular
 from megascale.errors import DataError
 from megascale.observe.hang.evidence import ask_for_flight
@@ -59,6 +59,10 @@ class TrainerProcess:
         changed: time of its last change, on the monotonic clock.
         first_step: the first step of this attempt, -1 before it.
         checksum: "STEP:VALUE", the newest checksum of weights, or "".
+        start: how far its start has come, None before it reports that.
+        since_ns: when this attempt began in a kept process, on the wall clock; older status records do not count.
+        doubt: why it did not stay in its process, "" if it did not try to.
+        replacement_reason: why the process before it, which outlived a fault, was replaced.
         record, error: fault and exception that ended the process.
         ended: time of the end, on the monotonic clock.
         by_agent: the agent ended the process.
@@ -75,11 +79,20 @@ class TrainerProcess:
     first_step: int = -1
     checksum: str = ""
     compute_seconds: float = 0.0
+    start: StartReport | None = None
+    since_ns: int = 0
+    doubt: str = ""
+    replacement_reason: str = ""
     record: ExitRecord = NO_RECORD
     error: str = ""
     ended: float = 0.0
     by_agent: bool = False
     tail: str = ""
+
+    @property
+    def is_parked(self) -> bool:
+        """True if it has left its attempt and waits in its process for the next one."""
+        return self.status is None and self.progress is not None and self.progress.phase == PARKED
 
     def end(self, status: int, **fields: Any) -> None:
         """Record the end of the process with its wait status and further fields."""
@@ -154,6 +167,7 @@ class OwnTrainer(RankProgram):
         run: the folder that trainers write to.
         settings: file that receives the configuration.
         shared: `run` is the folder that the settings name; otherwise trainers get an override.
+        keeps_processes: ranks that outlive a failed attempt stay in their processes.
     """
 
     # They are given by name, since this package must not import the trainer.
@@ -167,7 +181,8 @@ class OwnTrainer(RankProgram):
         "megascale.ops.launch:warm_up_forks",
     )
 
-    def __init__(self, run: Path, settings: Path, shared: bool) -> None:
+    def __init__(self, run: Path, settings: Path, shared: bool, keeps_processes: bool = False) -> None:
+        self._keeps_processes = keeps_processes
         self._run = run
         self._settings = settings
         self._shared = shared
@@ -186,12 +201,12 @@ class OwnTrainer(RankProgram):
 
     def make_fork(self, rank: int, attempt: int, environment: Mapping[str, str], log: Path) -> Fork:
         """Return the order to fork a rank of `megascale train`."""
-        return Fork(rank, attempt, dict(environment), self._arguments, str(log))
+        return Fork(rank, attempt, dict(environment), self._arguments, str(log), is_reused=self._keeps_processes)
 
     def read_progress(self, trainer: TrainerProcess) -> None:
         """Read the status file of a rank."""
         status = read_status(self._run / "status" / f"rank-{trainer.rank}.status")
-        if status is None or status.pid != trainer.pid:
+        if status is None or status.pid != trainer.pid or status.time_ns < trainer.since_ns:
             return
         trainer.advance(
             Progress(status.phase, status.step, status.action, status.microbatch, status.message, status.time_ns)
@@ -199,6 +214,8 @@ class OwnTrainer(RankProgram):
         if status.exit is not None:
             trainer.record = status.exit  # it names the rank, which the exception itself may not
         trainer.checksum = status.checksum
+        trainer.start = status.start
+        trainer.doubt = status.doubt
         trainer.compute_seconds = status.compute_seconds
 
 
