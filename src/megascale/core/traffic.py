@@ -49,6 +49,7 @@ class TrafficEstimate:
         expert: tokens of experts over data, their results and gradients; and gradients of all other parameters, which
             the same ranks sum.
         context: queries, keys, values and results of attention and their gradients.
+        replicate: gradients of the rank's shard, summed over copies of the state.
     """
 
     tensor: float = 0.0
@@ -58,6 +59,7 @@ class TrafficEstimate:
     embedding: float = 0.0
     expert: float = 0.0
     context: float = 0.0
+    replicate: float = 0.0
 
 
 # parallel.recompute -> forwards of a layer, of which one half may be recomputed; 1 for other values.
@@ -91,6 +93,11 @@ def check_priced_axes(grid: Grid, known: Collection[str] = ("tensor",)) -> None:
                 "--parallel.experts_over=tensor"
             )
         if axis not in known and size > 1:
+            if axis == "replicate":
+                raise FitError(
+                    f"parallel.replicate={size} has no price: `megascale simulate` knows no sums over copies of the "
+                    f"state; `megascale plan` prints their memory and bytes, or set --parallel.replicate=1"
+                )
             raise FitError(
                 f"{AXES.setting(axis)}={size} has no price: planner and simulator know tensor, context, data and "
                 "pipeline parallelism; leave the axis out"
@@ -233,6 +240,7 @@ def estimate_stage_traffic(
         dispatched = schedule.microbatches * values * tokens * itemsize
         # An all-reduce of the gradients of all parameters but experts.
         dispatched += 2 * (x - 1) / x * master_itemsize * (parameters - units.sharded)
+    copies = grid.size("replicate")
     ring_share = (grid.shards - 1) / grid.shards
     if parallel.zero == 0:
         reduced = 2 * parameters  # an all-reduce counts twice
@@ -248,6 +256,7 @@ def estimate_stage_traffic(
         embedding=float(embedding_bytes),
         expert=dispatched,
         context=schedule.microbatches * exchanged,
+        replicate=2 * (copies - 1) / copies * gradient_itemsize * parameters / grid.shards,
     )
 
 

@@ -122,6 +122,11 @@ class OffloadedAdamW(UpdateRule):
                 updated(piece.state.shard)
         copies.synchronize()
 
+    def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
+        """Repeat the update of a copy in device memory, see `UpdateRule.recompute`."""
+        update_part(self.config, state, part, step)
+        return {}
+
     def _staged(self, number: int) -> list[torch.Tensor]:
         """Return the device memory of a piece: master weights and moments."""
         piece = self._pieces[number]

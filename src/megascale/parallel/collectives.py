@@ -7,6 +7,7 @@ dimension 0 of a contiguous tensor, without a copy before or after. A group of N
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +49,10 @@ class Axis:
     kind: SpanAxis = SpanAxis.NONE
     exchange: Exchange | None = None
     runtime: Runtime = field(default_factory=Runtime, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.group is not None:
+            self.runtime.axes.append(weakref.ref(self))
 
     def transfer(self, op: str, nbytes: int) -> Transfer:
         """Record that a collective along this axis starts."""

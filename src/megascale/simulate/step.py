@@ -191,6 +191,7 @@ class StepEstimate:
             "global_batch": train.global_batch,
             "precision": scenario.software.precision,
             "recompute": scenario.software.recompute,
+            "zero": parallel.zero,
             "seconds": self.seconds,
             "p10": self.low,
             "p90": self.high,

@@ -57,6 +57,7 @@ export function show(place, page) {
   const heads = h("div", { class: "tiles" });
   const chartsAt = h("div", { class: "charts" });
   const spent = h("section", { class: "panel", "aria-label": "where the time went" });
+  const recovered = h("section", { class: "panel", "aria-label": "recoveries", hidden: true });
   const saved = h("section", { class: "panel", "aria-label": "checkpoints" });
   const events = h("section", { class: "panel wide", "aria-label": "events" });
   const experts = h("section", { class: "panel wide", "aria-label": "experts" });
@@ -81,7 +82,7 @@ export function show(place, page) {
     runs.length > 1 ? legend(runs) : null,
     h("span", { class: "hint" }, "drag to zoom, double-click to reset"),
   );
-  fill(place, h("h1", { class: "unseen" }, "Overview"), notes, heads, bar, chartsAt, h("div", { class: "below" }, experts, spent, saved, events));
+  fill(place, h("h1", { class: "unseen" }, "Overview"), notes, heads, bar, chartsAt, h("div", { class: "below" }, experts, spent, recovered, saved, events));
   const readExperts = showExperts(experts, runs[0], signal);
 
   /** @param {string} run */
@@ -145,6 +146,7 @@ export function show(place, page) {
     lost.forEach(([key, steps]) => notes.append(h("p", { class: "note" }, `${key.replace("_", " ")} was NaN or infinite at step ${/** @type {number[]} */ (steps).join(", ")}`)));
     showTiles(found);
     showSpent(spent, found.effective, found.now);
+    showRecoveries(recovered, found.recoveries);
     showCheckpoints(saved, found.checkpoints);
   }
 
@@ -226,6 +228,25 @@ function showSpent(at, effective, now) {
       ? [stripe, table("Where the time went", ["cause", "time", "share"], parts.map(([name, seconds], i) => [[h("i", { class: `key ${CAUSES[Math.min(i, CAUSES.length - 1)]}` }), name], duration(/** @type {number} */ (seconds)), percent(/** @type {number} */ (seconds) / effective.total)]), "figures")]
       : h("p", { class: "quiet" }, now.alive ? "The run has recorded nothing yet." : "Neither steps nor events are recorded."),
   );
+}
+
+const PHASES = ["detect", "decide", "processes", "groups", "state", "first step"];
+
+/** @param {Element} at @param {any[]} recoveries */
+function showRecoveries(at, recoveries) {
+  at.toggleAttribute("hidden", !recoveries.length);
+  const rows = recoveries.map((one) => {
+    const stripe = h("div", { class: "stripe", role: "img", "aria-label": PHASES.map((name) => `${name} ${duration(one.seconds[name] ?? 0)}`).join(", ") });
+    PHASES.forEach((name, i) => {
+      const part = h("span", { class: CAUSES[Math.min(i, CAUSES.length - 1)], title: `${name}: ${duration(one.seconds[name] ?? 0)}` });
+      part.style.flexGrow = String(one.seconds[name] ?? 0);
+      stripe.append(part);
+    });
+    const kept = one.reused_ranks.length ? `${one.reused_ranks.length} ranks` : "none";
+    return [moment(one.time), one.cause.replaceAll("_", " "), duration(one.total), stripe, one.lost_steps < 0 ? "unknown" : String(one.lost_steps), kept];
+  });
+  const key = h("p", { class: "more" }, PHASES.map((name, i) => [h("i", { class: `key ${CAUSES[Math.min(i, CAUSES.length - 1)]}` }), ` ${name} `]).flat());
+  fill(at, h("h2", {}, "Recoveries"), key, h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "list of recoveries" }, table("Recoveries", ["when (UTC)", "cause", "fault to next step", "phases", "steps lost", "kept"], rows, "figures")));
 }
 
 /** @param {Element} at @param {any[]} checkpoints */
