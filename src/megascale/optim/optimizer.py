@@ -40,6 +40,7 @@ class ShardedOptimizer:
 
     Attributes:
         hold: holds back queued updates in a process that outlives its groups; None elsewhere.
+        before_update: called with the arguments of an update before it (train/update_check.py); None: not called.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ShardedOptimizer:
         position = position or {}
         self.config = config
         self.hold: UpdateHold | None = None
+        self.before_update: Callable[[UpdateStep], None] | None = None
         self.norm_axis = norm
         self.norm_weight = norm_weight
         facts = OPTIMIZERS[config.name]
@@ -121,7 +123,10 @@ class ShardedOptimizer:
         if needs_last_scalar:
             assert summed_scalars is not None
             skip |= summed_scalars[-1] == 0
-        self.rule.update(UpdateStep(learning_rate, step, grad_scale, skip), on_shard_updated)
+        update = UpdateStep(learning_rate, step, grad_scale, skip)
+        if self.before_update is not None:
+            self.before_update(update)
+        self.rule.update(update, on_shard_updated)
         return norm, summed_scalars
 
     def _reduce_norm(

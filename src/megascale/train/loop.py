@@ -43,7 +43,7 @@ from megascale.train.injected_faults import FaultInjector
 from megascale.train.parking import Parking, RetainedState
 from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
-from megascale.train.replay_check import ReplayCheck
+from megascale.train.replay_check import ReplayCheck, ReplayEvidence
 from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
@@ -123,6 +123,7 @@ class Trainer:
         self.ending = Ending(config, rank_info, self.folder, parking)
         self.clock = StepClock(device)
         self._reused_slots: Sequence[StagingSlot] = ()
+        self._has_rejoined = False  # the engine has outlived an attempt
         self._pending_step: _PendingStep | None = None
         self._read_totals = ReadTotals()  # samples of all steps whose results were read
         self._build_seconds = 0.0
@@ -253,35 +254,50 @@ class Trainer:
     def _start_replays(self) -> None:
         """Let replicas replay each other's micro-batches at intervals."""
         info, settings = self.rank_info, self.config.resilience
+        response = replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank, Peers())
+
+        def act(evidence: ReplayEvidence) -> None:
+            if settings.replay_action != "alert":
+                # The next attempt must load a confirmed state.
+                self.engine.runtime.rejoin_obstacle = "a replay gave other bits than this training"
+            response.act(evidence)
+
         self.replay_check = ReplayCheck(
             self.engine,
             info.rank,
             replay_response.describe_device(info.device),
             find_device_kind(info.device),
             interval=settings.replay_interval,
-            on_mismatch=replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank).act,
+            on_mismatch=act,
         )
         self.engine.replay_check = self.replay_check
-        self.engine.runtime.rejoin_obstacle = "resilience.replay_interval has hooks and a group of its own"
 
     def _make_engine(self, earlier_choices: attention_choice.Choices) -> int | None:
         """Take the engine that this process has retained, or make one.
 
         Return the step whose state it has, -1 if the state must be loaded; None where no process outlives an attempt.
         """
+        # Without a state to load the run begins anew, from the initial values of a new engine.
+        can_rejoin = self.parking is not None and self.attempt > 1 and self._can_load()
         if self.parking is not None and self.parking.retained is not None:
             retained = self.parking.retained
             self.parking.retained = None
             self._reused_slots = retained.slots
-            if retained.engine is not None and self.groups is not None:
+            if can_rejoin and retained.engine is not None and self.groups is not None:
                 self.engine = retained.engine
                 self.engine.rejoin(self.groups, earlier_choices)
+                self._has_rejoined = True
                 return retained.step
         self.engine = Engine(self.layout, self.groups, self.rank_info.device, earlier_choices, fields=self.feed.fields)
         if self.parking is None:
             return None
         self.parking.hold_updates(self.engine.optimizer)
         return -1
+
+    def _can_load(self) -> bool:
+        """Return whether `_load_state` will find a state of this run, the same on all ranks; collective."""
+        section = self.config.checkpoint
+        return section.resume and checkpoint.has_saved_state(section, self.folder.path, Peers())
 
     def _keep_state(self) -> None:
         """Keep the engine for the next attempt, if this process stays."""
@@ -427,6 +443,8 @@ class Trainer:
             names = ", ".join(sorted(report.zeroed_states))
             self.origin.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} starts at zero")
         if state is None:
+            if self._has_rejoined:
+                raise TrainingError("the state that this start found in memory was lost before it was loaded")
             self.origin.check_first_start()
             self._load_initial_state()
             return
