@@ -45,6 +45,9 @@ def train_through_failure(rank: int, world: int, tree: dict[str, Any], forwards:
     With `replays`, replicas check each other in all steps but the first one of each attempt.
     """
     store = torch_private.lookup("torch.distributed.distributed_c10d", "_get_default_store")()
+    # A rank is connected before its peers have noticed. If it closed its connections now, a peer that still takes
+    # part in the pool's start would fail.
+    dist.barrier()
     sockets = list_sockets()
     _make_world(store, "first", rank, world)
     engine = make_engine(rank, world, tree)

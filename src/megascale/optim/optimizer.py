@@ -19,6 +19,7 @@ from megascale.core.tensors import list_matrix_names
 from megascale.optim.base import Shards, ShardState, UpdateStep, make_state_parts
 from megascale.optim.offload import HostMemory, OffloadedAdamW
 from megascale.optim.rules import RULES
+from megascale.optim.update_hold import UpdateHold
 from megascale.parallel.buffers import Extent, FlatShard, ParamAndGradBuffer, extent_boxes
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce
 from megascale.parallel.parameters import spec_of
@@ -38,6 +39,7 @@ class ShardedOptimizer:
         duplicates: logical names that count on another stage (the second copy of a tied embedding).
 
     Attributes:
+        hold: holds back queued updates in a process that outlives its groups; None elsewhere.
         before_update: called with the arguments of an update before it (train/update_check.py); None: not called.
     """
 
@@ -54,6 +56,7 @@ class ShardedOptimizer:
     ) -> None:
         position = position or {}
         self.config = config
+        self.hold: UpdateHold | None = None
         self.before_update: Callable[[UpdateStep], None] | None = None
         self.norm_axis = norm
         self.norm_weight = norm_weight
@@ -111,6 +114,8 @@ class ShardedOptimizer:
             The norm of the whole model's gradient before clipping, and the sum of `piggybacked_scalars`, on the device.
         """
         norm, summed_scalars = self._reduce_norm(piggybacked_scalars, finish_tied)
+        if self.hold is not None:
+            norm = self.hold.apply(norm)
         grad_scale = None
         if self.config.clip:
             grad_scale = (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
