@@ -140,9 +140,13 @@ def train(config: Config) -> TrainResult:
     from megascale.core.layout import lay_out
     from megascale.train.claim import record_refusal
     from megascale.train.loop import Trainer
+    from megascale.train.parking import open_parking
     from megascale.train.rank_info import check_local_ranks, find_rank_info, has_bfloat16
     from megascale.train.resume import check_start
 
+    parking = open_parking()
+    if parking is not None:
+        parking.wait_if_early(use_gpu=config.train.device != "cpu")
     try:
         config = resolve(config)
         check_start(config)
@@ -153,7 +157,17 @@ def train(config: Config) -> TrainResult:
     except MegascaleError as error:
         record_refusal(config, str(error), error)
         raise
-    return Trainer(layout, rank_info).run()
+    while True:
+        trainer = Trainer(layout, rank_info, parking)
+        try:
+            return trainer.run()
+        except Exception as error:
+            if parking is None or parking.error is None:
+                raise
+            parking.confirm(error, trainer.folder, rank_info.rank, trainer.step)
+        folder, step = trainer.folder, trainer.step
+        del trainer  # and all that the failed attempt held
+        parking.wait(folder, rank_info.rank, step)
 
 
 def evaluate(

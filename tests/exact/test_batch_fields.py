@@ -151,10 +151,10 @@ def train_over_an_empty_step(rank: int, world: int, tree: dict[str, Any]) -> tup
         after = state_of(engine)
         run_step(engine, EMPTY_STEP + 1, report)
     report.state = state_of(engine)
-    is_kept = all(np.array_equal(box.values, earlier.values) for box, earlier in zip(after, before, strict=True))
+    is_reused = all(np.array_equal(box.values, earlier.values) for box, earlier in zip(after, before, strict=True))
     # One process tells 0 for loss and norm too; the comparison divides by them.
     assert (report.losses.pop(1), report.norms.pop(1)) == (0.0, 0.0)
-    return report, is_kept
+    return report, is_reused
 
 
 @pytest.mark.parametrize("name", ["tensor, pipeline, data", "tensor, LAMB"])
@@ -162,7 +162,7 @@ def test_a_step_without_weights_changes_nothing(name: str, pool) -> None:
     layout = LAYOUTS[name]
     [(expected, _)] = pool.run(train_over_an_empty_step, 1, layout.twin)
     report = pool.run(train_over_an_empty_step, layout.world, layout.tree)
-    assert all(is_kept for _, is_kept in report)
+    assert all(is_reused for _, is_reused in report)
     assert_equal(expected, [outcome for outcome, _ in report], from_tree(layout.tree).model)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megascale.checkpoint.background import pending_saves, service, service_protocol
 from megascale.checkpoint.background.load_from_memory import find_memory_save, load_memory_save
 from megascale.checkpoint.background.snapshot import Snapshots
-from megascale.checkpoint.background.staging import SaveOutcome
+from megascale.checkpoint.background.staging import SaveOutcome, StagingSlot
 from megascale.checkpoint.format import step_folders as folders
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.commit import Commit
@@ -23,6 +23,7 @@ from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError, TrainingError
+from megascale.services.conversation import Conversation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,9 +44,11 @@ class Checkpointer:
         shards: this process's boxes, views on live memory.
         group: the processes of the run; None: the default group, or this process alone.
         domain: this host's fault domain (rack, switch), for replicas; "": each host is its own.
+        reused_slots: staging memory that `leave` of this process's last checkpointer has returned.
 
     Attributes:
         loaded_from: source of the loaded state.
+        is_standing: this process's shards had that state already, and nothing was loaded into them.
         snapshots: the saves in the background, None before `prepare` or the first save.
     """
 
@@ -57,7 +60,9 @@ class Checkpointer:
         *,
         group: ProcessGroup | None = None,
         domain: str = "",
+        reused_slots: Sequence[StagingSlot] = (),
     ) -> None:
+        self._reused_slots = reused_slots
         self.config = config
         self.run = run
         self.shards = shards
@@ -67,6 +72,7 @@ class Checkpointer:
         self.folder: Path | str = config.location or run / "checkpoints"
         self.loaded_from: Literal["nothing", "memory", "a peer's memory", "storage"] = "nothing"
         self.snapshots: Snapshots | None = None
+        self.is_standing = False
         self._base_sequence = 0  # number of the save that was loaded from memory
         self._is_only_in_memory = False  # the loaded state is not in storage
         self._foreground_outcomes: list[SaveOutcome] = []
@@ -90,6 +96,7 @@ class Checkpointer:
         initial: Sequence[TensorShard] | None = None,
         report: LoadReport | None = None,
         accept: AcceptState | None = None,
+        standing_step: int | None = None,
     ) -> dict[str, Any] | None:
         """Fill the shards from the newest state (or that of `step`) and return the saved state, None if there is none.
 
@@ -100,6 +107,8 @@ class Checkpointer:
             initial: the shards to fill instead from a checkpoint of step 0.
             report: filled with this process's cost and findings.
             accept: see `loader.AcceptState`.
+            standing_step: the step whose state the shards have already, -1 if none: they stay as they are if that
+                state is the newest in memory. None on all processes, or on none.
 
         Raises DataError as `loader.load` does.
         """
@@ -110,7 +119,7 @@ class Checkpointer:
         sequence, identity = self.peers.compute_once(lambda: _find_newest(storage, step), tuple[int, str])
         damage = None
         if self.config.background and identity:
-            state = self._load_from_memory(sequence, identity, step, shards, report, accept, complete)
+            state = self._load_from_memory(sequence, identity, step, shards, report, accept, complete, standing_step)
             if isinstance(state, dict):
                 return state
             damage = state
@@ -146,6 +155,7 @@ class Checkpointer:
         report: LoadReport,
         accept: AcceptState | None,
         complete: bool,
+        standing_step: int | None,
     ) -> dict[str, Any] | str | None:
         """Return the state loaded from memory, None if none is as new as storage's, or how it is damaged.
 
@@ -153,20 +163,23 @@ class Checkpointer:
             sequence: number of the newest commit in storage.
             identity: identity of the checkpoints folder.
         """
-        connection = None
+        connection = _connect_service(self.config, self.run)
         try:
-            with contextlib.suppress(OSError, TrainingError):  # a host without a service has no snapshots
-                folder = service_protocol.private_folder(self.run)
-                log_file = self.run / "logs" / "checkpoint-service.log"
-                connection = service.connect_checkpoint_service(folder, self.config.linger, log_file)
             save = find_memory_save(connection, self.peers, identity)
             if save is None or save.sequence < sequence or step not in (None, save.step):
                 return None
+            if standing_step is not None:
+                self.is_standing = standing_step == save.step
+                if self.is_standing:
+                    shards = []
+                if any(self.peers.all_gather(self.is_standing, bool)):
+                    complete = False  # the tensors that stay are of this model
             result = load_memory_save(connection, save, shards, self.peers, report, accept=accept, complete=complete)
         finally:
             if connection is not None:
                 connection.close()
         if isinstance(result, str):
+            self.is_standing = False
             damage = f"the state of step {save.step} in memory is damaged ({result})"
             if self.peers.rank == 0:
                 warn(f"{damage}; loading from storage instead")
@@ -226,7 +239,9 @@ class Checkpointer:
                 peers=self.peers,
                 base_sequence=self._base_sequence,
                 domain=self.domain,
+                reused_slots=self._reused_slots,
             )
+            self._reused_slots = ()
             log.info("staging memory: %s bytes on this process", f"{self.snapshots.memory:,}")
         return self.snapshots
 
@@ -254,6 +269,18 @@ class Checkpointer:
             outcomes += self.snapshots.poll()
         return outcomes
 
+    def leave(self) -> Sequence[StagingSlot]:
+        """Let saves under way end and close all but the staging memory, because the process leaves a failed attempt.
+
+        Not collective. The snapshots stay in the memory of this host's service. Return the staging memory for the next
+        checkpointer.
+        """
+        if self.snapshots is None:
+            return self._reused_slots
+        slots = self.snapshots.leave()
+        self.snapshots = None
+        return slots
+
     def finish(self, run_ended: bool = True) -> list[SaveOutcome]:
         """Wait until every save has ended and return as `poll` does.
 
@@ -264,6 +291,30 @@ class Checkpointer:
             self._foreground_outcomes += self.snapshots.finish(goodbye=run_ended)
             self.snapshots = None
         return self.poll()
+
+
+def has_saved_state(config: CheckpointConfig, run: Path, peers: Peers) -> bool:
+    """Return whether `Checkpointer.load` will find a state of this run, the same on all processes; collective."""
+    storage = open_storage(config.location or run / "checkpoints")
+    _, identity = peers.compute_once(lambda: _find_newest(storage, None), tuple[int, str])
+    if peers.compute_once(lambda: any(folders.list_commits(storage)), bool):
+        return True
+    if not config.background or not identity:
+        return False
+    connection = _connect_service(config, run)
+    try:
+        return find_memory_save(connection, peers, identity) is not None
+    finally:
+        if connection is not None:
+            connection.close()
+
+
+def _connect_service(config: CheckpointConfig, run: Path) -> Conversation | None:
+    """Return a conversation with this host's service, None if it does not start: then the host has no snapshots."""
+    with contextlib.suppress(OSError, TrainingError):
+        log_file = run / "logs" / "checkpoint-service.log"
+        return service.connect_checkpoint_service(service_protocol.private_folder(run), config.linger, log_file)
+    return None
 
 
 def _find_newest(storage: Storage, step: int | None) -> tuple[int, str]:

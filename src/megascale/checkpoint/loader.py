@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _MAX_REMOVED = 100  # checkpoints that training may remove during one load before it gives up
-_MAX_ROUNDS_AHEAD = 3  # rounds that are read and checked before they are sent, one thread each
 
 # Called with the saved state and the checkpoint's name before any tensor is read. Raises DataError, on all processes
 # alike, if the run may not continue from it. Returns whether the optimizer differs from the saved one: optimizer
@@ -91,7 +90,12 @@ class ChunkSource:
         state: its saved state besides tensors.
         holders: for each data file the processes that can read it; None: all can.
         has_checksums: whether the index has the checksums of the chunks.
+
+    Attributes:
+        max_rounds_ahead: rounds that are read and checked before they are sent, one thread each.
     """
+
+    max_rounds_ahead = 3
 
     def __init__(
         self,
@@ -374,7 +378,7 @@ class _ChunkTransfer:
 
     def run(self, report: LoadReport) -> None:
         """Move all chunks, reading some rounds ahead."""
-        rounds_ahead = max(1, min(_MAX_ROUNDS_AHEAD, usable_cores() // 2))
+        rounds_ahead = max(1, min(self._source.max_rounds_ahead, usable_cores() // 2))
         with ThreadPoolExecutor(rounds_ahead) as pool:
             first = range(min(rounds_ahead, len(self._rounds)))
             pending: deque[Future[_Round]] = deque(pool.submit(self._read_round, number) for number in first)

@@ -177,6 +177,11 @@ def _gloo_group(group: Any) -> Any:
     return _gloo_groups[group]
 
 
+def forget_groups() -> None:
+    """Drop the groups that were made for others, because all groups have been aborted."""
+    _gloo_groups.clear()
+
+
 def encode_value(value: Any) -> bytes:
     """Return a value as bytes. Raises TypeError for a type that cannot travel."""
     return msgspec.msgpack.encode(value, enc_hook=_encode_array)

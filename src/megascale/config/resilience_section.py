@@ -37,9 +37,9 @@ class ResilienceConfig(Section):
     )
     replay_action: Literal["alert", "stop", "evict"] = Field(
         "evict",
-        description="action if a replay gives other bits: alert (record it and go on); stop (before the step's update, "
-        "and wait for a person); evict (stop before the update, drop states that no replay has confirmed, and go on "
-        "without the node)",
+        description="action if a replay gives other bits: alert (record it and go on); stop (end and wait for a "
+        "person; a resume passes over states that no replay has confirmed); evict (end, pass over these states, and go "
+        "on without the node)",
     )
     faults: bool = Field(False, description="allow `megascale faults inject` to inject faults into this run's trainers")
     cluster: str = Field(
@@ -88,6 +88,12 @@ class ResilienceConfig(Section):
         600.0, gt=0, description="seconds within which start, loading and the first step must finish"
     )
     grace_period: float = Field(60.0, gt=0, description="seconds that trainers have to save after a request to stop")
+    keep_seconds: float = Field(
+        3.0,
+        ge=0,
+        description="seconds in which ranks that outlive a fault must leave the failed attempt, so that they stay in "
+        "their processes with weights and optimizer state; 0: every recovery starts new processes",
+    )
     orphan: float = Field(
         600.0,
         gt=0,

@@ -79,6 +79,11 @@ class CheckpointConfig(Section):
         le=MAX_COUNT,
         description="steps between copies to host memory that are not written to storage; 0: no such copies",
     )
+    memory_wait: bool = Field(
+        False,
+        description="let a step that is to be copied to host memory wait until memory is free, so that a lost process "
+        "costs at most memory_interval steps; false: skip the copy",
+    )
     replicas: bool = Field(
         False, description="also store each copy in another host's memory, which needs 2 x the size of the state there"
     )
@@ -130,6 +135,8 @@ class CheckpointConfig(Section):
             else:
                 key = f"memory_interval={self.memory_interval}"
             raise ValueError(f"checkpoint.{key} needs the checkpoint service; set checkpoint.background=true")
+        if self.memory_wait and not self.memory_interval:
+            raise ValueError("checkpoint.memory_wait=true waits for no copy; set checkpoint.memory_interval, such as 1")
         return self
 
 

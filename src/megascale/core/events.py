@@ -57,6 +57,7 @@ class Event(StrEnum):
     TRANSITION_REFUSED = "transition_refused"  # an event that the driver's state machine does not allow
     ATTEMPT_STARTED = "attempt_started"
     FIRST_STEP = "first_step"
+    RECOVERED = "recovered"  # details: a RecoveryRecord (core/recovery_record.py)
     PROCESS_EXIT = "process_exit"
     MISSED_HEARTBEAT = "missed_heartbeat"
     AGENT_SILENT = "agent_silent"  # an agent does not answer while its ranks still train

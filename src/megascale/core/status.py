@@ -30,12 +30,37 @@ _MAX_MESSAGE_CHARACTERS = 400
 _Label = Annotated[str, Meta(max_length=200)]
 _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 _Step = Annotated[int, Meta(ge=0, lt=1 << 53)]
+_Time = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 # Phase of a rank that failed within a step; its status names that step. After phase "failed" it is the last step done.
 FAILED_IN_STEP = "failed in step"
+# Phase of a rank that left a failed attempt and waits in its process for the next one.
+PARKED = "parked"
 # Phase of another trainer's rank that shows no steps.
 UNOBSERVED = "unobserved"
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """How far a rank's start has come, for the record of a recovery (core/recovery_record.py).
+
+    Attributes:
+        process_ns: when the trainer began to run, in a new process or in one that it kept; this host's clock.
+        groups_ns, state_ns: when it had its communicators, and its model, optimizer and data; 0 before.
+        step: the step whose state it continues from.
+        source: where it found that state, "" before.
+        is_reused: it runs in the process of the attempt before.
+        is_standing: its weights and optimizer state stayed where they were.
+    """
+
+    process_ns: _Time
+    groups_ns: _Time = 0
+    state_ns: _Time = 0
+    step: _Step = 0
+    source: _Label = ""
+    is_reused: bool = False
+    is_standing: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,19 +75,23 @@ class Status:
         exit: fault that ended the process, None as long as there is none.
         checksum: "STEP:HEX" of this rank's parameters after that step (`resilience.checksum_interval`), else "".
         compute_seconds: duration of the last step less the time that this rank waited for others.
+        start: how far the start has come, None if the trainer does not report it.
+        doubt: why a rank that lost a peer did not stay in its process, "" if it did not try to.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
     pid: Annotated[int, Meta(ge=0, lt=1 << 31)]
     phase: _Label
     step: _Step
-    time_ns: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    time_ns: _Time
     action: _Label = ""
     microbatch: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
     message: Annotated[str, Meta(max_length=_MAX_MESSAGE_CHARACTERS)] = ""
     exit: ExitRecord | None = None
     checksum: Annotated[str, Meta(max_length=100, pattern=r"^([0-9]{1,16}:[0-9A-Za-z]*)?$")] = ""
     compute_seconds: _Seconds = 0.0
+    start: StartReport | None = None
+    doubt: _Label = ""
 
 
 _DECODER = msgspec.json.Decoder(Status)
@@ -81,6 +110,7 @@ class StatusFile:
         self._sequence = 0
         self.checksum = ""
         self.compute_seconds = 0.0
+        self.start: StartReport | None = None
         self.update("start", 0)
 
     def update(
@@ -91,6 +121,7 @@ class StatusFile:
         microbatch: int = -1,
         message: str = "",
         exit_record: ExitRecord | None = None,
+        doubt: str = "",
     ) -> None:
         """Write a new status."""
         status = Status(
@@ -106,6 +137,8 @@ class StatusFile:
             exit=exit_record,
             checksum=self.checksum,
             compute_seconds=round(self.compute_seconds, 6),
+            start=self.start,
+            doubt=doubt[:200].encode(errors="replace").decode(),
         )
         body = _encode(status)
         self._sequence += 2

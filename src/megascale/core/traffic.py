@@ -87,6 +87,11 @@ def check_priced_axes(grid: Grid, known: Collection[str] = ("tensor",)) -> None:
     """
     for axis in AXES.replica + AXES.copies:
         size = grid.size(axis)
+        if axis == "slice" and axis not in known and size > 1:
+            raise FitError(
+                "parallel.experts_over=context has no price in the simulator; use megascale plan, or "
+                "--parallel.experts_over=tensor"
+            )
         if axis not in known and size > 1:
             if axis == "replicate":
                 raise FitError(
@@ -227,7 +232,7 @@ def estimate_stage_traffic(
     embedding_bytes = 0
     if adapters is None and model.tied_embeddings and len(chunk_map.end_stages) > 1 and (is_first or is_last):
         embedding_bytes = master_itemsize * prod(output_matrix(model).local_shape(t))
-    x = grid.size("expert")
+    x = grid.expert
     dispatched = 0.0
     if x > 1:
         passes = 2 if parallel.recompute == "full" else 1

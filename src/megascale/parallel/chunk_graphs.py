@@ -159,6 +159,12 @@ class ChunkGraphs:
         self._captures.clear()
         self._pools.clear()
 
+    def restart(self) -> None:
+        """Drop all captures, which hold groups that are gone, and run as many eager steps as a new engine does."""
+        self.clear()
+        self._steps = 0
+        self._has_captured = False
+
     def begin_step(self, forward: Forward, inputs: Inputs, eagerly: bool = False) -> EagerRunner:
         """Return the runner of the next step's micro-batches; `eagerly` replays none of them."""
         self._steps += 1

@@ -149,6 +149,30 @@ class DataParallel:
         if buffers[0].zero >= 2:
             self.slots = GradientSlots(buffers, self._chunks, self._start_reduction, self._runtime)
 
+    def drop_communication(self) -> None:
+        """Forget everything in flight, because the step has failed and the groups are gone.
+
+        What was learnt of the backwards goes too: the order of reductions follows from it, and a new peer has learnt
+        nothing.
+        """
+        self._tied.clear()
+        self._measured = None
+        self._armed_gather = None
+        for chunk in self._chunks:
+            chunk.reducing.clear()
+            chunk.gathering.clear()
+            chunk.armed = False
+            chunk.reduce_as_filled = False
+            chunk.reductions = 0
+            chunk.contributions.clear()
+            chunk.complete_at.clear()
+            if chunk.float8 is not None:
+                chunk.float8.drop_communication()
+        if self.slots is not None:
+            self.slots.drop_communication()
+        if self.parameter_slots is not None:
+            self.parameter_slots.drop_communication()
+
     # gradients ---------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:

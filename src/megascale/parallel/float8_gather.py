@@ -169,6 +169,11 @@ class Float8Gather:
             yield data.bytes
             yield data.scales
 
+    def drop_communication(self) -> None:
+        """Forget the reductions in flight, because the step has failed and the groups are gone."""
+        self._amax_reductions.clear()
+        self.invalidate()
+
     def invalidate(self) -> None:
         """Make reading gathered bytes an error, because shards are changing."""
         for data in self._bucket_data.values():

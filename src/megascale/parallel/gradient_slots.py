@@ -154,6 +154,14 @@ class GradientBucket:
         self.is_reduced = True
         self.slots.active.remove(self)
 
+    def drop_communication(self) -> None:
+        """Forget the reduction in flight and what the failed backward has added."""
+        for sink in self._overwritten:
+            sink.overwrite = False
+        self._overwritten = []
+        self.is_open = False
+        self._pending = None
+
     def finish(self) -> None:
         """Zero the shard's gradients if no backward of this step has added any."""
         if not self.is_reduced:
@@ -197,6 +205,13 @@ class GradientSlots:
             self.buckets.append(
                 [GradientBucket(self, buffer, chunk, index, start) for index, start in enumerate(starts)]
             )
+
+    def drop_communication(self) -> None:
+        """Forget the reductions in flight, because the step has failed and the groups are gone."""
+        for bucket in self.active:
+            bucket.drop_communication()
+        self.active.clear()
+        self.is_writable = False
 
     def begin_step(self) -> None:
         """Let the first reduction of each bucket overwrite the shard's gradients."""

@@ -232,6 +232,13 @@ class ParameterSlots:
         """Return whether a gather of the chunk's matrices is in flight."""
         return any(unit is not None and unit.pending for unit in self.units[chunk])
 
+    def drop_communication(self) -> None:
+        """Forget the gathers in flight and what is gathered, because the step has failed and the groups are gone."""
+        for unit in self._gathered:
+            unit.pending.clear()
+            unit.owns_slot = False
+        self._gathered.clear()
+
     def wait(self) -> None:
         """Wait for all gathers in flight."""
         for unit in self._gathered:

@@ -24,6 +24,7 @@ from megascale.core.schedule_registry import chunk_map_of
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, wait_for_readers
 from megascale.rendezvous.group_plan import DIRECTIONS
+from megascale.rendezvous.group_sockets import list_new_sockets, list_sockets
 from megascale.rendezvous.groups import FAILED_KEYS_SECONDS, Groups, describe_lost_peer, make_groups
 from megascale.rendezvous.restarts import is_under_torchrun, open_start
 from megascale.rendezvous.stores import (
@@ -82,8 +83,11 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
     store = _meet(settings, config.train.name, job_facts(config), rank=rank, world=world, stopwatch=stopwatch)
     try:
         grid = _grid(config.parallel, world)
+        sockets = list_sockets()
         _make_default_group(store, rank, world, device=device, group_timeout=settings.group_timeout)
         stopwatch.end_phase("world")
+        if device.type == "cuda":
+            gloo_sockets = list_new_sockets(sockets)  # later ones are NCCL's, which has a call to end its operations
         groups = make_groups(
             grid,
             rank,
@@ -94,6 +98,9 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
             store=dist.PrefixStore("job", store),
             channels=_channels(config.overlap),
         )
+        if device.type != "cuda":
+            gloo_sockets = list_new_sockets(sockets)
+        groups.sockets = gloo_sockets
         groups.root_store = store
         _warm_default_group(groups)
     except BaseException as error:
@@ -180,8 +187,7 @@ def _make_default_group(
     if world > _GLOO_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if device.type == "cuda":
-        # After a time-out torch's watchdog sleeps four times as long before it ends the process: 60 s by default.
-        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000")
+        _set_watchdog(is_kept="MEGASCALE_ORDERS" in os.environ)
     with torch_private.share_gloo_loop():
         dist.init_process_group(
             # No device is bound to the default group: see groups._new_group.
@@ -191,6 +197,24 @@ def _make_default_group(
             world_size=world,
             timeout=timedelta(seconds=group_timeout),
         )
+
+
+def _set_watchdog(is_kept: bool) -> None:
+    """Set how torch's watchdog of NCCL reacts to errors and time-outs, unless the environment does.
+
+    Args:
+        is_kept: the process outlives a failed attempt and aborts its communicators. The watchdog must not end it for
+            the errors that follow, and must end soon itself, since leaving a group waits for it. The driver then
+            judges ranks that hang.
+    """
+    if not is_kept:
+        # After a time-out torch's watchdog sleeps four times as long before it ends the process: 60 s by default.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000")
+        return
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100")
 
 
 def _warm_default_group(groups: Groups) -> None:

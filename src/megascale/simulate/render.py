@@ -66,7 +66,7 @@ def _describe_replicas(scenario: Scenario) -> str:
     grid = scenario.layout.grid
     if grid.context == 1:
         return f"data {grid.shards}"
-    return f"context {grid.context} x data {grid.shards // grid.context}"
+    return f"context {grid.context} x data {grid.shards // grid.size('context')}"
 
 
 def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -> None:

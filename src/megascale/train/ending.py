@@ -17,6 +17,7 @@ from megascale.errors import MegascaleError, TrainingError
 from megascale.rendezvous.groups import describe_lost_peer
 from megascale.train.checkpoint_policy import describe_latest
 from megascale.train.claim import write_failed_status
+from megascale.train.parking import Parking
 from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
 
@@ -61,9 +62,11 @@ class Ending:
         in_step: true between a step's first operation and its last.
         is_reported: the reason is already reported, since all ranks end together.
         has_lost_peers: the other ranks may have ended, so nothing waits for them.
+        is_parking: this process stays for the next attempt, although this one has failed.
     """
 
-    def __init__(self, config: Config, rank_info: RankInfo, folder: RunFolder) -> None:
+    def __init__(self, config: Config, rank_info: RankInfo, folder: RunFolder, parking: Parking | None = None) -> None:
+        self._parking = parking
         self._config = config
         self._rank_info = rank_info
         self._folder = folder
@@ -71,6 +74,7 @@ class Ending:
         self.in_step = False
         self.is_reported = False
         self.has_lost_peers = False
+        self.is_parking = False
         self.status: StatusFile | None = None
         self.step = 0
 
@@ -84,7 +88,9 @@ class Ending:
             return
         explained = self._explain(error)
         try:
-            self._report(explained)
+            self.is_parking = self._parking is not None and self._parking.accept(explained)
+            if not self.is_parking:
+                self._report(explained)
         finally:
             self.has_lost_peers = not self.is_reported
         if explained is not error:
@@ -130,14 +136,17 @@ class Ending:
         elif not isinstance(error, MegascaleError):
             message = f"{type(error).__name__}: {error}"
         record = record_of(error)
+        doubt = ""
+        if self._parking is not None and record.kind is ExitKind.LOST_PEER:
+            doubt = self._parking.doubt
         with contextlib.suppress(OSError):  # The error itself must be raised even if a full disk keeps its report.
             if self.owns_folder:
                 self._folder.create()
             if self.status is None:
                 write_failed_status(self._folder, self._rank_info.rank, self.owns_folder, message, record)
             elif self.in_step:
-                self.status.update(FAILED_IN_STEP, self.step + 1, message=message, exit_record=record)
+                self.status.update(FAILED_IN_STEP, self.step + 1, message=message, exit_record=record, doubt=doubt)
             else:
-                self.status.update("failed", self.step, message=message, exit_record=record)
+                self.status.update("failed", self.step, message=message, exit_record=record, doubt=doubt)
             if self.owns_folder and self._rank_info.rank == 0:
                 self._folder.append_event(event, step=self.step, message=message[:2000])

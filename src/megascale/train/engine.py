@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch.distributed import ReduceOp
@@ -15,6 +16,7 @@ from megascale.config.axes import AXES
 from megascale.config.parts import LINEAR_PRECISIONS
 from megascale.core.adapters import AdapterSpec, list_adapters, name_within_layer
 from megascale.core.batch import NO_FIELDS, Batch, SampleFields, check_fields
+from megascale.core.calls import NullCallLog
 from megascale.core.expert_ranks import gathers_expert_tokens
 from megascale.core.grid import Coordinate
 from megascale.core.inventory import resolve_layers
@@ -22,7 +24,7 @@ from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layout import Layout
 from megascale.core.memory import gathers_float8
 from megascale.core.rank_memory import GPU_CONTEXT
-from megascale.core.spans import SpanKind
+from megascale.core.spans import Recorder, SpanKind
 from megascale.core.tensors import Piece
 from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
@@ -32,12 +34,13 @@ from megascale.ops.amax import AmaxSlots
 from megascale.ops.dispatch import Kernels
 from megascale.ops.gradient_sink import sink_of
 from megascale.optim.optimizer import ShardedOptimizer
+from megascale.parallel import rejoin
 from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
 from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.context import slice_batch
 from megascale.parallel.data_parallel import DataParallel
-from megascale.parallel.offload import CopyStreams
+from megascale.parallel.offload import InputCopies
 from megascale.parallel.parameters import initialise, initialise_parameter, materialise, piece_views, spec_of
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
@@ -83,6 +86,9 @@ class StepCheck(Protocol):
 
     def end_step(self, step: int) -> None:
         """Compare the results when gradients are complete, before the update."""
+
+    def restart(self) -> None:
+        """Forget the results of earlier steps, and leave no traces in the engine."""
 
 
 @dataclass
@@ -134,6 +140,8 @@ class Engine:
             still those that the step trained with.
         after_update_hooks: called with the step's number after the update.
         replay_check: replays micro-batches of other replicas (train/replay_check.py); None: off.
+        begun_update, ended_update: the newest steps whose update has begun and has ended. On a GPU it may still be
+            queued.
     """
 
     def __init__(
@@ -164,6 +172,7 @@ class Engine:
         self.after_update_hooks: list[Callable[[int], None]] = []
         self.replay_check: StepCheck | None = None
         self.active: dict[str, str] = {}
+        self.begun_update = self.ended_update = 0
 
         self.adapters = AdapterSpec.from_config(config.train)
         self.runtime = runtime or Runtime()
@@ -175,8 +184,9 @@ class Engine:
             own_axes["context"], config, self.dtype, device
         )
         own_axes["context"] = self._context
-        own_axes["expert"], expert_exchange = engine_axes.choose_expert_exchange(
-            own_axes["expert"], config, self.dtype, device
+        expert_axis = "slice" if config.parallel.experts_over == "context" else "expert"
+        own_axes[expert_axis], expert_exchange = engine_axes.choose_expert_exchange(
+            own_axes[expert_axis], config, self.dtype, device
         )
         self.active |= tensor_overlap | context_exchange | expert_exchange
         if self._context.size > 1 and config.train.linear_precision == "float8":
@@ -317,10 +327,12 @@ class Engine:
             else:
                 flat.initialise_resident(config.train.seed)
         if config.parallel.offload_activations:
-            copy_streams = CopyStreams.of(self.device)
+            input_copies = InputCopies(self.device)
             for chunk in self.chunks:
-                chunk.copy_streams = copy_streams
-            self.active["offload"] = "inputs of layers in host memory, the last of each chunk on the device"
+                chunk.input_copies = input_copies
+            self.active["offload"] = (
+                "inputs of layers in host memory, the last of each chunk on the device, two in copies"
+            )
         if self.adapters is not None:
             targets = ", ".join(sorted(self.adapters.targets)) or "all matrices of the layers"
             self.active["adapters"] = f"rank {self.adapters.rank} on {targets}; the model itself is not trained"
@@ -387,18 +399,22 @@ class Engine:
             self.tokens_per_step,
             self.device,
             grid.is_first(copies, rank),
-            grid.count(("tensor", "expert")),
+            grid.tensor * grid.expert,
         )
         ranks = f"{grid.tensor} tensor-parallel ranks"
-        if grid.size("expert") > 1:
+        if grid.expert > 1:
             way = "by an all-to-all"
-            if gathers_expert_tokens(model.expert_settings, grid.tensor, grid.size("expert")):
+            if gathers_expert_tokens(model.expert_settings, grid.tensor, grid.expert):
                 way = "by gathers"
-            ranks += f" x {grid.size('expert')} ranks with different samples, whose tokens come {way}"
+            if grid.size("slice") > 1:
+                tokens, key = "slices of each sample", "parallel.context"
+            else:
+                tokens, key = "samples", "parallel.expert"
+            ranks += f" x {grid.expert} ranks with different {tokens}, whose tokens come {way}"
             if self.config.parallel.zero >= 2:
                 self.active["sharding of other matrices"] = (
                     f"optimizer state only, over {grid.shards} ranks: their gradients are summed over the ranks of "
-                    "parallel.expert at the end of a step"
+                    f"{key} at the end of a step"
                 )
         self.active["experts"] = f"{model.expert_settings.number} on {ranks}, dropless"
         if self.config.parallel.recompute in ("norms", "selective"):
@@ -616,6 +632,7 @@ class Engine:
         recorder.begin_action(SpanKind.CHECKPOINT_STALL)
         before_update()
         recorder.end_action()
+        self.begun_update = step
         grad_norm, summed = self._update(learning_rate, step, scalars, has_next_step)
         weight_sum = None
         if self.fields.loss_weights:
@@ -630,6 +647,7 @@ class Engine:
             summed = summed[: -self.experts.size]
         for hook in self.after_update_hooks:
             hook(step)
+        self.ended_update = step
         return StepResult(summed[0], grad_norm, summed[1], summed[2:5], summed[5:], weight_sum, expert_counts)
 
     @property
@@ -872,6 +890,74 @@ class Engine:
         for exchange in (self.tensor.exchange, self._context.exchange, self.gather_exchange):
             if exchange is not None:
                 exchange.close(failed)
+
+    def find_rejoin_obstacle(self) -> str:
+        """Return why this engine cannot go on with other groups, "" if it can."""
+        has_exchange = any(axis.exchange is not None for axis in rejoin.list_axes(self.runtime))
+        if has_exchange or self.gather_exchange is not None:
+            return "its peers' memory is mapped for the exchange between GPUs"
+        if self.optimizer.rule.exchanges_at_start:
+            return f"optimizer.name={self.config.optimizer.name} exchanges its layout when it is made"
+        if self.config.optimizer.offload:
+            return "optimizer.offload=true may have copies of the failed update under way"
+        return self.runtime.rejoin_obstacle
+
+    def leave_groups(self) -> None:
+        """Drop the failed step and the groups; weights and optimizer state stay. `rejoin` brings other groups.
+
+        Captured graphs go too, since they hold communicators. On a GPU, RuntimeError if the device has failed.
+        """
+        self.pipeline.runtime.weight_gradients.clear()
+        self.data_parallel.drop_communication()
+        if self.graphs is not None:
+            self.graphs.restart()
+            gc.collect()  # NCCL keeps a communicator, and its abort waits, until no graph holds it
+        self._micro_batches.clear()
+        self._read_batch = None
+        self.before_update_hooks.clear()
+        self.after_update_hooks.clear()
+        if self.replay_check is not None:
+            self.replay_check.restart()
+            self.replay_check = None
+        self.runtime.calls = NullCallLog()
+        self.runtime.recorder = Recorder()
+        rejoin.drop_groups(self.runtime, self.pipeline.streams)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def begin_updates(self, step: int) -> None:
+        """Note that the optimizer has the state of `step`, before the first step of a start."""
+        self.begun_update = self.ended_update = step
+        if self.optimizer.hold is not None:
+            self.optimizer.hold.begin(step)
+
+    def find_whole_step(self) -> int:
+        """Return the step whose state the optimizer has after its groups were aborted, -1 if an update broke off.
+
+        Call it after `leave_groups`.
+        """
+        assert self.optimizer.hold is not None
+        step = self.optimizer.hold.read_step()
+        is_broken = self.begun_update != self.ended_update and step == self.begun_update
+        return -1 if is_broken else step
+
+    def rejoin(self, groups: Groups, earlier_choices: Choices) -> None:
+        """Go on with the groups of the next attempt; collective, as the construction of a new engine is."""
+        members: dict[str, Any] = {group.group_name: group for group in groups.by_kind.values()}
+        members |= {channel.group.group_name: channel.group for channel in groups.p2p.values()}
+        members["world"] = groups.world
+        rejoin.adopt_groups(self.runtime, self.pipeline.streams, members)
+        with self.runtime.kernels.as_current():
+            self.attention_choices, _ = agree_on_kernels(
+                self.config,
+                self.layout.grid.tensor,
+                self.dtype,
+                self.device,
+                earlier_choices or self.attention_choices,
+                self.runtime.attention,
+                self.fields.max_documents,
+                self.layout.grid.context,
+            )
 
     # weights and evaluation -------------------------------------------------------------------------------------
 

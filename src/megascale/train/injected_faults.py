@@ -23,6 +23,7 @@ import torch
 from megascale.core.schedule import ActionKind
 from megascale.core.untrusted_files import read_small_text
 from megascale.data.loader.feed import Feed
+from megascale.ops.segments import TILE
 from megascale.parallel.collectives import Axis, Pending, all_reduce
 from megascale.parallel.pipeline import P2PStream
 from megascale.train.engine import Engine
@@ -36,6 +37,7 @@ KINDS = (
     "out-of-memory",
     "nan-gradient",
     "flip-weight",
+    "flip-update",
     "slow-rank",
     "slow-compute",
     "leak-objects",
@@ -45,6 +47,8 @@ KINDS = (
     "dead-reader",
     "spin",
 )
+
+_HARMLESS = ("slow-rank", "leak-objects")  # they end with the attempt that they were injected into
 
 
 class FaultInjector:
@@ -59,6 +63,7 @@ class FaultInjector:
         self.feed = feed
         self._delay_seconds = 0.0
         self._leaked: list[Any] | None = None
+        self.has_changed_process = False  # so that it must not outlive its attempt
 
     def inject_due(self, step: int) -> None:
         """Inject the faults that are due at the start of `step`."""
@@ -82,6 +87,7 @@ class FaultInjector:
             return
         if not fault.get("persistent"):
             file.rename(file.with_suffix(".injected"))
+        self.has_changed_process |= kind not in _HARMLESS
         inject: Callable[[dict[str, Any]], None] = getattr(self, "_" + kind.replace("-", "_"))
         inject(fault)
 
@@ -126,6 +132,20 @@ class FaultInjector:
             self._run_before_update(lambda: _flip_bit(next(self.engine.data_parallel.compute_weights())))
         else:
             _flip_bit(self.engine.optimizer.states[0].master)
+
+    def _flip_update(self, fault: dict[str, Any]) -> None:
+        """Flip the highest mantissa bit of one master weight in each tile when the next update has written it."""
+        rule = self.engine.optimizer.rule
+        update = rule.update
+
+        def update_wrongly(*arguments: Any) -> None:
+            rule.__dict__.pop("update")
+            update(*arguments)
+            for state in self.engine.optimizer.states:
+                for first in range(0, state.master.numel(), TILE):
+                    _flip_bit(state.master[first:])
+
+        rule.update = update_wrongly  # type: ignore[assignment,method-assign]
 
     def _slow_rank(self, fault: dict[str, Any]) -> None:
         self._delay_seconds = float(fault.get("seconds") or 0.5)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 
 from megascale import checkpoint
 from megascale.checkpoint import setting_changes
+from megascale.checkpoint.background.staging import StagingSlot
 from megascale.checkpoint.object_collectives import Peers
 from megascale.core.batch import Batch, check_fields
 from megascale.core.events import Event
@@ -19,10 +22,12 @@ from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, FlopCount, device_peak_tflops, document_flops, mfu
 from megascale.core.layout import Layout
 from megascale.core.spans import SpanKind
+from megascale.core.status import StartReport
 from megascale.data.dataset.formats import sample_fields
 from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
 from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, error_class_name, make_error
+from megascale.ops.compile_count import count_compilations
 from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
@@ -35,14 +40,17 @@ from megascale.train.engine import Engine, StepResult
 from megascale.train.evaluation import Evaluation, evaluate_file
 from megascale.train.host_pauses import GarbageCollector, HostPauses
 from megascale.train.injected_faults import FaultInjector
+from megascale.train.parking import Parking, RetainedState
 from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
-from megascale.train.replay_check import ReplayCheck
+from megascale.train.replay_check import ReplayCheck, ReplayEvidence
 from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
 from megascale.train.telemetry import Telemetry, start_rank_log
 from megascale.train.weights import WeightWatch
+
+log = logging.getLogger("megascale.train")
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ class Trainer:
     Args:
         layout: the resolved configuration (see api.resolve) laid out over the world.
         rank_info: this process's rank and device.
+        parking: lets the process outlive this start; None where no agent keeps it.
 
     Attributes:
         step: optimizer steps done.
@@ -92,11 +101,12 @@ class Trainer:
         trained_tokens: tokens trained up to `step`; the length of samples may have changed at an earlier resume.
     """
 
-    def __init__(self, layout: Layout, rank_info: RankInfo) -> None:
+    def __init__(self, layout: Layout, rank_info: RankInfo, parking: Parking | None = None) -> None:
         config, device = layout.config, rank_info.device
         self.config = config
         self.layout = layout
         self.rank_info = rank_info
+        self.parking = parking
         self.is_leader = rank_info.rank == 0
         self.step = 0
         self.consumed_samples = 0
@@ -107,11 +117,16 @@ class Trainer:
         self.groups: Groups | None = None
         self.folder = RunFolder(config.run_folder)
         self.attempt = self.folder.next_attempt()  # all ranks take rank 0's number
+        count_compilations()
+        self._start = StartReport(time.time_ns(), is_reused=parking is not None and parking.is_reused)
         self.reporter = Reporter(self.folder, self.is_leader)
-        self.ending = Ending(config, rank_info, self.folder)
+        self.ending = Ending(config, rank_info, self.folder, parking)
         self.clock = StepClock(device)
+        self._reused_slots: Sequence[StagingSlot] = ()
+        self._has_rejoined = False  # the engine has outlived an attempt
         self._pending_step: _PendingStep | None = None
         self._read_totals = ReadTotals()  # samples of all steps whose results were read
+        self._build_seconds = 0.0
         self._load_measures: dict[str, float] = {}
         self._data_notes: list[str] = []
         self._unconfirmed_note = ""
@@ -157,6 +172,7 @@ class Trainer:
         if refusal is not None:
             self.ending.is_reported = True  # the training that holds the lock must not see this start's end
             raise refusal
+        self._start = replace(self._start, groups_ns=time.time_ns())
         self.folder.attempt = self.attempt
         start_rank_log(self.rank_info, self.attempt)
         self.ending.owns_folder = True
@@ -168,6 +184,8 @@ class Trainer:
             self.config, rank=info.rank, world=info.world, local_rank=info.local_rank, device=info.device
         )
         resources.callback(self._leave_groups)
+        if self.parking is not None:
+            self.parking.guard(self.groups)
         if refusal is not None:
             packed_refusal = (error_class_name(refusal), str(refusal))
         else:
@@ -211,9 +229,16 @@ class Trainer:
             earlier_choices = attention_choice.read_choices(self.folder.path, checkpoints, config.checkpoint.resume)
         if config.data.valid is not None:
             check_fields(sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
-        self.engine = Engine(self.layout, self.groups, info.device, earlier_choices, fields=self.feed.fields)
+        began = time.monotonic()
+        self._standing_step = self._make_engine(earlier_choices)
+        self._build_seconds = time.monotonic() - began
         shards = [checkpoint.TensorShard(*parts) for parts in self.engine.logical_tensors()]
-        self.checkpointer = checkpoint.Checkpointer(config.checkpoint, self.folder.path, shards)
+        self.checkpointer = checkpoint.Checkpointer(
+            config.checkpoint, self.folder.path, shards, reused_slots=self._reused_slots
+        )
+        self._reused_slots = ()
+        if self.parking is not None:
+            resources.callback(self._keep_state)
         self.checkpoint_policy = CheckpointPolicy(config.checkpoint, self.checkpointer, self.reporter)
         self.origin = ResumeGuard(config, self.folder, self.checkpointer.peers)
         self.weight_watch: WeightWatch | None = None
@@ -229,15 +254,65 @@ class Trainer:
     def _start_replays(self) -> None:
         """Let replicas replay each other's micro-batches at intervals."""
         info, settings = self.rank_info, self.config.resilience
+        response = replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank, Peers())
+
+        def act(evidence: ReplayEvidence) -> None:
+            if settings.replay_action != "alert":
+                # The next attempt must load a confirmed state.
+                self.engine.runtime.rejoin_obstacle = "a replay gave other bits than this training"
+            response.act(evidence)
+
         self.replay_check = ReplayCheck(
             self.engine,
             info.rank,
             replay_response.describe_device(info.device),
             find_device_kind(info.device),
             interval=settings.replay_interval,
-            on_mismatch=replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank).act,
+            on_mismatch=act,
         )
         self.engine.replay_check = self.replay_check
+
+    def _make_engine(self, earlier_choices: attention_choice.Choices) -> int | None:
+        """Take the engine that this process has retained, or make one.
+
+        Return the step whose state it has, -1 if the state must be loaded; None where no process outlives an attempt.
+        """
+        # Without a state to load the run begins anew, from the initial values of a new engine.
+        can_rejoin = self.parking is not None and self.attempt > 1 and self._can_load()
+        if self.parking is not None and self.parking.retained is not None:
+            retained = self.parking.retained
+            self.parking.retained = None
+            self._reused_slots = retained.slots
+            if can_rejoin and retained.engine is not None and self.groups is not None:
+                self.engine = retained.engine
+                self.engine.rejoin(self.groups, earlier_choices)
+                self._has_rejoined = True
+                return retained.step
+        self.engine = Engine(self.layout, self.groups, self.rank_info.device, earlier_choices, fields=self.feed.fields)
+        if self.parking is None:
+            return None
+        self.parking.hold_updates(self.engine.optimizer)
+        return -1
+
+    def _can_load(self) -> bool:
+        """Return whether `_load_state` will find a state of this run, the same on all ranks; collective."""
+        section = self.config.checkpoint
+        return section.resume and checkpoint.has_saved_state(section, self.folder.path, Peers())
+
+    def _keep_state(self) -> None:
+        """Keep the engine for the next attempt, if this process stays."""
+        if not self.ending.is_parking:
+            return
+        assert self.parking is not None
+        slots = self.checkpointer.leave()
+        obstacle = self.engine.find_rejoin_obstacle()
+        if obstacle:
+            log.info("this process stays, and makes a new engine: %s", obstacle)
+            self.parking.retained = RetainedState(slots)
+            return
+        self.engine.close(failed=True)
+        self.engine.leave_groups()
+        self.parking.retained = RetainedState(slots, self.engine, self.engine.find_whole_step())
 
     def _open_observers(self, resources: contextlib.ExitStack) -> None:
         """Open what shows this rank to others: status, record of calls, timers, counts of pauses."""
@@ -254,6 +329,7 @@ class Trainer:
         # Operations under way must be finished while the flight record is open: it notes them.
         resources.callback(self._synchronize)
         self.status = self.telemetry.status
+        self.status.start = self._start
         self.ending.status = self.telemetry.status
 
     def _make_run_view(self) -> RunView:
@@ -265,12 +341,21 @@ class Trainer:
         train = self.config.train
         with Interrupts() as interrupts:
             self.checkpoint_policy.begin(self.step)
+            self.engine.begin_updates(self.step)
             self.callbacks.begin_run(self.step)
             last_step = min(train.steps, self.step + (train.stop_after or train.steps))
             resources.callback(self.reporter.close)
             self._accept_start(reads_data=self.step < last_step)
             if self.step < last_step:
                 self.checkpointer.prepare()
+            self._log_start_seconds()
+            self.status.start = replace(
+                self._start,
+                state_ns=time.time_ns(),
+                step=self.step,
+                source=self.checkpointer.loaded_from,
+                is_standing=self.checkpointer.is_standing,
+            )
             while self.step < last_step and not self._stopping:
                 self._train_step(interrupts.requested or self.callbacks.run.wants_stop)
                 self.callbacks.end_step(self.step)
@@ -344,7 +429,10 @@ class Trainer:
         with self.engine.loading_weights():
             # Before the first step the optimizer's moments are zero: an imported model comes without them.
             state = self.checkpointer.load(
-                initial=self._list_weight_shards(), accept=self.origin.check_state, report=report
+                initial=self._list_weight_shards(),
+                accept=self.origin.check_state,
+                report=report,
+                standing_step=self._standing_step,
             )
         self._load_measures = {
             "load_seconds": round(time.monotonic() - started, 3),
@@ -355,6 +443,8 @@ class Trainer:
             names = ", ".join(sorted(report.zeroed_states))
             self.origin.notes.append(f"{names} of optimizer.name={self.config.optimizer.name} starts at zero")
         if state is None:
+            if self._has_rejoined:
+                raise TrainingError("the state that this start found in memory was lost before it was loaded")
             self.origin.check_first_start()
             self._load_initial_state()
             return
@@ -467,6 +557,16 @@ class Trainer:
             convention = DOCUMENT_CONVENTION if self.config.data.document_mask else CONVENTION
             self.reporter.write_event(Event.RUN_STARTED, world=world, flops_convention=convention)
 
+    def _log_start_seconds(self) -> None:
+        """Log how long this rank took, after it had met the others, until it can train."""
+        seconds = (time.time_ns() - (self._start.groups_ns or self._start.process_ns)) / 1e9
+        log.info(
+            "ready %.2f s after the groups: engine %.2f s, load %.2f s, the rest for data, snapshots and checks",
+            seconds,
+            self._build_seconds,
+            self._load_measures.get("load_seconds", 0.0),
+        )
+
     def _log_start(self) -> None:
         log_line = self.reporter.log_line
         if self.groups is not None:
@@ -535,6 +635,10 @@ class Trainer:
         self.ending.in_step = True
         if self.fault_injector is not None:
             self.fault_injector.inject_due(step)
+        if self.parking is not None:
+            if self.fault_injector is not None and self.fault_injector.has_changed_process:
+                self.parking.note_doubt("a fault was injected into this process")
+            self.parking.check()
 
     def _read_micro_batch(self, i: int) -> Batch[torch.Tensor]:
         """Return micro-batch `i` of this data-parallel rank's samples of the step, and record the wait for it."""
@@ -563,6 +667,7 @@ class Trainer:
     def _report_active(self) -> None:
         """Report which overlaps and kernels run, which is known after the first step."""
         self._has_reported_active = True
+        log.info("this process has had %s", count_compilations().describe())
         self.reporter.report_active(self.engine.active | self.engine.runtime.kernels.active())
 
     def _report_failed_graphs(self, reason: str) -> None:
@@ -612,6 +717,9 @@ class Trainer:
         read_checksum = result.read_checksum.tolist()
         loss, grad_norm = float(result.loss), float(result.grad_norm)
         self.engine.check_peers()
+        if self.parking is not None:
+            self.parking.check()  # results after an abort are undefined
+            self.parking.note_step()
         self._read_totals.sums += sum_step(read_checksum, global_batch)
         read_record = self._read_totals.to_record()
         self.reporter.write_samples(step, pending.first_sample, global_batch, pending.sample_ids, read_record)

@@ -43,12 +43,14 @@ def start_rank_log(rank_info: RankInfo, attempt: int) -> None:
     """
     root = logging.getLogger()
     has_terminal = rank_info.rank == 0 and ATTEMPT_VARIABLE not in os.environ
-    if root.handlers or has_terminal:
+    handler = next((handler for handler in root.handlers if isinstance(handler.formatter, _UtcFormatter)), None)
+    if has_terminal or (root.handlers and handler is None):
         return
-    handler = logging.StreamHandler()
+    if handler is None:
+        handler = logging.StreamHandler()
+        root.addHandler(handler)
     prefix = f"%(asctime)s.%(msecs)03dZ attempt {attempt} rank {rank_info.rank} "
     handler.setFormatter(_UtcFormatter(prefix + "%(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"))
-    root.addHandler(handler)
     log.setLevel(logging.INFO)
     log.info("process %d on %s, one of %d, begins", os.getpid(), socket.gethostname(), rank_info.world)
 

@@ -26,21 +26,26 @@ class Trainer:
     Attributes:
         file: its script.
         nodes: number of nodes with one rank each.
+        package: optional package that it needs, "" if none.
+        has_gpus: the script also runs on NCCL.
         settings: settings of `megascale launch` for it.
     """
 
     file: str
     nodes: int = 3
+    package: str = ""
+    has_gpus: bool = False
     settings: tuple[str, ...] = ()
 
 
 DDP_PATTERN = r"--foreign.patterns=['^iter (?P<step>[0-9]+), loss (?P<loss>[0-9.]+)']"
 TRAINERS = {
-    "ddp": Trainer("train_ddp.py", settings=(DDP_PATTERN,)),
+    "ddp": Trainer("train_ddp.py", has_gpus=True, settings=(DDP_PATTERN,)),
     "fsdp": Trainer("train_fsdp.py"),
     "nanochat": Trainer("train_nanochat.py"),
-    "huggingface": Trainer("train_huggingface.py", nodes=2),
-    "lightning": Trainer("train_lightning.py", nodes=2),
+    "huggingface": Trainer("train_huggingface.py", nodes=2, package="transformers"),
+    "lightning": Trainer("train_lightning.py", nodes=2, package="pytorch_lightning"),
+    "megatron": Trainer("train_megatron.py", nodes=2, package="megatron.core", has_gpus=True),
 }
 
 
@@ -53,7 +58,12 @@ class ForeignJob:
         fault, rank, steps: arguments of the trainer.
         nodes: number of nodes; default: the trainer's.
         options: further options of `megascale launch`.
+
+    Attributes:
+        timeout: seconds of a wait.
     """
+
+    timeout = TIMEOUT
 
     def __init__(
         self,
@@ -66,8 +76,8 @@ class ForeignJob:
         options: Sequence[str] = ("--train.device=cpu", "--per-node=1", "--spares=1"),
     ) -> None:
         self.folder = folder
-        # Machines of a Slurm keep state by the name of the job.
-        self.name = f"foreign-{folder.name[-8:]}"
+        # Machines of a Slurm keep state by the name of the job, and a namespace of Kubernetes has no underscore.
+        self.name = f"foreign-{folder.name[-8:]}".replace("_", "-").rstrip("-")
         self.run = folder / "runs" / self.name
         self.output = folder / "output"
         kind = TRAINERS[trainer]
@@ -92,8 +102,8 @@ class ForeignJob:
         return self.output.read_text()
 
     def wait(self, find: Callable[[], object], subject: str) -> None:
-        """Wait until `find` returns a true value. Raise RuntimeError if the job ends first, or after TIMEOUT."""
-        deadline = time.monotonic() + TIMEOUT
+        """Wait until `find` returns a true value. Raise RuntimeError if the job ends first, or after `timeout`."""
+        deadline = time.monotonic() + self.timeout
         while not find():
             if time.monotonic() > deadline or self.is_over():
                 if find():

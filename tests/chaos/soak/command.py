@@ -62,18 +62,34 @@ def soak(
     seed: int = typer.Option(0, help="Of the random cases: the same seed makes the same cases."),
     keep: Path | None = typer.Option(None, help="Keep the cases' folders here instead of deleting them."),
     out: Path = typer.Option(Path("bench-soak.json"), help="JSON file for the results."),
+    minutes: float | None = typer.Option(
+        None, min=2.0, help="In place of the parts: random faults of one job for so long, added to those of --out."
+    ),
+    every: float = typer.Option(120.0, min=1.0, help="With --minutes: seconds between faults, on average."),
 ) -> None:
     """Run random faults and changes against real runs, and print which held.
 
     Exit 1 if one did not. All parts together take hours on two cores; start with one.
 
+    With --minutes one launched job is struck by random faults instead: ranks and nodes are killed and hang. The command
+    prints what they cost and what the job has left behind. Called again, it goes on with its report.
+
     Example: python -m tests.chaos soak --parts resumes --count 10
+
+    Example: python -m tests.chaos soak --minutes 10 --out soak.json
     """
     from rich.console import Console
     from rich.table import Table
 
     from megascale.errors import ConfigError, TrainingError
 
+    if minutes is not None:
+        from tests.chaos.soak import endurance
+
+        problems = endurance.show(endurance.endure(minutes, every, seed, out))
+        if problems:
+            raise TrainingError(f"{len(problems)} problems: {'; '.join(problems[:5])}")
+        return
     chosen = [part.strip() for part in parts.split(",") if part.strip()]
     unknown = [part for part in chosen if part not in PARTS]
     if unknown or not chosen:

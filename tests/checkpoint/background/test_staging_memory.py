@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megascale.checkpoint import Checkpointer
 from megascale.checkpoint.background import service, service_protocol
@@ -31,6 +32,58 @@ def test_a_save_is_skipped_while_memory_is_in_use(run: Path) -> None:
     assert len(outcomes) == sum(begun)
     assert all(o.committed for o in outcomes)
     assert not all(begun), "five saves of 33 MB began within their own copying"
+
+
+def test_with_memory_wait_no_copy_is_skipped_and_the_one_before_is_whole(run: Path) -> None:
+    checkpointer = Checkpointer(background(memory_interval=1, memory_wait=True), run, full_shards(large_state(1)))
+    for step in range(1, 6):
+        assert checkpointer.save(step, {"step": step}, persist=False)
+        assert checkpointer.snapshots is not None
+        steps = [slot.generation for slot in checkpointer.snapshots._slots if slot.complete]
+        assert step == 1 or steps  # a process that is lost now has the step before
+        checkpointer.before_update()
+    outcomes = checkpointer.finish(run_ended=False)
+    assert [(outcome.step, outcome.reason) for outcome in outcomes] == [(step, "") for step in range(1, 6)]
+    assert Checkpointer(background(), run, full_shards(large_state(2))).load() == {"step": 5}
+
+
+def test_staging_memory_that_a_process_has_kept_serves_its_next_checkpointer(run: Path) -> None:
+    config = background(memory_interval=1, memory_wait=True)
+    first = Checkpointer(config, run, full_shards(logical_state(1)))
+    for step in (1, 2):
+        assert first.save(step, {"step": step}, persist=False)
+    slots = list(first.leave())
+    mappings = [slot.map for slot in slots]
+    assert len(slots) == 2
+    assert not any(slot.pairs for slot in slots)  # nothing holds the live memory
+
+    second = Checkpointer(config, run, full_shards(logical_state(7)), reused_slots=slots)
+    assert second.load() == {"step": 2}
+    second.prepare()
+    assert second.snapshots is not None
+    assert [slot.map for slot in second.snapshots._slots] == mappings
+    assert second.save(3, {"step": 3}, persist=False)
+    second.finish(run_ended=False)
+    assert Checkpointer(config, run, full_shards(logical_state(8))).load() == {"step": 3}
+
+
+def test_state_that_stands_at_the_newest_step_in_memory_is_left_alone(run: Path) -> None:
+    config = background(memory_interval=1)
+    first = Checkpointer(config, run, full_shards(logical_state(1)))
+    assert first.save(4, {"step": 4}, persist=False, wait=True)
+    first.finish(run_ended=False)
+    for standing_step, stays in ((4, True), (3, False), (-1, False), (None, False)):
+        state = logical_state(2)
+        second = Checkpointer(config, run, full_shards(state))
+        assert second.load(standing_step=standing_step) == {"step": 4}
+        assert second.is_standing is stays
+        expected = logical_state(2 if stays else 1)
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
+def test_memory_wait_without_copies_in_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"set checkpoint\.memory_interval"):
+        background(memory_wait=True)
 
 
 def test_memory_comes_into_place_under_the_first_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

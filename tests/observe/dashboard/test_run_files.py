@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megascale.core.calls import CallLog
 from megascale.core.json_lines import append_record
+from megascale.core.recovery_record import RecoveryRecord
 from megascale.core.status import StatusFile
 from megascale.errors import DataError
 from megascale.observe.dashboard.effective_time import TRAINING, measure_effective_time
@@ -250,3 +251,22 @@ def test_only_runs_of_the_folder_can_be_asked_for(tmp_path):
         with pytest.raises(DataError, match="there is no run"):
             runs.find_folder(name)
     assert RunList(tmp_path / "runs" / "a").find_folder("a").samefile(tmp_path / "runs" / "a")
+
+
+def test_recoveries_are_listed_newest_first_without_damaged_ones(tmp_path):
+    record = RecoveryRecord("process_killed", 1, {"detect": 0.1, "first step": 0.4}, 0.5, resumed_step=7, lost_steps=1)
+    event = {"event": "recovered", "by": "driver", "attempt": 2} | record.to_details()
+    add(
+        tmp_path / "events.jsonl",
+        event | {"time": 100.0},
+        event | {"time": 200.0, "cause": "hang"},
+        event | {"time": 300.0, "seconds": "none"},
+        event | {"time": "never"},
+    )
+    reader = RunReader(tmp_path, lambda run: None)
+    reader.refresh()
+    assert [(one["time"], one["cause"]) for one in reader.list_recoveries()] == [
+        (200.0, "hang"),
+        (100.0, "process_killed"),
+    ]
+    assert reader.list_recoveries()[1] == {"time": 100.0} | record.to_details()

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import json
 import logging
+import os
 import queue
 import secrets
 import socket
@@ -36,6 +37,7 @@ from megascale.checkpoint.background.service_protocol import (
     AwaitPruning,
     Goodbye,
     InvalidateSlot,
+    ListSnapshots,
     Register,
     StagedChunks,
     StageSnapshot,
@@ -44,9 +46,11 @@ from megascale.checkpoint.background.service_protocol import (
 from megascale.checkpoint.background.staging import (
     ReplicaBarrier,
     SaveOutcome,
+    ServiceConnections,
     SnapshotCopy,
     StagingSlot,
     choose_slot,
+    identify_memory,
     make_rank_index,
 )
 from megascale.checkpoint.format import step_folders as folders
@@ -64,6 +68,12 @@ from megascale.services.conversation import Conversation
 log = logging.getLogger(__name__)
 _REPLY_TIMEOUT = 30.0  # seconds within which the service answers short requests; otherwise it counts as lost
 _REPLY_TIMEOUT_PER_GB = 3.0  # additional, per GB of all local processes: a dead trainer's snapshot may be being written
+_SLOT_TIMEOUT = 60.0  # seconds that checkpoint.memory_wait waits for a slot
+_SLOT_POLL = 0.002
+# Seconds that a process which leaves an attempt waits for its snapshots to be complete in this host's memory.
+_LEAVE_SECONDS = 2.5
+_LEAVE_POLL = 0.05
+_COMMIT_SECONDS = 1.5  # that saves under way get once a host has lost its service: its part of them may never come
 _WAIT_AT_START_BYTES = 256 << 20  # memory of a process up to which the start waits for it; more is put in place later
 
 
@@ -78,6 +88,7 @@ class Snapshots:
         base_sequence: number of the save that was loaded from memory, which new saves must exceed; 0: none.
         peers: the processes that save together.
         domain: fault domain of this host.
+        reused_slots: from `leave` of the snapshots that this process made before.
 
     Raises FitError if the host has not enough memory, TrainingError if the shards do not cover the tensors.
     """
@@ -92,6 +103,7 @@ class Snapshots:
         peers: Peers,
         base_sequence: int = 0,
         domain: str = "",
+        reused_slots: Sequence[StagingSlot] = (),
     ) -> None:
         self.peers = peers
         # With one slot, a save is skipped while the last one is being written.
@@ -125,7 +137,11 @@ class Snapshots:
         self._is_broken = False  # the service of this host is lost
         self._closing = threading.Event()
         self._slots: list[StagingSlot] = []
+        self._reused_slots = {slot.memory_id: slot for slot in reused_slots}
         self._slot_threads: list[threading.Thread] = []
+        self._slot_connections = ServiceConnections(self._connect)
+        self._commit_connections = ServiceConnections(self._connect)
+        self._last_copies: dict[int, SnapshotCopy] = {}  # by slot
         self._watcher: threading.Thread | None = None
         self._saves_to_watch: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
         self._allocation_error: OSError | None = None  # of this process, not of another one
@@ -172,6 +188,8 @@ class Snapshots:
                 self._outcomes.put(SaveOutcome(step, reason=problem, stall=time.monotonic() - begun))
                 return False
         number = self._choose_slot(wait, persist)
+        if number is None and self._config.memory_wait:
+            number = self._await_slot()
         if number is None:
             return False
         slot = self._slots[number]
@@ -205,6 +223,7 @@ class Snapshots:
         copy = SnapshotCopy(SaveOutcome(step, bytes=self.required_bytes), message, begun)
         slot.free.clear()
         slot.generation = self.generation
+        self._last_copies[number] = copy
         self._replica_barrier.track(copy)
         if self._stream is not None:
             copy.event = self._copy_from_device(slot, self._stream)
@@ -248,6 +267,19 @@ class Snapshots:
             origin=[not flag for flag in flags[2 * count :]],
             resumed=self._base_sequence > 0,
         )
+
+    def _await_slot(self) -> int | None:
+        """Return a slot once its memory is free, the same on all processes; None after some time or without a service.
+
+        While it waits, all processes ask each other whether they have come as far.
+        """
+        deadline = time.monotonic() + _SLOT_TIMEOUT
+        while True:
+            time.sleep(_SLOT_POLL)
+            number = self._choose_slot(wait=False)
+            may_go_on = self.peers.all_true(time.monotonic() < deadline and not self._is_broken)
+            if number is not None or not may_go_on:
+                return number
 
     def before_update(self, wait_for_replica: bool = False) -> None:
         """Let the copy under way finish before the shards change; call it before each optimizer update.
@@ -298,6 +330,35 @@ class Snapshots:
         self._service.close()
         return self.poll()
 
+    def leave(self) -> list[StagingSlot]:
+        """Leave saves under way to the service, and return the slots for the next snapshots of this process.
+
+        It waits until the next attempt finds them in this host's memory. Replicas and commits may need a lost host.
+        """
+        self.before_update()
+        self._await_own_snapshots()
+        for connections in (self._slot_connections, self._commit_connections):
+            connections.end("the process has left the attempt")
+        slots = self._slots
+        self._slots = []
+        self._close(slots)
+        self._service.close()
+        for slot in slots:
+            slot.detach()
+        return slots
+
+    def _await_own_snapshots(self) -> None:
+        """Wait until the last snapshot of each slot is complete in the service, up to some time."""
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        for copy in self._last_copies.values():
+            while not copy.replicated.wait(_LEAVE_POLL) and time.monotonic() < deadline:
+                try:
+                    snapshots = self._service.request(ListSnapshots()).snapshots
+                except OSError:
+                    return
+                if any(snapshot.generation == copy.message.generation for snapshot in snapshots):
+                    break
+
     # The service --------------------------------------------------------------------------------------------------
 
     def _connect(self) -> Conversation:
@@ -336,6 +397,8 @@ class Snapshots:
         if problem:
             return problem
         self._closing.clear()
+        self._slot_connections = ServiceConnections(self._connect)
+        self._commit_connections = ServiceConnections(self._connect)
         self._is_broken = False
         self._slot_threads = [_start_thread(self._serve_slot, number, slot) for number, slot in enumerate(self._slots)]
         if self.memory <= _WAIT_AT_START_BYTES:
@@ -376,9 +439,12 @@ class Snapshots:
             allocated = self._service.request(request, self._index.to_bytes())
             self._service.timeout = _REPLY_TIMEOUT
             self._slots = [
-                StagingSlot(handle, self.part.size, self._index, self._chunks, self._device, generation)
+                self._make_slot(handle, generation)
                 for handle, generation in zip(self._service.files, allocated.generations, strict=True)
             ]
+            for slot in self._reused_slots.values():
+                slot.close()  # of a service that is gone
+            self._reused_slots = {}
         except OSError as error:
             self._allocation_error = error
             problem = (
@@ -390,25 +456,43 @@ class Snapshots:
         self._lacking_rank = next((rank for rank, text in enumerate(problems) if text), -1)
         return problems[self._lacking_rank] if self._lacking_rank >= 0 else None
 
+    def _make_slot(self, handle: int, generation: str) -> StagingSlot:
+        """Return the slot of some shared memory; one that this process has kept is mapped already."""
+        slot = self._reused_slots.pop(identify_memory(handle), None)
+        if slot is None:
+            return StagingSlot(handle, self.part.size, self._index, self._chunks, self._device, generation)
+        os.close(handle)
+        slot.attach(self._index, self._chunks, generation)
+        return slot
+
     def _reopen(self) -> str | None:
         """Set everything up again on all processes, since some host has lost its service."""
-        self._close()
+        # The part of that host may be missing in a save, which is never committed then.
+        self._close(watch_seconds=_COMMIT_SECONDS)
         self._slots = []
         self._service.close()
         return self._open()
 
-    def _close(self) -> None:
-        """End the threads and release the memory. The slots' threads end first: they hand saves to the watcher."""
+    def _close(self, reused_slots: Sequence[StagingSlot] = (), watch_seconds: float | None = None) -> None:
+        """End the threads and release the memory. The slots' threads end first: they hand saves to the watcher.
+
+        Args:
+            reused_slots: slots whose threads end, but whose memory stays.
+            watch_seconds: how long to wait for commits; None: until they have ended.
+        """
         self._closing.set()
-        for slot in self._slots:
+        for slot in [*self._slots, *reused_slots]:
             slot.work.put(None)
         for thread in self._slot_threads:
             thread.join()
         if self._watcher is not None:
             self._saves_to_watch.put(None)
+            self._watcher.join(watch_seconds)
+            self._commit_connections.end("its commit is not known: a host has lost its checkpoint service")
             self._watcher.join()
         self._slot_threads = []
         self._watcher = None
+        self._last_copies = {}
         for slot in self._slots:
             slot.close()
 
@@ -418,7 +502,7 @@ class Snapshots:
         """Prepare a slot; then, for each copy, stage it with the service and wait until the slot is free."""
         connection: Conversation | None = None
         try:
-            connection = self._connect()
+            connection = self._slot_connections.open()
             slot.prepare(connection, AwaitPages(self.peers.rank, number), self._closing)
         except Exception as error:
             log.warning("staging memory for checkpoints could not be prepared: %s", error or repr(error))
@@ -428,7 +512,7 @@ class Snapshots:
         while (copy := slot.work.get()) is not None:
             try:
                 if connection is None:
-                    connection = self._connect()
+                    connection = self._slot_connections.open()
                 self._stage_copy(connection, slot, copy)
             except Exception as error:  # the next step's update waits for this copy in any case
                 copy.outcome.reason = str(error) or repr(error)
@@ -470,14 +554,14 @@ class Snapshots:
         while (copy := self._saves_to_watch.get()) is not None:
             try:
                 if connection is None:
-                    connection = self._connect()
+                    connection = self._commit_connections.open()
                 result = connection.request(AwaitCommit(copy.message.generation))
                 copy.outcome.committed = result.committed
                 copy.outcome.bytes = result.bytes or copy.outcome.bytes
                 copy.outcome.reason = result.reason
                 copy.outcome.record = result.record
             except Exception as error:
-                copy.outcome.reason = copy.outcome.reason or str(error) or repr(error)
+                copy.outcome.reason = self._commit_connections.end_reason or str(error) or repr(error)
             self._report(copy)
             if connection is not None:
                 with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -121,6 +121,41 @@ class ReplicaBarrier:
         copy.outcome.stall += time.monotonic() - begun
 
 
+class ServiceConnections:
+    """Connections of threads with the host's service, which another thread can end.
+
+    Args:
+        connect: returns a new connection.
+
+    Attributes:
+        end_reason: why they were ended, "" before that.
+    """
+
+    def __init__(self, connect: Callable[[], Conversation]) -> None:
+        self.end_reason = ""
+        self._connect = connect
+        self._opened: list[Conversation] = []
+        self._lock = threading.Lock()
+
+    def open(self) -> Conversation:
+        """Return a new connection, which its thread closes. Raises ConnectionError after `end`."""
+        if self.end_reason:
+            raise ConnectionError(self.end_reason)
+        conversation = self._connect()
+        with self._lock:
+            self._opened.append(conversation)
+            if self.end_reason:
+                conversation.shut_down()
+        return conversation
+
+    def end(self, reason: str) -> None:
+        """Have every wait for a reply fail, now and later. The service completes what it has begun."""
+        with self._lock:
+            self.end_reason = reason
+            for conversation in self._opened:
+                conversation.shut_down()
+
+
 class StagingSlot:
     """One snapshot in shared memory on the trainer's side, with the queue of the thread that copies into it.
 
@@ -133,6 +168,7 @@ class StagingSlot:
         generation: generation of a complete snapshot that the memory already holds, "" if none.
 
     Attributes:
+        memory_id: identity of the shared memory.
         generation: generation of the snapshot.
         complete: whether the service has all of it.
         prepared: set once `prepare` has ended.
@@ -150,8 +186,16 @@ class StagingSlot:
         device: torch.device,
         generation: str = "",
     ) -> None:
+        self.memory_id = identify_memory(handle)
         self.map = mmap.mmap(handle, max(size, PAGE), mmap.MAP_SHARED)
         os.close(handle)
+        self._device = device
+        self._pinned = False
+        self._tried_pinning = False
+        self.attach(index, chunks, generation)
+
+    def attach(self, index: CheckpointIndex, chunks: Sequence[ShardChunk], generation: str) -> None:
+        """Begin to serve live memory, for the first time or after `detach`; arguments as those of the class."""
         self.generation = generation
         self.complete = bool(generation)
         self.prepared = threading.Event()
@@ -159,15 +203,16 @@ class StagingSlot:
         self.free = threading.Event()
         self.work: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # (staging memory, live memory) of each chunk
-        self._device = device
-        self._pinned = False
-        self._tried_pinning = False
         memory = torch.frombuffer(self.map, dtype=torch.uint8)
         for row, chunk in enumerate(chunks):
             start = int(index.columns["data"][row])
             stop = start + chunk.box.count * element_size(chunk.info.dtype)
             target = memory[start:stop].view(getattr(torch, chunk.info.dtype)).reshape(chunk.box.sizes)
             self.pairs.append((target, chunk.view()))
+
+    def detach(self) -> None:
+        """Drop the live memory. The staging memory stays mapped and page-locked, which tens of gigabytes take long."""
+        self.pairs.clear()
 
     def prepare(self, service: Conversation, question: AwaitPages, stop: threading.Event) -> None:
         """Map the pages once the service has cleared them. Raises OSError if memory is insufficient.
@@ -214,6 +259,12 @@ class StagingSlot:
         self.pairs.clear()
         with contextlib.suppress(BufferError):  # a tensor still uses it, with which it is released
             self.map.close()
+
+
+def identify_memory(handle: int) -> tuple[int, int]:
+    """Return the identity of the shared memory behind a descriptor, for as long as somebody holds it."""
+    status = os.fstat(handle)
+    return status.st_dev, status.st_ino
 
 
 def choose_slot(

@@ -16,7 +16,8 @@ from typing import Any
 
 from megascale.config.text_files import decode_text
 from megascale.core.calls import read_calls
-from megascale.core.events import is_plausible_time
+from megascale.core.events import Event, is_plausible_time
+from megascale.core.recovery_record import RecoveryRecord
 from megascale.core.status import read_status
 from megascale.core.strict_json import to_float
 from megascale.core.untrusted_files import is_plain_name, read_bounded
@@ -33,6 +34,7 @@ _MAX_RUNS = 2000
 _MAX_EVENTS = 20_000
 _CONFIG_BYTES = 1 << 20
 _MAX_CHECKPOINTS = 1000
+_MAX_RECOVERIES = 50
 _MAX_RESTARTS = 100
 _MAX_ATTEMPTS = 1 << 31  # a larger attempt is damage
 _JOB_SECONDS = 0.5  # for which an answer of the driver is valid
@@ -267,6 +269,7 @@ class RunReader:
             "events": self.event_count,
             "effective": {"total": effective.total, "share": finite(effective.share), "seconds": effective.seconds},
             "marks": self.list_restarts(),
+            "recoveries": self.list_recoveries(),
             "nonfinite": {key: self.metrics.list_nonfinite_steps(key) for key in ("loss", "grad_norm")},
             "checkpoints": self.list_checkpoints(),
             "notes": self.describe_problems(job_error),
@@ -286,6 +289,17 @@ class RunReader:
                 if 0 < row < len(steps):
                     restarts.append({"step": float(steps[row]), "time": event_time, "event": event["event"]})
         return restarts[-_MAX_RESTARTS:]
+
+    def list_recoveries(self) -> list[dict[str, Any]]:
+        """Return the newest recoveries first, each with its time and the details of its RecoveryRecord."""
+        recoveries = []
+        for event in self.events:
+            if event["event"] != Event.RECOVERED or not is_plausible_time(to_float(event.get("time"))):
+                continue
+            record = RecoveryRecord.from_details(event)
+            if record is not None:
+                recoveries.append({"time": to_float(event["time"])} | record.to_details())
+        return recoveries[: -_MAX_RECOVERIES - 1 : -1]
 
     def list_events(self, count: int) -> list[dict[str, Any]]:
         """Return the newest events, newest first, with texts and lists truncated to what a page can show."""

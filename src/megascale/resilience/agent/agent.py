@@ -209,7 +209,7 @@ class Agent:
             return "this node's agent is ending", 0
         if reason := self.lease.expired_reason():
             return f"no ranks may run on this node: {reason}", 0
-        if self.trainers.running():
+        if self.trainers.has_active():
             return "trainers of an older attempt still run", 0
         if not self.shared:  # The driver sends remaining faults again, to the node of their rank.
             for file in (self.run_folder / "faults").glob("*.json"):

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from megascale.core import terminal
 from megascale.core.exit_record import NO_RECORD, record_of
 from megascale.core.failure import describe_error
+from megascale.core.process_orders import ORDERS_VARIABLE
 from megascale.core.python_process import disable_bytecode_cache, drop_own_variables, sleep_at_barriers
 from megascale.resilience.protocol.fork_messages import (
     FROM_CHILD,
@@ -36,6 +37,7 @@ from megascale.resilience.protocol.fork_messages import (
     Fork,
     Forked,
     ForkServerReady,
+    Instruct,
     LastWords,
 )
 from megascale.services.host_service import die_with_parent
@@ -63,6 +65,7 @@ class ForkServer:
         self._reports = FrameReader(FROM_CHILD)
         self._last_words: dict[int, LastWords] = {}  # by process id
         self._programs: set[int] = set()  # process ids of children that execute another program
+        self._order_pipes: dict[int, int] = {}  # process id -> writing end of its pipe of orders
 
     def serve(self) -> None:
         """Import the modules, then fork on request until the agent closes its end."""
@@ -86,7 +89,10 @@ class ForkServer:
                 if not data:
                     return
                 for order in self._orders.feed(data):
-                    self._fork(order)
+                    if isinstance(order, Instruct):
+                        self._instruct(order)
+                    else:
+                        self._fork(order)
 
     def _import_modules(self) -> None:
         try:
@@ -109,6 +115,8 @@ class ForkServer:
                 return
             if not pid:
                 return
+            if pid in self._order_pipes:
+                os.close(self._order_pipes.pop(pid))
             if pid in self._programs:
                 self._programs.discard(pid)
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -121,10 +129,24 @@ class ForkServer:
             last_words = self._last_words.pop(pid, LastWords(pid, NO_RECORD, ""))
             self._send(Ended(pid, status, last_words.record, last_words.error))
 
+    def _instruct(self, order: Instruct) -> None:
+        """Pass a line to a child. The pipe's buffer holds far more lines than a child has unread."""
+        pipe = self._order_pipes.get(order.pid)
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                os.write(pipe, order.line)
+
     def _fork(self, order: Fork) -> None:
         server = os.getpid()
+        orders_read = orders_write = -1
+        if order.is_reused:
+            orders_read, orders_write = os.pipe2(os.O_CLOEXEC)
+            os.set_blocking(orders_write, False)
         pid = os.fork()
         if pid:
+            if order.is_reused:
+                os.close(orders_read)
+                self._order_pipes[pid] = orders_write
             if order.executes:
                 self._programs.add(pid)
             self._send(Forked(order.rank, order.attempt, pid))
@@ -136,6 +158,9 @@ class ForkServer:
             os.setsid()
             self._release_in_child()
             _set_up_rank(order)
+            if order.is_reused:
+                os.close(orders_write)
+                os.environ[ORDERS_VARIABLE] = str(orders_read)
             if order.executes:
                 _execute(order)
             code = self._run_trainer()
@@ -154,7 +179,7 @@ class ForkServer:
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         self._socket.close()
-        for descriptor in (self._wakeup_read, self._wakeup_write, self._report_read):
+        for descriptor in (self._wakeup_read, self._wakeup_write, self._report_read, *self._order_pipes.values()):
             os.close(descriptor)
 
     def _run_trainer(self) -> int:

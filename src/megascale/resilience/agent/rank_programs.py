@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 from megascale.config import ForeignConfig
 from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.core.secrets import REPLICA_VARIABLE
-from megascale.core.status import UNOBSERVED, read_status
+from megascale.core.status import PARKED, UNOBSERVED, StartReport, read_status
 from megascale.core.untrusted_files import open_regular
 from megascale.errors import DataError
 from megascale.observe.hang.evidence import ask_for_flight
@@ -59,6 +59,10 @@ class TrainerProcess:
         changed: time of its last change, on the monotonic clock.
         first_step: the first step of this attempt, -1 before it.
         checksum: "STEP:VALUE", the newest checksum of weights, or "".
+        start: how far its start has come, None before it reports that.
+        since_ns: when this attempt began in a kept process, on the wall clock; older status records do not count.
+        doubt: why it did not stay in its process, "" if it did not try to.
+        replacement_reason: why the process before it, which outlived a fault, was replaced.
         record, error: fault and exception that ended the process.
         ended: time of the end, on the monotonic clock.
         by_agent: the agent ended the process.
@@ -75,11 +79,20 @@ class TrainerProcess:
     first_step: int = -1
     checksum: str = ""
     compute_seconds: float = 0.0
+    start: StartReport | None = None
+    since_ns: int = 0
+    doubt: str = ""
+    replacement_reason: str = ""
     record: ExitRecord = NO_RECORD
     error: str = ""
     ended: float = 0.0
     by_agent: bool = False
     tail: str = ""
+
+    @property
+    def is_parked(self) -> bool:
+        """True if it has left its attempt and waits in its process for the next one."""
+        return self.status is None and self.progress is not None and self.progress.phase == PARKED
 
     def end(self, status: int, **fields: Any) -> None:
         """Record the end of the process with its wait status and further fields."""
@@ -102,7 +115,8 @@ class TrainerProcess:
         try:
             with open(self.log, "rb", opener=open_regular) as file:
                 size = file.seek(0, os.SEEK_END)
-                file.seek(max(self.log_start, size - TAIL_CHARACTERS))
+                start = self.log_start if self.log_start <= size else 0  # a rotation has emptied it
+                file.seek(max(start, size - TAIL_CHARACTERS))
                 text = file.read(TAIL_CHARACTERS).decode(errors="replace")
         except OSError:
             return ""
@@ -153,6 +167,7 @@ class OwnTrainer(RankProgram):
         run: the folder that trainers write to.
         settings: file that receives the configuration.
         shared: `run` is the folder that the settings name; otherwise trainers get an override.
+        keeps_processes: ranks that outlive a failed attempt stay in their processes.
     """
 
     # They are given by name, since this package must not import the trainer.
@@ -166,7 +181,8 @@ class OwnTrainer(RankProgram):
         "megascale.ops.launch:warm_up_forks",
     )
 
-    def __init__(self, run: Path, settings: Path, shared: bool) -> None:
+    def __init__(self, run: Path, settings: Path, shared: bool, keeps_processes: bool = False) -> None:
+        self._keeps_processes = keeps_processes
         self._run = run
         self._settings = settings
         self._shared = shared
@@ -185,12 +201,12 @@ class OwnTrainer(RankProgram):
 
     def make_fork(self, rank: int, attempt: int, environment: Mapping[str, str], log: Path) -> Fork:
         """Return the order to fork a rank of `megascale train`."""
-        return Fork(rank, attempt, dict(environment), self._arguments, str(log))
+        return Fork(rank, attempt, dict(environment), self._arguments, str(log), is_reused=self._keeps_processes)
 
     def read_progress(self, trainer: TrainerProcess) -> None:
         """Read the status file of a rank."""
         status = read_status(self._run / "status" / f"rank-{trainer.rank}.status")
-        if status is None or status.pid != trainer.pid:
+        if status is None or status.pid != trainer.pid or status.time_ns < trainer.since_ns:
             return
         trainer.advance(
             Progress(status.phase, status.step, status.action, status.microbatch, status.message, status.time_ns)
@@ -198,6 +214,8 @@ class OwnTrainer(RankProgram):
         if status.exit is not None:
             trainer.record = status.exit  # it names the rank, which the exception itself may not
         trainer.checksum = status.checksum
+        trainer.start = status.start
+        trainer.doubt = status.doubt
         trainer.compute_seconds = status.compute_seconds
 
 
@@ -232,7 +250,6 @@ class ObservedRank:
     Attributes:
         tail: reader of the log.
         calls: counter of the rank's collectives.
-        lines: number of lines.
         bars: number of states of progress bars other than the trainer's own.
         total: steps of the trainer's own progress bar, the first one; None before it.
         first_step: the first complete step, None before it.
@@ -240,14 +257,12 @@ class ObservedRank:
 
     tail: LogTail
     calls: CallCount
-    lines: int = 0
     bars: int = 0
     total: int | None = None
     first_step: int | None = None
 
     def read(self, lines: Sequence[str], reader: ProgressReader) -> list[Reading]:
-        """Count new lines and return the steps in them."""
-        self.lines += len(lines)
+        """Return the steps in new lines, and count other progress bars."""
         readings = []
         for line in lines:
             reading = reader.read(line)
@@ -392,7 +407,10 @@ class ForeignProgram(RankProgram):
             trainer.advance(trainer.progress._replace(action=log.describe_bars()))
         elif trainer.progress is None or trainer.progress.phase == UNOBSERVED:
             log.calls.update(trainer.rank, self._status, self._flight)
-            action = f"{log.lines} lines of output, {log.calls.total} collectives"
+            action = f"{log.tail.size} bytes of output, {log.calls.total} collectives"
+            problems = self._reader.describe_problems()
+            if problems:
+                action += f"; {problems}"
             trainer.advance(Progress(UNOBSERVED, 0, action=action))
         self._write_metrics(trainer.rank, readings)
 
@@ -406,7 +424,8 @@ class ForeignProgram(RankProgram):
 class MetricsWriter:
     """Writer of metrics.jsonl for one attempt of a trainer that does not write it.
 
-    A resumed trainer repeats steps, so the first step of an attempt removes the earlier records from that step on.
+    A resumed trainer repeats steps, so the first step of an attempt removes the earlier records from that step on. So
+    does a step that is lower than the one before, as after a trainer's own return to a checkpoint.
     """
 
     def __init__(self, file: Path) -> None:
@@ -417,16 +436,22 @@ class MetricsWriter:
         """Append steps that were read together. The step time is the mean since the last step that was read before."""
         current_time = time.monotonic()
         seconds: float | None = None
-        if self._last is None:
-            self._remove_from(readings[0].step)
-        elif readings[-1].step > self._last[0]:
-            seconds = (current_time - self._last[1]) / (readings[-1].step - self._last[0])
-        previous = self._last[0] if self._last is not None else -1
-        lines = []
+        previous = -1
+        lowest = min(reading.step for reading in readings)
+        if self._last is not None:
+            previous, previous_time = self._last
+            if readings[-1].step > previous:
+                seconds = (current_time - previous_time) / (readings[-1].step - previous)
+        if self._last is None or lowest < previous:
+            self._remove_from(lowest)
+        kept: list[Reading] = []
         for reading in readings:
-            if reading.step > previous:
-                previous = reading.step
-                lines.append(_format_record(reading, seconds))
+            if reading.step < previous:
+                kept = [earlier for earlier in kept if earlier.step < reading.step]
+            if reading.step != previous:
+                kept.append(reading)
+            previous = reading.step
+        lines = [_format_record(reading, seconds) for reading in kept]
         self._last = (previous, current_time)
         with contextlib.suppress(OSError), open(self._file, "a") as file:
             file.writelines(lines)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,9 +19,13 @@ from typing import Literal, NamedTuple
 
 from megascale.config import ForeignConfig, ResilienceConfig
 from megascale.core.addresses import find_interface, is_loopback
+from megascale.core.exit_record import ExitKind
 from megascale.core.failure import FailureLog, free_bytes
+from megascale.core.process_orders import EARLY_VARIABLE, Park, Resume, encode_order
 from megascale.core.python_process import module_command
 from megascale.core.secrets import REPLICA_VARIABLE
+from megascale.core.untrusted_files import read_tail
+from megascale.errors import EXIT_FAILED
 from megascale.resilience.agent.rank_programs import (
     ForeignProgram,
     OwnTrainer,
@@ -37,12 +42,16 @@ from megascale.resilience.protocol.fork_messages import (
     Fork,
     Forked,
     ForkServerReady,
+    Instruct,
 )
-from megascale.resilience.protocol.heartbeat import Worker, truncate
+from megascale.resilience.protocol.heartbeat import RankStart, Worker, truncate
 from megascale.services.messages import FrameReader, Message
 from megascale.services.shared_token import derive_token
 
 log = logging.getLogger("megascale.agent")
+_STACK_SECONDS = 0.1  # before the end of keep_seconds, when ranks that have not left are asked for their stacks
+_NO_ATTEMPT = 0  # of a process that is started before its attempt is ordered
+START_SECONDS = 30.0  # seconds after its state was loaded for which heartbeats describe a rank's start
 
 
 class Trainers:
@@ -81,6 +90,10 @@ class Trainers:
         self._ready = False
         self._end_reason = ""  # reason for which the agent killed the fork server
         self._broken: Broken | None = None  # report of a fork server that cannot start
+        self._order: Start | None = None  # of the present attempt
+        self._doubts: dict[int, str] = {}  # rank -> why its process was not kept, since the last start
+        self._common: dict[str, str] = {}  # variables of all ranks of the present attempt
+        self._early: dict[int, int] = {}  # rank -> process that waits to replace it, 0 while it is forked
 
     # the fork server ------------------------------------------------------------------------------------------------
 
@@ -118,6 +131,7 @@ class Trainers:
         for trainer in self.running():
             trainer.end(signal.SIGKILL, by_agent=True)
         self._server = self._socket = self._reading = None
+        self._early = {}
 
     async def _read_reports(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -166,6 +180,11 @@ class Trainers:
             self._ready = True
         elif isinstance(message, Broken):
             self._broken = message
+        elif isinstance(message, Forked) and message.attempt == _NO_ATTEMPT:
+            if message.rank in self._early:
+                self._early[message.rank] = message.pid
+            else:
+                self._end_early(message.pid)
         elif isinstance(message, Forked) and message.attempt == self.attempt:
             if message.rank in self.trainers:
                 self.trainers[message.rank].pid = message.pid
@@ -173,6 +192,8 @@ class Trainers:
             for trainer in self.trainers.values():
                 if trainer.pid == message.pid:
                     trainer.end(message.status, record=message.record, error=message.error)
+                    self._start_early(trainer)
+            self._early = {rank: pid for rank, pid in self._early.items() if pid != message.pid}
         self._on_change()
 
     # an attempt -----------------------------------------------------------------------------------------------------
@@ -185,7 +206,11 @@ class Trainers:
             address: address of this node.
             token: the job's token. The token of replicas derives from it unless the agent's environment has one.
         """
-        assert not self.running(), "the previous attempt has not ended"
+        parked = self._take_parked(order)
+        assert len(parked) == len(self.running()), "the previous attempt has not ended"
+        doubts = self._explain_replacements()
+        early = self._take_early(order)
+        self._order = order
         self.attempt = order.attempt
         if order.fresh or self._socket is None:
             self.start_server()
@@ -206,22 +231,95 @@ class Trainers:
             "MEGASCALE_NODE_ADDRESS": address,
         }
         common = _network_variables(address) | common
+        self._common = common
         self.trainers = {}
         for local_rank, rank in enumerate(order.ranks):
             log_file = logs / f"rank-{rank}.log"
             log_start = log_file.stat().st_size if log_file.exists() else 0
-            self.trainers[rank] = TrainerProcess(rank, log_file, log_start, changed=time.monotonic())
+            trainer = TrainerProcess(rank, log_file, log_start, changed=time.monotonic())
+            self.trainers[rank] = trainer
             env = common | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-            self._send(self.program.make_fork(rank, self.attempt, env, log_file))
+            if rank in early:
+                trainer.replacement_reason = doubts.get(rank, "")
+            if rank in parked or rank in early:
+                trainer.pid = early[rank] if rank in early else parked[rank].pid
+                trainer.since_ns = time.time_ns()
+                changed = ("MASTER_ADDR", "MASTER_PORT", "MEGASCALE_ATTEMPT", "MEGASCALE_NODE_ADDRESS")
+                self._instruct(trainer.pid, Resume({name: env[name] for name in changed}))
+            else:
+                trainer.replacement_reason = doubts.get(rank, "")
+                self._send(self.program.make_fork(rank, self.attempt, env, log_file))
+
+    def _take_parked(self, order: Start) -> dict[int, TrainerProcess]:
+        """Return the parked ranks that go on in their processes; if the order does not suit them, end all of them."""
+        parked = {trainer.rank: trainer for trainer in self.running() if trainer.is_parked}
+        reason = _explain_change(self._order, order)
+        if parked and reason:
+            self._doubts |= dict.fromkeys(parked, reason)
+            self.start_server()
+            return {}
+        return parked
+
+    def _start_early(self, trainer: TrainerProcess) -> None:
+        """Start the process that replaces an ended rank before the driver orders it: it loads what a start needs."""
+        is_needed = trainer.status != 0 and not trainer.by_agent and self._server is not None
+        if not is_needed or self._order is None or not self._keeps_processes:
+            return
+        if trainer.rank not in self._order.ranks or not isinstance(self.program, OwnTrainer):
+            return
+        local_rank = self._order.ranks.index(trainer.rank)
+        env = self._common | {"RANK": str(trainer.rank), "LOCAL_RANK": str(local_rank), EARLY_VARIABLE: "1"}
+        self._early[trainer.rank] = 0
+        self._send(self.program.make_fork(trainer.rank, _NO_ATTEMPT, env, trainer.log))
+
+    def _take_early(self, order: Start) -> dict[int, int]:
+        """Return the waiting processes that the order suits, by rank; end the others."""
+        early, self._early = self._early, {}
+        suits = not order.fresh and not _explain_change(self._order, order)
+        taken = {}
+        for rank, pid in early.items():
+            if suits and pid and rank in order.ranks:
+                taken[rank] = pid
+            else:
+                self._end_early(pid)
+        return taken
+
+    def _end_early(self, pid: int) -> None:
+        """End a waiting process. One that is still being forked is ended when its process id comes."""
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _explain_replacements(self) -> dict[int, str]:
+        """Return for each rank that outlived the last attempt, but not in its process, why that process has ended."""
+        reasons = {}
+        for rank, trainer in self.trainers.items():
+            outlived_fault = not trainer.by_agent and trainer.record.kind is ExitKind.LOST_PEER
+            if trainer.status is not None and outlived_fault and self._keeps_processes:
+                reasons[rank] = trainer.doubt or "it ended although only a peer was lost"
+        reasons |= self._doubts
+        self._doubts = {}
+        return reasons
+
+    @property
+    def _keeps_processes(self) -> bool:
+        return self._limits.keep_seconds > 0
+
+    def has_active(self) -> bool:
+        """Return whether ranks of an attempt run: those that are parked do not."""
+        return any(not trainer.is_parked for trainer in self.running())
 
     def _choose_program(self, order: Start) -> RankProgram:
         tree = tomllib.loads(order.settings)
         foreign = ForeignConfig.model_validate(tree.get("foreign", {}))
         if foreign.command:
             return ForeignProgram(self.run, foreign, self._limits.no_progress_limit)
-        return OwnTrainer(self.run, self.folder / "job.toml", self._shared)
+        return OwnTrainer(self.run, self.folder / "job.toml", self._shared, self._keeps_processes)
 
-    def _send(self, order: Fork) -> None:
+    def _instruct(self, pid: int, order: Park | Resume) -> None:
+        self._send(Instruct(pid, encode_order(order)))
+
+    def _send(self, order: Fork | Instruct) -> None:
         assert self._socket is not None
         self._socket.setblocking(True)  # The socket's buffer holds the orders of all ranks, some hundred bytes each.
         try:
@@ -244,8 +342,21 @@ class Trainers:
         with contextlib.suppress(OSError):
             os.kill(server.pid, signal.SIGKILL)  # the kernel ends its ranks with it
 
-    async def stop(self, how: Literal["save", "kill"], grace_period: float) -> None:
-        """End all ranks; "save" gives them `grace_period` seconds to save a checkpoint first."""
+    async def stop(self, how: Literal["save", "keep", "kill"], grace_period: float) -> None:
+        """End all ranks.
+
+        "save" gives them `grace_period` seconds to save a checkpoint first. "keep" lets them leave the attempt and wait
+        in their processes, and ends those that do not.
+        """
+        if how == "keep" and self._keeps_processes and isinstance(self.program, OwnTrainer):
+            await self._park()
+            return
+        for pid in self._early.values():
+            self._end_early(pid)
+        self._early = {}
+        if how == "kill":
+            reason = "the driver ordered new processes: the fault may concern all"
+            self._doubts |= {trainer.rank: reason for trainer in self.running() if trainer.is_parked}
         deadline = time.monotonic() + grace_period
         signalled: set[int] = set()
         while how == "save" and self.running() and time.monotonic() < deadline:
@@ -255,6 +366,59 @@ class Trainers:
         while self.running() and self._server is not None:
             self._signal(signal.SIGKILL)
             await asyncio.sleep(0.01)
+
+    async def _park(self) -> None:
+        """Let the ranks leave the attempt; end those that do not within `resilience.keep_seconds`."""
+        deadline = time.monotonic() + self._limits.keep_seconds
+        instructed: set[int] = set()
+        asked: set[int] = set()
+        while self._server is not None:
+            active = []
+            for trainer in self.running():
+                self._update(trainer)
+                if not trainer.is_parked:
+                    active.append(trainer)
+            if not active:
+                return
+            is_late = time.monotonic() >= deadline
+            for trainer in active:
+                if not trainer.pid:
+                    continue  # it is being forked, and gets its order in a later round
+                if trainer.pid not in instructed:
+                    instructed.add(trainer.pid)
+                    self._instruct(trainer.pid, Park(self.attempt))
+                if trainer.by_agent:
+                    continue
+                if read_usage(trainer.pid).stopped:
+                    self._end_unparked(trainer, "it was stopped by a signal")
+                elif is_late:
+                    self._end_unparked(trainer, self._describe_delay(trainer))
+                elif time.monotonic() >= deadline - _STACK_SECONDS and trainer.pid not in asked:
+                    asked.add(trainer.pid)
+                    self._doubts[trainer.rank] = self._describe_delay(trainer)
+                    with contextlib.suppress(ProcessLookupError):
+                        self.program.signal(trainer.pid, signal.SIGUSR2)  # for its stack
+            await asyncio.sleep(0.01)
+
+    def _describe_delay(self, trainer: TrainerProcess) -> str:
+        """Return where a rank is that does not leave its attempt."""
+        step = trainer.progress.step if trainer.progress is not None else 0
+        text = f"it did not leave step {step} within {self._limits.keep_seconds:g} s"
+        stack = ""
+        with contextlib.suppress(OSError):
+            stack = read_tail(self.run / "status" / f"rank-{trainer.rank}.stack")
+        stack = stack.rpartition("most recent call first")[2]
+        frame = re.search(r'File ".*?([^/"]+)", line (\d+) in (\S+)', stack)
+        if frame is not None:
+            text += f", in {frame[3]} ({frame[1]}:{frame[2]})"
+        return text
+
+    def _end_unparked(self, trainer: TrainerProcess, reason: str) -> None:
+        """Kill a rank that did not leave its attempt, and remember why."""
+        self._doubts[trainer.rank] = reason
+        trainer.by_agent = True
+        with contextlib.suppress(ProcessLookupError):
+            self.program.signal(trainer.pid, signal.SIGKILL)
 
     def _signal(self, number: int, exclude: Collection[int] = ()) -> set[int]:
         """Send a signal to the running ranks except the processes in `exclude`; return their process ids."""
@@ -318,7 +482,12 @@ class Trainers:
         code = 0
         tail = ""
         ended_age = 0.0
-        if trainer.status is None:
+        if trainer.is_parked:
+            # For the driver its attempt has ended, as a process that lost its peers does.
+            state = "exited"
+            code = EXIT_FAILED
+            ended_age = current_time - trainer.changed
+        elif trainer.status is None:
             usage = read_usage(trainer.pid) if trainer.pid else usage
         else:
             ended_age = current_time - trainer.ended
@@ -350,7 +519,44 @@ class Trainers:
             error=truncate(trainer.error),
             ended_age=ended_age,
             by_agent=trainer.by_agent,
+            start=_describe_start(trainer),
         )
+
+
+def _describe_start(trainer: TrainerProcess) -> RankStart | None:
+    """Return how far a rank's start has come, None once the driver has had the time to learn it."""
+    start = trainer.start
+    if start is None or trainer.status is not None:
+        return None
+    current_time = time.time_ns()
+
+    def age(moment: int) -> float:
+        return max(0.0, (current_time - moment) / 1e9) if moment else -1.0
+
+    progress = trainer.progress or Progress()
+    if progress.step > trainer.first_step >= 0 and age(start.state_ns) > START_SECONDS:
+        return None
+    return RankStart(
+        process_age=age(start.process_ns),
+        groups_age=age(start.groups_ns),
+        state_age=age(start.state_ns),
+        step=start.step,
+        source=start.source,
+        is_reused=start.is_reused,
+        is_standing=start.is_standing,
+        doubt=trainer.replacement_reason[:200],
+    )
+
+
+def _explain_change(previous: Start | None, order: Start) -> str:
+    """Return why ranks of the previous attempt cannot go on in the next one, "" if they can."""
+    if order.fresh:
+        return "the fork server of its node is renewed"
+    if previous is None or (previous.ranks, previous.world, previous.job) != (order.ranks, order.world, order.job):
+        return "the ranks of its node or their number change"
+    if (previous.settings, previous.words, previous.env) != (order.settings, order.words, order.env):
+        return "the settings change"
+    return ""
 
 
 def _network_variables(address: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from megascale.core.exit_record import NO_RECORD, ExitRecord
+from megascale.core.process_orders import MAX_ORDER_BYTES
 from megascale.services.messages import Count, Message, Path, Schema, Text
 
 _MESSAGE_BYTES = 1 << 20  # an order holds an environment and a command line
@@ -23,6 +24,7 @@ class Fork(Message, frozen=True):
         executes: execute `arguments` as a program instead of this package's command line.
         folder: working directory of such a program, "": the server's.
         log: file that receives stdout and stderr.
+        is_reused: the process gets a pipe of orders, by which it stays between attempts.
     """
 
     rank: Count
@@ -32,6 +34,14 @@ class Fork(Message, frozen=True):
     log: Path
     executes: bool = False
     folder: Path = ""
+    is_reused: bool = False
+
+
+class Instruct(Message, frozen=True):
+    """Order to write a line into the pipe of orders of a rank's process (core/process_orders.py)."""
+
+    pid: Count
+    line: Annotated[bytes, Meta(max_length=MAX_ORDER_BYTES)]
 
 
 class ForkServerReady(Message, frozen=True):
@@ -73,6 +83,6 @@ class Ended(Message, frozen=True):
     error: Text = ""
 
 
-TO_FORK_SERVER = Schema(Fork, limit=_MESSAGE_BYTES)
+TO_FORK_SERVER = Schema(Fork, Instruct, limit=_MESSAGE_BYTES)
 FROM_FORK_SERVER = Schema(ForkServerReady, Broken, Forked, Ended, limit=_MESSAGE_BYTES)
 FROM_CHILD = Schema(LastWords, limit=_MESSAGE_BYTES)

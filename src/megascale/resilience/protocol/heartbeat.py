@@ -19,6 +19,26 @@ Tail = Annotated[str, Meta(max_length=TAIL_CHARACTERS)]
 Rank = Annotated[int, Meta(ge=0, lt=10**9)]
 
 
+class RankStart(Record, frozen=True):
+    """How far a rank's start has come (core/status.py::StartReport). Ages are seconds, on the clock of its host.
+
+    Attributes:
+        process_age: since the trainer began to run.
+        groups_age, state_age: since it had its communicators, and its model, optimizer and data; -1 before.
+        step, source, is_reused, is_standing: as in StartReport.
+        doubt: why the process before it, which outlived a fault, was replaced.
+    """
+
+    process_age: Finite
+    groups_age: Finite = -1.0
+    state_age: Finite = -1.0
+    step: Count = 0
+    source: Name = ""
+    is_reused: bool = False
+    is_standing: bool = False
+    doubt: Name = ""
+
+
 class Worker(Record, frozen=True):
     """One trainer process.
 
@@ -38,6 +58,7 @@ class Worker(Record, frozen=True):
         ended_age: seconds since the process ended, on the agent's monotonic clock; 0 while it runs.
         by_agent: the agent or its fork server ended the process.
         completed_steps: steps up to `step` that are complete, for a program that reports a step after its end.
+        start: how far its start has come; only until some seconds after its first step.
     """
 
     rank: Count
@@ -59,6 +80,7 @@ class Worker(Record, frozen=True):
     ended_age: Finite = 0.0
     by_agent: bool = False
     completed_steps: Count = 0
+    start: RankStart | None = None
 
 
 class LogMatch(Record, frozen=True):

@@ -62,7 +62,7 @@ def _half_work(model: ModelConfig, linear_time: float) -> np.ndarray:
     return np.array(halves)
 
 
-def lay_out_priced(config: Config, gpus: int, *, known: Collection[str] = ("tensor", "expert")) -> Layout:
+def lay_out_priced(config: Config, gpus: int, *, known: Collection[str] = ("tensor", "slice", "expert")) -> Layout:
     """Lay out `config` over `gpus` ranks. Raises FitError as `lay_out` and `check_priced_axes`.
 
     Args:
@@ -400,7 +400,7 @@ class LayoutCost:
                 "pipeline": grid.pipeline,
                 "virtual_stages": self.config.parallel.virtual_stages,
                 "context": grid.context,
-                "data": grid.shards // grid.context,
+                "data": grid.shards // grid.size("context"),
                 "microbatches": self.layout.microbatches,
                 "layers_by_chunk": [chunk.layer_count for chunk in self.layout.layers],
                 "zero": self.config.parallel.zero,

@@ -10,6 +10,7 @@ import pytest
 
 from megascale.core.events import Event
 from megascale.resilience.driver.recovery.response import Response
+from megascale.resilience.driver.recovery.timeline import RecoveryTimeline
 from megascale.resilience.rules.view import Verdict
 
 SLOW = Verdict(Event.SLOW_NODE, ("n1",), (1,), "evict", ("rank 1 computes 1.4 x as long",))
@@ -28,7 +29,7 @@ class Parts:
             run=Path(),
             job=job,
             nodes=SimpleNamespace(spares=lambda: self.standing, all=list),
-            attempts=None,
+            attempts=SimpleNamespace(timeline=RecoveryTimeline()),
             recovery=SimpleNamespace(reasons={}, recover=lambda blamed, evict: self.evicted.append(evict)),
             settings=SimpleNamespace(limits=SimpleNamespace(no_progress_limit=3)),
             tasks=None,

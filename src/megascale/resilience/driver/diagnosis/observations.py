@@ -173,6 +173,13 @@ class Observations:
                 text = f"first step of attempt {self.job.state.attempt} after {seconds:.2f} s"
                 evidence = (text,) + self._describe_resumption(worker, furthest_step)
                 self.record_event(Event.FIRST_STEP, evidence=evidence, seconds=seconds, step=worker.step)
+                self._record_recovery(current_time)
+
+    def _record_recovery(self, current_time: float) -> None:
+        """Record the recovery that has ended with a first step, if there was one."""
+        record = self.attempts.timeline.finish(self.nodes.all(), current_time)
+        if record is not None:
+            self.record_event(Event.RECOVERED, evidence=record.describe(), **record.to_details())
 
     def _describe_resumption(self, worker: Worker, furthest_step: int) -> tuple[str, ...]:
         """Return what another trainer's first step after a restart says about its checkpoints.

@@ -13,10 +13,33 @@ from megascale.errors import EXIT_FAILED
 from megascale.resilience.driver.launch_checks import JobFiles
 from megascale.resilience.driver.nodes import Node, Nodes, SelfCheck
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
+from megascale.resilience.driver.recovery.timeline import RecoveryTimeline
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.driver.state.transitions import JobEvent
+
+# Stops after which the time until the next step is not a recovery's.
+_PERSONAL = (JobEvent.PAUSED, JobEvent.FAILED, JobEvent.INTERRUPTED)
+
+# Faults of one process or node. A full disk, an error in the program or a network that lost contact may concern all.
+_LOCAL_FAULTS = frozenset(
+    map(
+        str,
+        (
+            Event.PROCESS_KILLED,
+            Event.SEGMENTATION_FAULT,
+            Event.CUDA_ERROR,
+            Event.DEVICE_FAULT,
+            Event.HANG,
+            Event.SLOW_NODE,
+            Event.NODE_LOST,
+            Event.MISSED_HEARTBEAT,
+            Event.AGENT_RESTARTED,
+            Event.PORT_TAKEN,
+        ),
+    )
+)
 
 
 def _first_order() -> int:
@@ -37,6 +60,7 @@ class Attempts:
         files: the trainers' environment and the configured order of the nodes.
         started: when this attempt's processes were ordered or taken over, on the monotonic clock.
         order: number of the last order to stop or to run self-checks.
+        timeline: times of the recovery under way.
     """
 
     job: Job
@@ -47,6 +71,7 @@ class Attempts:
     files: JobFiles = field(default_factory=JobFiles)
     started: float = field(default_factory=time.monotonic)
     order: int = field(default_factory=_first_order)
+    timeline: RecoveryTimeline = field(default_factory=RecoveryTimeline)
 
     @property
     def model_ranks(self) -> int:
@@ -55,7 +80,10 @@ class Attempts:
 
     def stop(self, event: JobEvent, reason: str, **changes: Any) -> None:
         """Stop all trainers for `event`, which determines the phase that follows."""
-        if self.job.apply(event, reason=reason, **changes) and self.job.phase is Phase.STOPPING:
+        if event in _PERSONAL:
+            self.timeline.forget()
+        # A pause while no trainers run enters its goal at once; ranks may still be parked in their processes.
+        if self.job.apply(event, reason=reason, **changes) and self.job.phase in (Phase.STOPPING, Phase.PAUSED):
             self.order += 1
             for node in self.nodes.all():
                 self.send_stop(node)
@@ -70,9 +98,24 @@ class Attempts:
         if node.self_check is SelfCheck.RUNNING:
             node.self_check = SelfCheck.NOT_RUN
         state = self.job.state
-        how = "save" if state.save and state.phase is Phase.STOPPING else "kill"
+        how = "kill"
+        if state.phase is Phase.STOPPING and state.save:
+            how = "save"
+        elif state.phase is Phase.STOPPING and self._may_keep(node):
+            how = "keep"
         period = self.settings.limits.grace_period
         self.nodes.order(node, do="stop", order=self.order, how=how, grace_period=period, forget=state.distrust)
+
+    def _may_keep(self, node: Node) -> bool:
+        """Return whether the ranks of a node may stay in their processes.
+
+        They are to start again as they are, after faults that say nothing against other processes.
+        """
+        state = self.job.state
+        if not self.timeline.causes or not self.timeline.causes <= _LOCAL_FAULTS:
+            return False
+        is_restarted = state.goal in (Phase.WAITING, Phase.STARTING) and not state.distrust
+        return is_restarted and node.name in state.placement and node.name not in state.fresh
 
     def begin(self, current_time: float) -> None:
         """Start the trainers on the nodes of the placement."""
@@ -82,6 +125,7 @@ class Attempts:
         if not self.job.apply(JobEvent.BEGUN, attempt=attempt, master=(first.record.address, first.port)):
             return
         self.started = current_time
+        self.timeline.begin_attempt(current_time)
         for node in self.nodes.all():
             node.forget_attempt()
         state = self.job.state

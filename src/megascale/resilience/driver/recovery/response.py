@@ -113,6 +113,7 @@ class Response:
     def _end_start(self, verdicts: list[Verdict]) -> None:
         """End the present start for severe verdicts."""
         worst = max(verdicts, key=lambda verdict: SEVERITY[verdict.action])
+        self.attempts.timeline.begin_recovery(worst, self.nodes.all(), time.monotonic())
         distrust = self.job.state.distrust or any(v.kind in _DISTRUSTED for v in verdicts)
         if self.job.state.updating and worst.kind in _SETTINGS_FAULTS:
             self.job.apply(JobEvent.START_ENDED, distrust=distrust)

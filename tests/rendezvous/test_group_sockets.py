@@ -1,0 +1,41 @@
+"""Connections are cut for both ends; listeners, files and reused descriptors are left alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+
+
+def test_new_connections_are_cut_and_their_listener_stays():
+    before = list_sockets()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        server, _ = listener.accept()
+        with client, server:
+            sockets = list_new_sockets(before)
+            assert set(sockets) == {listener.fileno(), client.fileno(), server.fileno()}
+            assert cut_connections(sockets) == 2
+            assert client.recv(1) == b""
+            assert server.recv(1) == b""
+        with socket.create_connection(listener.getsockname()):
+            pass
+
+
+def test_a_descriptor_that_another_socket_has_taken_is_not_cut():
+    first, second = socket.socketpair()
+    sockets = {fd: identity for fd, identity in list_sockets().items() if fd in (first.fileno(), second.fileno())}
+    assert len(sockets) == 2
+    first.close()
+    second.close()
+    other, end = socket.socketpair()
+    with other, end:
+        assert {other.fileno(), end.fileno()} & set(sockets)  # the lowest free descriptors
+        assert cut_connections(sockets) == 0
+        other.sendall(b"x")
+        assert end.recv(1) == b"x"
