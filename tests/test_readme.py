@@ -51,3 +51,18 @@ def test_its_address_has_one_source():
 def test_its_figures_stand_in_the_documents(figure, page):
     assert figure in (ROOT / page).read_text()
     assert (figure if figure != "1.5524" else "1.55") in TEXT
+
+
+def test_the_pages_that_answer_questions_exist():
+    page = ROOT / "dev/questions.md"
+    links = re.findall(r"\]\(([^)#]+)", page.read_text())
+    assert len(links) > 20
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_the_commands_that_answer_questions_parse():
+    text = (ROOT / "dev/questions.md").read_text()
+    questions = [command for command in INLINE.findall(text) if not re.search(r"\b[A-Z]+\b|--help", command)]
+    assert len(questions) >= 6
+    for command in questions:
+        parse(command)
