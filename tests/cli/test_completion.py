@@ -13,7 +13,7 @@ import typer
 
 from megascale.cli import completion
 from megascale.cli.common import OVERRIDES
-from megascale.cli.main import app
+from megascale.cli.main import app, list_options
 from megascale.config import list_presets
 from megascale.simulate.cluster import shipped
 
@@ -52,7 +52,7 @@ printf '%s\n' "${COMPREPLY[@]}"
     ],
 )
 def test_matches(words, word, expected):
-    matches = completion.list_matches(words, word)
+    matches = completion.list_matches(words, word, list_options)
     if expected == ["kernels"]:
         assert matches[0] == "kernels"
         assert all(match.startswith("kernels") for match in matches)
@@ -61,8 +61,8 @@ def test_matches(words, word, expected):
 
 
 def test_own_options_join_the_settings():
-    assert "--days" in completion.list_matches(["simulate", "search"], "--da")
-    assert "--data.train" in completion.list_matches(["simulate", "search"], "--da")
+    assert "--days" in completion.list_matches(["simulate", "search"], "--da", list_options)
+    assert "--data.train" in completion.list_matches(["simulate", "search"], "--da", list_options)
 
 
 def test_commands_with_settings_are_those_that_accept_them():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 # Commands that take --section.key=value, with their groups.
 SETTINGS_COMMANDS: frozenset[tuple[str, ...]] = frozenset(
@@ -24,11 +24,12 @@ SETTINGS_COMMANDS: frozenset[tuple[str, ...]] = frozenset(
 COMPLETE_VARIABLE = "_MEGASCALE_COMPLETE"
 
 
-def answer(environment: Mapping[str, str]) -> str | None:
+def answer(environment: Mapping[str, str], list_options: Callable[[Sequence[str]], list[str]]) -> str | None:
     """Return what to print for a request of a shell, or None if typer answers it.
 
     Args:
         environment: the variables that the completion scripts of typer set.
+        list_options: returns the options of the command that words name, such as --gpus.
     """
     shell = environment.get(COMPLETE_VARIABLE, "").removeprefix("complete_")
     if shell == "bash":
@@ -37,7 +38,7 @@ def answer(environment: Mapping[str, str]) -> str | None:
         words, word = _read_line(environment.get("_TYPER_COMPLETE_ARGS", ""))
     else:
         return None
-    matches = list_matches(words, word)
+    matches = list_matches(words, word, list_options)
     if matches is None:
         return None
     if shell == "zsh":
@@ -45,7 +46,9 @@ def answer(environment: Mapping[str, str]) -> str | None:
     return "\n".join(matches)
 
 
-def list_matches(words: Sequence[str], word: str) -> list[str] | None:
+def list_matches(
+    words: Sequence[str], word: str, list_options: Callable[[Sequence[str]], list[str]]
+) -> list[str] | None:
     """Return the completions of `word` after `words`, or None if typer knows them.
 
     An empty list lets the shell complete names of files. `words` begins with the command. An equals sign may be a word
@@ -72,7 +75,7 @@ def list_matches(words: Sequence[str], word: str) -> list[str] | None:
     if word.startswith("--") and _takes_settings(words):
         keys = _match([f"--{key}" for key in _list_keys()], word)
         if keys:
-            return keys + _match(_list_own_options(words), word)
+            return keys + _match(list_options(words), word)
     return None
 
 
@@ -94,18 +97,6 @@ def _list_keys() -> list[str]:
     from megascale.config.reference import list_settings
 
     return [setting.key for setting in list_settings()]
-
-
-def _list_own_options(words: Sequence[str]) -> list[str]:
-    """Return the options of the command itself, such as --gpus."""
-    import typer
-
-    from megascale.cli.main import COMMANDS, command_line
-
-    command = typer.main.get_command(command_line([COMMANDS[words[0]]]))
-    for name in words[:2]:
-        command = getattr(command, "commands", {}).get(name, command)
-    return [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
 
 
 def _list_values(words: Sequence[str], option: str) -> list[str] | None:

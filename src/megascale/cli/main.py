@@ -165,6 +165,14 @@ def _make_app() -> typer.Typer:
     return command_line([module] if module else dict.fromkeys(COMMANDS.values()))
 
 
+def list_options(words: Sequence[str]) -> list[str]:
+    """Return the long options of the command that the first words name, such as --gpus."""
+    command = typer.main.get_command(command_line([COMMANDS[words[0]]]))
+    for name in words[:2]:
+        command = getattr(command, "commands", {}).get(name, command)
+    return [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
+
+
 def is_work(arguments: Sequence[str]) -> bool:
     """Return whether a command line is run for its effect, so that it continues when its output is lost."""
     if "--dry-run" in arguments or "--json" in arguments:
@@ -180,7 +188,7 @@ def main() -> None:
     if is_work(sys.argv[1:]):
         terminal.ignore_lost_output()
     if completion.COMPLETE_VARIABLE in os.environ:
-        matches = completion.answer(os.environ)
+        matches = completion.answer(os.environ, list_options)
         if matches is not None:
             print(matches)
             return
