@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -216,7 +217,7 @@ def _make_stage_table(title: str, first: str, stages: dict[int, str]) -> Table:
     return table
 
 
-def _add_gib_row(table: Table, name: str, byte_counts: list[float]) -> None:
+def _add_gib_row(table: Table, name: str, byte_counts: Sequence[float]) -> None:
     cells = [f"{count / 2**30:.2f}" for count in byte_counts]
     table.add_row(name, *cells)
 
