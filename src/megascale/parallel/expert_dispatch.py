@@ -24,7 +24,7 @@ from megascale.ops.biased_experts import (
     run_expert_stacks_backward,
 )
 from megascale.ops.gradient_sink import tracked
-from megascale.ops.routing import RoutingPlan, plan_rows, wide_dtype
+from megascale.ops.routing import RoutingPlan, plan_rows, sum_rows_at
 from megascale.parallel.collectives import Axis, all_gather, reduce_scatter
 
 
@@ -49,31 +49,47 @@ class Dispatch:
 
     Attributes:
         token: token of each sent row, by receiving rank, then token [sent rows].
+        row_TR: sent row of each token to each rank; at least `sent rows` where there is none [tokens, ranks].
         sent, received: rows that this rank sends to, and receives from, each rank.
+        choices: choices of this rank's experts among the received rows.
         axis: the expert axis.
     """
 
     token: Tensor
+    row_TR: Tensor
     sent: list[int]
     received: list[int]
+    choices: int
     axis: Axis
 
     @classmethod
     def plan(cls, indices_TK: Tensor, first: int, count: int, axis: Axis) -> Dispatch:
-        """Plan the way of tokens with these experts; rank r has experts from first + r * count. Waits for the device.
+        """Plan the way of tokens with these experts; rank r has experts from first + r * count.
+
+        Waits for the device once, to read the numbers of rows.
 
         Args:
             indices_TK: experts of each token [tokens, top_k].
         """
-        ranks = torch.arange(axis.size, device=indices_TK.device)
+        device, tokens = indices_TK.device, len(indices_TK)
+        ranks = torch.arange(axis.size, device=device)
         owner_TK = torch.div(indices_TK - first, count, rounding_mode="floor")
-        is_sent_RT = (owner_TK.unsqueeze(0) == ranks[:, None, None]).any(-1)
-        sizes = is_sent_RT.sum(1)
-        received = torch.empty_like(sizes)
-        transfer = axis.transfer("all_to_all", sizes.nbytes)
-        dist.all_to_all_single(received, sizes, group=axis.group)
+        is_owner_RTK = owner_TK.unsqueeze(0) == ranks[:, None, None]
+        is_sent_RT = is_owner_RTK.any(-1)
+        sizes_R2 = torch.stack((is_sent_RT.sum(1), is_owner_RTK.sum((1, 2))), 1)
+        received_R2 = torch.empty_like(sizes_R2)
+        transfer = axis.transfer("all_to_all", sizes_R2.nbytes)
+        dist.all_to_all_single(received_R2, sizes_R2, group=axis.group)
         transfer.done()
-        return cls(is_sent_RT.nonzero()[:, 1], sizes.tolist(), received.tolist(), axis)
+        end = is_sent_RT.flatten().cumsum(0)
+        sizes, received_sizes = torch.stack((sizes_R2, received_R2)).tolist()
+        sent = [rows for rows, _ in sizes]
+        row = torch.where(is_sent_RT.flatten(), end - 1, sum(sent)).view(axis.size, tokens)
+        # The n-th sent row is the first entry that ends n rows.
+        entry = torch.searchsorted(end, torch.arange(1, sum(sent) + 1, device=device))
+        received = [rows for rows, _ in received_sizes]
+        choices = sum(count for _, count in received_sizes)
+        return cls(entry % max(1, tokens), row.t().to(torch.int32).contiguous(), sent, received, choices, axis)
 
     def send(self, x_TC: Tensor) -> Tensor:
         """Send rows of x to the ranks that need them; returns the received rows, by sending rank, then token."""
@@ -84,15 +100,7 @@ class Dispatch:
 
         Sums are in float32 at least, in the order of ranks.
         """
-        y_SC = self._exchange(y_RC, self.received, self.sent)
-        total = torch.zeros(tokens, y_SC.shape[1], dtype=wide_dtype(y_SC), device=y_SC.device)
-        start = 0
-        for count in self.sent:
-            part = slice(start, start + count)
-            # A rank returns at most one row per token, so the order of additions does not matter.
-            total.index_add_(0, self.token[part], y_SC[part].to(total.dtype))
-            start += count
-        return total.to(y_SC.dtype)
+        return sum_rows_at(self._exchange(y_RC, self.received, self.sent), self.row_TR)
 
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         out = rows.new_empty(sum(received), *rows.shape[1:])
@@ -129,7 +137,8 @@ class _DispatchedExperts(torch.autograd.Function):
             weights_TK = dispatch.send(weights_TK)
             indices_TK = dispatch.send(indices_TK)
         total = count * tensor.size * expert.size
-        plan = plan_rows(indices_TK, first + expert.rank * count, count, weights_TK, total)
+        rows = dispatch.choices if isinstance(dispatch, Dispatch) else None
+        plan = plan_rows(indices_TK, first + expert.rank * count, count, weights_TK, total, rows=rows)
         y_TH, inner = run_expert_stacks(x_TH, weights_TK, plan, stacks)
         if dispatch is not None:
             y_TH = dispatch.give_back(y_TH, x.shape[0] * x.shape[1])
