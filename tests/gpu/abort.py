@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from megascale import config as configuration
 from megascale.optim.update_hold import UpdateHold
+from megascale.rendezvous.group_plan import STATE_KINDS
 from megascale.rendezvous.groups import Groups, abort, describe_lost_peer, shutdown
 from megascale.rendezvous.start_job import initialise
 
@@ -149,7 +150,7 @@ def capture_call(groups: Groups) -> torch.cuda.CUDAGraph:
     x = torch.ones(1 << 20, device=groups.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        dist.all_reduce(x, group=next(iter(groups.by_kind.values())))
+        dist.all_reduce(x, group=groups.by_kind["data_reduce"])
     return graph
 
 
@@ -158,7 +159,9 @@ def queue_step(
 ) -> torch.Tensor:
     """Queue collectives of all groups and an update that uses their results; return the update's norm."""
     works = []
-    for group in groups.by_kind.values():
+    for kind, group in groups.by_kind.items():
+        if kind in STATE_KINDS:
+            continue  # they have no communicator before their first call
         x = torch.ones(1 << 22, device=groups.device)
         works.append((dist.all_reduce(x, group=group, async_op=True), x))
     if graph is not None:
