@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megascale.config.base import Section, check_encoding
+from megascale.config.base import UNSET, Section, check_encoding
 from megascale.config.experts_section import ExpertsConfig
 from megascale.config.lora_section import LoraConfig
 from megascale.config.model_section import LayerKind
@@ -127,12 +127,24 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
                 check_encoding(f"{name}.{key}", value)
     _move_imported_folder(tree)
     model = tree.get("model")
-    if isinstance(model, dict) and isinstance(model.get("preset"), str):
+    if isinstance(model, dict) and isinstance(model.get("preset"), str) and model["preset"] != UNSET:
         tree["model"] = read_preset(model["preset"]) | model
+    tree = _drop_unset(tree)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(fault) for fault in error.errors())) from None
+
+
+def _drop_unset(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested tables without the keys whose value is the word unset, so that their defaults apply."""
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            kept[key] = _drop_unset(value)
+        elif not (isinstance(value, str) and value == UNSET):
+            kept[key] = value
+    return kept
 
 
 def _move_imported_folder(tree: dict[str, Any]) -> None:
@@ -141,6 +153,9 @@ def _move_imported_folder(tree: dict[str, Any]) -> None:
     if not isinstance(model, dict) or "from" not in model:
         return
     folder = model["from"]
+    if folder == UNSET:
+        tree["model"] = {key: value for key, value in model.items() if key != "from"}
+        return
     if not isinstance(folder, str) or not folder:
         raise ConfigError(f"model.from={folder!r} is wrong: it must name the folder of a Hugging Face model")
     if model.get("preset") is not None:
@@ -196,6 +211,8 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
     try:
         parsed = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError:
+        if text == UNSET:
+            return section, key, text
         # A list may be written a,b,c, because brackets and quotes are tedious in a shell.
         if field is not None and "list" in str(field.annotation):
             return section, key, text.split(",")
@@ -223,6 +240,8 @@ def _explain(fault: Mapping[str, Any]) -> str:
     else:
         field = None
     message = fault["msg"][0].lower() + fault["msg"][1:]
+    if fault["input"] == "" and field is not None:
+        message += f"; write {name}={UNSET} for the default"
     return f"{name}={fault['input']!r} is wrong: {message}{_describe(field)}"
 
 
