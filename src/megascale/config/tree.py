@@ -139,8 +139,15 @@ class Config(Section):
             )
 
     def count_microbatches(self, data_parallel: int) -> int:
-        """Return the micro-batches per data-parallel rank and step. Raises FitError if the sizes do not divide."""
+        """Return the micro-batches per data-parallel rank and step. Raises FitError if the sizes do not divide.
+
+        With resilience.continue_replicas some ranks may have one fewer.
+        """
         sequences = self.train.micro_batch * data_parallel
+        if self.resilience.continue_replicas and self.train.global_batch % self.train.micro_batch == 0:
+            total = self.train.global_batch // self.train.micro_batch
+            if total >= data_parallel:
+                return -(-total // data_parallel)
         if self.train.global_batch % sequences:
             nearest = max(1, round(self.train.global_batch / sequences)) * sequences
             raise FitError(

@@ -115,7 +115,7 @@ def test_each_rank_reads_its_samples(
     reading = [rank for rank in range(world) if host.plan.reads_tokens(rank)]
     assert (reading == [0, 2]) == (pipeline == 3)  # the middle stage needs no tokens
     assert not np.array_equal(expected(host.plan, 0, base, 0), expected(host.plan, 0, base, 1))
-    for number in range(3 * host.plan.microbatches + 1):
+    for number in range(3 * host.plan.shares[0][1] + 1):
         for rank in reading:
             assert np.array_equal(host.read(rank), expected(host.plan, rank, base, number))
     streams = {host.plan.shape.find_reader(rank)[0] for rank in reading}
@@ -166,7 +166,7 @@ def test_rank_0_is_told_the_ids_of_whole_steps(prefix: str, tmp_path: Path, host
     source = host.plan.open_source()
     for number in range(6):
         used = reader.read()
-        step = number // host.plan.microbatches
+        step = number // host.plan.shares[0][1]
         assert used.ids == hash_ids(source.ids(8 + 8 * step, 8))
         assert used.epochs == source.count_epochs(16 + 8 * step)
         reader.release()
