@@ -166,6 +166,12 @@ def train(config: Config) -> TrainResult:
         folder, step = trainer.folder, trainer.step
         del trainer  # and all that the failed attempt held
         parking.wait(folder, rank_info.rank, step)
+        rank_info = find_rank_info(config)
+        attempt_config = config
+        if parking.data:
+            parallel = config.parallel.model_copy(update={"data": parking.data})
+            attempt_config = config.model_copy(update={"parallel": parallel})
+        layout = lay_out(attempt_config, rank_info.world)
 
 
 def evaluate(

@@ -34,8 +34,11 @@ def uneven(microbatches: int, *sizes: int, **options: Any) -> Case:
     """Return a case whose global batch has a number of micro-batches that the replicas do not divide."""
     chosen = case(*sizes, microbatches=1, **options)
     train = {**chosen.tree["train"], "global_batch": microbatches * chosen.tree["train"]["micro_batch"]}
-    resilience = {"continue_replicas": True}
-    return Case({**chosen.tree, "train": train, "resilience": resilience}, chosen.world)
+    consent = {
+        "resilience": {"continue_replicas": True},
+        "checkpoint": {"background": True, "memory_interval": 1, "replicas": True},
+    }
+    return Case({**chosen.tree, **consent, "train": train}, chosen.world)
 
 
 LAYOUTS = {
@@ -111,10 +114,10 @@ def check(layout: Case, fields: SampleFields, pool) -> None:
 
 def test_every_replica_needs_a_micro_batch_and_consent() -> None:
     few = uneven(2, 1, 1, 3)
-    with pytest.raises(FitError, match="train.global_batch=2 is not a multiple"):
+    with pytest.raises(FitError, match=r"train\.global_batch=2 is not a multiple"):
         lay_out(from_tree(few.tree), 3)
     tree = {**uneven(4, 1, 1, 3).tree, "resilience": {}}
-    with pytest.raises(FitError, match="train.global_batch=4 is not a multiple"):
+    with pytest.raises(FitError, match=r"train\.global_batch=4 is not a multiple"):
         lay_out(from_tree(tree), 3)
     shares = lay_out(from_tree(uneven(8, 1, 1, 3).tree), 3).shares
     assert [(shares.first(replica), shares.count(replica)) for replica in range(3)] == [(0, 3), (3, 3), (6, 2)]

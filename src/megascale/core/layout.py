@@ -35,7 +35,7 @@ class Layout:
     Attributes:
         config: the resolved configuration.
         grid: sizes of the axes.
-        microbatches: micro-batches per data-parallel rank and step. If shares are uneven, ranks with fewer run blank ones.
+        microbatches: micro-batches per data-parallel rank and step. Ranks that read fewer samples run blank ones.
         layers: layers of each model chunk, in model order; `chunk_map` has their stages.
     """
 

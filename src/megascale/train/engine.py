@@ -95,7 +95,7 @@ class StepResult:
     Attributes:
         loss: mean over the global batch's tokens, weighted if they have weights; the same on every rank.
         grad_norm: norm of the whole model's gradient before clipping.
-        stop: above 0 if any rank wants to stop after this step; the same on every rank.
+        stop: sum of `stop` over all ranks, above 0 if any wants to stop after this step; the same on every rank.
         cast_counts: float64 [3]: numbers that casts to float8 clipped, flushed to zero and processed, summed over all
             ranks; zeros where nothing was counted.
         read_checksum: float64: the numbers that `take_read_checksum` of `Engine.step` returned, summed over all ranks;
@@ -580,7 +580,7 @@ class Engine:
         read_batch: ReadBatch,
         step: int,
         learning_rate: float,
-        stop: bool = False,
+        stop: float = 0.0,
         before_update: Callable[[], None] = lambda: None,
         has_next_step: bool = False,
         count_casts: bool = False,
@@ -593,7 +593,7 @@ class Engine:
             read_batch: returns one of this rank's micro-batches; called only where its fields are needed.
             step: number of this optimizer step, from 1; dropout masks depend on it.
             learning_rate: learning rate of this step.
-            stop: whether this rank wants to stop; shared with all ranks.
+            stop: above 0 if this rank wants to stop; summed over all ranks.
             before_update: called once gradients exist and the state is about to change.
             has_next_step: begin the next step's first gather during the update. If no step follows after all, call
                 `synchronize`.
@@ -832,7 +832,7 @@ class Engine:
         for hook in tuple(self.before_update_hooks):
             hook(step)
 
-    def _collect_scalars(self, loss: torch.Tensor | None, stop: bool, read_checksum: Sequence[float]) -> torch.Tensor:
+    def _collect_scalars(self, loss: torch.Tensor | None, stop: float, read_checksum: Sequence[float]) -> torch.Tensor:
         """Return float64: loss, stop, three counts of casts, checksum, routing if there are experts, loss weights if
         samples carry them.
 
@@ -843,7 +843,7 @@ class Engine:
         if self.experts is not None:
             count += self.experts.size
         scalars = torch.zeros(count, dtype=torch.float64, device=self.device)
-        scalars[1].fill_(float(stop))
+        scalars[1].fill_(stop)
         if loss is not None and self.counts_loss:
             scalars[0] += loss
         if self._loss_weights is not None:

@@ -22,7 +22,7 @@ import torch
 
 from megascale.checkpoint import object_collectives
 from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, record_of
-from megascale.core.process_orders import ORDERS_VARIABLE, Park, Resume, read_orders
+from megascale.core.process_orders import ORDERS_VARIABLE, Resume, read_orders
 from megascale.core.status import PARKED, StatusFile
 from megascale.errors import TrainingError
 from megascale.rendezvous import groups as rank_groups
@@ -48,11 +48,13 @@ class RetainedState:
         slots: staging memory for snapshots, mapped and page-locked.
         engine: model, optimizer and their state on the device; None if they must be made anew.
         step: the step whose state they have, -1 if an update was under way and the state must be loaded.
+        rank: the rank that the engine was made for.
     """
 
     slots: Sequence[StagingSlot]
     engine: Engine | None = None
     step: int = -1
+    rank: int = -1
 
 
 class Parking:
@@ -62,7 +64,9 @@ class Parking:
         orders: descriptor of the pipe from which orders come.
 
     Attributes:
-        is_ordered: whether the agent has ordered this rank to leave the present attempt.
+        is_ordered: whether the agent has ordered this rank to leave the present attempt at once.
+        wants_leave: whether the agent has ordered this rank to leave it after a step.
+        data: data-parallel size of the present attempt, 0 for that of the configuration.
         is_reused: whether this process has run an earlier attempt.
         doubt: why this process cannot stay, "" if it can.
         retained: what the next attempt may use.
@@ -71,6 +75,8 @@ class Parking:
 
     def __init__(self, orders: int) -> None:
         self.is_ordered = False
+        self.wants_leave = False
+        self.data = 0
         self.is_reused = False
         self.doubt = ""
         self.retained: RetainedState | None = None
@@ -87,7 +93,11 @@ class Parking:
         for order in read_orders(orders):
             if isinstance(order, Resume):
                 self._resumes.put(order)
-            elif isinstance(order, Park) and order.attempt == self._attempt:
+            elif order.attempt != self._attempt:
+                continue
+            elif order.after_step:
+                self.wants_leave = True
+            else:
                 self.is_ordered = True
                 self._abort()
 
@@ -124,7 +134,7 @@ class Parking:
     def accept(self, error: BaseException) -> bool:
         """Return whether the process stays although this error ends its attempt."""
         is_caused_by_peer = record_of(error).kind is ExitKind.LOST_PEER
-        if not is_caused_by_peer and not self.is_ordered:
+        if not is_caused_by_peer and not self.is_ordered and not isinstance(error, LeaveAttempt):
             return False
         if not isinstance(error, Exception):
             return False
@@ -178,7 +188,12 @@ class Parking:
         resume = self._resumes.get()
         os.environ.update(resume.environment)
         self._attempt = _read_attempt()
+        self.data = resume.data
+        new_rank = int(os.environ.get("RANK", rank))
+        if new_rank != rank:
+            _write_to_log_of(folder, new_rank)
         self.is_ordered = False
+        self.wants_leave = False
         self.is_reused = True
         self._has_stepped = False
 
@@ -189,6 +204,13 @@ def _is_of_groups(error: BaseException) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and "torch/distributed" in trace.tb_frame.f_code.co_filename
+
+
+def _write_to_log_of(folder: RunFolder, rank: int) -> None:
+    """Let this process write to the log of another rank from now on."""
+    with open(folder.logs / f"rank-{rank}.log", "ab") as log_file:
+        for descriptor in (1, 2):
+            os.dup2(log_file.fileno(), descriptor)
 
 
 def open_parking() -> Parking | None:

@@ -50,6 +50,17 @@ from megascale.services.shared_token import derive_token
 
 log = logging.getLogger("megascale.agent")
 _STACK_SECONDS = 0.1  # before the end of keep_seconds, when ranks that have not left are asked for their stacks
+_DATA_SIZE = "--parallel.data="
+_RESUMED_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MEGASCALE_ATTEMPT",
+    "MEGASCALE_NODE_ADDRESS",
+)
 START_SECONDS = 30.0  # seconds after its state was loaded for which heartbeats describe a rank's start
 
 
@@ -226,24 +237,28 @@ class Trainers:
             trainer = TrainerProcess(rank, log_file, log_start, changed=time.monotonic())
             self.trainers[rank] = trainer
             env = common | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-            if rank in parked:
-                trainer.pid = parked[rank].pid
+            if local_rank in parked:
+                trainer.pid = parked[local_rank].pid
                 trainer.since_ns = time.time_ns()
-                changed = ("MASTER_ADDR", "MASTER_PORT", "MEGASCALE_ATTEMPT", "MEGASCALE_NODE_ADDRESS")
-                self._instruct(trainer.pid, Resume({name: env[name] for name in changed}))
+                environment = {name: env[name] for name in _RESUMED_VARIABLES}
+                self._instruct(trainer.pid, Resume(environment, data=_read_data_size(order)))
             else:
                 trainer.replacement_reason = doubts.get(rank, "")
                 self._send(self.program.make_fork(rank, self.attempt, env, log_file))
 
     def _take_parked(self, order: Start) -> dict[int, TrainerProcess]:
-        """Return the parked ranks that go on in their processes; if the order does not suit them, end all of them."""
+        """Return the parked ranks that go on in their processes, by local rank.
+
+        If the order does not suit them, end all of them.
+        """
         parked = {trainer.rank: trainer for trainer in self.running() if trainer.is_parked}
         reason = _explain_change(self._order, order)
         if parked and reason:
             self._doubts |= dict.fromkeys(parked, reason)
             self.start_server()
             return {}
-        return parked
+        local_ranks = {rank: local_rank for local_rank, rank in enumerate(self.trainers)}
+        return {local_ranks[rank]: trainer for rank, trainer in parked.items()}
 
     def _explain_replacements(self) -> dict[int, str]:
         """Return for each rank that outlived the last attempt, but not in its process, why that process has ended."""
@@ -297,13 +312,16 @@ class Trainers:
         with contextlib.suppress(OSError):
             os.kill(server.pid, signal.SIGKILL)  # the kernel ends its ranks with it
 
-    async def stop(self, how: Literal["save", "keep", "kill"], grace_period: float) -> None:
+    async def stop(self, how: Literal["save", "keep", "leave", "kill"], grace_period: float) -> None:
         """End all ranks.
 
         "save" gives them `grace_period` seconds to save a checkpoint first. "keep" lets them leave the attempt and wait
-        in their processes, and ends those that do not.
+        in their processes, and ends those that do not. "leave" gives them `grace_period` seconds to complete their step
+        and to copy its state to memory before that.
         """
-        if how == "keep" and self._keeps_processes and isinstance(self.program, OwnTrainer):
+        if how in ("keep", "leave") and self._keeps_processes and isinstance(self.program, OwnTrainer):
+            if how == "leave":
+                await self._await_leaving(grace_period)
             await self._park()
             return
         if how == "kill":
@@ -317,6 +335,18 @@ class Trainers:
             await asyncio.sleep(0.02)
         while self.running() and self._server is not None:
             self._signal(signal.SIGKILL)
+            await asyncio.sleep(0.01)
+
+    async def _await_leaving(self, seconds: float) -> None:
+        """Order the ranks to leave the attempt after their step, and wait for that."""
+        deadline = time.monotonic() + seconds
+        instructed: set[int] = set()
+        while self._server is not None and self.has_active() and time.monotonic() < deadline:
+            for trainer in self.running():
+                self._update(trainer)
+                if trainer.pid and trainer.pid not in instructed and not trainer.is_parked:
+                    instructed.add(trainer.pid)
+                    self._instruct(trainer.pid, Park(self.attempt, after_step=True))
             await asyncio.sleep(0.01)
 
     async def _park(self) -> None:
@@ -504,11 +534,28 @@ def _explain_change(previous: Start | None, order: Start) -> str:
     """Return why ranks of the previous attempt cannot go on in the next one, "" if they can."""
     if order.fresh:
         return "the fork server of its node is renewed"
-    if previous is None or (previous.ranks, previous.world, previous.job) != (order.ranks, order.world, order.job):
-        return "the ranks of its node or their number change"
-    if (previous.settings, previous.words, previous.env) != (order.settings, order.words, order.env):
+    if previous is None or (len(previous.ranks), previous.job) != (len(order.ranks), order.job):
+        return "the number of ranks of its node changes"
+    if (previous.settings, _list_other_words(previous), previous.env) != (
+        order.settings,
+        _list_other_words(order),
+        order.env,
+    ):
         return "the settings change"
     return ""
+
+
+def _list_other_words(order: Start) -> list[str]:
+    """Return the settings of the trainers' command line but for the data-parallel size, which may change."""
+    return [word for word in order.words if not word.startswith(_DATA_SIZE)]
+
+
+def _read_data_size(order: Start) -> int:
+    """Return the data-parallel size of an attempt, 0 if neither the command line nor the settings name it."""
+    sizes = [word.removeprefix(_DATA_SIZE) for word in order.words if word.startswith(_DATA_SIZE)]
+    if sizes:
+        return int(sizes[-1])
+    return int(tomllib.loads(order.settings).get("parallel", {}).get("data", 0))
 
 
 def _network_variables(address: str) -> dict[str, str]:

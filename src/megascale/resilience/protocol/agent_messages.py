@@ -241,14 +241,15 @@ class Stop(Message, frozen=True):
     """Order to end the trainers and answer `Stopped`.
 
     Attributes:
-        how: save a checkpoint first, keep the processes that leave the attempt in time, or kill at once.
+        how: save a checkpoint first, keep the processes that leave the attempt in time, or kill at once; "leave": keep
+            them and let them complete their step first.
         grace_period: seconds that the trainers have to save.
         forget: end this node's checkpoint services too, since their memory is not trusted.
     """
 
     epoch: Count
     order: Count
-    how: Literal["save", "keep", "kill"]
+    how: Literal["save", "keep", "leave", "kill"]
     grace_period: Finite
     forget: bool = False
 

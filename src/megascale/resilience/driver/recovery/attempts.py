@@ -101,6 +101,8 @@ class Attempts:
         how = "kill"
         if state.phase is Phase.STOPPING and state.save:
             how = "save"
+        elif state.phase is Phase.STOPPING and state.joining and node.name in state.placement:
+            how = "leave"
         elif state.phase is Phase.STOPPING and self._may_keep(node):
             how = "keep"
         period = self.settings.limits.grace_period
