@@ -18,11 +18,13 @@ from megascale.config import load as load_config
 from megascale.errors import ConfigError, MegascaleError
 
 if TYPE_CHECKING:
+    from megascale.core.layout import Layout
     from megascale.data.prepare.builder import BuildResult
     from megascale.train.chat import ChatSession
     from megascale.train.convert_model import Conversion
     from megascale.train.evaluation import Evaluation
     from megascale.train.loop import TrainResult
+    from megascale.train.rank_info import RankInfo
 
 __all__ = [
     "RunDescription",
@@ -140,9 +142,10 @@ def train(config: Config) -> TrainResult:
     from megascale.core.layout import lay_out
     from megascale.train.claim import record_refusal
     from megascale.train.loop import Trainer
-    from megascale.train.parking import open_parking
+    from megascale.train.parking import is_prepared, open_parking
     from megascale.train.rank_info import check_local_ranks, find_rank_info, has_bfloat16
     from megascale.train.resume import check_start
+    from megascale.train.run_folder import RunFolder
 
     try:
         config = resolve(config)
@@ -155,6 +158,9 @@ def train(config: Config) -> TrainResult:
         record_refusal(config, str(error), error)
         raise
     parking = open_parking()
+    if parking is not None and is_prepared():
+        parking.prepare(RunFolder(config.run_folder), rank_info)
+        rank_info, layout = _follow_attempt(config, parking.data)
     while True:
         trainer = Trainer(layout, rank_info, parking)
         try:
@@ -166,12 +172,19 @@ def train(config: Config) -> TrainResult:
         folder, step = trainer.folder, trainer.step
         del trainer  # and all that the failed attempt held
         parking.wait(folder, rank_info.rank, step)
-        rank_info = find_rank_info(config)
-        attempt_config = config
-        if parking.data:
-            parallel = config.parallel.model_copy(update={"data": parking.data})
-            attempt_config = config.model_copy(update={"parallel": parallel})
-        layout = lay_out(attempt_config, rank_info.world)
+        rank_info, layout = _follow_attempt(config, parking.data)
+
+
+def _follow_attempt(config: Config, data: int) -> tuple[RankInfo, Layout]:
+    """Return rank and layout of a process in its next attempt, which may have another data-parallel size."""
+    from megascale.core.layout import lay_out
+    from megascale.train.rank_info import find_rank_info
+
+    rank_info = find_rank_info(config)
+    if data:
+        parallel = config.parallel.model_copy(update={"data": data})
+        config = config.model_copy(update={"parallel": parallel})
+    return rank_info, lay_out(config, rank_info.world)
 
 
 def evaluate(

@@ -14,28 +14,29 @@ from tests.resilience.test_launch import losses, weights
 
 COPIES = ["--checkpoint.background=true", "--checkpoint.memory_interval=1", "--checkpoint.replicas=true"]
 CONTINUED = ["--resilience.continue_replicas=true", "--checkpoint.memory_wait=true", *COPIES]
+KEEP = "--resilience.keep_seconds=60"  # on a busy machine a rank takes its time
 SETTINGS = ["--parallel.data=3", "--train.global_batch=4", "--train.micro_batch=1", "--train.precision=float64"]
 
 
 def test_a_job_goes_on_without_a_node_and_takes_it_in_again(launch, megascale, tiny, tmp_path) -> None:
     steps = [*SETTINGS, "--train.steps=60", "--checkpoint.interval=60"]
     # 4 micro-batches are uneven for three replicas, and even for two.
-    job = launch("broken", "--nodes=3", *steps, *CONTINUED, "--resilience.window=20", "--checkpoint.linger=40")
+    job = launch("broken", "--nodes=3", *steps, *CONTINUED, "--resilience.window=20", "--checkpoint.linger=40", KEEP)
     job.until("first_step")
     job.until_step(6)
-    job.kill_agent("n1")
+    job.kill_rank(1)
     missing = job.until("replicas_missing")
     assert "2 of 3 replicas" in missing.evidence[0]
     assert job.until("attempt_started").nodes == ("n0", "n2")
     record = RecoveryRecord.from_details(job.until("recovered").details)
     assert record is not None
-    assert (record.cause, record.reused_ranks) == ("node_lost", (0, 1)), job.story()
+    assert (record.cause, record.reused_ranks) == ("process_killed", (0, 1)), job.story()
     assert 0 <= record.lost_steps <= 1
     assert job.until("replicas_joining").nodes == ("n1",)
     assert job.until("attempt_started").nodes == ("n0", "n2", "n1")
     record = RecoveryRecord.from_details(job.until("recovered").details)
     assert record is not None
-    assert (record.lost_steps, set(record.reused_ranks) >= {0, 1}) == (0, True), job.story()
+    assert (record.cause, record.lost_steps, record.reused_ranks) == ("replicas_joining", 0, (0, 1)), job.story()
     assert job.finish() == 0, job.story()
 
     calm = megascale("train", tiny, *steps, "--train.name=calm", "--parallel.data=1")
@@ -64,9 +65,9 @@ def test_sizes_without_some_nodes(tiny) -> None:
         [(2, 2)],
         [],
     ]
-    # Two nodes hold a replica together: without one of them the other waits.
+    # Two nodes hold a replica together: without one of them the other becomes a spare.
     config = make_config(tiny, "--parallel.tensor=2")
-    assert list_continued_sizes(config, 1, 3) == []
+    assert list_continued_sizes(config, 1, 3) == [(1, 2)]
     config = make_config(tiny, "--parallel.pipeline=2")
     assert list_continued_sizes(config, 2, 3) == [(3, 3)]
     config = make_config(tiny, "--train.global_batch=4", "--train.micro_batch=2")

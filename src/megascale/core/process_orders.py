@@ -11,6 +11,10 @@ from msgspec import Meta
 
 # Descriptor of the pipe's reading end, set for ranks whose agent keeps processes.
 ORDERS_VARIABLE = "MEGASCALE_ORDERS"
+# Set for a process that waits for its first attempt, in which it joins ranks that train already.
+PREPARED_VARIABLE = "MEGASCALE_PREPARED"
+# Share of the replicas that are missing in an attempt.
+MISSING_VARIABLE = "MEGASCALE_MISSING_SHARE"
 MAX_ORDER_BYTES = 4096  # a line of this length is written to a pipe at once
 
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, FlopCount, device_peak_tflops, document_flops, mfu
 from megascale.core.layout import Layout
+from megascale.core.process_orders import MISSING_VARIABLE
 from megascale.core.spans import SpanKind
 from megascale.core.status import StartReport
 from megascale.data.dataset.formats import sample_fields
@@ -121,6 +123,7 @@ class Trainer:
         self.groups: Groups | None = None
         self.folder = RunFolder(config.run_folder)
         self.attempt = self.folder.next_attempt()  # all ranks take rank 0's number
+        self._missing_share = float(os.environ.get(MISSING_VARIABLE) or 0.0)
         self._start = StartReport(time.time_ns(), is_reused=parking is not None and parking.is_reused)
         self.reporter = Reporter(self.folder, self.is_leader)
         self.ending = Ending(config, rank_info, self.folder, parking)
@@ -694,6 +697,8 @@ class Trainer:
             "epoch": round(self.feed.epochs(self.consumed_samples), 4),
             **self.feed.measures(),
         }
+        if self._missing_share:
+            record["missing_share"] = self._missing_share
         if self.is_leader:
             sample_ids = self.feed.ids(first_sample)
         else:

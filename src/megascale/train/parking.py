@@ -22,11 +22,12 @@ import torch
 
 from megascale.checkpoint import object_collectives
 from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, record_of
-from megascale.core.process_orders import ORDERS_VARIABLE, Resume, read_orders
+from megascale.core.process_orders import ORDERS_VARIABLE, PREPARED_VARIABLE, Resume, read_orders
 from megascale.core.status import PARKED, StatusFile
 from megascale.errors import TrainingError
 from megascale.rendezvous import groups as rank_groups
 from megascale.rendezvous.groups import Groups
+from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -163,6 +164,17 @@ class Parking:
 
     # between attempts -----------------------------------------------------------------------------------------------
 
+    def prepare(self, folder: RunFolder, rank_info: RankInfo) -> None:
+        """Prepare the device of a process that joins in a later attempt, and wait for that."""
+        os.environ.pop(PREPARED_VARIABLE)
+        if rank_info.device.type == "cuda":
+            torch.ones(1, device=rank_info.device).sum().item()  # makes the context
+        folder.create()
+        status = StatusFile(folder.status, rank_info.rank)
+        status.update(PARKED, 0)
+        status.close()
+        self._await_order(folder, rank_info.rank)
+
     def wait(self, folder: RunFolder, rank: int, step: int) -> None:
         """Wait for the next attempt, and set the environment for it."""
         with self._lock:
@@ -185,6 +197,11 @@ class Parking:
             time.monotonic() - self._accepted,
             time.monotonic() - closed,
         )
+        self._await_order(folder, rank)
+        self.is_reused = True
+
+    def _await_order(self, folder: RunFolder, rank: int) -> None:
+        """Wait for the order to resume, and set the environment for the next attempt."""
         resume = self._resumes.get()
         os.environ.update(resume.environment)
         self._attempt = _read_attempt()
@@ -194,7 +211,6 @@ class Parking:
             _write_to_log_of(folder, new_rank)
         self.is_ordered = False
         self.wants_leave = False
-        self.is_reused = True
         self._has_stepped = False
 
 
@@ -211,6 +227,11 @@ def _write_to_log_of(folder: RunFolder, rank: int) -> None:
     with open(folder.logs / f"rank-{rank}.log", "ab") as log_file:
         for descriptor in (1, 2):
             os.dup2(log_file.fileno(), descriptor)
+
+
+def is_prepared() -> bool:
+    """Return whether this process waits for its first attempt."""
+    return PREPARED_VARIABLE in os.environ
 
 
 def open_parking() -> Parking | None:

@@ -21,7 +21,7 @@ from megascale.config import ForeignConfig, ResilienceConfig
 from megascale.core.addresses import find_interface, is_loopback
 from megascale.core.exit_record import ExitKind
 from megascale.core.failure import FailureLog, free_bytes
-from megascale.core.process_orders import Park, Resume, encode_order
+from megascale.core.process_orders import MISSING_VARIABLE, PREPARED_VARIABLE, Park, Resume, encode_order
 from megascale.core.python_process import module_command
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.untrusted_files import read_tail
@@ -60,6 +60,7 @@ _RESUMED_VARIABLES = (
     "MASTER_PORT",
     "MEGASCALE_ATTEMPT",
     "MEGASCALE_NODE_ADDRESS",
+    MISSING_VARIABLE,
 )
 START_SECONDS = 30.0  # seconds after its state was loaded for which heartbeats describe a rank's start
 
@@ -101,6 +102,7 @@ class Trainers:
         self._end_reason = ""  # reason for which the agent killed the fork server
         self._broken: Broken | None = None  # report of a fork server that cannot start
         self._order: Start | None = None  # of the present attempt
+        self._is_preparing = False  # the processes wait for the next attempt, and have run none
         self._doubts: dict[int, str] = {}  # rank -> why its process was not kept, since the last start
 
     # the fork server ------------------------------------------------------------------------------------------------
@@ -210,6 +212,7 @@ class Trainers:
         assert len(parked) == len(self.running()), "the previous attempt has not ended"
         doubts = self._explain_replacements()
         self._order = order
+        self._is_preparing = order.prepares
         self.attempt = order.attempt
         if order.fresh or self._socket is None:
             self.start_server()
@@ -228,6 +231,7 @@ class Trainers:
             "MEGASCALE_ATTEMPT": str(self.attempt),
             "MEGASCALE_NODE": self.folder.name,
             "MEGASCALE_NODE_ADDRESS": address,
+            MISSING_VARIABLE: f"{_compute_missing_share(order):g}",
         }
         common = _network_variables(address) | common
         self.trainers = {}
@@ -237,6 +241,8 @@ class Trainers:
             trainer = TrainerProcess(rank, log_file, log_start, changed=time.monotonic())
             self.trainers[rank] = trainer
             env = common | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            if order.prepares:
+                env[PREPARED_VARIABLE] = "1"
             if local_rank in parked:
                 trainer.pid = parked[local_rank].pid
                 trainer.since_ns = time.time_ns()
@@ -274,6 +280,10 @@ class Trainers:
     @property
     def _keeps_processes(self) -> bool:
         return self._limits.keep_seconds > 0
+
+    def is_prepared(self) -> bool:
+        """Return whether all processes that were to be prepared wait for the next attempt."""
+        return self._is_preparing and all(trainer.is_parked for trainer in self.trainers.values())
 
     def has_active(self) -> bool:
         """Return whether ranks of an attempt run: those that are parked do not."""
@@ -416,7 +426,9 @@ class Trainers:
     # telemetry --------------------------------------------------------------------------------------------------------
 
     def workers(self) -> tuple[Worker, ...]:
-        """Return the state of every rank."""
+        """Return the state of every rank of an attempt."""
+        if self._is_preparing:
+            return ()
         return tuple(self._describe(self.trainers[rank]) for rank in sorted(self.trainers))
 
     def stages(self) -> dict[int, tuple[str, bool]]:
@@ -553,9 +565,18 @@ def _list_other_words(order: Start) -> list[str]:
 def _read_data_size(order: Start) -> int:
     """Return the data-parallel size of an attempt, 0 if neither the command line nor the settings name it."""
     sizes = [word.removeprefix(_DATA_SIZE) for word in order.words if word.startswith(_DATA_SIZE)]
-    if sizes:
-        return int(sizes[-1])
+    return int(sizes[-1]) if sizes else _read_full_size(order)
+
+
+def _read_full_size(order: Start) -> int:
+    """Return the data-parallel size of the settings, 0 if they do not name it."""
     return int(tomllib.loads(order.settings).get("parallel", {}).get("data", 0))
+
+
+def _compute_missing_share(order: Start) -> float:
+    """Return the share of the replicas that are missing in an attempt."""
+    full = _read_full_size(order)
+    return 1 - _read_data_size(order) / full if full else 0.0
 
 
 def _network_variables(address: str) -> dict[str, str]:

@@ -220,6 +220,7 @@ class Start(Message, frozen=True):
         forward: rank whose log lines are sent to the driver, None: no rank of this node.
         state: the job's state, for `RunningTrainers`.
         identity: the run's random name for a node whose run folder has none yet, "" before the run has one.
+        prepares: start processes that wait for the next attempt, in which they join. `attempt` is the present one.
     """
 
     epoch: Count
@@ -235,6 +236,7 @@ class Start(Message, frozen=True):
     forward: Count | None = None
     state: _State = ""
     identity: Name = ""
+    prepares: bool = False
 
 
 class Stop(Message, frozen=True):

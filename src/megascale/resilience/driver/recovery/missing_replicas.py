@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from megascale.config import Config
 from megascale.core.events import Event
 from megascale.errors import ConfigError
-from megascale.resilience.driver.nodes import Nodes
+from megascale.resilience.driver.nodes import Node, Nodes
 from megascale.resilience.driver.recovery.attempts import Attempts
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.driver.state.transitions import JobEvent
+
+PREPARATION_LIMIT = 60.0  # seconds in which the processes of joining nodes must be prepared
 
 
 def list_continued_sizes(config: Config, ranks_per_node: int, nodes: int) -> list[tuple[int, int]]:
@@ -79,6 +82,7 @@ class MissingReplicas:
     attempts: Attempts
     settings: RunningSettings
     record_event: RecordEvent
+    _preparation: tuple[int, tuple[str, ...], float] = field(default=(0, (), 0.0), init=False)  # attempt, nodes, start
 
     @property
     def full_size(self) -> int:
@@ -91,18 +95,33 @@ class MissingReplicas:
         since = self.job.state.missing_since
         return since > 0 and time.time() - since > self.settings.limits.max_missing_seconds
 
-    def choose_size(self, usable: int) -> tuple[int, int] | None:
-        """Return (data-parallel size, number of nodes) with which the job goes on; None if it must wait for nodes."""
+    def choose_size(self) -> tuple[int, int] | None:
+        """Return (data-parallel size, number of nodes) with which the job goes on; None if it must wait for nodes.
+
+        Nodes whose recovery is under way do not delay the others: they join later.
+        """
         state = self.job.state
-        has_trained = state.attempt > 0 and bool(state.placement)
-        if not self.settings.limits.continue_replicas or not has_trained or self.is_overdue:
+        if not self.settings.limits.continue_replicas or not state.attempt or not state.placement or self.is_overdue:
             return None
-        sizes = list_continued_sizes(self.settings.config, state.ranks_per_node, usable)
+        survivors = [name for name in state.placement if self.is_surviving(name)]
+        if state.joining:
+            return self._find_size(len(survivors) + len(self.nodes.spares()))
+        if len(survivors) == len(state.placement):
+            return None
+        return self._find_size(len(survivors))
+
+    def is_surviving(self, name: str) -> bool:
+        """Return whether a node with ranks takes part in the next attempt at once."""
+        is_recovered = any(name == node for node, _ in self.job.state.recovery)
+        return name in self.nodes and self.nodes[name].may_keep_ranks and not is_recovered
+
+    def _find_size(self, nodes: int) -> tuple[int, int] | None:
+        sizes = list_continued_sizes(self.settings.config, self.job.state.ranks_per_node, nodes)
         return sizes[0] if sizes else None
 
     def find_start(self, data: int) -> float:
         """Return since when replicas have been missing, in seconds since 1970, if the job goes on with `data`."""
-        if data >= self.full_size:
+        if data >= self.full_size or self.is_overdue:
             return 0.0
         return self.job.state.missing_since or time.time()
 
@@ -120,13 +139,33 @@ class MissingReplicas:
             self.record_event(Event.REPLICAS_OVERDUE, action="wait", evidence=(reason,))
             self.attempts.stop(JobEvent.JOINING, reason)
             return
-        holders = [self.nodes[name] for name in state.placement]
-        ready = self.nodes.spares()
-        size = self.choose_size(sum(node.is_usable for node in holders) + len(ready))
+        spares = self.nodes.spares()
+        size = self._find_size(len(state.placement) + len(spares))
         if size is None or size[0] <= state.data:
             return
-        names = tuple(node.name for node in ready)
-        reason = f"{', '.join(names)} join: {size[0]} of {self.full_size} replicas from the next step on"
+        data, count = size
+        joining = spares[: count - len(state.placement)]
+        if not self._is_prepared(joining, data):
+            return
+        names = tuple(node.name for node in joining)
+        reason = f"{', '.join(names)} join: {data} of {self.full_size} replicas from the next step on"
         self.record_event(Event.REPLICAS_JOINING, action="join", nodes=names, evidence=(reason,))
         self.attempts.timeline.begin_join(time.monotonic())
         self.attempts.stop(JobEvent.JOINING, reason)
+
+    def _is_prepared(self, joining: Sequence[Node], data: int) -> bool:
+        """Return whether the processes of joining nodes wait for the next attempt; order them to start if needed."""
+        state, limits = self.job.state, self.settings.limits
+        if not limits.keep_seconds:
+            return True
+        names = tuple(node.name for node in joining)
+        current_time = time.monotonic()
+        attempt, prepared_names, since = self._preparation
+        if (attempt, prepared_names) != (state.attempt, names):
+            self._preparation = (state.attempt, names, current_time)
+            following = replace(state, placement=state.placement + names, data=data)
+            for node in joining:
+                self.attempts.prepare_join(node, following)
+            return False
+        # Processes that cannot be prepared start with the attempt.
+        return all(node.is_prepared for node in joining) or current_time - since > PREPARATION_LIMIT

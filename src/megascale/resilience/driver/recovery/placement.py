@@ -109,7 +109,7 @@ class Placement:
         holders = [self.nodes.ensure_known(name) for name in job.placement]
         free = self._list_free_nodes()
         usable = sum(node.may_keep_ranks for node in holders) + len(free)
-        continued = self.missing_replicas.choose_size(usable)
+        continued = self.missing_replicas.choose_size()
         if continued is None and self.nodes.is_any_joining(holders):
             return  # The recovery action is under way.
         waited = current_time - self.job.entered
@@ -119,10 +119,18 @@ class Placement:
         if size is None:
             return
         data, count = size
-        placement = self._fill(holders, free, count)
+        if continued is not None and not job.joining:
+            # Joining nodes are prepared first, while the others train.
+            free = []
+        elif job.joining:
+            free.sort(key=lambda node: not node.is_prepared)
+        preferred: list[Node | None] = list(holders)
+        if continued is not None:
+            preferred = [node if self.missing_replicas.is_surviving(node.name) else None for node in holders]
+        placement = self._fill(preferred, free, count)
         self._reported_presence = ""
         since = 0.0
-        if continued is not None:
+        if continued is not None or job.missing_since:
             since = self.missing_replicas.find_start(data)
             self._record_missing(data)
         reason = job.reason or "first start"
@@ -182,8 +190,13 @@ class Placement:
         self.recovery.shrink(f"{usable} usable nodes: data parallelism goes from {job.data} to {data} on {count} nodes")
         return data, count
 
-    def _fill(self, holders: list[Node], free: list[Node], count: int) -> tuple[str, ...]:
-        """Return the names of `count` nodes in rank order."""
+    def _fill(self, holders: Sequence[Node | None], free: list[Node], count: int) -> tuple[str, ...]:
+        """Return the names of `count` nodes in rank order.
+
+        Args:
+            holders: nodes with ranks, in rank order; None for one that gets none.
+            free: nodes that may fill the gaps.
+        """
         preferred: Sequence[Node | None] = holders
         # The placement file applies to a first start, or if all its nodes are to be placed again.
         follows_file = len(self.configured) == count > len(holders)
@@ -196,7 +209,7 @@ class Placement:
         if not follows_file:
             # A drained node keeps its ranks where no other node can take them.
             for i, node in enumerate(holders):
-                if node.may_keep_ranks and slots[i] is None and slots.count(None) > len(free):
+                if node is not None and node.may_keep_ranks and slots[i] is None and slots.count(None) > len(free):
                     slots[i] = node
         if count < len(slots):
             slots = self._close_gaps(slots, count)
