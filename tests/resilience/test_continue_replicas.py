@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from megascale.config import load
 from megascale.core.recovery_record import RecoveryRecord
 from megascale.errors import ConfigError
+from megascale.resilience.agent.trainers import _compute_missing_share, _explain_change, _read_data_size
 from megascale.resilience.driver.recovery.missing_replicas import check_continued_sizes, list_continued_sizes
+from megascale.resilience.driver.start_driver import Size
+from megascale.resilience.protocol.agent_messages import Start
 from tests.conftest import lines
 from tests.resilience.test_launch import losses, weights
 
@@ -110,3 +115,31 @@ def test_captured_graphs_of_experts_are_refused(tiny) -> None:
     experts = ["--model.mlp=experts", "--model.mlp_bias=false", "--model.experts.number=4"]
     with pytest.raises(ConfigError, match="whose tokens experts do not count"):
         make_config(tiny, *experts, "--kernels.graphs=on")
+
+
+def start(ranks: tuple[int, ...], world: int, data: int = 0, **changes: Any) -> Start:
+    words = (f"--parallel.data={data}",) if data else ()
+    settings = "[parallel]\ndata = 4\n"
+    return Start(**({"settings": settings, "env": {}} | changes), epoch=1, attempt=1, job="a", ranks=ranks, world=world,
+                 master=("h", 1), words=words)  # fmt: skip
+
+
+def test_processes_stay_although_rank_and_size_change(tiny) -> None:
+    assert _explain_change(start((3,), 4), start((1,), 3, data=3)) == ""
+    assert _explain_change(start((3,), 4), start((2, 3), 4)) == "the number of ranks of its node changes"
+    assert _explain_change(start((3,), 4), start((1,), 3, data=3, env={"A": "1"})) == "the settings change"
+    assert [_read_data_size(start((0,), 4)), _read_data_size(start((0,), 3, data=3))] == [4, 3]
+    assert _compute_missing_share(start((0,), 3, data=3)) == 0.25
+    assert _compute_missing_share(start((0,), 4, settings="")) == 0
+
+
+def test_memory_is_checked_for_the_smallest_size(tiny, monkeypatch) -> None:
+    from megascale.cli.launch import _check_missing_replicas
+    from megascale.core import preflight
+
+    worlds = []
+    monkeypatch.setattr(preflight, "check_host", lambda layout, share, report: worlds.append((layout.grid.data, share)))
+    config = make_config(tiny, "--resilience.max_missing_replicas=2")
+    _check_missing_replicas(config, Size(4, 1, 4, []), print)
+    [(data, share)] = worlds
+    assert (data, share.ranks, share.nodes) == (2, 2, 2)

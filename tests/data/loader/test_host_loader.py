@@ -141,6 +141,36 @@ def test_a_plan_names_the_readers_of_each_stream(
             assert readers == tuple(rank for rank, number in reading.items() if number == stream)
 
 
+@pytest.mark.parametrize(("world", "microbatches"), [(3, 4), (3, 5), (4, 7), (2, 3)])
+def test_uneven_shares_read_each_sample_of_a_step_once(
+    world: int, microbatches: int, prefix: str, tmp_path: Path, hosts: list[Host]
+) -> None:
+    consent = {
+        "resilience": {"continue_replicas": True},
+        "checkpoint": {"background": True, "memory_interval": 1, "replicas": True},
+    }
+    tree = configured(prefix, tmp_path).model_dump(exclude_none=True) | consent
+    width = tree["train"]["micro_batch"]
+    tree["train"]["global_batch"] = microbatches * width
+    config = configuration.from_tree(tree)
+    base = 3 * microbatches * width
+    host = Host(config, world, base)
+    hosts.append(host)
+    plan = HostPlan.from_json(host.plan.to_json())
+    counts = [count for _, count in plan.shares]
+    assert (sum(counts), max(counts) - min(counts)) == (microbatches, min(1, microbatches % world))
+    for step in range(2):
+        numbers = []
+        for stream, count in enumerate(counts):
+            for i in range(count):
+                first = plan.first_sample(base, stream, step * count + i)
+                numbers += range(first, first + width)
+                assert np.array_equal(host.read(stream), expected(plan, stream, base, step * count + i))
+        assert sorted(numbers) == list(
+            range(base + step * microbatches * width, base + (step + 1) * microbatches * width)
+        )
+
+
 def test_auto_chooses_it_where_it_pays(prefix: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
 
