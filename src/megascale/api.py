@@ -18,13 +18,12 @@ from megascale.config import load as load_config
 from megascale.errors import ConfigError, MegascaleError
 
 if TYPE_CHECKING:
-    from megascale.core.layout import Layout
     from megascale.data.prepare.builder import BuildResult
     from megascale.train.chat import ChatSession
     from megascale.train.convert_model import Conversion
     from megascale.train.evaluation import Evaluation
     from megascale.train.loop import TrainResult
-    from megascale.train.rank_info import RankInfo
+    from megascale.train.parking import Parking
 
 __all__ = [
     "RunDescription",
@@ -147,20 +146,23 @@ def train(config: Config) -> TrainResult:
     from megascale.train.resume import check_start
     from megascale.train.run_folder import RunFolder
 
+    parking = open_parking()
+    if parking is not None:
+        parking.wait_if_early(use_gpu=config.train.device != "cpu")
     try:
         config = resolve(config)
         check_start(config)
         rank_info = find_rank_info(config)
         config = resolve_precision(config, has_bfloat16(rank_info.device))
-        layout = lay_out(config, rank_info.world)
+        layout = lay_out(_set_data_size(config, parking), rank_info.world)
         check_local_ranks(layout, rank_info, saves_checkpoints=True)
     except MegascaleError as error:
         record_refusal(config, str(error), error)
         raise
-    parking = open_parking()
     if parking is not None and is_prepared():
         parking.prepare(RunFolder(config.run_folder), rank_info)
-        rank_info, layout = _follow_attempt(config, parking.data)
+        rank_info = find_rank_info(config)
+        layout = lay_out(_set_data_size(config, parking), rank_info.world)
     while True:
         trainer = Trainer(layout, rank_info, parking)
         try:
@@ -172,19 +174,16 @@ def train(config: Config) -> TrainResult:
         folder, step = trainer.folder, trainer.step
         del trainer  # and all that the failed attempt held
         parking.wait(folder, rank_info.rank, step)
-        rank_info, layout = _follow_attempt(config, parking.data)
+        rank_info = find_rank_info(config)
+        layout = lay_out(_set_data_size(config, parking), rank_info.world)
 
 
-def _follow_attempt(config: Config, data: int) -> tuple[RankInfo, Layout]:
-    """Return rank and layout of a process in its next attempt, which may have another data-parallel size."""
-    from megascale.core.layout import lay_out
-    from megascale.train.rank_info import find_rank_info
-
-    rank_info = find_rank_info(config)
-    if data:
-        parallel = config.parallel.model_copy(update={"data": data})
-        config = config.model_copy(update={"parallel": parallel})
-    return rank_info, lay_out(config, rank_info.world)
+def _set_data_size(config: Config, parking: Parking | None) -> Config:
+    """Return the configuration with the data-parallel size of the present attempt, which may differ from the first."""
+    if parking is None or not parking.data:
+        return config
+    parallel = config.parallel.model_copy(update={"data": parking.data})
+    return config.model_copy(update={"parallel": parallel})
 
 
 def evaluate(

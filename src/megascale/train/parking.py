@@ -1,9 +1,12 @@
 """Parking: a rank that outlives a failed attempt stays in its process and waits for the next attempt.
 
-An agent starts its ranks with a pipe of orders (`OrdersPipe`). If a peer dies, or if the agent orders it, a rank
-leaves its groups, closes what it has opened, writes the status "parked" and waits. The order to resume brings the
+An agent starts its ranks with a pipe of orders (`core/process_orders.py`). If a peer dies, or if the agent orders it, a
+rank leaves its groups, closes what it has opened, writes the status "parked" and waits. The order to resume brings the
 environment of the next attempt. Imports, the device's context, compiled kernels and, where possible, the engine with
 weights and optimizer state are still there. On any doubt the process ends, and a new one takes its place.
+
+The agent starts the process that replaces a dead rank at once, while the driver still judges the fault. It loads what
+a start needs and waits for the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch
 
 from megascale.checkpoint import object_collectives
 from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, record_of
-from megascale.core.process_orders import ORDERS_VARIABLE, PREPARED_VARIABLE, Resume, read_orders
+from megascale.core.process_orders import EARLY_VARIABLE, ORDERS_VARIABLE, PREPARED_VARIABLE, Resume, read_orders
 from megascale.core.status import PARKED, StatusFile
 from megascale.errors import TrainingError
 from megascale.optim.update_hold import UpdateHold
@@ -30,6 +33,7 @@ from megascale.rendezvous import groups as rank_groups
 from megascale.rendezvous.groups import Groups
 from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
+from megascale.train.warm_up import warm_up
 
 if TYPE_CHECKING:
     from megascale.checkpoint.background.staging import StagingSlot
@@ -180,8 +184,7 @@ class Parking:
     def prepare(self, folder: RunFolder, rank_info: RankInfo) -> None:
         """Prepare the device of a process that joins in a later attempt, and wait for that."""
         os.environ.pop(PREPARED_VARIABLE)
-        if rank_info.device.type == "cuda":
-            torch.ones(1, device=rank_info.device).sum().item()  # makes the context
+        warm_up(rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
         folder.create()
         status = StatusFile(folder.status, rank_info.rank)
         status.update(PARKED, 0)
@@ -216,11 +219,8 @@ class Parking:
         self.is_reused = True
 
     def _await_order(self, folder: RunFolder, rank: int) -> None:
-        """Wait for the order to resume, and set the environment for the next attempt."""
-        resume = self._resumes.get()
-        os.environ.update(resume.environment)
-        self._attempt = _read_attempt()
-        self.data = resume.data
+        """Wait for the order to resume, and prepare this process for the next attempt."""
+        self._join_attempt()
         new_rank = int(os.environ.get("RANK", rank))
         if new_rank != rank:
             _write_to_log_of(folder, new_rank)
@@ -229,6 +229,29 @@ class Parking:
         self.is_ordered = False
         self.wants_leave = False
         self._has_stepped = False
+
+    def wait_if_early(self, use_gpu: bool) -> None:
+        """In a process that was started early: load what a start needs, then wait for the order of an attempt.
+
+        Args:
+            use_gpu: make the context of this rank's GPU, if there is one.
+        """
+        if not os.environ.pop(EARLY_VARIABLE, ""):
+            return
+        began = time.monotonic()
+        warm_up(int(os.environ["LOCAL_RANK"]), use_gpu)
+        ready = time.monotonic()
+        self._join_attempt()
+        log.info(
+            "process %d was ready in %.2f s and waited %.2f s", os.getpid(), ready - began, time.monotonic() - ready
+        )
+
+    def _join_attempt(self) -> None:
+        """Wait for the order to begin the next attempt, and set the environment for it."""
+        resume = self._resumes.get()
+        os.environ.update(resume.environment)
+        self._attempt = _read_attempt()
+        self.data = resume.data
 
 
 def _is_of_groups(error: BaseException) -> bool:
