@@ -20,10 +20,7 @@ from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
 from megascale.core.recovery_record import RecoveryRecord
 
-REPLICAS = 4
 SETTINGS = [
-    f"--parallel.data={REPLICAS}",
-    f"--resilience.nodes={REPLICAS}",
     "--resilience.spares=0",
     "--train.micro_batch=1",
     "--train.precision=float64",
@@ -31,7 +28,6 @@ SETTINGS = [
 ]
 CONTINUED = [
     "--resilience.continue_replicas=true",
-    "--resilience.max_missing_replicas=2",
     "--resilience.budget_seconds=30",
     "--resilience.no_progress_limit=20",
     "--resilience.keep_seconds=20",
@@ -57,6 +53,8 @@ def continue_replicas(
     seed: int = typer.Option(0, help="Seed of the losses and their times."),
     out: Path = typer.Option(Path("chaos-continue.json"), help="JSON file for the figures."),
     picture: Path | None = typer.Option(None, help="PNG file for the throughput over the first loss and join."),
+    replicas: int = typer.Option(4, min=2, help="Replicas, each on a node of its own."),
+    setting: list[str] = typer.Option([], help="Further setting, SECTION.KEY=VALUE. Nothing is compared then."),
 ) -> None:
     """Lose replicas of a launched job at random times, and compare its losses and weights with one process's.
 
@@ -64,21 +62,34 @@ def continue_replicas(
     not take a replica in again. Needs no GPU.
 
     Example: python -m tests.chaos continue --losses 5
+
+    Example: python -m tests.chaos continue --losses 2 --replicas 2 --setting train.device=cuda
     """
     from tests.chaos.faults.report import describe_machine
 
     with temporary_folder(prefix="megascale-continue-") as name:
-        report = run(make(Path(name)), losses, seed, picture)
+        report = run(make(Path(name)), losses, seed, replicas=replicas, settings=setting, picture=picture)
     out.write_text(strict_json.dumps(describe_machine() | report, indent=1) + "\n")
     show(report)
     if report["problems"]:
         raise typer.Exit(1)
 
 
-def run(file: Path, losses: int, seed: int, picture: Path | None = None) -> dict[str, Any]:
-    """Run the job and the undisturbed one, and return the report."""
+def run(
+    file: Path,
+    losses: int,
+    seed: int,
+    *,
+    replicas: int = 4,
+    settings: Sequence[str] = (),
+    picture: Path | None = None,
+) -> dict[str, Any]:
+    """Run the job and, without further settings, the undisturbed one; return the report."""
     batch = f"--train.global_batch={BATCH}"
-    job = Launched(file, "continued", [*SETTINGS, batch, *CONTINUED], pace=PACE)
+    words = [f"--parallel.data={replicas}", f"--resilience.nodes={replicas}", *SETTINGS, batch, *CONTINUED]
+    words += [f"--resilience.max_missing_replicas={min(2, replicas - 1)}"]
+    words += [f"--{text}" for text in settings]
+    job = Launched(file, "continued", words, pace=0.0 if settings else PACE)
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
     try:
@@ -87,7 +98,7 @@ def run(file: Path, losses: int, seed: int, picture: Path | None = None) -> dict
         for number in range(losses):
             if problems:
                 break
-            row = lose_replica(job, random.Random(f"{seed}-{number}"))
+            row = lose_replica(job, random.Random(f"{seed}-{number}"), replicas)
             rows.append(row)
             print(strict_json.dumps(row), flush=True)
             if row["problem"]:
@@ -99,7 +110,7 @@ def run(file: Path, losses: int, seed: int, picture: Path | None = None) -> dict
     if code != 130:
         problems.append(f"the job ended with exit code {code} instead of 130")
     comparison: dict[str, Any] = {}
-    if not problems:
+    if not problems and not settings:
         comparison, differences = compare(file, job, batch)
         problems += differences
     if picture is not None and rows:
@@ -107,7 +118,7 @@ def run(file: Path, losses: int, seed: int, picture: Path | None = None) -> dict
     return {"seed": seed, "losses": rows, **comparison, "problems": problems}
 
 
-def lose_replica(job: Launched, dice: random.Random) -> dict[str, Any]:
+def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str, Any]:
     """Lose a replica, sometimes two, wait until all train again, and return what it cost."""
     time.sleep(dice.uniform(0.5, 4.0))
     kind = _inject(job, dice)
@@ -119,7 +130,7 @@ def lose_replica(job: Launched, dice: random.Random) -> dict[str, Any]:
     went_on = job.first(lambda e: e.kind == "recovered" and e.id > missing.id, LIMIT)
     if went_on is None:
         return row | {"problem": "no step without the replica"}
-    has_second = dice.random() < SECOND_LOSS
+    has_second = replicas > 2 and dice.random() < SECOND_LOSS
     if has_second:
         _inject(job, dice)
     row["second"] = has_second
@@ -127,16 +138,18 @@ def lose_replica(job: Launched, dice: random.Random) -> dict[str, Any]:
     while time.monotonic() < deadline:
         placed = [e for e in job.events() if e.kind == "attempt_started"][-1]
         complete = [e for e in job.events(placed.id) if e.kind == "recovered"]
-        if len(placed.nodes) == REPLICAS and complete:
+        if len(placed.nodes) == replicas and complete:
             record = RecoveryRecord.from_details(went_on.details)
             joined = RecoveryRecord.from_details(complete[-1].details)
             assert record is not None
             assert joined is not None
             return row | {
                 "without": record.total,
+                "phases": record.seconds,
                 "lost_steps": record.lost_steps,
                 "missing": complete[-1].time - row["time"],
                 "joining": joined.total,
+                "joining_phases": joined.seconds,
                 "kept": len(joined.reused_ranks),
             }
         if job.over():
