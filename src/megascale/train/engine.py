@@ -40,6 +40,7 @@ from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.context import slice_batch
 from megascale.parallel.data_parallel import DataParallel
+from megascale.parallel.exchange import Exchange
 from megascale.parallel.offload import InputCopies
 from megascale.parallel.parameters import initialise, initialise_parameter, materialise, piece_views, spec_of
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
@@ -193,6 +194,7 @@ class Engine:
         own_axes[expert_axis], expert_exchange = engine_axes.choose_expert_exchange(
             own_axes[expert_axis], config, self.dtype, device
         )
+        self._experts_axis = own_axes[expert_axis]
         self.active |= tensor_overlap | context_exchange | expert_exchange
         if self._context.size > 1 and config.train.linear_precision == "float8":
             self.active["float8 scales"] = (
@@ -900,15 +902,19 @@ class Engine:
 
         Call it after results have been read from the device and before they are used.
         """
-        for exchange in (self.tensor.exchange, self._context.exchange, self.gather_exchange):
-            if exchange is not None:
-                exchange.check()
+        for exchange in self._list_exchanges():
+            exchange.check()
 
     def close(self, failed: bool = False) -> None:
         """Stop watching the peers, which take this rank's end as planned unless it has `failed`."""
-        for exchange in (self.tensor.exchange, self._context.exchange, self.gather_exchange):
-            if exchange is not None:
-                exchange.close(failed)
+        for exchange in self._list_exchanges():
+            exchange.close(failed)
+
+    def _list_exchanges(self) -> list[Exchange]:
+        """Return the exchanges between GPUs that work."""
+        axes = (self.tensor, self._context, self._experts_axis)
+        exchanges = [axis.exchange for axis in axes] + [self.gather_exchange]
+        return [exchange for exchange in exchanges if exchange is not None]
 
     def find_rejoin_obstacle(self) -> str:
         """Return why this engine cannot go on with other groups, "" if it can."""
