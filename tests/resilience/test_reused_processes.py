@@ -41,6 +41,22 @@ def test_survivors_stay_with_their_state_and_the_weights_are_those_of_an_undistu
     assert_same_run(job.run, tmp_path / "runs" / "calm")
 
 
+def test_a_run_without_any_saved_state_begins_anew_with_initial_weights(launch, megascale, tiny, tmp_path):
+    """The survivor's weights have been trained, so they must not count as those of step 0."""
+    steps = ["--train.steps=12", "--checkpoint.interval=12"]
+    job = launch("unsaved", "--nodes=2", *CALM, *steps, "--resilience.keep_seconds=60")
+    job.until("first_step")
+    job.until_step(5)
+    job.kill_rank(1)
+    record = recovery(job)
+    assert (record.reused_ranks, record.standing_ranks, record.source) == ((0,), (), "nothing"), job.story()
+    assert record.resumed_step == 0
+    assert job.finish() == 0, job.story()
+    calm = megascale("train", tiny, "--train.name=calm", "--parallel.data=2", *steps)
+    assert calm.returncode == 0, calm.stderr
+    assert_same_run(job.run, tmp_path / "runs" / "calm")
+
+
 def test_a_survivor_that_was_stopped_is_replaced_and_the_event_says_why(launch):
     job = launch("stopped", "--nodes=2", *CALM, *MEMORY, "--train.steps=100000", "--resilience.keep_seconds=60")
     job.until("first_step")

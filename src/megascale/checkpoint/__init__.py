@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megascale.checkpoint.background.staging import SaveOutcome
-    from megascale.checkpoint.checkpointer import Checkpointer
+    from megascale.checkpoint.checkpointer import Checkpointer, has_saved_state
     from megascale.checkpoint.format.chunks import TensorShard
     from megascale.checkpoint.format.step_folders import latest, steps
     from megascale.checkpoint.format.verify import Summary, inspect
@@ -20,6 +20,7 @@ __all__ = [
     "SaveOutcome",
     "Summary",
     "TensorShard",
+    "has_saved_state",
     "inspect",
     "latest",
     "load",
@@ -33,6 +34,7 @@ _MODULES = {
     "SaveOutcome": "background.staging",
     "TensorShard": "format.chunks",
     "Summary": "format.verify",
+    "has_saved_state": "checkpointer",
     "inspect": "format.verify",
     "latest": "format.step_folders",
     "load": "loader",

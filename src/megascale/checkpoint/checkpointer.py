@@ -23,6 +23,7 @@ from megascale.checkpoint.storage.base import Storage
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
 from megascale.errors import DataError, TrainingError
+from megascale.services.conversation import Conversation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -162,12 +163,8 @@ class Checkpointer:
             sequence: number of the newest commit in storage.
             identity: identity of the checkpoints folder.
         """
-        connection = None
+        connection = _connect_service(self.config, self.run)
         try:
-            with contextlib.suppress(OSError, TrainingError):  # a host without a service has no snapshots
-                folder = service_protocol.private_folder(self.run)
-                log_file = self.run / "logs" / "checkpoint-service.log"
-                connection = service.connect_checkpoint_service(folder, self.config.linger, log_file)
             save = find_memory_save(connection, self.peers, identity)
             if save is None or save.sequence < sequence or step not in (None, save.step):
                 return None
@@ -294,6 +291,30 @@ class Checkpointer:
             self._foreground_outcomes += self.snapshots.finish(goodbye=run_ended)
             self.snapshots = None
         return self.poll()
+
+
+def has_saved_state(config: CheckpointConfig, run: Path, peers: Peers) -> bool:
+    """Return whether `Checkpointer.load` will find a state of this run, the same on all processes; collective."""
+    storage = open_storage(config.location or run / "checkpoints")
+    _, identity = peers.compute_once(lambda: _find_newest(storage, None), tuple[int, str])
+    if peers.compute_once(lambda: any(folders.list_commits(storage)), bool):
+        return True
+    if not config.background or not identity:
+        return False
+    connection = _connect_service(config, run)
+    try:
+        return find_memory_save(connection, peers, identity) is not None
+    finally:
+        if connection is not None:
+            connection.close()
+
+
+def _connect_service(config: CheckpointConfig, run: Path) -> Conversation | None:
+    """Return a conversation with this host's service, None if it does not start: then the host has no snapshots."""
+    with contextlib.suppress(OSError, TrainingError):
+        log_file = run / "logs" / "checkpoint-service.log"
+        return service.connect_checkpoint_service(service_protocol.private_folder(run), config.linger, log_file)
+    return None
 
 
 def _find_newest(storage: Storage, step: int | None) -> tuple[int, str]:

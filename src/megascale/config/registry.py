@@ -14,7 +14,6 @@ import difflib
 import threading
 from collections.abc import Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TypeVar
 
@@ -34,6 +33,8 @@ def load_plugins() -> None:
         if _plugins_loaded:
             return
         _plugins_loaded = True
+        from importlib.metadata import entry_points  # takes longer than the rest of this module
+
         for point in entry_points(group=PLUGIN_GROUP):
             try:
                 point.load()

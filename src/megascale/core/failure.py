@@ -5,14 +5,16 @@ Background work that fails is logged; lasting work is restarted.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio
 
 # A full disk, an exhausted quota, a file at its size limit.
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -113,6 +115,8 @@ async def keep_running(
     work: Callable[[], Awaitable[None]], name: str, log: logging.Logger, pause: float = PAUSE
 ) -> None:
     """Run `work` until it returns. After a failure, which is logged, restart it in `pause` seconds."""
+    import asyncio  # costs a service that has no event loop a tenth of its start
+
     failures = FailureLog(log, name)
     while True:
         try:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.harness.launched import Launched, make, phases
 from tests.chaos.faults.site import FaultSite, Row, Weights, equal_weights
+from tests.chaos.local.driver_faults import STRIKES
 from tests.chaos.local.fault_cases import CASES, FaultCase
 
 
@@ -88,12 +89,17 @@ def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: We
 
     def inject_it() -> None:
         try:
-            inject(job.run, case.kind or kind, options)
+            if kind in STRIKES:
+                STRIKES[kind](job)
+            else:
+                inject(job.run, case.kind or kind, options)
         except BaseException as error:
             failed.append(error)
 
     thread = threading.Thread(target=inject_it)  # some faults take a while
     thread.start()
+    if kind in STRIKES:
+        thread.join()  # the job ends and starts again meanwhile
     if kind == "kill-driver":
         thread.join()
         job.process.wait()
@@ -108,7 +114,7 @@ def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: We
     repeated = None
     if case.ends == "recover" and verdict is not None:
         repeated = job.first(lambda e: e.kind == "first_step" and e.time > injected)
-    elif kind == "kill-driver":
+    elif kind in ("kill-driver", "garbled-journal"):
         repeated = job.first(lambda e: e.kind == "node_joined" and e.time > injected)
     code = job.end()
     thread.join()

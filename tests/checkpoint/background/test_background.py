@@ -475,7 +475,7 @@ def test_a_watcher_that_cannot_reach_the_service_reports_the_save(run: Path, mon
     connect, failures = service.connect_checkpoint_service, iter([OSError("no descriptor left")])
 
     def fail_once(*arguments: object) -> object:
-        if sys._getframe(2).f_code.co_name == "_watch_commits" and (error := next(failures, None)):
+        if sys._getframe(3).f_code.co_name == "_watch_commits" and (error := next(failures, None)):
             raise error
         return connect(*arguments)
 

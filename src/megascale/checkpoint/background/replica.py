@@ -12,7 +12,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -39,7 +39,12 @@ _TIMEOUT = 60.0
 # is being copied, and a driver needs as long to declare a node lost.
 _PEER_TIMEOUT = 5.0
 _SNAPSHOT_ABANDONED = "the process ended before its state was copied"
-_TRANSFER_BYTES = 32 << 20  # sent or received before the other thread is notified
+_TRANSFER_BYTES = 32 << 20  # received before the other thread is notified
+_SENT_BYTES = 4 << 20  # sent between two marks of progress
+# Seconds without progress after which a copy is given up whose trainer has left. The peer may be the lost host, and the
+# next trainer waits for the memory that is being copied.
+_STALL_SECONDS = 2.0
+_STALL_POLL = 0.1
 
 
 def pair_hosts(domains: Sequence[Any]) -> list[int]:
@@ -202,15 +207,17 @@ class ReplicaSender:
         self._crcs: tuple[int, ...] | None = None
         self._problem: str | None = "the transfer did not end"
         self._peer: Conversation | None = None
+        self._last_progress = time.monotonic()
         self._finished = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def finish(self, crcs: Sequence[int] | None) -> str | None:
+    def finish(self, crcs: Sequence[int] | None, is_awaited: Callable[[], bool] = lambda: True) -> str | None:
         """Wait for the end of the transfer and return its problem, None if there was none. The first call counts.
 
         Args:
             crcs: CRC-32 of each chunk, None if the snapshot will never be complete.
+            is_awaited: returns whether the trainer still waits. If not, a transfer that makes no progress is given up.
         """
         if not self._finished.is_set():
             self._crcs = None if crcs is None else tuple(crcs)
@@ -218,7 +225,11 @@ class ReplicaSender:
             self._progress.fail()  # no effect if the snapshot is complete
             if crcs is None and self._peer is not None:
                 self._peer.shut_down()  # the peer may be slow to take bytes that are useless now
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(_STALL_POLL)
+            is_stalled = time.monotonic() - self._last_progress > _STALL_SECONDS
+            if is_stalled and self._peer is not None and not is_awaited():
+                self._peer.shut_down()
         return self._problem
 
     def _run(self) -> None:
@@ -256,9 +267,10 @@ class ReplicaSender:
         peer.send(Replicate(**snapshot, slots=self._slots), self._slot.index.to_bytes())
         sent = 0
         while sent < staged.size and not self._is_abandoned():
-            stop = min(self._progress.wait(sent + 1), sent + _TRANSFER_BYTES)
+            stop = min(self._progress.wait(sent + 1), sent + _SENT_BYTES)
             peer.send_bytes(self._slot.memory.view[sent:stop])
             sent = stop
+            self._last_progress = time.monotonic()
         self._finished.wait()
         if self._crcs is None:
             raise OSError(_SNAPSHOT_ABANDONED)

@@ -182,7 +182,7 @@ class CheckpointService:
                         pass
                 slot.complete(message, crcs.tolist())
                 if sender:
-                    problem = sender.finish(slot.crcs)
+                    problem = sender.finish(slot.crcs, trainer.is_connected)
                 with contextlib.suppress(OSError):  # the replica and the file are completed without the trainer too
                     trainer.send(Done())
             finally:

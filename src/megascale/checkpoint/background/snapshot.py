@@ -37,6 +37,7 @@ from megascale.checkpoint.background.service_protocol import (
     AwaitPruning,
     Goodbye,
     InvalidateSlot,
+    ListSnapshots,
     Register,
     StagedChunks,
     StageSnapshot,
@@ -45,6 +46,7 @@ from megascale.checkpoint.background.service_protocol import (
 from megascale.checkpoint.background.staging import (
     ReplicaBarrier,
     SaveOutcome,
+    ServiceConnections,
     SnapshotCopy,
     StagingSlot,
     choose_slot,
@@ -68,6 +70,10 @@ _REPLY_TIMEOUT = 30.0  # seconds within which the service answers short requests
 _REPLY_TIMEOUT_PER_GB = 3.0  # additional, per GB of all local processes: a dead trainer's snapshot may be being written
 _SLOT_TIMEOUT = 60.0  # seconds that checkpoint.memory_wait waits for a slot
 _SLOT_POLL = 0.002
+# Seconds that a process which leaves an attempt waits for its snapshots to be complete in this host's memory.
+_LEAVE_SECONDS = 2.5
+_LEAVE_POLL = 0.05
+_COMMIT_SECONDS = 1.5  # that saves under way get once a host has lost its service: its part of them may never come
 _WAIT_AT_START_BYTES = 256 << 20  # memory of a process up to which the start waits for it; more is put in place later
 
 
@@ -133,6 +139,9 @@ class Snapshots:
         self._slots: list[StagingSlot] = []
         self._reused_slots = {slot.memory_id: slot for slot in reused_slots}
         self._slot_threads: list[threading.Thread] = []
+        self._slot_connections = ServiceConnections(self._connect)
+        self._commit_connections = ServiceConnections(self._connect)
+        self._last_copies: dict[int, SnapshotCopy] = {}  # by slot
         self._watcher: threading.Thread | None = None
         self._saves_to_watch: queue.SimpleQueue[SnapshotCopy | None] = queue.SimpleQueue()
         self._allocation_error: OSError | None = None  # of this process, not of another one
@@ -214,6 +223,7 @@ class Snapshots:
         copy = SnapshotCopy(SaveOutcome(step, bytes=self.required_bytes), message, begun)
         slot.free.clear()
         slot.generation = self.generation
+        self._last_copies[number] = copy
         self._replica_barrier.track(copy)
         if self._stream is not None:
             copy.event = self._copy_from_device(slot, self._stream)
@@ -321,8 +331,14 @@ class Snapshots:
         return self.poll()
 
     def leave(self) -> list[StagingSlot]:
-        """Wait until all saves have ended, and return the slots for the next snapshots of this process."""
+        """Leave saves under way to the service, and return the slots for the next snapshots of this process.
+
+        It waits until the next attempt finds them in this host's memory. Replicas and commits may need a lost host.
+        """
         self.before_update()
+        self._await_own_snapshots()
+        for connections in (self._slot_connections, self._commit_connections):
+            connections.end("the process has left the attempt")
         slots = self._slots
         self._slots = []
         self._close(slots)
@@ -330,6 +346,18 @@ class Snapshots:
         for slot in slots:
             slot.detach()
         return slots
+
+    def _await_own_snapshots(self) -> None:
+        """Wait until the last snapshot of each slot is complete in the service, up to some time."""
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        for copy in self._last_copies.values():
+            while not copy.replicated.wait(_LEAVE_POLL) and time.monotonic() < deadline:
+                try:
+                    snapshots = self._service.request(ListSnapshots()).snapshots
+                except OSError:
+                    return
+                if any(snapshot.generation == copy.message.generation for snapshot in snapshots):
+                    break
 
     # The service --------------------------------------------------------------------------------------------------
 
@@ -369,6 +397,8 @@ class Snapshots:
         if problem:
             return problem
         self._closing.clear()
+        self._slot_connections = ServiceConnections(self._connect)
+        self._commit_connections = ServiceConnections(self._connect)
         self._is_broken = False
         self._slot_threads = [_start_thread(self._serve_slot, number, slot) for number, slot in enumerate(self._slots)]
         if self.memory <= _WAIT_AT_START_BYTES:
@@ -437,16 +467,18 @@ class Snapshots:
 
     def _reopen(self) -> str | None:
         """Set everything up again on all processes, since some host has lost its service."""
-        self._close()
+        # The part of that host may be missing in a save, which is never committed then.
+        self._close(watch_seconds=_COMMIT_SECONDS)
         self._slots = []
         self._service.close()
         return self._open()
 
-    def _close(self, reused_slots: Sequence[StagingSlot] = ()) -> None:
+    def _close(self, reused_slots: Sequence[StagingSlot] = (), watch_seconds: float | None = None) -> None:
         """End the threads and release the memory. The slots' threads end first: they hand saves to the watcher.
 
         Args:
             reused_slots: slots whose threads end, but whose memory stays.
+            watch_seconds: how long to wait for commits; None: until they have ended.
         """
         self._closing.set()
         for slot in [*self._slots, *reused_slots]:
@@ -455,9 +487,12 @@ class Snapshots:
             thread.join()
         if self._watcher is not None:
             self._saves_to_watch.put(None)
+            self._watcher.join(watch_seconds)
+            self._commit_connections.end("its commit is not known: a host has lost its checkpoint service")
             self._watcher.join()
         self._slot_threads = []
         self._watcher = None
+        self._last_copies = {}
         for slot in self._slots:
             slot.close()
 
@@ -467,7 +502,7 @@ class Snapshots:
         """Prepare a slot; then, for each copy, stage it with the service and wait until the slot is free."""
         connection: Conversation | None = None
         try:
-            connection = self._connect()
+            connection = self._slot_connections.open()
             slot.prepare(connection, AwaitPages(self.peers.rank, number), self._closing)
         except Exception as error:
             log.warning("staging memory for checkpoints could not be prepared: %s", error or repr(error))
@@ -477,7 +512,7 @@ class Snapshots:
         while (copy := slot.work.get()) is not None:
             try:
                 if connection is None:
-                    connection = self._connect()
+                    connection = self._slot_connections.open()
                 self._stage_copy(connection, slot, copy)
             except Exception as error:  # the next step's update waits for this copy in any case
                 copy.outcome.reason = str(error) or repr(error)
@@ -519,14 +554,14 @@ class Snapshots:
         while (copy := self._saves_to_watch.get()) is not None:
             try:
                 if connection is None:
-                    connection = self._connect()
+                    connection = self._commit_connections.open()
                 result = connection.request(AwaitCommit(copy.message.generation))
                 copy.outcome.committed = result.committed
                 copy.outcome.bytes = result.bytes or copy.outcome.bytes
                 copy.outcome.reason = result.reason
                 copy.outcome.record = result.record
             except Exception as error:
-                copy.outcome.reason = copy.outcome.reason or str(error) or repr(error)
+                copy.outcome.reason = self._commit_connections.end_reason or str(error) or repr(error)
             self._report(copy)
             if connection is not None:
                 with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -119,6 +119,41 @@ class ReplicaBarrier:
                 self._timeout,
             )
         copy.outcome.stall += time.monotonic() - begun
+
+
+class ServiceConnections:
+    """Connections of threads with the host's service, which another thread can end.
+
+    Args:
+        connect: returns a new connection.
+
+    Attributes:
+        end_reason: why they were ended, "" before that.
+    """
+
+    def __init__(self, connect: Callable[[], Conversation]) -> None:
+        self.end_reason = ""
+        self._connect = connect
+        self._opened: list[Conversation] = []
+        self._lock = threading.Lock()
+
+    def open(self) -> Conversation:
+        """Return a new connection, which its thread closes. Raises ConnectionError after `end`."""
+        if self.end_reason:
+            raise ConnectionError(self.end_reason)
+        conversation = self._connect()
+        with self._lock:
+            self._opened.append(conversation)
+            if self.end_reason:
+                conversation.shut_down()
+        return conversation
+
+    def end(self, reason: str) -> None:
+        """Have every wait for a reply fail, now and later. The service completes what it has begun."""
+        with self._lock:
+            self.end_reason = reason
+            for conversation in self._opened:
+                conversation.shut_down()
 
 
 class StagingSlot:

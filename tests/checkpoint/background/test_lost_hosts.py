@@ -1,0 +1,87 @@
+"""A lost host is not waited for: by ranks that leave an attempt, by a group that lost a service, by a replica."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megascale.checkpoint import Checkpointer
+from megascale.checkpoint.background.replica import ReplicaSender
+from megascale.checkpoint.background.service_protocol import StageSnapshot
+from megascale.checkpoint.background.snapshot_memory import Progress, make_slots
+from megascale.checkpoint.background.staging import make_rank_index
+from megascale.checkpoint.format.chunks import TensorShard
+from megascale.checkpoint.format.write_plan import make_offer, make_plan
+from megascale.checkpoint.saver import dtype_name
+from tests.checkpoint.background.conftest import background, run, service_pid
+from tests.checkpoint.conftest import cut, logical_state, run_group
+
+__all__ = ["run"]
+
+
+def _save_without_last_host(rank: int, size: int, run: Path, reopen: bool) -> list[tuple[int, bool, str]]:
+    """Begin a save to storage in which the last host loses its service before it writes its part."""
+    config = background(replicas=True, location=str(run / "checkpoints"))
+    host = run / f"host-{rank}"
+    checkpointer = Checkpointer(config, host, cut(logical_state(1), "flat", rank, size))
+    checkpointer.prepare()
+    assert checkpointer.snapshots is not None
+    if rank == size - 1:
+
+        def lose_service(*arguments: Any) -> None:
+            os.kill(service_pid(host), signal.SIGKILL)
+            raise ConnectionError("the service is gone")
+
+        checkpointer.snapshots._stage_copy = lose_service  # type: ignore[method-assign]
+    assert checkpointer.save(1, {"step": 1}, wait=True)
+    if not reopen:
+        began = time.monotonic()
+        slots = checkpointer.leave()
+        assert time.monotonic() - began < 15, "the process waited for the part of the lost host"
+        return [(len(slots), False, "")]
+    checkpointer.before_update(2)
+    if rank == size - 1:
+        del checkpointer.snapshots._stage_copy
+    while not checkpointer.save(2, {"step": 2}, wait=True):
+        checkpointer.before_update(2)
+    return sorted((outcome.step, outcome.committed, outcome.reason) for outcome in checkpointer.finish())
+
+
+def test_a_rank_that_leaves_does_not_wait_for_a_commit_that_lacks_a_lost_host(run: Path) -> None:
+    assert run_group(2, _save_without_last_host, run, False) == [[(1, False, "")]] * 2
+
+
+def test_training_goes_on_if_a_host_loses_its_service_during_a_save(run: Path) -> None:
+    outcomes = run_group(2, _save_without_last_host, run, True)
+    assert outcomes[0][0] == (1, False, "its commit is not known: a host has lost its checkpoint service")
+    assert outcomes[0][-1] == (2, True, "")
+    assert outcomes[1][0] == (1, False, "the service is gone")
+
+
+def test_a_replica_is_given_up_once_its_trainer_has_left_and_its_peer_is_silent() -> None:
+    """The kernel of a frozen host still takes bytes, so that no connection breaks."""
+    values = cut(logical_state(1), "flat", 0, 1)
+    shards: list[TensorShard] = list(values)
+    (part,) = make_plan([make_offer((s.name, s.shape, dtype_name(s.tensor), s.box) for s in shards)]).parts
+    index = make_rank_index(shards, part, 0)
+    (slot,) = make_slots(1, part.size, index)
+    progress = Progress()
+    progress.advance(part.size)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        staged = StageSnapshot(
+            rank=0, slot=0, step=1, generation="00000001-a", identity="", state="{}", ranks=1, size=part.size,
+            persist=False, storage="", required_bytes=0, keep=1, base_sequence=0, local_ranks=(0,), leader=True,
+            plan="", token="74" * 16,
+        )  # fmt: skip
+        staged = msgspec.structs.replace(staged, peer=("127.0.0.1", frozen.getsockname()[1]))
+        began = time.monotonic()
+        sender = ReplicaSender(staged, 1, slot, progress)
+        assert sender.finish([0] * len(index), is_awaited=lambda: False)
+        assert time.monotonic() - began < 20
+    slot.memory.close()
