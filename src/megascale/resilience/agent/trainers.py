@@ -123,11 +123,19 @@ class Trainers:
         if self._socket is not None:
             self._socket.close()
         if self._server is not None:
+            self._kill_programs()
             self._server.kill()
             self._server.wait()
         for trainer in self.running():
             trainer.end(signal.SIGKILL, by_agent=True)
         self._server = self._socket = self._reading = None
+
+    def _kill_programs(self) -> None:
+        """Kill the ranks and what they have started, which the end of the fork server does not end."""
+        for trainer in self.running():
+            if trainer.pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    self.program.signal(trainer.pid, signal.SIGKILL)
 
     async def _read_reports(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -294,6 +302,7 @@ class Trainers:
         if not self._end_reason:
             log.error("ending the ranks of this node: %s", reason)
         self._end_reason = reason
+        self._kill_programs()
         with contextlib.suppress(OSError):
             os.kill(server.pid, signal.SIGKILL)  # the kernel ends its ranks with it
 
