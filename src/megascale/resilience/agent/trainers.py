@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -146,12 +146,20 @@ class Trainers:
         if self._socket is not None:
             self._socket.close()
         if self._server is not None:
+            self._kill_programs(self.running())
             self._server.kill()
             self._server.wait()
         for trainer in self.running():
             trainer.end(signal.SIGKILL, by_agent=True)
         self._server = self._socket = self._reading = None
         self._early = {}
+
+    def _kill_programs(self, ranks: Sequence[TrainerProcess]) -> None:
+        """Kill ranks and what they have started, which the end of the fork server does not end."""
+        for trainer in ranks:
+            if trainer.pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    self.program.signal(trainer.pid, signal.SIGKILL)
 
     async def _read_reports(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -371,8 +379,11 @@ class Trainers:
         if not self._end_reason:
             log.error("ending the ranks of this node: %s", reason)
         self._end_reason = reason
+        ranks = self.running()
         with contextlib.suppress(OSError):
             os.kill(server.pid, signal.SIGKILL)  # the kernel ends its ranks with it
+        # The server must not report their ends as if another process had killed them, so they follow.
+        self._kill_programs(ranks)
 
     async def stop(self, how: Literal["save", "keep", "leave", "kill"], grace_period: float) -> None:
         """End all ranks.
