@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 DATA := datasets/stdlib
 
-.PHONY: help train demo docs test test-oldest test-slurm test-kubernetes lint page-types clean
+.PHONY: help train demo docs wheel test test-oldest test-slurm test-kubernetes lint page-types clean
 
 help:
 	@echo "make train        build a data set from Python's own source, train a small GPT on it, show what it learnt"
 	@echo "make demo         a small job with a slow rank and later a hang, and the dashboard on it"
 	@echo "make test         lint, types and tests"
 	@echo "make docs         the documents as a site in .site; links are strict"
+	@echo "make wheel        build the package into dist/, install it into a new environment and try it (PROJECT_URL: its address)"
 	@echo "make test-oldest  the tests with the oldest torch that is supported, in an environment of its own"
 	@echo "make test-slurm   the tests under a real Slurm (root; Debian's slurm-wlm and munge)"
 	@echo "make test-kubernetes  the tests on a real Kubernetes, built once from Debian's source (root)"
@@ -43,6 +44,16 @@ demo: .venv/dev
 docs: .venv/dev
 	@$(BIN)/sphinx-build -q -W --keep-going -b html docs .site
 	@echo "open .site/index.html"
+
+# An environment of its own: what the wheel lacks, a clone on the path would hide.
+wheel: .venv/ready
+	@rm -rf dist .venv-wheel
+	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+	@$(PYTHON) -m venv .venv-wheel
+	@.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	@cd dist && ../.venv-wheel/bin/megascale --version && ../.venv-wheel/bin/megascale examples examples
+	@cd dist && ../.venv-wheel/bin/megascale train --dry-run --model.preset=gpt2-124m >/dev/null && rm -r examples
+	@echo "the wheel works: $$(ls dist/*.whl)"
 
 lint: .venv/dev
 	@$(BIN)/ruff check src benchmarks tests scripts
@@ -92,4 +103,4 @@ test-kubernetes: .venv/dev
 	@MEGASCALE_TEST_KUBERNETES=1 $(BIN)/python -m pytest tests/kubernetes tests/resilience/cluster/test_containerfile.py
 
 clean:
-	rm -rf .venv .venv-oldest scripts/page-types/node_modules
+	rm -rf .venv .venv-oldest .venv-wheel scripts/page-types/node_modules

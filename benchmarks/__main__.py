@@ -16,6 +16,7 @@ BENCHMARKS: dict[str, str] = {
     "gradients": "benchmarks.training.gradient_error",
     "kernel-peers": "benchmarks.kernels.peers",
     "layouts": "benchmarks.training.layouts",
+    "open-run": "benchmarks.training.open_run",
     "overlap": "benchmarks.training.overlap",
     "peers": "benchmarks.training.peer_comparison",
     "schedules": "benchmarks.training.schedules",

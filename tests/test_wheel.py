@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import re
+import runpy
 import subprocess
 import sys
+import tomllib
 import zipfile
 from email import message_from_string
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
+URL = "https://code.example/owner/megascale"
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     pytest.importorskip("hatchling")
     out = tmp_path_factory.mktemp("wheel")
+    environment = os.environ | {"PROJECT_URL": URL + "/"}
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
-    subprocess.run([sys.executable, "-m", "pip", "wheel"] + options + ["-w", out, ROOT], check=True)
+    subprocess.run([sys.executable, "-m", "pip", "wheel"] + options + ["-w", out, ROOT], check=True, env=environment)
     (built,) = out.glob("*.whl")
     return built
 
@@ -33,6 +40,8 @@ def test_it_holds_what_the_source_tree_holds(wheel):
     }
     assert expected <= names
     assert "megascale/py.typed" in names
+    assert {f"megascale/examples/{file.name}" for file in (ROOT / "examples").iterdir()} <= names
+    assert "megascale/observe/prometheus/rules.yml" in names
     assert not [name for name in names if name.startswith(("tests/", "docs/"))]
 
 
@@ -47,6 +56,49 @@ def test_its_metadata(wheel):
     assert not [need for need in needs if need.startswith(("tensorboard", "wandb", "fastapi", "kubernetes", "numba"))]
 
 
+def test_its_address_comes_from_one_variable(wheel):
+    """The README of a package index has no relative link and no placeholder, and all URLs are of the project."""
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+    metadata = message_from_string(archive.read(name).decode())
+    urls = [url.partition(", ")[2] for url in metadata.get_all("Project-URL")]
+    assert len(urls) == 5
+    assert all(url.startswith(URL) for url in urls)
+    text = metadata.get_payload()
+    assert "PROJECT_URL" not in text
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(targets) > 20
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+
+
+def test_links_of_a_readme_become_absolute():
+    pytest.importorskip("hatchling")
+    names = runpy.run_path(str(ROOT / "scripts" / "package_metadata.py"))
+    text = (
+        "[![ci](docs/ci.svg)](docs/ci.md) [home](PROJECT_URL) [here](#limits) [away](https://a.example/b)\n"
+        '<source srcset="docs/dark.svg"><img src="docs/light.svg"><a href="docs/x.md">'
+    )
+    assert names["make_links_absolute"](text, "https://u", "v1") == (
+        "[![ci](https://u/raw/v1/docs/ci.svg)](https://u/blob/v1/docs/ci.md) [home](https://u) [here](#limits) [away](https://a.example/b)\n"
+        '<source srcset="https://u/raw/v1/docs/dark.svg"><img src="https://u/raw/v1/docs/light.svg"><a href="https://u/blob/v1/docs/x.md">'
+    )
+
+
+def test_the_citation_has_the_version_of_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def test_workflows_call_targets_of_the_makefile():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    called = set()
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        jobs = yaml.safe_load(file.read_text())["jobs"]
+        steps = [step for job in jobs.values() for step in job["steps"]]
+        called |= {step["run"].removeprefix("make ") for step in steps if "run" in step}
+    assert {"lint", "test", "wheel"} <= called <= targets
+
+
 def test_it_works_outside_the_checkout(wheel, tmp_path):
     folder = tmp_path / "site"
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--target", folder]
@@ -56,7 +108,8 @@ def test_it_works_outside_the_checkout(wheel, tmp_path):
 import sys, megascale
 from megascale.cli.main import main
 print(megascale.__file__)
-for words in (["config", "lr"], ["train", "--model.preset=gpt2-124m", "--dry-run"]):
+calls = ("config lr", "examples", "examples copied", "train --model.preset=gpt2-124m --dry-run")
+for words in map(str.split, calls):
     sys.argv = ["megascale", *words]
     try:
         main()
@@ -69,4 +122,9 @@ for words in (["config", "lr"], ["train", "--model.preset=gpt2-124m", "--dry-run
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(folder))
     assert "lr.warmup_steps" in done.stdout
+    assert re.search(r"stdlib.toml +A small GPT", done.stdout)
+    copied = tmp_path / "copied"
+    assert {file.name: file.read_bytes() for file in copied.iterdir()} == {
+        file.name: file.read_bytes() for file in (ROOT / "examples").iterdir()
+    }
     assert "parameters: 124" in done.stdout

@@ -173,8 +173,12 @@ def convergence(
     console.print(f"metrics: {out}; plot: {plot}")
 
 
-def collect(out: Path) -> int:
-    """Write the source of the standard library and of installed packages as jsonl, each text once; how many."""
+def collect(out: Path, most_bytes: int | None = None) -> int:
+    """Write the source of the standard library and of installed packages as jsonl, each text once; how many.
+
+    Args:
+        most_bytes: end with the file that reaches this size; None: write all.
+    """
     paths = sysconfig.get_paths()
     files = sorted(
         {file for key in ("stdlib", "purelib", "platlib") for file in Path(paths[key]).resolve().rglob("*.py")}
@@ -191,6 +195,8 @@ def collect(out: Path) -> int:
             if text.strip() and digest not in observed:
                 observed.add(digest)
                 sink.write(strict_json.dumps({"text": text}) + "\n")
+                if most_bytes is not None and sink.tell() >= most_bytes:
+                    break
     return len(observed)
 
 

@@ -58,6 +58,7 @@ def make_error(class_name: str, message: str) -> MegascaleError:
 PACKAGE_EXTRAS = {
     "hiredis": "redis",
     "matplotlib": "plots",
+    "regex": "driver",
     "duckdb": "spans",
     "numba": "network",
     "fastapi": "driver",

@@ -29,6 +29,7 @@ PRIVATE_NAMES: dict[str, tuple[str, str]] = {
     "abort_process_group": (_C10D, "_abort_process_group"),
     "assert_async": ("torch", "_assert_async"),
     "autograd_engine": ("torch.autograd", "Variable._execution_engine"),
+    "c10d_world": (_C10D, "_world"),
     "current_device": ("torch._C", "_cuda_getDevice"),
     "cuda_sleep": ("torch.cuda", "_sleep"),
     "current_raw_stream": ("torch._C", "_cuda_getCurrentRawStream"),

@@ -36,7 +36,7 @@ def test_what_is_written_is_read(tree, tmp_path):
         ({"nodes": ["n4", "n0", 7]}, "not a placement file"),
         ({"nodes": "n4"}, "not a placement file"),
         ({"grid": []}, "not a placement file"),
-        ({"grid": {"tensor": 2}}, "the grid tensor 2; the job's is tensor 1, context 1, expert 1, data 3"),
+        ({"grid": {"tensor": 2}}, "the grid tensor 2; the job's is tensor 1, context 1, slice 1, expert 1, data 3"),
         ({"format": 2}, "format 2"),
     ],
 )

@@ -124,6 +124,10 @@ PAIRS = {
         layout(1, 1, 1, tied=True, model=EXPERTS, expert=4, experts_over="data", bucket_elements=700),
         layout(1, 1, 1, tied=True, model=EXPERTS),
     ),
+    "experts over context to tensor ranks": (
+        layout(1, 1, 1, zero=2, tied=True, model=EXPERTS, context=2, experts_over="context", bucket_elements=700),
+        layout(2, 1, 1, tied=True, model=EXPERTS),
+    ),
     "experts over data to tensor ranks": (
         layout(2, 1, 1, zero=1, tied=True, model=EXPERTS, expert=4, experts_over="data", optimizer="muon"),
         layout(2, 1, 2, zero=2, tied=True, model=EXPERTS, optimizer="muon"),

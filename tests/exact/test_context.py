@@ -33,7 +33,7 @@ from megascale.train import engine, loss_weights
 from megascale.train.generation import Sampling, _run_chunk, generate_tokens
 from tests.exact.cases import KINDS, LLAMA3, POST_NORMS, SMALL, TWO_LAYERS, Case, case
 from tests.exact.compare import TOLERANCE, assert_equal, differences
-from tests.exact.test_experts import BALANCED, experts_case
+from tests.exact.test_experts import BALANCED, BIASED, DEEPSEEK, experts_case
 from tests.exact.training import FEW_STEPS, train
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -53,6 +53,12 @@ def context_case(context: int, *sizes: int, **options: Any) -> Case:
     """Return a case whose `context` ranks divide the tokens."""
     parallel = {"context": context, "bucket_elements": 700, **options.pop("parallel", {})}
     return case(*sizes, microbatches=options.pop("microbatches", 2), parallel=parallel, **options)
+
+
+def experts_over_context(context: int, *sizes: int, **options: Any) -> Case:
+    """Return a case whose `context` ranks divide the experts too."""
+    parallel = {"context": context, "experts_over": "context", "bucket_elements": 700, **options.pop("parallel", {})}
+    return experts_case(*sizes, parallel=parallel, **options)
 
 
 def on_four_ranks(chosen: Case) -> Case:
@@ -117,6 +123,22 @@ CASES = {
     "experts recomputed": experts_case(2, 1, 1, experts=BALANCED, parallel={"context": 2, "recompute": "mlp"}),
     "experts over data, balance of whole sequences": on_four_ranks(
         experts_case(1, 1, 2, experts=BALANCED, parallel={"context": 2, "experts_over": "data", "expert": 2})
+    ),
+    "experts over context, gathered": experts_over_context(2, experts=BALANCED, zero=1),
+    "experts over context, all-to-all, ZeRO-2, Muon": experts_over_context(
+        2, 1, 1, 2, experts={**BALANCED, "top_k": 1}, zero=2, optimizer={"name": "muon"}
+    ),
+    "experts over four context ranks, biases, LAMB, without ZeRO": experts_over_context(
+        4, experts=BIASED, zero=0, optimizer={"name": "lamb"}
+    ),
+    "experts over context and tensor, ZeRO-3, recomputed": experts_over_context(
+        2, 2, experts=DEEPSEEK, zero=3, parallel={"recompute": "full"}
+    ),
+    "experts over context, stages, offloaded": experts_over_context(
+        2, 1, 2, experts=BALANCED, parallel={"recompute": "full", "offload_activations": True}
+    ),
+    "experts over context, data, keys gathered": experts_over_context(
+        2, 1, 1, 2, experts=BALANCED, model={"heads": 3, "hidden": 12, "dropout": 0.1}, zero=3
     ),
     "copies of the sharded state": on_four_ranks(
         context_case(2, 1, 1, 2, model={**ROTARY, "dropout": 0.1}, parallel={"replicate": 2})

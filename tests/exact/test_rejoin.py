@@ -16,6 +16,7 @@ from megascale.checkpoint.object_collectives import forget_groups
 from megascale.core.layout import lay_out
 from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import make_groups
+from megascale.train.replay_check import ReplayCheck, ReplayEvidence
 from tests.exact.cases import Case, case
 from tests.exact.training import STEPS, Told, make_engine, observe, run_step, state_of, train
 
@@ -38,15 +39,23 @@ class Injected(Exception):
     """The failure of one rank."""
 
 
-def train_through_failure(rank: int, world: int, tree: dict[str, Any], forwards: int) -> Told:
-    """Train as `train` does, but the last rank fails after some forwards of a step, and all ranks get new groups."""
+def train_through_failure(rank: int, world: int, tree: dict[str, Any], forwards: int, replays: bool = False) -> Told:
+    """Train as `train` does, but the last rank fails after some forwards of a step, and all ranks get new groups.
+
+    With `replays`, replicas check each other in all steps but the first one of each attempt.
+    """
     store = torch_private.lookup("torch.distributed.distributed_c10d", "_get_default_store")()
+    # A rank is connected before its peers have noticed. If it closed its connections now, a peer that still takes
+    # part in the pool's start would fail.
+    dist.barrier()
     sockets = list_sockets()
     _make_world(store, "first", rank, world)
     engine = make_engine(rank, world, tree)
     sockets = list_new_sockets(sockets)
     report = Told()
     observe(engine, report)
+    if replays:
+        _check_replays(engine, rank)
     for step in range(1, FAILED_STEP):
         run_step(engine, step, report)
     complete_steps = len(report.gradients)
@@ -65,12 +74,25 @@ def train_through_failure(rank: int, world: int, tree: dict[str, Any], forwards:
         layout.grid, rank, chunk_map=layout.chunk_map, tied=config.model.tied_embeddings, timeout=LIMIT
     )
     engine.rejoin(groups, {})
+    check = _check_replays(engine, rank) if replays else None
     with engine.loading_weights():
         pass  # a rank whose state stays loads nothing
     for step in range(FAILED_STEP, STEPS + 1):
         run_step(engine, step, report)
     report.state = state_of(engine)
+    if check is not None:
+        assert check.checked_step == STEPS
     return report
+
+
+def _check_replays(engine: Any, rank: int) -> ReplayCheck:
+    """Let replicas check each other in each step. A difference raises AssertionError."""
+
+    def fail(evidence: ReplayEvidence) -> None:
+        raise AssertionError(evidence.message)
+
+    engine.replay_check = ReplayCheck(engine, rank, "cpu", "cpu", interval=1, on_mismatch=fail)
+    return engine.replay_check
 
 
 def _make_world(store: dist.Store, name: str, rank: int, world: int) -> None:
@@ -101,9 +123,15 @@ def test_new_groups_after_a_failed_step_give_the_bits_of_an_undisturbed_run(name
     check(chosen, forwards, pool)
 
 
-def check(chosen: Case, forwards: int, pool) -> None:
+@pytest.mark.parametrize("forwards", [1, 2], ids=["in a replay", "after it"])
+@pytest.mark.parametrize("name", ["ZeRO-1", "ZeRO-2"])
+def test_replays_go_on_with_new_groups(name: str, forwards: int, pool):
+    check(case(data=2, microbatches=2, zero=int(name[-1])), forwards, pool, replays=True)
+
+
+def check(chosen: Case, forwards: int, pool, replays: bool = False) -> None:
     expected = pool.run(train, chosen.world, chosen.tree)
-    result = pool.run(train_through_failure, chosen.world, chosen.tree, forwards)
+    result = pool.run(train_through_failure, chosen.world, chosen.tree, forwards, replays)
     for calm, broken in zip(expected, result, strict=True):
         assert broken.losses == calm.losses
         assert broken.norms == calm.norms

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from megascale.ops.segments import TILE
+from megascale.train.update_check import RANGE
 from tests.chaos.corruption.bit_flips import EVERY_RANK, BitFlip
 from tests.chaos.corruption.checked_training import CheckedResult, train_checked
 from tests.exact.cases import TWO_LAYERS, Case, case
 from tests.exact.test_experts import BALANCED, experts_case
 
 STEP = 2  # the first step that is checked with an interval of 2
+BFLOAT16 = {"precision": "bfloat16"}
 DROPOUT = {**TWO_LAYERS, "dropout": 0.1}
 HEALTHY = {
     "tensor": case(2, 1, 2, microbatches=2, zero=0, model=DROPOUT),
@@ -32,6 +35,8 @@ HEALTHY = {
     ),
     "context": case(1, 1, 2, microbatches=2, zero=1, model=DROPOUT, parallel={"context": 2}),
     "experts": experts_case(2, 1, 2, experts=BALANCED, zero=2),
+    "LAMB": case(1, 1, 2, microbatches=1, zero=2, model=TWO_LAYERS, optimizer={"name": "lamb"}),
+    "Muon": case(2, 1, 2, microbatches=1, zero=1, model=TWO_LAYERS, optimizer={"name": "muon"}),
     "float8, gathered in float8": case(
         1,
         1,
@@ -47,9 +52,16 @@ HEALTHY = {
 }
 
 
-def run(layout: Case, pool: Any, flip: BitFlip | None = None, steps: int = STEP, interval: int = 2) -> CheckedResult:
+def run(
+    layout: Case,
+    pool: Any,
+    flip: BitFlip | None = None,
+    steps: int = STEP,
+    interval: int = 2,
+    update_range: int = RANGE,
+) -> CheckedResult:
     """Return what rank 0 reports; all ranks must report the same verdict."""
-    results = pool.run(train_checked, layout.world, layout.tree, steps, interval, flip)
+    results = pool.run(train_checked, layout.world, layout.tree, steps, interval, flip, (), update_range)
     assert all(result.verdicts == results[0].verdicts for result in results)
     return replace(results[0], state=[result.state for result in results])
 
@@ -57,7 +69,7 @@ def run(layout: Case, pool: Any, flip: BitFlip | None = None, steps: int = STEP,
 @pytest.mark.parametrize("name", HEALTHY)
 def test_replays_agree_and_leave_the_training_as_it_is(name, pool):
     layout = HEALTHY[name]
-    checked = run(layout, pool, steps=3, interval=1)
+    checked = run(layout, pool, steps=3, interval=1, update_range=TILE)
     assert not checked.verdicts
     assert checked.confirmed_step == 3
     assert checked.state == run(layout, pool, steps=3, interval=0).state
@@ -81,6 +93,19 @@ NAMED = [
     (case(1, 1, 2, microbatches=2, zero=3, model=DROPOUT), "reduced gradient", 1, False, (1,)),
     (case(1, 2, 2, microbatches=2, zero=1, model=DROPOUT), "reduced gradient", 4, False, (2,)),
     (case(2, 1, 2, microbatches=2, zero=1, model=DROPOUT), "optimizer state", 3, False, (2,)),
+    (case(1, 1, 3, microbatches=1, zero=2, model=TWO_LAYERS), "update", 1, True, (1,)),
+    (case(2, 1, 2, microbatches=1, zero=0, model=TWO_LAYERS), "update", 2, False, (3,)),
+    (
+        case(1, 1, 2, microbatches=1, zero=3, model=TWO_LAYERS, train={"precision": "bfloat16"}),
+        "update",
+        3,
+        True,
+        (0, 1),
+    ),
+    (case(1, 1, 2, microbatches=1, model=TWO_LAYERS, optimizer={"name": "lamb"}), "update", 0, False, (1,)),
+    (case(1, 1, 3, microbatches=1, model=TWO_LAYERS, optimizer={"name": "lamb"}), "update", 1, True, (2,)),
+    (case(1, 1, 2, microbatches=1, model=TWO_LAYERS, optimizer={"name": "muon"}), "update", 3, False, (1,)),
+    (case(2, 1, 3, microbatches=1, model=TWO_LAYERS, optimizer={"name": "muon"}), "update", 1, True, (4,)),
 ]
 
 

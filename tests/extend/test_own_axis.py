@@ -207,7 +207,7 @@ def test_an_axis_from_outside_trains_exactly(name, pool):
 def test_order_and_groups_follow_the_registration():
     grid = Grid(tensor=2, slab=2, data=2, rows=3, pipeline=2)
     assert [axis for axis, _ in grid.axes] == [
-        "tensor", "slab", "context", "expert", "data", "experts", "copies", "rows", "replicate", "pipeline",
+        "tensor", "slab", "context", "slice", "expert", "data", "experts", "copies", "rows", "replicate", "pipeline",
     ]  # fmt: skip
     assert grid.group("slab", 0) == [0, 2]
     assert (grid.replicas, grid.shards) == (6, 6)

@@ -12,6 +12,10 @@ in the memory of both nodes. It has half of the preset's layers, or fewer if GPU
                the state comes from the other node's copies
     lost-node  the same, and the machine does not come back: --resilience.spares=1, on GPUs of its own
 
+`--keep-seconds 10 0` compares: one job per value of resilience.keep_seconds, each with its share of --seconds and a
+file of its own (recovery-keep-10.json). `--logs FOLDER` collects the ends of all logs, the driver's events, and where
+ranks stood if a recovery did not end.
+
 Called again with the same --out, only what is missing is done; after --seconds the job is ended and what came is kept.
 What rank 0 did from second to second is kept in the file ("stacks"), what the driver found and did too ("events"), and
 what went wrong that no kill of this script explains ("unasked", then with the ends of "logs"), of which there should be
@@ -43,7 +47,7 @@ from megascale.core.status import read_status
 from tests.chaos.local.fault_cases import CASES
 
 LIMIT = 240.0  # seconds for a start or a recovery
-ENDING = 40.0  # kept for the job's end
+ENDING = 20.0  # kept for the job's end
 FRAMES = 4  # of a stack, the innermost
 STEPS = 4  # between a recovery and the next kill
 HOST, GPU = 0.85, 3 * 2**30  # of the host's memory and beyond a GPU's tensors, what a job may not count on
@@ -91,9 +95,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=3, help="of each kind")
     parser.add_argument("--seconds", type=float, default=540.0, help="end after that, even if results are missing")
     parser.add_argument("--out", type=Path, default=Path("recovery.json"))
+    parser.add_argument("--keep-seconds", nargs="+", type=float, default=[], help="compare these values")
+    parser.add_argument("--logs", type=Path, help="folder for the ends of logs and for where ranks stood")
     inputs, settings = parser.parse_known_args(arguments)
-    deadline = time.monotonic() + inputs.seconds
     settings = [f"--model.preset={inputs.preset}"] + settings
+    if not inputs.keep_seconds:
+        return measure(inputs, settings)
+    deadline = time.monotonic() + inputs.seconds
+    codes = []
+    for number, seconds in enumerate(inputs.keep_seconds):
+        name = f"keep-{seconds:g}"
+        share = argparse.Namespace(**vars(inputs))
+        share.out = inputs.out.with_name(f"{inputs.out.stem}-{name}{inputs.out.suffix}")
+        share.logs = inputs.logs and inputs.logs / name
+        share.seconds = (deadline - time.monotonic()) / (len(inputs.keep_seconds) - number)
+        print(f"resilience.keep_seconds={seconds:g}", flush=True)
+        try:
+            codes.append(measure(share, [*settings, f"--resilience.keep_seconds={seconds:g}"]))
+        except SystemExit as error:
+            print(error, flush=True)
+            codes.append(1)
+    return max(codes)
+
+
+def measure(inputs: argparse.Namespace, settings: list[str]) -> int:
+    """Measure one job; 0 and 1 as for `main`."""
+    deadline = time.monotonic() + inputs.seconds
     record: dict[str, Any] = {"settings": settings, "starts": [], "kills": []}
     if inputs.out.exists():
         record = json.loads(inputs.out.read_text())
@@ -137,6 +164,7 @@ def run(
     record |= {"date": date.today().isoformat(), "machine": machine(), "layers": layers}
 
     def keep() -> None:
+        inputs.out.parent.mkdir(parents=True, exist_ok=True)
         inputs.out.write_text(json.dumps(record, indent=1) + "\n")
 
     begun, injected = time.time(), []
@@ -164,15 +192,18 @@ def run(
             duration = [row["total"] for row in record["kills"] if row["total"]]
             if deadline - ENDING - time.monotonic() < 1.3 * max(duration, default=30.0):
                 return
+            kills = len(injected)
             row = kill(job, kind, deadline - ENDING, injected)
             if row is None:
+                if len(injected) > kills:
+                    explain_standstill(job, injected[-1], inputs.logs)
                 return
             rows = [item for item in record["kills"] if (item["kind"], item["number"]) != (kind, number)]
             record["kills"] = rows + [{"kind": kind, "number": number, "layers": layers, **row}]
             keep()
-            report = ", ".join(f"{name} {seconds:.2f}" for name, seconds in row["waterfall"].items())
-            print(f"{kind} {number + 1}: {report or row['failed']}, lost {row['lost']}", flush=True)
+            print(f"{kind} {number + 1}: {describe(row)}", flush=True)
             if not row["total"]:
+                explain_standstill(job, injected[-1], inputs.logs)
                 return
     finally:
         sums.end()
@@ -187,8 +218,62 @@ def run(
         )
         if result:
             record["logs"] = {str(p.relative_to(job.run)): last_lines(p) for p in sorted(job.run.rglob("*.log"))}
-        keep()
-        finish(job)
+        try:
+            keep()
+        finally:
+            finish(job)
+            if inputs.logs:
+                collect_logs(job, inputs.logs)
+
+
+def describe(row: dict[str, Any]) -> str:
+    """Return one recovery as a line: seconds by phase, what stayed, and what stood in the way."""
+    if not row["waterfall"]:
+        return str(row.get("failed", "no event `recovered`"))
+    phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in row["waterfall"].items())
+    text = f"{phases}; {row['lost']} steps lost; kept {format_numbers(tuple(row['kept'])) or 'none'}"
+    text += f", in place {format_numbers(tuple(row['standing'])) or 'none'}"
+    text += f"; from {row['loaded_from']}, {row['load_seconds']} s"
+    for rank, reason in row["doubts"].items():
+        text += f"; DOUBT rank {rank}: {reason}"
+    return text
+
+
+def explain_standstill(job: Launched, since: float, logs: Path | None) -> None:
+    """Print what the driver and each rank have done since a kill after which no step came."""
+    from megascale.errors import DataError
+    from megascale.observe.hang.evidence import collect_evidence
+
+    lines = [
+        f"{e.time - since:.2f} s {e.kind}: {'; '.join(e.evidence)[:200]}" for e in job.events() if e.time >= since - 5
+    ]
+    for file in sorted((job.run / "status").glob("rank-*.status")):
+        status = read_status(file)
+        if status is not None:
+            lines.append(
+                f"{file.stem}: process {status.pid}, {status.phase}, step {status.step} {status.message[:200]}"
+            )
+    with contextlib.suppress(OSError, DataError):
+        for rank, evidence in sorted(collect_evidence(job.run, watch_seconds=0).ranks.items()):
+            lines.append(f"rank {rank} is in {' < '.join(evidence.stack[:8])}")
+    for file in sorted((job.run / "logs").glob("rank-*.log")):
+        lines += [f"{file.name}: {line[:200]}" for line in last_lines(file)[-6:]]
+    print("no step:", *lines, sep="\n  ", flush=True)
+    if logs:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / "standstill.txt").write_text("\n".join(lines) + "\n")
+
+
+def collect_logs(job: Launched, folder: Path) -> None:
+    """Copy the ends of the job's logs and the driver's events, at most 64 KB each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in [*sorted(job.run.rglob("*.log")), job.output, job.run / "events.jsonl"]:
+        with contextlib.suppress(OSError):
+            name = file.name if file == job.output else "-".join(file.relative_to(job.run).parts)
+            (folder / name).write_bytes(file.read_bytes()[-65536:])
+    with contextlib.suppress(OSError):
+        lines = [f"{e.time:.2f} {e.kind} of attempt {e.attempt}: {'; '.join(e.evidence)[:300]}" for e in job.events()]
+        (folder / "driver-events.txt").write_text("\n".join(lines)[-65536:] + "\n")
 
 
 def unasked(job: Launched, injected: list[float]) -> list[str]:
@@ -322,7 +407,8 @@ class Sums:
         self.compared = 0
         self.foreign: list[str] = []
         self._folder, self._ended = run / "status", threading.Event()
-        self._known: dict[tuple[int, str], tuple[int, str]] = {}  # (rank, step) -> whose process, sum
+        self._known: dict[tuple[int, str], tuple[int, str]] = {}  # (rank, step) -> in which start, sum
+        self._newest: dict[int, tuple[int, int, int]] = {}  # rank -> its process, step, and number of starts
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
@@ -339,10 +425,14 @@ class Sums:
                     self._take(int(file.stem.partition("-")[2]), status.pid, *status.checksum.split(":"))
 
     def _take(self, rank: int, process: int, step: str, value: str) -> None:
-        of, expected = self._known.setdefault((rank, step), (process, value))
-        if of == process:
+        last_process, last_step, start = self._newest.get(rank, (process, 0, 0))
+        if process != last_process or int(step) < last_step:
+            start += 1  # a kept process goes back to an earlier step
+        self._newest[rank] = (process, int(step), start)
+        earlier_start, expected = self._known.setdefault((rank, step), (start, value))
+        if earlier_start == start:
             return
-        self._known[rank, step] = (process, value)
+        self._known[rank, step] = (start, value)
         self.compared += value == expected
         if value != expected:
             self.foreign.append(f"rank {rank}, step {step}: {value} where it was {expected}")
@@ -429,7 +519,7 @@ def show(record: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, width=150)
+    console = Console(highlight=False, width=170)
     heads = ("steps lost", "kept", "standing", "state from", "actions")
     table = Table("seconds of", *COLUMNS, *heads, box=box.SIMPLE_HEAD)
     for row in sorted(record["kills"], key=lambda entry: (entry["kind"], entry["number"])):

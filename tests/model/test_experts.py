@@ -297,10 +297,11 @@ def test_memory_counts_the_experts_of_a_rank():
     stacks = sum(tensor.elements for tensor in tensors if ".experts." in tensor.name)
     parallel = config.parallel
     whole = count_stage_parameters(config.model, parallel, 0)
-    divided = parallel.model_copy(update={"expert": 4, "experts_over": "data"})
-    assert count_stage_parameters(config.model, divided, 0) == whole - 3 * stacks // 4
     matrices = sum(tensor.elements for tensor in tensors if ".experts." in tensor.name and tensor.decay)
-    assert count_stage_units(config.model, divided, 0).sharded == matrices // 4
+    for changes in ({"expert": 4, "experts_over": "data"}, {"context": 4, "experts_over": "context"}):
+        divided = parallel.model_copy(update=changes)
+        assert count_stage_parameters(config.model, divided, 0) == whole - 3 * stacks // 4
+        assert count_stage_units(config.model, divided, 0).sharded == matrices // 4
 
 
 def test_traffic_of_experts_over_data_is_that_of_distinct_ranks():
@@ -471,11 +472,31 @@ def test_scores_that_underflow_give_finite_weights():
             {"parallel": {"experts_over": "data", "expert": 2}, "model": {"mlp": "dense", "experts": None}},
             ["parallel.expert=2 with parallel.experts_over=data", "the model has none"],
         ),
+        (
+            {},
+            {"parallel": {"experts_over": "context", "context": 2}, "model": {"mlp": "dense", "experts": None}},
+            ["parallel.experts_over=context", "the model has none", "--parallel.experts_over=tensor"],
+        ),
+        (
+            {},
+            {"parallel": {"experts_over": "context"}},
+            ["parallel.experts_over=context with parallel.context=1", "--parallel.context=2"],
+        ),
+        (
+            {},
+            {"parallel": {"experts_over": "context", "context": 2, "expert": 2}},
+            ["parallel.expert=2 with parallel.experts_over=context", "--parallel.expert=1"],
+        ),
+        (
+            {"number": 6},
+            {"parallel": {"experts_over": "context", "context": 4}},
+            ["model.experts.number=6", "parallel.tensor=1 x parallel.context=4"],
+        ),
     ],
 )
 def test_layouts_that_experts_exclude_are_refused_by_name(experts, sections, named):
     config = make_config(experts, **sections)
     with pytest.raises(FitError) as error:
-        lay_out(config, config.parallel.tensor * config.parallel.expert)
+        lay_out(config, config.parallel.model_ranks)
     for text in named:
         assert text in str(error.value)

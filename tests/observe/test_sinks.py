@@ -38,7 +38,7 @@ def test_tensorboard_gets_each_number_under_its_group(tmp_path):
         "train/loss": [(3, 2.5)],
         "progress/tokens": [(3, 64.0)],
         "progress/epoch": [(3, 0.5)],
-        metrics.tensorboard_tag("valid_loss"): [(4, 1.25)],
+        metrics.metric_tag("valid_loss"): [(4, 1.25)],
     }
 
 
@@ -89,7 +89,7 @@ def test_weights_and_biases_continues_a_run_and_is_finished(tmp_path, monkeypatc
     assert (first["dir"], first["config"]) == (str(tmp_path), {"train": 1})
     assert first["id"] == (tmp_path / "wandb-id").read_text().strip()
     assert len(first["id"]) == 8
-    numbers = {"loss": 2.5, "tokens": 64}
+    numbers = {"train/loss": 2.5, "progress/tokens": 64}  # as in TensorBoard
     assert package.calls == [first, (1, numbers), "finished", first, (2, numbers), "finished"]
 
 
@@ -122,7 +122,7 @@ def test_each_metric_has_a_group():
         "epoch": "progress/epoch",
         "lost": "other/lost",
     }
-    assert {name: metrics.tensorboard_tag(name) for name in tags} == tags
+    assert {name: metrics.metric_tag(name) for name in tags} == tags
 
 
 def test_records_are_lines_at_once(tmp_path):

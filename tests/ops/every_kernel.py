@@ -150,6 +150,7 @@ def routing() -> None:
     indices = routing_kernels.select_top(scores, None, 8)
     routing_kernels.select_top(scores, torch.zeros(128), 8)
     routing_kernels.count_choices(indices, 128)
+    routing_kernels.split_float32(scores)
     offsets, token, slot, row, _ = routing_kernels.sort_choices(indices, 0, 32, 512)
     rows = zeros(512, 2048).detach()
     routing_kernels.sum_rows(rows, row, None)

@@ -18,6 +18,7 @@ from megascale.ops.grouped_gemm import (
     Tiling,
     accumulate_group_gradients,
     accumulate_group_gradients_reference,
+    gather_rows,
     multiply_groups,
     multiply_groups_reference,
     plan_tiles,
@@ -104,3 +105,14 @@ def test_gradients_of_matrices_sum_the_rows_of_their_group(
     accumulate_group_gradients(main_grad, dy, x, offsets, index, dy_index, overwrite, tiling=TILING)
     accumulate_group_gradients_reference(expected, dy.double(), x.double(), offsets, index, dy_index, overwrite)
     assert distance(main_grad, expected) <= TOLERANCE[torch.float32]
+
+
+@settings(max_examples=10, deadline=None)
+@given(counts=COUNTS, spare=st.sampled_from([0, 9]), columns=st.sampled_from([8, 520]), seed=st.integers(0, 99))
+def test_rows_are_copied_up_to_the_last_offset(counts, spare, columns, seed):
+    generator = torch.Generator().manual_seed(seed)
+    offsets, used = make_offsets(counts), sum(counts)
+    x = torch.randn(11, columns, generator=generator).bfloat16()
+    index = torch.randint(0, 11, (used + spare,), generator=generator, dtype=torch.int32)
+    index[used:] = -1_000_000  # undefined
+    assert torch.equal(gather_rows(x, index, offsets)[:used], x[index[:used]])

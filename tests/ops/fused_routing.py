@@ -15,8 +15,16 @@ from megascale.config.experts_section import ExpertsConfig
 from megascale.ops import dispatch
 from megascale.ops.gradient_sink import GradientSink
 from megascale.ops.grouped_linear import run_experts, run_experts_backward
-from megascale.ops.routing import RowLimit, combine_rows, count_all, count_experts, plan_rows, select_experts
-from megascale.ops.routing_kernels import GRADIENT_KINDS, sort_choices
+from megascale.ops.routing import (
+    RowLimit,
+    combine_rows,
+    count_all,
+    count_experts,
+    plan_rows,
+    router_logits,
+    select_experts,
+)
+from megascale.ops.routing_kernels import GRADIENT_KINDS, sort_choices, split_float32
 from tests.ops.tools import TOLERANCE, distance
 
 REFERENCE = dispatch.Kernels("reference")
@@ -168,3 +176,34 @@ def test_a_rank_that_received_no_tokens_has_an_empty_plan():
     assert plan.offsets.tolist() == [0, 0, 0]
     assert (plan.token.shape, plan.slot.shape, plan.row.shape) == ((0,), (0,), (0, 2))
     assert combine_rows(torch.empty(0, 8), plan).shape == (0, 8)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 999), columns=st.sampled_from([3, 16]), exponent=st.integers(-30, 30))
+def test_three_parts_have_the_bits_of_float32(seed, columns, exponent):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(5, columns, generator=generator) * 2.0**exponent
+    parts = split_float32(x).double().view(5, 3, columns)
+    assert torch.equal(parts.sum(1), x.double())
+
+
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_gradients_of_the_router_have_the_precision_of_float32(has_sink):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 2, 32, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(4, 32, generator=generator).bfloat16().requires_grad_()
+    dy = torch.randn(6, 2, 4, generator=generator)
+    main_grad = torch.ones(4, 32)
+    if has_sink:
+        weight.gradient_sink = GradientSink(main_grad, lambda: None)
+    logits = router_logits(x, weight)
+    logits.backward(dy)
+    expected = x.detach().double() @ weight.detach().double().t()
+    assert logits.dtype == torch.float32
+    assert distance(logits, expected) <= TOLERANCE[torch.float32]
+    assert distance(x.grad, dy.double() @ weight.detach().double()) <= TOLERANCE[torch.bfloat16]
+    gradient = dy.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1)
+    if has_sink:
+        assert distance(main_grad, gradient + 1) <= TOLERANCE[torch.float32]
+    else:
+        assert distance(weight.grad, gradient) <= TOLERANCE[torch.bfloat16]

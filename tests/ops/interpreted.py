@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 
 import pytest
@@ -133,3 +134,16 @@ def _create_dot_of_numbers(self, a, b, d, input_precision, max_num_imprecise_acc
 
 
 interpreter.InterpreterBuilder.create_dot = _create_dot_of_numbers
+
+
+def _add_to_block(self, kind, descriptor, value, indices):
+    """Add a block to memory through a tensor descriptor, which Triton's interpreter does not have."""
+    assert kind == interpreter._ir.DESCRIPTOR_REDUCE_KIND.ADD
+    load = self.create_descriptor_load
+    cache_options = [None] * (len(inspect.signature(load).parameters) - 2)  # their number depends on the release
+    before = load(descriptor, indices, *cache_options)
+    after = interpreter.TensorHandle(before.data + value.data, value.dtype)
+    return self.create_descriptor_store(descriptor, after, indices)
+
+
+interpreter.InterpreterBuilder.create_descriptor_reduce = _add_to_block

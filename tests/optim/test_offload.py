@@ -15,9 +15,10 @@ from megascale.core.memory import count_offloaded_bytes
 from megascale.errors import ConfigError, FitError
 from megascale.model.transformer import Chunk
 from megascale.optim import offload
-from megascale.optim.offload import InlineCopies, OffloadedAdamW
+from megascale.optim.offload import OffloadedAdamW
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel.buffers import ParamAndGradBuffer
+from megascale.parallel.host_copies import InlineCopies
 from megascale.parallel.parameters import initialise
 
 MODEL = {"hidden": 16, "heads": 4, "layers": 2, "sequence_length": 8, "vocab_size": 21}

@@ -11,6 +11,7 @@ from megascale.config.parts import OPTIMIZERS
 from megascale.model.transformer import Chunk
 from megascale.ops.gradient_sink import main_grad_of
 from megascale.optim.optimizer import ShardedOptimizer
+from megascale.optim.update_hold import UpdateHold
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.parameters import initialise, piece_views, spec_of
 
@@ -147,3 +148,31 @@ def test_a_step_with_nonfinite_gradients_changes_nothing(name, bad):
     assert any(t.any() for t in retained)
     for current, then in zip((t for s in optimizer.states for t in s.state_tensors()), retained, strict=True):
         assert torch.equal(current, then)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_a_hold_keeps_queued_updates_from_changing_the_state(name):
+    """Held updates change neither weights nor moments, whatever the gradients are, and are not counted."""
+    states = []
+    for held_steps in ((), (3, 4)):
+        chunk, _, optimizer = make(OptimizerConfig(name=name))
+        optimizer.hold = UpdateHold(torch.device("cpu"))
+        optimizer.hold.begin(10)
+        for step in (1, 2, *held_steps):
+            fill(chunk, step)
+            if step in held_steps:
+                optimizer.hold.request()
+                main_grad_of(next(chunk.parameters())).fill_(1e9)
+            optimizer.step(1e-2, step)
+        assert optimizer.hold.read_step() == 12
+        optimizer.hold.release()
+        fill(chunk, 3)
+        optimizer.step(1e-2, 3)
+        assert optimizer.hold.read_step() == 13
+        states.append(weights(chunk) | {str(i): x for i, x in enumerate(moments(optimizer))})
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+
+
+def moments(optimizer: ShardedOptimizer) -> list[torch.Tensor]:
+    return [tensor for state in optimizer.states for part in state.parts for tensor in part.state.values()]

@@ -17,8 +17,12 @@ from tests.forked import Forked
 
 WORDS = ["--parallel.data=2", "--kernels.deterministic=true", "--resilience.replay_interval=3", "--checkpoint.keep=4"]
 # From the backward of step 5 on rank 1 returns a wrong activation whenever it runs a forward.
+# Rank 0 writes its files late, and no rank may end before.
 FAULTY = """
 import os
+import time
+from pathlib import Path
+from megascale.train import replay_response
 from megascale.train.replay_check import ReplayCheck
 from megascale.parallel.pipeline import EagerRunner
 forward, begin_step, steps = EagerRunner.forward, ReplayCheck.begin_step, []
@@ -30,7 +34,15 @@ def run(runner, chunk, i, x):
     if os.environ.get("RANK") == "1" and steps and steps[-1] >= 5:
         y.mul_(1.001)
     return y
+write, attach = replay_response._write_record, replay_response.attach_record
+def write_late(file, record):
+    time.sleep(0.3)
+    write(file, record)
+def attach_after_files(*arguments, **options):
+    assert Path("runs/tiny/replays/unconfirmed.json").exists()
+    return attach(*arguments, **options)
 ReplayCheck.begin_step, EagerRunner.forward = begin, run
+replay_response._write_record, replay_response.attach_record = write_late, attach_after_files
 """
 
 
@@ -40,15 +52,20 @@ def train(file: Path, folder: Path, *words: str, before: str = "") -> tuple[int,
     return process.wait(), " ".join(output.split())
 
 
-def test_a_wrong_rank_ends_the_run_before_the_update_and_the_next_start_goes_back(tiny, tmp_path):
+@pytest.mark.parametrize("action", ["evict", "stop"])
+def test_a_wrong_rank_ends_the_run_before_the_update_and_the_next_start_goes_back(action, tiny, tmp_path):
     run = tmp_path / "runs" / "tiny"
-    code, output = train(tiny, tmp_path, before=FAULTY)
+    (run / "replays").mkdir(parents=True)
+    (run / "replays" / "step-6.json").write_text("evidence of an earlier mismatch")
+    code, output = train(tiny, tmp_path, f"--resilience.replay_action={action}", before=FAULTY)
     assert code == 1, output
     assert "one of rank 0 (cpu of" in output
     assert "Training stopped before the update of step 6" in output
     (event,) = [record for record in lines(run / "events.jsonl") if record["event"] == "replay_mismatch"]
     assert (event["step"], event["ranks"], event["named"], event["tensor"]) == (6, [0, 1], False, "loss")
-    evidence = json.loads((run / "replays" / "step-6.json").read_text())
+    assert (run / "replays" / "step-6.json").read_text() == "evidence of an earlier mismatch"
+    assert event["evidence"].endswith("step-6-2.json")
+    evidence = json.loads((run / "replays" / "step-6-2.json").read_text())
     assert evidence["verdict"]["is_persistent"]
     assert evidence["confirmed_step"] == 3
     for rank in range(2):
@@ -61,6 +78,21 @@ def test_a_wrong_rank_ends_the_run_before_the_update_and_the_next_start_goes_bac
     (resumed,) = [record for record in lines(run / "events.jsonl") if record["event"] == "resumed"]
     assert resumed["step"] == 2
     assert not (run / "replays" / "unconfirmed.json").exists()
+
+
+def test_a_wrong_update_ends_the_run_before_its_state_is_saved(tiny, tmp_path):
+    run = tmp_path / "runs" / "tiny"
+    (run / "faults").mkdir(parents=True)
+    (run / "faults" / "a.json").write_text(json.dumps({"kind": "flip-update", "rank": 1, "step": 6}))
+    code, output = train(tiny, tmp_path, "--resilience.faults=true")
+    assert code == 1, output
+    assert "rank 1 (cpu of" in output
+    assert "Training stopped after the update of step 6" in output
+    evidence = json.loads((run / "replays" / "step-6.json").read_text())
+    assert evidence["verdict"]["ranks"] == [1]
+    assert evidence["verdict"]["tensor"].startswith("master weights of ")
+    assert (evidence["is_after_update"], evidence["confirmed_step"]) == (True, 3)
+    assert not (run / "checkpoints" / "step-6").exists()
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from megascale.config import Config
+    from megascale.simulate.step import Scenario
 
 # Typer passes unknown options of these commands through to `config.load_command_line`.
 OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-# The machine that `plan` and `simulate` assume by default: the MegaScale paper's, A100 80 GB.
-DEFAULT_CLUSTER = "a100-roce"
-DEFAULT_DEVICE = "A100"
+# The machine that `plan` and `simulate` assume by default. They change together.
+DEFAULT_CLUSTER = "h100-dgx"
+DEFAULT_DEVICE = "H100"
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp", ".eps")  # formats that matplotlib writes without other packages
 
@@ -52,6 +53,40 @@ def load_for_gpus(file: Path | None, overrides: Sequence[str]) -> Config:
                 "--model.vocab_size=N"
             ) from None
     return resolve_precision(config, bfloat16=True)
+
+
+def names_file(file: Path | None, overrides: Sequence[str]) -> bool:
+    """Return whether a command line names a configuration file, before or after its settings."""
+    if file is not None and not str(file).startswith("-"):
+        return True
+    return any(argument.endswith(".toml") and not argument.startswith("-") for argument in overrides)
+
+
+def make_scenario(
+    config: Config, gpus: int, cluster: str, calibration: str | None = None, software: str | None = None
+) -> Scenario:
+    """Return the configuration under a software stack, by default MegaScale's for the GPU.
+
+    Parallel block and sliding window always come from the configuration.
+    """
+    from megascale.simulate.calibration import load_calibration
+    from megascale.simulate.cluster import load_cluster
+    from megascale.simulate.software import own_stack
+    from megascale.simulate.software import stack as load_stack
+    from megascale.simulate.step import Scenario, engine_software
+
+    machine = load_cluster(cluster)
+    stack_name = software or own_stack(machine)
+    stack = load_stack(stack_name)
+    constants = load_calibration(calibration, machine.name, stack.family)
+    return Scenario(config, gpus, machine, constants, engine_software(config, stack), stack_name, base=stack)
+
+
+def print_choice(config: Config, reason: str) -> None:
+    """Print a layout and a batch as flags to paste. The line is never broken."""
+    from megascale.simulate.defaults import format_flags
+
+    make_console().print(f"[bold]{reason}[/bold] {format_flags(config)}", soft_wrap=True)
 
 
 def check_picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:

@@ -21,6 +21,7 @@ from megascale.errors import EXIT_FAILED, EXIT_INTERRUPTED, MegascaleError, miss
 # packages inside its functions only.
 COMMANDS: dict[str, str] = {
     "config": "config",
+    "examples": "examples",
     "data": "data",
     "plan": "plan",
     "train": "train",
@@ -60,7 +61,7 @@ COMMANDS: dict[str, str] = {
 
 # Panels of --help, in its order.
 PANELS: dict[str, tuple[str, ...]] = {
-    "Train": ("config", "train", "launch", "agent", "evaluate", "generate"),
+    "Train": ("config", "examples", "train", "launch", "agent", "evaluate", "generate"),
     "Watch": ("jobs", "nodes", "events", "logs", "dashboard", "plot", "monitoring"),
     "Act": ("pause", "resume", "restart", "evict", "cordon", "uncordon", "access", "faults"),
     "Explain": ("doctor", "diagnose", "hang", "spans", "timeline", "stragglers", "whatif", "decline"),
@@ -84,6 +85,7 @@ WORK: frozenset[tuple[str, ...]] = frozenset(
         ("plot",),
         ("dashboard",),
         ("monitoring",),
+        ("examples",),
         ("bench",),
         ("data", "build"),
         ("convert", "import"),

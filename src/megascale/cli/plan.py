@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from megascale.cli.common import (
+    DEFAULT_CLUSTER,
     DEFAULT_DEVICE,
     JSON,
     OVERRIDES,
     check_picture,
     load_for_gpus,
     make_console,
+    make_scenario,
+    names_file,
+    print_choice,
     print_json,
+    write_text,
 )
 from megascale.errors import ConfigError, FitError
 
@@ -23,18 +28,22 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from megascale.config import Config
     from megascale.simulate.planner.layout_cost import LayoutCost
 
 _HELP = """Compute the cost of FILE's layout on N GPUs, and check that it divides and fits.
 
 Prints the layout, memory of a rank by kind, the pipeline bubble and its picture, FLOPs, parameters, and bytes sent
-per step, for any number of GPUs. It needs neither a GPU nor torch. Every setting may be overridden.
+per step, for any number of GPUs. It needs neither a GPU nor torch. Every setting may be overridden. Without FILE, a
+batch or a layout that is left out is chosen, and printed as flags.
 
 Exit codes: 0 fits, 2 wrong setting, 3 does not divide or does not fit.
 
 Examples:
 
-  megascale plan examples/gpt-175b.toml --gpus 12288
+  megascale plan --gpus 8 --model.preset=llama-8b
+
+  megascale plan examples/gpt-175b.toml --gpus 12288 --device A100
 
   megascale plan examples/gpt-175b.toml --gpus 256 --train.global_batch=768 --device H200 --plot plan.png
 
@@ -58,15 +67,27 @@ def plan(
     plot: Path | None = typer.Option(
         None, "--plot", help="Draw schedule and memory (.png, .svg, .pdf).", callback=check_picture
     ),
+    toml: Path | None = typer.Option(
+        None, "--toml", metavar="FILE", help="Write the configuration for `megascale train`."
+    ),
     as_json: bool = JSON,
 ) -> None:
     from megascale.simulate.planner.layout_cost import make_plan
 
-    cost = make_plan(load_for_gpus(file, context.args), gpus, device_gib or _find_memory_gib(device))
+    memory_gib = device_gib or _find_memory_gib(device)
+    config = load_for_gpus(file, context.args)
+    is_chosen = False
+    if not names_file(file, context.args):
+        config, is_chosen = _complete(config, gpus, device, memory_gib)
+    cost = make_plan(config, gpus, memory_gib)
     if as_json:
         print_json(cost.to_dict(), indent=2)
     else:
         _print_plan(cost, make_console())
+        if is_chosen:
+            print_choice(config, "chosen, as none was given:")
+    if toml is not None:
+        write_text(toml, config.to_toml(), "--toml")
     if plot is not None:
         from megascale.simulate.planner.schedule_picture import save_png
 
@@ -75,6 +96,42 @@ def plan(
             typer.echo(f"drawn into {plot}")
     if not cost.fits:
         raise FitError(_explain_misfit(cost))
+
+
+# Device -> the shipped cluster of hosts with it, on which layouts are compared; for others: hosts with H100s.
+_CLUSTERS = {"H200": "h200-host", "B200": "b200-dgx", "H800": "h800", "A100": "a100-roce", "A800": "a800"}
+_MOST_GPUS = 2**17
+
+
+def _complete(config: Config, gpus: int, device: str, device_gib: float) -> tuple[Config, bool]:
+    """Return the configuration with a vocabulary, a batch and a layout, and whether any of the latter was chosen.
+
+    Raises FitError with a number of GPUs that would do if no layout fits.
+    """
+    from megascale.simulate.cluster import with_value
+    from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_layout
+
+    config = assume_vocabulary(config)
+    if has_layout(config):
+        chosen = choose_batch(config, gpus)
+        return chosen, chosen is not config
+    names = [cluster for name, cluster in _CLUSTERS.items() if name.lower() in device.lower()]
+    scenario = make_scenario(config, gpus, names[0] if names else DEFAULT_CLUSTER)
+    scenario = replace(scenario, cluster=with_value(scenario.cluster, "gpu", "memory_gib", device_gib))
+    try:
+        return choose_layout(scenario), True
+    except FitError as error:
+        reason = str(error)
+    per_host = config.parallel.gpus_per_host
+    larger = max(per_host, 2 * (gpus // per_host) * per_host)
+    while larger <= _MOST_GPUS:
+        try:
+            choose_layout(replace(scenario, gpus=larger))
+        except FitError:
+            larger *= 2
+            continue
+        raise FitError(f"{reason}; --gpus {larger} has one that fits")
+    raise FitError(reason)
 
 
 def _find_memory_gib(device: str) -> float:

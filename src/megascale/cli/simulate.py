@@ -17,9 +17,13 @@ from megascale.cli.common import (
     check_picture,
     load_for_gpus,
     make_console,
+    make_scenario,
+    names_file,
     parse_numbers,
+    print_choice,
     print_json,
     split_option,
+    write_text,
 )
 from megascale.cli.simulate_measured import CALIBRATION, SOFTWARE, calibrate, compare, measure, predict
 from megascale.errors import ConfigError, FitError
@@ -49,6 +53,10 @@ CLUSTER = typer.Option(
 )
 LEVEL = typer.Option("closed", "--level", help="closed (formula) or event (schedule's actions, jitter, slow hosts).")
 CSV = typer.Option(None, "--csv", metavar="FILE", help="Also write the rows as CSV.")
+TOML = typer.Option(
+    None, "--toml", metavar="FILE", help="Write the first layout's configuration for `megascale train`."
+)
+LISTED_LAYOUTS = 5
 PLOT = typer.Option(None, "--plot", metavar="FILE.png", help="Draw a picture.", callback=check_picture)
 PRICE = typer.Option(
     None,
@@ -80,6 +88,8 @@ TOKENS = typer.Option(
     help="Total training tokens, for days of training.",
 )
 
+CHOSEN = "chosen, as none was given:"
+
 _LINEAR_PRECISIONS = {"bfloat16": "default", "float8": "float8"}
 
 
@@ -93,22 +103,33 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="simulate")
 
 
-def _make_scenario(config: Config, gpus: int, cluster: str, calibration: str | None, software: str | None) -> Scenario:
-    """Return the configuration under a software stack, by default MegaScale's for the GPU.
+def _load_scenario(
+    file: Path | None,
+    overrides: list[str],
+    gpus: int,
+    cluster: str,
+    calibration: str | None,
+    software: str | None,
+    *,
+    fixes_layout: bool = True,
+) -> tuple[Scenario, bool]:
+    """Return the scenario of a command line, and whether its layout or batch was chosen because none was given.
 
-    Parallel block and sliding window always come from the configuration.
+    A file is priced as it is.
+
+    Args:
+        fixes_layout: choose a layout if the settings give none.
     """
-    from megascale.simulate.calibration import load_calibration
-    from megascale.simulate.cluster import load_cluster
-    from megascale.simulate.software import own_stack
-    from megascale.simulate.software import stack as load_stack
-    from megascale.simulate.step import Scenario, engine_software
+    from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_layout
 
-    machine = load_cluster(cluster)
-    stack_name = software or own_stack(machine)
-    stack = load_stack(stack_name)
-    constants = load_calibration(calibration, machine.name, stack.family)
-    return Scenario(config, gpus, machine, constants, engine_software(config, stack), stack_name, base=stack)
+    config = load_for_gpus(file, overrides)
+    if names_file(file, overrides):
+        return make_scenario(config, gpus, cluster, calibration, software), False
+    scenario = make_scenario(assume_vocabulary(config), gpus, cluster, calibration, software)
+    if fixes_layout and not has_layout(config):
+        return scenario.with_config(choose_layout(scenario)), True
+    chosen = choose_batch(scenario.config, gpus)
+    return scenario.with_config(chosen), chosen is not scenario.config
 
 
 def _make_baseline(scenario: Scenario, name: str | None, calibration: str | None) -> Scenario:
@@ -160,7 +181,7 @@ def step(
     against: str | None = typer.Option(
         None,
         "--against",
-        help="Stack to compare with; default: the paper's Megatron-LM baseline; 'none' disables it.",
+        help="Stack to compare with; default: Megatron-Core, on A100 the paper's baseline; 'none' disables it.",
     ),
     level: str = LEVEL,
     slow_hosts: float | None = typer.Option(
@@ -199,13 +220,15 @@ def step(
 
     Examples:
 
-      megascale simulate step examples/gpt-175b.toml --gpus 12288
+      megascale simulate step --model.preset=llama-8b --gpus 8
+
+      megascale simulate step examples/gpt-175b.toml --gpus 12288 --cluster a100-roce
 
       megascale simulate step examples/gpt-175b.toml --gpus 1024 --train.global_batch=768 --level event --trace t.json
 
       megascale simulate step --model.preset=gpt-13b --gpus 8 --cluster h200-host --parallel.tensor=2 --json
 
-      megascale simulate step examples/gpt-175b.toml --gpus 12288 --fabric megascale --placement random
+      megascale simulate step examples/gpt-175b.toml --gpus 12288 --cluster a100-roce --fabric megascale
     """
     from megascale.simulate import perfetto, render, simulation_plots
     from megascale.simulate.cluster import with_value
@@ -215,7 +238,7 @@ def step(
     if trace is not None:
         level = "event"
     step_level = _check_level(level)
-    scenario = _make_scenario(load_for_gpus(file, context.args), gpus, cluster, calibration, software)
+    scenario, is_chosen = _load_scenario(file, context.args, gpus, cluster, calibration, software)
     scenario = replace(scenario, experts=experts, top_k=top_k, expert_parallel=expert_parallel)
     if scenario.uses_closed_form_only_features and step_level == "event":
         raise ConfigError("experts are modelled in closed form only; omit --level event and --trace")
@@ -245,6 +268,8 @@ def step(
     else:
         console = make_console()
         render.headline(results, tokens, console)
+        if is_chosen:
+            print_choice(scenario.config, CHOSEN)
         render.bill(costs[-1], console)
         render.waterfall(results, console)
         _print_slow_hosts(results, console)
@@ -296,7 +321,7 @@ def ablate(
     from megascale.simulate.series import ablate_in_turn, cumulative
     from megascale.simulate.software import TECHNIQUES
 
-    scenario = _make_scenario(load_for_gpus(file, context.args), gpus, cluster, calibration, None)
+    scenario, is_chosen = _load_scenario(file, context.args, gpus, cluster, calibration, None)
     techniques = split_option(off) or list(TECHNIQUES)
     # Both stacks use one set of constants, so that only the techniques differ.
     baseline = replace(_make_baseline(scenario, None, calibration), calibration=scenario.calibration)
@@ -309,6 +334,8 @@ def ablate(
         print_json(record)
     else:
         console = make_console()
+        if is_chosen:
+            print_choice(scenario.config, CHOSEN)
         render.ablation_chart(added, f"one after another, {gpus:,} GPUs", "time saved", console)
         render.ablation_chart(removed, "each removed from the complete stack", "slower by", console)
     if csv is not None:
@@ -352,7 +379,7 @@ def sweep(
     from megascale.simulate import simulation_plots
     from megascale.simulate.series import parse_vary, sweep_rows
 
-    base = _make_scenario(load_for_gpus(file, context.args), gpus, cluster, calibration, software)
+    base, is_chosen = _load_scenario(file, context.args, gpus, cluster, calibration, software, fixes_layout=False)
     axes = [parse_vary(text) for text in vary]
     scenarios = [base]
     if against != "none":
@@ -363,6 +390,8 @@ def sweep(
         print_json({"rows": rows, "left_out": skipped}, indent=2)
     else:
         _print_sweep(rows, keys, skipped)
+        if is_chosen:
+            print_choice(base.config, CHOSEN)
     if csv is not None and rows:
         _write_csv(rows, csv)
     if plot is not None and rows:
@@ -422,6 +451,9 @@ def search(
     recompute: str = typer.Option(
         "none,norms,activation,selective,full", "--recompute", help="Values of parallel.recompute, comma-separated."
     ),
+    zero: str | None = typer.Option(
+        None, "--zero", help="Values of parallel.zero, comma-separated; default: 1,2,3, or the value that is set."
+    ),
     memory: bool = MEMORY,
     price: float | None = PRICE,
     watts: float | None = WATTS,
@@ -430,6 +462,7 @@ def search(
     software: str | None = SOFTWARE,
     as_json: bool = JSON,
     csv: Path | None = CSV,
+    toml: Path | None = TOML,
     plot: Path | None = typer.Option(
         None, "--plot", metavar="FILE.png", help="Draw the sensitivities of the answer.", callback=check_picture
     ),
@@ -444,7 +477,7 @@ def search(
 
       megascale simulate search examples/gpt-175b.toml --gpus 64:16384 --days 2 --faults --price 2.5
 
-      megascale simulate search --model.preset=gpt-13b --gpus 64 --cluster h100-dgx --precisions bfloat16,float8
+      megascale simulate search --model.preset=llama-8b --gpus 8 --precisions bfloat16,float8 --toml job.toml
     """
     from megascale.simulate import effective as monte_carlo
     from megascale.simulate import render, simulation_plots
@@ -455,7 +488,7 @@ def search(
     low, high = _parse_gpu_range(gpus)
     if effective_share is not None and faults:
         raise ConfigError("--effective gives the share that --faults would estimate; give one of them")
-    base = _make_scenario(load_for_gpus(file, context.args), high, cluster, calibration, software)
+    base, _ = _load_scenario(file, context.args, high, cluster, calibration, software, fixes_layout=False)
     gpus_per_host = base.cluster.gpus_per_host
 
     def compute_effective_share(count: Any) -> Any:
@@ -465,12 +498,13 @@ def search(
 
     results: list[StepEstimate] = []
     skipped: list[str] = []
-    for scenario in _list_variants(base, batches, precisions):
+    shardings = _parse_shardings(zero, base.config)
+    for scenario in _list_variants(base, batches, precisions, shardings):
         config = scenario.config
-        layouts = layout_search.search(
-            config, scenario.cluster, scenario.calibration, scenario.software, low, high, recompute_modes
-        )
         try:
+            layouts = layout_search.search(
+                config, scenario.cluster, scenario.calibration, scenario.software, low, high, recompute_modes
+            )
             count = int(layouts.gpus.max())
             if days is not None:
                 fewest = layout_search.fewest(layouts, config, scenario, tokens, days, compute_effective_share, memory)
@@ -478,7 +512,8 @@ def search(
             results += layout_search.best(layouts, config, scenario, count, 4, memory)
         except FitError as error:
             reason = str(error).splitlines()[0]
-            skipped.append(f"{scenario.label}, batch {config.train.global_batch:,}: {reason}")
+            variant = f"{scenario.label}, batch {config.train.global_batch:,}, ZeRO-{config.parallel.zero}"
+            skipped.append(f"{variant}: {reason}")
     if not results:
         raise FitError("\n".join(skipped))
     if days is not None:
@@ -487,6 +522,8 @@ def search(
     else:
         results.sort(key=lambda result: result.days(tokens))
         title = f"fastest layouts on {results[0].scenario.gpus:,} GPUs"
+    if not (batches or precisions):
+        del results[LISTED_LAYOUTS:]
     shares = [float(compute_effective_share(result.scenario.gpus)) for result in results]
     costs = [run_cost(result, tokens, share, price, watts) for result, share in zip(results, shares, strict=True)]
     sensitivities = layout_search.sensitivities(results[0].scenario)
@@ -494,13 +531,20 @@ def search(
         records = [result.as_dict() | {"cost": cost.as_dict()} for result, cost in zip(results, costs, strict=True)]
         print_json({"layouts": records, "sensitivities": sensitivities, "left_out": skipped}, indent=2)
     else:
-        title += f", {shares[0]:.0%} effective training time; recompute of {', '.join(recompute_modes)}"
         console = make_console()
+        console.print(
+            f"searched: --recompute={','.join(recompute_modes)} --zero={','.join(map(str, shardings))}, "
+            f"{shares[0]:.0%} effective training time",
+            soft_wrap=True,
+        )
         render.layouts(results, tokens, shares, console, title)
+        render.assumptions(results[:1], console)
         render.bill(costs[0], console)
         _print_skipped(skipped, console)
-        for name, (lower, higher) in sensitivities.items():
-            console.print(f"  {name:26s} -20%: step {lower:+.1%}   +20%: step {higher:+.1%}")
+        print_choice(results[0].scenario.config, "the first, to paste:")
+        _print_sensitivities(sensitivities, console)
+    if toml is not None:
+        write_text(toml, results[0].scenario.config.to_toml(), "--toml")
     if csv is not None:
         _write_csv([result.as_dict() for result in results], csv)
     if plot is not None:
@@ -519,6 +563,32 @@ def _parse_recompute(text: str) -> list[str]:
     return modes
 
 
+def _parse_shardings(text: str | None, config: Config) -> list[int]:
+    """Return the values of parallel.zero to search: those of --zero, the one that is set, or all that shard."""
+    from megascale.simulate.defaults import SHARDINGS, is_set
+
+    if text is not None:
+        values = parse_numbers("--zero", text, "1,3")
+        for value in values:
+            if value not in (0, 1, 2, 3):
+                raise ConfigError(f"--zero={text}: {value} is unknown; choose among 0, 1, 2, 3")
+        return values
+    if is_set(config, "parallel.zero") or config.train.lora is not None:
+        return [config.parallel.zero]
+    return list(SHARDINGS)
+
+
+def _print_sensitivities(sensitivities: dict[str, tuple[float, float]], console: Any) -> None:
+    """Print how the step changes with each figure of the machine, without those that do not change it."""
+    from megascale.simulate import render
+
+    rows = []
+    for name, (lower, higher) in sensitivities.items():
+        if max(abs(lower), abs(higher)) >= 0.0005:
+            rows.append([name, f"{lower:+.1%}", f"{higher:+.1%}"])
+    render.show_rows(["figure of the machine", "20% less", "20% more"], rows, console, "change of the step's time")
+
+
 def _parse_gpu_range(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     try:
@@ -527,8 +597,12 @@ def _parse_gpu_range(text: str) -> tuple[int, int]:
         raise ConfigError(f"--gpus={text!r} is neither a number nor a range such as 1024:16384") from None
 
 
-def _list_variants(base: Scenario, batches: str | None, precisions: str | None) -> list[Scenario]:
-    """Return the scenario with each batch and each precision. ConfigError for unknown or unsupported values."""
+def _list_variants(base: Scenario, batches: str | None, precisions: str | None, shardings: list[int]) -> list[Scenario]:
+    """Return the scenario with each batch, each precision and each parallel.zero.
+
+    Raises ConfigError for unknown or unsupported values.
+    """
+    from megascale.simulate.search import set_zero
     from megascale.simulate.series import varied
 
     sizes = [base.config.train.global_batch]
@@ -547,7 +621,9 @@ def _list_variants(base: Scenario, batches: str | None, precisions: str | None) 
         if precision:
             variant = varied(base, "train.linear_precision", _LINEAR_PRECISIONS[precision])
         label = precision or base.software.precision
-        scenarios += [replace(varied(variant, "train.global_batch", size), label=label) for size in sizes]
+        for size in sizes:
+            sized = replace(varied(variant, "train.global_batch", size), label=label)
+            scenarios += [sized.with_config(set_zero(sized.config, zero)) for zero in shardings]
     return scenarios
 
 
@@ -610,7 +686,8 @@ def effective(
     }
     changes: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     faults = replace(monte_carlo.FaultRates(), **changes)
-    result = run(_make_scenario(load_for_gpus(file, context.args), gpus, cluster, calibration, software))
+    scenario, is_chosen = _load_scenario(file, context.args, gpus, cluster, calibration, software)
+    result = run(scenario)
     hosts = max(1, gpus // result.scenario.cluster.gpus_per_host)
     work_seconds = result.days(tokens) * monte_carlo.DAY
     best_interval, curve = monte_carlo.best_interval(work_seconds, hosts, faults, max(50, trials // 2), seed)
@@ -638,6 +715,8 @@ def effective(
         print_json(record, indent=2)
     else:
         _print_effective(record, monte_carlo.SOURCES)
+        if is_chosen:
+            print_choice(scenario.config, CHOSEN)
     if plot is not None:
         marks = {"best": best_interval, "Young-Daly": young_daly_interval}
         title = f"{gpus:,} GPUs, MTBF of {faults.host_mtbf_days:g} days per host"

@@ -267,7 +267,8 @@ def plot(
         None,
         "--out",
         "-o",
-        help="Picture to write (.png, .svg, .pdf). Default: RUN/plots/loss.png, or comparison.png for several runs.",
+        help="Picture to write (.png, .svg, .pdf). Default: plots/loss.png in the run folder, or plots/comparison.png "
+        "in the first of several.",
         callback=check_picture,
         show_default=False,
     ),
@@ -289,12 +290,11 @@ def plot(
     def warn(text: str) -> None:
         typer.secho(text, fg="yellow", err=True)
 
-    if out is None and len(runs) == 1:
-        out = runs[0] / "plots" / "loss.png"
+    if out is None:
+        name = "loss.png" if len(runs) == 1 else "comparison.png"
+        out = runs[0] / "plots" / name
         if runs[0].is_dir():
             out.parent.mkdir(exist_ok=True)
-    elif out is None:
-        out = Path("comparison.png")
     try:
         picture = plot_runs(runs, out, x=x.value, smoothing=smooth, warn=warn)
     except OSError as error:

@@ -23,6 +23,8 @@ class AxisFacts:
             is replicated.
         has_group: whether parts of the model communicate along the axis in a group of its own.
         fills_world: whether the axis takes all ranks that the other axes leave, unless its size is set.
+        divides_loss: whether ranks along an axis that cuts tokens and parameters compute parts of the loss. Otherwise
+            they gather the tokens before the loss.
         copies_state: whether ranks along the axis hold copies of the shards. Gradients are summed over it once per
             step, after they are reduced over the ranks that share the state.
         key: setting of the size; "" for an axis in `parallel.axes`.
@@ -32,16 +34,16 @@ class AxisFacts:
     cuts_parameters: bool = False
     has_group: bool = True
     fills_world: bool = False
+    divides_loss: bool = False
     copies_state: bool = False
     key: str = ""
 
     @property
     def repeats_loss(self) -> bool:
-        """Whether ranks along the axis compute the same loss, and not parts of a sum.
-
-        Ranks that cut both tokens and parameters gather the tokens before the loss.
-        """
-        return self.cuts_batch == "nothing" or (self.cuts_batch == "tokens" and self.cuts_parameters)
+        """Whether ranks along the axis compute the same loss, and not parts of a sum."""
+        if self.cuts_batch == "tokens":
+            return self.cuts_parameters and not self.divides_loss
+        return self.cuts_batch == "nothing"
 
 
 class AxisRegistry(Registry[AxisFacts]):
@@ -116,6 +118,8 @@ AXES = AxisRegistry(
     {
         "tensor": AxisFacts("tokens", cuts_parameters=True, key="parallel.tensor"),
         "context": AxisFacts("tokens", key="parallel.context"),
+        # Takes the place of the context axis if its ranks divide the experts too (parallel.experts_over=context).
+        "slice": AxisFacts("tokens", cuts_parameters=True, divides_loss=True, key="parallel.context"),
         # Like data-parallel ranks for all parameters but those of experts, which these ranks divide.
         "expert": AxisFacts("samples", cuts_parameters=True, key="parallel.expert"),
         "data": AxisFacts("samples", has_group=False, fills_world=True, key="parallel.data"),

@@ -68,6 +68,8 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_
             nearby = sorted(str(p) for p in (*Path().glob("*.toml"), *Path().glob("examples/*.toml")))
             if nearby:
                 hint = f"; available here: {', '.join(nearby[:4])}"
+            elif file.parts[0] == "examples":
+                hint = "; `megascale examples examples` copies the shipped ones"
             else:
                 hint = ""
             raise ConfigError(f"configuration file {str(file)!r} does not exist{hint}")

@@ -49,10 +49,10 @@ class ParallelConfig(Section):
     data: int | None = Field(
         None, ge=1, le=1_000_000, description="data-parallel ranks; default: all ranks / (tensor x pipeline)"
     )
-    experts_over: Literal["tensor", "data"] = Field(
+    experts_over: Literal["tensor", "data", "context"] = Field(
         "tensor",
         description="ranks that divide the experts of a layer (model.mlp=experts); tensor: those of parallel.tensor; "
-        "data: also those of parallel.expert, which read different samples",
+        "data: also those of parallel.expert, which read different samples; context: also those of parallel.context",
     )
     expert: int = Field(
         1,
@@ -129,11 +129,20 @@ class ParallelConfig(Section):
         sizes: dict[str, int | None] = {}
         plugin_sizes = dict(entry.split("=") for entry in self.axes)
         for name, facts in AXES.items():
-            if facts.key:
+            if name == "slice":
+                sizes[name] = 1
+            elif facts.key:
                 sizes[name] = getattr(self, name)
             else:
                 sizes[name] = int(plugin_sizes.get(name, 1))
+        if self.experts_over == "context":
+            sizes |= {"context": 1, "slice": self.context}
         return sizes
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks other than tensor-parallel ones that divide the experts: of parallel.expert, or of parallel.context."""
+        return self.context if self.experts_over == "context" else self.expert
 
     @property
     def model_ranks(self) -> int:

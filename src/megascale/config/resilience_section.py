@@ -37,9 +37,9 @@ class ResilienceConfig(Section):
     )
     replay_action: Literal["alert", "stop", "evict"] = Field(
         "evict",
-        description="action if a replay gives other bits: alert (record it and go on); stop (before the step's update, "
-        "and wait for a person); evict (stop before the update, drop states that no replay has confirmed, and go on "
-        "without the node)",
+        description="action if a replay gives other bits: alert (record it and go on); stop (end and wait for a "
+        "person; a resume passes over states that no replay has confirmed); evict (end, pass over these states, and go "
+        "on without the node)",
     )
     faults: bool = Field(False, description="allow `megascale faults inject` to inject faults into this run's trainers")
     cluster: str = Field(

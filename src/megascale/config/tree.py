@@ -87,8 +87,8 @@ class Config(Section):
                 f"overlap.gathers=copies gathers the matrices of parallel.zero=3, and parallel.zero is "
                 f"{self.parallel.zero}; set --parallel.zero=3 or --overlap.gathers=collectives"
             )
-        for axis in ("context", "expert"):
-            if getattr(self.overlap, axis) == "copies" and getattr(self.parallel, axis) == 1:
+        for axis, ranks in (("context", self.parallel.context), ("expert", self.parallel.expert_ranks)):
+            if getattr(self.overlap, axis) == "copies" and ranks == 1:
                 raise ValueError(
                     f"overlap.{axis}=copies is for the ranks of parallel.{axis}, and there is one; set "
                     f"--parallel.{axis}=2 or more, or --overlap.{axis}=auto"

@@ -146,8 +146,13 @@ class Grid:
 
     @property
     def context(self) -> int:
-        """Ranks along the context axis: slices of each sequence."""
-        return self._sizes["context"]
+        """Slices of each sequence: ranks along the axis `context`, or `slice` if these divide the experts too."""
+        return self._sizes["context"] * self._sizes["slice"]
+
+    @property
+    def expert(self) -> int:
+        """Ranks other than tensor-parallel ones that divide the experts."""
+        return self._sizes["expert"] * self._sizes["slice"]
 
     @property
     def data(self) -> int:

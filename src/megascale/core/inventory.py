@@ -297,7 +297,7 @@ def _experts_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
     inputs = (number, part.input_matrices, width, h)
 
     def make_stack(part_name: str, shape: tuple[int, ...], std: float | None) -> LogicalTensor:
-        return LogicalTensor(f"{name}.mlp.experts.{part_name}", shape, 0, std, other_cuts=(("expert", 0),))
+        return LogicalTensor(f"{name}.mlp.experts.{part_name}", shape, 0, std, other_cuts=(("expert", 0), ("slice", 0)))
 
     tensors = [
         LogicalTensor(f"{name}.mlp.router.weight", (number, h), init_std=layer.init_std),

@@ -201,6 +201,11 @@ def _replay_faults(config: Config, grid: Grid) -> list[str]:
             f"{key} compares data-parallel replicas, and there is {grid.replicas}; use more ranks or set "
             "--resilience.replay_interval=0"
         )
+    if grid.size("slice") > 1:
+        faults.append(
+            f"{key} does not support parallel.experts_over=context yet; set --parallel.experts_over=tensor or "
+            "--resilience.replay_interval=0"
+        )
     for axis in ("expert", "replicate"):
         if grid.size(axis) > 1:
             faults.append(
@@ -221,6 +226,11 @@ def _expert_faults(config: Config) -> list[str]:
     if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(model)):
         if parallel.expert == 1 and parallel.experts_over == "tensor":
             return []
+        if parallel.experts_over == "context" and parallel.expert == 1:
+            return [
+                "parallel.experts_over=context divides experts, and the model has none; set "
+                "--parallel.experts_over=tensor"
+            ]
         return [
             f"parallel.expert={parallel.expert} with parallel.experts_over={parallel.experts_over} divides experts, "
             "and the model has none; leave both out, and use parallel.data for more samples at once"
@@ -232,13 +242,20 @@ def _expert_faults(config: Config) -> list[str]:
             "parallel.experts_over=data with parallel.expert=1 divides nothing; set --parallel.expert to the number "
             f"of ranks that divide the experts, a divisor of model.experts.number={settings.number}"
         )
-    if parallel.experts_over == "tensor" and parallel.expert > 1:
+    if parallel.experts_over == "context" and parallel.context == 1:
         faults.append(
-            f"parallel.expert={parallel.expert} with parallel.experts_over=tensor; set --parallel.experts_over=data, "
-            "or --parallel.expert=1"
+            "parallel.experts_over=context with parallel.context=1 divides nothing; set --parallel.context=2 or more, "
+            "or --parallel.experts_over=tensor"
         )
-    if settings.number % (tensor * parallel.expert):
-        if parallel.expert == 1:
+    if parallel.experts_over != "data" and parallel.expert > 1:
+        faults.append(
+            f"parallel.expert={parallel.expert} with parallel.experts_over={parallel.experts_over}; set "
+            "--parallel.experts_over=data, or --parallel.expert=1"
+        )
+    ranks_name = "context" if parallel.experts_over == "context" else "expert"
+    described_ranks = f"parallel.{ranks_name}={parallel.expert_ranks}"
+    if settings.number % (tensor * parallel.expert_ranks):
+        if parallel.expert_ranks == 1:
             ranks = " or ".join(str(n) for n in nearest_divisors(settings.number, tensor))
             faults.append(
                 f"model.experts.number={settings.number} is not divisible by parallel.tensor={tensor}, whose ranks "
@@ -247,17 +264,17 @@ def _expert_faults(config: Config) -> list[str]:
         else:
             faults.append(
                 f"model.experts.number={settings.number} is not divisible by parallel.tensor={tensor} x "
-                f"parallel.expert={parallel.expert}, whose ranks hold the experts; choose a product that divides it"
+                f"{described_ranks}, whose ranks hold the experts; choose a product that divides it"
             )
-    if parallel.expert > 1 and parallel.replicate > 1:
+    if parallel.expert_ranks > 1 and parallel.replicate > 1:
         faults.append(
-            f"parallel.expert={parallel.expert} with parallel.replicate={parallel.replicate} is not supported; set "
+            f"{described_ranks} with parallel.replicate={parallel.replicate} is not supported; set "
             "--parallel.replicate=1"
         )
-    if parallel.expert > 1 and config.train.lora is not None:
+    if parallel.expert_ranks > 1 and config.train.lora is not None:
         faults.append(
-            f"parallel.expert={parallel.expert} with train.lora: adapters leave experts as they are; set "
-            "--parallel.expert=1 and use parallel.data"
+            f"{described_ranks} with train.lora: adapters leave experts as they are; set "
+            "--parallel.experts_over=tensor --parallel.expert=1 and use parallel.data"
         )
     if settings.shared_width % tensor:
         multiples = " or ".join(str(n) for n in nearest_multiples(settings.shared_width, tensor))

@@ -98,6 +98,8 @@ MAX_LOGITS_BYTES = 2**30
 # With optimizer.offload state moves through this many slots of this many elements (optim/offload.py).
 OFFLOAD_SLOTS = 3
 OFFLOAD_ELEMENTS = 2**25
+# Offloaded inputs of layers that are on the device: copied to the host in forward; used and fetched in backward.
+OFFLOADED_DEVICE_INPUTS = 2
 
 
 @dataclass(frozen=True)
@@ -277,7 +279,7 @@ def _count_parameters_by_chunk(model: ModelConfig, parallel: ParallelConfig, sta
             chunk_map.chunks,
             parallel.tensor,
             duplicates_tied=duplicates_tied,
-            expert=parallel.expert,
+            expert=parallel.expert_ranks,
         )
         for g in chunk_map.stage_chunks(stage)
     ]
@@ -320,7 +322,7 @@ class UnitElements:
 def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) -> UnitElements:
     """Return the elements of a stage's units on one tensor-parallel rank."""
     chunk_map = chunk_map_of(parallel)
-    sums = _unit_sums(model, parallel.tensor, parallel.expert)
+    sums = _unit_sums(model, parallel.tensor, parallel.expert_ranks)
     block = outer = 0
     by_chunk = []
     blocks_by_chunk = []
@@ -337,7 +339,7 @@ def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) 
             tables += embedding_tensors(model)
         if position == chunk_map.chunks - 1:
             tables += head_tensors(model)
-        if parallel.expert > 1:
+        if parallel.expert_ranks > 1:
             tables = []  # their gradients are summed over the expert axis first
         matrices = [prod(tensor.local_shape(parallel.tensor)) for tensor in tables if tensor.is_unit_matrix]
         block = max([block, *blocks])
@@ -406,7 +408,7 @@ def _count_stage_state(model: ModelConfig, parallel: ParallelConfig, stage: int,
     )
     parameters = count_stage_parameters(model, parallel, stage)
     return count_state_elements(
-        optimizer, model, parameters, stage_layers, tables, tensor=parallel.tensor, expert=parallel.expert
+        optimizer, model, parameters, stage_layers, tables, tensor=parallel.tensor, expert=parallel.expert_ranks
     )
 
 
@@ -820,20 +822,25 @@ def _peak_activation_bytes(
     queued = (kind == ActionKind.BACKWARD_INPUT).astype(int) - (kind == ActionKind.BACKWARD_WEIGHT)
     tokens_bytes = length * micro_batch * DTYPE_BYTES[precision]
     changes = changes + queued * tokens_bytes * np.array(factor_sizes)[chunk]
-    # Inputs on their way to the host and back are on the device: two in each direction.
     under_way = 0
     if any(offloaded):
-        under_way = 4 * max(int(saved.of_chunk(chunk) / chunk.layer_count) for chunk in layers if chunk.layer_count)
+        largest = max(int(saved.of_chunk(chunk) / chunk.layer_count) for chunk in layers if chunk.layer_count)
+        under_way = OFFLOADED_DEVICE_INPUTS * largest
     return int(changes.cumsum().max()) + under_way
 
 
 def _count_offloaded_bytes(parallel: ParallelConfig, layers: Sequence[ChunkLayers], saved: LayerSums) -> list[int]:
-    """Return the bytes of layer inputs that a micro-batch of each chunk keeps in host memory: all but the last."""
+    """Return the bytes of layer inputs that a micro-batch of each chunk keeps in host memory.
+
+    The last input stays on the device. So does the first one of each chunk but the model's first, because the pipeline
+    keeps it for its gradient.
+    """
     if not parallel.offload_activations:
         return [0] * len(layers)
     counts = []
-    for chunk in layers:
-        share = max(0.0, 1 - 1 / chunk.layer_count) if chunk.layer_count else 0.0
+    for number, chunk in enumerate(layers):
+        kept = 1 if number == 0 else 2
+        share = max(0.0, 1 - kept / chunk.layer_count) if chunk.layer_count else 0.0
         counts.append(int(saved.of_chunk(chunk) * share))
     return counts
 

@@ -114,8 +114,8 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
     if config.model.dropout:
         return "a dropout mask depends on the step and the sample"
     settings = config.model.experts
-    if settings is not None and (config.parallel.expert > 1 or (settings.biases and tensor > 1)):
-        return "the number of a rank's tokens is read on the host (model.experts.biases, parallel.expert)"
+    if settings is not None and (config.parallel.expert_ranks > 1 or (settings.biases and tensor > 1)):
+        return "the number of a rank's tokens is read on the host (model.experts.biases, parallel.experts_over)"
     if mode == "on":
         return ""
     part = _find_registered_part(config)

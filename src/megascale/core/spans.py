@@ -90,6 +90,8 @@ class SpanAxis(IntEnum):
             return cls.STAGE
         if kind == "replicate":
             return cls.DATA
+        if kind == "slice":
+            return cls.CONTEXT
         return cls.__members__.get(kind.partition("_")[0].upper(), cls.OTHER)
 
     @property

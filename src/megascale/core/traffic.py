@@ -49,6 +49,7 @@ class TrafficEstimate:
         expert: tokens of experts over data, their results and gradients; and gradients of all other parameters, which
             the same ranks sum.
         context: queries, keys, values and results of attention and their gradients.
+        replicate: gradients of the rank's shard, summed over copies of the state.
     """
 
     tensor: float = 0.0
@@ -58,6 +59,7 @@ class TrafficEstimate:
     embedding: float = 0.0
     expert: float = 0.0
     context: float = 0.0
+    replicate: float = 0.0
 
 
 # parallel.recompute -> forwards of a layer, of which one half may be recomputed; 1 for other values.
@@ -85,7 +87,17 @@ def check_priced_axes(grid: Grid, known: Collection[str] = ("tensor",)) -> None:
     """
     for axis in AXES.replica + AXES.copies:
         size = grid.size(axis)
+        if axis == "slice" and axis not in known and size > 1:
+            raise FitError(
+                "parallel.experts_over=context has no price in the simulator; use megascale plan, or "
+                "--parallel.experts_over=tensor"
+            )
         if axis not in known and size > 1:
+            if axis == "replicate":
+                raise FitError(
+                    f"parallel.replicate={size} has no price: `megascale simulate` knows no sums over copies of the "
+                    f"state; `megascale plan` prints their memory and bytes, or set --parallel.replicate=1"
+                )
             raise FitError(
                 f"{AXES.setting(axis)}={size} has no price: planner and simulator know tensor, context, data and "
                 "pipeline parallelism; leave the axis out"
@@ -220,7 +232,7 @@ def estimate_stage_traffic(
     embedding_bytes = 0
     if adapters is None and model.tied_embeddings and len(chunk_map.end_stages) > 1 and (is_first or is_last):
         embedding_bytes = master_itemsize * prod(output_matrix(model).local_shape(t))
-    x = grid.size("expert")
+    x = grid.expert
     dispatched = 0.0
     if x > 1:
         passes = 2 if parallel.recompute == "full" else 1
@@ -228,6 +240,7 @@ def estimate_stage_traffic(
         dispatched = schedule.microbatches * values * tokens * itemsize
         # An all-reduce of the gradients of all parameters but experts.
         dispatched += 2 * (x - 1) / x * master_itemsize * (parameters - units.sharded)
+    copies = grid.size("replicate")
     ring_share = (grid.shards - 1) / grid.shards
     if parallel.zero == 0:
         reduced = 2 * parameters  # an all-reduce counts twice
@@ -243,6 +256,7 @@ def estimate_stage_traffic(
         embedding=float(embedding_bytes),
         expert=dispatched,
         context=schedule.microbatches * exchanged,
+        replicate=2 * (copies - 1) / copies * gradient_itemsize * parameters / grid.shards,
     )
 
 

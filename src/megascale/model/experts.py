@@ -80,7 +80,7 @@ class ExpertsMlp(DirectModule):
         counts: tokens of this rank per expert since `begin_step`, int64 [experts].
         losses: this rank's share of the sequence loss and of the z-loss since `begin_step`, float64 [2].
         tokens_per_step: tokens of the global batch, by which balance losses are divided.
-        expert_axis: ranks that read other samples and divide this rank's part of the experts.
+        expert_axis: ranks that read other samples, or other slices of them, and divide this rank's part of the experts.
         gathers: whether those ranks gather the tokens of all, instead of sending each to the ranks of its experts.
         routing: selection to use and to fill while a layer runs that backward recomputes.
         select: selects the experts of tokens, as `ops.routing.select_experts`; another one measures a forced load.
@@ -100,7 +100,9 @@ class ExpertsMlp(DirectModule):
         self.activation = spec.activation
         self.linears = setup.linears
         self.axis = axis = setup.axis
-        self.expert_axis = setup.axes.get("expert", SINGLE_RANK)
+        self.expert_axis = setup.axes.get("slice", SINGLE_RANK)
+        if self.expert_axis.size == 1:
+            self.expert_axis = setup.axes.get("expert", SINGLE_RANK)
         self.gathers = gathers_expert_tokens(self.settings, axis.size, self.expert_axis.size)
         # The only axis that divides the experts; None if there are two, or tokens go by an all-to-all.
         self.gather_axis: Axis | None = axis

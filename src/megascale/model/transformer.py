@@ -32,21 +32,24 @@ from megascale.ops.dropout import dropout, dropout_key
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.linear import make_linears
 from megascale.parallel.module import DirectModule
-from megascale.parallel.offload import CopyStreams, InputStack, OffloadedInput
+from megascale.parallel.offload import InputCopies, InputStack, LastInput, OffloadedInput
 from megascale.parallel.parameters import local_parameter, spec_of
 from megascale.parallel.tensor import ColumnLinear, RowLinear, vocabulary_embedding, vocabulary_logits, vocabulary_loss
 
 
 def recompute_block(
-    block: nn.Module, x_SBH: torch.Tensor, rotary: Rotary, context: ForwardContext, offloaded: InputStack | None
+    block: nn.Module,
+    x_SBH: torch.Tensor,
+    rotary: Rotary,
+    context: ForwardContext,
+    layer_input: OffloadedInput | LastInput | None = None,
 ) -> torch.Tensor:
-    """Run a block that backward runs again, from its input: on the device, or in host memory with `offloaded`."""
+    """Run a block that backward runs again, from `x_SBH` or from what `layer_input` reads in its place."""
     run_block = keep_routing(block)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if offloaded is None:
+    if layer_input is None:
         y_SBH: torch.Tensor = checkpoint(run_block, x_SBH, rotary, context, **options)
         return y_SBH
-    layer_input = OffloadedInput(x_SBH, offloaded)
     y_SBH = checkpoint(lambda: run_block(layer_input.read(), rotary, context), **options)
     return y_SBH
 
@@ -112,7 +115,7 @@ class Chunk(DirectModule):
         head = {tensor.name: self._local(tensor) for tensor in head_tensors(model)} if last else {}
         self.head = head.get("head.weight")
         self.head_bias = head.get("head.bias")
-        self.copy_streams: CopyStreams | None = None  # to offload the inputs of layers that are recomputed
+        self.input_copies: InputCopies | None = None  # to offload the inputs of layers that are recomputed
         self.pre_forward_gather: Callable[[int], None] = lambda unit: None
         self.pre_backward_gather: Callable[[int], None] | None = None  # before the backward of a unit, if set
         if adapters is not None:
@@ -194,15 +197,15 @@ class Chunk(DirectModule):
             rotary = self._rotary.select(past, past + length, x.device, positions)
         recompute_layers = self.recompute == "full" and torch.is_grad_enabled()
         offloaded = None
-        if recompute_layers and self.copy_streams is not None:
-            offloaded = InputStack(self.copy_streams)
+        if recompute_layers and self.input_copies is not None:
+            offloaded = InputStack(self.input_copies)
         stream: ResidualStream = x
         for i, block in enumerate(self.blocks):
             self.pre_forward_gather(i + 1)
             if recompute_layers:
                 assert isinstance(stream, torch.Tensor)
-                has_next_block = i + 1 < len(self.blocks)
-                stream = recompute_block(block, stream, rotary[i], context, offloaded if has_next_block else None)
+                layer_input = None if offloaded is None else self._offload(stream, i, offloaded)
+                stream = recompute_block(block, stream, rotary[i], context, layer_input)
             else:
                 # A norm follows every sum but the last, and computes it.
                 stream = block(stream, rotary[i], context, defer_add=self.last or i + 1 < len(self.blocks))
@@ -234,6 +237,17 @@ class Chunk(DirectModule):
         if self.pre_backward_gather is not None:
             self._call_before_backward(losses_SB, len(self.blocks) + 1)
         return losses_SB
+
+    def _offload(self, x_SBH: torch.Tensor, i: int, stack: InputStack) -> OffloadedInput | LastInput | None:
+        """Return what reads the input of block `i` in forward and in its recomputation; None for the input itself.
+
+        The pipeline keeps the first input of a chunk for its gradient, unless it is the embedding's output.
+        """
+        if i + 1 == len(self.blocks):
+            return LastInput(x_SBH, stack)
+        if i == 0 and not self.first:
+            return None
+        return OffloadedInput(x_SBH, stack)
 
     def _call_before_backward(self, stream: ResidualStream, unit: int) -> None:
         """Call `pre_backward_gather(unit)` when the backward of what computed `stream` begins.

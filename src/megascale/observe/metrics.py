@@ -67,7 +67,7 @@ class JsonLines:
         self._out.close()
 
 
-# Groups in TensorBoard: by the prefix of a metric's name, otherwise by the name.
+# Groups in TensorBoard and Weights & Biases: by the prefix of a metric's name, otherwise by the name.
 _PREFIXES = {"valid_": "valid", "wait_": "waits", "loader_": "data", "float8_": "precision", "expert_": "experts"}
 _GROUPS = {
     "train": ("loss", "grad_norm", "learning_rate", "skipped_steps"),
@@ -77,12 +77,21 @@ _GROUPS = {
 }
 
 
-def tensorboard_tag(key: str) -> str:
+def metric_tag(key: str) -> str:
     """Return a metric's name after its group, such as train/loss, speed/mfu, waits/tensor_seconds."""
     for prefix, group in _PREFIXES.items():
         if key.startswith(prefix):
             return f"{group}/{key.removeprefix(prefix)}"
     return next((f"{group}/{key}" for group, names in _GROUPS.items() if key in names), f"other/{key}")
+
+
+def list_scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by tag, the same for TensorBoard and Weights & Biases."""
+    return {
+        metric_tag(key): value
+        for key, value in record.items()
+        if key not in ("step", "time") and isinstance(value, int | float)
+    }
 
 
 class TensorBoard:
@@ -95,9 +104,8 @@ class TensorBoard:
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a scalar per number."""
-        for key, value in record.items():
-            if key not in ("step", "time") and isinstance(value, int | float):
-                self._writer.add_scalar(tensorboard_tag(key), value, record["step"])
+        for tag, value in list_scalars(record).items():
+            self._writer.add_scalar(tag, value, record["step"])
 
     def close(self) -> None:
         """Flush and close the files."""
@@ -136,8 +144,7 @@ class Wandb:
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a value per number. The service drops steps that a resumed run repeats."""
-        numbers = {key: v for key, v in record.items() if key not in ("step", "time") and isinstance(v, int | float)}
-        self._run.log(numbers, step=record["step"])
+        self._run.log(list_scalars(record), step=record["step"])
 
     def close(self) -> None:
         """Send the remaining values."""

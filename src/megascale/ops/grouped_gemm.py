@@ -6,7 +6,8 @@ float32, in an order that depends on sizes alone.
 
 Forward and the gradient of the input have one program per tile of the result. `_plan_tiles_kernel` assigns the tiles of
 all groups to programs; at most one tile per group is incomplete. The gradient of a matrix has one program per tile of
-the matrix, which reads all rows of its group.
+the matrix, which reads all rows of its group. From Hopper on it reads and adds whole blocks by tensor descriptors
+(TMA), which need rows that follow each other: `gather_rows` copies those that are read through an index.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
+from megascale.ops import dispatch
+from megascale.ops.dispatch import HAVE_TRITON, cdiv, jit, next_power_of_2, tl, use_fused
+
+if HAVE_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Tiling(NamedTuple):
@@ -40,7 +45,9 @@ class Tiling(NamedTuple):
 # The fastest on an H100, for the shapes of Qwen3-30B-A3B and Mixtral 8x7B (dev/log.md, 2026-11-27).
 ROWS_TILING = Tiling(columns=256)
 GATHERED_TILING = Tiling(columns=256, stages=3)
-GRADIENT_TILING = Tiling(inner=32, warps=4, stages=5)
+GRADIENT_TILING = Tiling(columns=256)  # with tensor descriptors
+POINTER_GRADIENT_TILING = Tiling(inner=32, warps=4, stages=5)
+COPIED_ROWS, COPIED_COLUMNS = 8, 512  # tile of a copy of rows
 
 
 @jit
@@ -191,6 +198,67 @@ def _group_gradient_kernel(
     tl.store(out, total, mask=is_out)
 
 
+@jit
+def _block_gradient_kernel(
+    dy_blocks,
+    x_blocks,
+    out_blocks,
+    dy_ptr,
+    x_ptr,
+    offset_ptr,
+    rows,
+    columns,
+    dy_stride,
+    x_stride,
+    ACCUMULATE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_INNER: tl.constexpr,
+    GROUPED_ROWS: tl.constexpr,
+):
+    expert = tl.program_id(1)
+    row_tile, column_tile = _select_tile(
+        tl.program_id(0), tl.cdiv(rows, TILE_ROWS), tl.cdiv(columns, TILE_COLUMNS), GROUPED_ROWS
+    )
+    first_row = row_tile * TILE_ROWS
+    first_column = column_tile * TILE_COLUMNS
+    first = tl.load(offset_ptr + expert)
+    last = tl.load(offset_ptr + expert + 1)
+    whole = first + (last - first) // TILE_INNER * TILE_INNER
+    total = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
+    for start in range(first, whole, TILE_INNER):
+        dy = dy_blocks.load([start, first_row])
+        x = x_blocks.load([start, first_column])
+        total = tl.dot(tl.trans(dy), x, total)
+    if whole < last:
+        # A block would also read rows of the next group.
+        token = whole + tl.arange(0, TILE_INNER)
+        row = first_row + tl.arange(0, TILE_ROWS)
+        column = first_column + tl.arange(0, TILE_COLUMNS)
+        is_dy = (token[:, None] < last) & (row[None, :] < rows)
+        is_x = (token[:, None] < last) & (column[None, :] < columns)
+        dy = tl.load(dy_ptr + token[:, None].to(tl.int64) * dy_stride + row[None, :], mask=is_dy, other=0.0)
+        x = tl.load(x_ptr + token[:, None].to(tl.int64) * x_stride + column[None, :], mask=is_x, other=0.0)
+        total = tl.dot(tl.trans(dy), x, total)
+    # The memory system adds: the program waits for no gradient so far. Each entry is added to once.
+    tile = tl.reshape(total, (1, TILE_ROWS, TILE_COLUMNS))
+    if ACCUMULATE:
+        out_blocks.atomic_add([expert, first_row, first_column], tile)
+    else:
+        out_blocks.store([expert, first_row, first_column], tile)
+
+
+@jit
+def _copy_rows_kernel(x_ptr, index_ptr, out_ptr, end_ptr, columns, x_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row = row < tl.load(end_ptr)
+    source = tl.load(index_ptr + row, mask=is_row, other=0)
+    inside = is_row[:, None] & (column[None, :] < columns)
+    x = tl.load(x_ptr + source[:, None].to(tl.int64) * x_stride + column[None, :], mask=inside)
+    tl.store(out_ptr + row[:, None].to(tl.int64) * columns + column[None, :], x, mask=inside)
+
+
 def plan_tiles(offsets: Tensor, rows: int, tile_rows: int = ROWS_TILING.rows) -> tuple[Tensor, Tensor]:
     """Assign the row tiles of all groups to programs, on the device.
 
@@ -320,6 +388,36 @@ def accumulate_group_gradients_reference(
         gradient.addmm_(dy[dy_index[first:last]].to(gradient.dtype).t(), rows)
 
 
+def copies_rows(x: Tensor, columns: int) -> bool:
+    """Return whether gradients of matrices are faster with copied rows than through an index: with descriptors.
+
+    Args:
+        columns: width of the other factor, which has x's type.
+    """
+    if x.element_size() != 2 or x.shape[1] % 8 or columns % 8 or not use_fused("grouped GEMM", x):
+        return False
+    return dispatch.INTERPRET or torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def gather_rows(x: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
+    """Return the rows of x at `index` [rows, columns]; those beyond the last offset are undefined, as their indices.
+
+    Args:
+        x: [tokens, columns].
+        index: row of x for each row of the result [rows].
+        offsets: int32 [experts + 1].
+    """
+    if not use_fused("grouped GEMM", x):
+        return x[index]
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    out = x.new_empty(len(index), x.shape[1])
+    _copy_rows_kernel[(cdiv(len(index), COPIED_ROWS), cdiv(x.shape[1], COPIED_COLUMNS))](
+        x, index, out, offsets[-1:], x.shape[1], x.stride(0), ROWS=COPIED_ROWS, COLUMNS=COPIED_COLUMNS
+    )
+    return out
+
+
 def accumulate_group_gradients(
     main_grad: Tensor,
     dy: Tensor,
@@ -328,7 +426,7 @@ def accumulate_group_gradients(
     index: Tensor | None = None,
     dy_index: Tensor | None = None,
     overwrite: bool = False,
-    tiling: Tiling = GRADIENT_TILING,
+    tiling: Tiling | None = None,
 ) -> None:
     """Add the gradient of each group's matrix to `main_grad`, or overwrite it; groups without rows add zeros.
 
@@ -346,6 +444,12 @@ def accumulate_group_gradients(
         dy = dy.contiguous()
     if x.stride(-1) != 1:
         x = x.contiguous()
+    if columns % 4 == 0 and copies_rows(x, rows):
+        dy = dy if dy_index is None else gather_rows(dy, dy_index, offsets)
+        x = x if index is None else gather_rows(x, index, offsets)
+        _accumulate_blocks(main_grad, dy, x, offsets, overwrite, tiling or GRADIENT_TILING)
+        return
+    tiling = tiling or POINTER_GRADIENT_TILING
     _group_gradient_kernel[(cdiv(rows, tiling.rows) * cdiv(columns, tiling.columns), experts)](
         dy,
         dy if dy_index is None else dy_index,
@@ -360,6 +464,36 @@ def accumulate_group_gradients(
         DY_GATHERED=dy_index is not None,
         GATHERED=index is not None,
         EVEN=rows % tiling.rows == 0 and columns % tiling.columns == 0,
+        ACCUMULATE=not overwrite,
+        TILE_ROWS=tiling.rows,
+        TILE_COLUMNS=tiling.columns,
+        TILE_INNER=tiling.inner,
+        GROUPED_ROWS=tiling.grouped_rows,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+
+
+def _accumulate_blocks(
+    main_grad: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, overwrite: bool, tiling: Tiling
+) -> None:
+    """Compute `accumulate_group_gradients` of rows that follow each other, with tensor descriptors."""
+    experts, rows, columns = main_grad.shape
+    if not len(x):
+        if overwrite:
+            main_grad.zero_()
+        return
+    _block_gradient_kernel[(cdiv(rows, tiling.rows) * cdiv(columns, tiling.columns), experts)](
+        TensorDescriptor(dy, list(dy.shape), list(dy.stride()), [tiling.inner, tiling.rows]),
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [tiling.inner, tiling.columns]),
+        TensorDescriptor(main_grad, list(main_grad.shape), list(main_grad.stride()), [1, tiling.rows, tiling.columns]),
+        dy,
+        x,
+        offsets,
+        rows,
+        columns,
+        dy.stride(0),
+        x.stride(0),
         ACCUMULATE=not overwrite,
         TILE_ROWS=tiling.rows,
         TILE_COLUMNS=tiling.columns,

@@ -12,7 +12,7 @@ from torch import Tensor
 from megascale.ops.activation import RecomputedActivation
 from megascale.ops.dispatch import use_fused
 from megascale.ops.gradient_sink import sink_of
-from megascale.ops.grouped_gemm import accumulate_group_gradients, multiply_groups
+from megascale.ops.grouped_gemm import accumulate_group_gradients, copies_rows, gather_rows, multiply_groups
 from megascale.ops.routing import RoutingPlan, combine_rows
 from megascale.ops.routing_kernels import GRADIENT_KINDS, activation_gradient
 
@@ -43,9 +43,13 @@ def run_experts_backward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, of the weights, and of both matrices (None where their sinks take them)."""
-    unweighted = multiply_groups(dy_TH, out.detach(), plan.offsets, plan.token, transposed=True)
+    dy, dy_index = dy_TH, plan.token
+    if copies_rows(dy_TH, inner.shape[1]):
+        # The gradients of the activation and of the matrix read these rows.
+        dy, dy_index = gather_rows(dy_TH, plan.token, plan.offsets), None
+    unweighted = multiply_groups(dy, out.detach(), plan.offsets, dy_index, transposed=True)
     d_inner, weighted, d_weights_TK = _activation_backward(inner, unweighted, weights_TK, plan, activation)
-    d_out = _add_gradient(out, dy_TH, weighted, plan, dy_index=plan.token)
+    d_out = _add_gradient(out, dy, weighted, plan, dy_index=dy_index)
     rows = multiply_groups(d_inner, into.detach().flatten(1, 2), plan.offsets, transposed=True)
     d_into = _add_gradient(into, d_inner, x_TH, plan, index=plan.token)
     return combine_rows(rows, plan), d_weights_TK, d_into, d_out

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from megascale.config.experts_section import ExpertsConfig
 from megascale.ops.dispatch import use_fused
 from megascale.ops.gradient_sink import sink_of, tracked
-from megascale.ops.routing_kernels import count_choices, select_top, sort_choices, sum_rows
+from megascale.ops.linear import accumulate_mm
+from megascale.ops.routing_kernels import count_choices, select_top, sort_choices, split_float32, sum_rows
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -24,29 +24,53 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 class _RouterLinear(torch.autograd.Function):
-    """Logits x @ weight.T in float32 at least, whose weight gradient is not rounded to the weight's type."""
+    """Logits x @ weight.T in float32 at least, whose weight gradient is not rounded to the weight's type.
+
+    Factors of bfloat16 are multiplied as they are, since their products and sums are in float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tracked_weight: Tensor | None, args: tuple[Tensor]) -> Tensor:
         ctx.args = args
         ctx.save_for_backward(x)
-        wide = wide_dtype(x)
-        return F.linear(x.to(wide), args[0].detach().to(wide))
+        weight = args[0].detach()
+        logits = x.new_empty(*x.shape[:-1], len(weight), dtype=wide_dtype(x))
+        accumulate_mm(logits.flatten(0, -2), x.flatten(0, -2), weight.t(), overwrite=True)
+        return logits
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         [weight] = ctx.args
         [x] = ctx.saved_tensors
-        dy = grads[0]
-        dx = (dy @ weight.detach().to(dy.dtype)).to(x.dtype)
+        dy_TE = grads[0].flatten(0, -2)
+        x_TH = x.flatten(0, -2)
+        matrix = weight.detach()
+        if x.dtype == torch.bfloat16 and use_fused("router's gradient", dy_TE):
+            return _RouterLinear._multiply_parts(x, weight, split_float32(dy_TE.contiguous()))
+        dx = (dy_TE @ matrix.to(dy_TE.dtype)).to(x.dtype).view(x.shape)
         if not weight.requires_grad:
             return dx, None, None
-        dy_TE = dy.flatten(0, -2)
-        x_TH = x.flatten(0, -2).to(dy.dtype)
         sink = sink_of(weight)
         if sink is None:
-            return dx, (dy_TE.t() @ x_TH).to(weight.dtype), None
-        sink.main_grad.addmm_(dy_TE.t(), x_TH)
+            return dx, (dy_TE.t() @ x_TH.to(dy_TE.dtype)).to(weight.dtype), None
+        sink.main_grad.addmm_(dy_TE.t(), x_TH.to(dy_TE.dtype))
+        sink.ready()
+        return dx, None, None
+
+    @staticmethod
+    def _multiply_parts(x: Tensor, weight: Tensor, parts_TP: Tensor) -> Any:
+        """Return the gradients for a gradient of the logits in three parts [tokens, 3 * experts]."""
+        x_TH = x.flatten(0, -2)
+        dx = (parts_TP @ weight.detach().repeat(3, 1)).view(x.shape)
+        if not weight.requires_grad:
+            return dx, None, None
+        gradients = torch.empty(parts_TP.shape[1], x_TH.shape[1], dtype=torch.float32, device=x.device)
+        accumulate_mm(gradients, parts_TP.t(), x_TH, overwrite=True)
+        gradient = gradients.view(3, *weight.shape).sum(0)
+        sink = sink_of(weight)
+        if sink is None:
+            return dx, gradient.to(weight.dtype), None
+        sink.main_grad.add_(gradient)
         sink.ready()
         return dx, None, None
 

@@ -72,12 +72,12 @@ def select_top(scores_TE: Tensor, bias: Tensor | None, top_k: int) -> Tensor:
 
 
 @jit
-def _count_kernel(index_ptr, count_ptr, choices, first, experts, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
+def _count_kernel(index_ptr, count_ptr, choices, first, experts, blocks, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
     choice = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.arange(0, BLOCK_E)
     local = tl.load(index_ptr + choice, mask=choice < choices, other=first - 1).to(tl.int32) - first
     is_expert = (local[:, None] == expert[None, :]).to(tl.int32)
-    tl.store(count_ptr + tl.program_id(0) * experts + expert, tl.sum(is_expert, 0), mask=expert < experts)
+    tl.store(count_ptr + expert * blocks + tl.program_id(0), tl.sum(is_expert, 0), mask=expert < experts)
 
 
 @jit
@@ -90,6 +90,7 @@ def _place_kernel(
     choices,
     first,
     experts,
+    blocks,
     top_k,
     rows,
     BLOCK: tl.constexpr,
@@ -100,7 +101,7 @@ def _place_kernel(
     local = tl.load(index_ptr + choice, mask=choice < choices, other=first - 1).to(tl.int32) - first
     is_expert = (local[:, None] == expert[None, :]) & (expert[None, :] < experts)
     rank = tl.cumsum(is_expert.to(tl.int32), 0) - 1
-    start = tl.load(start_ptr + tl.program_id(0) * experts + expert, mask=expert < experts, other=0)
+    start = tl.load(start_ptr + expert * blocks + tl.program_id(0), mask=expert < experts, other=0)
     row = tl.sum(tl.where(is_expert, start[None, :] + rank, 0), 1)
     is_row = (local >= 0) & (local < experts) & (row < rows)
     tl.store(row_ptr + choice, tl.where(is_row, row, rows), mask=choice < choices)
@@ -109,19 +110,22 @@ def _place_kernel(
 
 
 def _count_blocks(indices_TK: Tensor, first: int, count: int) -> Tensor:
-    """Return how often each block of choices has each expert, int32 [blocks, count]."""
+    """Return how often each block of choices has each expert, int32 [count, blocks].
+
+    Sums over blocks are of adjacent entries then: a scan along the outer dimension takes ten times as long.
+    """
     choices = indices_TK.numel()
     blocks = max(1, cdiv(choices, PLAN_BLOCK))  # a rank that received no tokens has a block without choices
-    counts = torch.empty((blocks, count), dtype=torch.int32, device=indices_TK.device)
+    counts = torch.empty((count, blocks), dtype=torch.int32, device=indices_TK.device)
     _count_kernel[(blocks,)](
-        indices_TK, counts, choices, first, count, BLOCK=PLAN_BLOCK, BLOCK_E=max(2, next_power_of_2(count))
+        indices_TK, counts, choices, first, count, blocks, BLOCK=PLAN_BLOCK, BLOCK_E=max(2, next_power_of_2(count))
     )
     return counts
 
 
 def count_choices(indices_TK: Tensor, experts: int) -> Tensor:
     """Return how often each expert was chosen, int64 [experts]; indices_TK: contiguous."""
-    return _count_blocks(indices_TK, 0, experts).sum(0)
+    return _count_blocks(indices_TK, 0, experts).sum(1)
 
 
 def sort_choices(
@@ -140,15 +144,16 @@ def sort_choices(
     """
     device = indices_TK.device
     counts = _count_blocks(indices_TK, first, count)
-    ends = counts.cumsum(0, dtype=torch.int32)
+    ends = counts.cumsum(1, dtype=torch.int32)
     offsets = torch.zeros(count + 1, dtype=torch.int32, device=device)
-    torch.cumsum(ends[-1], 0, dtype=torch.int32, out=offsets[1:])
+    torch.cumsum(ends[:, -1], 0, dtype=torch.int32, out=offsets[1:])
     starts = ends - counts
-    starts += offsets[:-1]
+    starts += offsets[:-1].unsqueeze(1)
     token = torch.empty(rows, dtype=torch.int32, device=device)
     slot = torch.empty(rows, dtype=torch.int32, device=device)
     row = torch.empty(indices_TK.shape, dtype=torch.int32, device=device)
-    _place_kernel[(len(counts),)](
+    blocks = counts.shape[1]
+    _place_kernel[(blocks,)](
         indices_TK,
         starts,
         row,
@@ -157,12 +162,40 @@ def sort_choices(
         indices_TK.numel(),
         first,
         count,
+        blocks,
         indices_TK.shape[1],
         rows,
         BLOCK=PLAN_BLOCK,
         BLOCK_E=max(2, next_power_of_2(count)),
     )
     return offsets.clamp(max=rows), token, slot, row, offsets[-1]
+
+
+@jit
+def _split_kernel(x_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    x = tl.load(x_ptr + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
+    out = out_ptr + row[:, None].to(tl.int64) * (3 * columns) + column[None, :]
+    for part in tl.static_range(3):
+        rounded = x.to(tl.bfloat16)
+        tl.store(out + part * columns, rounded, mask=inside)
+        x -= rounded.to(tl.float32)
+
+
+def split_float32(x: Tensor) -> Tensor:
+    """Return three bfloat16 parts [rows, 3 * columns] of float32 numbers, whose sum has 24 bits of each.
+
+    Args:
+        x: [rows, columns], float32, contiguous.
+    """
+    rows, columns = x.shape
+    parts = torch.empty(rows, 3 * columns, dtype=torch.bfloat16, device=x.device)
+    width = max(2, next_power_of_2(columns))
+    block = max(1, SELECTION_ELEMENTS // width)
+    _split_kernel[(cdiv(rows, block),)](x, parts, rows, columns, ROWS=block, COLUMNS=width)
+    return parts
 
 
 @jit

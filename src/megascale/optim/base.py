@@ -119,6 +119,8 @@ class UpdateRule(ABC):
 
     Attributes:
         exchanges_at_start: construction is collective. Ranks that keep an engine cannot meet ranks that make one.
+        observer: called during an update with the name, the part and the tensor of each input and result that
+            `list_inputs` and `list_results` name; None: not called.
     """
 
     exchanges_at_start: ClassVar[bool] = False
@@ -126,6 +128,36 @@ class UpdateRule(ABC):
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
         self.config = config
         self.shards = shards
+        self.observer: Callable[[str, StatePart, torch.Tensor], None] | None = None
+
+    @property
+    def can_recompute(self) -> bool:
+        """Whether the rule implements `recompute`."""
+        return type(self).recompute is not UpdateRule.recompute
+
+    def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
+        """Repeat the last update for a copy of elements, which another rank may own (train/update_check.py).
+
+        All results must have the bits of `update`. Master weights, weights in use, gradients and state are updated in
+        place.
+
+        Args:
+            state, part: the copy. Its segments are parts of those that `update` reads, at the same positions within a
+                tile; `part.state` also has the inputs of `list_inputs`.
+            step: arguments of the update.
+
+        Returns:
+            The results of `list_results`.
+        """
+        raise NotImplementedError
+
+    def list_inputs(self, state_names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return inputs of elements with this state that other ranks compute, in the type of the weights in use."""
+        return ()
+
+    def list_results(self, state_names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return results of elements with this state that the update discards, in the type of the weights in use."""
+        return ()
 
     @abstractmethod
     def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:

@@ -24,6 +24,7 @@ from megascale.ops.segments import Segment, Segments
 from megascale.optim.base import Shards, ShardState, StatePart, UpdateRule, UpdateStep
 from megascale.optim.sharded_adamw import update_part
 from megascale.parallel.buffers import FlatShard
+from megascale.parallel.host_copies import InlineCopies, PageLockError, page_lock
 
 
 class HostMemory:
@@ -47,71 +48,19 @@ class HostMemory:
                 "set --optimizer.offload=false"
             )
         self._memory = torch.zeros(count, dtype=dtype)
+        try:
+            page_lock(self._memory, device)
+        except PageLockError as error:
+            raise TrainingError(
+                f"optimizer.offload=true: {error}; raise the limit (ulimit -l), free host memory, or set "
+                "--optimizer.offload=false"
+            ) from error
         self._used = 0
-        if device.type == "cuda" and count:
-            # torch's own allocator of page-locked memory rounds sizes up to powers of two.
-            code = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
-            if code != torch.cuda.cudart().cudaError.success:
-                gib = self._memory.nbytes / 2**30
-                raise TrainingError(
-                    f"optimizer.offload=true needs {gib:.1f} GiB of page-locked host memory per rank, and "
-                    f"cudaHostRegister failed with {code}; raise the limit (ulimit -l), free host memory, or set "
-                    "--optimizer.offload=false"
-                )
 
     def take(self, count: int) -> torch.Tensor:
         """Return the next `count` elements, which are zero."""
         self._used += count
         return self._memory[self._used - count : self._used]
-
-
-class InlineCopies:
-    """Copies that have ended when they return, as on a CPU."""
-
-    def fetch(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], after: Any) -> Any:
-        """Copy from the host after the event; return the event of the end."""
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-    def store(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Any:
-        """Copy to the host after the work that was submitted so far; return the event of the end."""
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-
-    def wait(self, event: Any) -> None:
-        """Let later work wait for a fetch."""
-
-    def synchronize(self) -> None:
-        """Wait on the host until all copies have ended."""
-
-
-class CudaCopies(InlineCopies):
-    """Copies on a stream for each direction, so that both directions of the bus are busy."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._fetches = torch.cuda.Stream(device)
-        self._stores = torch.cuda.Stream(device)
-
-    def fetch(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], after: Any) -> torch.cuda.Event:
-        if after is not None:
-            self._fetches.wait_event(after)
-        with torch.cuda.stream(self._fetches):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
-            return self._fetches.record_event()
-
-    def store(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> torch.cuda.Event:
-        self._stores.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stores):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
-            return self._stores.record_event()
-
-    def wait(self, event: Any) -> None:
-        torch.cuda.current_stream().wait_event(event)
-
-    def synchronize(self) -> None:
-        self._stores.synchronize()
 
 
 @dataclass
@@ -147,7 +96,7 @@ class OffloadedAdamW(UpdateRule):
             {name: torch.empty(longest, dtype=master.dtype, device=shards.device) for name in names}
             for _ in range(OFFLOAD_SLOTS)
         ]
-        self._copies = CudaCopies(shards.device) if shards.device.type == "cuda" else InlineCopies()
+        self._copies = InlineCopies.of(shards.device)
 
     def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
         """Update piece by piece, with the copies of other pieces under way."""
@@ -172,6 +121,11 @@ class OffloadedAdamW(UpdateRule):
             if piece.ends_shard:
                 updated(piece.state.shard)
         copies.synchronize()
+
+    def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
+        """Repeat the update of a copy in device memory, see `UpdateRule.recompute`."""
+        update_part(self.config, state, part, step)
+        return {}
 
     def _staged(self, number: int) -> list[torch.Tensor]:
         """Return the device memory of a piece: master weights and moments."""

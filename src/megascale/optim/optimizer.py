@@ -19,6 +19,7 @@ from megascale.core.tensors import list_matrix_names
 from megascale.optim.base import Shards, ShardState, UpdateStep, make_state_parts
 from megascale.optim.offload import HostMemory, OffloadedAdamW
 from megascale.optim.rules import RULES
+from megascale.optim.update_hold import UpdateHold
 from megascale.parallel.buffers import Extent, FlatShard, ParamAndGradBuffer, extent_boxes
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce
 from megascale.parallel.parameters import spec_of
@@ -36,6 +37,10 @@ class ShardedOptimizer:
         norm_weight: weight of this rank's squares; 1 / ranks that share the shards if those have the same gradients.
         stage: ranks whose shards together hold this stage's tensors, for rules that need whole tensors or their norms.
         duplicates: logical names that count on another stage (the second copy of a tied embedding).
+
+    Attributes:
+        hold: holds back queued updates in a process that outlives its groups; None elsewhere.
+        before_update: called with the arguments of an update before it (train/update_check.py); None: not called.
     """
 
     def __init__(
@@ -51,6 +56,8 @@ class ShardedOptimizer:
     ) -> None:
         position = position or {}
         self.config = config
+        self.hold: UpdateHold | None = None
+        self.before_update: Callable[[UpdateStep], None] | None = None
         self.norm_axis = norm
         self.norm_weight = norm_weight
         facts = OPTIMIZERS[config.name]
@@ -107,6 +114,8 @@ class ShardedOptimizer:
             The norm of the whole model's gradient before clipping, and the sum of `piggybacked_scalars`, on the device.
         """
         norm, summed_scalars = self._reduce_norm(piggybacked_scalars, finish_tied)
+        if self.hold is not None:
+            norm = self.hold.apply(norm)
         grad_scale = None
         if self.config.clip:
             grad_scale = (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -114,7 +123,10 @@ class ShardedOptimizer:
         if needs_last_scalar:
             assert summed_scalars is not None
             skip |= summed_scalars[-1] == 0
-        self.rule.update(UpdateStep(learning_rate, step, grad_scale, skip), on_shard_updated)
+        update = UpdateStep(learning_rate, step, grad_scale, skip)
+        if self.before_update is not None:
+            self.before_update(update)
+        self.rule.update(update, on_shard_updated)
         return norm, summed_scalars
 
     def _reduce_norm(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from megascale.config import OptimizerConfig
 from megascale.ops.adam import adamw_apply
 from megascale.optim.base import ShardState, StatePart, UpdateRule, UpdateStep
@@ -19,6 +21,11 @@ class ShardedAdamW(UpdateRule):
             for part in state.parts:
                 update_part(self.config, state, part, step)
             updated(state.shard)
+
+    def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
+        """Repeat the update of a copy, see `UpdateRule.recompute`."""
+        update_part(self.config, state, part, step)
+        return {}
 
 
 def update_part(config: OptimizerConfig, state: ShardState, part: StatePart, step: UpdateStep) -> None:

@@ -10,7 +10,7 @@ import torch
 from megascale.config import OptimizerConfig
 from megascale.core.tensors import matrix_ranges
 from megascale.ops.adam import lamb_apply, lamb_direction
-from megascale.optim.base import Shards, UpdateRule, UpdateStep
+from megascale.optim.base import Shards, ShardState, StatePart, UpdateRule, UpdateStep
 from megascale.parallel.buffers import FlatShard
 from megascale.parallel.collectives import all_reduce
 
@@ -25,6 +25,7 @@ class ShardedLamb(UpdateRule):
         super().__init__(config, shards)
         # Tensors that LAMB adapts, and tensors that this rank counts; other tensors add nothing to the packed sums.
         self._adapted = torch.zeros(len(shards.names), dtype=torch.float64, device=shards.device)
+        self._sums = torch.zeros(2, len(shards.names), dtype=torch.float64, device=shards.device)
         self._counted = torch.zeros(len(shards.names), dtype=torch.float64, device=shards.device)
         index = {name: i for i, name in enumerate(shards.names)}
         for state in shards.states:
@@ -36,40 +37,59 @@ class ShardedLamb(UpdateRule):
 
     def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
         """Compute directions and their sums over all shards, reduce the sums, and update the weights."""
-        config = self.config
         sums = torch.zeros(2, len(self.shards.names), dtype=torch.float64, device=step.skip.device)
         for state in self.shards.states:
             for part in state.parts:
-                grads = part.view(state.shard.grads)
-                # The direction overwrites the gradient, which is not needed afterwards.
-                sums += lamb_direction(
-                    part.view(state.master),
-                    part.state["exp_avg"],
-                    part.state["exp_avg_sq"],
-                    grads,
-                    grads,
-                    beta1=config.beta1,
-                    beta2=config.beta2,
-                    eps=config.eps,
-                    weight_decay=config.weight_decay,
-                    step=step.number,
-                    segments=part.segments,
-                    bias_correction=config.lamb_bias_correction,
-                    grad_scale=step.grad_scale,
-                    skip=step.skip,
-                )
-        sums = all_reduce(sums * self._counted, self.shards.stage).wait() * self._adapted
+                sums += self._compute_direction(state, part, step)
+        self._sums = all_reduce(sums * self._counted, self.shards.stage).wait()
+        adapted_sums = self._sums * self._adapted
         for state in self.shards.update_order:
             for part in state.parts:
-                lamb_apply(
-                    part.view(state.master),
-                    part.view(state.shard.grads),
-                    None if state.param_out is None else part.view(state.param_out),
-                    sums,
-                    lr=step.learning_rate,
-                    trust_min=config.trust_min,
-                    trust_max=math.inf if config.trust_max is None else config.trust_max,
-                    segments=part.segments,
-                    skip=step.skip,
-                )
+                self._apply(state, part, step, adapted_sums)
             updated(state.shard)
+
+    def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
+        """Repeat the update of a copy with the last update's norms, see `UpdateRule.recompute`."""
+        self._compute_direction(state, part, step)
+        adapted = torch.zeros_like(self._adapted)
+        for row in part.segments.rows:
+            adapted[row.tensor] = float(row.decay)
+        self._apply(state, part, step, self._sums * adapted)
+        return {}
+
+    def _compute_direction(self, state: ShardState, part: StatePart, step: UpdateStep) -> torch.Tensor:
+        """Update the moments of a part. Return the sums of squares of its weights and directions."""
+        config = self.config
+        grads = part.view(state.shard.grads)
+        # The direction overwrites the gradient, which is not needed afterwards.
+        return lamb_direction(
+            part.view(state.master),
+            part.state["exp_avg"],
+            part.state["exp_avg_sq"],
+            grads,
+            grads,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            step=step.number,
+            segments=part.segments,
+            bias_correction=config.lamb_bias_correction,
+            grad_scale=step.grad_scale,
+            skip=step.skip,
+        )
+
+    def _apply(self, state: ShardState, part: StatePart, step: UpdateStep, sums: torch.Tensor) -> None:
+        """Apply the direction times the trust ratio to a part's weights."""
+        config = self.config
+        lamb_apply(
+            part.view(state.master),
+            part.view(state.shard.grads),
+            None if state.param_out is None else part.view(state.param_out),
+            sums,
+            lr=step.learning_rate,
+            trust_min=config.trust_min,
+            trust_max=math.inf if config.trust_max is None else config.trust_max,
+            segments=part.segments,
+            skip=step.skip,
+        )

@@ -60,12 +60,18 @@ class ShardedMuon(UpdateRule):
     """Muon with a momentum for each hidden matrix and AdamW's moments for other tensors.
 
     Construction is collective over the stage.
+
+    Attributes:
+        batches: shape and names of the matrices that this rank orthogonalises at once.
+        matrix_observer: called with the number of each batch and its stack instead of `orthogonalise_stack`, which it
+            calls; None: not called.
     """
 
     exchanges_at_start = True
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
         super().__init__(config, shards)
+        self.matrix_observer: Callable[[int, torch.Tensor], None] | None = None
         rank = shards.stage.rank
         runs: list[MatrixRun] = []
         local_runs: list[_LocalRun] = []
@@ -98,12 +104,14 @@ class ShardedMuon(UpdateRule):
         for rank_runs in runs_by_rank:
             self._receive_lengths.append(sum(run.length for run in rank_runs if owner[run.name] == rank))
         owned_shapes = {name: shape for name, shape in sorted(shapes.items()) if owner[name] == rank}
-        self._batches = batch_matrices(owned_shapes)
+        self.batches = batch_matrices(owned_shapes)
 
     def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
         """Send momentum to the owners, update AdamW's parts meanwhile, return the updates, and apply them."""
         stage = self.shards.stage
         directions = {id(part): self._update_momentum(state, part, step) for state, part in self._matrix_parts}
+        if self.observer is not None:
+            self._show("direction", directions)
         sent_views = [directions[id(run.part)][run.start : run.stop] for run in self._sent_runs]
         sent = _concatenate(sent_views, self.shards.states[0])
         arriving = all_to_all(sent, self._send_lengths, self._receive_lengths, stage, self._total_length)
@@ -116,12 +124,37 @@ class ShardedMuon(UpdateRule):
         returned = returning.wait()
         if sent_views:
             torch_private.foreach_copy_(sent_views, list(returned.split([len(view) for view in sent_views])))
+        if self.observer is not None:
+            self._show("orthogonal direction", directions)
         for state in self.shards.update_order:
             for part in state.parts:
                 direction = directions.get(id(part))
                 if direction is not None:
                     self._apply(state, part, direction, step)
             updated(state.shard)
+
+    def list_inputs(self, state_names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the direction that a matrix's owner has orthogonalised, see `UpdateRule.list_inputs`."""
+        return ("orthogonal direction",) if "momentum" in state_names else ()
+
+    def list_results(self, state_names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the direction that is sent to a matrix's owner, see `UpdateRule.list_results`."""
+        return ("direction",) if "momentum" in state_names else ()
+
+    def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
+        """Repeat the update of a copy except the orthogonalisation, see `UpdateRule.recompute`."""
+        if "momentum" not in part.state:
+            update_part(self.config, state, part, step)
+            return {}
+        direction = self._update_momentum(state, part, step)
+        self._apply(state, part, part.state["orthogonal direction"], step)
+        return {"direction": direction}
+
+    def _show(self, name: str, directions: Mapping[int, torch.Tensor]) -> None:
+        """Pass the directions of all matrices to the observer."""
+        assert self.observer is not None
+        for _, part in self._matrix_parts:
+            self.observer(name, part, directions[id(part)])
 
     def _update_momentum(self, state: ShardState, part: StatePart, step: UpdateStep) -> torch.Tensor:
         """Update the part's momentum and return the direction to orthogonalise, in the type of the GEMMs."""
@@ -141,7 +174,7 @@ class ShardedMuon(UpdateRule):
         """Replace the received runs of this rank's matrices, in place, by the same runs of their updates."""
         matrices: dict[str, torch.Tensor] = {}
         stacks = []
-        for shape, names in self._batches:
+        for shape, names in self.batches:
             stack = received.new_empty((len(names), *shape))
             stacks.append(stack)
             for i, name in enumerate(names):
@@ -159,15 +192,22 @@ class ShardedMuon(UpdateRule):
         if not matrix_boxes:
             return received
         torch_private.foreach_copy_(matrix_boxes, received_boxes)
-        for stack in stacks:
-            rows, columns = stack.shape[1:]
-            is_tall = rows > columns
-            orthogonal = newton_schulz(stack.mT if is_tall else stack, self.config.muon_steps)
-            if is_tall:
-                orthogonal = orthogonal.mT
-            stack.copy_(orthogonal * (self.config.muon_rms * max(rows, columns) ** 0.5))
+        for number, stack in enumerate(stacks):
+            if self.matrix_observer is None:
+                self.orthogonalise_stack(stack)
+            else:
+                self.matrix_observer(number, stack)
         torch_private.foreach_copy_(received_boxes, matrix_boxes)
         return received
+
+    def orthogonalise_stack(self, stack: torch.Tensor) -> None:
+        """Replace matrices [matrices, rows, columns] by their updates, in place."""
+        rows, columns = stack.shape[1:]
+        is_tall = rows > columns
+        orthogonal = newton_schulz(stack.mT if is_tall else stack, self.config.muon_steps)
+        if is_tall:
+            orthogonal = orthogonal.mT
+        stack.copy_(orthogonal * (self.config.muon_rms * max(rows, columns) ** 0.5))
 
     def _apply(self, state: ShardState, part: StatePart, direction: torch.Tensor, step: UpdateStep) -> None:
         """Apply weight decay and the orthogonalised direction to a part's weights."""

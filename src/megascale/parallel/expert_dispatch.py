@@ -1,4 +1,4 @@
-"""Experts with biases, or divided over ranks that read different samples (parallel.experts_over=data).
+"""Experts with biases, or divided over ranks that read different tokens (parallel.experts_over=data or context).
 
 The tensor-parallel ranks gather the sequence shards, as in `parallel/experts.py`. Each of them is responsible for a
 part of the experts, which the ranks of the expert axis divide again. Tokens reach those ranks in one of two ways. If a
@@ -176,7 +176,7 @@ def apply_expert_stacks(
         weights_SBK, indices_SBK: weights and experts of these tokens [s/t, b, top_k].
         stacks: this rank's experts.
         tensor: the ranks that divide the tokens and the experts.
-        expert: the ranks that read other samples and divide the experts of a tensor-parallel rank.
+        expert: the ranks that read other tokens and divide the experts of a tensor-parallel rank.
         gathers: whether all of those ranks gather the tokens of all.
     """
     parameters = [tracked(x_SBH, parameter) for parameter in stacks.parameters]

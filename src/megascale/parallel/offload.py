@@ -1,111 +1,122 @@
 """Layer inputs in host memory, from the forward of a micro-batch until its backward recomputes the layers.
 
-Copies to and from the host run on a stream of their own, under the GEMMs of the layers. Backward needs the inputs in
-reverse order: taking one starts the copy of the one before it. The last input stays on the device, because backward
-begins with it.
+Copies to and from the host run on streams of their own, under the GEMMs of the layers. Backward needs the inputs in
+reverse order: each is fetched one layer ahead. The last input stays on the device, because backward begins with it.
+
+At most `DEVICE_INPUTS` inputs are on the device for the copies. The host submits work far ahead of the device, so the
+bound cannot come from copies that have ended by the time that the host looks. It comes from the order of the compute
+stream: a tensor is released once that stream waits for its copy. All its memory belongs to the compute stream, so the
+allocator may give it to any later work of this stream at once. `record_stream` would keep it until the host sees the
+end of the copy.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megascale.core.memory import OFFLOADED_DEVICE_INPUTS as DEVICE_INPUTS
 from megascale.errors import TrainingError
+from megascale.parallel.host_copies import InlineCopies, PageLockError, page_lock
+
+
+class InputCopies:
+    """Copies of layer inputs of one device, and the host memory that all micro-batches reuse."""
+
+    def __init__(self, device: torch.device, copies: InlineCopies | None = None) -> None:
+        self._device = device
+        self._copies = InlineCopies.of(device) if copies is None else copies
+        self._storing: deque[tuple[Any, Tensor]] = deque()  # copies that the compute stream has not waited for
+        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+
+    def store(self, x: Tensor) -> Tensor:
+        """Start to copy `x` to the host, and return the host memory."""
+        self._release(DEVICE_INPUTS - 1)
+        x = x.detach().contiguous()
+        stored = self._take_host_memory(x)
+        self._storing.append((self._copies.store([stored], [x]), x))
+        return stored
+
+    def fetch(self, stored: Tensor) -> tuple[Any, Tensor]:
+        """Start to copy an input back; return the event of the end and the input.
+
+        The memory of the input may be in use by compute work that was submitted before, which the copy awaits.
+        """
+        self._release(0)
+        x = self._copies.allocate(stored, self._device)
+        return self._copies.fetch([x], [stored], self._copies.record()), x
+
+    def finish_fetch(self, event: Any, stored: Tensor) -> None:
+        """Let compute work wait for a fetch; later stores reuse the host memory.
+
+        A store begins after the compute work before it, so after the fetch.
+        """
+        self._copies.wait(event)
+        self._free[stored.shape, stored.dtype].append(stored)
+
+    def _release(self, limit: int) -> None:
+        """Release the oldest inputs under copy until at most `limit` are on the device."""
+        while len(self._storing) > limit:
+            event, _ = self._storing.popleft()
+            self._copies.wait(event)
+
+    def _take_host_memory(self, x: Tensor) -> Tensor:
+        free = self._free.setdefault((x.shape, x.dtype), [])
+        if free:
+            return free.pop()
+        memory = torch.zeros(x.shape, dtype=x.dtype)
+        try:
+            page_lock(memory, self._device, unlocks=True)
+        except PageLockError as error:
+            raise TrainingError(
+                f"parallel.offload_activations=true: {error}; raise the limit (ulimit -l), free host memory, or set "
+                "--parallel.offload_activations=false"
+            ) from error
+        return memory
 
 
 class InputStack:
     """Inputs of the layers of one micro-batch in one chunk, in the order of the layers.
 
     Args:
-        streams: see `CopyStreams`; shared by all stacks of a device.
+        copies: copies of the device, which all stacks share.
     """
 
-    def __init__(self, streams: CopyStreams) -> None:
-        self._streams = streams
-        self._stored: list[Any] = []  # copies in host memory, None once fetched
-        self._fetched: dict[int, Any] = {}
+    def __init__(self, copies: InputCopies) -> None:
+        self._copies = copies
+        self._stored: list[Tensor | None] = []  # host memory, None once fetched
+        self._fetched: dict[int, tuple[Any, Tensor, Tensor]] = {}
 
     def store(self, x: Tensor) -> int:
         """Start to copy `x` to the host, and return its number."""
-        self._stored.append(self._streams.copy_to_host(x))
+        self._stored.append(self._copies.store(x))
         return len(self._stored) - 1
 
     def take(self, number: int) -> Tensor:
         """Return an input on the device, and start to fetch the one before it. Raises TrainingError if it was taken."""
-        self._fetch(number)
+        self.prefetch(number)
         if number not in self._fetched:
             raise TrainingError(f"the input of layer {number} of a micro-batch is needed twice; it was released")
-        if number > 0:
-            self._fetch(number - 1)
-        return self._streams.finish_fetch(self._fetched.pop(number))
+        event, stored, x = self._fetched.pop(number)
+        self._copies.finish_fetch(event, stored)
+        self.prefetch(number - 1)
+        return x
 
-    def _fetch(self, number: int) -> None:
-        """Start to copy an input back, unless it has been started."""
+    def prefetch(self, number: int) -> None:
+        """Start to copy an input back, unless it has been started or there is none of that number."""
+        if number < 0:
+            return
         stored, self._stored[number] = self._stored[number], None
         if stored is not None:
-            self._fetched[number] = self._streams.copy_to_device(stored)
+            event, x = self._copies.fetch(stored)
+            self._fetched[number] = event, stored, x
 
-
-class CopyStreams:
-    """Copies between a device and its host. On a CPU they are copies in memory, for tests."""
-
-    @staticmethod
-    def of(device: torch.device) -> CopyStreams:
-        """Return the streams of a device."""
-        if device.type == "cuda":
-            return CudaCopyStreams(device)
-        return CopyStreams()
-
-    def copy_to_host(self, x: Tensor) -> Any:
-        """Start to copy `x`, whose memory is free for later work once the copy has ended; return the copy."""
-        return x.detach().clone()
-
-    def copy_to_device(self, stored: Any) -> Any:
-        """Start to copy back what `copy_to_host` returned."""
-        return stored.clone()
-
-    def finish_fetch(self, fetched: Any) -> Tensor:
-        """Let the current stream wait for what `copy_to_device` returned."""
-        tensor: Tensor = fetched
-        return tensor
-
-
-class CudaCopyStreams(CopyStreams):
-    """One CUDA stream per direction, so that both directions of the link are used at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._to_host = torch.cuda.Stream(device)
-        self._to_device = torch.cuda.Stream(device)
-
-    def copy_to_host(self, x: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        x = x.detach()
-        stored = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        self._to_host.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._to_host):
-            stored.copy_(x, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-        x.record_stream(self._to_host)
-        return stored, copied
-
-    def copy_to_device(self, stored: tuple[Tensor, torch.cuda.Event]) -> tuple[Tensor, torch.cuda.Event]:
-        host, copied = stored
-        with torch.cuda.stream(self._to_device):
-            self._to_device.wait_event(copied)
-            x = host.to(self._device, non_blocking=True)
-            fetched = torch.cuda.Event()
-            fetched.record()
-        return x, fetched
-
-    def finish_fetch(self, fetched: tuple[Tensor, torch.cuda.Event]) -> Tensor:
-        x, event = fetched
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(event)
-        x.record_stream(current)
-        return x
+    def prefetch_last(self) -> None:
+        """Start to copy the last input back, for the layer before the one whose backward begins."""
+        self.prefetch(len(self._stored) - 1)
 
 
 class OffloadedInput:
@@ -124,3 +135,19 @@ class OffloadedInput:
         x, self._x = self._x, None
         self._number = self._stack.store(x)
         return x
+
+
+class LastInput:
+    """The input of a micro-batch's last layer, which stays on the device; its recomputation fetches the one before."""
+
+    def __init__(self, x: Tensor, stack: InputStack) -> None:
+        self._x = x
+        self._stack = stack
+        self._was_read = False
+
+    def read(self) -> Tensor:
+        """Return the input; the second call, in backward, starts to fetch the input of the layer before."""
+        if self._was_read:
+            self._stack.prefetch_last()
+        self._was_read = True
+        return self._x

@@ -21,6 +21,7 @@ from megascale import torch_private
 from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Coordinate, Grid
 from megascale.errors import TrainingError
+from megascale.rendezvous.abort import GroupAbort
 from megascale.rendezvous.agree import format_ranks
 from megascale.rendezvous.group_plan import DIRECTIONS, GroupSpec, rank_groups
 from megascale.rendezvous.group_sockets import cut_connections
@@ -28,6 +29,7 @@ from megascale.rendezvous.stores import ExternalStore, StoreFault
 
 log = logging.getLogger(__name__)
 FAILED_KEYS_SECONDS = 60.0  # seconds that the keys of a failed run stay, so that every rank can read the reason
+_ABORT_SECONDS = 30.0  # seconds that a failed run waits for the abort of its communicators
 _LEAVE_SECONDS = 10.0  # seconds that the end of a run waits for the other ranks or for the store
 
 
@@ -60,6 +62,7 @@ class Groups:
         store: for small agreements outside of tensors.
         root_store: the store that holds the keys of `store` and of torch; for `shutdown`.
         sockets: gloo's connections, for `abort`.
+        group_abort: the abort of NCCL's communicators.
     """
 
     grid: Grid
@@ -73,6 +76,7 @@ class Groups:
     store: dist.Store | None = None
     root_store: dist.Store | None = field(default=None, repr=False)
     sockets: dict[int, str] = field(default_factory=dict, repr=False)
+    group_abort: GroupAbort = field(default_factory=GroupAbort, repr=False)
 
     def report(self) -> str:
         """Return the start-up line: milliseconds by phase."""
@@ -204,13 +208,14 @@ def _warm(spec: GroupSpec, group: dist.ProcessGroup, rank: int, device: torch.de
 
 
 def abort(groups: Groups) -> None:
-    """End all calls of this rank that wait for a peer, with an error; may be called from any thread.
+    """Begin to end all calls of this rank that wait for a peer; may be called from any thread, and again.
 
-    The groups are of no use afterwards; `shutdown` with `failed` then leaves them.
+    Calls of gloo end with an error. Kernels of NCCL end and leave undefined results; later calls raise. The groups are
+    of no use afterwards; `shutdown` with `failed` then leaves them.
     """
     cut_connections(groups.sockets)
     if groups.device.type == "cuda" and dist.is_initialized():
-        torch_private.abort_process_group()
+        groups.group_abort.start()
 
 
 def shutdown(groups: Groups, failed: bool = False) -> None:
@@ -221,7 +226,10 @@ def shutdown(groups: Groups, failed: bool = False) -> None:
     """
     if dist.is_initialized():
         if failed:
-            torch_private.abort_process_group()
+            if groups.device.type == "cuda":
+                groups.group_abort.start()
+                groups.group_abort.finish(_ABORT_SECONDS)
+            torch_private.abort_process_group()  # on a GPU it only clears torch's tables of groups
         else:
             dist.destroy_process_group()
     store = groups.root_store

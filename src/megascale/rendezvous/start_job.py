@@ -187,11 +187,7 @@ def _make_default_group(
     if world > _GLOO_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if device.type == "cuda":
-        # After a time-out torch's watchdog sleeps four times as long before it ends the process: 60 s by default.
-        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000")
-        if "MEGASCALE_ORDERS" in os.environ:
-            # A kept process aborts its communicators; torch's watchdog must not end it for the errors that follow.
-            os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+        _set_watchdog(is_kept="MEGASCALE_ORDERS" in os.environ)
     with torch_private.share_gloo_loop():
         dist.init_process_group(
             # No device is bound to the default group: see groups._new_group.
@@ -201,6 +197,24 @@ def _make_default_group(
             world_size=world,
             timeout=timedelta(seconds=group_timeout),
         )
+
+
+def _set_watchdog(is_kept: bool) -> None:
+    """Set how torch's watchdog of NCCL reacts to errors and time-outs, unless the environment does.
+
+    Args:
+        is_kept: the process outlives a failed attempt and aborts its communicators. The watchdog must not end it for
+            the errors that follow, and must end soon itself, since leaving a group waits for it. The driver then
+            judges ranks that hang.
+    """
+    if not is_kept:
+        # After a time-out torch's watchdog sleeps four times as long before it ends the process: 60 s by default.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5000")
+        return
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100")
 
 
 def _warm_default_group(groups: Groups) -> None:

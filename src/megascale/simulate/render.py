@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megascale.config import ParallelConfig
 from megascale.core import flops
 from megascale.simulate.run_cost import RunCost
 from megascale.simulate.step import Scenario, StepEstimate
@@ -65,7 +66,7 @@ def _describe_replicas(scenario: Scenario) -> str:
     grid = scenario.layout.grid
     if grid.context == 1:
         return f"data {grid.shards}"
-    return f"context {grid.context} x data {grid.shards // grid.context}"
+    return f"context {grid.context} x data {grid.shards // grid.size('context')}"
 
 
 def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -> None:
@@ -95,6 +96,11 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
     if len(results) > 1:
         rows.append(["time against the first"] + [f"{results[0].seconds / r.seconds:.3f}x" for r in results])
     show_rows([""] + [r.scenario.label for r in results], rows, console)
+    assumptions(results, console)
+
+
+def assumptions(results: Sequence[StepEstimate], console: Console) -> None:
+    """Print the level, the calibrations, and what makes the results less sure."""
     constants = {r.scenario.label: r.scenario.calibration for r in results}
     descriptions = []
     for label, constant in constants.items():
@@ -162,48 +168,53 @@ def layouts(
     results: Sequence[StepEstimate], tokens: float, shares: Sequence[float], console: Console, title: str
 ) -> None:
     """Layouts side by side; days are of wall-clock time at these shares of stepping."""
-    # Batch and precision only where they differ.
-    sizes = {r.scenario.config.train.global_batch for r in results}
-    labels = {r.scenario.label for r in results}
-    more = [n for n, differ in (("batch", len(sizes) > 1), ("in", len(labels) > 1)) if differ]
-    has_context = any(r.scenario.config.parallel.context > 1 for r in results)
-    names = (
-        *more,
-        "GPUs",
-        "TP",
-        *(["CP"] if has_context else []),
-        "PP",
-        "v",
-        "round",
-        "DP",
-        "MBS",
-        "recompute",
-        "step, s",
-        "P10-P90",
-        "MFU",
-        "GiB",
-        "days",
-    )
     rows = []
     for r, share in zip(results, shares, strict=True):
         p, t = r.scenario.config.parallel, r.scenario.config.train
         rows.append(
-            (
-                *({"batch": f"{t.global_batch:,}", "in": r.scenario.label}[n] for n in more),
-                f"{r.scenario.gpus:,}",
-                str(p.tensor),
-                *([str(p.context)] if has_context else []),
-                str(p.pipeline),
-                str(p.virtual_stages),
-                str(p.micro_batch_group_size or p.pipeline) if p.virtual_stages > 1 else "",
-                str(r.scenario.layout.grid.shards // p.context),
-                str(t.micro_batch),
-                p.recompute,
-                f"{r.seconds:.3f}",
-                f"{r.low:.2f}-{r.high:.2f}",
-                f"{100 * r.mfu:.1f}%",
-                f"{r.memory_gib:.1f}",
-                f"{r.days(tokens) / share:.2f}",
-            )
+            {
+                "GPUs": f"{r.scenario.gpus:,}",
+                "batch": f"{t.global_batch:,}",
+                "in": r.scenario.label,
+                "TP": str(p.tensor),
+                "CP": str(p.context),
+                "PP": _describe_pipeline(p),
+                "DP": str(r.scenario.layout.grid.shards // p.context),
+                "ZeRO": str(p.zero),
+                "MBS": str(t.micro_batch),
+                "recompute": p.recompute,
+                "step, s": f"{r.seconds:.3f}",
+                "P10-P90": f"{r.low:.2f}-{r.high:.2f}",
+                "MFU": f"{100 * r.mfu:.1f}%",
+                "GiB": f"{r.memory_gib:.1f}",
+                "days": f"{r.days(tokens) / share:.2f}",
+            }
         )
-    show_rows(names, rows, console, title)
+    figures = ("step, s", "P10-P90", "MFU", "GiB", "days")
+    names, equal = split_constant_columns(rows, keep=figures)
+    if equal:
+        title += f" (all: {', '.join(f'{name} {value}' for name, value in equal.items())})"
+    show_rows(names, [[row[name] for name in names] for row in rows], console, title)
+
+
+def _describe_pipeline(parallel: ParallelConfig) -> str:
+    """Return stages, then x chunks per stage and : micro-batches of a long round, if there are any."""
+    text = str(parallel.pipeline)
+    if parallel.virtual_stages > 1:
+        text += f"x{parallel.virtual_stages}"
+        if parallel.micro_batch_group_size not in (None, parallel.pipeline):
+            text += f":{parallel.micro_batch_group_size}"
+    return text
+
+
+def split_constant_columns(
+    rows: Sequence[Mapping[str, str]], keep: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """Return the columns to show, and the value of each column that is equal in several rows. `keep` is shown."""
+    names, equal = [], {}
+    for name, value in rows[0].items():
+        if name in keep or (len(rows) > 1 and any(row[name] != value for row in rows)):
+            names.append(name)
+        elif value:
+            equal[name] = value
+    return names, equal

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megascale.config import Config, from_tree
+from megascale.core.flops import count_parameters
 from megascale.core.layout import MAX_FORWARDS
 from megascale.errors import FitError
 from megascale.simulate.calibration import Calibration, Constants
 from megascale.simulate.case import Case
 from megascale.simulate.closed import step_parts
 from megascale.simulate.cluster import ClusterSpec
+from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB
 from megascale.simulate.software import RECOMPUTE, Software
 from megascale.simulate.step import Scenario, StepEstimate, run
 
@@ -24,6 +26,8 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 LAYOUT = ("tensor", "context", "pipeline", "virtual", "micro_batch_group_size", "data", "micro")
 # Shorter sequences are not divided: a micro-batch then has fewer tokens than fill a GPU.
 LONG_SEQUENCE = 32_768
+# Least bytes per parameter of bfloat16 training: weights, float32 gradients.
+_WEIGHT_BYTES, _GRADIENT_BYTES = 2.0, 4.0
 # Long rounds of a pipeline count only where they save this share: what transfers that wait longer take from compute
 # (7% measured on two GPUs over NVLink) is in no formula.
 WORTH = 0.1
@@ -190,6 +194,14 @@ def with_layout(
     return from_tree(tree)
 
 
+def set_zero(config: Config, zero: int) -> Config:
+    """Return the configuration with another parallel.zero. Raises ConfigError if its other settings exclude it."""
+    tree = config.model_dump(exclude_none=True)
+    tree["parallel"]["zero"] = zero
+    tree["model"].pop("preset", None)
+    return from_tree(tree)
+
+
 def feasible(
     result: SearchResult,
     chosen: Sequence[int] | np.ndarray,
@@ -216,11 +228,32 @@ def feasible(
             continue
 
 
+def _may_fit(result: SearchResult, chosen: np.ndarray, config: Config, device_gib: float) -> np.ndarray:
+    """Return which of the chosen layouts may fit: weights and gradients alone, spread evenly, fit their GPUs.
+
+    This is a lower bound that spares the schedules of most layouts that cannot fit.
+    """
+    if config.train.lora is not None or config.optimizer.offload:
+        return np.ones(len(chosen), dtype=bool)
+    zero = config.parallel.zero
+    shards = result.data[chosen] * result.context[chosen]
+    weights = _WEIGHT_BYTES / (shards if zero == 3 else 1)
+    gradients = _GRADIENT_BYTES / (shards if zero >= 2 else 1)
+    moments = 2 if config.optimizer.name in ("adamw", "lamb") else 1
+    state = 4.0 * (1 + moments) / (shards if zero >= 1 else 1)
+    parameters = count_parameters(config.model) / (result.tensor[chosen] * result.pipeline[chosen])
+    may_fit: np.ndarray = parameters * (weights + gradients + state) <= (device_gib - RESERVE_GIB) * GIB
+    return may_fit
+
+
 def best(
     result: SearchResult, config: Config, scenario: Scenario, gpus: int, count: int = 4, check_memory: bool = True
 ) -> list[StepEstimate]:
     """Return the fastest layouts for exactly `gpus` that fit the memory, fastest first. FitError if none does."""
     chosen = np.flatnonzero(result.gpus == gpus)
+    divisible_count = len(chosen)
+    if check_memory:
+        chosen = chosen[_may_fit(result, chosen, config, scenario.cluster.gpu.memory_gib)]
     estimates: list[StepEstimate] = []
     layouts_listed = set()
     for estimate in feasible(result, chosen, config, scenario, check_memory):
@@ -242,8 +275,9 @@ def best(
             break
     if not estimates:
         raise FitError(
-            f"none of the {len(chosen)} layouts of {gpus:,} GPUs that divide fits {scenario.cluster.gpu.memory_gib:g} "
-            "GiB; use more GPUs, --parallel.zero=3 or, if --recompute was given, more of its kinds"
+            f"none of the {divisible_count} layouts of {gpus:,} GPUs that divide fits "
+            f"{scenario.cluster.gpu.memory_gib:g} GiB; use more GPUs, --parallel.zero=3 or, if --recompute was given, "
+            "more of its kinds"
         )
     # A layout may decide what the stack does, such as replaying graphs, which the search priced as the file has it.
     return sorted(estimates, key=lambda estimate: estimate.seconds)
@@ -270,6 +304,8 @@ def fewest(
     fast = needed <= days
     for gpus in np.unique(result.gpus[fast]):
         chosen = np.flatnonzero(fast & (result.gpus == gpus))
+        if check_memory:
+            chosen = chosen[_may_fit(result, chosen, config, scenario.cluster.gpu.memory_gib)]
         for estimate in feasible(result, chosen, config, scenario, check_memory):
             return estimate
     raise FitError(

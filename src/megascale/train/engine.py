@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.context import slice_batch
 from megascale.parallel.data_parallel import DataParallel
-from megascale.parallel.offload import CopyStreams
+from megascale.parallel.offload import InputCopies
 from megascale.parallel.parameters import initialise, initialise_parameter, materialise, piece_views, spec_of
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
 from megascale.parallel.runtime import Runtime
@@ -85,6 +86,9 @@ class StepCheck(Protocol):
 
     def end_step(self, step: int) -> None:
         """Compare the results when gradients are complete, before the update."""
+
+    def restart(self) -> None:
+        """Forget the results of earlier steps, and leave no traces in the engine."""
 
 
 @dataclass
@@ -180,8 +184,9 @@ class Engine:
             own_axes["context"], config, self.dtype, device
         )
         own_axes["context"] = self._context
-        own_axes["expert"], expert_exchange = engine_axes.choose_expert_exchange(
-            own_axes["expert"], config, self.dtype, device
+        expert_axis = "slice" if config.parallel.experts_over == "context" else "expert"
+        own_axes[expert_axis], expert_exchange = engine_axes.choose_expert_exchange(
+            own_axes[expert_axis], config, self.dtype, device
         )
         self.active |= tensor_overlap | context_exchange | expert_exchange
         if self._context.size > 1 and config.train.linear_precision == "float8":
@@ -322,10 +327,12 @@ class Engine:
             else:
                 flat.initialise_resident(config.train.seed)
         if config.parallel.offload_activations:
-            copy_streams = CopyStreams.of(self.device)
+            input_copies = InputCopies(self.device)
             for chunk in self.chunks:
-                chunk.copy_streams = copy_streams
-            self.active["offload"] = "inputs of layers in host memory, the last of each chunk on the device"
+                chunk.input_copies = input_copies
+            self.active["offload"] = (
+                "inputs of layers in host memory, the last of each chunk on the device, two in copies"
+            )
         if self.adapters is not None:
             targets = ", ".join(sorted(self.adapters.targets)) or "all matrices of the layers"
             self.active["adapters"] = f"rank {self.adapters.rank} on {targets}; the model itself is not trained"
@@ -392,18 +399,22 @@ class Engine:
             self.tokens_per_step,
             self.device,
             grid.is_first(copies, rank),
-            grid.count(("tensor", "expert")),
+            grid.tensor * grid.expert,
         )
         ranks = f"{grid.tensor} tensor-parallel ranks"
-        if grid.size("expert") > 1:
+        if grid.expert > 1:
             way = "by an all-to-all"
-            if gathers_expert_tokens(model.expert_settings, grid.tensor, grid.size("expert")):
+            if gathers_expert_tokens(model.expert_settings, grid.tensor, grid.expert):
                 way = "by gathers"
-            ranks += f" x {grid.size('expert')} ranks with different samples, whose tokens come {way}"
+            if grid.size("slice") > 1:
+                tokens, key = "slices of each sample", "parallel.context"
+            else:
+                tokens, key = "samples", "parallel.expert"
+            ranks += f" x {grid.expert} ranks with different {tokens}, whose tokens come {way}"
             if self.config.parallel.zero >= 2:
                 self.active["sharding of other matrices"] = (
                     f"optimizer state only, over {grid.shards} ranks: their gradients are summed over the ranks of "
-                    "parallel.expert at the end of a step"
+                    f"{key} at the end of a step"
                 )
         self.active["experts"] = f"{model.expert_settings.number} on {ranks}, dropless"
         if self.config.parallel.recompute in ("norms", "selective"):
@@ -900,15 +911,35 @@ class Engine:
         self.data_parallel.drop_communication()
         if self.graphs is not None:
             self.graphs.restart()
+            gc.collect()  # NCCL keeps a communicator, and its abort waits, until no graph holds it
         self._micro_batches.clear()
         self._read_batch = None
         self.before_update_hooks.clear()
         self.after_update_hooks.clear()
+        if self.replay_check is not None:
+            self.replay_check.restart()
+            self.replay_check = None
         self.runtime.calls = NullCallLog()
         self.runtime.recorder = Recorder()
         rejoin.drop_groups(self.runtime, self.pipeline.streams)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def begin_updates(self, step: int) -> None:
+        """Note that the optimizer has the state of `step`, before the first step of a start."""
+        self.begun_update = self.ended_update = step
+        if self.optimizer.hold is not None:
+            self.optimizer.hold.begin(step)
+
+    def find_whole_step(self) -> int:
+        """Return the step whose state the optimizer has after its groups were aborted, -1 if an update broke off.
+
+        Call it after `leave_groups`.
+        """
+        assert self.optimizer.hold is not None
+        step = self.optimizer.hold.read_step()
+        is_broken = self.begun_update != self.ended_update and step == self.begun_update
+        return -1 if is_broken else step
 
     def rejoin(self, groups: Groups, earlier_choices: Choices) -> None:
         """Go on with the groups of the next attempt; collective, as the construction of a new engine is."""

@@ -49,8 +49,14 @@ def make_world(runtime: Runtime, groups: Groups | None) -> Axis:
 
 
 def make_own_axes(runtime: Runtime, groups: Groups | None) -> dict[str, Axis]:
-    """Return the axes that parts of the model communicate along, by name."""
-    return {name: make_axis(runtime, groups, name) for name, facts in AXES.items() if facts.has_group}
+    """Return the axes that parts of the model communicate along, by name.
+
+    "context" is the axis along which ranks divide the tokens of a sequence, whether or not they divide experts too.
+    """
+    axes = {name: make_axis(runtime, groups, name) for name, facts in AXES.items() if facts.has_group}
+    if axes["slice"].size > 1:
+        axes["context"] = axes["slice"]
+    return axes
 
 
 def make_axes(runtime: Runtime, groups: Groups | None, layout: Layout, own_axes: Mapping[str, Axis]) -> Axes:

@@ -23,6 +23,7 @@ import torch
 from megascale.core.schedule import ActionKind
 from megascale.core.untrusted_files import read_small_text
 from megascale.data.loader.feed import Feed
+from megascale.ops.segments import TILE
 from megascale.parallel.collectives import Axis, Pending, all_reduce
 from megascale.parallel.pipeline import P2PStream
 from megascale.train.engine import Engine
@@ -36,6 +37,7 @@ KINDS = (
     "out-of-memory",
     "nan-gradient",
     "flip-weight",
+    "flip-update",
     "slow-rank",
     "slow-compute",
     "leak-objects",
@@ -130,6 +132,20 @@ class FaultInjector:
             self._run_before_update(lambda: _flip_bit(next(self.engine.data_parallel.compute_weights())))
         else:
             _flip_bit(self.engine.optimizer.states[0].master)
+
+    def _flip_update(self, fault: dict[str, Any]) -> None:
+        """Flip the highest mantissa bit of one master weight in each tile when the next update has written it."""
+        rule = self.engine.optimizer.rule
+        update = rule.update
+
+        def update_wrongly(*arguments: Any) -> None:
+            rule.__dict__.pop("update")
+            update(*arguments)
+            for state in self.engine.optimizer.states:
+                for first in range(0, state.master.numel(), TILE):
+                    _flip_bit(state.master[first:])
+
+        rule.update = update_wrongly  # type: ignore[assignment,method-assign]
 
     def _slow_rank(self, fault: dict[str, Any]) -> None:
         self._delay_seconds = float(fault.get("seconds") or 0.5)

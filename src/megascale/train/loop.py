@@ -42,7 +42,7 @@ from megascale.train.injected_faults import FaultInjector
 from megascale.train.parking import Parking, RetainedState
 from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
-from megascale.train.replay_check import ReplayCheck
+from megascale.train.replay_check import ReplayCheck, ReplayEvidence
 from megascale.train.reporter import Reporter
 from megascale.train.resume import ResumeGuard
 from megascale.train.run_folder import RunFolder
@@ -124,12 +124,12 @@ class Trainer:
         self._has_rejoined = False  # the engine has outlived an attempt
         self._pending_step: _PendingStep | None = None
         self._read_totals = ReadTotals()  # samples of all steps whose results were read
+        self._build_seconds = 0.0
         self._load_measures: dict[str, float] = {}
         self._data_notes: list[str] = []
         self._unconfirmed_note = ""
         self._skipped_steps = 0  # steps of this process with an infinite or NaN gradient, or without loss weights
         self._skipped_in_a_row = 0
-        self._read_step = 0  # the newest step whose results were read from the device
         self._stopping = False  # agreed by all ranks
         self._has_reported_active = False
         self._has_reported_graphs = False
@@ -230,7 +230,9 @@ class Trainer:
             earlier_choices = attention_choice.read_choices(self.folder.path, checkpoints, config.checkpoint.resume)
         if config.data.valid is not None:
             check_fields(sample_fields(config.data.valid), config.model, "data.valid", config.data.valid)
+        began = time.monotonic()
         self._standing_step = self._make_engine(earlier_choices)
+        self._build_seconds = time.monotonic() - began
         shards = [checkpoint.TensorShard(*parts) for parts in self.engine.logical_tensors()]
         self.checkpointer = checkpoint.Checkpointer(
             config.checkpoint, self.folder.path, shards, reused_slots=self._reused_slots
@@ -253,16 +255,23 @@ class Trainer:
     def _start_replays(self) -> None:
         """Let replicas replay each other's micro-batches at intervals."""
         info, settings = self.rank_info, self.config.resilience
+        response = replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank, Peers())
+
+        def act(evidence: ReplayEvidence) -> None:
+            if settings.replay_action != "alert":
+                # The next attempt must load a confirmed state.
+                self.engine.runtime.rejoin_obstacle = "a replay gave other bits than this training"
+            response.act(evidence)
+
         self.replay_check = ReplayCheck(
             self.engine,
             info.rank,
             replay_response.describe_device(info.device),
             find_device_kind(info.device),
             interval=settings.replay_interval,
-            on_mismatch=replay_response.ReplayResponse(settings, self.folder, self.reporter, info.rank).act,
+            on_mismatch=act,
         )
         self.engine.replay_check = self.replay_check
-        self.engine.runtime.rejoin_obstacle = "resilience.replay_interval has hooks and a group of its own"
 
     def _make_engine(self, earlier_choices: attention_choice.Choices) -> int | None:
         """Take the engine that this process has retained, or make one.
@@ -281,7 +290,10 @@ class Trainer:
                 self._has_rejoined = True
                 return retained.step
         self.engine = Engine(self.layout, self.groups, self.rank_info.device, earlier_choices, fields=self.feed.fields)
-        return None if self.parking is None else -1
+        if self.parking is None:
+            return None
+        self.parking.hold_updates(self.engine.optimizer)
+        return -1
 
     def _can_load(self) -> bool:
         """Return whether `_load_state` will find a state of this run, the same on all ranks; collective."""
@@ -299,12 +311,9 @@ class Trainer:
             log.info("this process stays, and makes a new engine: %s", obstacle)
             self.parking.retained = RetainedState(slots)
             return
-        engine = self.engine
-        # A queued update may use what an aborted collective left; its results were not read.
-        is_whole = engine.begun_update == engine.ended_update == self._read_step == self.step
-        engine.close(failed=True)
-        engine.leave_groups()
-        self.parking.retained = RetainedState(slots, engine, self.step if is_whole else -1)
+        self.engine.close(failed=True)
+        self.engine.leave_groups()
+        self.parking.retained = RetainedState(slots, self.engine, self.engine.find_whole_step())
 
     def _open_observers(self, resources: contextlib.ExitStack) -> None:
         """Open what shows this rank to others: status, record of calls, timers, counts of pauses."""
@@ -333,12 +342,14 @@ class Trainer:
         train = self.config.train
         with Interrupts() as interrupts:
             self.checkpoint_policy.begin(self.step)
+            self.engine.begin_updates(self.step)
             self.callbacks.begin_run(self.step)
             last_step = min(train.steps, self.step + (train.stop_after or train.steps))
             resources.callback(self.reporter.close)
             self._accept_start(reads_data=self.step < last_step)
             if self.step < last_step:
                 self.checkpointer.prepare()
+            self._log_start_seconds()
             self.status.start = replace(
                 self._start,
                 state_ns=time.time_ns(),
@@ -445,7 +456,6 @@ class Trainer:
         """Continue the counts of steps, samples and tokens of a saved state."""
         self.step = state["step"]
         self.ending.step = self.step
-        self._read_step = self.engine.begun_update = self.engine.ended_update = self.step
         self.consumed_samples = state.get("samples", 0)  # an imported checkpoint has consumed none
         self.trained_tokens = state.get("tokens", 0)
         if self.replay_check is not None:
@@ -547,6 +557,16 @@ class Trainer:
         else:
             convention = DOCUMENT_CONVENTION if self.config.data.document_mask else CONVENTION
             self.reporter.write_event(Event.RUN_STARTED, world=world, flops_convention=convention)
+
+    def _log_start_seconds(self) -> None:
+        """Log how long this rank took, after it had met the others, until it can train."""
+        seconds = (time.time_ns() - (self._start.groups_ns or self._start.process_ns)) / 1e9
+        log.info(
+            "ready %.2f s after the groups: engine %.2f s, load %.2f s, the rest for data, snapshots and checks",
+            seconds,
+            self._build_seconds,
+            self._load_measures.get("load_seconds", 0.0),
+        )
 
     def _log_start(self) -> None:
         log_line = self.reporter.log_line
@@ -700,7 +720,6 @@ class Trainer:
         if self.parking is not None:
             self.parking.check()  # results after an abort are undefined
             self.parking.note_step()
-        self._read_step = step
         self._read_totals.sums += sum_step(read_checksum, global_batch)
         read_record = self._read_totals.to_record()
         self.reporter.write_samples(step, pending.first_sample, global_batch, pending.sample_ids, read_record)

@@ -25,12 +25,14 @@ from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, reco
 from megascale.core.process_orders import ORDERS_VARIABLE, Park, Resume, read_orders
 from megascale.core.status import PARKED, StatusFile
 from megascale.errors import TrainingError
+from megascale.optim.update_hold import UpdateHold
 from megascale.rendezvous import groups as rank_groups
 from megascale.rendezvous.groups import Groups
 from megascale.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from megascale.checkpoint.background.staging import StagingSlot
+    from megascale.optim.optimizer import ShardedOptimizer
     from megascale.train.engine import Engine
 
 log = logging.getLogger("megascale.train")
@@ -65,6 +67,7 @@ class Parking:
         is_ordered: whether the agent has ordered this rank to leave the present attempt.
         is_reused: whether this process has run an earlier attempt.
         doubt: why this process cannot stay, "" if it can.
+        hold: keeps queued updates from changing the state once the groups are aborted; None before the first engine.
         retained: what the next attempt may use.
         error: the error with which the present attempt has ended, once `accept` has accepted it.
     """
@@ -73,6 +76,7 @@ class Parking:
         self.is_ordered = False
         self.is_reused = False
         self.doubt = ""
+        self.hold: UpdateHold | None = None
         self.retained: RetainedState | None = None
         self.error: BaseException | None = None
         self._has_stepped = False
@@ -92,8 +96,10 @@ class Parking:
                 self._abort()
 
     def _abort(self) -> None:
-        """End the calls that wait for a peer. The main thread then comes to an error."""
+        """End the calls that wait for a peer. The main thread then comes to an error, and the state stays whole."""
         with self._lock:
+            if self.hold is not None:
+                self.hold.request()
             if self._groups is not None:
                 try:
                     rank_groups.abort(self._groups)
@@ -107,6 +113,12 @@ class Parking:
         with self._lock:
             self._groups = groups
         self.check()
+
+    def hold_updates(self, optimizer: ShardedOptimizer) -> None:
+        """Let this optimizer's updates change nothing once the groups are aborted."""
+        if self.hold is None:
+            self.hold = UpdateHold(optimizer.states[0].shard.grads.device)
+        optimizer.hold = self.hold
 
     def check(self) -> None:
         """Raise LeaveAttempt if the agent has ordered this rank to leave."""
@@ -136,6 +148,7 @@ class Parking:
             return False
         self.error = error
         self._accepted = time.monotonic()
+        self._abort()  # the main thread may be the first to learn of the fault
         return True
 
     def confirm(self, error: BaseException, folder: RunFolder, rank: int, step: int) -> None:
@@ -161,6 +174,8 @@ class Parking:
         record = ExitRecord(ExitKind.LOST_PEER, step=step + 1)
         self.error = None
         object_collectives.forget_groups()
+        if self.retained is not None and self.retained.engine is not None:
+            log.info("its engine stays, with the state of step %d (-1: an update broke off)", self.retained.step)
         closed = time.monotonic()
         gc.collect()  # frees what the failed attempt held, above all its groups
         if torch.cuda.is_initialized():
@@ -178,6 +193,8 @@ class Parking:
         resume = self._resumes.get()
         os.environ.update(resume.environment)
         self._attempt = _read_attempt()
+        if self.hold is not None:
+            self.hold.release()
         self.is_ordered = False
         self.is_reused = True
         self._has_stepped = False

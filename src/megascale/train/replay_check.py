@@ -5,7 +5,8 @@ That one replays it with the step's weights, over all its tensor- and pipeline-p
 traces (parallel/compute_trace.py) of the replay and of the training must be equal. If a trace differs on any rank,
 replicas replay once more before the update: a third replica with three or more, both again with two. The votes over
 all executions name the rank (core/replay_verdict.py). The distance between the replicas changes with each check.
-Sums that leave a reduction, and the optimizer's state, are checked in the same step (train/reduction_check.py).
+Sums that leave a reduction, and the optimizer's state, are checked in the same step (train/reduction_check.py). After
+the step's update other replicas recompute a part of it (train/update_check.py).
 
 A replay accumulates into the gradient buffers, which the step that follows overwrites. It needs no memory of its own
 except the traces' 1 MiB each and the activations of one micro-batch.
@@ -42,6 +43,7 @@ from megascale.parallel.compute_trace import ComputeTrace, TracedRunner
 from megascale.parallel.pipeline import EagerRunner
 from megascale.train.engine import REDUCE_DTYPES, Engine
 from megascale.train.reduction_check import ReductionCheck, StateCheck
+from megascale.train.update_check import RANGE, UpdateCheck
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class ReplayEvidence:
         first_samples: index in the global batch of each replica's first replayed sample.
         micro_batch: number of samples of a replayed micro-batch.
         confirmed_step: last step whose replays agreed.
+        is_after_update: whether the step's update was wrong, and has changed the weights.
     """
 
     verdict: ReplayVerdict
@@ -63,6 +66,7 @@ class ReplayEvidence:
     first_samples: list[int]
     micro_batch: int
     confirmed_step: int
+    is_after_update: bool = False
 
     def to_record(self) -> dict[str, Any]:
         """Return the evidence as JSON holds it."""
@@ -78,7 +82,9 @@ class ReplayCheck:
         device_name: name of this rank's device and host, for people.
         device_kind: kind of this rank's device, which must be the same on all ranks.
         interval: steps between two checks.
-        on_mismatch: called on every rank with the evidence, before the step's update.
+        on_mismatch: called on every rank with the evidence: before the step's update, or after it if the update itself
+            was wrong.
+        update_range: elements of each kind of optimizer state that are recomputed at once.
 
     Attributes:
         checked_step: last step whose replays agreed, 0 if none.
@@ -93,6 +99,7 @@ class ReplayCheck:
         *,
         interval: int,
         on_mismatch: Callable[[ReplayEvidence], None],
+        update_range: int = RANGE,
     ) -> None:
         layout = engine.layout
         self.checked_step = 0
@@ -117,10 +124,14 @@ class ReplayCheck:
         reduce_dtype = REDUCE_DTYPES.get(layout.config.parallel.reduce_dtype)
         self._reductions = ReductionCheck(engine.data_parallel, layout.microbatches, reduce_dtype)
         self._state = StateCheck(engine.optimizer)
+        self._updates = UpdateCheck(engine.optimizer, self._shift, self._peers, update_range)
+        self._is_checking_update = False
+        self._agrees = False  # the replays of the present step
         engine.after_update_hooks.append(self._after_update)
         self._check()
         first = 1 if self._replicas == 2 else f"1 to {self._replicas - 1}"
-        engine.active["replay"] = f"once per {interval} steps, by the replica at distance {first}"
+        description = f"once per {interval} steps, by the replica at distance {first}; {self._updates.description}"
+        engine.active["replay"] = description
 
     def _check(self) -> None:
         """Raise ConfigError if bits cannot be compared."""
@@ -138,6 +149,18 @@ class ReplayCheck:
                     f"micro-batch 0, and parallel.schedule={self._layout.config.parallel.schedule} begins with "
                     f"{backwards[0]}; set --resilience.replay_interval=0"
                 )
+
+    def restart(self) -> None:
+        """Forget the results of earlier steps, and leave no traces in the engine.
+
+        Call it when another state has been loaded into the engine, or when a step has failed.
+        """
+        self._trained = self._replayed = None
+        self._batch = Batch()
+        self._is_checking_update = False
+        self._reductions.end()
+        self._state.drop()
+        self._updates.end()
 
     # a step -----------------------------------------------------------------------------------------------------
 
@@ -187,18 +210,42 @@ class ReplayCheck:
             evidence = self._collect_evidence(step, trained, replayed)
         elif has_changed_state or has_wrong_sums:
             evidence = self._collect_local_evidence(step, wrong_blocks, wrong_tensors)
-        else:
-            self.checked_step = step
         self._trained = self._replayed = None
         self._batch = Batch()
         if evidence is not None:
             self._on_mismatch(evidence)
+        self._is_checking_update = True
+        self._agrees = evidence is None
+        self._updates.begin(step // self._interval)
 
     def _after_update(self, step: int) -> None:
-        if self._engine.replay_check is self and (step + 1) % self._interval == 0:
+        if self._engine.replay_check is not self:
+            self._state.drop()
+            return
+        if self._is_checking_update:
+            self._is_checking_update = False
+            self._compare_updates(step)
+        if (step + 1) % self._interval == 0:
             self._state.take()
         else:
             self._state.drop()
+
+    def _compare_updates(self, step: int) -> None:
+        """Recompute another replica's update; on any difference collect evidence and report it on all ranks."""
+        evidence = None
+        if self._updates.is_active():
+            distance = self._distance(step)
+            own_sums = self._updates.sum_own()
+            recomputed_sums = self._updates.recompute(distance)
+            differs = (self._shift(own_sums, distance) != recomputed_sums).any() & ~self._updates.skip
+            differs = all_reduce(differs.double().view(1), self._engine.world, dist.ReduceOp.MAX).wait()
+            if differs.item():
+                evidence = self._collect_update_evidence(step, own_sums, recomputed_sums)
+            self._updates.end()
+        if evidence is not None:
+            self._on_mismatch(evidence)
+        elif self._agrees:
+            self.checked_step = step
 
     def _distance(self, step: int) -> int:
         """Return the distance from a replica to the one that replays its micro-batch: another one for each check."""
@@ -238,26 +285,61 @@ class ReplayCheck:
         """Replay again and let the executions vote. The step's gradients are unchanged afterwards."""
         engine, distance = self._engine, self._distance(step)
         engine.data_parallel.finish_tied()
-        if self._replicas > 2:
-            distances = [1 + distance % (self._replicas - 1)]
-        else:
-            distances = [0, 1]
         with engine.keep_results():
-            repeated = [(d, self._replay(d)) for d in distances]
+            repeated = [(d, self._replay(d)) for d in self._choose_repetitions(distance)]
         traces = [(0, trained), (distance, replayed), *repeated]
         executions = self._gather_executions(traces)
         points = trained.list_points()
         located = [self._locate(suspicion, points) for suspicion in judge_executions(executions)]
-        gathered = self._peers.all_gather(located, list[LocatedSuspicion])
-        # All replicas judge a coordinate alike.
-        suspicions = list(dict.fromkeys(suspicion for part in gathered for suspicion in part))
+        suspicions = self._gather_suspicions(located)
         return self._make_evidence(name_ranks(step, suspicions), suspicions)
 
-    def _make_evidence(self, verdict: ReplayVerdict, suspicions: list[LocatedSuspicion]) -> ReplayEvidence:
-        owners = [self._first_sample(owner) for owner in range(self._replicas)]
-        message = verdict.describe([name for name, _ in self._devices])
-        micro_batch = self._layout.config.train.micro_batch
-        return ReplayEvidence(verdict, message, suspicions, owners, micro_batch, self.checked_step)
+    def _choose_repetitions(self, distance: int) -> list[int]:
+        """Return the distances of further executions: by a third replica, or with two replicas by both."""
+        if self._replicas > 2:
+            return [1 + distance % (self._replicas - 1)]
+        return [0, 1]
+
+    def _gather_suspicions(self, located: list[LocatedSuspicion]) -> list[LocatedSuspicion]:
+        """Return the suspicions of all coordinates. All replicas judge a coordinate alike."""
+        gathered = self._peers.all_gather(located, list[LocatedSuspicion])
+        return list(dict.fromkeys(suspicion for part in gathered for suspicion in part))
+
+    def _collect_update_evidence(self, step: int, own_sums: Tensor, recomputed_sums: Tensor) -> ReplayEvidence:
+        """Recompute the update again and let the executions vote."""
+        distance = self._distance(step)
+        sums = [(0, own_sums), (distance, recomputed_sums)]
+        sums += [(d, self._updates.recompute(d)) for d in self._choose_repetitions(distance)]
+        suspicions = judge_executions(self._gather_sums(sums))
+        # The owner of the range names the tensor.
+        located = [self._locate_update(suspicion) for suspicion in suspicions if suspicion.owner == self._replica]
+        suspicions_of_all = self._gather_suspicions(located)
+        return self._make_evidence(name_ranks(step, suspicions_of_all), suspicions_of_all, is_after_update=True)
+
+    def _locate_update(self, suspicion: Suspicion) -> LocatedSuspicion:
+        """Return a suspicion of this rank's update with ranks and names."""
+        return LocatedSuspicion(
+            ranks=tuple(self._find_rank(executor) for executor in suspicion.executors),
+            owner=suspicion.owner,
+            order=(Phase.UPDATE, 0, 0, 0),
+            action="the optimizer's update",
+            tensor=self._updates.describe(suspicion.first),
+            wrong=suspicion.wrong,
+            total=suspicion.total,
+        )
+
+    def _make_evidence(
+        self, verdict: ReplayVerdict, suspicions: list[LocatedSuspicion], is_after_update: bool = False
+    ) -> ReplayEvidence:
+        return ReplayEvidence(
+            verdict=verdict,
+            message=verdict.describe([name for name, _ in self._devices]),
+            suspicions=suspicions,
+            first_samples=[self._first_sample(owner) for owner in range(self._replicas)],
+            micro_batch=self._layout.config.train.micro_batch,
+            confirmed_step=self.checked_step,
+            is_after_update=is_after_update,
+        )
 
     def _collect_local_evidence(self, step: int, wrong_blocks: Tensor, wrong_tensors: Tensor) -> ReplayEvidence:
         """Name the ranks whose sums or whose state are wrong."""
@@ -291,12 +373,20 @@ class ReplayCheck:
         longest = torch.tensor([max(len(trace) for _, trace in traces)], dtype=torch.float64)
         longest = longest.to(self._engine.device)
         length = int(all_reduce(longest, self._engine.world, dist.ReduceOp.MAX).wait().item())
-        rank_sums = torch.stack([torch.cat((trace.sums[:length], trace.sums[-1:])) for _, trace in traces])
+        return self._gather_sums([(d, torch.cat((trace.sums[:length], trace.sums[-1:]))) for d, trace in traces])
+
+    def _gather_sums(self, sums: list[tuple[int, Tensor]]) -> list[Execution]:
+        """Return the executions of all replicas at this coordinate.
+
+        Args:
+            sums: this replica's: distance to the owner of the work, and checksums of equal length.
+        """
+        rank_sums = torch.stack([values for _, values in sums])
         rows = all_gather(rank_sums.unsqueeze(0), self._axis).wait().cpu().numpy()
         executions = []
         for executor, index in enumerate(self._axis_index):
-            for (distance, _), sums in zip(traces, rows[index], strict=True):
-                executions.append(Execution((executor - distance) % self._replicas, executor, sums))
+            for (distance, _), values in zip(sums, rows[index], strict=True):
+                executions.append(Execution((executor - distance) % self._replicas, executor, values))
         return executions
 
     def _locate(self, suspicion: Suspicion, points: list[TracePoint]) -> LocatedSuspicion:

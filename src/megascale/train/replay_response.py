@@ -1,7 +1,8 @@
 """Actions after a replay that gave other bits: evidence in the run folder, an event, and the end of this start.
 
-`RUN/replays/step-N.json` keeps the evidence. Before the ranks end, `RUN/replays/unconfirmed.json` names the last step
-that a replay confirmed. The next start passes over all states after it.
+`RUN/replays/step-N.json` keeps the evidence, `step-N-2.json` that of a second mismatch in this step. Before any rank
+ends, `RUN/replays/unconfirmed.json` names the last step that a replay confirmed. The next start passes over all states
+after it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megascale.checkpoint.format import step_folders
+from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import ResilienceConfig
 from megascale.core import strict_json
@@ -46,25 +48,22 @@ class ReplayResponse:
         folder: the run folder.
         reporter: writes events.
         rank: rank of this process.
+        peers: all ranks.
     """
 
-    def __init__(self, settings: ResilienceConfig, folder: RunFolder, reporter: Reporter, rank: int) -> None:
+    def __init__(
+        self, settings: ResilienceConfig, folder: RunFolder, reporter: Reporter, rank: int, peers: Peers
+    ) -> None:
+        self._peers = peers
         self._settings = settings
         self._folder = folder
         self._reporter = reporter
         self._rank = rank
 
     def act(self, evidence: ReplayEvidence) -> None:
-        """Keep the evidence. Raise TrainingError on all ranks, before the update, unless the action is an alert."""
+        """Keep the evidence. Raise TrainingError on all ranks unless the action is an alert. Collective."""
         verdict, action = evidence.verdict, self._settings.replay_action
-        file = self._folder.path / "replays" / f"step-{verdict.step}.json"
-        if self._reporter.is_leader:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            _write_record(file, evidence.to_record())
-            if action == "evict":
-                _write_record(
-                    file.parent / _UNCONFIRMED, {"confirmed": evidence.confirmed_step, "mismatch": verdict.step}
-                )
+        file, error = self._keep_evidence(evidence)
         self._reporter.write_event(
             Event.REPLAY_MISMATCH,
             step=verdict.step,
@@ -74,19 +73,54 @@ class ReplayResponse:
             operation=verdict.action,
             tensor=verdict.tensor,
             message=evidence.message,
-            evidence=str(file),
+            evidence=file,
         )
         if action == "alert":
             self._reporter.log_line(f"{evidence.message}; resilience.replay_action=alert lets training go on")
             return
+        moment = "after" if evidence.is_after_update else "before"
+        if error:
+            location = f"the evidence cannot be written, and a resume loads the newest state: {error}"
+        else:
+            location = f"{file} has the evidence"
         mismatch = TrainingError(
-            f"{evidence.message}. Training stopped before the update of step {verdict.step}; {file} has the evidence. "
-            "Test the device: megascale diagnose"
+            f"{evidence.message}. Training stopped {moment} the update of step {verdict.step}; {location}. Test the "
+            "device: megascale diagnose"
         )
         kind = ExitKind.LOST_PEER
         if self._rank in verdict.ranks:
             kind = ExitKind.WRONG_BITS
         raise attach_record(mismatch, kind, rank=verdict.ranks[0], step=verdict.step, subject=verdict.tensor)
+
+    def _keep_evidence(self, evidence: ReplayEvidence) -> tuple[str, str]:
+        """Return the file of the evidence and "", or what prevents writing it.
+
+        No rank goes on before the files are written. A driver that learns of one rank's end may end the others.
+        """
+        step = evidence.verdict.step
+        file, error = "", ""
+        if self._reporter.is_leader:
+            try:
+                folder = self._folder.path / "replays"
+                folder.mkdir(parents=True, exist_ok=True)
+                if self._settings.replay_action != "alert":
+                    _write_record(folder / _UNCONFIRMED, {"confirmed": evidence.confirmed_step, "mismatch": step})
+                unused = _find_unused(folder, f"step-{step}")
+                _write_record(unused, evidence.to_record())
+                file = str(unused)
+            except OSError as fault:
+                error = str(fault)
+        file, error = self._peers.broadcast((file, error), tuple[str, str])
+        return file, error
+
+
+def _find_unused(folder: Path, stem: str) -> Path:
+    """Return the first of STEM.json, STEM-2.json and so on that does not exist."""
+    file, number = folder / f"{stem}.json", 1
+    while file.exists():
+        number += 1
+        file = folder / f"{stem}-{number}.json"
+    return file
 
 
 def pass_over_unconfirmed(folder: RunFolder, location: Path | str) -> str:
@@ -122,5 +156,8 @@ def confirm_start(folder: RunFolder) -> None:
 
 def _write_record(file: Path, record: object) -> None:
     temporary = file.with_suffix(".partial")
-    temporary.write_text(strict_json.dumps(record) + "\n")
+    with temporary.open("w") as stream:
+        stream.write(strict_json.dumps(record) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
     os.replace(temporary, file)

@@ -27,6 +27,11 @@ def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack([t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in tensors])
 
 
+def sum_bits_of_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the bits of each row of a matrix, int64 [rows]; it wraps around."""
+    return x.view(_INTEGERS[x.element_size()]).sum(dim=-1, dtype=torch.int64)
+
+
 def digest(sums: torch.Tensor) -> str:
     """Return the sums as 16 hexadecimal digits, which depend on their order."""
     value = 0

@@ -2,13 +2,14 @@
 
 A flip of a GEMM is made by a dispatch mode around the whole training, so that the operator itself seems to return the
 wrong bit. Flips at a border change the result of a chunk before it is sent. A flip after the reduction changes the
-gradient that the optimizer is about to use, and a flip of the optimizer's state one moment at rest.
+gradient that the optimizer is about to use, and a flip of the optimizer's state one moment at rest. A flip of the
+update changes what an optimizer's kernel has written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -17,15 +18,26 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megascale.ops.segments import Segments
+from megascale.optim import sharded_adamw, sharded_lamb, sharded_muon
 from megascale.parallel.pipeline import EagerRunner
 from megascale.train.engine import Engine
 
-_GEMMS = frozenset({torch.ops.aten.mm, torch.ops.aten.addmm})
+_GEMMS = frozenset({torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten._scaled_mm})
+# Kernels of updates, whose first argument or result is wrong.
+_UPDATES = (
+    (sharded_adamw, "adamw_apply"),
+    (sharded_lamb, "lamb_direction"),
+    (sharded_lamb, "lamb_apply"),
+    (sharded_muon, "newton_schulz"),
+)
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SIGNIFICANDS = {torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}  # bits
 COMPUTE_KINDS = ("gemm", "activation", "activation gradient", "weight gradient")
 STATE_KINDS = ("reduced gradient", "optimizer state")
+UPDATE_KINDS = ("update",)
 EVERY_RANK = -1  # as the faulty rank: a collective gives all ranks the same wrong result
-KINDS = COMPUTE_KINDS + STATE_KINDS
+KINDS = COMPUTE_KINDS + STATE_KINDS + UPDATE_KINDS
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,7 @@ class Corruption:
         self._flip = flip
         self._step = 0
         self._is_training = False  # and not replaying
+        self._updates: int | None = None  # remaining before the wrong one; None: outside of an affected update
         self._is_forward = False
         self._gemms: int | None = None  # left before the wrong one; None: outside of an affected pass
         self.count = 0
@@ -75,8 +88,12 @@ class Corruption:
             mock.patch.object(EagerRunner, "backward", self._wrap(EagerRunner.backward, is_forward=False)),
             mock.patch.object(self._engine.pipeline, "run", self._mark_training(self._engine.pipeline.run)),
             mock.patch.object(self._engine.data_parallel, "finish_reductions", self._flip_after_reductions()),
+            mock.patch.object(self._engine.optimizer.rule, "update", self._mark_update(self._engine.optimizer.rule)),
+            ExitStack() as kernels,
             _GemmFlips(self),
         ):
+            for module, name in _UPDATES:
+                kernels.enter_context(mock.patch.object(module, name, self._wrap_update(getattr(module, name))))
             yield
 
     def begin_step(self, step: int) -> None:
@@ -87,6 +104,56 @@ class Corruption:
             state = states[self._flip.position % len(states)]
             tensors = [state.master, *state.state_tensors()]
             self.flip_bit(tensors[self._flip.position % len(tensors)])
+
+    def _mark_update(self, rule: Any) -> Any:
+        """Return the update with a passing fault in one call of its kernels."""
+        update = rule.update
+
+        def update_wrongly(*args: Any) -> None:
+            is_due = self._flip.kind == "update" and not self._flip.is_persistent and self._is_due(always=True)
+            if is_due:
+                parts = [part for state in rule.shards.states for part in state.parts if part.segments.rows]
+                self._updates = self._flip.position % len(parts)
+            update(*args)
+            self._updates = None
+
+        return update_wrongly
+
+    def _wrap_update(self, kernel: Any) -> Any:
+        """Return a kernel of the update that flips a bit of the master weights or of its result if it is due."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = kernel(*args, **kwargs)
+            segments = kwargs.get("segments")
+            if segments is not None and not segments.rows:
+                return result
+            is_wrong = self._flip.kind == "update" and self._flip.is_persistent and self._is_due(always=True)
+            if self._updates is not None:
+                self._updates -= 1
+                is_wrong |= self._updates < 0
+            if is_wrong:
+                self._updates = None
+                self._flip_low_bit(result if segments is None else args[0], segments)
+            return result
+
+        return run
+
+    def _flip_low_bit(self, tensor: Tensor, segments: Segments | None) -> None:
+        """Flip a bit of the significand, so that the training stays finite: in each segment if the fault persists.
+
+        A copy of an element in a recomputation has the same fault.
+        """
+        elements = tensor.detach().reshape(-1)
+        ranges = [elements]
+        if segments is not None:
+            ranges = [elements[row.start : row.stop] for row in segments.rows]
+        if not self._flip.is_persistent:
+            ranges = ranges[:1]
+        bit = self._flip.bit % _SIGNIFICANDS[tensor.dtype]
+        for part in ranges:
+            start = self._flip.position % len(part)
+            part[start : start + 1].view(_INTEGERS[tensor.element_size()]).bitwise_xor_(1 << bit)
+        self.count += 1
 
     def _flip_after_reductions(self) -> Any:
         finish = self._engine.data_parallel.finish_reductions

@@ -9,6 +9,7 @@ from typing import Any
 
 from megascale.core.replay_verdict import ReplayVerdict
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
+from megascale.train.update_check import RANGE
 from tests.chaos.corruption.bit_flips import EVERY_RANK, BitFlip, Corruption
 from tests.exact.training import Told, make_engine, run_step, state_of
 
@@ -38,17 +39,27 @@ def train_checked(
     interval: int,
     flip: BitFlip | None,
     unchecked_steps: Sequence[int] = (),
+    update_range: int = RANGE,
 ) -> CheckedResult:
     """Train `steps` steps with a check once per `interval` steps (0: none), and go on after each mismatch.
 
     The first check is in step 2 or later: the first step of a process is not checked. The check is taken out of the
-    engine during `unchecked_steps`, as `python -m benchmarks alternate` does.
+    engine during `unchecked_steps`, as `python -m benchmarks alternate` does. `update_range`: elements that are
+    recomputed of an update.
     """
     engine = make_engine(rank, world, tree)
     evidence: list[ReplayEvidence] = []
     check: ReplayCheck | None = None
     if interval:
-        check = ReplayCheck(engine, rank, f"cpu {rank}", "cpu", interval=interval, on_mismatch=evidence.append)
+        check = ReplayCheck(
+            engine,
+            rank,
+            f"cpu {rank}",
+            "cpu",
+            interval=interval,
+            on_mismatch=evidence.append,
+            update_range=update_range,
+        )
     corruption = Corruption(engine, flip) if flip is not None and flip.rank in (rank, EVERY_RANK) else None
     with ExitStack() as resources:
         if corruption is not None:
@@ -86,12 +97,18 @@ class Trial:
 
 
 def run_trials(rank: int, world: int, tree: dict[str, Any], faults: list[BitFlip]) -> list[Trial]:
-    """Inject faults one after another into one training that is checked each step, with a healthy step after each."""
+    """Inject faults one after another into one training that is checked each step, with a healthy step after each.
+
+    Each fault starts from the state after the first step, since wrong bits in it may grow into infinite weights.
+    """
     engine = make_engine(rank, world, tree)
     evidence: list[ReplayEvidence] = []
-    engine.replay_check = ReplayCheck(engine, rank, f"cpu {rank}", "cpu", interval=1, on_mismatch=evidence.append)
+    check = ReplayCheck(engine, rank, f"cpu {rank}", "cpu", interval=1, on_mismatch=evidence.append)
+    engine.replay_check = check
     step = 1
     run_step(engine, step, Told())
+    state = [tensor for state in engine.optimizer.states for tensor in (state.master, *state.state_tensors())]
+    healthy_state = [tensor.clone() for tensor in state]
     trials = []
     for fault in faults:
         trial = Trial()
@@ -108,6 +125,11 @@ def run_trials(rank: int, world: int, tree: dict[str, Any], faults: list[BitFlip
                     break
         trial.flips = corruption.count
         evidence.clear()
+        engine.synchronize()
+        with engine.loading_weights():
+            for tensor, healthy_tensor in zip(state, healthy_state, strict=True):
+                tensor.copy_(healthy_tensor)
+        check.restart()
         step += 1
         run_step(engine, step, Told())
         trial.healthy_checks = 1

@@ -14,7 +14,7 @@ import typer
 
 from megascale.core import strict_json
 from megascale.errors import ConfigError, TrainingError
-from tests.chaos.corruption.bit_flips import COMPUTE_KINDS, KINDS, STATE_KINDS, BitFlip
+from tests.chaos.corruption.bit_flips import COMPUTE_KINDS, KINDS, STATE_KINDS, UPDATE_KINDS, BitFlip
 
 TRIALS_PER_JOB = 20
 INTERVALS = 2  # within which a fault must be named
@@ -133,6 +133,7 @@ def _draw_faults(layout: Any, count: int, rng: np.random.Generator) -> Iterator[
     """Yield faults of all kinds that the layout can have, passing and persistent in turn; steps are set by the job."""
     has_stages = layout.tree["parallel"]["pipeline"] > 1
     kinds = [kind for kind in COMPUTE_KINDS if has_stages or kind != "activation gradient"]
+    kinds += UPDATE_KINDS
     variants = [(kind, is_persistent) for kind in kinds for is_persistent in (False, True)]
     variants += [(kind, False) for kind in STATE_KINDS]
     for number in range(count):

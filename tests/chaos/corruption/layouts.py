@@ -21,6 +21,8 @@ LAYOUTS = {
     "TP2 DP2 ZeRO-2 float8": case(
         2, 1, 2, microbatches=2, zero=2, model=_MODEL, train={"linear_precision": "float8", "precision": "bfloat16"}
     ),
+    "DP3 ZeRO-1 LAMB": case(1, 1, 3, microbatches=2, zero=1, model=_MODEL, optimizer={"name": "lamb"}),
+    "TP2 DP2 ZeRO-3 Muon": case(2, 1, 2, microbatches=2, zero=3, model=_MODEL, optimizer={"name": "muon"}),
     "CP2 DP2 ZeRO-1": case(1, 1, 2, microbatches=2, zero=1, model=_MODEL, parallel={"context": 2}),
     "TP2 DP2 experts": experts_case(2, 1, 2, experts=BALANCED, zero=1),
     "TP2 DP3 experts": experts_case(2, 1, 3, experts=BALANCED, zero=3),

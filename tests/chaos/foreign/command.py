@@ -5,9 +5,11 @@ A right result has the verdict of its fault, names the rank, and ends with the e
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,13 +21,19 @@ import typer
 from benchmarks.harness.temporary import temporary_folder
 from megascale.core import strict_json
 from megascale.errors import ConfigError
+from megascale.resilience.driver.state.journal_reader import Entry
 from tests.chaos.foreign.job import LAST_STEP, TRAINERS, ForeignJob
+from tests.chaos.foreign.kubernetes_job import KubernetesForeignJob
 from tests.chaos.foreign.slurm_job import SlurmForeignJob
-from tests.chaos.slurm.site import SlurmSite, impossible
+from tests.chaos.kubernetes import site as kubernetes
+from tests.chaos.kubernetes.site import KubernetesSite
+from tests.chaos.slurm import site as slurm
+from tests.chaos.slurm.site import SlurmSite
 
 FAULT_STEP = 18  # as in trainers/injected.py
+SHORT_TIMEOUT = 60.0  # seconds; a job whose verdict does not come must not keep GPUs
 SLOW_STEPS = 110  # a slow rank is judged by 15 s of heartbeats
-SLURM_NODES = 5
+CLUSTER_NODES = 5  # three with ranks, a spare, and one that replaces it
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Case:
 
     Attributes:
         fault: argument of the trainer.
-        verdict: event that the driver must record.
+        verdict: event that the driver must record, or several events of which one is right.
         sentence: part of its evidence.
         exit_code: of the job.
         steps: number of steps of the run.
@@ -42,7 +50,7 @@ class Case:
     """
 
     fault: str
-    verdict: str
+    verdict: str | tuple[str, ...]
     sentence: str = ""
     exit_code: int = 0
     steps: int = LAST_STEP
@@ -57,7 +65,7 @@ CASES = {
     "hang: kernel without end": Case("kernel", "hang", "busy", needs_gpus=True),
     "crash loop": Case("raise", "user_error", "KeyError", exit_code=1),
     "out of memory": Case("memory", "out_of_memory", "CUDA out of memory"),
-    "node gone": Case("none", "node_lost"),
+    "node gone": Case("none", ("node_lost", "missed_heartbeat")),  # the latter if the machine says nothing more
     "slow rank": Case("slow", "slow_node", "computes", steps=SLOW_STEPS),
 }
 
@@ -88,17 +96,21 @@ class Site:
     """A site for jobs.
 
     Attributes:
-        slurm: a running Slurm, or None for this machine.
+        cluster: a running Slurm or Kubernetes, or None for this machine.
         gpus: GPUs of one node, with a rank each; 0: several nodes with a rank each, on gloo.
+        is_short: a job is ended at its verdict, so that restart and exit code are not checked.
     """
 
-    slurm: SlurmSite | None = None
+    cluster: SlurmSite | KubernetesSite | None = None
     gpus: int = 0
+    is_short: bool = False
 
     def start(self, trainer: str, case: Case, folder: Path, rank: int) -> ForeignJob:
         """Start a job."""
-        if self.slurm is not None:
-            return SlurmForeignJob(self.slurm, folder, trainer, case.fault, rank, case.steps)
+        if isinstance(self.cluster, SlurmSite):
+            return SlurmForeignJob(self.cluster, folder, trainer, case.fault, rank, case.steps)
+        if isinstance(self.cluster, KubernetesSite):
+            return KubernetesForeignJob(self.cluster, folder, trainer, case.fault, rank, case.steps)
         if self.gpus:
             options = ["--train.device=cuda", f"--per-node={self.gpus}"]
             return ForeignJob(folder, trainer, case.fault, rank, case.steps, nodes=1, options=options)
@@ -112,16 +124,19 @@ class Site:
 
 
 @contextmanager
-def open_site(name: str, gpus: int) -> Iterator[Site]:
+def open_site(name: str, gpus: int = 0, is_short: bool = False) -> Iterator[Site]:
     """Open a site. Raise ConfigError if it is impossible here."""
     if name == "local":
-        yield Site(gpus=gpus)
+        yield Site(gpus=gpus, is_short=is_short)
         return
-    problem = impossible()
+    problem = slurm.impossible() if name == "slurm" else kubernetes.impossible()
     if problem or gpus:
-        raise ConfigError(f"--site slurm is impossible: {problem or 'it runs on CPU'}")
-    with temporary_folder("ms-") as folder, SlurmSite(Path(folder) / "s", SLURM_NODES) as slurm:
-        yield Site(slurm)
+        raise ConfigError(f"--site {name} is impossible: {problem or 'it runs on CPU'}")
+    with temporary_folder("ms-") as folder:
+        path = Path(folder) / "s"
+        cluster = SlurmSite(path, CLUSTER_NODES) if name == "slurm" else KubernetesSite(path, CLUSTER_NODES, gpus=1)
+        with cluster:
+            yield Site(cluster, is_short=is_short)
 
 
 def run_case(site: Site, trainer: str, name: str, folder: Path, rank: int) -> Outcome:
@@ -130,6 +145,8 @@ def run_case(site: Site, trainer: str, name: str, folder: Path, rank: int) -> Ou
     start = 0.0
     node = ""
     job = site.start(trainer, case, folder, rank)
+    if site.is_short:
+        job.timeout = SHORT_TIMEOUT
     try:
         job.wait(lambda: job.step() >= 1, "the first step")
         if name == "slow rank":
@@ -138,32 +155,40 @@ def run_case(site: Site, trainer: str, name: str, folder: Path, rank: int) -> Ou
             job.wait(lambda: job.step() >= FAULT_STEP, f"step {FAULT_STEP}")
             start = time.time()
             node = job.lose_node(rank)
-        last_time = wait_for_verdict(job, case.verdict)
-        code = job.finish()
+        last_time = wait_for_verdict(job, case)
+        code = case.exit_code if site.is_short else job.finish()
     except (RuntimeError, subprocess.SubprocessError) as error:
         return Outcome(trainer, name, rank, False, 0.0, str(error)[-1500:])
     finally:
+        output = job.read_output()
         job.close()
-    verdicts = job.events(case.verdict)
+    verdicts = find_verdicts(job, case)
     if not verdicts:
-        return Outcome(trainer, name, rank, False, 0.0, job.read_output()[-1500:])
+        return Outcome(trainer, name, rank, False, 0.0, output[-1500:])
     verdict = verdicts[0]
     seconds = verdict.time - (start or last_time)
+    ending = "ended at the verdict" if site.is_short else f"exit code {code}"
     evidence = " | ".join(verdict.evidence)
     is_named = verdict.nodes == (node,) if node else verdict.ranks == (rank,)
     is_right = is_named and case.sentence in evidence and code == case.exit_code
-    return Outcome(trainer, name, rank, is_right, seconds, f"ranks {verdict.ranks}, exit code {code}: {evidence}")
+    return Outcome(trainer, name, rank, is_right, seconds, f"ranks {verdict.ranks}, {ending}: {evidence}")
 
 
-def wait_for_verdict(job: ForeignJob, kind: str) -> float:
-    """Wait for the first event of a kind or the end of the job, and return the time of the last step before it."""
+def find_verdicts(job: ForeignJob, case: Case) -> list[Entry]:
+    """Return the events of a job that are the verdict of a fault."""
+    kinds = (case.verdict,) if isinstance(case.verdict, str) else case.verdict
+    return [event for event in job.events() if event.kind in kinds]
+
+
+def wait_for_verdict(job: ForeignJob, case: Case) -> float:
+    """Wait for the verdict of a fault or the end of the job, and return the time of the last step before it."""
     last_step = 0
     last_time = time.time()
 
     def is_done() -> bool:
         nonlocal last_step, last_time
         step = job.step()
-        if job.events(kind):
+        if find_verdicts(job, case):
             return True
         if step > last_step:
             last_step = step
@@ -178,24 +203,36 @@ def foreign(
     runs: int = typer.Option(5, "--runs", min=1, help="Runs per trainer and fault."),
     trainer: str = typer.Option("", "--trainer", help=f"Only this trainer: {', '.join(TRAINERS)}."),
     kind: str = typer.Option("", "--kind", help="Only the faults whose names contain this text."),
-    site_name: Literal["local", "slurm"] = typer.Option("local", "--site", help="This machine, or a Slurm on it."),
+    site_name: Literal["local", "slurm", "kubernetes"] = typer.Option(
+        "local", "--site", help="This machine, or a cluster on it."
+    ),
     gpus: int = typer.Option(0, "--gpus", min=0, help="Run the DDP script on NCCL, on so many GPUs of this machine."),
+    is_short: bool = typer.Option(
+        False, "--until-verdict", help="End each job at its verdict: faster, without a check of restart and exit code."
+    ),
     seed: int = typer.Option(0, "--seed", help="Determines the ranks."),
+    resume: Path = typer.Option(
+        None, "--resume", help="Append each outcome to this file, and skip the runs that it has.", show_default=False
+    ),
     out: Path = typer.Option(None, "--out", help="Write the outcomes as JSON.", show_default=False),
 ) -> None:
     """Break trainers that do not know MegaScale, and check each verdict, the named rank and the end of the job."""
-    generator = random.Random(seed)
-    outcomes = []
-    with open_site(site_name, gpus) as site:
+    outcomes = read_outcomes(resume)
+    done = Counter((outcome.trainer, outcome.case) for outcome in outcomes)
+    with open_site(site_name, gpus, is_short) as site:
         names = [name for name in CASES if kind in name]
         pairs = [(key, name) for key in TRAINERS for name in names if trainer in ("", key) and site.can_run(key, name)]
-        for key, name in pairs:
-            for _ in range(runs):
-                rank = generator.randrange(gpus or TRAINERS[key].nodes)
+        # All pairs run once before any runs again, so that an interrupted campaign has a whole table.
+        for run in range(runs):
+            for key, name in pairs:
+                if run < done[key, name]:
+                    continue
+                rank = random.Random(f"{seed} {key} {name} {run}").randrange(gpus or TRAINERS[key].nodes)
                 with temporary_folder("ms-foreign-") as folder:
                     outcome = run_case(site, key, name, Path(folder), rank)
                 outcomes.append(outcome)
                 print_outcome(outcome)
+                append_outcome(resume, outcome)
     print_table(outcomes)
     if out is not None:
         out.write_text(strict_json.dumps([asdict(outcome) for outcome in outcomes]))
@@ -203,13 +240,28 @@ def foreign(
         raise typer.Exit(1)
 
 
+def read_outcomes(file: Path | None) -> list[Outcome]:
+    """Return the outcomes of an interrupted campaign, [] without its file."""
+    if file is None or not file.exists():
+        return []
+    return [Outcome(**json.loads(line)) for line in file.read_text().splitlines()]
+
+
+def append_outcome(file: Path | None, outcome: Outcome) -> None:
+    """Append an outcome as a line of JSON."""
+    if file is not None:
+        with open(file, "a") as lines:
+            lines.write(json.dumps(asdict(outcome)) + "\n")
+
+
 def print_outcome(outcome: Outcome) -> None:
     """Print one outcome, with the whole evidence of a wrong one."""
     word = "right" if outcome.is_right else "WRONG"
     subject = f"{word}  {outcome.trainer:12} {outcome.case:26} rank {outcome.rank}  {outcome.seconds:5.1f} s"
-    typer.echo(f"{subject}  {outcome.verdict[:160]}")
+    # A pipe would keep the lines of an interrupted campaign.
+    print(f"{subject}  {outcome.verdict[:160]}", flush=True)
     if not outcome.is_right:
-        typer.echo(outcome.verdict)
+        print(outcome.verdict, flush=True)
 
 
 def print_table(outcomes: list[Outcome]) -> None:

@@ -53,7 +53,12 @@ class ForeignJob:
         fault, rank, steps: arguments of the trainer.
         nodes: number of nodes; default: the trainer's.
         options: further options of `megascale launch`.
+
+    Attributes:
+        timeout: seconds of a wait.
     """
+
+    timeout = TIMEOUT
 
     def __init__(
         self,
@@ -66,8 +71,8 @@ class ForeignJob:
         options: Sequence[str] = ("--train.device=cpu", "--per-node=1", "--spares=1"),
     ) -> None:
         self.folder = folder
-        # Machines of a Slurm keep state by the name of the job.
-        self.name = f"foreign-{folder.name[-8:]}"
+        # Machines of a Slurm keep state by the name of the job, and a namespace of Kubernetes has no underscore.
+        self.name = f"foreign-{folder.name[-8:]}".replace("_", "-").rstrip("-")
         self.run = folder / "runs" / self.name
         self.output = folder / "output"
         kind = TRAINERS[trainer]
@@ -92,8 +97,8 @@ class ForeignJob:
         return self.output.read_text()
 
     def wait(self, find: Callable[[], object], subject: str) -> None:
-        """Wait until `find` returns a true value. Raise RuntimeError if the job ends first, or after TIMEOUT."""
-        deadline = time.monotonic() + TIMEOUT
+        """Wait until `find` returns a true value. Raise RuntimeError if the job ends first, or after `timeout`."""
+        deadline = time.monotonic() + self.timeout
         while not find():
             if time.monotonic() > deadline or self.is_over():
                 if find():

@@ -61,7 +61,7 @@ def test_progress_is_the_log_until_a_step_is_printed(program, tmp_path):
     with open(log, "a") as out:
         out.write("loading\n")
     program.read_progress(trainer)
-    assert trainer.progress.action == "1 lines of output, 0 collectives"
+    assert trainer.progress.action == "8 bytes of output, 0 collectives"
     with open(log, "a") as out:
         out.write("step: 6 loss: 1.0\rstep: 7 loss: 0.5\n")
     program.read_progress(trainer)
@@ -105,6 +105,66 @@ def test_a_resumed_attempt_replaces_the_steps_that_it_repeats(tmp_path):
     MetricsWriter(file).write([Reading(2, loss=2.5)])
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(record["step"], record["loss"]) for record in records] == [(1, 1.0), (2, 2.5)]
+
+
+def test_a_trainer_that_goes_back_within_an_attempt_replaces_the_steps_that_it_repeats(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(file)
+    writer.write([Reading(step, loss=1.0) for step in range(1, 6)])
+    writer.write([Reading(6, loss=1.0), Reading(3, loss=2.0), Reading(4, loss=2.0)])
+    writer.write([Reading(4, loss=9.0), Reading(5, loss=2.0)])
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(r["step"], r["loss"]) for r in records] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+
+
+LOGS = {
+    "states of a bar": (b"\r 20%|# | 20/100 [00:14<00:56,  1.42it/s]\r 21%|# | 21/100 [00:14<00:56,  1.42it/s]", 20),
+    "a long line": (b"x" * 600_000 + b"\nstep: 20 loss: 1.0\n", 20),
+    "binary output": (bytes(range(256)) * 2000 + b"\nstep: 20 loss: 1.0\n", 20),
+    "Windows line ends": (b"step: 20 loss: 1.0\r\n", 20),
+    "a loss without a number": (b"step: 20 loss: nan\n", 20),
+    "a line that is not complete": (b"step: 20 loss: 1.0\nstep: 21", 20),
+}
+
+
+@pytest.mark.parametrize(("output", "step"), LOGS.values(), ids=LOGS)
+def test_steps_are_seen_in_any_output(output, step, program, tmp_path):
+    log = tmp_path / "rank-2.log"
+    program.make_fork(2, 3, COMMON, log)
+    log.write_bytes(output)
+    trainer = TrainerProcess(2, log, 0)
+    program.read_progress(trainer)
+    assert trainer.progress is not None
+    assert (trainer.progress.phase, trainer.progress.step) == ("train", step)
+
+
+def test_output_without_line_ends_is_progress(program, tmp_path):
+    log = tmp_path / "rank-2.log"
+    program.make_fork(2, 3, COMMON, log)
+    trainer = TrainerProcess(2, log, 0)
+    actions = []
+    for _ in range(2):
+        with open(log, "ab") as out:
+            out.write(b".")
+        program.read_progress(trainer)
+        assert trainer.progress is not None
+        actions.append(trainer.progress.action)
+    assert actions == ["1 bytes of output, 0 collectives", "2 bytes of output, 0 collectives"]
+
+
+def test_a_log_that_a_rotation_empties_is_read_from_its_begin(program, tmp_path):
+    log = tmp_path / "rank-2.log"
+    log.write_text("of an earlier attempt\n" * 9)
+    program.make_fork(2, 3, COMMON, log)
+    trainer = TrainerProcess(2, log, log.stat().st_size)
+    program.read_progress(trainer)
+    os.truncate(log, 0)
+    with open(log, "a") as out:
+        out.write("step: 20 loss: 1.0\nKeyError: 1\n")
+    program.read_progress(trainer)
+    assert trainer.progress is not None
+    assert trainer.progress.step == 20
+    assert trainer.read_tail().endswith("KeyError: 1\n")
 
 
 def test_a_rank_gives_its_stack_and_keeps_the_sitecustomize_of_its_environment(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from megascale.config import load
 from megascale.errors import ConfigError
-from megascale.resilience.agent.saved_checkpoints import find_saved_step
+from megascale.resilience.agent.saved_checkpoints import TooManyEntriesError, find_saved_step
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,21 @@ def test_brackets_and_question_marks_in_a_path_stand_for_themselves(tmp_path):
     folder = tmp_path / "run[1]?"
     (folder / "step-30").mkdir(parents=True)
     assert find_saved_step(str(folder / "step-{step}")) == 30
+
+
+def test_a_search_reads_a_limited_number_of_names(tmp_path):
+    """The names of a folder come in any order, so a search that is cut short does not know the newest."""
+    for step in range(1, 31):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / ".metadata").touch()
+    pattern = str(tmp_path / "step-{step}/.metadata")
+    assert find_saved_step(pattern, max_entries=30) == 30  # files in the step folders are not listed
+    with pytest.raises(TooManyEntriesError):
+        find_saved_step(pattern, max_entries=29)
+
+
+def test_any_text_before_and_behind_the_step(tmp_path):
+    for name in ("a/run-1/step-10/rank-0.pt", "b/run-1/step-30/rank-1.pt", "b/run-2/step-40/.rank-0.pt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    assert find_saved_step(str(tmp_path / "*/run-*/step-{step}/*.pt")) == 30

@@ -106,6 +106,13 @@ def test_a_flipped_weight_that_nothing_will_notice_is_said(run):
     assert len(inject(run, "flip-weight", Options(rank=0))) == 1
 
 
+def test_a_wrong_update_that_nothing_will_notice_is_said(run):
+    assert "resilience.replay_interval=0" in inject(run, "flip-update", Options(rank=0))[-1]
+    config = load(None, ["--resilience.faults=true", "--resilience.replay_interval=1"])
+    config.write(run / "config.toml")
+    assert len(inject(run, "flip-update", Options(rank=0))) == 1
+
+
 def test_a_trainer_is_broken_from_inside_only_where_the_run_allows_it(run):
     assert "its next step" in inject(run, "exception", Options(rank=1))[0]
     (file,) = (run / "faults").iterdir()

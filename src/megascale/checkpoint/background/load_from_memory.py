@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import threading
 from collections.abc import Sequence
@@ -12,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from megascale.checkpoint.background import snapshot_memory
 from megascale.checkpoint.background.service_protocol import ListSnapshots, OpenedSnapshot, OpenSnapshot
-from megascale.checkpoint.background.snapshot_memory import map_shared
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.index import CheckpointIndex, join_indexes
 from megascale.checkpoint.format.write_plan import data_file_name
@@ -44,17 +45,22 @@ class MemorySave:
         return int(self.generation[:8])
 
 
-@dataclass(frozen=True)
+@dataclass
 class _OpenSnapshot:
     """A snapshot that is mapped into this process: its memory, its description and its index as bytes."""
 
-    memory: memoryview
+    mapping: mmap.mmap
     message: OpenedSnapshot
     index: bytes
+    is_read: bool = False
 
 
 class MemorySnapshots:
     """The snapshots of one save that this host's service holds, mapped on first use.
+
+    A snapshot has tens of GB, whose pages take seconds to map. Threads map them from the first read on, while the first
+    chunks are checked and copied. A snapshot of which nothing is read, as that of a rank whose state stays, costs
+    nothing.
 
     Args:
         service: conversation with the host's service, None if there is none.
@@ -74,10 +80,30 @@ class MemorySnapshots:
                 message = self._service.request(OpenSnapshot(rank, self._generation))
                 index = bytes(self._service.body)
                 (handle,) = self._service.files
-                memory = memoryview(map_shared(handle, message.size, writable=False))
-                os.close(handle)
-                self._opened[rank] = _OpenSnapshot(memory, message, index)
+                try:
+                    mapping = mmap.mmap(handle, message.size, mmap.MAP_SHARED, mmap.PROT_READ)
+                finally:
+                    os.close(handle)
+                self._opened[rank] = _OpenSnapshot(mapping, message, index)
             return self._opened[rank]
+
+    def read(self, rank: int, start: int, stop: int) -> memoryview:
+        """Return the bytes `start .. stop` of a process's snapshot. Raises OSError as `open` does."""
+        snapshot = self.open(rank)
+        with self._lock:
+            is_first = not snapshot.is_read
+            snapshot.is_read = True
+        if is_first:
+            threading.Thread(
+                target=_map_pages, args=(snapshot.mapping,), name="megascale-map-snapshot", daemon=True
+            ).start()
+        return memoryview(snapshot.mapping)[start:stop]
+
+
+def _map_pages(mapping: mmap.mmap) -> None:
+    """Map all pages of a snapshot ahead of their reads, which otherwise map them one by one."""
+    with contextlib.suppress(OSError):
+        snapshot_memory.fill_pages(mapping, writable=False)
 
 
 class MemoryChunks(ChunkSource):
@@ -94,7 +120,7 @@ class MemoryChunks(ChunkSource):
 
     def read(self, file: str, start: int, stop: int) -> memoryview:
         rank = int(file.removeprefix("-").split(".")[0])
-        return self._snapshots.open(rank).memory[start:stop]
+        return self._snapshots.read(rank, start, stop)
 
 
 def find_memory_save(service: Conversation | None, peers: Peers, identity: str) -> MemorySave | None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megascale.config import ModelConfig
@@ -21,6 +20,7 @@ from megascale.core.inventory import logical_shapes
 from megascale.errors import ConfigError, MegascaleError
 from megascale.model.huggingface.family import Family, StoredWeight, join_weight
 from megascale.model.huggingface.import_model import INDEX_FILE, SINGLE_FILE
+from megascale.model.huggingface.weight_files import write_weights
 
 # Maps logical names to whole tensors of any float type.
 Fetch = Callable[[Sequence[str]], Mapping[str, Tensor]]
@@ -136,7 +136,7 @@ def write_folder(
             tensors = {
                 name: tensor.clone() for name, tensor in tensors.items()
             }  # the format does not allow shared memory
-        save_file(tensors, out / name, {"format": "pt"})
+        write_weights(tensors, out / name)
         files.append(out / name)
         index |= {weight.name: name for weight in group}
         progress(sum(t.nbytes for t in tensors.values()))

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from megascale.config import ModelConfig
 from megascale.core.adapters import LORA_A, LORA_B, AdapterSpec, list_adapters
 from megascale.errors import ConfigError
 from megascale.model.huggingface.family import Family
+from megascale.model.huggingface.weight_files import write_weights
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -63,7 +63,7 @@ def write_adapter(
         name = matrix.removesuffix(".weight")
         tensors[f"{_PREFIX}{module}.lora_A.weight"] = read(name + LORA_A).to(dtype).contiguous()
         tensors[f"{_PREFIX}{module}.lora_B.weight"] = read(name + LORA_B).to(dtype).contiguous()
-    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    write_weights(tensors, out / WEIGHTS)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

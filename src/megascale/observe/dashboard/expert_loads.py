@@ -40,7 +40,8 @@ def read_expert_loads(run: Path, step: int | None, settings: dict[str, Any]) -> 
     parallel = settings.get("parallel", {})
     ranks = 0
     if isinstance(parallel, dict):
-        sizes = [parallel.get("tensor", 1), parallel.get("expert", 1)]
+        divided = "context" if parallel.get("experts_over") == "context" else "expert"
+        sizes = [parallel.get("tensor", 1), parallel.get(divided, 1)]
         if all(type(size) is int and size >= 1 for size in sizes):
             ranks = sizes[0] * sizes[1]
     return {

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megascale.core.bounded_pattern import MAX_CHARACTERS, BoundedPattern
+
 NUMBER = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|nan|inf)"
 # Larger numbers in a log are not steps, and a heartbeat cannot carry them.
 _MAX_STEP = 1 << 53
@@ -47,7 +49,7 @@ class Reading:
 
 
 # A state of any progress bar, which shows that a rank works.
-BAR = re.compile(r"[0-9]+/[0-9]+ \[[0-9:]+<[0-9]")
+BAR = re.compile(r"(?<![0-9])[0-9]{1,16}/[0-9]{1,16} \[[0-9:]+<[0-9]")
 
 SHIPPED = (
     ProgressPattern(
@@ -59,8 +61,9 @@ SHIPPED = (
     ),
     ProgressPattern(
         trainer="torchtitan",
-        pattern=rf"step: *(?P<step>[0-9]+) +loss: *(?P<loss>{NUMBER})(?: +grad_norm: *(?P<grad_norm>{NUMBER}))?"
-        rf"(?:.*\btps: *(?P<tokens_per_second>{NUMBER}))?",
+        # The line of a validation has the same fields behind "validate step:".
+        pattern=rf"(?<!validate )\bstep: *(?P<step>[0-9]+) +loss: *(?P<loss>{NUMBER})"
+        rf"(?: +grad_norm: *(?P<grad_norm>{NUMBER}))?(?:.*\btps: *(?P<tokens_per_second>{NUMBER}))?",
         example="[titan] 2026-09-02 10:11:12,345 - root - INFO - step: 20  loss:  7.0312  grad_norm:  1.2345  "
         "memory: 36.98GiB(46.74%)  tps: 7,123  tflops: 412.30  mfu: 41.69%",
     ),
@@ -74,6 +77,11 @@ SHIPPED = (
         is_last_rank=True,
     ),
     ProgressPattern(
+        trainer="Megatron-Core",  # examples/run_simple_mcore_train_loop.py, whose steps begin at 0
+        pattern=rf"^Iteration (?P<step>[0-9]+): Losses reduced: (?:\[{{'lm loss': tensor\((?P<loss>{NUMBER}))?",
+        example="Iteration 20: Losses reduced: [{'lm loss': tensor(4.6052, device='cuda:0', grad_fn=<DivBackward0>)}]",
+    ),
+    ProgressPattern(
         trainer="Hugging Face Trainer",
         # Bars with a description, such as those of datasets, show other work.
         pattern=r"^ *[0-9]+%\|[^|]*\| *(?P<step>[0-9]+)/(?P<total>[0-9]+) "
@@ -82,13 +90,15 @@ SHIPPED = (
     ),
     ProgressPattern(
         trainer="Lightning",
-        pattern=rf"\bEpoch (?P<epoch>[0-9]+):.*?\b(?P<step>[0-9]+)/(?P<epoch_steps>[0-9]+|\?) \[[0-9:]+<[0-9:?]+"
+        pattern=rf"\bEpoch (?P<epoch>[0-9]+)(?:/[0-9]+)?:[^/]{{0,300}}?"
+        rf"\b(?P<step>[0-9]+)/(?P<epoch_steps>[0-9]+|\?) \[[0-9:]+<[0-9:?]+"
         rf"(?:,.*?loss(?:_step)?= *(?P<loss>{NUMBER}))?",
         example="Epoch 3:  20%|##        | 20/100 [00:14<00:56,  1.42it/s, v_num=0, train_loss_step=7.031]",
     ),
     ProgressPattern(
         trainer="nanochat",
-        pattern=rf"\bstep (?P<step>[0-9]+)/[0-9]+ \([^)]*\) \| loss: (?P<loss>{NUMBER})"
+        # Fine-tuning (scripts.chat_sft) prints no total.
+        pattern=rf"\bstep (?P<step>[0-9]+)(?:/[0-9]+)? \([^)]*\) \| loss: (?P<loss>{NUMBER})"
         rf"(?:.*\bgrad norm: *(?P<grad_norm>{NUMBER}))?(?:.*\btok/sec: (?P<tokens_per_second>{NUMBER}))?",
         example="step 00020/21400 (0.09%) | loss: 7.031250 | grad norm: 0.4123 | lrm: 1.00 | dt: 1403.20ms | "
         "tok/sec: 373,644 | mfu: 48.12 | total time: 0.23m",
@@ -97,27 +107,40 @@ SHIPPED = (
 
 
 class ProgressReader:
-    """Reader of progress lines: the user's patterns first, then the shipped ones. The first row that matches counts."""
+    """Reader of progress lines: the user's patterns first, then the shipped ones. The first row that matches counts.
+
+    The search of a line takes bounded time: lines are cut to 4000 characters, and a user's pattern that takes too long
+    is switched off.
+    """
 
     def __init__(self, patterns: Sequence[str]) -> None:
-        own = [ProgressPattern("foreign.patterns", pattern, example="") for pattern in patterns]
-        rows = own + sorted(SHIPPED, key=lambda row: row.trainer == "Hugging Face Trainer")
+        self._own = [BoundedPattern("foreign.patterns", pattern) for pattern in patterns]
+        rows = sorted(SHIPPED, key=lambda row: row.trainer == "Hugging Face Trainer")
         self._rows = [(re.compile(row.pattern), row) for row in rows]
 
     def read(self, line: str) -> Reading | None:
         """Return the content of a progress line, None for another line. A progress bar's last state counts."""
-        line = _COLOUR.sub("", line.rstrip("\r").rpartition("\r")[2])[:4000]
-        for pattern, row in self._rows:
-            match = pattern.search(line)
+        line = line.rstrip("\r").rpartition("\r")[2]
+        # Colours take up to three times the characters of the text.
+        line = _COLOUR.sub("", line[: 4 * MAX_CHARACTERS])[:MAX_CHARACTERS]
+        for own in self._own:
+            match = own.search(line)
             if match is not None:
-                return _convert(match, row)
+                return _convert(match.groupdict())
+        for pattern, row in self._rows:
+            shipped_match = pattern.search(line)
+            if shipped_match is not None:
+                return _convert(shipped_match.groupdict(), row.is_last_rank)
         return None
 
+    def describe_problems(self) -> str:
+        """Return why patterns of the user are switched off, "" if none is."""
+        return "; ".join(pattern.problem for pattern in self._own if pattern.problem)
 
-def _convert(match: re.Match[str], row: ProgressPattern) -> Reading | None:
-    groups = match.groupdict()
+
+def _convert(groups: dict[str, str], is_last_rank: bool = False) -> Reading | None:
     try:
-        step = int(groups["step"])
+        step = int(groups["step"].replace(",", ""))
         if (groups.get("epoch_steps") or "?") != "?":
             step += int(groups["epoch"]) * int(groups["epoch_steps"])
         total = int(groups["total"]) if groups.get("total") else None
@@ -126,8 +149,8 @@ def _convert(match: re.Match[str], row: ProgressPattern) -> Reading | None:
             for name in ("loss", "grad_norm", "tokens_per_second")
             if groups.get(name)
         }
-    except (TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         return None
-    if step > _MAX_STEP:
+    if not 0 <= step <= _MAX_STEP:
         return None
-    return Reading(step, is_last_rank=row.is_last_rank, total=total, **numbers)
+    return Reading(step, is_last_rank=is_last_rank, total=total, **numbers)

@@ -115,7 +115,8 @@ class TrainerProcess:
         try:
             with open(self.log, "rb", opener=open_regular) as file:
                 size = file.seek(0, os.SEEK_END)
-                file.seek(max(self.log_start, size - TAIL_CHARACTERS))
+                start = self.log_start if self.log_start <= size else 0  # a rotation has emptied it
+                file.seek(max(start, size - TAIL_CHARACTERS))
                 text = file.read(TAIL_CHARACTERS).decode(errors="replace")
         except OSError:
             return ""
@@ -249,7 +250,6 @@ class ObservedRank:
     Attributes:
         tail: reader of the log.
         calls: counter of the rank's collectives.
-        lines: number of lines.
         bars: number of states of progress bars other than the trainer's own.
         total: steps of the trainer's own progress bar, the first one; None before it.
         first_step: the first complete step, None before it.
@@ -257,14 +257,12 @@ class ObservedRank:
 
     tail: LogTail
     calls: CallCount
-    lines: int = 0
     bars: int = 0
     total: int | None = None
     first_step: int | None = None
 
     def read(self, lines: Sequence[str], reader: ProgressReader) -> list[Reading]:
-        """Count new lines and return the steps in them."""
-        self.lines += len(lines)
+        """Return the steps in new lines, and count other progress bars."""
         readings = []
         for line in lines:
             reading = reader.read(line)
@@ -409,7 +407,10 @@ class ForeignProgram(RankProgram):
             trainer.advance(trainer.progress._replace(action=log.describe_bars()))
         elif trainer.progress is None or trainer.progress.phase == UNOBSERVED:
             log.calls.update(trainer.rank, self._status, self._flight)
-            action = f"{log.lines} lines of output, {log.calls.total} collectives"
+            action = f"{log.tail.size} bytes of output, {log.calls.total} collectives"
+            problems = self._reader.describe_problems()
+            if problems:
+                action += f"; {problems}"
             trainer.advance(Progress(UNOBSERVED, 0, action=action))
         self._write_metrics(trainer.rank, readings)
 
@@ -423,7 +424,8 @@ class ForeignProgram(RankProgram):
 class MetricsWriter:
     """Writer of metrics.jsonl for one attempt of a trainer that does not write it.
 
-    A resumed trainer repeats steps, so the first step of an attempt removes the earlier records from that step on.
+    A resumed trainer repeats steps, so the first step of an attempt removes the earlier records from that step on. So
+    does a step that is lower than the one before, as after a trainer's own return to a checkpoint.
     """
 
     def __init__(self, file: Path) -> None:
@@ -434,16 +436,22 @@ class MetricsWriter:
         """Append steps that were read together. The step time is the mean since the last step that was read before."""
         current_time = time.monotonic()
         seconds: float | None = None
-        if self._last is None:
-            self._remove_from(readings[0].step)
-        elif readings[-1].step > self._last[0]:
-            seconds = (current_time - self._last[1]) / (readings[-1].step - self._last[0])
-        previous = self._last[0] if self._last is not None else -1
-        lines = []
+        previous = -1
+        lowest = min(reading.step for reading in readings)
+        if self._last is not None:
+            previous, previous_time = self._last
+            if readings[-1].step > previous:
+                seconds = (current_time - previous_time) / (readings[-1].step - previous)
+        if self._last is None or lowest < previous:
+            self._remove_from(lowest)
+        kept: list[Reading] = []
         for reading in readings:
-            if reading.step > previous:
-                previous = reading.step
-                lines.append(_format_record(reading, seconds))
+            if reading.step < previous:
+                kept = [earlier for earlier in kept if earlier.step < reading.step]
+            if reading.step != previous:
+                kept.append(reading)
+            previous = reading.step
+        lines = [_format_record(reading, seconds) for reading in kept]
         self._last = (previous, current_time)
         with contextlib.suppress(OSError), open(self._file, "a") as file:
             file.writelines(lines)

@@ -3,37 +3,94 @@
 from __future__ import annotations
 
 import contextlib
-import glob
+import logging
 import os
 import re
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 STEP_FIELD = "{step}"
 SEARCH_INTERVAL = 5.0  # seconds
+# A search rests for so many times its own duration, so that it does not load a slow file system.
+REST = 20
+MAX_ENTRIES = 100_000  # names that one search reads
 _MAX_STEP = 1 << 53
 
+log = logging.getLogger("megascale.agent")
 
-def find_saved_step(pattern: str) -> int:
+
+class TooManyEntriesError(Exception):
+    """The folders of a pattern have more than MAX_ENTRIES names."""
+
+
+def find_saved_step(pattern: str, max_entries: int = MAX_ENTRIES) -> int:
     """Return the largest step for which a path exists, 0 if there is none.
+
+    Each folder is listed once. The names with a step are tried from the largest step to the smallest, and the first
+    complete one counts, so older checkpoints are not opened.
 
     Args:
         pattern: absolute path with `{step}` where the digits of the step stand; `*` matches any text within a name.
+        max_entries: names to read.
+
+    Raises:
+        TooManyEntriesError: the folders have more names. The newest step is unknown then, since names have no order.
     """
-    before, _, after = pattern.partition(STEP_FIELD)
-    expression = re.compile(_to_expression(before) + "([0-9]{1,16})" + _to_expression(after))
-    steps = [0]
-    # Brackets and question marks stand for themselves, as in the expression.
-    names = glob.escape(pattern.replace(STEP_FIELD, "*")).replace("[*]", "*")
-    for path in glob.iglob(names):
-        match = expression.fullmatch(path)
-        if match is not None and int(match[1]) < _MAX_STEP:
-            steps.append(int(match[1]))
-    return max(steps)
+    return _Search(max_entries).find_step("/", pattern.strip("/").split("/"))
+
+
+class _Search:
+    """A search that counts the names that it reads."""
+
+    def __init__(self, max_entries: int) -> None:
+        self._remaining = max_entries
+
+    def find_step(self, folder: str, parts: list[str]) -> int:
+        """Return the largest step of a path that matches the parts of a pattern below a folder."""
+        part, *rest = parts
+        if STEP_FIELD in part:
+            expression = re.compile(_to_expression(part).replace(re.escape(STEP_FIELD), "([0-9]{1,16})"))
+            matches = [expression.fullmatch(name) for name in self._list_names(folder)]
+            steps = [(int(match[1]), match[0]) for match in matches if match is not None and int(match[1]) < _MAX_STEP]
+            for step, name in sorted(steps, reverse=True):
+                if self.has_path(os.path.join(folder, name), rest):
+                    return step
+            return 0
+        return max((self.find_step(path, rest) for path in self._match(folder, part)), default=0)
+
+    def has_path(self, path: str, parts: list[str]) -> bool:
+        """Return whether a path below another one matches the parts of a pattern."""
+        if not parts:
+            return os.path.lexists(path)
+        return any(self.has_path(match, parts[1:]) for match in self._match(path, parts[0]))
+
+    def _match(self, folder: str, part: str) -> Iterator[str]:
+        """List the paths in a folder whose names match a part of a pattern."""
+        if "*" not in part:
+            yield os.path.join(folder, part)
+            return
+        expression = re.compile(_to_expression(part))
+        for name in self._list_names(folder):
+            if expression.fullmatch(name):
+                yield os.path.join(folder, name)
+
+    def _list_names(self, folder: str) -> list[str]:
+        names = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError), os.scandir(folder) as entries:
+            for entry in entries:
+                names.append(entry.name)
+                self._remaining -= 1
+                if self._remaining < 0:
+                    raise TooManyEntriesError(folder)
+        return names
 
 
 def _to_expression(part: str) -> str:
-    return re.escape(part).replace(r"\*", "[^/]*")
+    """Return the regular expression of a part. As in a shell, a leading * matches no name that begins with a point."""
+    hidden = r"(?!\.)" if part.startswith("*") else ""
+    return hidden + re.escape(part).replace(r"\*", ".*")
 
 
 class SavedCheckpoints:
@@ -52,7 +109,7 @@ class SavedCheckpoints:
 
     @property
     def step(self) -> int:
-        """The step of the newest complete checkpoint, 0 if there is none."""
+        """The step of the newest complete checkpoint, 0 if there is none or if it is unknown."""
         return self._step
 
     def stop(self) -> None:
@@ -60,7 +117,22 @@ class SavedCheckpoints:
         self._stopped.set()
 
     def _search(self) -> None:
+        is_reported = False
         while not self._stopped.is_set():
-            with contextlib.suppress(OSError):  # the file system does not answer at the moment
+            start = time.monotonic()
+            try:
                 self._step = find_saved_step(self._pattern)
-            self._stopped.wait(SEARCH_INTERVAL)
+            except TooManyEntriesError as error:
+                self._step = 0
+                if not is_reported:
+                    is_reported = True
+                    log.warning(
+                        "foreign.checkpoints=%s: the newest checkpoint is unknown, because more than %d names had to "
+                        "be read, up to those in %s; name a folder with fewer files, or write fewer *",
+                        self._pattern,
+                        MAX_ENTRIES,
+                        error,
+                    )
+            except OSError:
+                pass  # the file system does not answer at the moment
+            self._stopped.wait(max(SEARCH_INTERVAL, REST * (time.monotonic() - start)))

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 import tomli_w
 
-from megascale.config import Config, load
+from megascale.config import Config, ResilienceConfig, load
 from megascale.config.registry import load_plugins
 from megascale.core import run_lock
 from megascale.core.addresses import is_loopback
+from megascale.core.bounded_pattern import BoundedPattern
 from megascale.core.events import Event
 from megascale.core.failure import keep_running
 from megascale.core.gpus import visible_gpu_names
@@ -132,6 +133,7 @@ def prepare(config: Config) -> tuple[Config, Size]:
     if cluster.agent_lease is not None and config.resilience.agent_lease is None:
         lease = max(cluster.agent_lease, 2 * config.resilience.interval)
         config = _update(config, "resilience", agent_lease=lease)
+    _check_patterns(config)
     if config.foreign.command:
         config = _prepare_foreign(config, gpus, shared=elsewhere is None)
     size = compute_size(config, gpus, shared=elsewhere is None)
@@ -141,6 +143,14 @@ def prepare(config: Config) -> tuple[Config, Size]:
         # Nodes on one machine share its cores.
         config = _update(config, "train", threads=max(1, (os.cpu_count() or 1) // size.world))
     return _update(config, "parallel", data=size.data, gpus_per_host=size.ranks_per_node), size
+
+
+def _check_patterns(config: Config) -> None:
+    """Raise ConfigError for an expression that the agents' search in bounded time does not accept."""
+    for pattern in config.foreign.patterns:
+        BoundedPattern("foreign.patterns", pattern)
+    for pattern in set(config.resilience.log_patterns) - set(ResilienceConfig().log_patterns):
+        BoundedPattern("resilience.log_patterns", pattern)
 
 
 def _prepare_foreign(config: Config, gpus: int, shared: bool) -> Config:

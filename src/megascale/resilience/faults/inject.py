@@ -63,6 +63,7 @@ _FAULTS = (
     Fault("full-disk", "run", False, "no trainer's file may grow beyond 4 KiB", "disk full; again: a person"),
     Fault("nan-gradient", "rank", True, "one gradient becomes NaN", "the step is skipped, an alert"),
     Fault("flip-weight", "rank", True, "a mantissa bit of a weight flips", "checksum mismatch within a step"),
+    Fault("flip-update", "rank", True, "an update writes wrong bits", "replay mismatch if the step is checked"),
     Fault("slow-rank", "rank", True, "a trainer computes --seconds longer per step", "slow node, evicted"),
     Fault("slow-compute", "rank", True, "--seconds more GEMMs per step in a rank's forwards", "slow rank, an alert"),
     Fault("leak-objects", "rank", True, "a trainer leaks Python objects", "longer garbage collections: decline"),
@@ -153,6 +154,11 @@ def _request_from_trainer(run: Path, kind: str, options: Options) -> list[str]:
         effects.append(
             "the flip will not be detected: checksums of weights are off (resilience.checksum_interval=0); "
             "start the run with --resilience.checksum_interval=1"
+        )
+    if kind == "flip-update" and not limits.replay_interval:
+        effects.append(
+            "the flip will not be detected: updates are not recomputed (resilience.replay_interval=0); "
+            "start the run with --resilience.replay_interval=1"
         )
     return effects
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -39,6 +39,8 @@ WINDOW_PAYS = 0.9
 # bfloat16 layer and come from the calibration of the simulator to H200s (gpt-13b).
 LOGITS_TIME = 1.25
 FLOAT8_TIME = 0.6
+# Axes of a replica, and of copies of the state, whose memory and traffic the plan knows.
+_PLANNED_AXES = ("tensor", "expert", "replicate")
 SHORTEST_SLICE = 4096  # tokens of a context rank, below which no division is proposed
 _REPLAYED = 4_000_000  # actions, over all splits tried at once
 _WORTH = 0.005  # of a step: less is not worth a setting
@@ -60,10 +62,14 @@ def _half_work(model: ModelConfig, linear_time: float) -> np.ndarray:
     return np.array(halves)
 
 
-def lay_out_priced(config: Config, gpus: int) -> Layout:
-    """Lay out `config` over `gpus` ranks. Raises FitError as `lay_out` and `check_priced_axes`."""
+def lay_out_priced(config: Config, gpus: int, *, known: Collection[str] = ("tensor", "slice", "expert")) -> Layout:
+    """Lay out `config` over `gpus` ranks. Raises FitError as `lay_out` and `check_priced_axes`.
+
+    Args:
+        known: axes of a replica, and of copies of the state, that the caller prices.
+    """
     layout = lay_out(config, gpus)
-    check_priced_axes(layout.grid, known=("tensor", "expert"))
+    check_priced_axes(layout.grid, known)
     return layout
 
 
@@ -307,7 +313,7 @@ class LayoutCost:
         config = self.config.model_copy(
             update={name: getattr(self.config, name).model_copy(update=keys) for name, keys in sections.items()}
         )
-        return replace(self, layout=lay_out_priced(config, self.layout.grid.world_size))
+        return replace(self, layout=lay_out_priced(config, self.layout.grid.world_size, known=_PLANNED_AXES))
 
     def _fits_with(self, **sections: dict[str, Any]) -> bool:
         """Return whether the plan fits with these settings; False also if they are refused with the other ones."""
@@ -394,7 +400,7 @@ class LayoutCost:
                 "pipeline": grid.pipeline,
                 "virtual_stages": self.config.parallel.virtual_stages,
                 "context": grid.context,
-                "data": grid.shards // grid.context,
+                "data": grid.shards // grid.size("context"),
                 "microbatches": self.layout.microbatches,
                 "layers_by_chunk": [chunk.layer_count for chunk in self.layout.layers],
                 "zero": self.config.parallel.zero,
@@ -431,7 +437,7 @@ class LayoutCost:
 
 def make_plan(config: Config, gpus: int, device_gib: float) -> LayoutCost:
     """Plan `config` on `gpus` devices of `device_gib` GiB. FitError if the layout does not divide."""
-    return LayoutCost(lay_out_priced(config, gpus), device_gib)
+    return LayoutCost(lay_out_priced(config, gpus, known=_PLANNED_AXES), device_gib)
 
 
 def _runs(counts: list[int | float]) -> str:

@@ -1,0 +1,73 @@
+"""`megascale examples`: list the configurations that the package ships, and copy them."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(examples)
+
+
+def examples(
+    out: Path = typer.Argument(
+        None,
+        metavar="[FOLDER]",
+        help="Folder for copies, made if missing. Without it the files are listed.",
+        show_default=False,
+    ),
+) -> None:
+    """List the example configurations, or copy them, for an installation without a clone.
+
+    Example:
+
+      megascale examples examples
+    """
+    from megascale.errors import ConfigError
+
+    files = sorted(file for file in find_examples().iterdir() if file.is_file())
+    if out is None:
+        for file in files:
+            typer.echo(f"{file.name:28}{describe_example(file)}")
+        return
+    for file in files:
+        target = out / file.name
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            text = file.read_text(encoding="utf-8")
+            if target.exists() and target.read_text(encoding="utf-8") != text:
+                raise ConfigError(f"{target} exists and differs from the shipped example; name another folder")
+            target.write_text(text, encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{target} cannot be written: {error}; name another folder") from None
+        typer.echo(f"wrote {target}")
+
+
+def find_examples() -> Path:
+    """Return the folder of the examples: in the package, or in the clone of an editable installation."""
+    import megascale
+
+    package = Path(megascale.__file__).parent
+    if (package / "examples").is_dir():
+        return package / "examples"
+    return package.parents[1] / "examples"
+
+
+def describe_example(file: Path) -> str:
+    """Return the first clause of an example's comment, or its kind."""
+    comment = []
+    with open(file, encoding="utf-8") as lines:
+        for line in lines:
+            text = line.strip().removeprefix("#").strip()
+            if not line.startswith("#") or not text:
+                break
+            comment.append(text)
+    if not comment:
+        return "conversations for chat.toml"
+    clause = re.split(r"[:.;](?:\s|$)", " ".join(comment))[0]
+    return textwrap.shorten(clause, 100, placeholder="...")

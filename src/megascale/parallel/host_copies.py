@@ -1,0 +1,99 @@
+"""Copies between a device and its host on streams of their own, and page-locked memory for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascale.errors import TrainingError
+
+
+class InlineCopies:
+    """Copies that have ended when they return, as on a CPU."""
+
+    @staticmethod
+    def of(device: torch.device) -> InlineCopies:
+        """Return the copies of a device."""
+        return CudaCopies(device) if device.type == "cuda" else InlineCopies()
+
+    def record(self) -> Any:
+        """Return the event that ends the compute work that was submitted so far."""
+
+    def fetch(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Any) -> Any:
+        """Copy from the host after the event; return the event of the end."""
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    def store(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
+        """Copy to the host after the compute work that was submitted so far; return the event of the end."""
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    def wait(self, event: Any) -> None:
+        """Let later compute work wait for a copy."""
+
+    def synchronize(self) -> None:
+        """Wait on the host until all stores have ended."""
+
+    def allocate(self, like: Tensor, device: torch.device) -> Tensor:
+        """Return device memory of the compute stream, of the shape and type of `like`."""
+        return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+
+class CudaCopies(InlineCopies):
+    """Copies on a stream for each direction, so that both directions of the bus are busy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._fetches = torch.cuda.Stream(device)
+        self._stores = torch.cuda.Stream(device)
+
+    def record(self) -> torch.cuda.Event:
+        return torch.cuda.current_stream().record_event()
+
+    def fetch(self, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Any) -> torch.cuda.Event:
+        if after is not None:
+            self._fetches.wait_event(after)
+        with torch.cuda.stream(self._fetches):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            return self._fetches.record_event()
+
+    def store(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.cuda.Event:
+        self._stores.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stores):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            return self._stores.record_event()
+
+    def wait(self, event: Any) -> None:
+        torch.cuda.current_stream().wait_event(event)
+
+    def synchronize(self) -> None:
+        self._stores.synchronize()
+
+
+class PageLockError(TrainingError):
+    """Host memory cannot be page-locked."""
+
+
+def page_lock(memory: Tensor, device: torch.device, unlocks: bool = False) -> None:
+    """Page-lock host memory if the device is a GPU. Raises PageLockError.
+
+    torch's own allocator of page-locked memory rounds sizes up to powers of two.
+
+    Args:
+        unlocks: unlock the memory when the tensor is deleted, which no view of it may outlive. Otherwise it is locked
+            until the process ends.
+    """
+    if device.type != "cuda" or not memory.numel():
+        return
+    runtime = torch.cuda.cudart()
+    code = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if code != runtime.cudaError.success:
+        raise PageLockError(f"cudaHostRegister of {memory.nbytes / 2**30:.1f} GiB failed with {code}")
+    if unlocks:
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())

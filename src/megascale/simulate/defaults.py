@@ -1,0 +1,215 @@
+"""Batch and layout of a plan that leaves them out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import log2
+
+from megascale.config import Config, ModelConfig
+from megascale.core.flops import count_parameters
+from megascale.core.grid import Grid
+from megascale.core.inventory import resolve_layers
+from megascale.core.layer_spec import ExpertsSpec
+from megascale.errors import ConfigError, FitError
+from megascale.simulate.planner.layout_cost import RESERVE_GIB, make_plan
+from megascale.simulate.search import best, divisors, search, set_zero
+from megascale.simulate.step import Scenario
+
+# GPT-2's vocabulary, padded: assumed for a shape without one, such as the preset tiny.
+ASSUMED_VOCABULARY = 50_304
+# Parameters below a bound -> tokens per step, rounded from Brown et al. 2020, table 2.1 (3.2 M for 175 billion).
+_TOKENS_PER_STEP = ((1e9, 2**19), (1e10, 2**21), (float("inf"), 2**22))
+_MOST_TOKENS_PER_GPU = 2**17  # a step on few GPUs stays below a minute or so
+_MICRO_BATCH_TOKENS = 8192  # what fills a GPU
+_LARGEST_MICRO_BATCH = 8
+# Settings of a layout. If none of them is given, the layout is chosen.
+_LAYOUT_KEYS = (
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.virtual_stages",
+    "parallel.micro_batch_group_size",
+    "parallel.layer_split",
+    "parallel.context",
+    "parallel.data",
+    "parallel.expert",
+    "parallel.replicate",
+    "parallel.axes",
+    "parallel.zero",
+    "parallel.recompute",
+    "train.micro_batch",
+    "train.global_batch",
+    "train.lora",
+    "optimizer.offload",
+)
+_PASTED_KEYS = (
+    "parallel.tensor",
+    "parallel.context",
+    "parallel.pipeline",
+    "parallel.virtual_stages",
+    "parallel.micro_batch_group_size",
+    "parallel.expert",
+    "parallel.experts_over",
+    "parallel.zero",
+    "parallel.recompute",
+    "train.micro_batch",
+    "train.global_batch",
+)
+# Kinds of recomputation that a search tries, in the order of what they cost.
+RECOMPUTE_KINDS = ("none", "norms", "activation", "selective", "full")
+SHARDINGS = (1, 2, 3)  # values of parallel.zero that a search tries
+
+
+def assume_vocabulary(config: Config) -> Config:
+    """Return the configuration with a vocabulary, GPT-2's if neither the model nor a data set gives one."""
+    if config.model.vocab_size is not None:
+        return config
+    model = config.model.model_copy(update={"vocab_size": ASSUMED_VOCABULARY})
+    return config.model_copy(update={"model": model})
+
+
+def is_set(config: Config, setting: str) -> bool:
+    """Return whether a file or the command line gives a setting."""
+    section, _, key = setting.partition(".")
+    return key in getattr(config, section).model_fields_set
+
+
+def format_flags(config: Config) -> str:
+    """Return the layout and the batch as flags of a command line, without those at their defaults."""
+    flags = []
+    for setting in _PASTED_KEYS:
+        section, _, key = setting.partition(".")
+        table = getattr(config, section)
+        value = getattr(table, key)
+        if section == "train" or value != type(table).model_fields[key].default:
+            flags.append(f"--{setting}={value}")
+    return " ".join(flags)
+
+
+def choose_batch(config: Config, gpus: int) -> Config:
+    """Return the configuration with the batch that a model of its size is usually trained with, if it has none.
+
+    The batch divides over the replicas of a layout that is given.
+    """
+    if is_set(config, "train.global_batch"):
+        return config
+    model = config.model
+    samples = min(_choose_step_tokens(model), gpus * _MOST_TOKENS_PER_GPU) / model.sequence_length
+    if not has_layout(config):
+        batch = _round_for_any_layout(samples, model, gpus)
+        return _change(config, "train", global_batch=batch)
+    try:
+        replicas = Grid.from_config(config.parallel, gpus).replicas
+    except FitError:
+        return config  # what lays it out names the fault
+    if not is_set(config, "train.micro_batch"):
+        config = _change(config, "train", micro_batch=_choose_micro_batch(model))
+    multiple = replicas * config.train.micro_batch
+    microbatches = max(1, round(samples / multiple))
+    stages = config.parallel.pipeline
+    microbatches = -(-microbatches // stages) * stages  # whole rounds of the pipeline
+    return _change(config, "train", global_batch=microbatches * multiple)
+
+
+def has_layout(config: Config) -> bool:
+    """Return whether a setting of the layout is given."""
+    return any(is_set(config, setting) for setting in _LAYOUT_KEYS)
+
+
+def choose_layout(scenario: Scenario) -> Config:
+    """Return the configuration with a batch and the fastest layout that fits the cluster's GPUs.
+
+    Models with experts have no step times, so theirs is the first layout that fits: with the least recomputation, and
+    then with the fewest ranks per copy of the model.
+
+    Raises FitError if no layout fits.
+    """
+    config = choose_batch(scenario.config, scenario.gpus)
+    if has_experts(config.model):
+        return _choose_by_memory(config, scenario.gpus, scenario.cluster.gpu.memory_gib)
+    reasons = []
+    candidates = []
+    for zero in SHARDINGS:
+        try:
+            variant = scenario.with_config(set_zero(config, zero))
+            layouts = search(
+                variant.config,
+                variant.cluster,
+                variant.calibration,
+                variant.software,
+                scenario.gpus,
+                scenario.gpus,
+                RECOMPUTE_KINDS,
+            )
+            candidates += best(layouts, variant.config, variant, scenario.gpus, count=1)
+        except (FitError, ConfigError) as error:
+            reasons.append(str(error))
+    if not candidates:
+        raise FitError(reasons[-1])
+    return min(candidates, key=lambda estimate: estimate.seconds).scenario.config
+
+
+def has_experts(model: ModelConfig) -> bool:
+    """Return whether any layer of the model has experts."""
+    return any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(model))
+
+
+def _choose_step_tokens(model: ModelConfig) -> int:
+    parameters = count_parameters(model)
+    return next(tokens for bound, tokens in _TOKENS_PER_STEP if parameters < bound)
+
+
+def _choose_micro_batch(model: ModelConfig) -> int:
+    """Return the samples of a micro-batch that fill a GPU."""
+    return max(1, min(_LARGEST_MICRO_BATCH, _MICRO_BATCH_TOKENS // model.sequence_length))
+
+
+def _round_for_any_layout(samples: float, model: ModelConfig, gpus: int) -> int:
+    """Return about so many samples, times powers of two, that divide over the replicas of many layouts of the GPUs."""
+    odd = gpus
+    while odd % 2 == 0:
+        odd //= 2
+    batch = odd * 2 ** max(0, round(log2(samples / odd)))
+    largest_copy = min(8, model.heads) * model.layers
+    while batch * largest_copy < gpus:
+        batch *= 2
+    return batch
+
+
+def _choose_by_memory(config: Config, gpus: int, device_gib: float) -> Config:
+    """Return the first layout of `_list_expert_layouts` that fits. Raises FitError with the least memory otherwise."""
+    smallest = float("inf")
+    for candidate in _list_expert_layouts(config, gpus):
+        try:
+            plan = make_plan(candidate, gpus, device_gib)
+        except FitError:
+            continue
+        if plan.fits:
+            return candidate
+        smallest = min(smallest, plan.needed_gib)
+    raise FitError(
+        f"no layout on {gpus:,} GPUs was found to fit {device_gib:g} GiB: the smallest needs {smallest:.1f} GiB with "
+        f"{RESERVE_GIB:g} in reserve; use more GPUs"
+    )
+
+
+def _list_expert_layouts(config: Config, gpus: int) -> Iterator[Config]:
+    """Yield layouts by rising recomputation, and then by rising ranks per copy of the model."""
+    model = config.model
+    shapes = []
+    for tensor in (1, 2, 4, 8):
+        for pipeline in divisors(model.layers):
+            for expert in divisors(gpus):
+                ranks = tensor * pipeline * expert
+                if gpus % ranks == 0 and model.expert_settings.number % (tensor * expert) == 0:
+                    shapes.append((ranks, pipeline, tensor, expert))
+    for recompute in ("none", "selective", "full"):
+        for _, pipeline, tensor, expert in sorted(shapes):
+            parallel: dict[str, object] = {"tensor": tensor, "pipeline": pipeline, "recompute": recompute}
+            if expert > 1:
+                parallel |= {"expert": expert, "experts_over": "data"}
+            yield _change(_change(config, "parallel", **parallel), "train", micro_batch=1)
+
+
+def _change(config: Config, section: str, **values: object) -> Config:
+    """Return the configuration with other values of a section, which count as given."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})

@@ -1,0 +1,76 @@
+"""The open run: killed, stopped, carried to another folder, and equal to an uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.harness.carried_folder import list_pieces, pack_folder, unpack_folder
+from benchmarks.training.open_run_plan import PLANS
+from benchmarks.training.open_run_report import Kill, compare_repeated_steps
+
+
+def test_a_run_over_two_machines_ends_as_an_uninterrupted_one(tmp_path, benchmarks):
+    """The first call ends before the run does; the second has the packed files only, and another folder."""
+    first, second, carried, out = (tmp_path / name for name in ("first", "second", "carried", "out"))
+    command = ["open-run", "--size", "tiny", "--carry", carried, "--minutes"]
+    done = benchmarks(*command, "0.01", "--folder", first)
+    assert done.returncode == 0, done.stderr
+    assert "the same command goes on" in " ".join(done.stdout.split())
+    assert 1 <= len(list_pieces(carried)) <= 6
+
+    done = benchmarks(*command, "9", "--folder", second, "--uninterrupted", "--out", out)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((second / "open-run.json").read_text())
+    assert len(record["calls"]) == 2
+    planned = PLANS["tiny"].kill_steps()
+    assert [kill["step"] >= step for kill, step in zip(record["kills"], planned, strict=True)] == [True, True]
+    assert all(kill["different"] == [] for kill in record["kills"])
+    assert record["result"]["steps"] == 30
+    assert record["result"]["state"] == record["result"]["uninterrupted"]
+    assert record["result"]["bits_per_byte"] > 0
+    assert {file.name for file in out.iterdir()} >= {"open-run.json", "events.jsonl", "metrics.jsonl", "loss.png"}
+    assert "have equal bits" in done.stdout
+
+
+def test_another_folder_is_refused_for_another_size(tmp_path, benchmarks):
+    (tmp_path / "open-run.json").write_text('{"size": "one", "kills": []}')
+    done = benchmarks("open-run", "--size", "tiny", "--folder", tmp_path)
+    assert done.returncode == 2
+    assert "--size=one" in done.stderr
+
+
+def test_a_repeated_step_with_other_bits_is_named():
+    kill = Kill(step=4, before={"3": [2.5, 1.0], "4": [2.25, 1.0]})
+    records = [{"step": step, "loss": 2.5, "grad_norm": 1.0} for step in (3, 4, 5)]
+    compare_repeated_steps(kill, records)
+    assert (kill.repeated, kill.different) == (2, [4])
+
+
+@pytest.mark.parametrize("size", ["four", "one"])
+def test_the_published_sizes_repeat_steps_after_each_kill(size):
+    """A kill lies well between two checkpoints, and the predictions are ordered."""
+    plan = PLANS[size]
+    for step in plan.kill_steps():
+        assert plan.save_interval // 4 <= step % plan.save_interval <= 3 * plan.save_interval // 4
+    for expected, lowest, highest in (plan.prediction.loss, plan.prediction.bits_per_byte, plan.prediction.seconds):
+        assert lowest < expected < highest
+
+
+@given(sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=5), pieces=st.integers(1, 8))
+def test_a_packed_folder_comes_back(tmp_path_factory, sizes, pieces):
+    folder = tmp_path_factory.mktemp("folder")
+    (folder / "run").mkdir()
+    for number, size in enumerate(sizes):
+        (folder / "run" / f"{number}.bin").write_bytes(bytes([number]) * size)
+    (folder / "record.json").write_text("{}")
+    carried, copy = folder / "carried", folder / "copy"
+    size = pack_folder(folder, ["record.json", "run", "absent"], carried, pieces)
+    assert len(list_pieces(carried)) <= pieces
+    assert size == sum(file.stat().st_size for file in list_pieces(carried))
+    unpack_folder(carried, copy)
+    for file in [folder / "record.json", *(folder / "run").iterdir()]:
+        assert (copy / file.relative_to(folder)).read_bytes() == file.read_bytes()

@@ -1,0 +1,117 @@
+"""Plans and predictions that leave out the batch or the layout: what is chosen, pasted, written and refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE
+from megascale.cli.main import app
+from megascale.config import load
+from megascale.core.memory import count_stage_parameters
+from megascale.simulate.cluster import load_cluster
+from megascale.simulate.planner.layout_cost import make_plan
+from megascale.simulate.render import split_constant_columns
+
+
+def invoke(line: str, code: int = 0, width: int = 100) -> str:
+    """Run a command line in this process and return its output. The exit code must be `code`."""
+    result = CliRunner().invoke(app, shlex.split(line), env={"COLUMNS": str(width)})
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.output
+
+
+def find_flags(output: str) -> str:
+    """Return the flags that a command prints to paste."""
+    return re.search(r"^(?:chosen, as none was given|the first, to paste): (.*)$", output, re.MULTILINE)[1]
+
+
+def test_the_default_machine_has_h100s():
+    assert DEFAULT_DEVICE == "H100"
+    assert "H100" in load_cluster(DEFAULT_CLUSTER).gpu.name
+
+
+@pytest.mark.parametrize("preset", ["tiny", "llama-8b", "qwen3-30b-a3b"])
+def test_a_preset_alone_is_planned_and_its_flags_repeat_the_plan(preset):
+    line = f"plan --gpus 8 --model.preset={preset}"
+    output = invoke(line)
+    assert "fits: the fullest rank" in output
+    flags = find_flags(output)
+    assert "--train.global_batch=" in flags
+    vocabulary = " --model.vocab_size=50304" if preset == "tiny" else ""
+    repeated = invoke(f"{line} {flags}{vocabulary}")
+    assert re.search(r"needs [\d.]+ GiB", repeated)[0] == re.search(r"needs [\d.]+ GiB", output)[0]
+    assert "chosen" not in repeated
+
+
+def test_a_layout_is_kept_and_gets_a_batch_that_divides():
+    output = invoke("plan --gpus 48 --model.preset=gpt-13b --parallel.tensor=2 --parallel.pipeline=4")
+    assert "tensor 2" in output
+    assert "pipeline 4" in output
+    batch = int(re.search(r"--train.global_batch=(\d+)", find_flags(output))[1])
+    assert batch % (6 * 4) == 0
+
+
+def test_too_few_gpus_name_a_number_that_does():
+    result = CliRunner().invoke(app, ["plan", "--gpus", "1", "--model.preset=llama-8b"])
+    assert result.exception.exit_code == 3
+    gpus = re.search(r"--gpus (\d+) has one that fits", str(result.exception))[1]
+    assert "fits: the fullest rank" in invoke(f"plan --gpus {gpus} --model.preset=llama-8b")
+
+
+def test_a_file_is_planned_as_it_is():
+    output = invoke("plan examples/gpt-175b.toml --gpus 12288")
+    assert "chosen" not in output
+
+
+def test_plan_and_step_choose_one_layout():
+    planned = find_flags(invoke("plan --gpus 8 --model.preset=llama-8b"))
+    assert find_flags(invoke("simulate step --gpus 8 --model.preset=llama-8b")) == planned
+    searched = invoke("simulate search --gpus 8 --model.preset=llama-8b")
+    assert find_flags(searched) == planned
+
+
+def test_search_varies_sharding_and_prints_its_assumptions(tmp_path):
+    file = tmp_path / "job.toml"
+    output = invoke(f"simulate search --gpus 8 --model.preset=llama-8b --toml {file}")
+    assert "--zero=1,2,3" in output
+    assert "calibration" in output
+    assert "MFU: full attention" in output
+    listed = json.loads(invoke("simulate search --gpus 8 --model.preset=llama-8b --json"))["layouts"]
+    assert len({layout["zero"] for layout in listed}) > 1
+    config = load(file)
+    assert make_plan(config, 8, 80.0).fits
+    assert f"--train.global_batch={config.train.global_batch}" in find_flags(output)
+
+
+def test_search_keeps_a_sharding_that_is_set():
+    output = invoke("simulate search --gpus 8 --model.preset=llama-8b --parallel.zero=1")
+    assert "--zero=1," in output.replace(" ", ",")
+    assert "ZeRO 1" in output
+
+
+def test_search_refuses_an_unknown_sharding():
+    result = CliRunner().invoke(app, ["simulate", "search", "--gpus", "8", "--model.preset=llama-8b", "--zero=4"])
+    assert "choose among 0, 1, 2, 3" in str(result.exception)
+
+
+def test_copies_of_the_state_are_planned_and_not_simulated():
+    layout = "--gpus 32 --model.preset=llama-8b --parallel.replicate=4 --parallel.zero=3"
+    assert "replicate" in invoke(f"plan {layout}")
+    config = load(None, ["model.preset=llama-8b", "parallel.replicate=4", "parallel.zero=3", "train.micro_batch=1",
+                         "train.global_batch=32", "train.precision=bfloat16"])  # fmt: skip
+    sent = make_plan(config, 32, 80.0).traffic(0).replicate
+    shard = count_stage_parameters(config.model, config.parallel, 0) / 8
+    assert sent == pytest.approx(2 * 3 / 4 * 4 * shard)  # an all-reduce of float32 over four ranks
+    result = CliRunner().invoke(app, ["simulate", "step", *layout.split()])
+    assert "parallel.replicate=4 has no price" in str(result.exception)
+    assert "--parallel.replicate=1" in str(result.exception)
+
+
+def test_equal_columns_leave_the_table():
+    rows = [{"TP": "1", "PP": "2", "MFU": "50%"}, {"TP": "1", "PP": "4", "MFU": "50%"}]
+    assert split_constant_columns(rows, keep=["MFU"]) == (["PP", "MFU"], {"TP": "1"})
