@@ -342,9 +342,10 @@ class Snapshots:
         slots = self._slots
         self._slots = []
         self._close(slots)
-        self._service.close()
         for slot in slots:
-            slot.detach()
+            slot.detach(self._service)
+        if not slots:
+            self._service.close()
         return slots
 
     def _await_own_snapshots(self) -> None:
