@@ -49,7 +49,7 @@ class PeerJob:
 
     Attributes:
         model: layers, hidden, heads, kv_heads, ffn, vocab (rows in memory), sequence, norm, activation, positions,
-            rotary_base, tied, bias.
+            rotary_base, tied, bias, head_size, head_norms.
         tensor, pipeline, virtual, world: the layout; data parallelism is what is left.
         recompute: of RECOMPUTE, in the peer's own meaning.
         float8: its recipe for linear layers, of FLOAT8; "" for bfloat16.
@@ -57,6 +57,8 @@ class PeerJob:
         out: where rank 0 writes its figures.
         context: ranks that divide the tokens of each sequence.
         context_exchange: how their attention communicates, of CONTEXT_EXCHANGES.
+        experts: number, top_k, width, selected (whether weights are normalised after the selection), ranks (that divide
+            the experts) and even (whether the load is forced); None for a dense model.
     """
 
     model: dict[str, Any]
@@ -73,6 +75,7 @@ class PeerJob:
     float8: str = ""
     context: int = 1
     context_exchange: str = "a2a"
+    experts: dict[str, Any] | None = None
 
     def rows(self, data_rank: int, device: torch.device, count: int | None = None) -> torch.Tensor:
         """Random tokens of a data-parallel rank, int64 [sequence + 1, count or micro_batch]."""
@@ -131,6 +134,11 @@ def peers(
         "a2a",
         help="With parallel.context: attention's communication in Megatron-Core: a2a, p2p (a ring) or all_gather.",
     ),
+    even_experts: bool = typer.Option(
+        False,
+        "--even-experts",
+        help="With model.mlp=experts: force an even load, here by turns, there by random scores.",
+    ),
     peer_seconds: float = typer.Option(
         600, min=1, help="Seconds that a turn of a peer may take before the bench gives it up."
     ),
@@ -186,9 +194,12 @@ def peers(
                 progress.update(bar, description=f"{name}, turn {turn + 1}")
                 location = Path(folder) / f"{turn}-{name}.json"
                 if name == OURS:
-                    result = _ours(preset, settings, steps, warmup, location)
+                    forced = ["--even-experts"] if even_experts else []
+                    result = _ours(preset, settings + forced, steps, warmup, location)
                 else:
                     job = make_job(config, world, steps, warmup, location, peer_micro_batch, peer_recompute)
+                    if job.experts is not None:
+                        job = replace(job, experts=job.experts | {"even": even_experts})
                     job = replace(job, float8=recipe(name, config, peer_float8), context_exchange=peer_context_exchange)
                     result = _theirs(name, job, peer_seconds)
                 result.turn = turn
@@ -243,7 +254,16 @@ def _obstacle(name: str, config: Config) -> str:
     model = config.model
     if model.block == "parallel" or model.window is not None:
         return "it has no parallel block and no sliding window; compare with --model.block=serial and no window"
-    has_other_norms = model.qk_norm != "none" or model.norm_placement != "pre"
+    settings = model.experts
+    has_experts = model.mlp == "experts"
+    if has_experts and name == "torchtitan":
+        return "its experts are not set up here; compare with megatron-core"
+    if has_experts and importlib.util.find_spec("transformer_engine") is None:
+        return "its grouped GEMMs need the package transformer_engine, which is not installed"
+    if has_experts and settings and (settings.biases or settings.shared_width or settings.dense_layers):
+        return "its experts are compared without biases, shared experts and dense layers"
+    allowed_norms = ("none", "head") if name == "megatron-core" else ("none",)
+    has_other_norms = model.qk_norm not in allowed_norms or model.norm_placement != "pre"
     if model.layer_kinds or has_other_norms or model.rotary_scaling is not None:
         return (
             "its layers are alike; leave out model.layer_kinds, model.qk_norm, model.norm_placement and "
@@ -303,7 +323,22 @@ def make_job(
         "rotary_base": model.rotary_base,
         "tied": model.tied_embeddings,
         "bias": model.mlp_bias,
+        "head_size": model.head_size,
+        "head_norms": model.qk_norm == "head",
     }
+    experts = None
+    settings = model.experts
+    if model.mlp == "experts" and settings is not None:
+        experts = {
+            "number": settings.number,
+            "top_k": settings.top_k,
+            "width": settings.width or model.ffn,
+            "selected": settings.normalize == "selected",
+            "ranks": parallel.tensor * parallel.expert,
+            "even": False,
+        }
+        # The ranks that divide the experts read other samples there, whichever axis they are of here.
+        parallel = parallel.model_copy(update={"tensor": 1})
     return PeerJob(
         shape,
         parallel.tensor,
@@ -317,6 +352,7 @@ def make_job(
         warmup,
         str(out),
         context=parallel.context,
+        experts=experts,
     )
 
 

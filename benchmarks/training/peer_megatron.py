@@ -74,7 +74,11 @@ def layers(job: PeerJob) -> tuple[Any, str]:
     try:
         import transformer_engine
 
-        return specs.get_gpt_layer_with_transformer_engine_spec(), f"TransformerEngine {transformer_engine.__version__}"
+        experts = job.experts or {}
+        spec = specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts.get("number"), moe_grouped_gemm=bool(experts), qk_layernorm=job.model["head_norms"]
+        )
+        return spec, f"TransformerEngine {transformer_engine.__version__}"
     except ImportError:
         pass
     spec = specs.get_gpt_layer_local_spec(normalization="RMSNorm" if job.model["norm"] == "rmsnorm" else None)
@@ -82,6 +86,29 @@ def layers(job: PeerJob) -> tuple[Any, str]:
     parts.input_layernorm = parts.pre_mlp_layernorm = transformer_block.LayerNormImpl = PeerNorm
     parts.self_attention.submodules.core_attention = Attention
     return spec, "its own layers with torch's fused attention (TransformerEngine is not installed)"
+
+
+def expert_settings(job: PeerJob) -> dict[str, Any]:
+    """Return Megatron's settings of experts: all its fusions, grouped GEMMs, tokens sent by an all-to-all."""
+    experts = job.experts
+    if experts is None:
+        return {}
+    balance: dict[str, Any] = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1e-3}
+    if experts["even"]:
+        balance = {"moe_router_load_balancing_type": "none", "moe_router_force_load_balancing": True}
+    return balance | {
+        "num_moe_experts": experts["number"],
+        "moe_router_topk": experts["top_k"],
+        "moe_ffn_hidden_size": experts["width"],
+        "moe_router_pre_softmax": not experts["selected"],
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_permute_fusion": True,
+        "moe_router_fusion": True,
+        "expert_model_parallel_size": experts["ranks"],
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def shape_of(job: PeerJob) -> Any:
@@ -97,6 +124,9 @@ def shape_of(job: PeerJob) -> Any:
             float8 |= {"fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
     return TransformerConfig(
         **float8,
+        **expert_settings(job),
+        kv_channels=shape["head_size"],
+        qk_layernorm=shape["head_norms"],
         num_layers=shape["layers"],
         hidden_size=shape["hidden"],
         num_attention_heads=shape["heads"],
@@ -200,6 +230,8 @@ def prepare(job: PeerJob, device: torch.device) -> Timed:
         pipeline_model_parallel_size=job.pipeline,
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         context_parallel_size=job.context,
+        expert_model_parallel_size=1 if job.experts is None else job.experts["ranks"],
+        expert_tensor_parallel_size=None if job.experts is None else 1,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     config, (spec, arguments) = shape_of(job), layers(job)

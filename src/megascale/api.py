@@ -144,6 +144,9 @@ def train(config: Config) -> TrainResult:
     from megascale.train.rank_info import check_local_ranks, find_rank_info, has_bfloat16
     from megascale.train.resume import check_start
 
+    parking = open_parking()
+    if parking is not None:
+        parking.wait_if_early(use_gpu=config.train.device != "cpu")
     try:
         config = resolve(config)
         check_start(config)
@@ -154,7 +157,6 @@ def train(config: Config) -> TrainResult:
     except MegascaleError as error:
         record_refusal(config, str(error), error)
         raise
-    parking = open_parking()
     while True:
         trainer = Trainer(layout, rank_info, parking)
         try:

@@ -30,6 +30,7 @@ from megascale.parallel import context as parallel_context
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.linear import make_linears
 from megascale.train import engine, loss_weights
+from megascale.train.engine_axes import choose_context_exchange
 from megascale.train.generation import Sampling, _run_chunk, generate_tokens
 from tests.exact.cases import KINDS, LLAMA3, POST_NORMS, SMALL, TWO_LAYERS, Case, case
 from tests.exact.compare import TOLERANCE, assert_equal, differences
@@ -67,6 +68,14 @@ def on_four_ranks(chosen: Case) -> Case:
 
 
 CASES = {
+    "keys gathered, windows": context_case(
+        4,
+        model={**ROTARY, "heads": 3, "hidden": 12, "window": 3, "layer_pattern": "SL", "dropout": 0.1},
+        parallel={"recompute": "selective"},
+    ),
+    "keys gathered, softcap, stages": context_case(
+        2, 1, 2, model={**ROTARY, "heads": 3, "hidden": 12, "window": 5, "attention_softcap": 1.5}
+    ),
     "two ranks, learned positions, dropout": context_case(2, model={**TWO_LAYERS, "dropout": 0.2}, zero=0),
     "four ranks, ZeRO-2": context_case(4, model=ROTARY, zero=2),
     "each key to two ranks, ZeRO-3": context_case(4, model={**ROTARY, "kv_heads": 2, "window": 3}, zero=3),
@@ -347,6 +356,10 @@ def test_a_kernel_that_cannot_mask_a_slice_is_refused() -> None:
     with pytest.raises(FitError, match=r"kernels.attention=flash cannot mask the queries of a slice"):
         lay_out(from_tree(tree), chosen.world)
     lay_out(from_tree({**tree, "kernels": {"attention": "sdpa"}}), chosen.world)
+    tree = {**tree, "kernels": {"attention": "flash4"}}
+    lay_out(from_tree(tree), chosen.world)
+    with pytest.raises(FitError, match=r"kernels.attention=flash4 .*set --kernels.attention=auto or sdpa, or"):
+        lay_out(from_tree({**tree, "data": {"document_mask": True}}), chosen.world)
 
 
 def test_an_attention_that_cannot_divide_tokens_is_refused() -> None:
@@ -354,6 +367,26 @@ def test_an_attention_that_cannot_divide_tokens_is_refused() -> None:
     facts = replace(ATTENTIONS["causal"], divides_tokens=False)
     with mock.patch.dict(ATTENTIONS, {"causal": facts}), pytest.raises(FitError, match=r"with model.attention=causal"):
         lay_out(from_tree(chosen.tree), chosen.world)
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (
+            {"layer_pattern": "SG", "layer_kinds": {"G": {"kv_heads": 1}}},
+            "exchanges slices for heads; exchanges slices for heads, each key/value head on 2 ranks",
+        ),
+        (
+            {"heads": 3, "hidden": 12},
+            "gathers keys and values where 2 context ranks do not divide 3 heads "
+            "(kernel: the fastest with such a mask)",
+        ),
+    ],
+)
+def test_the_start_names_every_kind_of_attention(model: dict[str, Any], line: str) -> None:
+    config = from_tree(context_case(2, model={**ROTARY, **model}).tree)
+    _, lines = choose_context_exchange(Axis(None, 2, 0), config, torch.float64, torch.device("cpu"))
+    assert lines["context attention"] == line
 
 
 # Memory ------------------------------------------------------------------------------------------------------------

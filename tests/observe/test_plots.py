@@ -214,10 +214,10 @@ def test_weights_and_biases_gets_every_step_and_goes_on_after_a_resume(tiny, meg
         assert result.returncode == 0, result.stderr
     retained = offline_records(run)
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = {record["_step"]: record["loss"] for record in retained if "loss" in record}
+    losses = {record["_step"]: record["train/loss"] for record in retained if "train/loss" in record}
     assert losses == {r["step"]: r["loss"] for r in metrics if "loss" in r}
     assert sorted(losses) == [1, 2, 3, 4]
-    assert any("valid_loss" in record for record in retained)
+    assert any("valid/loss" in record for record in retained)
     identity = (run / "wandb-id").read_text().strip()
     assert all(path.name.endswith(identity) for path in run.glob("wandb/offline-run-*"))
     assert len(list(run.glob("wandb/offline-run-*"))) == 2

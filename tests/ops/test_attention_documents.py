@@ -22,7 +22,7 @@ from megascale.ops.attention import (
     AttentionShape,
     attention,
     attention_reference,
-    check_documents,
+    check_mask,
 )
 from megascale.ops.attention_documents import (
     DOCUMENT_BACKENDS,
@@ -158,11 +158,11 @@ def test_a_kernel_with_a_wrong_mask_is_refused_at_the_start(fault: str, monkeypa
         return sdpa(q, k, v, window, DocumentMask(starts.to(torch.int32), documents.cumulative))
 
     shape = AttentionShape(2048, 2, 4, 2, 4, None, torch.float32, 64)
-    check_documents("sdpa", shape, CPU)
+    check_mask("sdpa", shape, CPU)
     monkeypatch.setitem(DOCUMENT_BACKENDS, "flex", broken)
     part = "gradient" if fault == "gradient" else "output"
     with pytest.raises(NotImplementedError, match=f"its {part} within documents is .* away from the reference's"):
-        check_documents("flex", shape, CPU)
+        check_mask("flex", shape, CPU)
     assert f"its {part} within documents" in AttentionChooser().explain_refusal("flex", shape, CPU)
 
 

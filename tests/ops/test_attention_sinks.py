@@ -13,7 +13,7 @@ from torch import Tensor
 from megascale.config import from_tree
 from megascale.errors import ConfigError
 from megascale.ops import attention_sinks
-from megascale.ops.attention import AttentionChooser, AttentionShape, attention, attention_reference, check_documents
+from megascale.ops.attention import AttentionChooser, AttentionShape, attention, attention_reference, check_mask
 from megascale.ops.attention_backends import causal_mask
 from megascale.ops.attention_documents import DocumentMask, synthetic_boundaries
 from megascale.ops.attention_sinks import LseKernel, attend_corrected, explain_missing_sinks
@@ -115,7 +115,7 @@ def test_sinks_hold_within_documents_and_for_bounded_scores():
 
 def test_a_kernel_whose_correction_is_wrong_is_refused(monkeypatch):
     shape = AttentionShape(32, 1, 4, 2, 8, None, torch.float64, has_sinks=True)
-    check_documents("eager", shape, CPU)
+    check_mask("eager", shape, CPU)
 
     def forget_sinks(*arguments: Any) -> Tensor:
         q, k, v, window = arguments[1:5]
@@ -123,7 +123,7 @@ def test_a_kernel_whose_correction_is_wrong_is_refused(monkeypatch):
 
     monkeypatch.setattr("megascale.ops.attention.run_with_sinks", forget_sinks)
     with pytest.raises(NotImplementedError, match=r"its output with sinks is .* away from the reference"):
-        check_documents("eager", shape, CPU)
+        check_mask("eager", shape, CPU)
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash", "sdpa"])

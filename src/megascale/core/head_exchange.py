@@ -33,6 +33,22 @@ def share_heads(heads: int, kv_heads: int, ranks: int) -> HeadShare:
     return HeadShare(heads // ranks, sent // ranks, sent // kv_heads)
 
 
-def find_gather_kernel(softcap: float | None) -> str:
-    """Return the kernel of attention over gathered keys: the one with a mask for fewer queries than keys."""
-    return "sdpa" if softcap is None else "eager"
+def list_gather_kernels(softcap: float | None, has_documents: bool) -> tuple[str, ...]:
+    """Return the kernels of attention over gathered keys: those that align the last query with the last key.
+
+    The first one computes every shape on every device, with an explicit mask.
+    """
+    if softcap is not None:
+        return ("eager",) if has_documents else ("eager", "flex")
+    return ("sdpa",) if has_documents else ("sdpa", "flash_window", "flex", "cudnn_frontend", "flash4")
+
+
+def find_first_key(first_query: int, window: int | None) -> int:
+    """Return the first key that the queries from `first_query` on see."""
+    return 0 if window is None else max(0, first_query + 1 - window)
+
+
+def list_gathered_keys(length: int, ranks: int, window: int | None) -> list[int]:
+    """Return the keys that the queries of each context rank's slice see, where keys are gathered."""
+    rows = length // ranks
+    return [(rank + 1) * rows - find_first_key(rank * rows, window) for rank in range(ranks)]

@@ -10,7 +10,7 @@ from megascale.config.parts import ATTENTIONS
 from megascale.core.adapters import list_adapter_faults
 from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Grid
-from megascale.core.head_exchange import find_gather_kernel, share_heads
+from megascale.core.head_exchange import list_gather_kernels, share_heads
 from megascale.core.inventory import BLOCK_PARTS, resolve_layers
 from megascale.core.layer_spec import ExpertsSpec
 from megascale.core.layers import ChunkLayers, assign_layers
@@ -316,12 +316,13 @@ def _context_faults(config: Config) -> list[str]:
     for mixer in mixers:
         heads, kernel = mixer.heads // tensor, config.kernels.attention
         gathers_keys = share_heads(heads, mixer.kv_heads // tensor, context).gathers_keys
-        if gathers_keys and kernel not in ("auto", find_gather_kernel(mixer.softcap)):
+        allowed = ("auto", *list_gather_kernels(mixer.softcap, config.data.document_mask))
+        if gathers_keys and kernel not in allowed:
             divisors = " or ".join(str(n) for n in nearest_divisors(heads, context))
             faults.append(
                 f"kernels.attention={kernel} cannot mask the queries of a slice, which parallel.context={context} "
                 f"needs because it does not divide the {heads} heads of a tensor-parallel rank; set "
-                f"--kernels.attention=auto, or --parallel.context={divisors}"
+                f"--kernels.attention={' or '.join(allowed)}, or --parallel.context={divisors}"
             )
     return list(dict.fromkeys(faults))
 

@@ -1,4 +1,7 @@
-"""Orders to a rank's process that stays between attempts: lines of JSON in a pipe that its fork server writes."""
+"""Orders to a rank's process that stays between attempts or starts early, as lines of JSON.
+
+Its fork server writes them into a pipe.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from msgspec import Meta
 
 # Descriptor of the pipe's reading end, set for ranks whose agent keeps processes.
 ORDERS_VARIABLE = "MEGASCALE_ORDERS"
+# Set for a rank's process that is started before the attempt that it will take part in is ordered.
+EARLY_VARIABLE = "MEGASCALE_EARLY"
 MAX_ORDER_BYTES = 4096  # a line of this length is written to a pipe at once
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from megascale.config.parts import ATTENTIONS, AttentionFacts
 from megascale.config.registry import Registry
-from megascale.core.head_exchange import find_gather_kernel, share_heads
+from megascale.core.head_exchange import find_first_key, list_gather_kernels, share_heads
 from megascale.core.inventory import ATTENTION_PARTS, LogicalTensor, PartInventory
 from megascale.model.context import ForwardContext, LayerSetup, Rotary
 from megascale.model.fusion import Branch
@@ -144,7 +144,13 @@ class CausalAttention(DirectModule):
         return context.cache.extend(self.index, k, v, self.window)
 
     def _attend_locally(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: DocumentMask | None, backend: str = "auto"
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        documents: DocumentMask | None,
+        backend: str = "auto",
+        is_slice: bool = False,
     ) -> torch.Tensor:
         """Run the kernel on this rank's queries, keys and values."""
         return attention(
@@ -157,6 +163,7 @@ class CausalAttention(DirectModule):
             chooser=self._chooser,
             documents=documents,
             sinks_N=self.sinks,
+            is_slice=is_slice,
         )
 
     def _attend_over_ranks(
@@ -181,10 +188,13 @@ class CausalAttention(DirectModule):
             k, v = gather_keys(k, v, axis)
         k, v = self._extend_cache(k, v, context)
         stop = k.shape[0] - later_tokens
-        documents = context.documents
-        if documents is not None:
-            documents = documents.select_tokens(stop)
-        return self._attend_locally(q, k[:stop], v[:stop], documents, find_gather_kernel(self.softcap))
+        start = find_first_key(stop - q.shape[0], self.window)
+        k, v = k[start:stop], v[start:stop]
+        if context.documents is None:
+            return self._attend_locally(q, k, v, None, is_slice=context.cache is None)
+        documents = context.documents.select_tokens(start, stop)
+        kernel = list_gather_kernels(self.softcap, has_documents=True)[0]
+        return self._attend_locally(q, k, v, documents, kernel)
 
 
 class GatedAttention(CausalAttention):

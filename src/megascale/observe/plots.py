@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
+from megascale.core import palette
 from megascale.core.json_lines import RecordReader
 from megascale.core.strict_json import to_float
 from megascale.errors import DataError
@@ -170,7 +171,8 @@ def plot_runs(
         3, 1, figsize=(9, 9), sharex=True, height_ratios=[3, 1, 1], layout="constrained"
     )
     for index, c in enumerate(curves):
-        color, positions = f"C{index % 10}", [position / scale for position in c.x]
+        color = palette.RUNS[index % len(palette.RUNS)]
+        positions = [position / scale for position in c.x]
         _draw_noisy(top, positions, c.loss, smoothing, color, c.format_label(smoothing))
         if c.held_out:
             held_x, held_y = zip(*c.held_out, strict=True)

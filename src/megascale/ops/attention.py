@@ -18,6 +18,7 @@ from megascale.errors import ConfigError
 from megascale.ops import dispatch
 from megascale.ops.attention_backends import (
     BACKENDS,
+    SLICE_CANDIDATES,
     SOFTCAP_BACKENDS,
     candidates,
     causal_mask,
@@ -78,7 +79,8 @@ class AttentionShape(NamedTuple):
     """The shape that a choice depends on.
 
     window is None for full attention. documents is the largest number of documents in a sample; 0: a sample is one
-    document. softcap is None for unbounded scores. has_sinks: whether each head has a sink.
+    document. softcap is None for unbounded scores. has_sinks: whether each head has a sink. keys is the number of keys
+    if the S queries are the last tokens of a longer sequence; 0: S.
     """
 
     S: int
@@ -91,9 +93,12 @@ class AttentionShape(NamedTuple):
     documents: int = 0
     softcap: float | None = None
     has_sinks: bool = False
+    keys: int = 0
 
     def __str__(self) -> str:
         mask = "full" if self.window is None else f"window {self.window}"
+        if self.keys:
+            mask += f", over {self.keys} keys"
         if self.documents:
             mask += f", up to {self.documents} documents"
         if self.softcap is not None:
@@ -132,6 +137,8 @@ def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
     fallback = find_fallback(shape.softcap, shape.has_sinks)
     choice = AttentionChoice(fallback)
     names = list(DOCUMENT_CANDIDATES) if shape.documents else candidates(shape.window)
+    if shape.keys:
+        names = list(SLICE_CANDIDATES)
     if shape.softcap is not None:
         names = [name for name in SOFTCAP_BACKENDS if name != fallback]
     if shape.has_sinks:
@@ -143,7 +150,7 @@ def measure(shape: AttentionShape, device: torch.device) -> AttentionChoice:
         if name == fallback and choice.milliseconds:
             break  # the last resort: it is slow, and its explicit mask may not even fit
         try:
-            check_documents(name, shape, device)
+            check_mask(name, shape, device)
             milliseconds, out = _time(name, shape, device, load)
         except Exception as error:  # a kernel may reject a shape with any exception
             choice.refused[name] = _first_line(error)
@@ -214,6 +221,7 @@ class AttentionChooser:
         documents: int = 0,
         softcap: float | None = None,
         has_sinks: bool = False,
+        keys: int = 0,
     ) -> str:
         """Return the backend for a shape, measured at the first call: at start-up, before any graph capture.
 
@@ -224,10 +232,11 @@ class AttentionChooser:
             documents: largest number of documents in a sample; 0: a sample is one document.
             softcap: bound of the scores, if they have one.
             has_sinks: whether each head has a sink.
+            keys: keys of a slice's queries; 0: S.
         """
-        if window is not None and window >= S:
+        if window is not None and window >= (keys or S):
             window = None
-        shape = AttentionShape(S, B, N, G, D, window, dtype, documents, softcap, has_sinks)
+        shape = AttentionShape(S, B, N, G, D, window, dtype, documents, softcap, has_sinks, keys)
         if shape not in self.choices:
             # The caller may be recomputed in backward: its hooks must not see the tensors saved while measuring.
             with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
@@ -270,7 +279,7 @@ class AttentionChooser:
         elif name not in BACKENDS and name not in DOCUMENT_BACKENDS:
             return "this version has no such kernel"
         try:
-            check_documents(name, shape, device)
+            check_mask(name, shape, device)
             _run(name, shape, *_inputs(shape, device))
         except Exception as error:  # as in `measure`
             return _first_line(error)
@@ -282,11 +291,17 @@ class AttentionChooser:
 
 
 def _inputs(shape: AttentionShape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a random fused QKV output and gradient of the result."""
+    """Return a random fused QKV output of all keys' tokens, and the gradient of the result."""
     generator = torch.Generator(device).manual_seed(0)
-    sizes = (shape.S, shape.B, (shape.N + 2 * shape.G) * shape.D)
+    sizes = (shape.keys or shape.S, shape.B, (shape.N + 2 * shape.G) * shape.D)
     qkv = torch.randn(sizes, device=device, generator=generator).to(shape.dtype).requires_grad_()
     return qkv, torch.randn(shape.S, shape.B, shape.N * shape.D, device=device, generator=generator).to(shape.dtype)
+
+
+def _split_inputs(shape: AttentionShape, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the queries, which are those of the last tokens, and all keys and values."""
+    q, k, v = split_qkv(qkv, shape.N, shape.G)
+    return q[len(q) - shape.S :] if shape.keys else q, k, v
 
 
 def _make_documents(shape: AttentionShape, device: torch.device) -> DocumentMask | None:
@@ -334,13 +349,18 @@ def _make_sinks(shape: AttentionShape, device: torch.device) -> Tensor | None:
     return torch.linspace(-2, 4, shape.N, device=device).to(shape.dtype).requires_grad_()
 
 
-def check_documents(name: str, shape: AttentionShape, device: torch.device) -> None:
+def check_mask(name: str, shape: AttentionShape, device: torch.device) -> None:
     """Raise NotImplementedError if a kernel's output or gradients differ from the reference's, on short samples.
 
-    Shapes without documents and without sinks are not checked.
+    Shapes without documents, without sinks and with as many keys as queries are not checked.
     """
-    if not shape.documents and not shape.has_sinks:
+    if not shape.documents and not shape.has_sinks and not shape.keys:
         return
+    if shape.keys:
+        length = min(shape.S, CHECKED_LENGTH)
+        keys = length + min(shape.keys - shape.S, CHECKED_LENGTH)
+        window = None if shape.window is None else min(shape.window, keys // 2)
+        shape = shape._replace(S=length, keys=keys, window=window)
     shape = shape._replace(S=min(shape.S, CHECKED_LENGTH), documents=min(shape.documents, CHECKED_LENGTH))
     documents = _make_documents(shape, device)
     qkv, upstream = _inputs(shape, device)
@@ -348,7 +368,7 @@ def check_documents(name: str, shape: AttentionShape, device: torch.device) -> N
     inputs = [qkv] if sinks is None else [qkv, sinks]
     results = []
     with torch.enable_grad():
-        q, k, v = split_qkv(qkv, shape.N, shape.G)
+        q, k, v = _split_inputs(shape, qkv)
         for out in (
             attention_reference(
                 q, k, v, window=shape.window, documents=documents, softcap=shape.softcap, sinks_N=sinks
@@ -356,7 +376,10 @@ def check_documents(name: str, shape: AttentionShape, device: torch.device) -> N
             run_backend(name, q, k, v, shape.window, documents, shape.softcap, sinks),
         ):
             results.append((out.detach(), *torch.autograd.grad(out, inputs, upstream, retain_graph=True)))
-    kind = "within documents" if shape.documents else "with sinks"
+    if shape.documents:
+        kind = "within documents"
+    else:
+        kind = "with sinks" if shape.has_sinks else "of a slice"
     parts = ("output", "gradient", "gradient of the sinks")[: len(results[0])]
     for part, expected, actual in zip(parts, *results, strict=True):
         distance = ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
@@ -370,7 +393,7 @@ def _run(name: str, shape: AttentionShape, qkv: Tensor, upstream: Tensor) -> Ten
     sinks = _make_sinks(shape, qkv.device)
     inputs = [qkv] if sinks is None else [qkv, sinks]
     with torch.enable_grad():
-        q, k, v = split_qkv(qkv, shape.N, shape.G)
+        q, k, v = _split_inputs(shape, qkv)
         out = run_backend(name, q, k, v, shape.window, documents, shape.softcap, sinks)
         torch.autograd.grad(out, inputs, upstream)
     return out.detach()
@@ -403,6 +426,7 @@ def attention(
     chooser: AttentionChooser | None = None,
     documents: DocumentMask | None = None,
     sinks_N: Tensor | None = None,
+    is_slice: bool = False,
 ) -> Tensor:
     """Compute causal attention; returns [S, B, N*D].
 
@@ -418,6 +442,7 @@ def attention(
         chooser: holds kernels.attention and the measurements; default: a new one.
         documents: documents of the samples, which attention does not leave; None: a sample is one document.
         sinks_N: a logit per head that takes part in the softmax and has no value; None: none.
+        is_slice: whether fewer queries than keys are a slice of training, for which the chooser has a kernel.
     """
     S, B, N, D = q_SBND.shape
     T, G = k_SBGD.shape[0], k_SBGD.shape[2]
@@ -426,17 +451,19 @@ def attention(
     chooser = chooser or AttentionChooser()
     has_sinks = sinks_N is not None
     name = chooser.backend if backend == "auto" else backend
-    if S != T:
+    keys = T if S != T else 0
+    if keys and not is_slice:
         name = find_fallback(softcap, has_sinks)  # with a cache: the training kernels have no such mask
     elif name == "auto" and dispatch.mode() == "reference":
         name = find_fallback(softcap, has_sinks)
     elif name == "auto":
         count = 0 if documents is None else documents.max_documents
-        choice = chooser.choices.get(AttentionShape(S, B, N, G, D, window, q_SBND.dtype, count, softcap, has_sinks))
+        shape = AttentionShape(S, B, N, G, D, window, q_SBND.dtype, count, softcap, has_sinks, keys)
+        choice = chooser.choices.get(shape)
         if choice is not None:
             name = choice.name
         elif torch.is_grad_enabled():
-            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device, count, softcap, has_sinks)
+            name = chooser.choose(S, B, N, G, D, window, q_SBND.dtype, q_SBND.device, count, softcap, has_sinks, keys)
         else:
             name = find_fallback(
                 softcap, has_sinks

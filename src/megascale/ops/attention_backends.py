@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 from megascale import torch_private
 from megascale.errors import ConfigError, describe_install
 from megascale.ops import dispatch
-from megascale.ops.rope import allocate_qkv_gradients
+from megascale.ops.rope import allocate_attention_gradients
 
 Backend = Callable[[Tensor, Tensor, Tensor, "int | None"], Tensor]
 
@@ -67,6 +67,12 @@ def sdpa(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> 
     return merge_heads(out.permute(2, 0, 1, 3))
 
 
+def _check_equal_lengths(q_SBND: Tensor, k_SBGD: Tensor) -> None:
+    """Raise NotImplementedError for a kernel whose causal mask aligns the first query with the first key."""
+    if q_SBND.shape[0] != k_SBGD.shape[0]:
+        raise NotImplementedError("the kernel takes as many keys as queries")
+
+
 def _is_grouped(q: Tensor, k: Tensor) -> bool:
     return q.shape[1] != k.shape[1]
 
@@ -89,6 +95,7 @@ def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tenso
         )
     if kind is SDPBackend.CUDNN_ATTENTION and dispatch.deterministic():
         raise ConfigError("torch's cuDNN attention has no deterministic backward (kernels.deterministic)")
+    _check_equal_lengths(q_SBND, k_SBGD)
     q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
     previous = [is_enabled() for _, is_enabled, _ in _SWITCHES]
     try:
@@ -157,13 +164,18 @@ def flash_window(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | N
 
 
 @functools.cache
-def _flex_mask(length: int, window: int | None, device: torch.device) -> Any:
+def _flex_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Any:
+    """Return FlexAttention's block mask; the last query is aligned with the last key."""
     from torch.nn.attention.flex_attention import create_block_mask
 
+    first_query = keys - queries
+
     def is_visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if first_query:
+            q = q + first_query
         return k <= q if window is None else (k <= q) & (q - k < window)
 
-    return create_block_mask(is_visible, None, None, length, length, device=device)
+    return create_block_mask(is_visible, None, None, queries, keys, device=device)
 
 
 @functools.cache
@@ -194,7 +206,7 @@ def flex(
 ) -> Tensor:
     """Run torch's FlexAttention, compiled, with a block mask per shape; sinks as in `flex_with_sinks`."""
     q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
-    mask = _flex_mask(q.shape[2], window, q.device)
+    mask = _flex_mask(q.shape[2], k.shape[2], window, q.device)
     bound = None if softcap is None else softcap_scores(softcap)
     if sinks_N is not None:
         return flex_with_sinks(q, k, v, sinks_N, bound, mask)
@@ -303,7 +315,7 @@ class _FlashAttention4(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         d_out = upstream[0].contiguous().view(q.shape)
-        grads = allocate_qkv_gradients(q, k)
+        grads = allocate_attention_gradients(q, k)
         dq, dk, dv = _batch_first(*grads)
         flash4_interface()._flash_attn_bwd(
             *_batch_first(q, k, v, out, d_out),
@@ -333,8 +345,6 @@ def _packaged(
     """Run a kernel of an optional package; ConfigError if it is unavailable."""
     if not q_SBND.is_cuda:
         raise ConfigError(f"kernels.attention={name!r} runs on CUDA devices; set --kernels.attention=auto")
-    if q_SBND.shape[0] != k_SBGD.shape[0]:
-        raise NotImplementedError("the training kernel takes as many keys as queries")
     try:
         return run(q_SBND, k_SBGD, v_SBGD, window)
     except ImportError as error:
@@ -362,6 +372,10 @@ def candidates(window: int | None) -> list[str]:
     """Return the backends worth measuring on CUDA for full attention (None) or a window, best guess first."""
     names = ["cudnn", "flash"] if window is None else ["flex", "flash_window"]
     return [*names, "cudnn_frontend", "flash4"]
+
+
+# Kernels that align the last query of a slice with the last of more keys, best guess first.
+SLICE_CANDIDATES = ("flash_window", "cudnn_frontend", "flash4", "flex")
 
 
 def find_fallback(softcap: float | None, has_sinks: bool = False) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops import dispatch
-from megascale.ops.rope import allocate_qkv_gradients
+from megascale.ops.rope import allocate_attention_gradients
 
 # Names of a graph's tensors; cuDNN knows them by number.
 NAMES = ("q", "k", "v", "o", "stats", "d_o", "d_q", "d_k", "d_v", "lengths", *(f"offset{i}" for i in range(9)))
@@ -85,10 +85,15 @@ def new_graph(dtype: torch.dtype, handle: Any) -> Any:
     )
 
 
-def mask_options(window: int | None) -> dict[str, Any]:
-    """Return the options of a causal mask, top left; cuDNN's left bound counts the token itself, as windows here do."""
+def mask_options(window: int | None, is_slice: bool = False) -> dict[str, Any]:
+    """Return the options of a causal mask; cuDNN's left bound counts the token itself, as windows here do.
+
+    Args:
+        is_slice: whether there are more keys than queries; the mask then aligns the last query with the last key.
+    """
     bound = {} if window is None else {"diagonal_band_left_bound": window}
-    alignment = cudnn_library().diagonal_alignment.TOP_LEFT
+    alignments = cudnn_library().diagonal_alignment
+    alignment = alignments.BOTTOM_RIGHT if is_slice else alignments.TOP_LEFT
     return {"diagonal_alignment": alignment, "diagonal_band_right_bound": 0, **bound}
 
 
@@ -104,7 +109,7 @@ def add_forward(
         v=inputs["v"],
         generate_stats=True,
         attn_scale=q.dim[3] ** -0.5,
-        **mask_options(window),
+        **mask_options(window, is_slice=q.dim[2] != k.dim[2]),
     )
     out.set_output(True).set_dim(o.dim).set_stride(o.stride)
     B, N, S, _ = q.dim
@@ -139,7 +144,7 @@ def add_backward(
         stats=inputs["stats"],
         attn_scale=q.dim[3] ** -0.5,
         use_deterministic_algorithm=deterministic,
-        **mask_options(window),
+        **mask_options(window, is_slice=q.dim[2] != k.dim[2]),
     )
     for tensor, layout in zip(outputs, grads, strict=True):
         tensor.set_output(True).set_dim(layout.dim).set_stride(layout.stride)
@@ -184,7 +189,7 @@ class _CudnnAttention(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, stats = ctx.saved_tensors
         d_out = upstream[0].contiguous().view(q.shape)
-        grads = allocate_qkv_gradients(q, k)
+        grads = allocate_attention_gradients(q, k)
         plan = _plan(True, (q, k, v, out, *grads), ctx.window, ctx.deterministic)
         plan.run(q=q, k=k, v=v, o=out, d_o=d_out, stats=stats, **dict(zip(("d_q", "d_k", "d_v"), grads, strict=True)))
         return *grads, None
@@ -208,7 +213,7 @@ def attend_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, window: int | None
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v, given the output's gradient [S, B, N, D] and the forward's results."""
-    grads = allocate_qkv_gradients(q, k)
+    grads = allocate_attention_gradients(q, k)
     plan = _plan(True, (q, k, v, out, *grads), window, dispatch.deterministic())
     plan.run(q=q, k=k, v=v, o=out, d_o=d_out, stats=stats, **dict(zip(("d_q", "d_k", "d_v"), grads, strict=True)))
     return grads

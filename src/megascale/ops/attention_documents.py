@@ -73,9 +73,9 @@ class DocumentMask:
         cumulative = torch.cat([boundaries_BD[0, :1], (boundaries_BD[:, 1:] + offsets_B1).flatten()])
         return DocumentMask(starts_BS.to(torch.int32), cumulative.to(torch.int32))
 
-    def select_tokens(self, length: int) -> DocumentMask:
-        """Return the mask of the first `length` tokens, for kernels that read the first keys only."""
-        return DocumentMask(self.starts_BS[:, :length], self.cumulative)
+    def select_tokens(self, start: int, stop: int) -> DocumentMask:
+        """Return the mask of tokens [start, stop), for kernels that read the first tokens of documents only."""
+        return DocumentMask((self.starts_BS[:, start:stop] - start).clamp(min=0), self.cumulative)
 
     def first_keys(self, window: int | None) -> Tensor:
         """Return the first key that each query sees, int32 [batch, sequence]."""

@@ -43,10 +43,12 @@ def run_experts_backward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of x, of the weights, and of both matrices (None where their sinks take them)."""
-    dy, dy_index = dy_TH, plan.token
+    dy = dy_TH
+    dy_index: Tensor | None = plan.token
     if copies_rows(dy_TH, inner.shape[1]):
         # The gradients of the activation and of the matrix read these rows.
-        dy, dy_index = gather_rows(dy_TH, plan.token, plan.offsets), None
+        dy = gather_rows(dy_TH, plan.token, plan.offsets)
+        dy_index = None
     unweighted = multiply_groups(dy, out.detach(), plan.offsets, dy_index, transposed=True)
     d_inner, weighted, d_weights_TK = _activation_backward(inner, unweighted, weights_TK, plan, activation)
     d_out = _add_gradient(out, dy, weighted, plan, dy_index=dy_index)

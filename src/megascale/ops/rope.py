@@ -285,6 +285,14 @@ def allocate_qkv_gradients(q_SBND: Tensor, k_SBGD: Tensor) -> tuple[Tensor, ...]
     return torch.empty((S, B, N + 2 * G, D), dtype=q_SBND.dtype, device=q_SBND.device).split((N, G, G), dim=2)
 
 
+def allocate_attention_gradients(q_SBND: Tensor, k_TBGD: Tensor) -> tuple[Tensor, ...]:
+    """Allocate the gradients of q, k and v: as `allocate_qkv_gradients`, or apart with more keys than queries."""
+    if q_SBND.shape[0] == k_TBGD.shape[0]:
+        return allocate_qkv_gradients(q_SBND, k_TBGD)
+    shapes = (q_SBND.shape, k_TBGD.shape, k_TBGD.shape)
+    return tuple(torch.empty(shape, dtype=q_SBND.dtype, device=q_SBND.device) for shape in shapes)
+
+
 def split_qkv(
     qkv_SBC: Tensor,
     heads: int,

@@ -119,6 +119,8 @@ def all_gather(x: torch.Tensor, axis: Axis) -> Pending:
 def exchange_gather(x: torch.Tensor, axis: Axis) -> Pending:
     """All-gather by the axis's exchange."""
     assert axis.exchange is not None
+    if axis.runtime.sent_observer is not None:
+        axis.runtime.sent_observer(axis, "gather", x)
     transfer = axis.transfer("fused_gather", axis.size * x.nbytes)
     return Pending(x, transfer=transfer, finish=axis.exchange.gather(x.contiguous()))
 
@@ -136,6 +138,8 @@ def gather_and_consume(
 ) -> torch.Tensor:
     """All-gather x by the axis's exchange, with consume(shard, rank) for each rank's shard as it arrives."""
     assert axis.exchange is not None
+    if axis.runtime.sent_observer is not None:
+        axis.runtime.sent_observer(axis, "gather", x)
     transfer = axis.transfer("fused_gather", axis.size * x.nbytes)
     gathered = axis.exchange.gather_and_consume(x.contiguous(), consume, keep_own)
     transfer.done()
@@ -145,6 +149,8 @@ def gather_and_consume(
 def exchange_scatter(write: WriteParts, shape: tuple[int, ...], like: torch.Tensor, axis: Axis) -> Pending:
     """Reduce-scatter what write(out [size, *shape], None) writes, by the axis's exchange, under later work."""
     assert axis.exchange is not None
+    if axis.runtime.sent_observer is not None:
+        write = _observe_parts(write, axis)
     transfer = axis.transfer("fused_scatter", axis.size * math.prod(shape) * like.element_size())
     return Pending(like, transfer=transfer, finish=axis.exchange.scatter(write, shape, like))
 
@@ -152,10 +158,24 @@ def exchange_scatter(write: WriteParts, shape: tuple[int, ...], like: torch.Tens
 def scatter_now(write: WriteParts, shape: tuple[int, ...], like: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Reduce-scatter by the axis's exchange and wait; write(out [*shape], rank) writes the part of each rank."""
     assert axis.exchange is not None
+    if axis.runtime.sent_observer is not None:
+        write = _observe_parts(write, axis)
     transfer = axis.transfer("fused_scatter", axis.size * math.prod(shape) * like.element_size())
     out = axis.exchange.scatter_now(write, shape, like)
     transfer.done()
     return out
+
+
+def _observe_parts(write: WriteParts, axis: Axis) -> WriteParts:
+    """Return `write` with a call of the observer for what it has written."""
+    observer = axis.runtime.sent_observer
+    assert observer is not None
+
+    def write_observed(out: torch.Tensor, rank: int | None) -> None:
+        write(out, rank)
+        observer(axis, "scatter", out)
+
+    return write_observed
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
@@ -200,6 +220,8 @@ def all_reduce_amax(amax: torch.Tensor, axis: Axis) -> torch.Tensor:
     if axis.size == 1:
         return amax
     if axis.exchange is not None and axis.exchange.peer_max is not None:
+        if axis.runtime.sent_observer is not None:
+            axis.runtime.sent_observer(axis, "maximum", amax)
         return axis.exchange.peer_max(amax)
     return all_reduce_small(amax, axis, dist.ReduceOp.MAX)
 
@@ -338,6 +360,8 @@ def all_to_all_parts(x: torch.Tensor, axis: Axis) -> Pending:
         assert axis.exchange is not None
         shape = (x.shape[0] // axis.size, *x.shape[1:])
         parts = x.detach().view(axis.size, *shape)
+        if axis.runtime.sent_observer is not None:
+            axis.runtime.sent_observer(axis, "all-to-all", x)
         transfer = axis.transfer("fused_all_to_all", x.nbytes)
         wait = axis.exchange.all_to_all(lambda out, rank: out.copy_(parts[rank]), shape, x)
         return Pending(x, transfer=transfer, finish=wait)

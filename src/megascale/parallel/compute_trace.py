@@ -85,7 +85,8 @@ class ComputeTrace:
     ) -> None:
         self._buffers = buffers
         self._chunk_positions = chunk_positions
-        self._groups = [axis.group for axis in axes if axis.group is not None]
+        self._axes = list(axes)
+        self._groups = [axis.group for axis in self._axes if axis.group is not None]
         self._runtime = runtime
         self._entries: list[_Entry] = []
         self._section: tuple[Phase, int] = Phase.FORWARD, 0
@@ -120,13 +121,21 @@ class ComputeTrace:
         """Trace the operators of a chunk's forward or backward that runs within."""
         self._section = phase, self._chunk_positions[chunk]
         observed = self._observe_sinks()
+        self._runtime.sent_observer = self._add_exchanged
         try:
             with _OperatorTrace(self, self._groups):
                 yield
         finally:
+            self._runtime.sent_observer = None
             for sink, ready in observed:
                 sink.ready = ready
             self._runtime.stream.synchronize()
+
+    def _add_exchanged(self, axis: Axis, kind: str, tensor: Tensor) -> None:
+        """Trace what leaves by an exchange to ranks that share the micro-batch."""
+        if any(member is axis for member in self._axes):
+            self.add(f"input of {kind}", tensor)
+            self.count_collective()
 
     def _observe_sinks(self) -> list[tuple[GradientSink, Callable[[], None]]]:
         """Trace each gradient before a reduction can overwrite it. Return the sinks and what they called before."""

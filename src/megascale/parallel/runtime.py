@@ -6,6 +6,7 @@ Two engines of one process therefore never share state.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,8 @@ class Runtime:
         attention: chooses the attention kernel of each shape.
         kernels: chooses all other operators and records the choices; current while an engine works (ops/dispatch.py).
         axes: weak references to all axes with a group, for `parallel/rejoin.py`.
+        sent_observer: called with the axis, the kind and the data of what an exchange sends; None: not called
+            (parallel/compute_trace.py).
         rejoin_obstacle: why what runs here cannot go on with other groups, "" if it can. A part sets it that holds
             groups outside of axes, or that maps the memory of peers.
     """
@@ -47,6 +50,7 @@ class Runtime:
     attention: AttentionChooser = field(default_factory=AttentionChooser)
     kernels: Kernels = field(default_factory=Kernels)
     axes: list[weakref.ref[Any]] = field(default_factory=list)
+    sent_observer: Callable[[Any, str, torch.Tensor], None] | None = None
     rejoin_obstacle: str = ""
     _side: SideStream | None = None  # kept when turned off, because cuBLAS has a workspace for each stream
 

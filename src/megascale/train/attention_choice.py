@@ -21,7 +21,7 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import Config
 from megascale.core import strict_json
-from megascale.core.head_exchange import share_heads
+from megascale.core.head_exchange import list_gathered_keys, share_heads
 from megascale.core.inventory import count_distinct_layers
 from megascale.core.layer_spec import AttentionSpec
 from megascale.core.untrusted_files import read_small_text
@@ -46,8 +46,8 @@ def list_shapes(
 
     Args:
         documents: largest number of documents in a sample; 0: a sample is one document.
-        context: ranks that divide the tokens of a sequence, and in attention its heads. Layers whose keys they gather
-            have no choice of kernels and are left out.
+        context: ranks that divide the tokens of a sequence, and in attention its heads. A layer whose keys they gather
+            has the shapes of all ranks' slices. With documents such layers have no choice of kernels and are left out.
     """
     model, S = config.model, config.model.sequence_length
     shapes: dict[AttentionShape, None] = {}
@@ -57,7 +57,7 @@ def list_shapes(
             continue
         window = None if mixer.window is None or mixer.window >= S else mixer.window
         share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
-        if share.gathers_keys:
+        if share.gathers_keys and documents:
             continue
         shape = AttentionShape(
             S=S,
@@ -71,7 +71,13 @@ def list_shapes(
             softcap=mixer.softcap,
             has_sinks=mixer.has_sinks,
         )
-        shapes[shape] = None
+        if not share.gathers_keys:
+            shapes[shape] = None
+            continue
+        rows = S // context
+        for keys in list_gathered_keys(S, context, window):
+            slice_window = None if window is None or window >= keys else window
+            shapes[shape._replace(S=rows, keys=keys if keys > rows else 0, window=slice_window)] = None
     return list(shapes)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megascale.config import Config
 from megascale.config.axes import AXES
 from megascale.core.expert_ranks import gathers_expert_tokens
-from megascale.core.head_exchange import find_gather_kernel, share_heads
+from megascale.core.head_exchange import list_gather_kernels, share_heads
 from megascale.core.inventory import count_distinct_layers
 from megascale.core.layout import Layout
 from megascale.core.schedule import ActionKind
@@ -141,18 +141,23 @@ def choose_context_exchange(
         return axis, {}
     tensor, context = config.parallel.tensor, config.parallel.context
     widths = []
-    lines = {}
+    kinds: dict[str, None] = {}
     for layer, _ in count_distinct_layers(config.model):
         mixer = layer.mixer
         share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
         if share.gathers_keys:
             widths.append(2 * share.kv_heads * mixer.head_size)
-            lines["context attention"] = (
-                f"gathers keys and values, by the kernel {find_gather_kernel(mixer.softcap)}: {context} context ranks "
-                f"do not divide {share.heads} heads"
-            )
+            kernels = list_gather_kernels(mixer.softcap, config.data.document_mask)
+            kernel = kernels[0] if len(kernels) == 1 else "the fastest with such a mask"
+            kinds[
+                f"gathers keys and values where {context} context ranks do not divide {share.heads} heads "
+                f"(kernel: {kernel})"
+            ] = None
         else:
             widths.append((share.heads + 2 * share.kv_heads) * mixer.head_size)
+            copies = f", each key/value head on {share.copies} ranks" if share.copies > 1 else ""
+            kinds[f"exchanges slices for heads{copies}"] = None
+    lines = {"context attention": "; ".join(kinds)}
     requested = config.overlap.context
     if requested == "collectives":
         return axis, {**lines, "context exchange": requested}

@@ -27,6 +27,7 @@ from megascale.data.dataset.formats import sample_fields
 from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
 from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, error_class_name, make_error
+from megascale.ops.compile_count import count_compilations
 from megascale.optim.learning_rate import learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
@@ -116,6 +117,7 @@ class Trainer:
         self.groups: Groups | None = None
         self.folder = RunFolder(config.run_folder)
         self.attempt = self.folder.next_attempt()  # all ranks take rank 0's number
+        count_compilations()
         self._start = StartReport(time.time_ns(), is_reused=parking is not None and parking.is_reused)
         self.reporter = Reporter(self.folder, self.is_leader)
         self.ending = Ending(config, rank_info, self.folder, parking)
@@ -668,6 +670,7 @@ class Trainer:
     def _report_active(self) -> None:
         """Report which overlaps and kernels run, which is known after the first step."""
         self._has_reported_active = True
+        log.info("this process has had %s", count_compilations().describe())
         self.reporter.report_active(self.engine.active | self.engine.runtime.kernels.active())
 
     def _report_failed_graphs(self, reason: str) -> None:

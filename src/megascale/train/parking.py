@@ -1,9 +1,12 @@
 """Parking: a rank that outlives a failed attempt stays in its process and waits for the next attempt.
 
-An agent starts its ranks with a pipe of orders (`OrdersPipe`). If a peer dies, or if the agent orders it, a rank
-leaves its groups, closes what it has opened, writes the status "parked" and waits. The order to resume brings the
+An agent starts its ranks with a pipe of orders (`core/process_orders.py`). If a peer dies, or if the agent orders it, a
+rank leaves its groups, closes what it has opened, writes the status "parked" and waits. The order to resume brings the
 environment of the next attempt. Imports, the device's context, compiled kernels and, where possible, the engine with
 weights and optimizer state are still there. On any doubt the process ends, and a new one takes its place.
+
+The agent starts the process that replaces a dead rank at once, while the driver still judges the fault. It loads what
+a start needs and waits for the same order.
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ import torch
 
 from megascale.checkpoint import object_collectives
 from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, record_of
-from megascale.core.process_orders import ORDERS_VARIABLE, Park, Resume, read_orders
+from megascale.core.process_orders import EARLY_VARIABLE, ORDERS_VARIABLE, Park, Resume, read_orders
 from megascale.core.status import PARKED, StatusFile
 from megascale.errors import TrainingError
 from megascale.optim.update_hold import UpdateHold
 from megascale.rendezvous import groups as rank_groups
 from megascale.rendezvous.groups import Groups
 from megascale.train.run_folder import RunFolder
+from megascale.train.warm_up import warm_up
 
 if TYPE_CHECKING:
     from megascale.checkpoint.background.staging import StagingSlot
@@ -190,14 +194,33 @@ class Parking:
             time.monotonic() - self._accepted,
             time.monotonic() - closed,
         )
-        resume = self._resumes.get()
-        os.environ.update(resume.environment)
-        self._attempt = _read_attempt()
+        self._join_attempt()
         if self.hold is not None:
             self.hold.release()
         self.is_ordered = False
         self.is_reused = True
         self._has_stepped = False
+
+    def wait_if_early(self, use_gpu: bool) -> None:
+        """In a process that was started early: load what a start needs, then wait for the order of an attempt.
+
+        Args:
+            use_gpu: make the context of this rank's GPU, if there is one.
+        """
+        if not os.environ.pop(EARLY_VARIABLE, ""):
+            return
+        began = time.monotonic()
+        warm_up(int(os.environ["LOCAL_RANK"]), use_gpu)
+        ready = time.monotonic()
+        self._join_attempt()
+        log.info(
+            "process %d was ready in %.2f s and waited %.2f s", os.getpid(), ready - began, time.monotonic() - ready
+        )
+
+    def _join_attempt(self) -> None:
+        """Wait for the order to begin the next attempt, and set the environment for it."""
+        os.environ.update(self._resumes.get().environment)
+        self._attempt = _read_attempt()
 
 
 def _is_of_groups(error: BaseException) -> bool:

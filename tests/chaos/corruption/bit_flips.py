@@ -24,12 +24,12 @@ from megascale.parallel.pipeline import EagerRunner
 from megascale.train.engine import Engine
 
 _GEMMS = frozenset({torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten._scaled_mm})
-# Kernels of updates, whose first argument or result is wrong.
+# Kernels of updates, with the position of the argument that is written wrongly, or None for the result.
 _UPDATES = (
-    (sharded_adamw, "adamw_apply"),
-    (sharded_lamb, "lamb_direction"),
-    (sharded_lamb, "lamb_apply"),
-    (sharded_muon, "newton_schulz"),
+    (sharded_adamw, "adamw_apply", 0),
+    (sharded_lamb, "lamb_direction", 4),
+    (sharded_lamb, "lamb_apply", 0),
+    (sharded_muon, "newton_schulz", None),
 )
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SIGNIFICANDS = {torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}  # bits
@@ -92,8 +92,9 @@ class Corruption:
             ExitStack() as kernels,
             _GemmFlips(self),
         ):
-            for module, name in _UPDATES:
-                kernels.enter_context(mock.patch.object(module, name, self._wrap_update(getattr(module, name))))
+            for module, name, argument in _UPDATES:
+                wrong_kernel = self._wrap_update(getattr(module, name), argument)
+                kernels.enter_context(mock.patch.object(module, name, wrong_kernel))
             yield
 
     def begin_step(self, step: int) -> None:
@@ -119,8 +120,8 @@ class Corruption:
 
         return update_wrongly
 
-    def _wrap_update(self, kernel: Any) -> Any:
-        """Return a kernel of the update that flips a bit of the master weights or of its result if it is due."""
+    def _wrap_update(self, kernel: Any, argument: int | None) -> Any:
+        """Return a kernel of the update that flips a bit of an argument, or of its result, if that is due."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             result = kernel(*args, **kwargs)
@@ -133,7 +134,7 @@ class Corruption:
                 is_wrong |= self._updates < 0
             if is_wrong:
                 self._updates = None
-                self._flip_low_bit(result if segments is None else args[0], segments)
+                self._flip_low_bit(result if argument is None else args[argument], segments)
             return result
 
         return run

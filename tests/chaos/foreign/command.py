@@ -5,6 +5,7 @@ A right result has the verdict of its fault, names the rank, and ends with the e
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import subprocess
@@ -119,7 +120,7 @@ class Site:
     def can_run(self, trainer: str, name: str) -> bool:
         """Return whether a trainer and a fault are possible here."""
         if self.gpus:
-            return trainer == "ddp" and name != "node gone"  # the other scripts are on gloo
+            return TRAINERS[trainer].has_gpus and name != "node gone"
         return not CASES[name].needs_gpus
 
 
@@ -206,7 +207,7 @@ def foreign(
     site_name: Literal["local", "slurm", "kubernetes"] = typer.Option(
         "local", "--site", help="This machine, or a cluster on it."
     ),
-    gpus: int = typer.Option(0, "--gpus", min=0, help="Run the DDP script on NCCL, on so many GPUs of this machine."),
+    gpus: int = typer.Option(0, "--gpus", min=0, help="Run on NCCL, on so many GPUs of this machine (ddp, megatron)."),
     is_short: bool = typer.Option(
         False, "--until-verdict", help="End each job at its verdict: faster, without a check of restart and exit code."
     ),
@@ -221,7 +222,8 @@ def foreign(
     done = Counter((outcome.trainer, outcome.case) for outcome in outcomes)
     with open_site(site_name, gpus, is_short) as site:
         names = [name for name in CASES if kind in name]
-        pairs = [(key, name) for key in TRAINERS for name in names if trainer in ("", key) and site.can_run(key, name)]
+        trainers = [key for key in TRAINERS if trainer in ("", key) and is_installed(key)]
+        pairs = [(key, name) for key in trainers for name in names if site.can_run(key, name)]
         # All pairs run once before any runs again, so that an interrupted campaign has a whole table.
         for run in range(runs):
             for key, name in pairs:
@@ -238,6 +240,18 @@ def foreign(
         out.write_text(strict_json.dumps([asdict(outcome) for outcome in outcomes]))
     if not outcomes or not all(outcome.is_right for outcome in outcomes):
         raise typer.Exit(1)
+
+
+def is_installed(trainer: str) -> bool:
+    """Return whether the package of a trainer is installed. If not, print that the trainer is skipped."""
+    package = TRAINERS[trainer].package
+    try:
+        installed = not package or importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package that contains it
+        installed = False
+    if not installed:
+        print(f"skipped  {trainer}: the package {package} is not installed", flush=True)
+    return installed
 
 
 def read_outcomes(file: Path | None) -> list[Outcome]:

@@ -26,21 +26,26 @@ class Trainer:
     Attributes:
         file: its script.
         nodes: number of nodes with one rank each.
+        package: optional package that it needs, "" if none.
+        has_gpus: the script also runs on NCCL.
         settings: settings of `megascale launch` for it.
     """
 
     file: str
     nodes: int = 3
+    package: str = ""
+    has_gpus: bool = False
     settings: tuple[str, ...] = ()
 
 
 DDP_PATTERN = r"--foreign.patterns=['^iter (?P<step>[0-9]+), loss (?P<loss>[0-9.]+)']"
 TRAINERS = {
-    "ddp": Trainer("train_ddp.py", settings=(DDP_PATTERN,)),
+    "ddp": Trainer("train_ddp.py", has_gpus=True, settings=(DDP_PATTERN,)),
     "fsdp": Trainer("train_fsdp.py"),
     "nanochat": Trainer("train_nanochat.py"),
-    "huggingface": Trainer("train_huggingface.py", nodes=2),
-    "lightning": Trainer("train_lightning.py", nodes=2),
+    "huggingface": Trainer("train_huggingface.py", nodes=2, package="transformers"),
+    "lightning": Trainer("train_lightning.py", nodes=2, package="pytorch_lightning"),
+    "megatron": Trainer("train_megatron.py", nodes=2, package="megatron.core", has_gpus=True),
 }
 
 

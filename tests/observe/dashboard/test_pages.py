@@ -10,6 +10,7 @@ from urllib.parse import quote
 import pytest
 
 from megascale.core import strict_json
+from megascale.observe.plots import smooth
 from tests.observe.dashboard.conftest import EVIL, JOB, SLOW
 
 pytestmark = pytest.mark.xdist_group("browser")
@@ -215,6 +216,126 @@ def test_a_late_answer_does_not_replace_that_to_a_later_choice(page, address):
         response.value.finished()
         page.evaluate("new Promise((done) => setTimeout(done, 50))")
     assert figure.input_value() == "wait.pipeline"
+
+
+STEPS = [{"step": s, "loss": 4 - s / 100, "seconds": 1 + s % 3 / 10, "time": s} for s in range(1, 101)]
+EVALUATIONS = [{"step": s, "valid_loss": 3.5, "time": s + 0.5} for s in (40, 60)]
+
+
+@pytest.fixture(scope="module")
+def special(serve, tmp_path_factory) -> str:
+    """Address of three runs: one that has only begun, one whose first step compiles for 40 s, one with a plan."""
+    folder = tmp_path_factory.mktemp("special")
+    compiled = [STEPS[0] | {"seconds": 40.0}] + STEPS[1:] + EVALUATIONS
+    planned = [step | {"memory_gib": 30.0} for step in STEPS]
+    for name, records in (("begun", []), ("compiled", compiled), ("planned", planned)):
+        (folder / name).mkdir()
+        (folder / name / "metrics.jsonl").write_text("".join(strict_json.dumps(line) + "\n" for line in records))
+    (folder / "planned" / "config.toml").write_text(
+        '[model]\npreset = "gpt-1.3b"\nvocab_size = 50304\n'
+        '[train]\nsteps = 200\nmicro_batch = 1\nglobal_batch = 8\nprecision = "bfloat16"\n'
+    )
+    return serve(folder)
+
+
+def evaluate(page, address: str, module: str, expression: str):
+    """Return the value of an expression with a module of the pages as `m`."""
+    settled(page, address, "overview", run="calm")
+    return page.evaluate(f"import('/pages/{module}').then((m) => {expression})")
+
+
+def test_an_unknown_run_is_named_with_the_runs_that_are_there(page, address):
+    for view in ("overview", "plan"):
+        settled(page, address, view, run="gone")
+        text = page.locator("section[aria-label='unknown run']").inner_text()
+        assert "There is no run gone in " in text
+        assert "calm" in text
+    assert violations(page) == []
+    page.locator("main").get_by_role("link", name="calm", exact=True).click()
+    page.wait_for_selector(".tiles .tile.now")
+    assert "run=calm" in page.url
+
+
+def test_views_without_data_teach_what_they_need(page, address, special):
+    for view, title in (("timeline", "The timeline needs spans"), ("heatmap", "The heat map needs spans")):
+        settled(page, address, view, run="other")
+        assert page.get_by_role("heading", name=title).is_visible()
+        assert page.locator(".canvas:visible").count() == 0
+        assert violations(page) == []
+    settled(page, address, "nodes", run="other")
+    assert "megascale launch FILE --nodes 4 --spares 1" in page.locator(".teach").inner_text()
+    settled(page, special, "overview", run="begun")
+    assert "No step has ended yet" in page.locator(".charts .teach").inner_text()
+
+
+def test_the_legend_of_the_timeline_is_above_it(page, address):
+    settled(page, address, "timeline", run="calm")
+    legend = page.locator("ul[aria-label=colours]").bounding_box()
+    canvas = page.locator(".canvas canvas").bounding_box()
+    assert legend["y"] + legend["height"] <= canvas["y"]
+
+
+def test_charts_share_x_and_leave_the_first_step_out_of_y(page, special):
+    """The first step compiles for 40 s: it is counted and not drawn, and the average begins after it."""
+    settled(page, special, "overview", run="compiled")
+    time_chart = page.locator("figure", has_text="step time")
+    page.wait_for_function("document.body.innerText.includes('1 above')")
+    assert time_chart.locator(".last").inner_text().endswith("· 1 above")
+    # The held-out losses lie between steps 40 and 60; their chart has the x of the others.
+    held_out = page.locator("figure", has_text="held-out loss").locator("canvas")
+    box = held_out.bounding_box()
+    page.mouse.move(box["x"] + 60, box["y"] + 60)
+    page.wait_for_selector(".told:visible")
+    told = time_chart.locator(".told b").inner_text()
+    assert int(told) < 10
+    page.get_by_label("Smoothing").select_option("0.9")
+    page.wait_for_url(lambda url: "smooth=0.9" in url)
+    page.reload()
+    page.wait_for_selector("main[data-ready]")
+    assert page.get_by_label("Smoothing").input_value() == "0.9"
+
+
+def test_averages_are_those_of_the_plot_command(page, address):
+    values = [4.0, 1.0, 3.0, 2.0]
+    drawn = evaluate(page, address, "line_chart.js", f"m.average({values}, 0.9)")
+    assert drawn == pytest.approx(smooth(values, 0.9))
+    assert evaluate(page, address, "line_chart.js", "m.average([1, null, 2], 0)") == [1, None, 2]
+    # Of five values one may be outside; two as large ones are not.
+    assert evaluate(page, address, "line_chart.js", "m.cut([1, 1, 1, 1, 1], [9, 1.1, 1, 1.2, 1])") == [1, 1.2]
+    assert evaluate(page, address, "line_chart.js", "m.cut([1, 1, 1, 1, 1], [9, 9, 1, 1.2, 1])") == [1, 9]
+
+
+def test_details_of_events_have_units(page, address):
+    expected = {
+        ("seconds", 0.25): "took 250 ms",
+        ("bytes", 2048): "size 2 KiB",
+        ("stall", 0.07): "stall 70 ms",
+        ("save_seconds", 130): "save 2 min 10 s",
+        ("valid_bits_per_byte", 0.5): "valid 0.5 bits per byte",
+        ("loss", 2.5): "loss 2.5 nats per token",
+        ("memory_gib", 3.25): "memory 3.25 GiB",
+        ("tokens", 1234567): "tokens 1,234,567",
+        ("path", "step-30"): "path step-30",
+    }
+    details = json.dumps([list(detail) for detail in expected])
+    told = evaluate(page, address, "overview.js", f"{details}.map(([key, value]) => m.detail(key, value))")
+    assert told == list(expected.values())
+
+
+def test_plan_and_measurement_have_one_scale(page, special):
+    """Bars of memory and of the step are as long as their values say."""
+    settled(page, special, "plan", run="planned", cluster="h200-host")
+    units = {"GiB": 1.0, "s": 1.0, "ms": 1e-3}
+    for section in ("memory", "step"):
+        lengths = {}
+        for row in page.locator(f"section[aria-label={section}] .stage").all():
+            name, (number, unit) = row.locator("> span").inner_text(), row.locator("b").inner_text().split()
+            boxes = [part.bounding_box() for part in row.locator(".stripe span").all()]
+            lengths[name] = (float(number) * units[unit], boxes[-1]["x"] + boxes[-1]["width"] - boxes[0]["x"])
+        assert "measured" in lengths
+        per_unit = [pixels / value for value, pixels in lengths.values()]
+        assert max(per_unit) < 1.03 * min(per_unit), lengths
+    assert "[object" not in page.locator("main").inner_text()
 
 
 def test_the_overview_fits_a_phone(page, address):

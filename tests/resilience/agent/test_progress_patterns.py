@@ -46,6 +46,11 @@ PRINTED = [
         None,
     ),
     ("[titan] 2026-11-27 08:00:00,123 - root - INFO - Training starts at step 11", None),
+    # the same on a pipeline stage without the loss
+    (
+        "[titan] 2026-11-27 08:00:00,123 - root - INFO - step: 20  loss: -1.00000  grad_norm:  1.4",
+        Reading(20, grad_norm=1.4),
+    ),
     # Megatron-LM, training/training.py: a step with experts, a skipped step without a loss, a validation
     (
         " [2026-11-27 08:00:00.123456] iteration       20/     100 | consumed samples:          320 | elapsed time per "

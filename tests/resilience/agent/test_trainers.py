@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import resource
@@ -252,3 +253,49 @@ def test_a_fork_server_whose_answers_cannot_be_read_is_replaced_with_its_ranks(t
     rank = asyncio.run(run())
     assert (rank.status, rank.by_agent) == (signal.SIGKILL, True)
     assert "cannot be read: division by zero" in rank.error
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_replacement_is_started_at_once_and_ended_if_the_order_does_not_suit_it(tiny, tmp_path):
+    """The first order takes the waiting process; the second one changes the settings."""
+    (tmp_path / "node").mkdir()
+    settings = tiny.read_text()
+
+    async def run() -> tuple[int, int, int, int]:
+        changed = asyncio.Event()
+        local = Trainers(tmp_path / "runs" / "tiny", tmp_path / "node", changed.set)
+        local.start_server()
+        order = Start(
+            1, 1, "tiny", (0,), 1, ("127.0.0.1", 1), settings, ("--train.steps=1000000", "--checkpoint.interval=0")
+        )
+
+        async def wait_until(is_true) -> None:
+            while not is_true():
+                changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), 0.2)
+
+        async def kill_and_wait() -> int:
+            await wait_until(lambda: local.trainers[0].pid)
+            os.kill(local.trainers[0].pid, signal.SIGKILL)
+            await wait_until(lambda: local._early.get(0))
+            return local._early[0]
+
+        try:
+            async with asyncio.timeout(240):
+                await wait_until(lambda: local._ready)
+                local.start(order, "127.0.0.1", b"t" * 64)
+                first = await kill_and_wait()
+                local.start(replace(order, attempt=2), "127.0.0.1", b"t" * 64)
+                taken = local.trainers[0].pid
+                await wait_until(lambda: (local._update(local.trainers[0]), local.trainers[0].progress)[1])
+                second = await kill_and_wait()
+                local.start(replace(order, attempt=3, settings=settings + "# changed\n"), "127.0.0.1", b"t" * 64)
+                await wait_until(lambda: local.trainers[0].pid and not os.path.exists(f"/proc/{second}"))
+                return first, taken, second, local.trainers[0].pid
+        finally:
+            local.end_server()
+
+    first, taken, second, last = asyncio.run(run())
+    assert taken == first
+    assert len({first, second, last}) == 3

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megascale.core import palette
 from megascale.observe.analysis.slow_ranks import nan_median
 
 if TYPE_CHECKING:
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-_BEFORE, _AFTER, _CAUSE = "#2f6db3", "#d9534f", "#f0ad4e"
+_BEFORE, _AFTER, _CAUSE = palette.RUNS[0], palette.RUNS[1], palette.EXPOSED
 _MAX_POINTS = 400
-_RANK_COLOURS = ("#d9534f", "#f0ad4e", "#7a5ea8", "#2f7d4a", "#2f6db3")
+_RANK_COLOURS = palette.RUNS[1:6]
 _RANKS_BY_STEP = 5  # slow ranks with a curve
 _SINGLE_CURVES = 9  # healthy ranks up to which each has a curve
 _MAX_CELLS = 1024  # ranks up to which each has a cell

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from megascale.core import palette
 from megascale.core.chrome_trace import Record, name_tracks, write_trace
 from megascale.core.spans import BACKWARD_LABELS, COMPUTE_LABELS
 from megascale.errors import ConfigError
@@ -17,10 +18,16 @@ from megascale.observe.analysis.run_steps import ActionSpan
 from megascale.observe.analysis.step_timeline import StepTimeline, Track
 
 # Colours of the first to the last chunk, dark to light.
-_FORWARD = ("#1b3a6b", "#2f6db3", "#5b9bd5", "#86b9e6", "#add2f0")
-_BACKWARD = ("#1e5631", "#2f7d4a", "#4ca66b", "#7fc295", "#a9d8b8")
+_FORWARD = palette.list_chunk_shades(palette.FORWARD)
+_BACKWARD = palette.list_chunk_shades(palette.BACKWARD)
 _DARK = _FORWARD[:2] + _BACKWARD[:2]
-_COLOURS = {"bubble": "#e4e4e4", "exposed": "#d9534f", "samples": "#f0ad4e", "optimizer": "#7a5ea8", "other": "#9a8c7c"}
+_COLOURS = {
+    "bubble": palette.BUBBLE,
+    "exposed": palette.EXPOSED,
+    "samples": palette.SAMPLES,
+    "optimizer": palette.OPTIMIZER,
+    "other": palette.OTHER,
+}
 _WAIT_COLOURS = [_COLOURS[name] for name in ("bubble", "exposed", "samples")]
 _LABELS = {
     "bubble": "bubble: the peer is not ready",

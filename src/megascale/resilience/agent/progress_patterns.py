@@ -61,8 +61,8 @@ SHIPPED = (
     ),
     ProgressPattern(
         trainer="torchtitan",
-        # The line of a validation has the same fields behind "validate step:".
-        pattern=rf"(?<!validate )\bstep: *(?P<step>[0-9]+) +loss: *(?P<loss>{NUMBER})"
+        # A validation's line has the same fields behind "validate step:". A pipeline stage without a loss prints -1.
+        pattern=rf"(?<!validate )\bstep: *(?P<step>[0-9]+) +loss: *(?:-[0-9.]+|(?P<loss>{NUMBER}))"
         rf"(?: +grad_norm: *(?P<grad_norm>{NUMBER}))?(?:.*\btps: *(?P<tokens_per_second>{NUMBER}))?",
         example="[titan] 2026-09-02 10:11:12,345 - root - INFO - step: 20  loss:  7.0312  grad_norm:  1.2345  "
         "memory: 36.98GiB(46.74%)  tps: 7,123  tflops: 412.30  mfu: 41.69%",

@@ -21,7 +21,7 @@ from megascale.config import ForeignConfig, ResilienceConfig
 from megascale.core.addresses import find_interface, is_loopback
 from megascale.core.exit_record import ExitKind
 from megascale.core.failure import FailureLog, free_bytes
-from megascale.core.process_orders import Park, Resume, encode_order
+from megascale.core.process_orders import EARLY_VARIABLE, Park, Resume, encode_order
 from megascale.core.python_process import module_command
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.untrusted_files import read_tail
@@ -50,6 +50,7 @@ from megascale.services.shared_token import derive_token
 
 log = logging.getLogger("megascale.agent")
 _STACK_SECONDS = 0.1  # before the end of keep_seconds, when ranks that have not left are asked for their stacks
+_NO_ATTEMPT = 0  # of a process that is started before its attempt is ordered
 START_SECONDS = 30.0  # seconds after its state was loaded for which heartbeats describe a rank's start
 
 
@@ -91,6 +92,8 @@ class Trainers:
         self._broken: Broken | None = None  # report of a fork server that cannot start
         self._order: Start | None = None  # of the present attempt
         self._doubts: dict[int, str] = {}  # rank -> why its process was not kept, since the last start
+        self._common: dict[str, str] = {}  # variables of all ranks of the present attempt
+        self._early: dict[int, int] = {}  # rank -> process that waits to replace it, 0 while it is forked
 
     # the fork server ------------------------------------------------------------------------------------------------
 
@@ -128,6 +131,7 @@ class Trainers:
         for trainer in self.running():
             trainer.end(signal.SIGKILL, by_agent=True)
         self._server = self._socket = self._reading = None
+        self._early = {}
 
     async def _read_reports(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -176,6 +180,11 @@ class Trainers:
             self._ready = True
         elif isinstance(message, Broken):
             self._broken = message
+        elif isinstance(message, Forked) and message.attempt == _NO_ATTEMPT:
+            if message.rank in self._early:
+                self._early[message.rank] = message.pid
+            else:
+                self._end_early(message.pid)
         elif isinstance(message, Forked) and message.attempt == self.attempt:
             if message.rank in self.trainers:
                 self.trainers[message.rank].pid = message.pid
@@ -183,6 +192,8 @@ class Trainers:
             for trainer in self.trainers.values():
                 if trainer.pid == message.pid:
                     trainer.end(message.status, record=message.record, error=message.error)
+                    self._start_early(trainer)
+            self._early = {rank: pid for rank, pid in self._early.items() if pid != message.pid}
         self._on_change()
 
     # an attempt -----------------------------------------------------------------------------------------------------
@@ -198,6 +209,7 @@ class Trainers:
         parked = self._take_parked(order)
         assert len(parked) == len(self.running()), "the previous attempt has not ended"
         doubts = self._explain_replacements()
+        early = self._take_early(order)
         self._order = order
         self.attempt = order.attempt
         if order.fresh or self._socket is None:
@@ -219,6 +231,7 @@ class Trainers:
             "MEGASCALE_NODE_ADDRESS": address,
         }
         common = _network_variables(address) | common
+        self._common = common
         self.trainers = {}
         for local_rank, rank in enumerate(order.ranks):
             log_file = logs / f"rank-{rank}.log"
@@ -226,8 +239,10 @@ class Trainers:
             trainer = TrainerProcess(rank, log_file, log_start, changed=time.monotonic())
             self.trainers[rank] = trainer
             env = common | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-            if rank in parked:
-                trainer.pid = parked[rank].pid
+            if rank in early:
+                trainer.replacement_reason = doubts.get(rank, "")
+            if rank in parked or rank in early:
+                trainer.pid = early[rank] if rank in early else parked[rank].pid
                 trainer.since_ns = time.time_ns()
                 changed = ("MASTER_ADDR", "MASTER_PORT", "MEGASCALE_ATTEMPT", "MEGASCALE_NODE_ADDRESS")
                 self._instruct(trainer.pid, Resume({name: env[name] for name in changed}))
@@ -244,6 +259,36 @@ class Trainers:
             self.start_server()
             return {}
         return parked
+
+    def _start_early(self, trainer: TrainerProcess) -> None:
+        """Start the process that replaces an ended rank before the driver orders it: it loads what a start needs."""
+        is_needed = trainer.status != 0 and not trainer.by_agent and self._server is not None
+        if not is_needed or self._order is None or not self._keeps_processes:
+            return
+        if trainer.rank not in self._order.ranks or not isinstance(self.program, OwnTrainer):
+            return
+        local_rank = self._order.ranks.index(trainer.rank)
+        env = self._common | {"RANK": str(trainer.rank), "LOCAL_RANK": str(local_rank), EARLY_VARIABLE: "1"}
+        self._early[trainer.rank] = 0
+        self._send(self.program.make_fork(trainer.rank, _NO_ATTEMPT, env, trainer.log))
+
+    def _take_early(self, order: Start) -> dict[int, int]:
+        """Return the waiting processes that the order suits, by rank; end the others."""
+        early, self._early = self._early, {}
+        suits = not order.fresh and not _explain_change(self._order, order)
+        taken = {}
+        for rank, pid in early.items():
+            if suits and pid and rank in order.ranks:
+                taken[rank] = pid
+            else:
+                self._end_early(pid)
+        return taken
+
+    def _end_early(self, pid: int) -> None:
+        """End a waiting process. One that is still being forked is ended when its process id comes."""
+        if pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _explain_replacements(self) -> dict[int, str]:
         """Return for each rank that outlived the last attempt, but not in its process, why that process has ended."""
@@ -306,6 +351,9 @@ class Trainers:
         if how == "keep" and self._keeps_processes and isinstance(self.program, OwnTrainer):
             await self._park()
             return
+        for pid in self._early.values():
+            self._end_early(pid)
+        self._early = {}
         if how == "kill":
             reason = "the driver ordered new processes: the fault may concern all"
             self._doubts |= {trainer.rank: reason for trainer in self.running() if trainer.is_parked}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megascale.core import palette
 from megascale.core.replay import ActionGraph, Timeline, replay_schedule
 from megascale.core.schedule import ActionKind, Schedule
 from megascale.simulate.planner.layout_cost import GIB, RESERVE_GIB, LayoutCost
@@ -15,12 +16,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 # Chunk 0 to the last, dark to light; forwards blue, backwards green.
-_FORWARD = ("#1b3a6b", "#2f6db3", "#5b9bd5", "#86b9e6", "#add2f0", "#d2e7f8")
-_BACKWARD = ("#1e5631", "#2f7d4a", "#4ca66b", "#7fc295", "#a9d8b8", "#d0ecd9")
+_FORWARD = palette.list_chunk_shades(palette.FORWARD)
+_BACKWARD = palette.list_chunk_shades(palette.BACKWARD)
 # A stage's computes drawn at most: more cannot be distinguished and take minutes.
 _DRAWN = 2000
-_KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace", "buffers", "reserve")
-_KIND_COLOURS = ("#4c72b0", "#55a868", "#8172b3", "#dd8452", "#c44e52", "#937860", "#8c8c8c", "#d9d9d9")
 
 
 def colour(backward: bool, chunk: int, virtual: int) -> str:
@@ -161,7 +160,7 @@ def _draw_schedule(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-d
 def _draw_memory(axes, plan: LayoutCost) -> None:  # type: ignore[no-untyped-def]
     stages = np.arange(len(plan.memory))
     base = np.zeros(len(stages))
-    for kind, shade in zip(_KINDS, _KIND_COLOURS, strict=True):
+    for kind, shade in palette.MEMORY.items():
         if kind == "reserve":
             height = np.full(len(stages), RESERVE_GIB)
         elif kind == "buffers":

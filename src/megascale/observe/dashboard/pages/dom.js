@@ -43,6 +43,21 @@ export function fill(to, ...children) {
 }
 
 /**
+ * What a view without spans needs, for the message of a server that has none of a run; else null.
+ * @param {string} run @param {string} view @param {string} message
+ */
+export function teachSpans(run, view, message) {
+  if (!message.includes("holds no spans")) return null;
+  return h("section", { class: "panel teach", "aria-label": "what this view needs" },
+    h("h2", {}, `The ${view} needs spans`),
+    h("p", {}, "Each rank records timings of every step, and all its spans every 100 steps. They appear after the first steps of a run with ", h("code", {}, "observe.timers=true"), ", which is the default."),
+    h("ul", { class: "plainlist" },
+      h("li", {}, h("code", {}, "--observe.spans=20"), " records spans more often."),
+      h("li", {}, h("code", {}, `megascale spans ${run}`), " lists the recorded steps."),
+      h("li", {}, "The overview shows losses, speed and events without spans.")));
+}
+
+/**
  * A labelled choice.
  * @param {string} label
  * @param {{value: string, text: string}[]} options

@@ -51,7 +51,7 @@ export function bytes(count) {
 
 /** @param {number | null | undefined} share */
 export function percent(share) {
-  return share === null || share === undefined || !Number.isFinite(share) ? "–" : `${(100 * share).toFixed(1)}%`;
+  return share === null || share === undefined || !Number.isFinite(share) ? "–" : `${(100 * share).toFixed(1).replace(/^-(0\.0)$/, "$1")}%`;
 }
 
 /** @param {number | null | undefined} value @param {string} unit */

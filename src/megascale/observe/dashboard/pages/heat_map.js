@@ -3,7 +3,7 @@
 import * as address from "./address.js";
 import { CellMap, byGrid, byHost } from "./cell_map.js";
 import { SCALE, onTheme, runColour } from "./colours.js";
-import { choice, fill, h } from "./dom.js";
+import { choice, fill, h, teachSpans } from "./dom.js";
 import { inUnit, percent, short } from "./format.js";
 import { ChartGroup, LineChart } from "./line_chart.js";
 import { ask } from "./server.js";
@@ -44,12 +44,13 @@ export function show(place, page) {
   const scale = h("span", { class: "scale" });
   const side = h("div", { class: "side" });
   const notes = h("div", { class: "notes" }, h("p", { class: "quiet" }, "Reading spans…"));
+  const split = h("div", { class: "split" }, h("div", { class: "canvas" }, map.canvas, tip, map.spoken), side);
   fill(
     place,
     h("h1", { class: "unseen" }, `Heat map of ${run}`),
     notes,
     controls,
-    h("div", { class: "split" }, h("div", { class: "canvas" }, map.canvas, tip, map.spoken), side),
+    split,
   );
   const group = new ChartGroup(() => {});
   const machines = h("section", { class: "panel", "aria-label": "slow machines" });
@@ -67,9 +68,13 @@ export function show(place, page) {
     } catch (error) {
       if (signal.aborted || number < answered) return;
       answered = number;
-      fill(notes, h("p", { class: "note" }, /** @type {Error} */ (error).message));
+      const { message } = /** @type {Error} */ (error);
+      const teaching = found ? null : teachSpans(run, "heat map", message);
+      fill(notes, h("p", { class: "note" }, message), teaching);
+      split.hidden = teaching !== null;
       return;
     }
+    split.hidden = false;
     // The answer to an earlier choice may come after that to a later one.
     if (number < answered) return;
     answered = number;

@@ -18,6 +18,8 @@ export class ChartGroup {
     this.charts = [];
     /** @type {number | null} */
     this.at = null;
+    /** Weight of the past in the averages of noisy charts, 0 to below 1. */
+    this.smoothing = 0;
     /** What an x is, for people. @type {(x: number) => string} */
     this.tell = (x) => short(x, 6);
   }
@@ -26,6 +28,15 @@ export class ChartGroup {
   point(x) {
     this.at = x;
     this.charts.forEach((chart) => chart.drawing.later());
+  }
+
+  /** The part of x that all charts show: from the first point of any curve to the last. */
+  range() {
+    const lines = this.charts.flatMap((chart) => chart.lines);
+    const low = Math.min(...lines.map(({ series }) => series.x[0]));
+    const high = Math.max(...lines.map(({ series }) => series.x[series.x.length - 1]));
+    if (high > low) return [low, high];
+    return low === Infinity ? [0, 1] : [low - 0.5, low + 0.5];
   }
 
   close() {
@@ -44,14 +55,22 @@ export class LineChart {
    * @param {ChartGroup} group
    * @param {string} title
    * @param {string} unit s, bytes, % or what else stands behind a number
+   * @param {boolean} noisy whether its curves are averaged and its extremes may be outside
    */
-  constructor(group, title, unit) {
+  constructor(group, title, unit, noisy = false) {
     this.group = group;
+    this.noisy = noisy;
+    /** Points above and below the shown part. @type {[number, number]} */
+    this.outside = [0, 0];
     this.title = title;
     this.unit = unit;
     this.log = false;
     /** @type {Line[]} */
     this.lines = [];
+    /** The drawn curves: averages of the means, if the chart is noisy. @type {(number | null)[][]} */
+    this.averages = [];
+    /** Last values of the curves. @type {(number | null)[]} */
+    this.ends = [];
     /** @type {Mark[]} */
     this.marks = [];
     /** @type {{low: number, high: number} | null} */
@@ -86,7 +105,8 @@ export class LineChart {
     this.lines = lines.filter((line) => line.series.x.length);
     this.marks = marks;
     const ends = this.lines.map((line) => line.series.mean[line.series.mean.length - 1]);
-    fill(this.last, ends.length === 1 ? inUnit(ends[0], this.unit) : "");
+    this.ends = ends;
+    this.tellLast();
     const words = this.lines.map((line, i) => `${line.name}: last ${inUnit(ends[i], this.unit)}`);
     this.canvas.setAttribute("aria-label", `${this.title}. ${words.join("; ") || "no values"}`);
     this.element.classList.toggle("empty", !this.lines.length);
@@ -98,20 +118,37 @@ export class LineChart {
     return this.log ? Math.log10(y) : y;
   }
 
+  /** The last value, and how many points are outside. */
+  tellLast() {
+    const [above, below] = this.outside;
+    const parts = [];
+    if (this.ends?.length === 1) parts.push(inUnit(this.ends[0], this.unit));
+    if (above) parts.push(`${above} above`);
+    if (below) parts.push(`${below} below`);
+    const words = parts.join(" · ");
+    if (this.last.textContent !== words) fill(this.last, words);
+  }
+
   measure() {
-    let [x0, x1, y0, y1] = [Infinity, -Infinity, Infinity, -Infinity];
+    const [x0, x1] = this.group.range();
+    const lows = [];
+    const highs = [];
     for (const { series } of this.lines) {
-      x0 = Math.min(x0, series.x[0]);
-      x1 = Math.max(x1, series.x[series.x.length - 1]);
       for (let i = 0; i < series.x.length; i++) {
         const [low, high] = [series.low[i], series.high[i]];
         if (low === null || high === null || (this.log && low <= 0)) continue;
-        y0 = Math.min(y0, this.height(low));
-        y1 = Math.max(y1, this.height(high));
+        lows.push(this.height(low));
+        highs.push(this.height(high));
       }
     }
-    if (!(y1 >= y0)) [y0, y1] = [0, 1];
-    if (!(x1 > x0)) [x0, x1] = [x0 === Infinity ? 0 : x0 - 0.5, x0 === Infinity ? 1 : x0 + 0.5];
+    let [y0, y1] = lows.length ? [Math.min(...lows), Math.max(...highs)] : [0, 1];
+    if (this.noisy && lows.length) [y0, y1] = cut(lows, highs);
+    this.outside = [highs.filter((high) => high > y1).length, lows.filter((low) => low < y0).length];
+    const [least, most] = [y0, y1];
+    // A point that is not shown, such as the first step, is not part of the average either.
+    const shown = (/** @type {number | null} */ y) => (y !== null && this.height(y) >= least && this.height(y) <= most ? y : null);
+    this.averages = this.lines.map(({ series }) => (this.noisy ? average(series.mean.map(shown), this.group.smoothing) : series.mean));
+    this.tellLast();
     const room = (y1 - y0 || Math.abs(y1) || 1) * 0.06;
     this.range = { x0, x1, y0: y0 - room, y1: y1 + room };
   }
@@ -168,7 +205,7 @@ export class LineChart {
     context.rect(LEFT, 0, width - LEFT - RIGHT, height - BOTTOM + 1);
     context.clip();
     for (const mark of this.marks) this.upright(context, this.px(mark.x, width), height, css("warn"), [3, 3]);
-    for (const line of this.lines) this.curve(context, line, width, height);
+    this.lines.forEach((line, i) => this.curve(context, line, this.averages[i], width, height));
     if (this.dragged) {
       const [from, to] = [this.px(this.dragged.low, width), this.px(this.dragged.high, width)];
       context.fillStyle = css("shade");
@@ -199,9 +236,10 @@ export class LineChart {
     context.setLineDash([]);
   }
 
-  /** @param {CanvasRenderingContext2D} context @param {Line} line @param {number} width @param {number} height */
-  curve(context, line, width, height) {
-    const { x, mean, low, high } = line.series;
+  /** @param {CanvasRenderingContext2D} context @param {Line} line @param {(number | null)[]} mean of the drawn line
+   * @param {number} width @param {number} height */
+  curve(context, line, mean, width, height) {
+    const { x, low, high } = line.series;
     const good = (/** @type {number | null} */ y) => y !== null && !(this.log && y <= 0);
     context.fillStyle = context.strokeStyle = line.colour;
     context.globalAlpha = 0.2;
@@ -209,6 +247,13 @@ export class LineChart {
     for (let i = 0; i < x.length; i++) if (good(high[i])) context.lineTo(this.px(x[i], width), this.py(/** @type {number} */ (high[i]), height));
     for (let i = x.length - 1; i >= 0; i--) if (good(low[i])) context.lineTo(this.px(x[i], width), this.py(/** @type {number} */ (low[i]), height));
     context.fill();
+    if (mean !== line.series.mean && this.group.smoothing) {
+      context.globalAlpha = 0.3;
+      context.lineWidth = 1;
+      context.beginPath();
+      line.series.mean.forEach((y, i) => good(y) && context.lineTo(this.px(x[i], width), this.py(/** @type {number} */ (y), height)));
+      context.stroke();
+    }
     context.globalAlpha = 1;
     context.lineWidth = 1.6;
     context.setLineDash(line.dash);
@@ -293,6 +338,35 @@ export class LineChart {
     else return;
     event.preventDefault();
   }
+}
+
+/**
+ * Exponential averages, corrected for their start, as `megascale plot` draws them.
+ * @param {(number | null)[]} values @param {number} weight of the past @returns {(number | null)[]}
+ */
+export function average(values, weight) {
+  let [sum, count] = [0, 0];
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = weight * sum + (1 - weight) * value;
+    count = weight * count + 1 - weight;
+    return sum / count;
+  });
+}
+
+/**
+ * The shown part of y: without up to 2% of the points at each end, such as the first step, if these would take most of the room.
+ * @param {number[]} lows @param {number[]} highs @returns {[number, number]}
+ */
+export function cut(lows, highs) {
+  const rising = [...lows].sort((a, b) => a - b);
+  const falling = [...highs].sort((a, b) => b - a);
+  const count = rising.length < 4 ? 0 : Math.max(1, Math.floor(0.02 * rising.length));
+  const [low, high] = [rising[count], falling[count]];
+  const room = 2 * Math.max(high - low, 1e-9 * Math.max(Math.abs(high), Math.abs(low)));
+  const least = rising.find((value) => value >= low - room) ?? low;
+  const most = falling.find((value) => value <= high + room) ?? high;
+  return [least, most];
 }
 
 /** @param {number[]} xs in order @param {number} x */

@@ -83,6 +83,22 @@ function header(runs, current) {
   );
 }
 
+/** The runs that this server does not have, after a second look. @param {string[]} runs @returns {Promise<string[]>} */
+async function findUnknown(runs) {
+  const missing = () => runs.filter((run) => !known.runs.includes(run));
+  if (missing().length) known = await ask("runs").catch(() => known);
+  return missing();
+}
+
+/** @param {string[]} names */
+function unknownRun(names) {
+  return h("section", { class: "panel teach", "aria-label": "unknown run" },
+    h("h1", {}, `There is no run ${names.join(", ")} in ${known.place}`),
+    h("p", {}, "The address names a run that has been removed or renamed, or that another server shows."),
+    known.runs.length ? [h("p", {}, "Runs here:"), h("ul", { class: "plainlist" }, known.runs.slice(0, 20).map((run) => h("li", {}, h("a", { href: address.link("overview", [run]), onclick: follows }, run))))] : null,
+    known.runs.length > 20 ? h("p", {}, h("a", { href: address.link("fleet", []), onclick: follows }, `All ${known.runs.length} runs`)) : null);
+}
+
 /** @param {MouseEvent} event */
 function follows(event) {
   if (event.metaKey || event.ctrlKey || event.shiftKey || event.button !== 0) return;
@@ -123,9 +139,18 @@ async function render() {
   const isFleet = name === FLEET.name && !known.single;
   const current = VIEWS.find((view) => view.name === name) ?? VIEWS[0];
   const runs = chosen();
+  const unknown = isFleet ? [] : await findUnknown(runs);
+  if (signal.aborted) return;
   header(runs, isFleet ? FLEET.name : current.name);
   if (!runs.length) {
-    fill(place, h("p", { class: "quiet" }, `No run in ${known.place} yet.`));
+    fill(place, h("p", { class: "panel teach" }, `No run in ${known.place} yet. A run appears here with its first start, such as `, h("code", {}, "megascale train examples/stdlib.toml"), `, if train.runs names this folder.`));
+    return;
+  }
+  if (unknown.length) {
+    fill(chip);
+    document.title = `${unknown[0]}: unknown – MegaScale`;
+    fill(place, unknownRun(unknown));
+    place.dataset.ready = "unknown";
     return;
   }
   fill(place, h("p", { class: "quiet" }, "Loading…"));

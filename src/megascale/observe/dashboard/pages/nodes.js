@@ -42,7 +42,14 @@ export function show(place, page) {
       found = await ask("nodes", { run }, signal);
     } catch (error) {
       if (!signal.aborted) {
-        fill(notes, h("p", { class: "note" }, /** @type {Error} */ (error).message));
+        const { message } = /** @type {Error} */ (error);
+        const teaching = message.includes("megascale launch")
+          ? h("section", { class: "panel teach", "aria-label": "what this view needs" },
+              h("h2", {}, "Nodes belong to launched jobs"),
+              h("p", {}, "A driver watches the nodes of a job, replaces those that fail and accepts orders here: cordon, evict, pause, restart."),
+              h("p", {}, h("code", {}, "megascale launch FILE --nodes 4 --spares 1"), " starts one on this machine; ", h("code", {}, "--cluster slurm"), " or ", h("code", {}, "--cluster kubernetes"), " on a cluster."))
+          : null;
+        fill(notes, h("p", { class: "note" }, message), teaching);
         job.hidden = list.hidden = true;
       }
       return;

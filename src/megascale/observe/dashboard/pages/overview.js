@@ -22,6 +22,9 @@ const CHARTS = [
   [["expert_entropy"], "entropy of the experts' load, relative to an even load", ""],
   [["dead_experts"], "experts without tokens", ""],
 ];
+/** Titles of charts whose curves vary from step to step: they are averaged, and a few extreme points may be outside. */
+const NOISY = new Set(["loss", "gradient norm", "tokens per second", "MFU", "step time"]);
+const SMOOTHINGS = [["0", "none"], ["0.6", "0.6"], ["0.9", "0.9"], ["0.97", "0.97"]];
 /** @type {Record<string, [string, string]>} */
 const TILES = {
   loss: ["loss", ""], valid_loss: ["held-out loss", ""], tokens_per_second: ["tokens/s", ""], mfu: ["MFU", "%"],
@@ -44,6 +47,7 @@ export function show(place, page) {
   let x = address.get("x", "step");
   /** @type {LineChart[]} */
   let charts = [];
+  let laid = false;
 
   const group = new ChartGroup((low, high) => {
     address.set({ low: low === null ? null : Number(low.toPrecision(8)), high: high === null ? null : Number(high.toPrecision(8)) });
@@ -54,6 +58,7 @@ export function show(place, page) {
     group.tell = x === "time" ? (at) => moment(at).slice(5, 19) : (at) => short(Math.round(at), 6);
   };
   told();
+  group.smoothing = Number(address.get("smooth", "0.6")) || 0;
   const heads = h("div", { class: "tiles" });
   const chartsAt = h("div", { class: "charts" });
   const spent = h("section", { class: "panel", "aria-label": "where the time went" });
@@ -78,6 +83,11 @@ export function show(place, page) {
       address.set({ log: log ? 1 : null });
       draw();
     } }), h("span", {}, "log scale of losses")),
+    choice("Smoothing", SMOOTHINGS.map(([value, text]) => ({ value, text })), String(group.smoothing), (value) => {
+      group.smoothing = Number(value);
+      address.set({ smooth: value });
+      draw();
+    }),
     reset,
     runs.length > 1 ? legend(runs) : null,
     h("span", { class: "hint" }, "drag to zoom, double-click to reset"),
@@ -119,11 +129,12 @@ export function show(place, page) {
 
   function layCharts() {
     const wanted = CHARTS.filter(([keys]) => [...curves.values()].some((series) => keys.some((key) => series[key]?.x.length)));
-    if (charts.map((chart) => chart.title).join() !== wanted.map(([, title]) => title).join()) {
+    if (!laid || charts.map((chart) => chart.title).join() !== wanted.map(([, title]) => title).join()) {
+      laid = curves.size > 0;
       group.close();
-      charts = wanted.map(([, title, unit]) => new LineChart(group, title, unit));
+      charts = wanted.map(([, title, unit]) => new LineChart(group, title, unit, NOISY.has(title)));
       chartsAt.className = `charts ${charts.length % 4 && charts.length % 3 === 0 ? "threes" : ""}`;
-      fill(chartsAt, charts.map((chart) => chart.element), charts.length ? null : h("p", { class: "quiet" }, "No metrics yet: the first step has not ended, or metrics.jsonl is missing."));
+      fill(chartsAt, charts.map((chart) => chart.element), charts.length || !laid ? null : h("p", { class: "panel teach" }, "No step has ended yet. Curves appear after the first step, which includes compilation. ", h("code", {}, `megascale logs ${runs[0]}`), " shows what the ranks do, and ", h("code", {}, `megascale hang ${runs[0]}`), " names a rank that the others wait for."));
     }
     draw();
   }
@@ -256,7 +267,7 @@ function showCheckpoints(at, checkpoints) {
     h("h2", {}, "Checkpoints"),
     checkpoints.length
       ? h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "list of checkpoints" }, table("Checkpoints", ["step", "when (UTC)", "size"], checkpoints.slice(0, 50).map((one) => [String(one.step), one.complete ? moment(one.time) : "not committed", bytes(one.bytes)]), "figures"))
-      : h("p", { class: "quiet" }, "The run folder holds no checkpoint."),
+      : h("p", { class: "quiet" }, "The run folder holds no checkpoint. ", h("code", {}, "checkpoint.interval"), " sets the steps between saves; ", h("code", {}, "checkpoint.location"), " may name another folder."),
   );
 }
 
@@ -270,7 +281,7 @@ export function showEvents(at, found, count) {
   const list = () => {
     const word = wanted.value.toLowerCase();
     const shown = found.filter((one) => !word || JSON.stringify(one).toLowerCase().includes(word));
-    fill(place, shown.map((one) => event(one)), shown.length ? null : h("li", { class: "quiet" }, found.length ? "No event contains this text." : "No events."));
+    fill(place, shown.map((one) => event(one)), shown.length ? null : h("li", { class: "quiet" }, found.length ? "No event contains this text." : "No events. Starts, saves, faults and decisions of the driver appear here with their evidence."));
   };
   const before = at.querySelector("input");
   if (before instanceof HTMLInputElement) wanted.value = before.value;
@@ -280,9 +291,36 @@ export function showEvents(at, found, count) {
   if (focused) wanted.focus();
 }
 
+/** Units by the end of a detail's name. @type {[RegExp, (value: number) => string][]} */
+const UNITS = [
+  [/(^|_)(seconds|stall)$/, duration],
+  [/(^|_)(ms|milliseconds)$/, (value) => duration(value / 1e3)],
+  [/(^|_)bytes$/, bytes],
+  [/(^|_)gib$/, (value) => `${short(value)} GiB`],
+  [/bits_per_byte$/, (value) => `${short(value)} bits per byte`],
+  [/per_second$/, (value) => `${short(value)} per second`],
+  [/(^|_)(share|mfu)$/, percent],
+  [/(^|_)loss$/, (value) => `${short(value)} nats per token`],
+  [/(^|_)(step|steps|tokens|samples)$/, whole],
+];
+/** Names of which nothing but a unit would be left. @type {Record<string, string>} */
+const BARE = { seconds: "took", bytes: "size" };
+/** The end of a name that its value's unit repeats. */
+const NAMED = /_?(seconds|ms|milliseconds|bytes|gib|bits_per_byte|per_second)$/;
+
+/** A detail of an event with its unit. @param {string} key @param {unknown} value */
+export function detail(key, value) {
+  if (typeof value === "number") {
+    const unit = UNITS.find(([end]) => end.test(key));
+    const name = (BARE[key] ?? key.replace(NAMED, "")).replaceAll("_", " ");
+    return `${name} ${unit ? unit[1](value) : short(value, 6)}`.trim();
+  }
+  return `${key.replaceAll("_", " ")} ${typeof value === "string" ? value : JSON.stringify(value)}`;
+}
+
 /** @param {any} one */
 function event(one) {
-  const more = Object.entries(one).filter(([key]) => !HIDDEN.has(key)).map(([key, value]) => `${key} ${typeof value === "number" ? short(value, 6) : typeof value === "string" ? value : JSON.stringify(value)}`);
+  const more = Object.entries(one).filter(([key, value]) => !HIDDEN.has(key) && value !== null).map(([key, value]) => detail(key, value));
   const who = [...(Array.isArray(one.nodes) ? one.nodes : []), ...(Array.isArray(one.ranks) && one.ranks.length ? [`rank ${one.ranks.join(", ")}`] : [])];
   const lines = [...(Array.isArray(one.evidence) ? one.evidence : []), ...(more.length ? [more.join(", ")] : [])];
   return h(

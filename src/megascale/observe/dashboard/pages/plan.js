@@ -7,7 +7,9 @@ import { choice, fill, h, table } from "./dom.js";
 import { bytes, duration, percent, short } from "./format.js";
 import { ask } from "./server.js";
 
-const SHADES = ["c1", "c2", "c3", "c4", "c5", "c6", "c7"];
+const SHADES = ["forward", "backward", "exposed", "update", "bubble", "samples", "other"].map((name) => `k-${name}`);
+/** A measured size beyond this many times the plan is told and not drawn: the plan would be too small to see. */
+const DRAWN = 4;
 
 /**
  * @param {HTMLElement} place
@@ -41,7 +43,7 @@ export function show(place, page) {
         address.set({ cluster: value });
         void read();
       }),
-      h("span", { class: "quiet" }, `${found.world} rank${found.world === 1 ? "" : "s"}: tensor ${plan.layout.tensor} × pipeline ${plan.layout.pipeline} × data ${plan.layout.data}, ${plan.layout.microbatches} micro-batches, ZeRO-${plan.layout.zero}, ${plan.precision}`),
+      h("span", { class: "quiet" }, `${found.world ? `${found.world} rank${found.world === 1 ? "" : "s"}: ` : ""}tensor ${plan.layout.tensor} × pipeline ${plan.layout.pipeline} × data ${plan.layout.data}, ${plan.layout.microbatches} micro-batches, ZeRO-${plan.layout.zero}, ${plan.precision}`),
     );
     fill(notes, plan.not_predicted ? h("p", { class: "note" }, `Not predicted: ${plan.not_predicted}`) : null, plan.notes.map((/** @type {string} */ note) => h("p", { class: "note" }, note)));
     fill(body, step(plan, measured), memory(plan, measured), h("section", { class: "panel wide", "aria-label": "schedule" },
@@ -70,11 +72,29 @@ function step(plan, measured) {
   ];
   return h("section", { class: "panel", "aria-label": "step" },
     h("h2", {}, "Step: predicted and measured"),
+    told && measured.seconds ? stepBars(told, measured.seconds) : null,
     table("the step", ["", "predicted", "measured, median of 200", "measured to predicted"], rows, "figures"),
     told ? [h("p", { class: "quiet" }, `P10 to P90: ${duration(told.low)} to ${duration(told.high)}`),
       table("parts of a predicted step", ["predicted part", "time", "share"], Object.entries(told.parts).filter(([, seconds]) => seconds).map(([name, seconds]) => [name.replaceAll("_", " "), duration(/** @type {number} */ (seconds)), percent(/** @type {number} */ (seconds) / told.seconds)]), "figures"),
-      told.cautions.map((/** @type {string} */ words) => h("p", { class: "quiet" }, words))] : h("p", { class: "quiet" }, "Select the run's cluster for a prediction."),
+      ...told.cautions.map((/** @type {string} */ words) => h("p", { class: "quiet" }, words))] : h("p", { class: "quiet" }, "Select the run's cluster for a prediction."),
     table("sizes", ["size", ""], [["parameters", short(plan.parameters)], ["tokens per step", short(plan.tokens_per_step, 7)], ["FLOPs per step", `${short(plan.flops.per_step / 1e12)} TFLOP`], ["FLOPs per GPU and step", `${short(plan.flops.per_step_and_gpu / 1e12)} TFLOP`]], "figures"));
+}
+
+/** Predicted and measured step on one scale. @param {any} told @param {number} seconds */
+function stepBars(told, seconds) {
+  const parts = Object.entries(told.parts).filter(([, part]) => part);
+  const most = Math.max(told.seconds, told.high, seconds);
+  const stripe = h("div", { class: "stripe", role: "img", "aria-label": `predicted ${duration(told.seconds)}: ${parts.map(([name, part]) => `${name.replaceAll("_", " ")} ${duration(/** @type {number} */ (part))}`).join(", ")}` });
+  parts.forEach(([name, part], n) => {
+    const span = h("span", { class: SHADES[n % SHADES.length], title: `${name.replaceAll("_", " ")}: ${duration(/** @type {number} */ (part))}` });
+    span.style.width = `${(100 * /** @type {number} */ (part)) / most}%`;
+    stripe.append(span);
+  });
+  return [
+    h("div", { class: "stage" }, h("span", {}, "predicted"), stripe, h("b", {}, duration(told.seconds))),
+    h("div", { class: "stage" }, h("span", {}, "measured"), measuredStripe(seconds, most), h("b", {}, duration(seconds))),
+    h("ul", { class: "legend" }, parts.map(([name], n) => h("li", {}, h("i", { class: `key ${SHADES[n % SHADES.length]}` }), name.replaceAll("_", " ")))),
+  ];
 }
 
 /** @param {any} plan @param {any} measured */
@@ -82,22 +102,25 @@ function memory(plan, measured) {
   const stages = plan.memory_by_stage;
   const kinds = Object.keys(stages[0]).filter((kind) => kind !== "total" && stages.some((/** @type {any} */ one) => one[kind]));
   const largest = Math.max(...stages.map((/** @type {any} */ one) => one.total));
+  const size = (measured.memory_gib ?? 0) * 2 ** 30;
   // A CPU's process holds many times a small model: it would leave nothing of the plan to see.
-  const most = Math.max(largest, Math.min(1.25 * largest, (measured.memory_gib ?? 0) * 2 ** 30));
+  const drawn = size > 0 && size <= DRAWN * largest;
+  const most = drawn ? Math.max(largest, size) : largest;
   const shown = stages.length <= 8 ? stages.map((/** @type {any} */ _, /** @type {number} */ i) => i) : [0, Math.floor(stages.length / 2), stages.length - 1];
   return h("section", { class: "panel", "aria-label": "memory" },
     h("h2", {}, "Memory per rank"),
     shown.map((/** @type {number} */ i) => {
       const stripe = h("div", { class: "stripe", role: "img", "aria-label": `stage ${i}: ${bytes(stages[i].total)}` });
-      kinds.forEach((kind, n) => {
-        const part = h("span", { class: SHADES[n % SHADES.length], title: `${kind.replaceAll("_", " ")}: ${bytes(stages[i][kind])}` });
+      kinds.forEach((kind) => {
+        const part = h("span", { class: `m-${kind}`, title: `${kind.replaceAll("_", " ")}: ${bytes(stages[i][kind])}` });
         part.style.width = `${(100 * stages[i][kind]) / most}%`;
         stripe.append(part);
       });
       return h("div", { class: "stage" }, h("span", {}, `stage ${i}`), stripe, h("b", {}, bytes(stages[i].total)));
     }),
-    measured.memory_gib ? h("div", { class: "stage" }, h("span", {}, "measured"), measuredStripe(measured.memory_gib * 2 ** 30, most), h("b", {}, bytes(measured.memory_gib * 2 ** 30))) : null,
-    h("ul", { class: "legend" }, kinds.map((kind, n) => h("li", {}, h("i", { class: `key ${SHADES[n % SHADES.length]}` }), `${kind.replaceAll("_", " ")} ${bytes(stages[0][kind])}`))),
+    drawn ? h("div", { class: "stage" }, h("span", {}, "measured"), measuredStripe(size, most), h("b", {}, bytes(size))) : null,
+    size && !drawn ? h("p", {}, `Measured: ${bytes(size)}, ${short(size / largest, 2)} times the plan, and therefore not drawn on its scale.`) : null,
+    h("ul", { class: "legend" }, kinds.map((kind) => h("li", {}, h("i", { class: `key m-${kind}` }), `${kind.replaceAll("_", " ")} ${bytes(stages[0][kind])}`))),
     h("p", { class: "quiet" }, `The legend is for stage 0. ${plan.fits ? "Fits" : "Does not fit"} ${short(plan.device_gib)} GiB with ${short(plan.reserve_gib)} reserved for the device's driver. Measured is the memory of the fullest rank's device; on a CPU it is that of the process, including Python and its libraries.`));
 }
 

@@ -2,7 +2,7 @@
 
 import * as address from "./address.js";
 import { onTheme } from "./colours.js";
-import { choice, fill, h, table } from "./dom.js";
+import { choice, fill, h, table, teachSpans } from "./dom.js";
 import { duration, percent } from "./format.js";
 import { ask } from "./server.js";
 import { TrackView } from "./track_view.js";
@@ -36,13 +36,15 @@ export function show(place, page) {
   const controls = h("div", { class: "bar" });
   const side = h("div", { class: "side" });
   const notes = h("div", { class: "notes" }, h("p", { class: "quiet" }, "Reading spans…"));
+  const legend = h("ul", { class: "legend above-canvas", "aria-label": "colours" }, KINDS.map(([name, words]) => h("li", {}, h("i", { class: `key k-${name}` }), words)), h("li", {}, h("i", { class: "key k-plan" }), "below each rank: the planned schedule, on the same time axis"));
+  const split = h("div", { class: "split" }, h("div", { class: "canvas" }, view.canvas, tip), side);
   fill(
     place,
     h("h1", { class: "unseen" }, `Timeline of ${run}`),
     notes,
     controls,
-    h("div", { class: "split" }, h("div", { class: "canvas" }, view.canvas, tip), side),
-    h("ul", { class: "legend below-canvas" }, KINDS.map(([name, words]) => h("li", {}, h("i", { class: `key k-${name}` }), words)), h("li", {}, h("i", { class: "key k-plan" }), "below each rank: the planned schedule")),
+    legend,
+    split,
   );
 
   async function read() {
@@ -51,11 +53,15 @@ export function show(place, page) {
       answer = await ask("timeline", { run, step: address.number("step"), ranks: address.get("ranks"), view: address.get("view") }, signal);
     } catch (error) {
       if (signal.aborted) return;
-      fill(notes, h("p", { class: "note" }, /** @type {Error} */ (error).message));
-      if (!found) bar([], null);
+      const { message } = /** @type {Error} */ (error);
+      const teaching = found ? null : teachSpans(run, "timeline", message);
+      fill(notes, h("p", { class: "note" }, message), teaching);
+      legend.hidden = split.hidden = teaching !== null;
+      if (!found && !teaching) bar([], null);
       return;
     }
     found = answer;
+    legend.hidden = split.hidden = false;
     fill(notes);
     view.tracks = found.tracks;
     view.messages = found.messages;

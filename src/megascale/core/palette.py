@@ -1,0 +1,45 @@
+"""Colours of runs, of parts of a step and of kinds of memory: the same in pictures and on the dashboard's pages.
+
+The light theme of the pages repeats them (`observe/dashboard/pages/dashboard.css` and `colours.js`); a test compares.
+"""
+
+from __future__ import annotations
+
+FORWARD = "#4d8fcc"
+BACKWARD = "#2f9e77"
+OPTIMIZER = "#8a63b8"
+OTHER = "#8d979f"
+BUBBLE = "#c9ced4"
+EXPOSED = "#e08214"
+SAMPLES = "#c2498a"
+
+# Okabe and Ito's colours, darker for light backgrounds.
+RUNS = ("#0067a5", "#b34700", "#007a5a", "#a3447f", "#8a6000", "#2c7fa8", "#4b4b4b", "#7a3fb0")
+
+# Kinds of memory in the order of a plan.
+MEMORY = {
+    "weights": "#b34700",
+    "gradients": "#8a6000",
+    "optimizer": "#a3447f",
+    "activations": "#4f7cac",
+    "logits": "#6b6f76",
+    "workspace": "#9a8f3c",
+    "buffers": "#9aa3ad",
+    "reserve": "#d5dade",
+}
+
+# Parts of black (negative) or white that the chunks of a stage are mixed with, from the first chunk to the last.
+_CHUNKS = (-0.4, 0.0, 0.25, 0.45, 0.6, 0.74)
+
+
+def mix(colour: str, share: float) -> str:
+    """Return #rrggbb mixed with a share of white, or of black if the share is negative."""
+    target = 255 if share > 0 else 0
+    parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    mixed = [round(part + (target - part) * abs(share)) for part in parts]
+    return "#" + "".join(f"{part:02x}" for part in mixed)
+
+
+def list_chunk_shades(colour: str) -> tuple[str, ...]:
+    """Return the shades of a stage's chunks, dark to light. The second is the colour itself, for a single chunk."""
+    return tuple(mix(colour, share) for share in _CHUNKS)
