@@ -280,7 +280,11 @@ def identify_memory(handle: int) -> tuple[int, int]:
 
 
 def choose_slot(
-    free: Sequence[bool], complete: Sequence[bool], generations: Sequence[str], origin: Sequence[bool], resumed: bool
+    free: Sequence[bool],
+    complete: Sequence[bool],
+    generations: Sequence[str],
+    origin: Sequence[bool],
+    one_at_first: bool,
 ) -> int | None:
     """Return the slot of the next snapshot, None if no slot may be overwritten yet.
 
@@ -293,9 +297,10 @@ def choose_slot(
         generations: generation of each slot's snapshot on this process; where complete, the same on all.
         origin: for each slot, whether some process has in it the snapshot that the run began from. Other processes may
             have that from a peer.
-        resumed: the run began from memory. Until a newer snapshot is complete everywhere, one is made at a time.
+        one_at_first: until a snapshot of this start is complete everywhere, make one at a time: the run began from
+            memory, or a lost process must cost one step only.
     """
-    if resumed and not any(complete) and not all(free):
+    if one_at_first and not any(complete) and not all(free):
         return None
     is_valuable = [a or b for a, b in zip(complete, origin, strict=True)]
     usable = []
