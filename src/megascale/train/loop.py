@@ -189,6 +189,9 @@ class Trainer:
     def _meet_ranks(self, resources: contextlib.ExitStack, refusal: MegascaleError | None) -> MegascaleError | None:
         """Initialise the groups and take rank 0's attempt. Return this rank's or rank 0's refusal."""
         info = self.rank_info
+        if self.attempt > 1 and info.local_rank == 0:
+            # The replacement of a lost node has no service yet, and its state comes through one.
+            checkpoint.start_service(self.config.checkpoint, self.folder.path)
         self.groups = initialise(
             self.config, rank=info.rank, world=info.world, local_rank=info.local_rank, device=info.device
         )
