@@ -22,6 +22,7 @@ from megascale.config import ResilienceConfig
 from megascale.core.exit_record import ExitKind
 from megascale.core.grid import Grid
 from megascale.core.secrets import REPLICA_VARIABLE
+from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience import rules
 from megascale.resilience.agent import trainers
 from megascale.resilience.agent.rank_programs import OwnTrainer
@@ -326,7 +327,7 @@ def test_processes_that_another_trainer_started_end_with_it(end, tmp_path):
             local.end_server()
         return int(pid_file.read_text())
 
-    stat = Path(f"/proc/{asyncio.run(run())}/stat")
+    child = asyncio.run(run())
     deadline = time.monotonic() + 60
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+    while read_process_state(child) != "gone":
         assert time.monotonic() < deadline, "the child process lives"

@@ -7,6 +7,7 @@ import pytest
 from megascale.core.calls import CallRecord, GroupCounts, PendingWait
 from megascale.observe.hang.scene import RankEvidence, Scene
 from megascale.resilience.driver.diagnosis.diagnosis import refine_hang
+from megascale.resilience.rules.exits import last_message
 from megascale.resilience.rules.metrics_rules import losses, slow_nodes, throughput
 from megascale.resilience.rules.silence import FOREIGN_GRACE_PERIOD, hang
 from megascale.resilience.rules.view import Metric, Verdict, View
@@ -73,3 +74,14 @@ def test_a_pause_of_ranks_that_move_or_wait_for_none_is_an_alert():
     late = {n: [heartbeat(n, 1, [worker(n, status_age=61.0)])] for n in range(2)}
     assert refine_hang(HANG, view(late, is_foreign=True), evaluating, None).action == "recover"
     assert refine_hang(HANG, view(beats), moving, None).action == "recover"  # this package's trainer has a status
+
+
+def test_an_exception_counts_although_a_progress_bar_is_shown_after_it():
+    """Torch puts the rank before the lines of a traceback."""
+    lines = [
+        "[rank0]: Traceback (most recent call last):",
+        "[rank0]: KeyError: 'text'",
+        "Epoch 0:  45%|#| 18/40 [00:09<00:11]",
+    ]
+    failed = worker(0, state="exited", code=1, stderr_tail="\n".join(lines))
+    assert last_message(failed) == "[rank0]: KeyError: 'text'"

@@ -116,7 +116,7 @@ END_MARK = ForeignMessage(
 # The line of an exception, which says more than lines after it, such as a library's advice.
 EXCEPTION_LINE = ForeignMessage(
     source="Python",
-    pattern=r"^(?:[\w.]+(?:Error|Exception|Interrupt|Exit)\b|error:|Fatal)",
+    pattern=r"^(?:\[rank\d+\]: )?(?:[\w.]+(?:Error|Exception|Interrupt|Exit)\b|error:|Fatal)",
     fault=Fault.CODE,
     example="KeyError: 'text'",
 )
