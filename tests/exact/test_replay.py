@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.ops.segments import TILE
 from megascale.train.update_check import RANGE
 from tests.chaos.corruption.bit_flips import EVERY_RANK, BitFlip
@@ -35,6 +36,10 @@ HEALTHY = {
     ),
     "context": case(1, 1, 2, microbatches=2, zero=1, model=DROPOUT, parallel={"context": 2}),
     "experts": experts_case(2, 1, 2, experts=BALANCED, zero=2),
+    "adapters": case(2, 1, 2, microbatches=2, zero=2, model=TWO_LAYERS, train={"lora": {"rank": 3, "alpha": 6.0}}),
+    "adapters in stages": case(
+        1, 2, 2, microbatches=2, zero=1, model=TWO_LAYERS, train={"lora": {"rank": 3, "alpha": 6.0}}
+    ),
     "LAMB": case(1, 1, 2, microbatches=1, zero=2, model=TWO_LAYERS, optimizer={"name": "lamb"}),
     "Muon": case(2, 1, 2, microbatches=1, zero=1, model=TWO_LAYERS, optimizer={"name": "muon"}),
     "float8, gathered in float8": case(
@@ -59,9 +64,10 @@ def run(
     steps: int = STEP,
     interval: int = 2,
     update_range: int = RANGE,
+    fields: SampleFields = NO_FIELDS,
 ) -> CheckedResult:
     """Return what rank 0 reports; all ranks must report the same verdict."""
-    results = pool.run(train_checked, layout.world, layout.tree, steps, interval, flip, (), update_range)
+    results = pool.run(train_checked, layout.world, layout.tree, steps, interval, flip, (), update_range, fields)
     assert all(result.verdicts == results[0].verdicts for result in results)
     return replace(results[0], state=[result.state for result in results])
 
@@ -73,6 +79,28 @@ def test_replays_agree_and_leave_the_training_as_it_is(name, pool):
     assert not checked.verdicts
     assert checked.confirmed_step == 3
     assert checked.state == run(layout, pool, steps=3, interval=0).state
+
+
+DOCUMENTS = SampleFields(loss_weights=True, positions=True, max_documents=4)
+ROTARY = {**DROPOUT, "positions": "rotary"}
+WITH_FIELDS = {
+    "stages": case(1, 2, 2, microbatches=3, zero=1, model=ROTARY),
+    "tensor, ZeRO-3": case(2, 1, 2, microbatches=2, zero=3, model=ROTARY),
+    "context": case(1, 1, 2, microbatches=2, zero=2, model=ROTARY, parallel={"context": 2}),
+}
+
+
+@pytest.mark.parametrize("name", WITH_FIELDS)
+def test_documents_and_loss_weights_go_to_the_other_replica(name, pool):
+    """Each third sample has no weight at all: its replay has only zeros as gradients."""
+    layout = WITH_FIELDS[name]
+    checked = run(layout, pool, steps=3, interval=1, fields=DOCUMENTS)
+    assert not checked.verdicts
+    assert checked.confirmed_step == 3
+    assert checked.state == run(layout, pool, steps=3, interval=0, fields=DOCUMENTS).state
+    flip = BitFlip("gemm", 3, STEP, is_persistent=False, position=2, bit=40)
+    (verdict,) = run(layout, pool, flip, fields=DOCUMENTS).verdicts
+    assert verdict.ranks == (3,)
 
 
 def test_updates_while_the_check_is_off_are_no_fault(pool):

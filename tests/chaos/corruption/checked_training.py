@@ -7,6 +7,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megascale.core.batch import NO_FIELDS, SampleFields
 from megascale.core.replay_verdict import ReplayVerdict
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
 from megascale.train.update_check import RANGE
@@ -40,14 +41,15 @@ def train_checked(
     flip: BitFlip | None,
     unchecked_steps: Sequence[int] = (),
     update_range: int = RANGE,
+    fields: SampleFields = NO_FIELDS,
 ) -> CheckedResult:
     """Train `steps` steps with a check once per `interval` steps (0: none), and go on after each mismatch.
 
     The first check is in step 2 or later: the first step of a process is not checked. The check is taken out of the
     engine during `unchecked_steps`, as `python -m benchmarks alternate` does. `update_range`: elements that are
-    recomputed of an update.
+    recomputed of an update. `fields`: optional fields of the samples.
     """
-    engine = make_engine(rank, world, tree)
+    engine = make_engine(rank, world, tree, fields)
     evidence: list[ReplayEvidence] = []
     check: ReplayCheck | None = None
     if interval:

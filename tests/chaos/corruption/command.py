@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -16,7 +17,8 @@ from megascale.core import strict_json
 from megascale.errors import ConfigError, TrainingError
 from tests.chaos.corruption.bit_flips import COMPUTE_KINDS, KINDS, STATE_KINDS, UPDATE_KINDS, BitFlip
 
-TRIALS_PER_JOB = 20
+TRIALS_PER_JOB = 5
+JOB_SECONDS = 1800.0  # the machine may be busy with other work
 INTERVALS = 2  # within which a fault must be named
 _BITS = 64
 
@@ -60,7 +62,8 @@ def corruption(
     replays: int = typer.Option(2000, min=0, help="replays on healthy ranks over all layouts"),
     layouts: str = typer.Option("", help="layouts, comma-separated; default: all"),
     seed: int = typer.Option(0, help="seed of the faults"),
-    out: Path = typer.Option(Path("bench-corruption.json"), help="JSON file for the results"),
+    out: Path = typer.Option(Path("bench-corruption.json"), help="JSON file for the results, written per layout"),
+    proceed: bool = typer.Option(False, help="keep the layouts that --out has results of, and run the others"),
 ) -> None:
     """Flip a bit on one rank, once or from a step on, and count the verdicts. Replay healthy micro-batches too.
 
@@ -80,11 +83,15 @@ def corruption(
         raise ConfigError(f"--layouts={layouts}: {unknown[0]} is unknown; choose among {', '.join(LAYOUTS)}")
     console = Console(highlight=False)
     console.width = max(console.width, 150)
-    pool = Pool()
-    counts: list[Count] = []
+    campaign = {"seed": seed, "trials": trials, "replays": replays, "layouts": chosen}
+    counts, seconds = _read_results(out, campaign) if proceed else ([], 0.0)
+    finished = {count.layout for count in counts}
     start = time.monotonic()
+    pool = Pool()
     try:
         for number, name in enumerate(chosen):
+            if name in finished:
+                continue
             layout = LAYOUTS[name]
             share = _divide(trials, len(chosen), number)
             rng = np.random.default_rng((seed, number))
@@ -96,6 +103,9 @@ def corruption(
             _run_healthy(pool, layout, _divide(replays, len(chosen), number), healthy)
             counts += [count for count in by_kind.values() if count.injected] + [healthy]
             console.print(f"{name}: {len(faults)} faults, {healthy.replays} healthy replays")
+            date = datetime.now(UTC).isoformat(timespec="seconds")
+            record = {"date": date, **campaign, "seconds": seconds + time.monotonic() - start}
+            out.write_text(strict_json.dumps(record | {"counts": [asdict(count) for count in counts]}) + "\n")
     finally:
         pool.close()
     table = Table(title=f"wrong bits, seed {seed}")
@@ -114,14 +124,20 @@ def corruption(
     summary = [str(number) for number in (*totals, wrong, most)]
     table.add_row("all", "", *summary, f"{alarms} of {healthy_replays}", style="bold")
     console.print(table)
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    record = {"date": date, "seed": seed, "seconds": time.monotonic() - start, "counts": [asdict(c) for c in counts]}
-    out.write_text(strict_json.dumps(record) + "\n")
     if totals[0] != totals[1] or totals[1] != totals[2] + totals[3] or alarms:
         raise TrainingError(
             f"{totals[1]} of {totals[0]} faults were detected, {totals[2] + totals[3]} named, and {alarms} healthy "
             f"replays differed; {out} lists them"
         )
+
+
+def _read_results(out: Path, campaign: dict[str, Any]) -> tuple[list[Count], float]:
+    """Return the counts of an interrupted campaign and its seconds. Raises ConfigError if it was another one."""
+    record = json.loads(out.read_text())
+    earlier = {key: record[key] for key in campaign}
+    if earlier != campaign:
+        raise ConfigError(f"--proceed: {out} has the results of {earlier}, and this campaign is {campaign}")
+    return [Count(**count) for count in record["counts"]], record["seconds"]
 
 
 def _divide(total: int, parts: int, number: int) -> int:
@@ -148,7 +164,7 @@ def _run_faults(pool: Any, layout: Any, faults: list[BitFlip], by_kind: dict[str
     """Inject faults one after another into one training, and count the outcomes."""
     from tests.chaos.corruption.checked_training import run_trials
 
-    reports = pool.run(run_trials, layout.world, layout.tree, faults)
+    reports = pool.run(run_trials, layout.world, layout.tree, faults, timeout=JOB_SECONDS)
     replicas = layout.tree["parallel"]["data"]
     for number, fault in enumerate(faults):
         trial = reports[0][number]
@@ -181,6 +197,6 @@ def _run_healthy(pool: Any, layout: Any, replays: int, count: Count) -> None:
     if not steps:
         return
     # The first step is not checked.
-    reports = pool.run(train_checked, layout.world, layout.tree, steps + 1, 1, None)
+    reports = pool.run(train_checked, layout.world, layout.tree, steps + 1, 1, None, timeout=JOB_SECONDS)
     count.replays = steps * replicas
     count.alarms = len(reports[0].verdicts)
