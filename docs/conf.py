@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.errors import ExtensionError
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -32,6 +37,37 @@ def keep_settings_whole(app, page, template, context, doctree):
         context["body"] = context["body"].replace('<span class="pre">--', '<span class="pre setting">--')
 
 
+# Pages that the search leaves out: lists of tests would come before the pages that explain a matter.
+UNSEARCHED = {"appendix-tests"}
+SYNONYMS = tomllib.loads((ROOT / "docs" / "site" / "synonyms.toml").read_text())
+
+
+def add_synonyms(app, doctree):
+    """Add words that readers search for as index entries, which the site's search reads."""
+    page = app.env.docname
+    if page in UNSEARCHED:
+        app.env.metadata[page]["nosearch"] = True
+    for target, words in SYNONYMS.items():
+        name, _, heading = target.partition("#")
+        if name != page:
+            continue
+        sections = [section for section in doctree.findall(nodes.section) if not heading or heading in section["ids"]]
+        if not sections:
+            raise ExtensionError(f"docs/site/synonyms.toml: {page} has no heading {heading!r}")
+        section = sections[0]
+        entries = [("single", word, section["ids"][0], "main", None) for word in words]
+        section.insert(1, addnodes.index(entries=entries))
+
+
+def check_synonyms(app, env):
+    """Check that each page of the synonyms exists."""
+    missing = {target.partition("#")[0] for target in SYNONYMS} - env.all_docs.keys()
+    if missing:
+        raise ExtensionError(f"docs/site/synonyms.toml names pages that do not exist: {', '.join(sorted(missing))}")
+
+
 def setup(app):
-    """What Sphinx calls."""
+    """Connect the handlers, which Sphinx calls."""
     app.connect("html-page-context", keep_settings_whole)
+    app.connect("doctree-read", add_synonyms)
+    app.connect("env-updated", check_synonyms)

@@ -87,7 +87,7 @@ def watch(job: subprocess.Popen[str], run: Path) -> tuple[list[tuple[float | Non
     return shown, False
 
 
-def picture(shown: list[tuple[float | None, str]], out: Path) -> None:
+def picture(shown: list[tuple[float | None, str]], out: Path, title: str = "kill -9, and on") -> None:
     """The lines as a terminal's picture."""
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
@@ -95,7 +95,7 @@ def picture(shown: list[tuple[float | None, str]], out: Path) -> None:
             text = Text(f"{start:+6.1f} s  " if start is not None else " " * 10, style="bright_black")
             text.append(line, style="bold" if line.startswith("$") else "cyan" if line.startswith("driver") else "")
             console.print(text)
-        console.save_svg(str(out), title="kill -9, and on")
+        console.save_svg(str(out), title=title)
 
 
 if __name__ == "__main__":

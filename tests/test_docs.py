@@ -1,8 +1,11 @@
 """Names in the documents: the files, modules, functions and tests of the tree exist."""
 
+import json
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -61,21 +64,66 @@ def test_the_appendix_of_tests_is_up_to_date():
     assert result.returncode == 0, result.stderr
 
 
-def test_the_site_is_built_without_a_warning(tmp_path):
-    """`make docs`: a link or an anchor that leads nowhere, a page that no table of contents has."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site. A link that leads nowhere, or a page without a table of contents, fails the build."""
     pytest.importorskip("myst_parser", reason="the extra docs is not installed")
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-q",
-        "-W",
-        "--keep-going",
-        "-b",
-        "html",
-        ROOT / "docs",
-        tmp_path / "site",
-    ]
-    done = subprocess.run(command + ["-d", tmp_path / "trees"], capture_output=True, text=True, check=False)
+    folder = tmp_path_factory.mktemp("documents")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", ROOT / "docs", folder / "site"]
+    done = subprocess.run(command + ["-d", folder / "trees"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "lr.warmup_steps" in (tmp_path / "site" / "configuration.html").read_text()
+    return folder / "site"
+
+
+def test_the_site_is_built_without_a_warning(site):
+    assert "lr.warmup_steps" in (site / "configuration.html").read_text()
+
+
+def test_every_page_but_the_last_leads_to_a_next_one(site):
+    pages = {file.stem: file.read_text() for file in site.glob("*.html")}
+    for name in ("search", "genindex", "py-modindex"):
+        pages.pop(name, None)
+    assert len(pages) > 60
+    assert [name for name, text in pages.items() if 'class="next-page"' not in text] == ["appendix-tests"]
+
+
+def test_the_search_knows_synonyms_and_leaves_out_lists_of_tests(site):
+    index = json.loads((site / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")"))
+    synonyms = tomllib.loads((ROOT / "docs" / "site" / "synonyms.toml").read_text())
+    words = [word for listed in synonyms.values() for word in listed]
+    assert len(words) == len(set(words))
+    for target, listed in synonyms.items():
+        page, _, heading = target.partition("#")
+        for word in listed:
+            found = [(index["docnames"][number], anchor) for number, anchor, _ in index["indexentries"][word]]
+            assert [name for name, _ in found] == [page], word
+            assert not heading or found[0][1] == heading
+    unsearched = index["docnames"].index("appendix-tests")
+    listed = index["terms"].get("test", [])
+    assert unsearched not in (listed if isinstance(listed, list) else [listed])
+
+
+@pytest.mark.xdist_group("browser")
+def test_pages_fit_their_windows_and_the_search_answers(site):
+    playwright = pytest.importorskip("playwright.sync_api")
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no chromium")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page = browser.new_page()
+        for width in (375, 1280, 1440):
+            page.set_viewport_size({"width": width, "height": 800})
+            for name in ("performance", "architecture", "configuration", "continued-pretraining"):
+                page.goto(f"file://{site}/{name}.html")
+                assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, width)
+        for query, title in (
+            ("fsdp", "sharding"),
+            ("gradient accumulation", "planning-layouts"),
+            ("fine-tune", "finetune"),
+        ):
+            page.goto(f"file://{site}/search.html?q={query.replace(' ', '+')}")
+            page.wait_for_selector("ul.search li a")
+            results = page.locator("ul.search li a").evaluate_all("links => links.map((link) => link.href)")
+            assert any(f"/{title}.html" in link for link in results[:3]), (query, results[:5])
+        browser.close()

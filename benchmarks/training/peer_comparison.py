@@ -402,6 +402,9 @@ def run_child(prepare: Callable[[PeerJob, torch.device], Timed], file: str) -> N
         versions = {"torch": torch.__version__, **timed.versions}
         report = {"seconds": seconds, "memory_gib": memory, "versions": versions, "settings": timed.settings}
         Path(job.out).write_text(strict_json.dumps(report | {"losses": losses}))
+    dist.barrier()
+    if cuda:
+        os._exit(0)  # Megatron-Core's communicators of experts did not end within a minute
     dist.destroy_process_group()
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megascale.train.convert_model import Conversion
     from megascale.train.evaluation import Evaluation
     from megascale.train.loop import TrainResult
+    from megascale.train.parking import Parking
 
 __all__ = [
     "RunDescription",
@@ -140,9 +141,10 @@ def train(config: Config) -> TrainResult:
     from megascale.core.layout import lay_out
     from megascale.train.claim import record_refusal
     from megascale.train.loop import Trainer
-    from megascale.train.parking import open_parking
+    from megascale.train.parking import is_prepared, open_parking
     from megascale.train.rank_info import check_local_ranks, find_rank_info, has_bfloat16
     from megascale.train.resume import check_start
+    from megascale.train.run_folder import RunFolder
 
     parking = open_parking()
     if parking is not None:
@@ -152,11 +154,15 @@ def train(config: Config) -> TrainResult:
         check_start(config)
         rank_info = find_rank_info(config)
         config = resolve_precision(config, has_bfloat16(rank_info.device))
-        layout = lay_out(config, rank_info.world)
+        layout = lay_out(_set_data_size(config, parking), rank_info.world)
         check_local_ranks(layout, rank_info, saves_checkpoints=True)
     except MegascaleError as error:
         record_refusal(config, str(error), error)
         raise
+    if parking is not None and is_prepared():
+        parking.prepare(RunFolder(config.run_folder), rank_info)
+        rank_info = find_rank_info(config)
+        layout = lay_out(_set_data_size(config, parking), rank_info.world)
     while True:
         trainer = Trainer(layout, rank_info, parking)
         try:
@@ -168,6 +174,16 @@ def train(config: Config) -> TrainResult:
         folder, step = trainer.folder, trainer.step
         del trainer  # and all that the failed attempt held
         parking.wait(folder, rank_info.rank, step)
+        rank_info = find_rank_info(config)
+        layout = lay_out(_set_data_size(config, parking), rank_info.world)
+
+
+def _set_data_size(config: Config, parking: Parking | None) -> Config:
+    """Return the configuration with the data-parallel size of the present attempt, which may differ from the first."""
+    if parking is None or not parking.data:
+        return config
+    parallel = config.parallel.model_copy(update={"data": parking.data})
+    return config.model_copy(update={"parallel": parallel})
 
 
 def evaluate(

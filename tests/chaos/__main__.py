@@ -23,6 +23,7 @@ CAMPAIGNS: dict[str, str] = {
     "fuzz": "tests.chaos.fuzz.command",
     "hostile": "tests.chaos.hostile.command",
     "driver": "tests.chaos.driver.load",
+    "continue": "tests.chaos.local.continuing",
     "foreign": "tests.chaos.foreign.command",
     "many-nodes": "tests.chaos.machines.many_nodes",
     "kubernetes-scale": "tests.chaos.kubernetes.scale",

@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 
-from megascale.config import Config, load
+from megascale.config import Config, from_tree, load
 from megascale.config.reference import (
     describe_sections,
     find_settings,
@@ -63,6 +63,59 @@ def test_the_schema_judges_as_the_models_do():
     assert validator.is_valid(Config().model_dump(exclude_none=True))
     for wrong in ({"train": {"steps": -1}}, {"train": {"stepz": 1}}, {"lr": {"decay": "square"}}, {"trein": {}}):
         assert not validator.is_valid(wrong)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"data": {"train": "x"}},
+        {"data": {"train": ["x", "y"], "weights": [0.5, 1]}},
+        {"train": {"precision": "bf16", "callbacks": "unset"}},
+        {"train": {"precision": "fp16"}},
+        {"train": {"lora": {"rank": 8, "targets": "attention.query"}}},
+        {"train": {"steps": "unset"}},
+        {"train": {"steps": [3]}},
+        {"model": {"preset": "gpt-oss-20b", "window": "unset", "layer_pattern": "unset"}},
+        {"model": {"preset": "gpt-oss-20b", "window": "wide"}},
+        {"parallel": {"layer_split": 4}},
+        {"resilience": {"log_patterns": "Xid"}},
+    ],
+)
+def test_the_schema_accepts_what_the_command_line_accepts(tree):
+    jsonschema = pytest.importorskip("jsonschema_rs")
+    validator = jsonschema.Draft202012Validator(make_json_schema())
+    try:
+        from_tree(tree)
+        is_accepted = True
+    except ConfigError:
+        is_accepted = False
+    assert validator.is_valid(tree) == is_accepted
+
+
+def test_one_value_stands_for_a_list_of_one():
+    assert from_tree({"data": {"train": "x"}}) == from_tree({"data": {"train": ["x"]}})
+    assert load(overrides=["--data.train=x"]).data.train == ["x"]
+    assert load(overrides=["--data.train=x", "--data.weights=2"]).data.weights == [2.0]
+    assert load(overrides=["--train.lora.rank=4", "--train.lora.targets=mlp.in,mlp.out"]).train.lora.targets == [
+        "mlp.in",
+        "mlp.out",
+    ]
+
+
+def test_a_setting_of_a_preset_or_a_file_is_unset(tmp_path):
+    preset = "--model.preset=gpt-oss-20b"
+    assert load(overrides=[preset]).model.window == 128
+    model = load(overrides=[preset, "--model.window=unset", "--model.layer_pattern=unset"]).model
+    assert (model.window, model.layer_pattern) == (None, "S")  # the defaults
+    file = tmp_path / "job.toml"
+    file.write_text(
+        '[train]\nsteps = 7\n[data]\ntrain = "x"\n[model]\npreset = "gpt-oss-20b"\nrotary_scaling = "unset"\n'
+    )
+    config = load(file, ["--train.steps=unset", "--data.train=unset"])
+    assert (config.train.steps, config.data.train) == (1000, [])
+    assert config.model.rotary_scaling is None
+    with pytest.raises(ConfigError, match=r"write train\.steps=unset for the default"):
+        load(overrides=["--train.steps="])
 
 
 @pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("fp32", "float32"), ("fp64", "float64")])

@@ -30,6 +30,13 @@ def test_aliases_stand_for_settings_and_are_none_themselves():
         ("seq_len", "model.sequence_length"),
         ("max-steps", "train.steps"),
         ("weight_decay", "optimizer.weight_decay"),
+        ("wd", "optimizer.weight_decay"),
+        ("warmup", "lr.warmup_steps"),
+        ("cp", "parallel.context"),
+        ("ep", "parallel.expert"),
+        ("fsdp", "parallel.zero"),
+        ("compile", "kernels.mode"),
+        ("peft", "train.lora"),
         ("Tensor_Parallel_Sizes", "parallel.tensor"),
     ],
 )

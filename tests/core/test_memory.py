@@ -508,6 +508,22 @@ def test_float8_gathers_of_zero_3_keep_no_copies_of_all_matrices():
     assert gathered.weights == cast.weights
 
 
+# Of three chunks, two have both micro-batches in flight when the last one has its first.
+@pytest.mark.parametrize(("virtual_stages", "in_flight", "kept"), [(1, 12, 1), (3, 20, 2 * (1 + 2) + 2)])
+def test_offloaded_inputs_leave_those_of_backward_and_of_copies(virtual_stages: int, in_flight: int, kept: int) -> None:
+    """The last input of each chunk stays on the device, the first one of later chunks, and two for the copies."""
+    model = {"layers": 12, "hidden": 64, "heads": 4, "sequence_length": 128, "vocab_size": 1024}
+    train = {"micro_batch": 1, "global_batch": 2, "precision": "bfloat16"}
+    activations = []
+    for offloads in (False, True):
+        parallel = {"recompute": "full", "offload_activations": offloads, "virtual_stages": virtual_stages}
+        if virtual_stages > 1:
+            parallel["micro_batch_group_size"] = 2
+        activations.append(memory_of(configure(model, parallel, train), 1, 0).activations)
+    freed = in_flight - kept - memory.OFFLOADED_DEVICE_INPUTS
+    assert activations[0] - activations[1] == freed * 128 * 64 * 2
+
+
 def test_offloaded_state_takes_slots_of_the_device_only():
     model = {"layers": 32, "hidden": 4096, "heads": 32, "sequence_length": 128, "vocab_size": 1024}
     config = configure(model, train={"micro_batch": 1, "global_batch": 1, "precision": "bfloat16"})

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from megascale.core.process_orders import Park, Resume, encode_order, read_orders
 
 orders = st.lists(
-    st.builds(Park, st.integers(0, 2**40))
-    | st.builds(Resume, st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=3)),
+    st.builds(Park, st.integers(0, 2**40), st.booleans())
+    | st.builds(Resume, st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=3), st.integers(0, 99)),
     max_size=5,
 )
 

@@ -152,6 +152,12 @@ CASES = {
     "copies of the sharded state": on_four_ranks(
         context_case(2, 1, 1, 2, model={**ROTARY, "dropout": 0.1}, parallel={"replicate": 2})
     ),
+    "offloaded, ZeRO-3": context_case(
+        4,
+        zero=3,
+        model={**ROTARY, "layers": 5, "tied_embeddings": False},
+        parallel={"recompute": "full", "offload_activations": True},
+    ),
     "offloaded, interleaved stages": context_case(
         2,
         1,

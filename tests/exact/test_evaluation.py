@@ -10,6 +10,7 @@ import pytest
 from megascale.data.dataset.indexed import IndexedWriter
 from megascale.train.evaluation import evaluate_file
 from tests.exact.cases import TWO_LAYERS, case
+from tests.exact.test_experts import ROUTED, experts_case
 from tests.exact.training import STEPS, Told, make_engine, run_step
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -55,6 +56,7 @@ def evaluate(rank: int, world: int, tree: dict[str, Any], held_out: str) -> list
         case(1, 1, 4, microbatches=1, zero=3, model=TWO_LAYERS),
         case(1, 1, 3, microbatches=1, zero=1, model=TWO_LAYERS, overlap={"data": False}),
         case(2, 2, 1, microbatches=2, zero=1, model=TWO_LAYERS, parallel={"context": 2}),
+        experts_case(1, 1, 2, experts=ROUTED, zero=3, parallel={"context": 2, "experts_over": "context"}),
     ],
     ids=[
         "all axes",
@@ -66,6 +68,7 @@ def evaluate(rank: int, world: int, tree: dict[str, Any], held_out: str) -> list
         "ZeRO-3",
         "nothing overlapped",
         "context",
+        "experts over context",
     ],
 )
 def test_held_out_loss(layout, pool, held_out: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 
 from megascale.config import from_tree
 from megascale.core.expert_ranks import gathers_expert_tokens
+from megascale.core.layout import lay_out
+from megascale.errors import TrainingError
 from megascale.model.experts import list_expert_layers
 from megascale.model.transformer import Chunk
+from megascale.train.engine import Engine
 from megascale.train.expert_balance import ExpertBalance
 from tests.exact.cases import Case, case
 from tests.exact.compare import assert_equal
@@ -158,6 +162,22 @@ def test_a_layout_equals_one_process(name, pool, one_process):
     steps = STEPS if "a parallel block" in name else FEW_STEPS
     result = pool.run(train, CASES[name].world, CASES[name].tree, steps)
     assert_equal(one_process(CASES[name].twin, steps), result, from_tree(CASES[name].tree).model)
+
+
+class DeadPeer:
+    """An exchange whose peer has died."""
+
+    def check(self) -> None:
+        raise TrainingError("rank 1 has died")
+
+
+def test_a_dead_peer_of_the_experts_is_seen():
+    """Its tokens are missing in the results, so the step must not be used."""
+    engine = Engine(lay_out(from_tree(experts_case(1, experts=ROUTED).tree), 1), None, torch.device("cpu"))
+    engine.check_peers()
+    engine._experts_axis = replace(engine._experts_axis, exchange=DeadPeer())
+    with pytest.raises(TrainingError, match="rank 1 has died"):
+        engine.check_peers()
 
 
 def test_a_bias_rises_where_the_global_batch_chose_too_rarely():

@@ -108,16 +108,16 @@ MATRIX = "step 1 gradient layers.0.mlp.in.weight"
 @contextmanager
 def experts_divide_by_their_ranks() -> Iterator[None]:
     """Gradients of experts are means over the ranks that hold experts instead of sums."""
-    backward = parallel_experts.run_experts_backward
+    backward = parallel_experts.add_matrix_gradients
 
     def divided(*args: Any) -> Any:
-        into, out = args[5], args[6]
+        into, out = args[3], args[4]
         result = backward(*args)
         for weight in (into, out):
             sink_of(weight).main_grad.div_(2)
         return result
 
-    with mock.patch.object(parallel_experts, "run_experts_backward", divided):
+    with mock.patch.object(parallel_experts, "add_matrix_gradients", divided):
         yield
 
 
@@ -170,15 +170,15 @@ def balance_losses_are_means_of_micro_batches() -> Iterator[None]:
 @contextmanager
 def experts_over_data_are_means() -> Iterator[None]:
     """Gradients of experts are means over the ranks that send tokens instead of sums."""
-    backward = expert_dispatch.run_expert_stacks_backward
+    backward = expert_dispatch.add_stack_gradients
 
     def divided(*args: Any) -> Any:
         result = backward(*args)
-        for weight in args[5].parameters[:2]:
+        for weight in args[4].parameters[:2]:
             sink_of(weight).main_grad.div_(2)
         return result
 
-    with mock.patch.object(expert_dispatch, "run_expert_stacks_backward", divided):
+    with mock.patch.object(expert_dispatch, "add_stack_gradients", divided):
         yield
 
 

@@ -6,6 +6,7 @@ Two GPUs, about a minute; it ends by itself:
 
 Rank 0 queues collectives on all groups, one of them from a CUDA graph, and an update after them. Rank 1 is killed
 before it takes part. A thread of rank 0 then aborts, as the order of an agent does, and a new process becomes rank 1.
+At the end both connect three further groups, one after the other and at the same time.
 Each line has the seconds of one part. The last line says whether the update was held back, and how the second start
 compares with the first, part by part. `--device cpu` runs the same with gloo, `--no-graph` without the graph.
 """
@@ -23,12 +24,15 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 
 from megascale import config as configuration
+from megascale import torch_private
 from megascale.optim.update_hold import UpdateHold
+from megascale.rendezvous.group_plan import STATE_KINDS
 from megascale.rendezvous.groups import Groups, abort, describe_lost_peer, shutdown
 from megascale.rendezvous.start_job import initialise
 
@@ -149,7 +153,7 @@ def capture_call(groups: Groups) -> torch.cuda.CUDAGraph:
     x = torch.ones(1 << 20, device=groups.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        dist.all_reduce(x, group=next(iter(groups.by_kind.values())))
+        dist.all_reduce(x, group=groups.by_kind["data_reduce"])
     return graph
 
 
@@ -158,7 +162,9 @@ def queue_step(
 ) -> torch.Tensor:
     """Queue collectives of all groups and an update that uses their results; return the update's norm."""
     works = []
-    for group in groups.by_kind.values():
+    for kind, group in groups.by_kind.items():
+        if kind in STATE_KINDS:
+            continue  # they have no communicator before their first call
         x = torch.ones(1 << 22, device=groups.device)
         works.append((dist.all_reduce(x, group=group, async_op=True), x))
     if graph is not None:
@@ -190,8 +196,29 @@ def finish(groups: Groups) -> int:
     expected = 2.0 ** len(groups.by_kind)
     is_right = bool((x == expected).all())
     say(groups.rank, f"sums over the new groups are right: {is_right}")
+    if groups.device.type == "cuda":
+        compare_connections(groups)
     shutdown(groups)
     return 0 if is_right else 1
+
+
+def compare_connections(groups: Groups) -> None:
+    """Print the seconds in which three communicators are made one after the other, and by a thread each.
+
+    A rank waits in the store for a lower one only, so that the threads' waits cannot form a cycle.
+    """
+    for is_parallel in (False, True):
+        backends = []
+        for number in range(3):
+            with torch_private.name_process_group(f"compared {is_parallel} {number}"):
+                group = dist.new_group([0, 1], backend="nccl", use_local_synchronization=True)
+            backends.append(group._get_backend(groups.device))
+        dist.barrier(group=dist.group.WORLD)
+        began = time.perf_counter()
+        with ThreadPoolExecutor(3 if is_parallel else 1) as pool:
+            list(pool.map(lambda backend: backend.eager_connect_single_device(groups.device), backends))
+        manner = "at the same time" if is_parallel else "one after the other"
+        say(groups.rank, f"three communicators made {manner} in {time.perf_counter() - began:.2f} s")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ from tests.chaos.local.fault_cases import CASES
 LIMIT = 240.0  # seconds for a start or a recovery
 ENDING = 20.0  # kept for the job's end
 FRAMES = 4  # of a stack, the innermost
-STEPS = 4  # between a recovery and the next kill
+STEPS = 2  # between a recovery and the next kill
 HOST, GPU = 0.85, 3 * 2**30  # of the host's memory and beyond a GPU's tensors, what a job may not count on
 KINDS = {"rank": "kill-rank", "node": "kill-agent", "lost-node": "kill-node"}
 COLUMNS = PHASES + ("total",)  # seconds

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megascale.config.experts_section import ExpertsConfig
 from megascale.ops import dispatch
 from megascale.ops.gradient_sink import GradientSink
-from megascale.ops.grouped_linear import run_experts, run_experts_backward
+from megascale.ops.grouped_linear import add_matrix_gradients, run_experts, run_experts_backward
 from megascale.ops.routing import (
     RowLimit,
     combine_rows,
@@ -127,8 +127,9 @@ def test_experts_agree_with_the_loop_in_float64(seed, dtype, width, kind, ranks)
             parameter.gradient_sink = GradientSink(torch.zeros(parameter.shape, dtype=wide), lambda: None)
         plan = plan_rows(indices, number - local, local, weights, number)
         y, inner = run_experts(x, weights, plan, into, out, kind)
-        dx, d_weights, *_ = run_experts_backward(dy, x, weights, inner, plan, into, out, kind)
-        return [y, dx, d_weights, into.gradient_sink.main_grad, out.gradient_sink.main_grad]
+        rows = run_experts_backward(dy, weights, inner, plan, into, out, kind)
+        add_matrix_gradients(rows, x, plan, into, out)
+        return [y, rows.x_TH, rows.weights_TK, into.gradient_sink.main_grad, out.gradient_sink.main_grad]
 
     results = run(x, dy, weights, into, out)
     with REFERENCE.as_current():
@@ -164,7 +165,8 @@ def test_an_activation_without_a_gradient_kernel_reads_no_undefined_index():
         plan.token[used:] = -1_000_000
         plan.slot[used:] = 1_000_000
         y, inner = run_experts(x, weights, plan, into, out, kind)
-        results.append((y, *run_experts_backward(x, x, weights, inner, plan, into, out, kind)))
+        rows = run_experts_backward(x, weights, inner, plan, into, out, kind)
+        results.append((y, rows.x_TH, rows.weights_TK, *add_matrix_gradients(rows, x, plan, into, out)))
     assert len(plan.token) > used
     for exact, limited in zip(*results, strict=True):
         assert torch.equal(exact, limited)

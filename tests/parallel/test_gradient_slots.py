@@ -36,7 +36,12 @@ class LateReduction:
 
 
 def make_data_parallel(
-    monkeypatch: pytest.MonkeyPatch, zero: int, rank: int, shares_block: bool = False, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    zero: int,
+    rank: int,
+    shares_block: bool = False,
+    bucket_elements: int | None = None,
+    **options: Any,
 ) -> DataParallel:
     model = {"hidden": 12, "heads": 4, "layers": LAYERS, "sequence_length": 8, "vocab_size": 21, "init_std": 0.2}
     config = from_tree({"model": {**model, **options}}).model
@@ -44,7 +49,7 @@ def make_data_parallel(
     if shares_block:
         module.blocks[2] = module.blocks[0]
     data = Axis(None, RANKS, rank)
-    buffer = ParamAndGradBuffer(module, torch.device("cpu"), Axes(data=data, reduce=data), zero)
+    buffer = ParamAndGradBuffer(module, torch.device("cpu"), Axes(data=data, reduce=data), zero, bucket_elements)
     data_parallel = DataParallel([buffer], microbatches=3)
     data_parallel._start_reduction = CountedReduction()  # resident buffers hold the sums
     if data_parallel.slots is not None:
@@ -124,18 +129,18 @@ def collect_expected(
     return {name: grad for (name, _), grad in collect_shard(data).items()}
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(("zero", "bucket_elements"), [(2, None), (2, 1), (3, 1)])
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("shares_block", [False, True], ids=["each block once", "a block used twice"])
 @pytest.mark.parametrize(
     "options", [{"tied_embeddings": False}, {"block": "parallel", "activation": "swiglu"}], ids=["untied", "tied"]
 )
-def test_shards_have_the_sums_of_all_micro_batches(options, shares_block, rank, zero, monkeypatch):
+def test_shards_have_the_sums_of_all_micro_batches(options, shares_block, rank, zero, bucket_elements, monkeypatch):
     """The first micro-batch overwrites the last step's sums, the others add, and a released slot is never read.
 
-    Units are reduced in every micro-batch, resident parameters once per step.
+    Units are reduced in every micro-batch, resident parameters once per step. ZeRO-2 may divide units.
     """
-    data = make_data_parallel(monkeypatch, zero, rank, shares_block, **options)
+    data = make_data_parallel(monkeypatch, zero, rank, shares_block, bucket_elements, **options)
     assert data.slots is not None
     expected = collect_expected(monkeypatch, options, shares_block, microbatches=3)
     for _ in range(3):
@@ -144,9 +149,13 @@ def test_shards_have_the_sums_of_all_micro_batches(options, shares_block, rank, 
         for (name, start), grad in collect_shard(data).items():
             shard = expected[name].flatten()[start : start + grad.numel()]
             torch.testing.assert_close(grad, shard, rtol=1e-12, atol=1e-14)
-    units = len(data.slots.buckets[0])
-    assert units == LAYERS - 2 * shares_block + 2 * ("block" not in options)
-    assert data.slots.start_reduction.count == 3 * 3 * units
+    blocks = LAYERS - 2 * shares_block
+    matrices = 4 if zero == 2 and bucket_elements else 1
+    if "block" in options:
+        matrices = min(matrices, 3)  # queries, keys, values and the MLP's input are one
+    buckets = len(data.slots.buckets[0])
+    assert buckets == matrices * blocks + 2 * ("block" not in options)
+    assert data.slots.start_reduction.count == 3 * 3 * buckets
     assert data._start_reduction.count == 3 * len(data.buffers[0].resident_buckets)
 
 

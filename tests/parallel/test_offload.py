@@ -185,6 +185,25 @@ def test_inputs_survive_any_order_of_copies_and_two_are_on_the_device(layers: in
         assert len(device.host_buffers) == (layers - 1) * in_flight
 
 
+@pytest.mark.parametrize("layers_back", [0, 1, 3])
+def test_a_dropped_micro_batch_returns_its_memory(layers_back: int) -> None:
+    """After a failed step, its copies may still be under way while the next step reuses the memory."""
+    for seed in range(20):
+        device = Device(seed)
+        copies = InputCopies(CPU, device)
+        for first_value in (100, 200, 300):
+            readers = run_forward(device, copies, 6, first_value)
+            for number in range(6 - layers_back, 6)[::-1]:
+                device.check(readers.pop().read(), first_value + number)
+            del readers
+        readers = run_forward(device, copies, 6, 400)
+        run_backward(device, readers, 400)
+        device.advance()
+        assert not device.wrong
+        assert len(device.host_buffers) == 5
+        assert device.largest_on_device <= OFFLOADED_DEVICE_INPUTS
+
+
 def test_a_missing_wait_is_found() -> None:
     devices = [Device(seed, drops_waits=True) for seed in range(20)]
     for device in devices:

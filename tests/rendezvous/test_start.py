@@ -65,6 +65,15 @@ def use_groups(rank: int, world: int, overrides: list[str], pause: str = "") -> 
     return observed
 
 
+@pytest.mark.parametrize(("optimizer", "is_warm"), [("adamw", False), ("lamb", True)])
+def test_a_group_that_no_update_uses_is_connected_by_its_first_call(ranks, optimizer, is_warm):
+    ranks.start(use_groups, range(2), 2, [f"optimizer.name={optimizer}"])
+    for observed in ranks.results(2).values():
+        assert observed["stage"] == [0, 1]
+        assert ("warm stage" in observed["report"]) == is_warm
+        assert "warm data_reduce" in observed["report"]
+
+
 LAYOUTS = [(2, 2, 2), (1, 3, 2), (1, 4, 1), (2, 1, 1), (1, 8, 2), (1, 1, 1)]  # tensor, pipeline, virtual stages
 
 

@@ -115,3 +115,14 @@ def test_copies_of_the_state_are_planned_and_not_simulated():
 def test_equal_columns_leave_the_table():
     rows = [{"TP": "1", "PP": "2", "MFU": "50%"}, {"TP": "1", "PP": "4", "MFU": "50%"}]
     assert split_constant_columns(rows, keep=["MFU"]) == (["PP", "MFU"], {"TP": "1"})
+
+
+def test_tables_fit_80_columns_and_have_no_row_of_zeros():
+    plan = invoke("plan --gpus 8 --model.preset=llama3.1-8b --parallel.tensor=2 --parallel.pipeline=2", width=80)
+    rows = [line.split() for line in plan.splitlines() if re.search(r"\d\.\d\d +\d+\.\d\d *$", line)]
+    assert len(rows) >= 10
+    assert not [row for row in rows if row[-2:] == ["0.00", "0.00"]]
+    step = invoke("simulate step --gpus 8 --model.preset=llama3.1-8b", width=80)
+    assert re.search(r"^ +megatron-core-h200 +megascale-h200 *$", step, re.MULTILINE)
+    sweep = invoke("simulate sweep examples/gpt-175b.toml --vary gpus=768:1536", width=80)
+    assert re.search(r"^gpus +step, s +P10-P90 +MFU +tokens/s +GiB *$", sweep, re.MULTILINE)

@@ -158,7 +158,7 @@ def test_memory_of_another_stack_is_not_claimed():
     assert result["memory_gib"] > 80
     assert any("memory is this engine's" in text for text in result["cautions"])
     shown = CliRunner().invoke(app, ["simulate", "step"] + SHARDED + arguments, catch_exceptions=False).stdout
-    assert "memory of the fullest rank, this engine's" in shown
+    assert "GiB, with this engine" in shown
     (local,) = step_json(*SHARDED, "--no-memory")
     assert not any("memory" in text for text in local["cautions"])
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megascale.checkpoint.background.staging import SaveOutcome
-    from megascale.checkpoint.checkpointer import Checkpointer, has_saved_state
+    from megascale.checkpoint.checkpointer import Checkpointer, has_saved_state, start_service
     from megascale.checkpoint.format.chunks import TensorShard
     from megascale.checkpoint.format.step_folders import latest, steps
     from megascale.checkpoint.format.verify import Summary, inspect
@@ -25,6 +25,7 @@ __all__ = [
     "latest",
     "load",
     "save",
+    "start_service",
     "steps",
 ]
 
@@ -39,6 +40,7 @@ _MODULES = {
     "latest": "format.step_folders",
     "load": "loader",
     "save": "saver",
+    "start_service": "checkpointer",
     "steps": "format.step_folders",
 }
 

@@ -309,6 +309,15 @@ def has_saved_state(config: CheckpointConfig, run: Path, peers: Peers) -> bool:
             connection.close()
 
 
+def start_service(config: CheckpointConfig, run: Path) -> None:
+    """Start this host's checkpoint service, if it is to have one, while the ranks still meet."""
+    if not config.background:
+        return
+    log_file = run / "logs" / "checkpoint-service.log"
+    with contextlib.suppress(TrainingError):  # `Checkpointer.prepare` reports it
+        service.start_checkpoint_service(service_protocol.private_folder(run), config.linger, log_file)
+
+
 def _connect_service(config: CheckpointConfig, run: Path) -> Conversation | None:
     """Return a conversation with this host's service, None if it does not start: then the host has no snapshots."""
     with contextlib.suppress(OSError, TrainingError):

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from megascale.config import CHANGEABLE_KEYS, Config, ModelConfig, OptimizerConfig, Section, from_tree
 from megascale.config.model_section import LayerKind
 from megascale.config.parts import OPTIMIZERS
+from megascale.config.plugin_settings import PLUGIN_SETTINGS
 from megascale.errors import ConfigError
 
 Kind = Literal["refused", "asked", "free"]
@@ -111,6 +112,7 @@ def find_changes(saved: Config, present: Config, *, begun: bool, text: bool = Tr
             present_effects[key] == saved_effects.get(key)
             or key in _COMPARED_BY_CONTENTS
             or (key in _TEXT_ONLY_KEYS and not text)
+            or (key in PLUGIN_SETTINGS and not PLUGIN_SETTINGS[key].is_used(present))
             or (has_other_optimizer and key.removeprefix("optimizer.") in optimizer_keys)
         )
         kind: Kind
@@ -132,7 +134,7 @@ def _classify_change(key: str, present: Config, begun: bool) -> Kind:
         return "free"
     if key == "data.text_key":
         return "refused"
-    return "asked" if key in CHANGEABLE_KEYS else "free"
+    return "asked" if key in CHANGEABLE_KEYS or key in PLUGIN_SETTINGS else "free"
 
 
 def _flatten(config: Config) -> dict[str, Any]:

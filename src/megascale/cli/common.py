@@ -187,6 +187,11 @@ def join_first(items: Sequence[Any], limit: int) -> str:
     return ", ".join(shown)
 
 
+def format_count(count: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is 1."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def format_optional(value: Any, pattern: str) -> str:
     """Return `pattern` with the value, or an empty text if the value is None."""
     return "" if value is None else pattern.format(value)

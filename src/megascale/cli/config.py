@@ -47,7 +47,10 @@ def config(
       megascale config --schema > megascale.schema.json
     """
     from megascale.config import reference
+    from megascale.config.registry import load_plugins
 
+    if not markdown:  # the page of the documents has this package's settings
+        load_plugins()
     if schema:
         print_json(reference.make_json_schema(), indent=1)
     elif markdown:

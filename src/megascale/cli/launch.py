@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from megascale.cli.common import OVERRIDES, join_arguments, make_console, require
-from megascale.errors import ConfigError, DataError
+from megascale.errors import ConfigError, DataError, FitError
 
 if TYPE_CHECKING:
     from megascale.config import Config
@@ -209,6 +209,27 @@ def _check_machine(config: Config, layout: Layout, size: Size, report: Callable[
     nodes = config.resilience.nodes + config.resilience.spares
     share = HostShare(size.world, 0, size.world, nodes=nodes, uses_gpus=bool(size.devices))
     check_host(layout, share, report=report)
+    if config.resilience.continue_replicas:
+        _check_missing_replicas(config, size, report)
+
+
+def _check_missing_replicas(config: Config, size: Size, report: Callable[[str], None]) -> None:
+    """Check that this machine also has the memory for a job without some replicas."""
+    from megascale.core.layout import lay_out
+    from megascale.core.preflight import HostShare, check_host
+    from megascale.resilience.driver.recovery.missing_replicas import list_continued_sizes
+
+    data, nodes = list_continued_sizes(config, size.ranks_per_node, config.resilience.nodes)[-1]
+    parallel = config.parallel.model_copy(update={"data": data})
+    world = data * parallel.model_ranks
+    share = HostShare(world, 0, world, nodes=nodes, uses_gpus=bool(size.devices))
+    try:
+        check_host(lay_out(config.model_copy(update={"parallel": parallel}), world), share, report=report)
+    except FitError as error:
+        raise FitError(
+            f"resilience.continue_replicas=true with {size.data - data} of {size.data} replicas missing "
+            f"(resilience.max_missing_replicas={config.resilience.max_missing_replicas}): {error}"
+        ) from None
 
 
 def _print_manifests(config: Config, form: str) -> None:

@@ -12,6 +12,7 @@ from typing import NoReturn
 import typer
 from typer.models import CommandInfo, TyperInfo
 
+from megascale.cli import completion
 from megascale.core import terminal
 from megascale.core.python_process import leave_working_directory, sleep_at_barriers
 from megascale.core.secrets import hide_secrets
@@ -178,6 +179,11 @@ def main() -> None:
     terminal.open_streams()
     if is_work(sys.argv[1:]):
         terminal.ignore_lost_output()
+    if completion.COMPLETE_VARIABLE in os.environ:
+        matches = completion.answer(os.environ)
+        if matches is not None:
+            print(matches)
+            return
     run_app(_make_app)
 
 

@@ -14,6 +14,7 @@ from megascale.cli.common import (
     JSON,
     OVERRIDES,
     check_picture,
+    format_count,
     load_for_gpus,
     make_console,
     make_scenario,
@@ -101,6 +102,7 @@ def plan(
 # Device -> the shipped cluster of hosts with it, on which layouts are compared; for others: hosts with H100s.
 _CLUSTERS = {"H200": "h200-host", "B200": "b200-dgx", "H800": "h800", "A100": "a100-roce", "A800": "a800"}
 _MOST_GPUS = 2**17
+_SMALLEST_SHOWN = 2**30 / 200  # bytes, 0.005 GiB: less is printed as 0.00
 
 
 def _complete(config: Config, gpus: int, device: str, device_gib: float) -> tuple[Config, bool]:
@@ -173,12 +175,14 @@ def _print_layout(cost: LayoutCost, console: Console) -> None:
     parallel, train = cost.config.parallel, cost.config.train
     layer_counts, flops = facts["layout"]["layers_by_chunk"], facts["flops"]
     layers = " to ".join(str(count) for count in sorted({min(layer_counts), max(layer_counts)}))
-    pipeline = f"{cost.schedule.name}, {cost.schedule.virtual_stages} chunks per stage, {layers} layers per chunk"
+    chunks = format_count(cost.schedule.virtual_stages, "chunk")
+    pipeline = f"{cost.schedule.name}, {chunks} per stage, {layers} layers per chunk"
     if parallel.micro_batch_group_size:
         pipeline += f", rounds of {parallel.micro_batch_group_size} micro-batches"
-    hosts = f"{grid.host_count:,} host(s) of {parallel.gpus_per_host}"
-    table = Table(title=f"{train.name} on {grid.world_size:,} GPUs", title_justify="left", show_header=False)
-    table.add_column(style="bold")
+    hosts = f"{format_count(grid.host_count, 'host')} of {parallel.gpus_per_host}"
+    console.print(f"[bold]{train.name}[/bold] on {grid.world_size:,} GPUs")
+    table = Table(box=None, padding=(0, 2), show_header=False)
+    table.add_column(style="bold", no_wrap=True)
     table.add_column()
     table.add_row("layout", f"{grid.describe()}, {hosts}")
     table.add_row("pipeline", pipeline)
@@ -202,10 +206,11 @@ def _print_layout(cost: LayoutCost, console: Console) -> None:
 
 def _make_stage_table(title: str, first: str, stages: dict[int, str]) -> Table:
     """Return a table with one column of numbers per stage."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    table.add_column(first, style="bold")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first, style="bold", min_width=len(title) - 12)
     for name in stages.values():
         table.add_column(name, justify="right")
     return table
@@ -224,7 +229,9 @@ def _print_memory(cost: LayoutCost, console: Console) -> None:
     table = _make_stage_table("memory of a rank, GiB", "kind", columns)
     estimates = [cost.memory[stage] for stage in cost.stages]
     for kind in estimates[0].kinds():
-        _add_gib_row(table, kind.replace("_", " "), [estimate.kinds()[kind] for estimate in estimates])
+        byte_counts = [estimate.kinds()[kind] for estimate in estimates]
+        if any(count >= _SMALLEST_SHOWN for count in byte_counts):
+            _add_gib_row(table, kind.replace("_", " "), byte_counts)
     table.add_section()
     _add_gib_row(table, "total", [estimate.total for estimate in estimates])
     console.print(table)
@@ -264,7 +271,7 @@ def _print_schedule(cost: LayoutCost, console: Console) -> None:
 
 def _print_traffic(cost: LayoutCost, console: Console) -> None:
     columns = {stage: f"stage {stage}" for stage in cost.stages}
-    table = _make_stage_table("bytes that a rank sends per step, GiB", "axis", columns)
+    table = _make_stage_table("sent per rank and step, GiB", "axis", columns)
     traffic = [asdict(cost.traffic(stage)) for stage in cost.stages]
     for axis in traffic[0]:
         if any(sent[axis] for sent in traffic):

@@ -401,8 +401,10 @@ def sweep(
 def _print_sweep(rows: list[dict[str, Any]], keys: list[str], skipped: list[str]) -> None:
     from megascale.simulate import render
 
+    names = {row["label"] for row in rows}
     short_keys = [".".join(key.split(".")[-2:]) for key in keys]
-    headers = short_keys + ["software", "step, s", "P10-P90", "MFU", "tokens/s", "GiB"]
+    software = ["software"] if len(names) > 1 else []
+    headers = short_keys + software + ["step, s", "P10-P90", "MFU", "tokens/s", "GiB"]
     cells = []
     for row in rows:
         figures = [
@@ -412,9 +414,11 @@ def _print_sweep(rows: list[dict[str, Any]], keys: list[str], skipped: list[str]
             f"{row['tokens_per_second']:,.0f}",
             f"{row['memory_gib']:.1f}",
         ]
-        cells.append([str(row[key]) for key in keys] + [row["label"]] + figures)
+        label = [row["label"]] if len(names) > 1 else []
+        cells.append([str(row[key]) for key in keys] + label + figures)
     console = make_console()
-    render.show_rows(headers, cells, console)
+    title = "" if len(names) > 1 else f"software: {', '.join(names)}"
+    render.show_rows(headers, cells, console, title)
     _print_skipped(skipped, console)
 
 

@@ -86,12 +86,16 @@ def _print_tables(tables: SpanTables, last: int) -> None:
     axes = sorted({axis for row in rows for axis in row["waits"]})
     # One word per line of a header, so that a table of five axes fits a terminal of 80 columns.
     headers = ["rank", "steps", "step,\ns", "own,\ns"] + [f"{axis}\nwaits,\ns" for axis in axes]
-    headers.append("lost")
+    has_lost = any(row["lost"] for row in rows)
+    if has_lost:
+        headers.append("lost")
     table = make_figures(headers)
     for row in rows:
         seconds = [row["seconds"], row["own"]] + [row["waits"].get(axis, 0.0) for axis in axes]
         cells = [f"{number:.4f}" for number in seconds]
-        table.add_row(str(row["rank"]), str(row["steps"]), *cells, str(row["lost"]))
+        if has_lost:
+            cells.append(str(row["lost"]))
+        table.add_row(str(row["rank"]), str(row["steps"]), *cells)
     console = make_console()
     console.print(table)
     for file, reason in tables.skipped.items():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megascale.observe.analysis.whatif import Part, WhatIf
 
 _LISTED = 12  # rows per group of the table
+_SMALLEST_SHOWN = 5e-6  # seconds
 
 
 def register(app: typer.Typer) -> None:
@@ -109,9 +110,10 @@ def _print_tables(report: WhatIf) -> None:
         subject = "rank"
     else:
         subject = f"{len(report.slowest)} ranks"
+    stage_share = "" if math.isnan(report.stage_share) else f"M_S (last stage) {_format_share(report.stage_share)}; "
     console.print(
-        f"slow-down {report.slow_down:.4f}; M_S (last stage) {_format_share(report.stage_share)}; M_W (slowest "
-        f"{subject}: {join_first(report.slowest, 8)}) {_format_share(report.worker_share)}"
+        f"slow-down {report.slow_down:.4f}; {stage_share}M_W (slowest {subject}: {join_first(report.slowest, 8)}) "
+        f"{_format_share(report.worker_share)}"
     )
     table = make_figures(["made typical", "explains", "saves, ms", "alone, slow-down"])
     groups: list[tuple[str, dict[Any, Part]]] = [("rank", report.ranks)]
@@ -120,7 +122,8 @@ def _print_tables(report: WhatIf) -> None:
             groups.append((name, parts))
     groups.append(("", report.kinds))
     for name, parts in groups:
-        replayed = [item for item in parts.items() if not math.isnan(item[1].seconds)]
+        # Parts of less than 0.005 ms would be rows of zeros.
+        replayed = [item for item in parts.items() if abs(item[1].seconds) >= _SMALLEST_SHOWN]
         for key, part in sorted(replayed, key=lambda item: -item[1].seconds)[:_LISTED]:
             share, saved = _format_share(part.explains), f"{1e3 * part.seconds:.2f}"
             table.add_row(f"{name} {key}".strip(), share, saved, f"{part.alone:.4f}")

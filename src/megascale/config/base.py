@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 from megascale.errors import ConfigError
@@ -16,10 +16,35 @@ MAX_LAYERS = 10_000  # layers and pipeline stages
 MAX_COUNT = 1_000_000_000_000  # counts that need no memory themselves
 
 
+# The value with which a file or the command line removes what a preset, or the file, gives.
+UNSET = "unset"
+
+
 class Section(BaseModel):
     """Section of the configuration: unknown keys are refused, and values are immutable after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _wrap_single_values(cls, tree: Any) -> Any:
+        """Accept one value for a list of values, except where text is split into names."""
+        if not isinstance(tree, dict):
+            return tree
+        wrapped = {}
+        for key, value in tree.items():
+            field = cls.model_fields.get(key)
+            is_list = field is not None and "list[" in str(field.annotation)
+            is_split = field is not None and any(isinstance(item, BeforeValidator) for item in field.metadata)
+            wrapped[key] = wrap_single_value(value) if is_list and not is_split else value
+        return wrapped
+
+
+def wrap_single_value(value: Any) -> Any:
+    """Return a list with a value that is not a list, which users write for a list of one."""
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return [value]
+    return value
 
 
 def expand_home(value: Any) -> Any:

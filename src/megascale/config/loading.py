@@ -13,11 +13,12 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megascale.config.base import Section, check_encoding
+from megascale.config.base import UNSET, Section, check_encoding
 from megascale.config.experts_section import ExpertsConfig
 from megascale.config.lora_section import LoraConfig
 from megascale.config.model_section import LayerKind
 from megascale.config.parts import CALLBACKS, LINEAR_PRECISIONS, LOSSES, LR_SCHEDULES, OPTIMIZERS, SINKS, SPAN_SINKS
+from megascale.config.plugin_settings import PLUGIN_SETTINGS, add_sections, check_owners, load_new_settings
 from megascale.config.registry import Registry
 from megascale.config.rotary_scaling import RotaryScaling
 from megascale.config.suggestions import find_field, format_question, list_keys, suggest_for_section, suggest_keys
@@ -127,12 +128,34 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
                 check_encoding(f"{name}.{key}", value)
     _move_imported_folder(tree)
     model = tree.get("model")
-    if isinstance(model, dict) and isinstance(model.get("preset"), str):
+    if isinstance(model, dict) and isinstance(model.get("preset"), str) and model["preset"] != UNSET:
         tree["model"] = read_preset(model["preset"]) | model
+    tree = _drop_unset(tree)
+    add_sections(tree)
+    known = len(PLUGIN_SETTINGS)
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(fault) for fault in error.errors())) from None
+        faults = error.errors()
+        # A plugin may own the key.
+        if any(fault["type"] == "extra_forbidden" for fault in faults) and load_new_settings():
+            return from_tree(tree)
+        raise ConfigError("\n".join(_explain(fault) for fault in faults)) from None
+    if len(PLUGIN_SETTINGS) > known:  # a name of a part imported plugins, whose settings have defaults
+        return from_tree(tree)
+    check_owners(config)
+    return config
+
+
+def _drop_unset(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested tables without the keys whose value is the word unset, so that their defaults apply."""
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            kept[key] = _drop_unset(value)
+        elif not (isinstance(value, str) and value == UNSET):
+            kept[key] = value
+    return kept
 
 
 def _move_imported_folder(tree: dict[str, Any]) -> None:
@@ -141,6 +164,9 @@ def _move_imported_folder(tree: dict[str, Any]) -> None:
     if not isinstance(model, dict) or "from" not in model:
         return
     folder = model["from"]
+    if folder == UNSET:
+        tree["model"] = {key: value for key, value in model.items() if key != "from"}
+        return
     if not isinstance(folder, str) or not folder:
         raise ConfigError(f"model.from={folder!r} is wrong: it must name the folder of a Hugging Face model")
     if model.get("preset") is not None:
@@ -176,12 +202,23 @@ def _validate_known_parts(tree: Mapping[str, Any]) -> Config:
         are_names = all(isinstance(name, str) for name in names)
         if are_names and not all(name.partition("=")[0] in registry for name in names):
             unknown[setting] = table.pop(key)
+    _drop_plugin_settings(tree)
     config = from_tree(tree)
     for setting, value in unknown.items():
         section, _, key = setting.partition(".")
         changed = getattr(config, section).model_copy(update={key: value})
         config = config.model_copy(update={section: changed})
     return config
+
+
+def _drop_plugin_settings(tree: dict[str, Any]) -> None:
+    """Drop unknown keys of the sections of training's parts: a plugin that is not installed here may own them."""
+    for section in {setting.partition(".")[0] for setting in TRAINING_PARTS}:
+        table = tree.get(section)
+        if not isinstance(table, dict) or all(find_field(section, key) for key in table):
+            continue
+        load_new_settings()
+        tree[section] = {key: value for key, value in table.items() if find_field(section, key)}
 
 
 def _parse_override(override: str) -> tuple[str, str, Any]:
@@ -193,9 +230,13 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
     section = section.replace("-", "_")
     key = key.replace("-", "_")
     field = find_field(section, key)
+    if field is None and section in Config.model_fields and load_new_settings():
+        field = find_field(section, key)
     try:
         parsed = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError:
+        if text == UNSET:
+            return section, key, text
         # A list may be written a,b,c, because brackets and quotes are tedious in a shell.
         if field is not None and "list" in str(field.annotation):
             return section, key, text.split(",")
@@ -223,6 +264,8 @@ def _explain(fault: Mapping[str, Any]) -> str:
     else:
         field = None
     message = fault["msg"][0].lower() + fault["msg"][1:]
+    if fault["input"] == "" and field is not None:
+        message += f"; write {name}={UNSET} for the default"
     return f"{name}={fault['input']!r} is wrong: {message}{_describe(field)}"
 
 

@@ -115,12 +115,14 @@ class OptimizerFacts:
         own_settings: keys of [optimizer] that only this optimizer reads.
         default_peak: its own default of lr.peak; None: the general default.
         has_matrix_norms: whether the update of a matrix depends on its norm, so that stacked matrices are told apart.
+        communicates: whether the update communicates with the ranks that share the state of a stage.
     """
 
     state_names: Callable[[str, tuple[int, ...]], tuple[str, ...]]
     own_settings: tuple[str, ...] = ()
     default_peak: float | None = None
     has_matrix_norms: bool = False
+    communicates: bool = True
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def _muon_state_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 OPTIMIZERS: Registry[OptimizerFacts] = Registry(
     "optimizer.name",
     {
-        "adamw": OptimizerFacts(_moment_names),
+        "adamw": OptimizerFacts(_moment_names, communicates=False),
         "lamb": OptimizerFacts(_moment_names, ("trust_min", "trust_max", "lamb_bias_correction"), LAMB_PEAK, True),
         "muon": OptimizerFacts(_muon_state_names, ("muon_momentum", "muon_nesterov", "muon_steps", "muon_rms")),
     },

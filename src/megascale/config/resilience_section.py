@@ -127,6 +127,21 @@ class ResilienceConfig(Section):
         le=1_000_000,
         description="smallest data-parallel size to which the job may shrink when nodes are missing",
     )
+    continue_replicas: bool = Field(
+        False,
+        description="go on with fewer data-parallel replicas as soon as nodes are lost, from the copies of the state "
+        "in other hosts' memory, and take replacements in at a later step boundary; needs checkpoint.replicas and "
+        "checkpoint.memory_interval. Results equal an undisturbed run's up to rounding, not to the bit",
+    )
+    max_missing_replicas: int = Field(
+        1, ge=1, le=1_000_000, description="largest number of replicas that continue_replicas goes on without"
+    )
+    max_missing_seconds: float = Field(
+        3600.0,
+        gt=0,
+        description="seconds after which continue_replicas stops the job to wait for the missing replicas, as it does "
+        "without continue_replicas",
+    )
     no_progress_limit: int = Field(
         5,
         ge=1,

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, SecretStr, field_validator, model_va
 
 from megascale.config.base import MAX_COUNT, Section, expand_home
 from megascale.config.parts import SINKS, SPAN_SINKS
+from megascale.config.plugin_settings import PLUGIN_SETTINGS
 from megascale.config.training_sections import OptimizerConfig
 
 # Keys that may change during a run only if checkpoint.accept_changes names them: afterwards windows are trained twice
@@ -104,7 +105,7 @@ class CheckpointConfig(Section):
     @classmethod
     def _check_acceptable(cls, keys: list[str]) -> list[str]:
         for key in keys:
-            if key not in CHANGEABLE_KEYS:
+            if key not in CHANGEABLE_KEYS and key not in PLUGIN_SETTINGS:
                 raise ValueError(
                     f"checkpoint.accept_changes has {key!r}; choose among {', '.join(CHANGEABLE_KEYS)}. The model "
                     "and the tokenizer of a run cannot change; all other settings may change without being listed here"

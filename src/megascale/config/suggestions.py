@@ -50,7 +50,8 @@ _ALIASES: dict[str, str] = {
     "optimizer.clip": "grad_clip clip_grad clip_grad_norm gradient_clip_val gradient_clipping max_grad_norm max_norm",
     "lr.peak": "lr learning_rate learningrate max_lr peak_lr base_lr",
     "lr.min": "min_lr lr_min end_lr final_lr",
-    "lr.warmup_steps": "warmup warmup_iters warmup_samples lr_warmup num_warmup_steps lr_warmup_steps lr_warmup_iters",
+    "lr.warmup_steps": "warmup warmup_iters warmup_ratio warmup_samples lr_warmup "
+    "num_warmup_steps lr_warmup_steps lr_warmup_iters",
     "lr.schedule": "scheduler lr_scheduler lr_scheduler_type lr_decay lr_decay_style lr_schedule",
     "lr.decay_steps": "lr_decay_iters lr_decay_steps",
     "lr.decay_fraction": "decay_ratio warmdown_ratio lr_wsd_decay_iters cooldown_fraction",
@@ -61,8 +62,12 @@ _ALIASES: dict[str, str] = {
     "pipeline_model_parallel_size stages num_stages",
     "parallel.virtual_stages": "vpp vp interleave virtual_pipeline virtual_pipeline_model_parallel_size",
     "parallel.context": "cp cp_size cp_degree context_parallel context_parallel_size context_parallel_degree",
+    "parallel.expert": "ep ep_size ep_degree expert_parallel expert_parallel_size expert_parallel_degree "
+    "expert_model_parallel_size",
+    "parallel.replicate": "hsdp dp_replicate data_parallel_replicate_degree",
     "parallel.data": "dp ddp dp_size dp_degree data_parallel data_parallel_size data_parallel_degree replicas",
-    "parallel.zero": "zero_stage zero1 zero2 fsdp sharding_strategy use_distributed_optimizer distributed_optimizer",
+    "parallel.zero": "zero_stage zero1 zero2 zero3 fsdp fsdp2 fully_shard dp_shard "
+    "data_parallel_shard_degree sharding_strategy use_distributed_optimizer distributed_optimizer",
     "parallel.schedule": "pipeline_schedule pipeline_parallel_schedule",
     "parallel.recompute": "activation_checkpointing activation_checkpoint gradient_checkpointing checkpointing ac "
     "recompute_granularity recompute_activations",
@@ -83,6 +88,11 @@ _ALIASES: dict[str, str] = {
     "train.eval_interval": "eval_every eval_steps evaluation_interval val_interval val_check_interval",
     "train.eval_samples": "eval_iters eval_batches limit_val_batches",
     "train.device": "accelerator",
+    "train.lora": "peft adapter adapters use_lora",
+    "kernels.mode": "compile torch_compile use_compile inductor",
+    "kernels.graphs": "cuda_graph cuda_graphs cudagraphs enable_cuda_graph",
+    "kernels.deterministic": "deterministic_mode use_deterministic_algorithms",
+    "kernels.attention": "attn_implementation attn_backend flash_attention use_flash_attn sdpa",
     "train.threads": "num_threads omp_num_threads",
     "checkpoint.interval": "save_every save_interval save_steps save_freq ckpt_interval checkpoint_interval",
     "checkpoint.keep": "save_total_limit keep_last keep_latest_k max_to_keep",

@@ -108,9 +108,35 @@ class Config(Section):
                 "checkpoint.start_state=continued needs the optimizer state of what is trained, and "
                 "checkpoint.start_from has none of adapters (train.lora); set --checkpoint.start_state=fresh"
             )
+        if self.resilience.continue_replicas:
+            self._check_continued_replicas()
         if self.lr.min > self.lr.peak:
             raise ValueError(f"lr.min={self.lr.min} is above lr.peak={self.lr.peak}; lower lr.min")
         return self
+
+    def _check_continued_replicas(self) -> None:
+        key = "resilience.continue_replicas=true"
+        if self.foreign.command:
+            raise ValueError(
+                f"{key} redistributes the samples of this package's trainer, and foreign.command names another one; "
+                "leave resilience.continue_replicas out"
+            )
+        if not self.checkpoint.replicas or not self.checkpoint.memory_interval:
+            raise ValueError(
+                f"{key} takes the state of lost ranks from copies in other hosts' memory, and there are none; set "
+                "--checkpoint.background=true --checkpoint.replicas=true --checkpoint.memory_interval=1"
+            )
+        if self.resilience.replay_interval:
+            raise ValueError(
+                f"{key} changes the samples of replicas, and resilience.replay_interval="
+                f"{self.resilience.replay_interval} compares replicas with equal shares; set "
+                "--resilience.replay_interval=0, or leave resilience.continue_replicas out"
+            )
+        if self.model.mlp == "experts" and self.kernels.graphs == "on":
+            raise ValueError(
+                f"{key} runs blank micro-batches, whose tokens experts do not count, and kernels.graphs=on captures "
+                "none of them; set --kernels.graphs=auto, which captures steps with all replicas"
+            )
 
     def _check_bfloat16_reduction(self) -> None:
         if self.parallel.zero == 0:
@@ -139,8 +165,15 @@ class Config(Section):
             )
 
     def count_microbatches(self, data_parallel: int) -> int:
-        """Return the micro-batches per data-parallel rank and step. Raises FitError if the sizes do not divide."""
+        """Return the micro-batches per data-parallel rank and step. Raises FitError if the sizes do not divide.
+
+        With resilience.continue_replicas some ranks may have one fewer.
+        """
         sequences = self.train.micro_batch * data_parallel
+        if self.resilience.continue_replicas and self.train.global_batch % self.train.micro_batch == 0:
+            total = self.train.global_batch // self.train.micro_batch
+            if total >= data_parallel:
+                return -(-total // data_parallel)
         if self.train.global_batch % sequences:
             nearest = max(1, round(self.train.global_batch / sequences)) * sequences
             raise FitError(

@@ -57,6 +57,9 @@ class Event(StrEnum):
     TRANSITION_REFUSED = "transition_refused"  # an event that the driver's state machine does not allow
     ATTEMPT_STARTED = "attempt_started"
     FIRST_STEP = "first_step"
+    REPLICAS_MISSING = "replicas_missing"  # the job goes on without the replicas of lost nodes
+    REPLICAS_JOINING = "replicas_joining"  # replacements join at the next step boundary
+    REPLICAS_OVERDUE = "replicas_overdue"  # replicas were missing for too long, so the job waits for them
     RECOVERED = "recovered"  # details: a RecoveryRecord (core/recovery_record.py)
     PROCESS_EXIT = "process_exit"
     MISSED_HEARTBEAT = "missed_heartbeat"

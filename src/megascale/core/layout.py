@@ -8,6 +8,7 @@ from math import gcd, isqrt
 from megascale.config import Config, ModelConfig, ParallelConfig
 from megascale.config.parts import ATTENTIONS
 from megascale.core.adapters import list_adapter_faults
+from megascale.core.batch_shares import BatchShares
 from megascale.core.chunk_map import ChunkMap
 from megascale.core.grid import Grid
 from megascale.core.head_exchange import list_gather_kernels, share_heads
@@ -34,7 +35,7 @@ class Layout:
     Attributes:
         config: the resolved configuration.
         grid: sizes of the axes.
-        microbatches: micro-batches per data-parallel rank and step.
+        microbatches: micro-batches per data-parallel rank and step. Ranks that read fewer samples run blank ones.
         layers: layers of each model chunk, in model order; `chunk_map` has their stages.
     """
 
@@ -74,8 +75,13 @@ class Layout:
         return self.config.train.global_batch * self.config.model.sequence_length
 
     @property
+    def shares(self) -> BatchShares:
+        """Shares of the replicas in the global batch."""
+        return BatchShares(self.config.train.global_batch // self.config.train.micro_batch, self.grid.replicas)
+
+    @property
     def samples_per_rank(self) -> int:
-        """Samples of a step on each data-parallel rank."""
+        """Samples of a step on each data-parallel rank, if shares are even."""
         return self.config.train.global_batch // self.grid.replicas
 
     @property

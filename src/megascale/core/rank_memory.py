@@ -116,6 +116,9 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
     settings = config.model.experts
     if settings is not None and (config.parallel.expert_ranks > 1 or (settings.biases and tensor > 1)):
         return "the number of a rank's tokens is read on the host (model.experts.biases, parallel.experts_over)"
+    microbatches = config.train.global_batch // config.train.micro_batch
+    if settings is not None and grid is not None and microbatches % grid.replicas:
+        return "experts count no tokens of blank micro-batches, which continue_replicas needs without a replica"
     if mode == "on":
         return ""
     part = _find_registered_part(config)

@@ -47,11 +47,13 @@ class Routing:
         indices: experts of this rank's tokens [s/t, b, top_k]; None before the first forward.
         sequence_counts: tokens of each whole sequence per expert [b, experts], if a loss needs them.
         row_factor: `ExpertsMlp.row_factor` of the first forward.
+        is_blank: `ExpertsMlp.is_blank` of the first forward.
     """
 
     indices: Tensor | None = None
     sequence_counts: Tensor | None = None
     row_factor: float | None = None
+    is_blank: bool = False
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -85,6 +87,7 @@ class ExpertsMlp(DirectModule):
         routing: selection to use and to fill while a layer runs that backward recomputes.
         select: selects the experts of tokens, as `ops.routing.select_experts`; another one measures a forced load.
         row_factor: while work is captured, the rows that a rank has room for relative to an even load; None otherwise.
+        is_blank: whether the tokens of the present micro-batch do not count for the balance.
         exceeded: raised when captured work had too little room, bool []; of all layers of an engine.
     """
 
@@ -136,6 +139,7 @@ class ExpertsMlp(DirectModule):
         self.routing: Routing | None = None
         self.select: Callable[[Tensor, ExpertsConfig, Tensor | None], Tensor] | None = None
         self.row_factor: float | None = None
+        self.is_blank = False
         self.exceeded: Tensor | None = None
 
     @property
@@ -203,9 +207,10 @@ class ExpertsMlp(DirectModule):
             select = self.select or select_experts
             routing.indices = select(scores, self.settings, self.router_bias)
             routing.row_factor = self.row_factor
+            routing.is_blank = self.is_blank
         indices = routing.indices
         weights = weigh_experts(scores, indices, self.settings)
-        if self.counts is not None and torch.is_grad_enabled():
+        if self.counts is not None and torch.is_grad_enabled() and not routing.is_blank:
             if is_first:
                 self.counts += count_all(scores, indices)
             weights = self._attach_losses(weights, logits, scores, routing, is_first)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megascale.ops.activation import RecomputedActivation
 from megascale.ops.gradient_sink import sink_of
 from megascale.ops.grouped_gemm import accumulate_group_gradients, multiply_groups
-from megascale.ops.grouped_linear import run_experts, run_experts_backward
+from megascale.ops.grouped_linear import RowGradients, add_matrix_gradients, run_experts, run_experts_backward
 from megascale.ops.routing import RoutingPlan, combine_rows
 
 
@@ -41,15 +41,6 @@ class ExpertStacks:
         return self.into, self.out, self.in_bias, self.out_bias
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertGradients:
-    """Gradients of tokens, of the weights of their experts, and of parameters (None where their sinks take them)."""
-
-    x_TH: Tensor
-    weights_TK: Tensor
-    parameters: tuple[Tensor | None, ...]
-
-
 def run_expert_stacks(
     x_TH: Tensor, weights_TK: Tensor, plan: RoutingPlan, stacks: ExpertStacks
 ) -> tuple[Tensor, Tensor]:
@@ -66,15 +57,12 @@ def run_expert_stacks(
 
 
 def run_expert_stacks_backward(
-    dy_TH: Tensor, x_TH: Tensor, weights_TK: Tensor, inner: Tensor, plan: RoutingPlan, stacks: ExpertStacks
-) -> ExpertGradients:
-    """Return the gradients for the gradient of the result, and what `run_expert_stacks` received and returned."""
+    dy_TH: Tensor, weights_TK: Tensor, inner: Tensor, plan: RoutingPlan, stacks: ExpertStacks
+) -> RowGradients:
+    """Return the gradients of the inputs for the gradient of the result. `add_stack_gradients` follows."""
     into, out = stacks.into, stacks.out
     if stacks.in_bias is None or stacks.out_bias is None:
-        dx_TH, d_weights_TK, d_into, d_out = run_experts_backward(
-            dy_TH, x_TH, weights_TK, inner, plan, into, out, stacks.activation
-        )
-        return ExpertGradients(dx_TH, d_weights_TK, (d_into, d_out, None, None))
+        return run_experts_backward(dy_TH, weights_TK, inner, plan, into, out, stacks.activation)
     wide = weights_TK.dtype
     row_weights = weights_TK[plan.token, plan.slot].unsqueeze(1)
     dy_rows = dy_TH[plan.token]
@@ -86,12 +74,24 @@ def run_expert_stacks_backward(
     products = (activated.to(wide) * unweighted.to(wide)).sum(1) + (biases.to(wide) * dy_rows.to(wide)).sum(1)
     padded = torch.cat((products, products.new_zeros(1)))
     d_weights_TK = padded[plan.row.clamp(max=len(products))]
-    d_out_bias = _add_gradient(stacks.out_bias, dy_rows, row_weights.to(inner.dtype), plan)
-    d_out = _add_gradient(out, dy_rows, (activated * row_weights).to(inner.dtype), plan)
     rows = multiply_groups(d_inner, into.detach().flatten(1, 2), plan.offsets, transposed=True)
-    d_into = _add_gradient(into, d_inner, x_TH[plan.token], plan)
-    d_in_bias = _add_gradient(stacks.in_bias, d_inner, d_inner.new_ones(len(d_inner), 1), plan)
-    return ExpertGradients(combine_rows(rows, plan), d_weights_TK, (d_into, d_out, d_in_bias, d_out_bias))
+    weighted = (activated * row_weights).to(inner.dtype)
+    return RowGradients(combine_rows(rows, plan), d_weights_TK, dy_rows, None, weighted, d_inner)
+
+
+def add_stack_gradients(
+    rows: RowGradients, x_TH: Tensor, weights_TK: Tensor, plan: RoutingPlan, stacks: ExpertStacks
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `stacks.parameters`, None where their sinks take them."""
+    into, out = stacks.into, stacks.out
+    if stacks.in_bias is None or stacks.out_bias is None:
+        return (*add_matrix_gradients(rows, x_TH, plan, into, out), None, None)
+    row_weights = weights_TK[plan.token, plan.slot].unsqueeze(1)
+    d_out_bias = _add_gradient(stacks.out_bias, rows.dy, row_weights.to(rows.inner.dtype), plan)
+    d_out = _add_gradient(out, rows.dy, rows.activated, plan)
+    d_into = _add_gradient(into, rows.inner, x_TH[plan.token], plan)
+    d_in_bias = _add_gradient(stacks.in_bias, rows.inner, rows.inner.new_ones(len(rows.inner), 1), plan)
+    return d_into, d_out, d_in_bias, d_out_bias
 
 
 def _find_experts(plan: RoutingPlan) -> Tensor:

@@ -6,6 +6,8 @@ the input projection's result and computes the activation again.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -32,17 +34,36 @@ def run_experts(
     return combine_rows(rows, plan, weights_TK), inner
 
 
+class RowGradients(NamedTuple):
+    """Gradients of the inputs of a rank's experts, and the factors of their matrices' gradients.
+
+    Attributes:
+        x_TH: gradient of the tokens [tokens, h].
+        weights_TK: gradient of the weights [tokens, top_k].
+        dy: gradient of the result, by row, or by token with `dy_index`.
+        dy_index: token of each row [rows]; None: `dy` has a row for each.
+        activated: activation times the weight of the row [rows, width].
+        inner: gradient of the input projection [rows, columns].
+    """
+
+    x_TH: Tensor
+    weights_TK: Tensor
+    dy: Tensor
+    dy_index: Tensor | None
+    activated: Tensor
+    inner: Tensor
+
+
 def run_experts_backward(
     dy_TH: Tensor,
-    x_TH: Tensor,
     weights_TK: Tensor,
     inner: Tensor,
     plan: RoutingPlan,
     into: Tensor,
     out: Tensor,
     activation: str,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of x, of the weights, and of both matrices (None where their sinks take them)."""
+) -> RowGradients:
+    """Return the gradients of the inputs. `add_matrix_gradients` follows, beside the transfer of these."""
     dy = dy_TH
     dy_index: Tensor | None = plan.token
     if copies_rows(dy_TH, inner.shape[1]):
@@ -51,10 +72,17 @@ def run_experts_backward(
         dy_index = None
     unweighted = multiply_groups(dy, out.detach(), plan.offsets, dy_index, transposed=True)
     d_inner, weighted, d_weights_TK = _activation_backward(inner, unweighted, weights_TK, plan, activation)
-    d_out = _add_gradient(out, dy, weighted, plan, dy_index=dy_index)
     rows = multiply_groups(d_inner, into.detach().flatten(1, 2), plan.offsets, transposed=True)
-    d_into = _add_gradient(into, d_inner, x_TH, plan, index=plan.token)
-    return combine_rows(rows, plan), d_weights_TK, d_into, d_out
+    return RowGradients(combine_rows(rows, plan), d_weights_TK, dy, dy_index, weighted, d_inner)
+
+
+def add_matrix_gradients(
+    rows: RowGradients, x_TH: Tensor, plan: RoutingPlan, into: Tensor, out: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of both matrices, None where their sinks take them."""
+    d_out = _add_gradient(out, rows.dy, rows.activated, plan, dy_index=rows.dy_index)
+    d_into = _add_gradient(into, rows.inner, x_TH, plan, index=plan.token)
+    return d_into, d_out
 
 
 def _activation_backward(

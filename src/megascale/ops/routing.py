@@ -176,18 +176,25 @@ class RowLimit:
 
 
 def plan_rows(
-    indices: Tensor, first: int, count: int, weights: Tensor, experts: int, limit: RowLimit | None = None
+    indices: Tensor,
+    first: int,
+    count: int,
+    weights: Tensor,
+    experts: int,
+    limit: RowLimit | None = None,
+    rows: int | None = None,
 ) -> RoutingPlan:
     """Plan the rows of experts `first` to `first + count`.
 
-    The number of rows is read on the host, unless there is a limit, or these are all experts, so that every choice has
-    a row.
+    The number of rows is read on the host, unless it is known, there is a limit, or these are all experts, so that
+    every choice has a row.
 
     Args:
         indices: experts of each token [tokens, top_k].
         weights: weights of these experts, which decide whether kernels run [tokens, top_k].
         experts: number of experts of the layer.
         limit: with it the plan has `limit.rows` rows; those beyond the last offset are undefined.
+        rows: number of choices of these experts, if the host knows it.
     """
     tokens, top_k = indices.shape
     if use_fused("plan of experts", weights):
@@ -196,7 +203,7 @@ def plan_rows(
         if limit is not None:
             limit.exceeded.logical_or_(needed > limit.rows)
         elif count < experts:
-            rows = int(needed)
+            rows = int(needed) if rows is None else rows
             token = token[:rows]
             slot = slot[:rows]
         return RoutingPlan(offsets, token, slot, row)
@@ -224,13 +231,24 @@ def combine_rows(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None)
         rows: [rows, columns].
         weights: weight of each token's experts [tokens, top_k]; None: 1.
     """
+    return sum_rows_at(rows, plan.row, weights)
+
+
+def sum_rows_at(rows: Tensor, row_TK: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the sum of the rows at the indices of each token [tokens, columns], in order, in float32 at least.
+
+    Args:
+        rows: [rows, columns].
+        row_TK: indices; those of at least `rows` add nothing [tokens, K].
+        weights: factor of each index [tokens, K]; None: 1.
+    """
     if use_fused("sum over experts", rows, weights):
-        return sum_rows(rows, plan.row, weights)
+        return sum_rows(rows, row_TK, weights)
     wide = wide_dtype(rows)
     padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
-    total = torch.zeros(len(plan.row), rows.shape[1], dtype=wide, device=rows.device)
-    for slot in range(plan.row.shape[1]):
-        part = padded[plan.row[:, slot].clamp(max=len(rows))].to(wide)
+    total = torch.zeros(len(row_TK), rows.shape[1], dtype=wide, device=rows.device)
+    for slot in range(row_TK.shape[1]):
+        part = padded[row_TK[:, slot].clamp(max=len(rows))].to(wide)
         if weights is not None:
             part = part * weights[:, slot : slot + 1]
         total += part

@@ -90,18 +90,21 @@ class FlatLayout:
         return span.start + rank * size, span.start + (rank + 1) * size
 
 
-def lay_out(members: Sequence[BufferMember], ranks: int, bucket_elements: int | None) -> FlatLayout:
+def lay_out(
+    members: Sequence[BufferMember], ranks: int, bucket_elements: int | None, divides_units: bool = False
+) -> FlatLayout:
     """Assign every member a range of the buffer.
 
     Args:
         members: the chunk's parameters in forward order.
         ranks: data-parallel ranks that share each bucket equally.
-        bucket_elements: approximate elements per bucket of matrices; None makes one bucket. A unit is not divided.
+        bucket_elements: approximate elements per bucket of matrices; None makes one bucket.
+        divides_units: whether a unit has buckets of this size too, instead of one.
     """
     starts = [0] * len(members)
     buckets: list[BucketSpan] = []
     offset = 0
-    for indices in _group_by_bucket(members, bucket_elements):
+    for indices in _group_by_bucket(members, bucket_elements, divides_units):
         bucket_start = offset
         for i in indices:
             starts[i] = offset
@@ -145,14 +148,16 @@ def find_gaps(start: int, stop: int, spans: Iterable[tuple[int, int]]) -> list[t
     return gaps
 
 
-def _group_by_bucket(members: Sequence[BufferMember], bucket_elements: int | None) -> list[list[int]]:
+def _group_by_bucket(
+    members: Sequence[BufferMember], bucket_elements: int | None, divides_units: bool
+) -> list[list[int]]:
     """Return the member indices of each bucket, in buffer order."""
     order = sorted(range(len(members)), key=lambda i: (members[i].region, not members[i].decay, -i))
     groups: list[list[int]] = []
     region = None
     size = 0
     for i in order:
-        limit = bucket_elements if members[i].unit is None else None
+        limit = bucket_elements if divides_units or members[i].unit is None else None
         is_full = limit is not None and size + members[i].count > limit
         if is_full or members[i].region != region:
             groups.append([])

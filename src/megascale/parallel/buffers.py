@@ -94,7 +94,7 @@ class ParamAndGradBuffer:
         axes: the axes that share its buckets.
         zero: 0 keeps all optimizer state on every rank, 1 shards it, 2 shards the accumulated gradients too, 3 the
             matrices of units too, which get no memory before `ParameterSlots` is made.
-        bucket_elements: approximate size of a bucket; None for one bucket per chunk. From ZeRO-2 on, it divides
+        bucket_elements: approximate size of a bucket; None for one bucket per chunk. With ZeRO-3 it divides
             resident parameters only.
         float8_gather: place the matrices of linear layers in buckets of their own, which may be gathered in float8.
     """
@@ -117,7 +117,7 @@ class ParamAndGradBuffer:
         matrices = {id(param) for param in module.linear_weights().values()} if float8_gather else set()  # type: ignore[operator]
         units = _find_units(module, meta_params) if self.zero >= 2 else {}
         members = [self._make_member(param, id(param) in matrices, units.get(id(param))) for param in meta_params]
-        self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements)
+        self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements, divides_units=self.zero == 2)
         # Elements before this one have gradients in slots.
         self.resident_start = self.layout.unit_size
         dtype = meta_params[0].dtype

@@ -10,7 +10,9 @@ of experts are sums over the tokens of all ranks, and are never divided by a num
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,12 +22,13 @@ from torch import Tensor
 from megascale import torch_private
 from megascale.ops.biased_experts import (
     ExpertStacks,
+    add_stack_gradients,
     run_expert_stacks,
     run_expert_stacks_backward,
 )
 from megascale.ops.gradient_sink import tracked
-from megascale.ops.routing import RoutingPlan, plan_rows, wide_dtype
-from megascale.parallel.collectives import Axis, all_gather, reduce_scatter
+from megascale.ops.routing import RoutingPlan, plan_rows, sum_rows_at
+from megascale.parallel.collectives import Axis, Pending, all_gather, reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,13 @@ class Gather:
 
     axis: Axis
 
-    def send(self, x_TC: Tensor) -> Tensor:
-        """Return the rows of all ranks, by rank, then token."""
-        return all_gather(x_TC, self.axis).wait()
+    def send(self, x_TC: Tensor) -> Pending:
+        """Send this rank's tokens; returns the rows of all ranks, by rank, then token."""
+        return all_gather(x_TC, self.axis)
 
-    def give_back(self, y_RC: Tensor, tokens: int) -> Tensor:
+    def give_back(self, y_RC: Tensor) -> Pending:
         """Return the sum over ranks of the results of this rank's tokens."""
-        return reduce_scatter(y_RC, self.axis).wait()
+        return reduce_scatter(y_RC, self.axis)
 
 
 @dataclass(frozen=True)
@@ -49,57 +52,76 @@ class Dispatch:
 
     Attributes:
         token: token of each sent row, by receiving rank, then token [sent rows].
+        row_TR: sent row of each token to each rank; at least `sent rows` where there is none [tokens, ranks].
         sent, received: rows that this rank sends to, and receives from, each rank.
+        choices: choices of this rank's experts among the received rows.
         axis: the expert axis.
     """
 
     token: Tensor
+    row_TR: Tensor
     sent: list[int]
     received: list[int]
+    choices: int
     axis: Axis
 
     @classmethod
     def plan(cls, indices_TK: Tensor, first: int, count: int, axis: Axis) -> Dispatch:
-        """Plan the way of tokens with these experts; rank r has experts from first + r * count. Waits for the device.
+        """Plan the way of tokens with these experts; rank r has experts from first + r * count.
+
+        Waits for the device once, to read the numbers of rows.
 
         Args:
             indices_TK: experts of each token [tokens, top_k].
         """
-        ranks = torch.arange(axis.size, device=indices_TK.device)
+        device, tokens = indices_TK.device, len(indices_TK)
+        ranks = torch.arange(axis.size, device=device)
         owner_TK = torch.div(indices_TK - first, count, rounding_mode="floor")
-        is_sent_RT = (owner_TK.unsqueeze(0) == ranks[:, None, None]).any(-1)
-        sizes = is_sent_RT.sum(1)
-        received = torch.empty_like(sizes)
-        transfer = axis.transfer("all_to_all", sizes.nbytes)
-        dist.all_to_all_single(received, sizes, group=axis.group)
+        is_owner_RTK = owner_TK.unsqueeze(0) == ranks[:, None, None]
+        is_sent_RT = is_owner_RTK.any(-1)
+        sizes_R2 = torch.stack((is_sent_RT.sum(1), is_owner_RTK.sum((1, 2))), 1)
+        received_R2 = torch.empty_like(sizes_R2)
+        transfer = axis.transfer("all_to_all", sizes_R2.nbytes)
+        dist.all_to_all_single(received_R2, sizes_R2, group=axis.group)
         transfer.done()
-        return cls(is_sent_RT.nonzero()[:, 1], sizes.tolist(), received.tolist(), axis)
+        end = is_sent_RT.flatten().cumsum(0)
+        sizes, received_sizes = torch.stack((sizes_R2, received_R2)).tolist()
+        sent = [rows for rows, _ in sizes]
+        row = torch.where(is_sent_RT.flatten(), end - 1, sum(sent)).view(axis.size, tokens)
+        # The n-th sent row is the first entry that ends n rows.
+        entry = torch.searchsorted(end, torch.arange(1, sum(sent) + 1, device=device))
+        received = [rows for rows, _ in received_sizes]
+        choices = sum(count for _, count in received_sizes)
+        return cls(entry % max(1, tokens), row.t().to(torch.int32).contiguous(), sent, received, choices, axis)
 
-    def send(self, x_TC: Tensor) -> Tensor:
+    def send(self, x_TC: Tensor) -> Pending:
         """Send rows of x to the ranks that need them; returns the received rows, by sending rank, then token."""
         return self._exchange(x_TC[self.token], self.sent, self.received)
 
-    def give_back(self, y_RC: Tensor, tokens: int) -> Tensor:
+    def give_back(self, y_RC: Tensor) -> Pending:
         """Send back a result for each received row; returns the sum of each token's results [tokens, columns].
 
         Sums are in float32 at least, in the order of ranks.
         """
-        y_SC = self._exchange(y_RC, self.received, self.sent)
-        total = torch.zeros(tokens, y_SC.shape[1], dtype=wide_dtype(y_SC), device=y_SC.device)
-        start = 0
-        for count in self.sent:
-            part = slice(start, start + count)
-            # A rank returns at most one row per token, so the order of additions does not matter.
-            total.index_add_(0, self.token[part], y_SC[part].to(total.dtype))
-            start += count
-        return total.to(y_SC.dtype)
+        return self._exchange(y_RC, self.received, self.sent, finish=lambda rows: sum_rows_at(rows, self.row_TR))
 
-    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def _exchange(
+        self,
+        rows: Tensor,
+        sent: list[int],
+        received: list[int],
+        finish: Callable[[Tensor], Tensor] | None = None,
+    ) -> Pending:
+        rows = rows.contiguous()
         out = rows.new_empty(sum(received), *rows.shape[1:])
         transfer = self.axis.transfer("all_to_all", rows.nbytes)
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=self.axis.group)
-        transfer.done()
-        return out
+        work = dist.all_to_all_single(out, rows, received, sent, group=self.axis.group, async_op=True)
+        return Pending(out, work, transfer, partial(_end_exchange, rows, out, finish))
+
+
+def _end_exchange(sent: Tensor, out: Tensor, finish: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """Return the result of an exchange. It keeps the sent rows, which must live until they have arrived."""
+    return out if finish is None else finish(out)
 
 
 @torch_private.call_directly
@@ -125,14 +147,14 @@ class _DispatchedExperts(torch.autograd.Function):
         dispatch: Gather | Dispatch | None = None
         if expert.size > 1:
             dispatch = Gather(expert) if gathers else Dispatch.plan(indices_TK, first, count, expert)
-            x_TH = dispatch.send(x_TH)
-            weights_TK = dispatch.send(weights_TK)
-            indices_TK = dispatch.send(indices_TK)
+            sending = [dispatch.send(part) for part in (weights_TK, indices_TK, x_TH)]
+            weights_TK, indices_TK, x_TH = (pending.wait() for pending in sending)
         total = count * tensor.size * expert.size
-        plan = plan_rows(indices_TK, first + expert.rank * count, count, weights_TK, total)
+        rows = dispatch.choices if isinstance(dispatch, Dispatch) else None
+        plan = plan_rows(indices_TK, first + expert.rank * count, count, weights_TK, total, rows=rows)
         y_TH, inner = run_expert_stacks(x_TH, weights_TK, plan, stacks)
         if dispatch is not None:
-            y_TH = dispatch.give_back(y_TH, x.shape[0] * x.shape[1])
+            y_TH = dispatch.give_back(y_TH).wait()
         ctx.args = stacks, tensor, dispatch
         ctx.save_for_backward(x_SBH, weights_TK, inner, plan.offsets, plan.token, plan.slot, plan.row)
         return reduce_scatter(y_TH.view(x.shape), tensor).wait()
@@ -143,21 +165,29 @@ class _DispatchedExperts(torch.autograd.Function):
         x_SBH, weights_TK, inner, *plan = ctx.saved_tensors
         gathering_dy = all_gather(grads[0], tensor)
         gathering_x = all_gather(x_SBH, tensor)
-        dy_TH = gathering_dy.wait().flatten(0, 1)
-        x = gathering_x.wait()
-        x_TH = x.flatten(0, 1)
+        dy = gathering_dy.wait()
+        dy_TH = dy.flatten(0, 1)
+        x_TH = gathering_x.wait().flatten(0, 1)
+        sending_x: Pending | None = None
         if dispatch is not None:
-            dy_TH = dispatch.send(dy_TH)
-            x_TH = dispatch.send(x_TH)
-        gradients = run_expert_stacks_backward(dy_TH, x_TH, weights_TK, inner, RoutingPlan(*plan), stacks)
-        dx_TH, d_weights_TK = gradients.x_TH, gradients.weights_TK
+            sending_dy = dispatch.send(dy_TH)
+            sending_x = dispatch.send(x_TH)
+            dy_TH = sending_dy.wait()
+        routing_plan = RoutingPlan(*plan)
+        rows = run_expert_stacks_backward(dy_TH, weights_TK, inner, routing_plan, stacks)
+        dx_TH, d_weights_TK = rows.x_TH, rows.weights_TK
+        returning: list[Pending] = []
         if dispatch is not None:
-            tokens = x.shape[0] * x.shape[1]
-            dx_TH = dispatch.give_back(dx_TH, tokens)
-            d_weights_TK = dispatch.give_back(d_weights_TK, tokens)
-        scattering_weights = reduce_scatter(d_weights_TK.view(*x.shape[:2], -1), tensor)
-        dx_SBH = reduce_scatter(dx_TH.view(x.shape), tensor).wait()
-        return dx_SBH, scattering_weights.wait(), None, *gradients.parameters
+            # The gradients of the parameters hide this transfer.
+            returning = [dispatch.give_back(part) for part in (d_weights_TK, dx_TH)]
+        if sending_x is not None:
+            x_TH = sending_x.wait()
+        d_parameters = add_stack_gradients(rows, x_TH, weights_TK, routing_plan, stacks)
+        if returning:
+            d_weights_TK, dx_TH = (pending.wait() for pending in returning)
+        scattering_weights = reduce_scatter(d_weights_TK.view(*dy.shape[:2], -1), tensor)
+        dx_SBH = reduce_scatter(dx_TH.view(dy.shape), tensor).wait()
+        return dx_SBH, scattering_weights.wait(), None, *d_parameters
 
 
 def apply_expert_stacks(

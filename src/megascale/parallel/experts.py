@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megascale import torch_private
 from megascale.ops.gradient_sink import tracked
-from megascale.ops.grouped_linear import run_experts, run_experts_backward
+from megascale.ops.grouped_linear import add_matrix_gradients, run_experts, run_experts_backward
 from megascale.ops.routing import RoutingPlan, RowLimit, plan_rows
 from megascale.parallel.collectives import (
     Axis,
@@ -75,12 +75,13 @@ class _Experts(torch.autograd.Function):
         gathering_dy = _start_gather(grads[0], axis)
         gathering_x = _start_gather(x_SBH, axis)
         dy = gathering_dy.wait()
+        routing_plan = RoutingPlan(*plan)
+        rows = run_experts_backward(dy.flatten(0, 1), weights_TK, inner, routing_plan, into, out, activation)
+        # The gradients of the matrices hide this transfer.
+        scattering_weights = _start_scatter(rows.weights_TK.view(*dy.shape[:2], -1), axis)
+        scattering_dx = _start_scatter(rows.x_TH.view(dy.shape), axis)
         x = gathering_x.wait()
-        dx_TH, d_weights_TK, d_into, d_out = run_experts_backward(
-            dy.flatten(0, 1), x.flatten(0, 1), weights_TK, inner, RoutingPlan(*plan), into, out, activation
-        )
-        scattering_weights = _start_scatter(d_weights_TK.view(*x.shape[:2], -1), axis)
-        scattering_dx = _start_scatter(dx_TH.view(x.shape), axis)
+        d_into, d_out = add_matrix_gradients(rows, x.flatten(0, 1), routing_plan, into, out)
         d_weights_SBK = scattering_weights.wait()
         return scattering_dx.wait(), d_weights_SBK, d_into, d_out, None
 

@@ -1,8 +1,9 @@
 """Gradients of units in slots: from ZeRO-2 on, a unit's whole gradient exists only until it is reduced.
 
-The matrices of a unit of the forward (a block, the embedding, the head) lie in buckets of their own. In backward a
-bucket is opened by the first operator that writes one of its gradients: the last user of the same memory is reduced and
-added to the rank's shard first. When its last gradient is complete, or when its memory is needed, the bucket is reduced
+The matrices of a unit of the forward (a block, the embedding, the head) lie in buckets of their own. ZeRO-2 divides a
+unit into several, so that most of a block is reduced before its backward ends. In backward a bucket is opened by the
+first operator that writes one of its gradients: the last user of the same memory is reduced and added to the rank's
+shard first. When its last gradient is complete, or when its memory is needed, the bucket is reduced
 over data-parallel ranks. The result is added to the float32 gradients of the rank's shard, which the first
 reduction of a step overwrites. Every micro-batch does so.
 

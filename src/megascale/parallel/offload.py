@@ -55,6 +55,10 @@ class InputCopies:
         A store begins after the compute work before it, so after the fetch.
         """
         self._copies.wait(event)
+        self.give_back(stored)
+
+    def give_back(self, stored: Tensor) -> None:
+        """Let later stores reuse host memory whose input is not needed; they follow a store that is under way."""
         self._free[stored.shape, stored.dtype].append(stored)
 
     def _release(self, limit: int) -> None:
@@ -81,6 +85,8 @@ class InputCopies:
 class InputStack:
     """Inputs of the layers of one micro-batch in one chunk, in the order of the layers.
 
+    A stack that is dropped before its backward has ended, with a failed step, returns its memory.
+
     Args:
         copies: copies of the device, which all stacks share.
     """
@@ -89,6 +95,13 @@ class InputStack:
         self._copies = copies
         self._stored: list[Tensor | None] = []  # host memory, None once fetched
         self._fetched: dict[int, tuple[Any, Tensor, Tensor]] = {}
+
+    def __del__(self) -> None:
+        for event, stored, _ in self._fetched.values():
+            self._copies.finish_fetch(event, stored)
+        for host_memory in self._stored:
+            if host_memory is not None:
+                self._copies.give_back(host_memory)
 
     def store(self, x: Tensor) -> int:
         """Start to copy `x` to the host, and return its number."""

@@ -18,6 +18,8 @@ from megascale.core.chunk_map import ChunkMap, make_chunk_map
 from megascale.core.grid import Coordinate, Grid
 
 DIRECTIONS = ("forward", "backward")
+# Groups that the update of some optimizers uses, and loss weights.
+STATE_KINDS = ("stage", "state", "replica")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -94,6 +94,7 @@ def make_groups(
     timeout: timedelta = timedelta(minutes=10),
     store: dist.Store | None = None,
     channels: Mapping[str, int | None] | None = None,
+    late_kinds: Collection[str] = (),
 ) -> Groups:
     """Make and warm the groups of this rank; the default group must exist and span `grid.world_size` ranks.
 
@@ -104,6 +105,7 @@ def make_groups(
         timeout: time after which collectives on these groups abort.
         store: becomes `Groups.store`.
         channels: largest number of NCCL channels by kind of group; None or a missing kind leaves the choice to NCCL.
+        late_kinds: kinds of groups that may never be used; NCCL makes their communicators in their first call.
 
     Raises:
         TrainingError: a member did not come within `timeout`, or ended; names the group's ranks.
@@ -115,9 +117,13 @@ def make_groups(
     members = []
     for spec in specs:
         with _explain_failure(spec, rank, timeout):
-            members.append(_new_group(spec, device, timeout, (channels or {}).get(spec.kind)))
+            is_late = spec.kind in late_kinds
+            members.append(_new_group(spec, device, timeout, (channels or {}).get(spec.kind), is_late))
     groups.timings["groups"] = time.perf_counter() - began
     for spec, group in zip(specs, members, strict=True):
+        if spec.kind in late_kinds:
+            _assign(groups, spec, group)
+            continue
         began = time.perf_counter()
         with _explain_failure(spec, rank, timeout):
             _warm(spec, group, rank, device)
@@ -170,9 +176,9 @@ def _assign(groups: Groups, spec: GroupSpec, group: dist.ProcessGroup) -> None:
 
 
 def _new_group(
-    spec: GroupSpec, device: torch.device, timeout: timedelta, channels: int | None = None
+    spec: GroupSpec, device: torch.device, timeout: timedelta, channels: int | None = None, is_late: bool = False
 ) -> dist.ProcessGroup:
-    """Return a communicator among `spec.ranks` alone.
+    """Return a communicator among `spec.ranks` alone. NCCL makes it at once, or with `is_late` in the first call.
 
     On CUDA the device is bound here and not on the default group: a bound default group makes torch split each new
     communicator from the world's, a call that every rank of the world would have to join.
@@ -188,7 +194,7 @@ def _new_group(
             use_local_synchronization=True,
             pg_options=options,
             group_desc=spec.kind,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if device.type == "cuda" and not is_late else None,
         )
     assert isinstance(group, dist.ProcessGroup)
     return group

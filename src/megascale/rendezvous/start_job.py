@@ -18,12 +18,13 @@ import torch.distributed as dist
 
 import megascale
 from megascale import torch_private
+from megascale.config.parts import OPTIMIZERS
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.grid import Grid
 from megascale.core.schedule_registry import chunk_map_of
 from megascale.errors import ConfigError, FitError, MegascaleError, TrainingError
 from megascale.rendezvous.agree import agree, wait_for_readers
-from megascale.rendezvous.group_plan import DIRECTIONS
+from megascale.rendezvous.group_plan import DIRECTIONS, STATE_KINDS
 from megascale.rendezvous.group_sockets import list_new_sockets, list_sockets
 from megascale.rendezvous.groups import FAILED_KEYS_SECONDS, Groups, describe_lost_peer, make_groups
 from megascale.rendezvous.restarts import is_under_torchrun, open_start
@@ -64,7 +65,7 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
 
     Args:
         config: the resolved configuration, which must be equal on every rank; the sections `parallel`, `overlap` and
-            `rendezvous`, `train.name` and `model.tied_embeddings` are used.
+            `rendezvous`, `train.name`, `optimizer.name` and `model.tied_embeddings` are used.
         rank, world, local_rank: as torchrun's RANK, WORLD_SIZE, LOCAL_RANK.
         device: device of this rank's tensors; on "cuda" without an index, `local_rank` is the index.
 
@@ -97,6 +98,7 @@ def initialise(config: Config, *, rank: int, world: int, local_rank: int, device
             timeout=timedelta(seconds=settings.group_timeout),
             store=dist.PrefixStore("job", store),
             channels=_channels(config.overlap),
+            late_kinds=() if OPTIMIZERS[config.optimizer.name].communicates else STATE_KINDS,
         )
         if device.type != "cuda":
             gloo_sockets = list_new_sockets(sockets)

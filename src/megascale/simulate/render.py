@@ -81,17 +81,17 @@ def headline(results: Sequence[StepEstimate], tokens: float, console: Console) -
     )
     models_memory = all(r.scenario.software.is_memory_modelled for r in results)
     if models_memory:
-        memory_label = "memory of the fullest rank"
+        memory_label = "GiB, fullest rank"
     else:
-        memory_label = "memory of the fullest rank, this engine's"
+        memory_label = "GiB, with this engine"
     rows = [
         ["linear layers in"] + [r.scenario.software.precision for r in results],
         ["step, s"] + [f"[bold]{r.seconds:.3f}[/bold]" for r in results],
-        ["P10 to P90"] + [f"{r.low:.3f} to {r.high:.3f}" for r in results],
+        ["P10-P90"] + [f"{r.low:.3f}-{r.high:.3f}" for r in results],
         ["tokens/s"] + [f"{r.tokens_per_second:,.0f}" for r in results],
         ["MFU"] + [f"{100 * r.mfu:.1f}%" for r in results],
         [f"days for {tokens:.3g} tokens"] + [f"{r.days(tokens):.2f}" for r in results],
-        [memory_label] + [f"{r.memory_gib:.1f} GiB" for r in results],
+        [memory_label] + [f"{r.memory_gib:.1f}" for r in results],
     ]
     if len(results) > 1:
         rows.append(["time against the first"] + [f"{results[0].seconds / r.seconds:.3f}x" for r in results])

@@ -40,6 +40,7 @@ from megascale.parallel.chunk_graphs import EAGER_STEPS, ChunkGraphs
 from megascale.parallel.collectives import all_reduce
 from megascale.parallel.context import slice_batch
 from megascale.parallel.data_parallel import DataParallel
+from megascale.parallel.exchange import Exchange
 from megascale.parallel.offload import InputCopies
 from megascale.parallel.parameters import initialise, initialise_parameter, materialise, piece_views, spec_of
 from megascale.parallel.pipeline import EagerRunner, PipelineExecutor
@@ -48,6 +49,7 @@ from megascale.parallel.slot_sink import SlotSink
 from megascale.rendezvous.groups import Groups
 from megascale.train import engine_axes
 from megascale.train.attention_choice import Choices, agree_on_kernels
+from megascale.train.blank_batches import BlankBatches, make_blank_batch
 from megascale.train.expert_balance import ExpertBalance, ExpertCounts
 from megascale.train.loss_weights import LossWeights
 
@@ -98,7 +100,7 @@ class StepResult:
     Attributes:
         loss: mean over the global batch's tokens, weighted if they have weights; the same on every rank.
         grad_norm: norm of the whole model's gradient before clipping.
-        stop: above 0 if any rank wants to stop after this step; the same on every rank.
+        stop: sum of `stop` over all ranks, above 0 if any wants to stop after this step; the same on every rank.
         cast_counts: float64 [3]: numbers that casts to float8 clipped, flushed to zero and processed, summed over all
             ranks; zeros where nothing was counted.
         read_checksum: float64: the numbers that `take_read_checksum` of `Engine.step` returned, summed over all ranks;
@@ -128,7 +130,8 @@ class Engine:
             are used. With them, or with groups, ranks agree on kernels now. Without, each kernel is chosen when it is
             first needed.
         runtime: recorder, streams and kernels; default: a new one, which records nothing.
-        fields: optional fields that all micro-batches carry.
+        fields: optional fields that all micro-batches carry. If replicas read different numbers of micro-batches, the
+            engine adds loss weights.
 
     Attributes:
         attention_choices: attention kernels by kind of device and shape, to be saved with the run.
@@ -160,7 +163,6 @@ class Engine:
         self.config = config
         self.layout = layout
         self.device = device
-        self.fields = fields
         self.dtype = DTYPES[config.train.precision]
         self.data_rank = grid.replica(rank)
         self.tokens_per_step = layout.tokens_per_step
@@ -172,6 +174,10 @@ class Engine:
         self.after_update_hooks: list[Callable[[int], None]] = []
         self.replay_check: StepCheck | None = None
         self.active: dict[str, str] = {}
+        self._blank_batches = self._make_blank_batches(fields, grid.replica(rank))
+        if self._blank_batches is not None:
+            fields = replace(fields, loss_weights=True)
+        self.fields = fields
         self.begun_update = self.ended_update = 0
 
         self.adapters = AdapterSpec.from_config(config.train)
@@ -188,6 +194,7 @@ class Engine:
         own_axes[expert_axis], expert_exchange = engine_axes.choose_expert_exchange(
             own_axes[expert_axis], config, self.dtype, device
         )
+        self._experts_axis = own_axes[expert_axis]
         self.active |= tensor_overlap | context_exchange | expert_exchange
         if self._context.size > 1 and config.train.linear_precision == "float8":
             self.active["float8 scales"] = (
@@ -227,7 +234,7 @@ class Engine:
         self._token_gradient = self._make_token_gradient()
         self._token_loss = token_loss.KINDS[config.train.loss]
         # Dropout and captured chunks of a micro-batch depend on the step and on its first sample in the global batch.
-        self._first_sample = self.data_rank * layout.samples_per_rank
+        self._first_sample = layout.shares.first(self.data_rank) * config.train.micro_batch
         self._dropout_key = config.train.seed
         self._read_batch: ReadBatch | None = None
         self._micro_batches: dict[int, Batch[torch.Tensor]] = {}
@@ -235,6 +242,19 @@ class Engine:
         self.graphs = self._make_graphs()
         if grid.pipeline > 1 and device.type == "cuda":
             self.load_kernels()
+
+    def _make_blank_batches(self, fields: SampleFields, replica: int) -> BlankBatches | None:
+        """Return what fills this replica's share up, None if all replicas read equally many micro-batches."""
+        layout = self.layout
+        if layout.shares.is_even:
+            return None
+        model, width = self.config.model, self.config.train.micro_batch
+        length = model.sequence_length
+        weighted = replace(fields, loss_weights=True)
+        blank = make_blank_batch(weighted, length, width, sequence_length=length, device=self.device)
+        counts = ", ".join(str(layout.shares.count(other)) for other in range(layout.grid.replicas))
+        self.active["micro-batches"] = f"{counts} on the replicas, filled up to {layout.microbatches} with blank ones"
+        return BlankBatches(layout.shares.count(replica), fields.loss_weights, blank)
 
     def _choose_kernels(self, groups: Groups | None, earlier_choices: Choices | None) -> None:
         """Set the runtime's kernels, streams and, if ranks have to agree, attention kernels; record the choices."""
@@ -538,23 +558,13 @@ class Engine:
         before the first transfer.
         """
         self.runtime.calls.set_action(b"kernels")
-        model, train = self.config.model, self.config.train
-        length = model.sequence_length // self._context.size
-        tokens = torch.zeros(length, train.micro_batch, dtype=torch.int64, device=self.device)
-        batch = Batch(tokens, tokens)
-        if self.fields.loss_weights:
-            batch = replace(batch, loss_weights=torch.zeros(tokens.shape, device=self.device))
-        if self.fields.positions:
-            batch = replace(batch, positions=tokens)
-        if self.fields.max_documents:
-            boundaries = torch.full(
-                (self.fields.max_documents + 1, train.micro_batch),
-                model.sequence_length,
-                dtype=torch.int32,
-                device=self.device,
-            )
-            boundaries[0] = 0
-            batch = replace(batch, document_boundaries=boundaries)
+        sequence_length = self.config.model.sequence_length
+        length = sequence_length // self._context.size
+        batch = make_blank_batch(
+            self.fields, length, self.config.train.micro_batch, sequence_length=sequence_length, device=self.device
+        )
+        assert batch.tokens is not None
+        tokens = batch.tokens
         context = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
         for number, chunk in enumerate(self.chunks):
             x = tokens
@@ -583,7 +593,7 @@ class Engine:
         read_batch: ReadBatch,
         step: int,
         learning_rate: float,
-        stop: bool = False,
+        stop: float = 0.0,
         before_update: Callable[[], None] = lambda: None,
         has_next_step: bool = False,
         count_casts: bool = False,
@@ -596,7 +606,7 @@ class Engine:
             read_batch: returns one of this rank's micro-batches; called only where its fields are needed.
             step: number of this optimizer step, from 1; dropout masks depend on it.
             learning_rate: learning rate of this step.
-            stop: whether this rank wants to stop; shared with all ranks.
+            stop: above 0 if this rank wants to stop; summed over all ranks.
             before_update: called once gradients exist and the state is about to change.
             has_next_step: begin the next step's first gather during the update. If no step follows after all, call
                 `synchronize`.
@@ -606,13 +616,20 @@ class Engine:
             sum_weights: returns the sum of the loss weights of this rank's micro-batches, if they carry weights;
                 called on the last stage before the first forward.
         """
+        blanks = self._blank_batches
+        if blanks is not None:
+            read_batch = blanks.fill(read_batch)
         if self._context.size > 1:
             self._read_batch = lambda i: slice_batch(read_batch(i), self._context)
         else:
             self._read_batch = read_batch
         if self._loss_weights is not None:
-            assert sum_weights is not None, "micro-batches carry loss weights"
-            self._loss_weights.begin_step(sum_weights())
+            if blanks is not None:
+                local_sum = blanks.sum_weights(sum_weights)
+            else:
+                assert sum_weights is not None, "micro-batches carry loss weights"
+                local_sum = sum_weights()
+            self._loss_weights.begin_step(local_sum)
         self._dropout_key = self.config.train.seed + step
         if self.replay_check is not None:
             self.replay_check.begin_step(step)
@@ -648,6 +665,8 @@ class Engine:
         for hook in self.after_update_hooks:
             hook(step)
         self.ended_update = step
+        if blanks is not None and not blanks.has_weights:
+            weight_sum = None  # of weights that the data does not have
         return StepResult(summed[0], grad_norm, summed[1], summed[2:5], summed[5:], weight_sum, expert_counts)
 
     @property
@@ -737,6 +756,8 @@ class Engine:
 
     def _forward(self, chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
         """Run micro-batch `i` through `chunk`; x: the previous chunk's output, None for the model's first chunk."""
+        if self.experts is not None and self._blank_batches is not None:
+            self.experts.set_blank(i >= self._blank_batches.own)
         sample_start = self._first_sample + i * self.config.train.micro_batch
         context = ForwardContext(self._dropout_key, sample_start, self._token_gradient, token_loss=self._token_loss)
         return self._run_chunk(chunk, *self._take_inputs(chunk, i, x), context)
@@ -824,7 +845,7 @@ class Engine:
         for hook in tuple(self.before_update_hooks):
             hook(step)
 
-    def _collect_scalars(self, loss: torch.Tensor | None, stop: bool, read_checksum: Sequence[float]) -> torch.Tensor:
+    def _collect_scalars(self, loss: torch.Tensor | None, stop: float, read_checksum: Sequence[float]) -> torch.Tensor:
         """Return float64: loss, stop, three counts of casts, checksum, routing if there are experts, loss weights if
         samples carry them.
 
@@ -835,7 +856,7 @@ class Engine:
         if self.experts is not None:
             count += self.experts.size
         scalars = torch.zeros(count, dtype=torch.float64, device=self.device)
-        scalars[1].fill_(float(stop))
+        scalars[1].fill_(stop)
         if loss is not None and self.counts_loss:
             scalars[0] += loss
         if self._loss_weights is not None:
@@ -881,15 +902,19 @@ class Engine:
 
         Call it after results have been read from the device and before they are used.
         """
-        for exchange in (self.tensor.exchange, self._context.exchange, self.gather_exchange):
-            if exchange is not None:
-                exchange.check()
+        for exchange in self._list_exchanges():
+            exchange.check()
 
     def close(self, failed: bool = False) -> None:
         """Stop watching the peers, which take this rank's end as planned unless it has `failed`."""
-        for exchange in (self.tensor.exchange, self._context.exchange, self.gather_exchange):
-            if exchange is not None:
-                exchange.close(failed)
+        for exchange in self._list_exchanges():
+            exchange.close(failed)
+
+    def _list_exchanges(self) -> list[Exchange]:
+        """Return the exchanges between GPUs that work."""
+        axes = (self.tensor, self._context, self._experts_axis)
+        exchanges = [axis.exchange for axis in axes] + [self.gather_exchange]
+        return [exchange for exchange in exchanges if exchange is not None]
 
     def find_rejoin_obstacle(self) -> str:
         """Return why this engine cannot go on with other groups, "" if it can."""

@@ -240,7 +240,7 @@ def _describe_sharding(layout: Layout) -> str:
         text = "gradients and matrices, gathered block by block in each micro-batch"
     if layout.grid.count(AXES.copies) > 1:
         text += f"; {layout.grid.count(AXES.copies)} copies of the state, whose gradients are summed once per step"
-    if "bucket_elements" in parallel.model_fields_set:
+    if parallel.zero == 3 and "bucket_elements" in parallel.model_fields_set:
         text += "; parallel.bucket_elements divides only norms, biases and a tied embedding"
     return text
 

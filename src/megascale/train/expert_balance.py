@@ -103,6 +103,11 @@ class ExpertBalance:
         for module in self._modules:
             module.begin_step()
 
+    def set_blank(self, is_blank: bool) -> None:
+        """Set whether the tokens of the next forwards do not count."""
+        for module in self._modules:
+            module.is_blank = is_blank
+
     def list_counts(self) -> list[Tensor]:
         """Return the counts and losses of all layers, which a step adds to."""
         tensors = []

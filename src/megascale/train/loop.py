@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, FlopCount, device_peak_tflops, document_flops, mfu
 from megascale.core.layout import Layout
+from megascale.core.process_orders import MISSING_VARIABLE
 from megascale.core.spans import SpanKind
 from megascale.core.status import StartReport
 from megascale.data.dataset.formats import sample_fields
@@ -40,7 +43,7 @@ from megascale.train.engine import Engine, StepResult
 from megascale.train.evaluation import Evaluation, evaluate_file
 from megascale.train.host_pauses import GarbageCollector, HostPauses
 from megascale.train.injected_faults import FaultInjector
-from megascale.train.parking import Parking, RetainedState
+from megascale.train.parking import LeaveAttempt, Parking, RetainedState
 from megascale.train.rank_info import RankInfo, find_device_kind, memory_gib
 from megascale.train.rank_timers import RankTimers, StepClock
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
@@ -51,6 +54,10 @@ from megascale.train.telemetry import Telemetry, start_rank_log
 from megascale.train.weights import WeightWatch
 
 log = logging.getLogger("megascale.train")
+
+# Share of a rank in the step's sum of requests to stop if it only leaves the attempt. All ranks together stay below 1,
+# the share of a rank that was interrupted.
+_LEAVE = 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,7 @@ class Trainer:
         self.groups: Groups | None = None
         self.folder = RunFolder(config.run_folder)
         self.attempt = self.folder.next_attempt()  # all ranks take rank 0's number
+        self._missing_share = float(os.environ.get(MISSING_VARIABLE) or 0.0)
         count_compilations()
         self._start = StartReport(time.time_ns(), is_reused=parking is not None and parking.is_reused)
         self.reporter = Reporter(self.folder, self.is_leader)
@@ -133,6 +141,7 @@ class Trainer:
         self._skipped_steps = 0  # steps of this process with an infinite or NaN gradient, or without loss weights
         self._skipped_in_a_row = 0
         self._stopping = False  # agreed by all ranks
+        self._is_leaving = False  # the reason to stop is a new attempt; agreed by all ranks
         self._has_reported_active = False
         self._has_reported_graphs = False
         self._loss: float | None = None
@@ -180,6 +189,9 @@ class Trainer:
     def _meet_ranks(self, resources: contextlib.ExitStack, refusal: MegascaleError | None) -> MegascaleError | None:
         """Initialise the groups and take rank 0's attempt. Return this rank's or rank 0's refusal."""
         info = self.rank_info
+        if self.attempt > 1 and info.local_rank == 0:
+            # The replacement of a lost node has no service yet, and its state comes through one.
+            checkpoint.start_service(self.config.checkpoint, self.folder.path)
         self.groups = initialise(
             self.config, rank=info.rank, world=info.world, local_rank=info.local_rank, device=info.device
         )
@@ -283,6 +295,12 @@ class Trainer:
             retained = self.parking.retained
             self.parking.retained = None
             self._reused_slots = retained.slots
+            if retained.rank != self.rank_info.rank or (retained.engine and retained.engine.layout != self.layout):
+                # Other shares of the parameters need other buffers.
+                retained.engine = None
+                gc.collect()
+                if self.rank_info.device.type == "cuda":
+                    torch.cuda.empty_cache()
             if can_rejoin and retained.engine is not None and self.groups is not None:
                 self.engine = retained.engine
                 self.engine.rejoin(self.groups, earlier_choices)
@@ -312,7 +330,7 @@ class Trainer:
             return
         self.engine.close(failed=True)
         self.engine.leave_groups()
-        self.parking.retained = RetainedState(slots, self.engine, self.engine.find_whole_step())
+        self.parking.retained = RetainedState(slots, self.engine, self.engine.find_whole_step(), self.rank_info.rank)
 
     def _open_observers(self, resources: contextlib.ExitStack) -> None:
         """Open what shows this rank to others: status, record of calls, timers, counts of pauses."""
@@ -357,19 +375,35 @@ class Trainer:
                 is_standing=self.checkpointer.is_standing,
             )
             while self.step < last_step and not self._stopping:
-                self._train_step(interrupts.requested or self.callbacks.run.wants_stop)
+                self._train_step(self._request_stop(interrupts))
                 self.callbacks.end_step(self.step)
                 if train.eval_interval and self.step % train.eval_interval == 0 and self.step < train.steps:
                     self._evaluate()
                 if self.step < last_step:
                     self._save_if_due()
             self._read_pending_step()
+            if self._is_leaving and self.step < last_step:
+                self._leave_after_step()
             if self.checkpoint_policy.is_due_at_end(self.step):
                 self._save(persist=True, last=True)
             self.checkpoint_policy.finish(self.step)
             if self._stopping:
                 self._report_interruption()
                 raise KeyboardInterrupt
+
+    def _request_stop(self, interrupts: Interrupts) -> float:
+        """Return this rank's share in the request to stop after the next step, 0 if it wants none."""
+        if interrupts.requested or self.callbacks.run.wants_stop:
+            return 1.0
+        if self.parking is not None and self.parking.wants_leave:
+            return _LEAVE
+        return 0.0
+
+    def _leave_after_step(self) -> NoReturn:
+        """Copy the state to memory unless that has been done, and leave the attempt for the next one."""
+        if self.checkpointer.save_target(self.step) is None:
+            self._save(persist=False)
+        raise LeaveAttempt(f"the rank leaves the attempt after step {self.step}")
 
     def _finish(self) -> TrainResult:
         """Evaluate a finished run, and report the end."""
@@ -589,7 +623,7 @@ class Trainer:
 
     # one step ---------------------------------------------------------------------------------------------------
 
-    def _train_step(self, wants_stop: bool) -> None:
+    def _train_step(self, stop: float) -> None:
         """Run the next step on the device, then read the results of the step before it."""
         train, recorder = self.config.train, self.engine.runtime.recorder
         step = self.step + 1
@@ -603,7 +637,7 @@ class Trainer:
             self._read_micro_batch,
             step,
             rate,
-            wants_stop,
+            stop,
             before_update=self._before_update,
             has_next_step=step < train.steps,
             count_casts=cast_interval > 0 and step % cast_interval == 0,
@@ -700,6 +734,8 @@ class Trainer:
             "epoch": round(self.feed.epochs(self.consumed_samples), 4),
             **self.feed.measures(),
         }
+        if self._missing_share:
+            record["missing_share"] = self._missing_share
         if self.is_leader:
             sample_ids = self.feed.ids(first_sample)
         else:
@@ -729,7 +765,9 @@ class Trainer:
             has_weights = record["loss_weight"] > 0
             if not has_weights:
                 loss = math.nan  # a mean over nothing
-        self._stopping = self._stopping or bool(result.stop > 0)
+        stop = float(result.stop)
+        self._is_leaving = 0 < stop < 1 or (self._is_leaving and stop == 0)
+        self._stopping = self._stopping or stop > 0
         if self.weight_watch is not None:
             self.status.checksum = self.weight_watch.read_checksum() or self.status.checksum
         seconds = self.clock.read()

@@ -25,12 +25,13 @@ import torch
 
 from megascale.checkpoint import object_collectives
 from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, record_of
-from megascale.core.process_orders import EARLY_VARIABLE, ORDERS_VARIABLE, Park, Resume, read_orders
+from megascale.core.process_orders import EARLY_VARIABLE, ORDERS_VARIABLE, PREPARED_VARIABLE, Resume, read_orders
 from megascale.core.status import PARKED, StatusFile
 from megascale.errors import TrainingError
 from megascale.optim.update_hold import UpdateHold
 from megascale.rendezvous import groups as rank_groups
 from megascale.rendezvous.groups import Groups
+from megascale.train.rank_info import RankInfo
 from megascale.train.run_folder import RunFolder
 from megascale.train.warm_up import warm_up
 
@@ -54,11 +55,13 @@ class RetainedState:
         slots: staging memory for snapshots, mapped and page-locked.
         engine: model, optimizer and their state on the device; None if they must be made anew.
         step: the step whose state they have, -1 if an update was under way and the state must be loaded.
+        rank: the rank that the engine was made for.
     """
 
     slots: Sequence[StagingSlot]
     engine: Engine | None = None
     step: int = -1
+    rank: int = -1
 
 
 class Parking:
@@ -68,7 +71,9 @@ class Parking:
         orders: descriptor of the pipe from which orders come.
 
     Attributes:
-        is_ordered: whether the agent has ordered this rank to leave the present attempt.
+        is_ordered: whether the agent has ordered this rank to leave the present attempt at once.
+        wants_leave: whether the agent has ordered this rank to leave it after a step.
+        data: data-parallel size of the present attempt, 0 for that of the configuration.
         is_reused: whether this process has run an earlier attempt.
         doubt: why this process cannot stay, "" if it can.
         hold: keeps queued updates from changing the state once the groups are aborted; None before the first engine.
@@ -78,6 +83,8 @@ class Parking:
 
     def __init__(self, orders: int) -> None:
         self.is_ordered = False
+        self.wants_leave = False
+        self.data = 0
         self.is_reused = False
         self.doubt = ""
         self.hold: UpdateHold | None = None
@@ -95,7 +102,11 @@ class Parking:
         for order in read_orders(orders):
             if isinstance(order, Resume):
                 self._resumes.put(order)
-            elif isinstance(order, Park) and order.attempt == self._attempt:
+            elif order.attempt != self._attempt:
+                continue
+            elif order.after_step:
+                self.wants_leave = True
+            else:
                 self.is_ordered = True
                 self._abort()
 
@@ -140,7 +151,7 @@ class Parking:
     def accept(self, error: BaseException) -> bool:
         """Return whether the process stays although this error ends its attempt."""
         is_caused_by_peer = record_of(error).kind is ExitKind.LOST_PEER
-        if not is_caused_by_peer and not self.is_ordered:
+        if not is_caused_by_peer and not self.is_ordered and not isinstance(error, LeaveAttempt):
             return False
         if not isinstance(error, Exception):
             return False
@@ -170,6 +181,16 @@ class Parking:
 
     # between attempts -----------------------------------------------------------------------------------------------
 
+    def prepare(self, folder: RunFolder, rank_info: RankInfo) -> None:
+        """Prepare the device of a process that joins in a later attempt, and wait for that."""
+        os.environ.pop(PREPARED_VARIABLE)
+        warm_up(rank_info.local_rank, use_gpu=rank_info.device.type == "cuda")
+        folder.create()
+        status = StatusFile(folder.status, rank_info.rank)
+        status.update(PARKED, 0)
+        status.close()
+        self._await_order(folder, rank_info.rank)
+
     def wait(self, folder: RunFolder, rank: int, step: int) -> None:
         """Wait for the next attempt, and set the environment for it."""
         with self._lock:
@@ -194,11 +215,19 @@ class Parking:
             time.monotonic() - self._accepted,
             time.monotonic() - closed,
         )
+        self._await_order(folder, rank)
+        self.is_reused = True
+
+    def _await_order(self, folder: RunFolder, rank: int) -> None:
+        """Wait for the order to resume, and prepare this process for the next attempt."""
         self._join_attempt()
+        new_rank = int(os.environ.get("RANK", rank))
+        if new_rank != rank:
+            _write_to_log_of(folder, new_rank)
         if self.hold is not None:
             self.hold.release()
         self.is_ordered = False
-        self.is_reused = True
+        self.wants_leave = False
         self._has_stepped = False
 
     def wait_if_early(self, use_gpu: bool) -> None:
@@ -219,8 +248,10 @@ class Parking:
 
     def _join_attempt(self) -> None:
         """Wait for the order to begin the next attempt, and set the environment for it."""
-        os.environ.update(self._resumes.get().environment)
+        resume = self._resumes.get()
+        os.environ.update(resume.environment)
         self._attempt = _read_attempt()
+        self.data = resume.data
 
 
 def _is_of_groups(error: BaseException) -> bool:
@@ -229,6 +260,18 @@ def _is_of_groups(error: BaseException) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and "torch/distributed" in trace.tb_frame.f_code.co_filename
+
+
+def _write_to_log_of(folder: RunFolder, rank: int) -> None:
+    """Let this process write to the log of another rank from now on."""
+    with open(folder.logs / f"rank-{rank}.log", "ab") as log_file:
+        for descriptor in (1, 2):
+            os.dup2(log_file.fileno(), descriptor)
+
+
+def is_prepared() -> bool:
+    """Return whether this process waits for its first attempt."""
+    return PREPARED_VARIABLE in os.environ
 
 
 def open_parking() -> Parking | None:

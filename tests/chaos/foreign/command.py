@@ -176,9 +176,9 @@ def run_case(site: Site, trainer: str, name: str, folder: Path, rank: int) -> Ou
 
 
 def find_verdicts(job: ForeignJob, case: Case) -> list[Entry]:
-    """Return the events of a job that are the verdict of a fault."""
+    """Return the events of a job that are the verdict of a fault. An alert of a pause, such as a save, is not one."""
     kinds = (case.verdict,) if isinstance(case.verdict, str) else case.verdict
-    return [event for event in job.events() if event.kind in kinds]
+    return [event for event in job.events() if event.kind in kinds and (event.kind, event.action) != ("hang", "alert")]
 
 
 def wait_for_verdict(job: ForeignJob, case: Case) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from megascale.resilience.driver.state.journal_reader import Entry, read_journal_events
 
 FOLDER = Path(__file__).with_name("trainers")
-TIMEOUT = 240.0  # seconds of a run
+TIMEOUT = 600.0  # seconds of a wait; only a broken job or a very busy machine takes them
 LAST_STEP = 40
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 
 from benchmarks.harness.launched import Launched
+from megascale.core.status import read_status
 from megascale.errors import TrainingError
 from megascale.resilience.faults.inject import Options, inject
 
@@ -31,9 +34,12 @@ def garble_journal(job: Launched) -> None:
 
 def kill_node_and_rank(job: Launched) -> None:
     """Lose the node of rank 1 with its memory and, within a second, the process of rank 0."""
+    status = read_status(job.run / "status" / "rank-0.status")
+    if status is None:
+        raise TrainingError("rank 0 has no status")
     inject(job.run, "kill-node", Options(node=_find_node(job, 1)))
     time.sleep(_FAULT_GAP)
-    inject(job.run, "kill-rank", Options(rank=0))
+    os.kill(status.pid, signal.SIGKILL)  # it may be leaving its attempt, or wait for the next one
 
 
 def kill_recovering_drivers(job: Launched) -> None:

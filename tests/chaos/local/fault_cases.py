@@ -66,6 +66,6 @@ CASES: dict[str, FaultCase] = {
     "flapping-node": FaultCase(("node_evicted",), options=(("node", "n1"), ("seconds", 6.0)), steps=900, spare=True),
     # Faults of `driver_faults.py`.
     "garbled-journal": FaultCase(("driver_took_over",), "ride", options=(), steps=900),
-    "two-faults": FaultCase(_LOST + ("process_killed",), options=(), steps=900, spare=True),
-    "driver-killed-twice": FaultCase(_LOST, options=(), steps=900, spare=True),
+    "two-faults": FaultCase(_LOST + ("process_killed",), options=(), steps=900),
+    "driver-killed-twice": FaultCase(_LOST, options=(), steps=900),
 }

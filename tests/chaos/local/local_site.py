@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.harness.launched import Launched, make, phases
+from benchmarks.harness.launched import Launched, Steps, make, phases
 from tests.chaos.faults.site import FaultSite, Row, Weights, equal_weights
 from tests.chaos.local.driver_faults import STRIKES
 from tests.chaos.local.fault_cases import CASES, FaultCase
@@ -85,6 +85,7 @@ def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: We
     if options.node is not None and locations and options.node not in locations:
         options = replace(options, node=locations[-1])  # a start on a busy machine may have gone to the spare
     injected = time.time()
+    steps = Steps(job)
     failed: list[BaseException] = []
 
     def inject_it() -> None:
@@ -97,9 +98,13 @@ def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: We
             failed.append(error)
 
     thread = threading.Thread(target=inject_it)  # some faults take a while
-    thread.start()
     if kind in STRIKES:
-        thread.join()  # the job ends and starts again meanwhile
+        # The job recovers meanwhile, so that its step does not show afterwards how far it had come.
+        with steps:
+            thread.start()
+            thread.join()
+    else:
+        thread.start()
     if kind == "kill-driver":
         thread.join()
         job.process.wait()
@@ -109,6 +114,9 @@ def _strike(job: Launched, kind: str, case: FaultCase, number: int, expected: We
     if case.ends == "recover":
         hard = job.first(lambda e: e.time > injected and e.action in actions)
     done = job.step()  # before the next attempt begins
+    if kind in STRIKES:
+        restart = next((e.time for e in job.events() if e.time > injected and e.kind == "attempt_started"), injected)
+        done = steps.count_until(restart)
     verdict = job.first(lambda e: e.time > injected and e.kind in case.verdicts) if case.verdicts else None
     hard = hard or next((e for e in job.events() if e.time > injected and e.action in actions), verdict)
     repeated = None

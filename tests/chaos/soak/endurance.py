@@ -34,7 +34,7 @@ KINDS = {"kill-rank": 6, "stop-rank": 2, "segfault": 1, "kill-agent": 1, "kill-n
 COSTS = {"kill": ("kill-rank", "segfault"), "hang": ("stop-rank",)}
 ENDING = 60.0  # seconds of a call that its end may take
 LEAST = 15.0  # seconds from a recovery to the next fault
-LINGER = 5  # seconds that checkpoint services outlive their trainers
+LINGER = 15  # seconds that checkpoint services outlive their trainers; a busy machine takes some to start a rank
 RECOVERY_LIMIT = 120.0
 PACE = 0.1  # least seconds of a step
 SETTINGS = [
@@ -115,11 +115,11 @@ def _inject(job: Launched, number: int, dice: random.Random) -> dict[str, Any]:
     try:
         inject(job.run, kind, options)
     except MegascaleError as error:
-        return row | {"problem": f"it was not injected: {error}"}
+        return row | {"problem": f"it was not injected: {error}", "events": _describe_events(job)}
     event = job.first(lambda e: e.kind == "recovered" and e.id > after, RECOVERY_LIMIT)
     record = RecoveryRecord.from_details(event.details) if event else None
     if event is None or record is None:
-        return row | {"problem": f"no recovery within {RECOVERY_LIMIT:g} s"}
+        return row | {"problem": f"no recovery within {RECOVERY_LIMIT:g} s", "events": _describe_events(job)}
     total = event.time - injected
     row |= {
         "cause": record.cause,
@@ -134,6 +134,11 @@ def _inject(job: Launched, number: int, dice: random.Random) -> dict[str, Any]:
     if record.cause not in CASES[kind].verdicts:
         row["problem"] = f"its verdict was {record.cause}"
     return row
+
+
+def _describe_events(job: Launched) -> list[str]:
+    """Return the job's newest events, for a problem whose cause is not known."""
+    return [f"{e.time:.1f} {e.kind}: {'; '.join(e.evidence)[:300]}" for e in job.events()[-12:]]
 
 
 def _measure_step(job: Launched) -> float:

@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megascale import checkpoint
 from megascale.checkpoint import Checkpointer, TensorShard, latest, load, steps
 from megascale.checkpoint.background import pending_saves, service, service_protocol, snapshot
 from megascale.checkpoint.background.pending_saves import finish_pending
@@ -487,3 +488,19 @@ def test_a_watcher_that_cannot_reach_the_service_reports_the_save(run: Path, mon
     assert [(o.step, o.committed, o.reason) for o in outcomes] == [(1, False, "no descriptor left")]
     assert checkpointer.save(2, {"step": 2}, wait=True)
     assert [(o.step, o.committed) for o in checkpointer.finish()] == [(2, True)]
+
+
+def test_a_service_that_was_started_ahead_is_the_one_that_a_trainer_meets(run: Path) -> None:
+    config = background()
+    checkpoint.start_service(config, run)
+    location = service_protocol.locate_service(service_protocol.private_folder(run))
+    pid = service_pid(run)
+    checkpoint.start_service(config, run)
+    assert location.owner_pid() == pid == service_pid(run)
+    checkpointer = Checkpointer(config, run, full_shards(logical_state(1)))
+    checkpointer.prepare()
+    checkpointer.finish()
+    # Nothing is started without background saves.
+    other = run / "host-other"
+    checkpoint.start_service(background(background=False), other)
+    assert service_protocol.locate_service(service_protocol.private_folder(other)).owner_pid() is None

@@ -13,13 +13,13 @@ import msgspec
 
 from megascale.checkpoint import Checkpointer
 from megascale.checkpoint.background.replica import ReplicaSender
-from megascale.checkpoint.background.service_protocol import StageSnapshot
+from megascale.checkpoint.background.service_protocol import StageSnapshot, locate_service, private_folder
 from megascale.checkpoint.background.snapshot_memory import Progress, make_slots
 from megascale.checkpoint.background.staging import make_rank_index
 from megascale.checkpoint.format.chunks import TensorShard
 from megascale.checkpoint.format.write_plan import make_offer, make_plan
 from megascale.checkpoint.saver import dtype_name
-from tests.checkpoint.background.conftest import background, run, service_pid
+from tests.checkpoint.background.conftest import await_other, background, run, service_pid
 from tests.checkpoint.conftest import cut, logical_state, run_group
 
 __all__ = ["run"]
@@ -85,3 +85,19 @@ def test_a_replica_is_given_up_once_its_trainer_has_left_and_its_peer_is_silent(
         assert sender.finish([0] * len(index), is_awaited=lambda: False)
         assert time.monotonic() - began < 20
     slot.memory.close()
+
+
+def test_a_service_outlasts_its_linger_time_while_a_rank_waits_for_the_next_attempt(run: Path) -> None:
+    config = background(memory_interval=1, linger=0.2)
+    checkpointer = Checkpointer(config, run, cut(logical_state(1), "flat", 0, 1))
+    checkpointer.prepare()
+    assert checkpointer.save(1, {"step": 1}, persist=False, wait=True)
+    location = locate_service(private_folder(run))
+    slots = checkpointer.leave()
+    time.sleep(1.2)  # the service would end 0.2 s after its last client
+    pid = location.owner_pid()
+    assert pid is not None
+    successor = Checkpointer(config, run, cut(logical_state(1), "flat", 0, 1), reused_slots=slots)
+    successor.prepare()
+    successor.finish()
+    await_other(lambda: location.owner_pid() is None)

@@ -40,10 +40,11 @@ def test_with_memory_wait_no_copy_is_skipped_and_the_one_before_is_whole(run: Pa
         assert checkpointer.save(step, {"step": step}, persist=False)
         assert checkpointer.snapshots is not None
         steps = [slot.generation for slot in checkpointer.snapshots._slots if slot.complete]
-        assert step == 1 or steps  # a process that is lost now has the step before
+        # A process that is lost now has the step before. The first two go into empty slots, and wait for nothing.
+        assert step <= 2 or steps
         checkpointer.before_update()
     outcomes = checkpointer.finish(run_ended=False)
-    assert [(outcome.step, outcome.reason) for outcome in outcomes] == [(step, "") for step in range(1, 6)]
+    assert sorted((outcome.step, outcome.reason) for outcome in outcomes) == [(step, "") for step in range(1, 6)]
     assert Checkpointer(background(), run, full_shards(large_state(2))).load() == {"step": 5}
 
 

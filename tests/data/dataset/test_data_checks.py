@@ -143,7 +143,8 @@ def test_a_ring_holds_some_steps_and_at_least_four_micro_batches(
     microbatches = global_batch // 2 // 2
     plan = plan_host_of(from_tree(tree), 2, 0, 2)
     assert plan.shape.depth == max(4, ring_steps * microbatches)
-    assert (plan.shape.rows, plan.shape.columns, plan.microbatches, plan.data_ranks) == (9, 2, microbatches, 2)
+    assert (plan.shape.rows, plan.shape.columns) == (9, 2)
+    assert plan.shares == ((0, microbatches), (microbatches, microbatches))
     assert (plan.leader, plan.seed, plan.index) == (True, 11, f"{tmp_path}/.index")
     assert not plan_host_of(from_tree(tree), 2, 1, 1).leader
     # Each sample of every step is read once, in order of its number, by one stream.

@@ -115,7 +115,7 @@ def test_each_rank_reads_its_samples(
     reading = [rank for rank in range(world) if host.plan.reads_tokens(rank)]
     assert (reading == [0, 2]) == (pipeline == 3)  # the middle stage needs no tokens
     assert not np.array_equal(expected(host.plan, 0, base, 0), expected(host.plan, 0, base, 1))
-    for number in range(3 * host.plan.microbatches + 1):
+    for number in range(3 * host.plan.shares[0][1] + 1):
         for rank in reading:
             assert np.array_equal(host.read(rank), expected(host.plan, rank, base, number))
     streams = {host.plan.shape.find_reader(rank)[0] for rank in reading}
@@ -139,6 +139,36 @@ def test_a_plan_names_the_readers_of_each_stream(
         assert plan.streams == tuple(sorted(set(reading.values())))
         for stream, readers in zip(plan.streams, plan.shape.readers, strict=True):
             assert readers == tuple(rank for rank, number in reading.items() if number == stream)
+
+
+@pytest.mark.parametrize(("world", "microbatches"), [(3, 4), (3, 5), (4, 7), (2, 3)])
+def test_uneven_shares_read_each_sample_of_a_step_once(
+    world: int, microbatches: int, prefix: str, tmp_path: Path, hosts: list[Host]
+) -> None:
+    consent = {
+        "resilience": {"continue_replicas": True},
+        "checkpoint": {"background": True, "memory_interval": 1, "replicas": True},
+    }
+    tree = configured(prefix, tmp_path).model_dump(exclude_none=True) | consent
+    width = tree["train"]["micro_batch"]
+    tree["train"]["global_batch"] = microbatches * width
+    config = configuration.from_tree(tree)
+    base = 3 * microbatches * width
+    host = Host(config, world, base)
+    hosts.append(host)
+    plan = HostPlan.from_json(host.plan.to_json())
+    counts = [count for _, count in plan.shares]
+    assert (sum(counts), max(counts) - min(counts)) == (microbatches, min(1, microbatches % world))
+    for step in range(2):
+        numbers = []
+        for stream, count in enumerate(counts):
+            for i in range(count):
+                first = plan.first_sample(base, stream, step * count + i)
+                numbers += range(first, first + width)
+                assert np.array_equal(host.read(stream), expected(plan, stream, base, step * count + i))
+        assert sorted(numbers) == list(
+            range(base + step * microbatches * width, base + (step + 1) * microbatches * width)
+        )
 
 
 def test_auto_chooses_it_where_it_pays(prefix: str, tmp_path: Path) -> None:
@@ -166,7 +196,7 @@ def test_rank_0_is_told_the_ids_of_whole_steps(prefix: str, tmp_path: Path, host
     source = host.plan.open_source()
     for number in range(6):
         used = reader.read()
-        step = number // host.plan.microbatches
+        step = number // host.plan.shares[0][1]
         assert used.ids == hash_ids(source.ids(8 + 8 * step, 8))
         assert used.epochs == source.count_epochs(16 + 8 * step)
         reader.release()

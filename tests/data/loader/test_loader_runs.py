@@ -152,9 +152,9 @@ def test_what_ranks_have_read_is_compared_and_not_what_was_due(run: Path) -> Non
 # Python that gives both loaders of two data-parallel ranks with two micro-batches a fault: attributes of LocalFeed and
 # of the plan from which the host's loader and its readers work.
 WRONG_SHARES = {
-    "the first share for all": ("_offset = 0", "streams=(0, 0)"),
-    "shares that overlap": ("_offset //= 2", "data_ranks=4"),
-    "samples between shares": ("_offset *= 3", "microbatches=1"),
+    "the first share for all": ("_offset = 0", "shares=((0, 2), (0, 2))"),
+    "shares that overlap": ("_offset //= 2", "shares=((0, 2), (1, 2))"),
+    "samples between shares": ("_offset *= 3", "shares=((0, 2), (6, 2))"),
 }
 FAULTY = """
 from dataclasses import replace

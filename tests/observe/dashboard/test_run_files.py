@@ -141,6 +141,16 @@ def test_the_time_of_a_run_is_told_by_cause(tmp_path):
     assert math.isnan(measure_effective_time({}, []).share)
 
 
+def test_the_share_of_missing_replicas_is_lost_time(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    rows = [(n, 100.0 + n, {} if n < 4 else {"missing_share": 0.25}) for n in range(1, 8)]
+    add(file, *({"step": n, "loss": 1.0, "time": at, "seconds": 1.0} | missing for n, at, missing in rows))
+    metrics = MetricColumns(file)
+    metrics.refresh()
+    result = measure_effective_time(metrics.read_columns(), [])
+    assert result.seconds == pytest.approx({TRAINING: 6.0, "replicas missing": 1.0})
+
+
 @pytest.mark.parametrize(
     ("requested", "cause"),
     [(("paused",), "stopped: paused by a person"), (("eviction_asked",), "stopped: node evicted by a person"),

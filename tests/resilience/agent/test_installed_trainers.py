@@ -61,10 +61,10 @@ def test_lines_and_checkpoints_of_megatron_cores_example_are_seen(tmp_path: Path
         pytest.skip("Megatron-Core is not installed; pip install megatron-core")
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
     variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    lines = run_python([str(FOLDER / "train_megatron.py"), "10", str(tmp_path), "none", "0"], **variables)
+    lines = run_python([str(FOLDER / "train_megatron.py"), "15", str(tmp_path), "none", "0"], **variables)
     readings = [reading for reading in map(ProgressReader([]).read, lines) if reading is not None]
-    assert [reading.step for reading in readings] == list(range(1, 11))
+    assert [reading.step for reading in readings] == list(range(1, 16))
     losses = [reading.loss for reading in readings if reading.loss is not None]
     assert 3.5 < losses[-1] < losses[0] < 4.5
     assert readings[0] == Reading(1, loss=losses[0])
-    assert find_saved_step(str(tmp_path / "iter_{step}/.metadata")) == 10
+    assert find_saved_step(str(tmp_path / "iter_{step}/.metadata")) == 15

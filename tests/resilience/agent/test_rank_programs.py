@@ -281,3 +281,27 @@ def test_a_rank_that_writes_a_checkpoint_moves_and_a_loop_does_not(start_rank, t
         file.unlink()
     start_rank("print('ready', flush=True)\nwhile True: pass")
     assert collect_evidence(tmp_path, watch_seconds=0.5).moving == frozenset()
+
+
+SAVE = "open('/dev/null', 'w').write('x' * (1 << 22))"
+CHILDREN = {
+    "it writes": (SAVE, True),
+    "it computes": ("pass", True),
+    "it waits": ("__import__('time').sleep(60)", False),
+}
+
+
+@pytest.mark.parametrize(("work", "moves"), CHILDREN.values(), ids=CHILDREN)
+def test_a_rank_that_waits_for_a_child_process_moves_if_the_child_does(work, moves, start_rank, tmp_path):
+    """Megatron-Core's save starts processes that import for many seconds and write."""
+    start = (
+        f"child = subprocess.Popen([sys.executable, '-c', \"print(1, flush=True)\\nwhile True: {work}\"], stdout=-1)"
+    )
+    end = "child.stdout.readline()\nprint('ready', flush=True)\ntime.sleep(60)"
+    start_rank(f"import subprocess, sys, time\n{start}\n{end}")
+    try:
+        assert collect_evidence(tmp_path, watch_seconds=1.0).moving == (frozenset([0]) if moves else frozenset())
+    finally:
+        pid = int((tmp_path / "status" / "rank-0.process").read_text().split()[0])
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from megascale.config import ResilienceConfig
 from megascale.core.exit_record import ExitKind
 from megascale.core.grid import Grid
 from megascale.core.secrets import REPLICA_VARIABLE
@@ -299,3 +300,33 @@ def test_a_replacement_is_started_at_once_and_ended_if_the_order_does_not_suit_i
     first, taken, second, last = asyncio.run(run())
     assert taken == first
     assert len({first, second, last}) == 3
+
+
+@pytest.mark.parametrize("end", ["end_server", "kill_from_thread"])
+def test_processes_that_another_trainer_started_end_with_it(end, tmp_path):
+    """A manager of multiprocessing, or a worker of a data loader."""
+    (tmp_path / "node").mkdir()
+    pid_file = tmp_path / "pid"
+    script = f"sleep 1000 & echo $! > {pid_file}.tmp; mv {pid_file}.tmp {pid_file}; wait"
+    settings = f"[foreign]\ncommand = ['sh', '-c', '{script}']\nper_node = 1\nfolder = '{tmp_path}'\n"
+
+    async def run() -> int:
+        local = Trainers(
+            tmp_path / "runs" / "tiny", tmp_path / "node", lambda: None, limits=ResilienceConfig(preload=False)
+        )
+        local.start_server()
+        local.start(Start(1, 1, "tiny", (0,), 1, ("127.0.0.1", 1), settings, ()), "127.0.0.1", b"t" * 64)
+        try:
+            async with asyncio.timeout(120):
+                while not pid_file.exists() or not local.trainers[0].pid:
+                    await asyncio.sleep(0.02)
+            if end == "kill_from_thread":
+                local.kill_from_thread("a test")
+        finally:
+            local.end_server()
+        return int(pid_file.read_text())
+
+    stat = Path(f"/proc/{asyncio.run(run())}/stat")
+    deadline = time.monotonic() + 60
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the child process lives"

@@ -71,7 +71,9 @@ def test_an_evicted_node_gives_its_memory_back(tmp_path: Path, separate: bool) -
             talks["n1"].request(ListSnapshots()).snapshots == ()
         )  # its agent may be started again, and goes on from what it holds
         cluster.block("n1", "it is broken")
+        service_folder = private_folder(run, "n1")
         assert asyncio.run(cluster.fence("n1"))
+        assert not service_folder.exists()  # nothing of the killed service is left behind
         with pytest.raises(OSError, match=r"."):
             talks["n1"].request(ListSnapshots())
         assert end_checkpoint_services(run, "n1") == []

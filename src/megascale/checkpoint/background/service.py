@@ -51,7 +51,14 @@ from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.core.exit_record import record_of
 from megascale.errors import TrainingError
 from megascale.services.conversation import Conversation, Done, ErrorReply
-from megascale.services.host_service import Launch, ReadySignal, ServiceFailed, claim_service, connect_service
+from megascale.services.host_service import (
+    Launch,
+    ReadySignal,
+    ServiceFailed,
+    claim_service,
+    connect_service,
+    start_service,
+)
 from megascale.services.messages import Message
 
 log = logging.getLogger("megascale.checkpoint.background.service")
@@ -273,14 +280,32 @@ def connect_checkpoint_service(folder: Path, linger: float = 60.0, log_file: Pat
     Raises TrainingError if it does not start.
     """
     location = locate_service(folder)
-    launch = Launch("megascale.checkpoint.background.service", [str(folder), "--linger", str(linger)], log_file)
     try:
-        return connect_service(location, launch, TO_SERVICE, FROM_SERVICE, seconds=START_TIMEOUT, make_folder=True)
+        return connect_service(
+            location,
+            _make_launch(folder, linger, log_file),
+            TO_SERVICE,
+            FROM_SERVICE,
+            seconds=START_TIMEOUT,
+            make_folder=True,
+        )
     except (OSError, ServiceFailed) as error:
         raise TrainingError(
             f"the checkpoint service does not answer on {str(location.address)!r} ({error}); "
             f"look into {str(log_file or folder)!r}, or set checkpoint.background=false"
         ) from None
+
+
+def start_checkpoint_service(folder: Path, linger: float, log_file: Path) -> None:
+    """Start the service of `folder` unless it runs, and return at once; `connect_checkpoint_service` waits for it."""
+    location = locate_service(folder)
+    if location.owner_pid() is None:
+        with contextlib.suppress(OSError):  # `connect_checkpoint_service` reports what prevents it
+            start_service(location, _make_launch(folder, linger, log_file))
+
+
+def _make_launch(folder: Path, linger: float, log_file: Path | None) -> Launch:
+    return Launch("megascale.checkpoint.background.service", [str(folder), "--linger", str(linger)], log_file)
 
 
 def main() -> None:
@@ -289,13 +314,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--linger", type=float, default=60.0, help="seconds to wait for trainers before ending")
     parser.add_argument("--ready", type=int, help="file descriptor on which to report readiness")
+    parser.add_argument("--starting", type=int, help="file descriptor of a lock to release when ready")
     arguments = parser.parse_args()
     # Slurm sends SIGTERM to all processes of a job that is to end, and a login manager SIGHUP to all processes of a
     # session that closes. Their trainers then save through this service.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    serve(arguments.folder, arguments.linger, ReadySignal(arguments.ready, None))
+    serve(arguments.folder, arguments.linger, ReadySignal(arguments.ready, arguments.starting))
 
 
 if __name__ == "__main__":

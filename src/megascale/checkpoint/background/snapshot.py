@@ -265,7 +265,7 @@ class Snapshots:
             complete=flags[count : 2 * count],
             generations=[slot.generation for slot in self._slots],
             origin=[not flag for flag in flags[2 * count :]],
-            resumed=self._base_sequence > 0,
+            one_at_first=self._base_sequence > 0 or self._config.memory_wait,
         )
 
     def _await_slot(self) -> int | None:
@@ -342,9 +342,10 @@ class Snapshots:
         slots = self._slots
         self._slots = []
         self._close(slots)
-        self._service.close()
         for slot in slots:
-            slot.detach()
+            slot.detach(self._service)
+        if not slots:
+            self._service.close()
         return slots
 
     def _await_own_snapshots(self) -> None:

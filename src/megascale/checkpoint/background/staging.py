@@ -192,10 +192,12 @@ class StagingSlot:
         self._device = device
         self._pinned = False
         self._tried_pinning = False
+        self._service: Conversation | None = None
         self.attach(index, chunks, generation)
 
     def attach(self, index: CheckpointIndex, chunks: Sequence[ShardChunk], generation: str) -> None:
         """Begin to serve live memory, for the first time or after `detach`; arguments as those of the class."""
+        self._release_service()
         self.generation = generation
         self.complete = bool(generation)
         self.prepared = threading.Event()
@@ -210,9 +212,18 @@ class StagingSlot:
             target = memory[start:stop].view(getattr(torch, chunk.info.dtype)).reshape(chunk.box.sizes)
             self.pairs.append((target, chunk.view()))
 
-    def detach(self) -> None:
-        """Drop the live memory. The staging memory stays mapped and page-locked, which tens of gigabytes take long."""
+    def detach(self, service: Conversation) -> None:
+        """Drop the live memory. The staging memory stays mapped and page-locked, which tens of gigabytes take long.
+
+        The connection stays open until `attach` or `close`, so that the service and its snapshots outlast a long wait.
+        """
         self.pairs.clear()
+        self._service = service
+
+    def _release_service(self) -> None:
+        if self._service is not None:
+            self._service.close()
+            self._service = None
 
     def prepare(self, service: Conversation, question: AwaitPages, stop: threading.Event) -> None:
         """Map the pages once the service has cleared them. Raises OSError if memory is insufficient.
@@ -253,6 +264,7 @@ class StagingSlot:
 
     def close(self) -> None:
         """Release the memory in this process."""
+        self._release_service()
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(ctypes.c_char.from_buffer(self.map)))
             self._pinned = False
@@ -268,7 +280,11 @@ def identify_memory(handle: int) -> tuple[int, int]:
 
 
 def choose_slot(
-    free: Sequence[bool], complete: Sequence[bool], generations: Sequence[str], origin: Sequence[bool], resumed: bool
+    free: Sequence[bool],
+    complete: Sequence[bool],
+    generations: Sequence[str],
+    origin: Sequence[bool],
+    one_at_first: bool,
 ) -> int | None:
     """Return the slot of the next snapshot, None if no slot may be overwritten yet.
 
@@ -281,9 +297,10 @@ def choose_slot(
         generations: generation of each slot's snapshot on this process; where complete, the same on all.
         origin: for each slot, whether some process has in it the snapshot that the run began from. Other processes may
             have that from a peer.
-        resumed: the run began from memory. Until a newer snapshot is complete everywhere, one is made at a time.
+        one_at_first: until a snapshot of this start is complete everywhere, make one at a time: the run began from
+            memory, or a lost process must cost one step only.
     """
-    if resumed and not any(complete) and not all(free):
+    if one_at_first and not any(complete) and not all(free):
         return None
     is_valuable = [a or b for a, b in zip(complete, origin, strict=True)]
     usable = []

@@ -42,6 +42,12 @@ def check_entry(entry: str) -> None:
         raise DataError(f"data.train={entry} is the folder of a built data set; name its token file, {entry}/train")
     if is_text(entry) or any(file.exists() for file in token_files(entry)):
         return
+    folder = Path(entry).parent
+    if not folder.is_dir():
+        raise DataError(
+            f"data.train={entry}: the folder {folder} does not exist (in {Path.cwd()}); check the path, or make a data "
+            "set with `megascale data build`"
+        )
     names = " nor ".join(str(file) for file in token_files(entry))
     raise DataError(
         f"data.train={entry} does not exist: there is neither a file or folder of that name nor {names} (in "

@@ -416,6 +416,11 @@ def _map(path: Path) -> NDArray[np.uint8]:
             return np.zeros(0, dtype=np.uint8)
         return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise DataError(
+                f"token file {path} does not exist, because its folder {path.parent} does not exist; check the path, "
+                "or make a data set with `megascale data build`"
+            ) from None
         partner = path.with_suffix(".idx" if path.suffix == ".bin" else ".bin")
         if partner.exists():
             state = f"{partner.name} exists without it"

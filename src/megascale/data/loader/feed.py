@@ -14,6 +14,7 @@ import torch
 
 from megascale.config import Config
 from megascale.core.batch import NO_FIELDS, Batch
+from megascale.core.batch_shares import BatchShares
 from megascale.core.events import Event
 from megascale.core.layout import Layout
 from megascale.data.dataset.data_checks import check_run_data
@@ -82,7 +83,12 @@ class LocalFeed:
     """
 
     def __init__(
-        self, plan: HostPlan, data_coordinate: int, device: torch.device, check_data: CheckData | None = None
+        self,
+        plan: HostPlan,
+        shares: BatchShares,
+        data_coordinate: int,
+        device: torch.device,
+        check_data: CheckData | None = None,
     ) -> None:
         self.source = plan.open_source()
         self.fields = plan.shape.fields
@@ -92,8 +98,8 @@ class LocalFeed:
         self._check_data = check_data
         self._micro_batch = plan.shape.columns
         self._global_batch = plan.global_batch
-        self._share = plan.global_batch // plan.data_ranks
-        self._offset = data_coordinate * self._share
+        self._share = shares.count(data_coordinate) * self._micro_batch
+        self._offset = shares.first(data_coordinate) * self._micro_batch
         self._seconds = 0.0
 
     def start(self, first: int) -> list[str]:
@@ -330,7 +336,7 @@ def open_feed(
     else:
         check_data = None
     if not plan.needs_loader(gpus=device.type == "cuda"):
-        return LocalFeed(plan, layout.grid.replica(rank), device, check_data)
+        return LocalFeed(plan, layout.shares, layout.grid.replica(rank), device, check_data)
     folder = os.environ.get(host_loader.VARIABLE)
     if folder is None:
         key = f"loader/{rank - local_rank}"

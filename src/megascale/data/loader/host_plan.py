@@ -64,9 +64,8 @@ class HostPlan:
         run: the run's folder.
         index: folder for the token counts of text that is tokenised on the fly.
         streams: data-parallel coordinate of each stream.
+        shares: first micro-batch of each stream in a step, and their number.
         shape: of the ring.
-        microbatches: of a data-parallel rank in a step.
-        data_ranks: number of data-parallel ranks.
         leader: rank 0, which writes the ledger and needs the ids of whole steps, is on this host.
     """
 
@@ -77,9 +76,8 @@ class HostPlan:
     run: str
     index: str
     streams: tuple[int, ...]
+    shares: tuple[tuple[int, int], ...]
     shape: RingShape
-    microbatches: int
-    data_ranks: int
     leader: bool
 
     @property
@@ -108,9 +106,9 @@ class HostPlan:
 
     def first_sample(self, base: int, stream: int, number: int) -> int:
         """Return the first sample of micro-batch `number` of a stream of a run that resumes after `base` samples."""
-        step, microbatch = divmod(number, self.microbatches)
-        share = self.global_batch // self.data_ranks
-        return base + step * self.global_batch + self.streams[stream] * share + microbatch * self.shape.columns
+        first, count = self.shares[stream]
+        step, microbatch = divmod(number, count)
+        return base + step * self.global_batch + (first + microbatch) * self.shape.columns
 
     def open_source(self) -> SampleSource:
         """Open the training samples."""
@@ -137,6 +135,7 @@ class HostPlan:
         return HostPlan(
             data=DataConfig(**record.pop("data")),
             streams=tuple(record.pop("streams")),
+            shares=tuple((first, count) for first, count in record.pop("shares")),
             shape=RingShape(readers, **shape, fields=fields),
             **record,
         )
@@ -171,9 +170,8 @@ def plan_host(layout: Layout, first_rank: int, ranks: int) -> HostPlan:
         run=str(config.run_folder.absolute()),
         index=str(index_folder(config.train.runs)),
         streams=tuple(sorted(streams)),
+        shares=tuple((layout.shares.first(data), layout.shares.count(data)) for data in sorted(streams)),
         shape=shape,
-        microbatches=layout.microbatches,
-        data_ranks=grid.replicas,
         leader=first_rank == 0,
     )
 

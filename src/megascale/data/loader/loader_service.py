@@ -134,8 +134,9 @@ class LoaderService:
         number, base = ring.produced(stream), int(ring.header["base"])
         first = plan.first_sample(base, stream, number)
         samples = self.source.read(first, plan.shape.columns)
-        ids, epochs = self._step_ids(base, number // plan.microbatches) if plan.leader else (0, 0.0)
-        weight_sum = self._sum_step_weights(base, stream, number // plan.microbatches)
+        step = number // plan.shares[stream][1]
+        ids, epochs = self._step_ids(base, step) if plan.leader else (0, 0.0)
+        weight_sum = self._sum_step_weights(base, stream, step)
         with self.lock:
             if ring.produced(stream) == number:
                 ring.put(stream, samples, first, ids, epochs, weight_sum)
@@ -162,8 +163,9 @@ class LoaderService:
             return 0.0
         key, weight_sum = self._weight_sums.get(stream, (-1, 0.0))
         if key != step:
-            first = plan.first_sample(base, stream, step * plan.microbatches)
-            weight_sum = self.source.sum_weights(first, plan.microbatches * plan.shape.columns)
+            _, count = plan.shares[stream]
+            first = plan.first_sample(base, stream, step * count)
+            weight_sum = self.source.sum_weights(first, count * plan.shape.columns)
             self._weight_sums[stream] = (step, weight_sum)
         return weight_sum
 

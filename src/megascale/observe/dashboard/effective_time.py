@@ -1,7 +1,8 @@
 """Where a run's time went according to its metrics and events: the share that trained, and the causes of loss.
 
 Effective training time is the time of steps that counted divided by the total time (MegaScale section 6.3). A step that
-was repeated after a restart is lost time. The time between two steps is attributed to the events in it.
+was repeated after a restart is lost time. Of a step without some replicas their share is lost. The time between two
+steps is attributed to the events in it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ Array = np.ndarray[Any, Any]
 TRAINING = "training"
 REPEATED = "repeated steps"
 BETWEEN_STEPS = "between steps"
+MISSING = "replicas missing"
 _STARTS = (Event.ATTEMPT_STARTED, Event.RUN_STARTED, Event.RESUMED)
 # The driver's events that say why a run stood still, and the cause that is shown.
 CAUSES = {
@@ -41,6 +43,8 @@ CAUSES = {
     Event.CHECKSUM_MISMATCH: "checksum mismatch",
     Event.REPLAY_MISMATCH: "replay mismatch",
     Event.SLOW_NODE: "slow node",
+    Event.REPLICAS_JOINING: "replicas joining",
+    Event.REPLICAS_OVERDUE: "replicas missing",
     Event.EVICTION_ASKED: "node evicted by a person",
     Event.PAUSED: "paused by a person",
     Event.RESTARTED: "restarted by a person",
@@ -123,7 +127,9 @@ def measure_effective_time(
     else:
         redone = np.zeros(0, bool)
     seconds: dict[str, float] = defaultdict(float)
-    seconds[TRAINING] = float(step_times[~redone].sum())
+    missing = np.nan_to_num(columns["missing_share"][rows]) if "missing_share" in columns else np.zeros(len(rows))
+    seconds[TRAINING] = float((step_times * (1 - missing))[~redone].sum())
+    seconds[MISSING] = float((step_times * missing)[~redone].sum())
     seconds[REPEATED] = float(step_times[redone].sum())
     events_by_gap = _group_by_gap(timed_events, gap_begins, gap_ends)
     final = len(gaps) - 1

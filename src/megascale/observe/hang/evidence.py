@@ -23,6 +23,7 @@ from megascale.core.calls import MAX_RANKS, READER, read_calls
 from megascale.core.status import read_status
 from megascale.core.untrusted_files import open_regular
 from megascale.errors import DataError
+from megascale.observe.hang.activity import Usage, is_active, measure_usage
 from megascale.observe.hang.flight import FlightDump, read_flight
 from megascale.observe.hang.scene import ProcessState, RankEvidence, Scene, read_sent
 
@@ -33,7 +34,6 @@ _POLL_SECONDS = 0.02
 # Offset from SIGRTMIN of the signal that another trainer's ranks answer with their stack.
 FOREIGN_STACK_SIGNAL = 13
 _MAX_FRAMES = 8
-_MOVING_BYTES_PER_SECOND = 1 << 20  # of files; a hanging rank's threads may still write a log
 _MAX_STACK_BYTES = 1 << 20
 _RANK_FILE = re.compile(r"rank-(\d+)\.(?:status|calls|json|evidence|process)|nccl_trace_rank_(\d+)|rank-(\d+)")
 
@@ -80,9 +80,9 @@ def collect_evidence(
         evidence[rank] = replace(item, flight=_read_flight_of(flight_folder, item))
     if watch_seconds:
         foreign = [item for item in evidence.values() if item.is_foreign and item.process == "running"]
-        bytes_before = {item.rank: _count_file_bytes(item.own_pid) for item in foreign}
+        usage_before = {item.rank: measure_usage(item.own_pid) for item in foreign}
         moving = _watch(status_folder, progress_before, deadline)
-        moving |= _watch_foreign(status_folder, flight_folder, foreign, bytes_before, watch_seconds)
+        moving |= _watch_foreign(status_folder, flight_folder, foreign, usage_before, watch_seconds)
     else:
         moving = frozenset()
     for rank, item in evidence.items():
@@ -150,17 +150,13 @@ def _watch(folder: Path, before: dict[int, object], deadline: float) -> frozense
 
 
 def _watch_foreign(
-    status: Path, flight: Path, ranks: list[RankEvidence], bytes_before: dict[int, int], seconds: float
+    status: Path, flight: Path, ranks: list[RankEvidence], usage_before: dict[int, dict[int, Usage]], seconds: float
 ) -> frozenset[int]:
     """Return the ranks of another trainer that save, load or make calls. Their steps may be minutes apart."""
     if not ranks:
         return frozenset()
     time.sleep(seconds)
-    moving = {
-        item.rank
-        for item in ranks
-        if _count_file_bytes(item.own_pid) - bytes_before[item.rank] > _MOVING_BYTES_PER_SECOND * seconds
-    }
+    moving = {item.rank for item in ranks if is_active(usage_before[item.rank], measure_usage(item.own_pid), seconds)}
     asked = [item for item in ranks if item.flight is not None and not item.flight.device and item.answered]
     for item in asked:
         (flight / f"rank-{item.rank}.json").unlink(missing_ok=True)
@@ -171,15 +167,6 @@ def _watch_foreign(
         if item.rank in requested and later is not None and _count_calls(later) != _count_calls(item.flight):
             moving.add(item.rank)
     return frozenset(moving)
-
-
-def _count_file_bytes(pid: int) -> int:
-    """Return the bytes that a process has read and written so far, 0 if unknown."""
-    try:
-        fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-        return int(fields["rchar"]) + int(fields["wchar"])
-    except (OSError, ValueError, KeyError):
-        return 0
 
 
 def _count_calls(flight: FlightDump | None) -> dict[str, int]:

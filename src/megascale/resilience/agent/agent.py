@@ -218,8 +218,9 @@ class Agent:
             self.trainers.start(order, self.address, self.link.token)
         except OSError as error:
             return f"could not start the trainers: {error}", find_errno(error)
-        self.state = order.state
-        self.telemetry.follow_attempt(order)
+        if not order.prepares:
+            self.state = order.state
+            self.telemetry.follow_attempt(order)
         return "", 0
 
     def _inject(self, order: Inject) -> None:

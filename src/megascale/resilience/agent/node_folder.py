@@ -15,11 +15,11 @@ import signal
 import time
 from pathlib import Path
 
-from megascale.checkpoint.background.service_protocol import private_folder
+from megascale.checkpoint.background.service_protocol import locate_service, private_folder
 from megascale.errors import ConfigError
 from megascale.resilience.process_birth import born
 from megascale.resilience.protocol.job_description import JobDescription, write_job
-from megascale.services.host_service import make_private_folder
+from megascale.services.host_service import ServiceLocation, make_private_folder
 
 PROCESS_FILE = "agent.json"
 _KILL_TIMEOUT = 5.0  # seconds for a killed process to disappear
@@ -103,14 +103,30 @@ def end_agent(folder: Path) -> bool:
 
 def end_checkpoint_services(run: Path, node: str) -> list[int]:
     """Kill a node's checkpoint services on this host, which outlive trainers and agents; return their process ids."""
-    folder = os.fsencode(private_folder(run, node))
+    location = locate_service(private_folder(run, node))
+    folder = os.fsencode(location.folder)
     pids = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if folder in (process / "cmdline").read_bytes().split(b"\0"):
                 os.kill(int(process.name), signal.SIGKILL)
                 pids.append(int(process.name))
+    if pids:
+        _remove_service_files(location)
     return pids
+
+
+def _remove_service_files(location: ServiceLocation) -> None:
+    """Remove the files of a killed service and its folder, unless another service has started there meanwhile."""
+    deadline = time.monotonic() + _KILL_TIMEOUT
+    while location.lock.exists() and time.monotonic() < deadline:
+        lock = location.acquire_lock(make=False)
+        if lock is not None:
+            location.release(lock)
+            return
+        time.sleep(0.01)  # the killed process still holds it
+    with contextlib.suppress(OSError):
+        location.folder.rmdir()
 
 
 def _replace_text(path: Path, text: str) -> None:

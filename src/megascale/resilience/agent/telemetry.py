@@ -181,6 +181,7 @@ class Telemetry:
             disks=self._read_optional("free disk space", self._trainers.disks, {}),
             leaving=self.leaving,
             saved_step=self._read_optional("checkpoints", self._trainers.saved_step, 0),
+            prepared=self._trainers.is_prepared(),
         )
         return self.newest
 

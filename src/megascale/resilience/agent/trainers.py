@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,7 +21,14 @@ from megascale.config import ForeignConfig, ResilienceConfig
 from megascale.core.addresses import find_interface, is_loopback
 from megascale.core.exit_record import ExitKind
 from megascale.core.failure import FailureLog, free_bytes
-from megascale.core.process_orders import EARLY_VARIABLE, Park, Resume, encode_order
+from megascale.core.process_orders import (
+    EARLY_VARIABLE,
+    MISSING_VARIABLE,
+    PREPARED_VARIABLE,
+    Park,
+    Resume,
+    encode_order,
+)
 from megascale.core.python_process import module_command
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.untrusted_files import read_tail
@@ -50,6 +57,18 @@ from megascale.services.shared_token import derive_token
 
 log = logging.getLogger("megascale.agent")
 _STACK_SECONDS = 0.1  # before the end of keep_seconds, when ranks that have not left are asked for their stacks
+_DATA_SIZE = "--parallel.data="
+_RESUMED_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MEGASCALE_ATTEMPT",
+    "MEGASCALE_NODE_ADDRESS",
+    MISSING_VARIABLE,
+)
 _NO_ATTEMPT = 0  # of a process that is started before its attempt is ordered
 START_SECONDS = 30.0  # seconds after its state was loaded for which heartbeats describe a rank's start
 
@@ -91,6 +110,7 @@ class Trainers:
         self._end_reason = ""  # reason for which the agent killed the fork server
         self._broken: Broken | None = None  # report of a fork server that cannot start
         self._order: Start | None = None  # of the present attempt
+        self._is_preparing = False  # the processes wait for the next attempt, and have run none
         self._doubts: dict[int, str] = {}  # rank -> why its process was not kept, since the last start
         self._common: dict[str, str] = {}  # variables of all ranks of the present attempt
         self._early: dict[int, int] = {}  # rank -> process that waits to replace it, 0 while it is forked
@@ -126,12 +146,20 @@ class Trainers:
         if self._socket is not None:
             self._socket.close()
         if self._server is not None:
+            self._kill_programs(self.running())
             self._server.kill()
             self._server.wait()
         for trainer in self.running():
             trainer.end(signal.SIGKILL, by_agent=True)
         self._server = self._socket = self._reading = None
         self._early = {}
+
+    def _kill_programs(self, ranks: Sequence[TrainerProcess]) -> None:
+        """Kill ranks and what they have started, which the end of the fork server does not end."""
+        for trainer in ranks:
+            if trainer.pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    self.program.signal(trainer.pid, signal.SIGKILL)
 
     async def _read_reports(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -211,6 +239,7 @@ class Trainers:
         doubts = self._explain_replacements()
         early = self._take_early(order)
         self._order = order
+        self._is_preparing = order.prepares
         self.attempt = order.attempt
         if order.fresh or self._socket is None:
             self.start_server()
@@ -229,6 +258,7 @@ class Trainers:
             "MEGASCALE_ATTEMPT": str(self.attempt),
             "MEGASCALE_NODE": self.folder.name,
             "MEGASCALE_NODE_ADDRESS": address,
+            MISSING_VARIABLE: f"{_compute_missing_share(order):g}",
         }
         common = _network_variables(address) | common
         self._common = common
@@ -239,26 +269,32 @@ class Trainers:
             trainer = TrainerProcess(rank, log_file, log_start, changed=time.monotonic())
             self.trainers[rank] = trainer
             env = common | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+            if order.prepares:
+                env[PREPARED_VARIABLE] = "1"
             if rank in early:
                 trainer.replacement_reason = doubts.get(rank, "")
-            if rank in parked or rank in early:
-                trainer.pid = early[rank] if rank in early else parked[rank].pid
+            if local_rank in parked or rank in early:
+                trainer.pid = early[rank] if rank in early else parked[local_rank].pid
                 trainer.since_ns = time.time_ns()
-                changed = ("MASTER_ADDR", "MASTER_PORT", "MEGASCALE_ATTEMPT", "MEGASCALE_NODE_ADDRESS")
-                self._instruct(trainer.pid, Resume({name: env[name] for name in changed}))
+                environment = {name: env[name] for name in _RESUMED_VARIABLES}
+                self._instruct(trainer.pid, Resume(environment, data=_read_data_size(order)))
             else:
                 trainer.replacement_reason = doubts.get(rank, "")
                 self._send(self.program.make_fork(rank, self.attempt, env, log_file))
 
     def _take_parked(self, order: Start) -> dict[int, TrainerProcess]:
-        """Return the parked ranks that go on in their processes; if the order does not suit them, end all of them."""
+        """Return the parked ranks that go on in their processes, by local rank.
+
+        If the order does not suit them, end all of them.
+        """
         parked = {trainer.rank: trainer for trainer in self.running() if trainer.is_parked}
         reason = _explain_change(self._order, order)
         if parked and reason:
             self._doubts |= dict.fromkeys(parked, reason)
             self.start_server()
             return {}
-        return parked
+        local_ranks = {rank: local_rank for local_rank, rank in enumerate(self.trainers)}
+        return {local_ranks[rank]: trainer for rank, trainer in parked.items()}
 
     def _start_early(self, trainer: TrainerProcess) -> None:
         """Start the process that replaces an ended rank before the driver orders it: it loads what a start needs."""
@@ -275,7 +311,7 @@ class Trainers:
     def _take_early(self, order: Start) -> dict[int, int]:
         """Return the waiting processes that the order suits, by rank; end the others."""
         early, self._early = self._early, {}
-        suits = not order.fresh and not _explain_change(self._order, order)
+        suits = not order.fresh and not order.prepares and not _explain_change(self._order, order)
         taken = {}
         for rank, pid in early.items():
             if suits and pid and rank in order.ranks:
@@ -304,6 +340,10 @@ class Trainers:
     @property
     def _keeps_processes(self) -> bool:
         return self._limits.keep_seconds > 0
+
+    def is_prepared(self) -> bool:
+        """Return whether all processes that were to be prepared wait for the next attempt."""
+        return self._is_preparing and all(trainer.is_parked for trainer in self.trainers.values())
 
     def has_active(self) -> bool:
         """Return whether ranks of an attempt run: those that are parked do not."""
@@ -339,16 +379,22 @@ class Trainers:
         if not self._end_reason:
             log.error("ending the ranks of this node: %s", reason)
         self._end_reason = reason
+        ranks = self.running()
         with contextlib.suppress(OSError):
             os.kill(server.pid, signal.SIGKILL)  # the kernel ends its ranks with it
+        # The server must not report their ends as if another process had killed them, so they follow.
+        self._kill_programs(ranks)
 
-    async def stop(self, how: Literal["save", "keep", "kill"], grace_period: float) -> None:
+    async def stop(self, how: Literal["save", "keep", "leave", "kill"], grace_period: float) -> None:
         """End all ranks.
 
         "save" gives them `grace_period` seconds to save a checkpoint first. "keep" lets them leave the attempt and wait
-        in their processes, and ends those that do not.
+        in their processes, and ends those that do not. "leave" gives them `grace_period` seconds to complete their step
+        and to copy its state to memory before that.
         """
-        if how == "keep" and self._keeps_processes and isinstance(self.program, OwnTrainer):
+        if how in ("keep", "leave") and self._keeps_processes and isinstance(self.program, OwnTrainer):
+            if how == "leave":
+                await self._await_leaving(grace_period)
             await self._park()
             return
         for pid in self._early.values():
@@ -365,6 +411,18 @@ class Trainers:
             await asyncio.sleep(0.02)
         while self.running() and self._server is not None:
             self._signal(signal.SIGKILL)
+            await asyncio.sleep(0.01)
+
+    async def _await_leaving(self, seconds: float) -> None:
+        """Order the ranks to leave the attempt after their step, and wait for that."""
+        deadline = time.monotonic() + seconds
+        instructed: set[int] = set()
+        while self._server is not None and self.has_active() and time.monotonic() < deadline:
+            for trainer in self.running():
+                self._update(trainer)
+                if trainer.pid and trainer.pid not in instructed and not trainer.is_parked:
+                    instructed.add(trainer.pid)
+                    self._instruct(trainer.pid, Park(self.attempt, after_step=True))
             await asyncio.sleep(0.01)
 
     async def _park(self) -> None:
@@ -434,7 +492,9 @@ class Trainers:
     # telemetry --------------------------------------------------------------------------------------------------------
 
     def workers(self) -> tuple[Worker, ...]:
-        """Return the state of every rank."""
+        """Return the state of every rank of an attempt."""
+        if self._is_preparing:
+            return ()
         return tuple(self._describe(self.trainers[rank]) for rank in sorted(self.trainers))
 
     def stages(self) -> dict[int, tuple[str, bool]]:
@@ -552,11 +612,37 @@ def _explain_change(previous: Start | None, order: Start) -> str:
     """Return why ranks of the previous attempt cannot go on in the next one, "" if they can."""
     if order.fresh:
         return "the fork server of its node is renewed"
-    if previous is None or (previous.ranks, previous.world, previous.job) != (order.ranks, order.world, order.job):
-        return "the ranks of its node or their number change"
-    if (previous.settings, previous.words, previous.env) != (order.settings, order.words, order.env):
+    if previous is None or (len(previous.ranks), previous.job) != (len(order.ranks), order.job):
+        return "the number of ranks of its node changes"
+    if (previous.settings, _list_other_words(previous), previous.env) != (
+        order.settings,
+        _list_other_words(order),
+        order.env,
+    ):
         return "the settings change"
     return ""
+
+
+def _list_other_words(order: Start) -> list[str]:
+    """Return the settings of the trainers' command line but for the data-parallel size, which may change."""
+    return [word for word in order.words if not word.startswith(_DATA_SIZE)]
+
+
+def _read_data_size(order: Start) -> int:
+    """Return the data-parallel size of an attempt, 0 if neither the command line nor the settings name it."""
+    sizes = [word.removeprefix(_DATA_SIZE) for word in order.words if word.startswith(_DATA_SIZE)]
+    return int(sizes[-1]) if sizes else _read_full_size(order)
+
+
+def _read_full_size(order: Start) -> int:
+    """Return the data-parallel size of the settings, 0 if they do not name it."""
+    return int(tomllib.loads(order.settings).get("parallel", {}).get("data", 0))
+
+
+def _compute_missing_share(order: Start) -> float:
+    """Return the share of the replicas that are missing in an attempt."""
+    full = _read_full_size(order)
+    return 1 - _read_data_size(order) / full if full else 0.0
 
 
 def _network_variables(address: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ class NodeInfo:
         address: address at which other nodes reach it, "" if unknown.
         alive: an agent can be started on the node.
         running: an agent runs on the node.
-        why: the last problem of the node, "" if there was none.
+        reason: the last problem of the node, "" if there was none.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ClusterRequest:
         config: the resolved configuration.
         devices: GPUs of this machine as CUDA_VISIBLE_DEVICES names them, one group per node in order of creation;
             empty on CPU.
-        say: prints a line on the terminal: (author, text).
+        report: prints a line on the terminal: (author, text).
     """
 
     run: Path
@@ -63,9 +63,9 @@ class Cluster(ABC):
     Attributes:
         agent_lease: default of resilience.agent_lease in seconds, None: the cluster needs no lease.
         slow_start: a spare node takes over faster than an agent that is started again.
-        at_once: number of agents that are started at the same time, None: limited by this machine's cores.
+        start_limit: number of agents that are started at the same time, None: limited by this machine's cores.
         notice_seconds: time in which a living agent learns of a new driver.
-        unseen: agents may run that `nodes` does not list.
+        has_unlisted_agents: agents may run that `nodes` does not list.
         hands_over: SIGTERM to the driver means that another driver follows, so training continues.
         replaced: description of the driver that replaced this one, "" while this driver is current. The replaced
             driver ends without touching the job.

@@ -28,6 +28,7 @@ from megascale.resilience.driver.process import DeferredGarbageCollection, LoopT
 from megascale.resilience.driver.recovery.attempts import Attempts
 from megascale.resilience.driver.recovery.escalation import list_past_uses
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
+from megascale.resilience.driver.recovery.missing_replicas import MissingReplicas
 from megascale.resilience.driver.recovery.placement import Placement
 from megascale.resilience.driver.recovery.recovery import Recovery, SelfChecks
 from megascale.resilience.driver.recovery.response import Response
@@ -120,12 +121,20 @@ class Driver:
             settings=self.settings,
             record_event=record_event,
         )
+        self.missing_replicas = MissingReplicas(
+            job=self.job,
+            nodes=self.nodes,
+            attempts=self.attempts,
+            settings=self.settings,
+            record_event=record_event,
+        )
         self.placement = Placement(
             job=self.job,
             nodes=self.nodes,
             attempts=self.attempts,
             recovery=self.recovery,
             checks=self.checks,
+            missing_replicas=self.missing_replicas,
             settings=self.settings,
             record_event=record_event,
             configured=files.nodes,
@@ -329,9 +338,10 @@ class Driver:
             self.diagnosis.judge(current_time)
             if self.faults is not None:
                 self.faults.send_new_faults()
-            if self.job.phase is Phase.RUNNING and current_time - self.job.entered >= CALM:
+            if self.job.is_running and current_time - self.job.entered >= CALM:
                 self.checks.test_spares()
                 self.recovery.refill(current_time)
+            self.missing_replicas.check()
         elif self.job.phase is Phase.STOPPING:
             self.placement.check_stopped(current_time)
         elif self.job.phase is Phase.DIAGNOSING:

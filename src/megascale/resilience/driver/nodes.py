@@ -123,6 +123,11 @@ class Node:
         """True if a new attempt may give it ranks."""
         return self.may_keep_ranks and not self.drain_reason
 
+    @property
+    def is_prepared(self) -> bool:
+        """True if its processes for the next attempt wait for it."""
+        return self.heartbeat is not None and self.heartbeat.prepared
+
     def forget_attempt(self) -> None:
         """Drop the heartbeats of an older attempt, so that the rules do not judge them again."""
         self.heartbeat = None

@@ -50,7 +50,7 @@ class Operations:
         if is_saving and time.monotonic() - self.job.entered < REPEATED_SIGNAL:
             return
         self.record_event(Event.JOB_INTERRUPTED, action="stop", evidence=("a person interrupted the driver",))
-        save = self.job.phase is Phase.RUNNING  # Before the first step there is nothing new to save.
+        save = self.job.is_running  # Before the first step there is nothing new to save.
         self.attempts.stop(JobEvent.INTERRUPTED, "interrupted", save=save, exit_code=EXIT_INTERRUPTED)
 
     def restart(self, reason: str, settings: Sequence[str] = ()) -> bool:
@@ -58,7 +58,7 @@ class Operations:
 
         Return False if the job does not run. Raise ConfigError, with nothing changed, for settings that are fixed.
         """
-        if self.job.phase is not Phase.RUNNING:
+        if not self.job.is_running:
             return False
         updating = self.job.state.updating
         if settings:
@@ -74,7 +74,7 @@ class Operations:
         if self.job.phase is not Phase.WAITING and not self.job.is_at_work:
             return False
         self.record_event(Event.PAUSED, evidence=(reason,))
-        self.attempts.stop(JobEvent.PAUSED, reason, save=self.job.phase is Phase.RUNNING)
+        self.attempts.stop(JobEvent.PAUSED, reason, save=self.job.is_running)
         return True
 
     def resume(self, reason: str) -> bool:
@@ -89,7 +89,7 @@ class Operations:
         phase = self.job.phase
         has_ranks = name in self.job.state.placement
         self.record_event(Event.EVICTION_ASKED, nodes=(name,), evidence=(reason,))
-        if has_ranks and phase is Phase.RUNNING:  # Nothing is broken, so the trainers save first.
+        if has_ranks and self.job.is_running:  # Nothing is broken, so the trainers save first.
             self.recovery.reasons[name] = f"a person: {reason}"
             self.job.apply(JobEvent.EVICTING, evicting=self.job.state.evicting + (name,))
             self.attempts.stop(JobEvent.RESTARTED, f"evict {name}: {reason}", save=True)

@@ -35,6 +35,7 @@ from megascale.resilience.cluster.cluster_registry import CLUSTERS
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.launch_checks import check_nodes, copy_job_files, read_job_files
 from megascale.resilience.driver.recovery import hot_update
+from megascale.resilience.driver.recovery.missing_replicas import check_continued_sizes
 from megascale.resilience.driver.state.audit_log import LostEvents, count_drivers, restore_lost_events
 from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
 from megascale.resilience.driver.state.journal import Journal, JournalFenced, lacks_room, no_room
@@ -137,6 +138,7 @@ def prepare(config: Config) -> tuple[Config, Size]:
     if config.foreign.command:
         config = _prepare_foreign(config, gpus, shared=elsewhere is None)
     size = compute_size(config, gpus, shared=elsewhere is None)
+    check_continued_sizes(config, size.ranks_per_node)
     if elsewhere is not None:
         config = _listen_to_network(config, address)
     elif not size.devices and config.train.threads is None:

@@ -220,6 +220,7 @@ class Start(Message, frozen=True):
         forward: rank whose log lines are sent to the driver, None: no rank of this node.
         state: the job's state, for `RunningTrainers`.
         identity: the run's random name for a node whose run folder has none yet, "" before the run has one.
+        prepares: start processes that wait for the next attempt, in which they join. `attempt` is the present one.
     """
 
     epoch: Count
@@ -235,20 +236,22 @@ class Start(Message, frozen=True):
     forward: Count | None = None
     state: _State = ""
     identity: Name = ""
+    prepares: bool = False
 
 
 class Stop(Message, frozen=True):
     """Order to end the trainers and answer `Stopped`.
 
     Attributes:
-        how: save a checkpoint first, keep the processes that leave the attempt in time, or kill at once.
+        how: save a checkpoint first, keep the processes that leave the attempt in time, or kill at once; "leave": keep
+            them and let them complete their step first.
         grace_period: seconds that the trainers have to save.
         forget: end this node's checkpoint services too, since their memory is not trusted.
     """
 
     epoch: Count
     order: Count
-    how: Literal["save", "keep", "kill"]
+    how: Literal["save", "keep", "leave", "kill"]
     grace_period: Finite
     forget: bool = False
 

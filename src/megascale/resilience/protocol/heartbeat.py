@@ -152,6 +152,7 @@ class Heartbeat(Message, frozen=True):
         disks: folder -> free bytes on its disk; filled after a worker failed.
         leaving: the agent is ending and starts no more ranks.
         saved_step: step of the newest complete checkpoint of another trainer; 0 if unknown.
+        prepared: all processes that were to be prepared for the next attempt wait for it.
     """
 
     job: NonEmptyName
@@ -172,6 +173,7 @@ class Heartbeat(Message, frozen=True):
     disks: Annotated[dict[Name, Finite], _ITEMS] = field(default_factory=dict)
     leaving: bool = False
     saved_step: Count = 0
+    prepared: bool = False
 
     @property
     def is_finished(self) -> bool:

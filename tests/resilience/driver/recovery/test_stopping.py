@@ -8,6 +8,7 @@ import pytest
 
 from megascale.config import ResilienceConfig, from_tree
 from megascale.resilience.driver.nodes import Node
+from megascale.resilience.driver.recovery.missing_replicas import MissingReplicas
 from megascale.resilience.driver.recovery.placement import Placement
 from megascale.resilience.driver.state.job_state import NodeRecord, NodeState, Phase
 from megascale.resilience.driver.state.transitions import JobEvent
@@ -22,13 +23,14 @@ def test_a_node_that_was_away_has_its_time_to_stop_from_its_return_on(joined, la
         def lose(self, removed: Node, why: str) -> None:
             taken_out.append(why)
 
-    state = SimpleNamespace(goal=Phase.STARTING, placement=("n0",), save=False)
+    state = SimpleNamespace(goal=Phase.STARTING, placement=("n0",), save=False, joining=False)
     placement = Placement(
         job=SimpleNamespace(state=state, entered=100.0),
         nodes=Nodes(n0=node),
         attempts=SimpleNamespace(order=3),
         recovery=SimpleNamespace(recover_node=lambda name, evict: None),
         checks=None,
+        missing_replicas=None,
         settings=SimpleNamespace(limits=ResilienceConfig(window=5.0)),
         record_event=None,
     )
@@ -43,13 +45,14 @@ def test_a_node_that_has_stopped_and_is_lost_before_the_start_gets_no_ranks():
     events: list[JobEvent] = []
     nodes = {name: Node(name, NodeRecord(state=NodeState.UP), acknowledged=3) for name in ("n0", "n1")}
     nodes["n1"].record = NodeRecord(state=NodeState.LOST)
-    state = SimpleNamespace(goal=Phase.STARTING, placement=("n0", "n1"), save=False)
+    state = SimpleNamespace(goal=Phase.STARTING, placement=("n0", "n1"), save=False, joining=False)
     placement = Placement(
         job=SimpleNamespace(state=state, entered=100.0, apply=events.append),
         nodes=nodes,
         attempts=SimpleNamespace(order=3, begin=lambda time: events.append(JobEvent.BEGUN)),
         recovery=None,
         checks=None,
+        missing_replicas=None,
         settings=SimpleNamespace(limits=ResilienceConfig(window=5.0)),
         record_event=None,
     )
@@ -77,15 +80,21 @@ def test_a_job_ends_where_nodes_are_too_few_and_none_come(coming):
         n0=Node("n0", NodeRecord(state=NodeState.UP), channel=object()),
         n1=Node("n1", NodeRecord(state=NodeState.LOST)),
     )
-    state = SimpleNamespace(placement=("n0", "n1"), data=2, ranks_per_node=1, evicting=())
+    state = SimpleNamespace(placement=("n0", "n1"), data=2, ranks_per_node=1, evicting=(), missing_since=0.0)
     config = from_tree({"resilience": {"min_data": 2}})
+    job = SimpleNamespace(state=state, entered=100.0, phase=Phase.WAITING)
+    attempts = SimpleNamespace(fail=failures.append)
+    run_settings = SimpleNamespace(limits=ResilienceConfig(nodes=2, replenish_wait=0.0), config=config)
     placement = Placement(
-        job=SimpleNamespace(state=state, entered=100.0, phase=Phase.WAITING),
+        job=job,
         nodes=nodes,
-        attempts=SimpleNamespace(fail=failures.append),
+        attempts=attempts,
         recovery=SimpleNamespace(),
         checks=None,
-        settings=SimpleNamespace(limits=ResilienceConfig(nodes=2, replenish_wait=0.0), config=config),
+        missing_replicas=MissingReplicas(
+            job=job, nodes=nodes, attempts=attempts, settings=run_settings, record_event=None
+        ),
+        settings=run_settings,
         record_event=None,
     )
     placement.assign_ranks(200.0)

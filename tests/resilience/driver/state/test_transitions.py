@@ -41,6 +41,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "placement": st.lists(NAMES, unique=True).map(tuple),
     "ranks_per_node": st.integers(1, 8),
     "data": st.integers(1, 8),
+    "missing_since": st.floats(0, 2e9),
     "master": st.tuples(NAMES, COUNTS),
     "save": st.booleans(),
     "fresh": st.lists(NAMES, unique=True).map(tuple),
@@ -95,7 +96,7 @@ def test_the_journal_replays_to_exactly_the_state_of_the_driver(tmp_path_factory
         for number, happened in enumerate(events):
             before, count = job.state, len(refused)
             if isinstance(happened[1], int):  # not the event of that name, which brings fields
-                if job.phase in (Phase.STARTING, Phase.RUNNING):
+                if job.is_at_work:
                     job.advance(happened[1])
             else:
                 name, *remaining, changes = happened
@@ -143,12 +144,12 @@ def test_every_event_in_every_state_follows_the_table_or_is_an_error():
 
 def test_two_attempts_never_overlap():
     """The way to trainers that start leads through STOPPING, in which every node says that it has stopped."""
-    adopted = (JobEvent.ADOPTED, JobEvent.ADOPTED_RUNNING)
+    adopted = (JobEvent.ADOPTED, JobEvent.ADOPTED_RUNNING, JobEvent.ADOPTED_DEGRADED)
     for event, rows in JOB.items():
         for phase, after in rows.items():
             if after is Phase.STARTING and event not in adopted:
                 assert (event, phase) == (JobEvent.BEGUN, Phase.STOPPING)
-            if after is Phase.RUNNING and event not in adopted:
+            if after in (Phase.RUNNING, Phase.DEGRADED) and event not in adopted:
                 assert phase is Phase.STARTING
     with pytest.raises(ImpossibleTransition, match="attempt 3 after 3"):
         follow(some_state(Phase.STOPPING, Phase.STARTING), JobEvent.BEGUN, {"attempt": 3})

@@ -71,7 +71,7 @@ export function show(place, page) {
     fill(
       job,
       h("div", {}, h("b", {}, one.phase), h("span", { class: "quiet" }, `  attempt ${one.attempt}, step ${whole(one.step)}, ${one.world} ranks on ${one.nodes.length} nodes, data parallelism ${one.data}`), h("div", { class: "quiet" }, one.why)),
-      h("div", { class: "row" }, button("pause", "", one.phase === "running" || one.phase === "starting"), button("resume", "", one.phase === "paused"), button("restart", "", one.phase === "running")),
+      h("div", { class: "row" }, button("pause", "", ["running", "degraded", "starting"].includes(one.phase)), button("resume", "", one.phase === "paused"), button("restart", "", ["running", "degraded"].includes(one.phase))),
     );
   }
 

@@ -20,7 +20,6 @@ from megascale.resilience.driver.nodes import Nodes
 from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.protocol.agent_messages import Evidence
 from megascale.resilience.rules.view import SlowFinding
 
@@ -150,7 +149,7 @@ class SlowMachineSearch:
 
     def start_if_due(self, current_time: float) -> None:
         """Start a search if it is time. `now`: the driver's monotonic clock."""
-        if self.job.phase is not Phase.RUNNING:
+        if not self.job.is_running:
             self._next = current_time + SEARCH_INTERVAL  # The first search waits until there are spans.
         elif not self._is_searching and current_time >= self._next and (self.run / "spans").is_dir():
             self._is_searching = True

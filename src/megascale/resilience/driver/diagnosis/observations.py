@@ -95,7 +95,7 @@ class Observations:
         return View(
             job=state.name,
             attempt=state.attempt,
-            phase=state.phase.value,
+            phase=Phase.RUNNING.value if self.job.is_running else state.phase.value,
             time=current_time,
             started=self.attempts.started,
             members=holders + [node.view(()) for node in self.nodes.spares()],
@@ -168,7 +168,8 @@ class Observations:
             self.job.advance(worker.step)
             has_done_step = worker.step > first or worker.phase != "train" or worker.completed_steps > 0
             if self.job.phase is Phase.STARTING and has_done_step:
-                self.job.apply(JobEvent.FIRST_STEP)
+                is_degraded = self.job.state.missing_since > 0
+                self.job.apply(JobEvent.FIRST_STEP_DEGRADED if is_degraded else JobEvent.FIRST_STEP)
                 seconds = current_time - self.attempts.started
                 text = f"first step of attempt {self.job.state.attempt} after {seconds:.2f} s"
                 evidence = (text,) + self._describe_resumption(worker, furthest_step)

@@ -16,7 +16,7 @@ from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.recovery.timeline import RecoveryTimeline
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import Phase
+from megascale.resilience.driver.state.job_state import JobState, Phase
 from megascale.resilience.driver.state.transitions import JobEvent
 
 # Stops after which the time until the next step is not a recovery's.
@@ -101,6 +101,8 @@ class Attempts:
         how = "kill"
         if state.phase is Phase.STOPPING and state.save:
             how = "save"
+        elif state.phase is Phase.STOPPING and state.joining:
+            how = "leave"
         elif state.phase is Phase.STOPPING and self._may_keep(node):
             how = "keep"
         period = self.settings.limits.grace_period
@@ -156,12 +158,18 @@ class Attempts:
 
     def send_start(self, node: Node) -> None:
         """Order a node to start its ranks of the current attempt."""
-        state = self.job.state
+        node.last_seen = max(node.last_seen, self.started)
+        self._send_start(node, self.job.state, prepares=False)
+
+    def prepare_join(self, node: Node, following: JobState) -> None:
+        """Order a node to start processes that wait for the attempt of the state `following`, in which they join."""
+        self._send_start(node, following, prepares=True)
+
+    def _send_start(self, node: Node, state: JobState, *, prepares: bool) -> None:
         ranks = state.ranks(node.name)
         overrides = list(self.overrides)
         if state.data * self.model_ranks != self.settings.limits.nodes * state.ranks_per_node:
             overrides.append(f"--parallel.data={state.data}")
-        node.last_seen = max(node.last_seen, self.started)
         self.nodes.leases.holders.add(node.name)
         self.nodes.order(
             node,
@@ -178,4 +186,5 @@ class Attempts:
             forward=0 if 0 in ranks else None,
             state=state.to_json(),
             identity=self.settings.identity,
+            prepares=prepares,
         )

@@ -13,6 +13,7 @@ from megascale.resilience.driver.nodes import Node, Nodes, SelfCheck
 from megascale.resilience.driver.recovery import escalation
 from megascale.resilience.driver.recovery.attempts import Attempts
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
+from megascale.resilience.driver.recovery.missing_replicas import MissingReplicas
 from megascale.resilience.driver.recovery.recovery import Recovery, SelfChecks
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
@@ -38,6 +39,7 @@ class Placement:
         attempts: starts the trainers.
         recovery: takes out nodes that do not stop.
         checks: runs the self-checks that may follow a stop.
+        missing_replicas: goes on without the replicas of lost nodes.
         settings: in force.
         record_event: writes an event into the audit log.
         configured: names of the nodes in rank order by resilience.placement; empty: by name.
@@ -48,6 +50,7 @@ class Placement:
     attempts: Attempts
     recovery: Recovery
     checks: SelfChecks
+    missing_replicas: MissingReplicas
     settings: RunningSettings
     record_event: RecordEvent
     configured: tuple[str, ...] = ()
@@ -64,7 +67,7 @@ class Placement:
         is_final = job.goal in ENDED or job.goal is Phase.PAUSED
         placed = [self.nodes[name] for name in job.placement]
         pending = [node for node in placed if node.acknowledged != self.attempts.order]
-        limit = (limits.grace_period if job.save else 0.0) + 2 * limits.window
+        limit = (limits.grace_period if job.save or job.joining else 0.0) + 2 * limits.window
         for node in pending:
             # A node that was cut off and returned has the time from its return on.
             if node.state.is_present and current_time - max(self.job.entered, node.joined) > limit:
@@ -106,18 +109,40 @@ class Placement:
         holders = [self.nodes.ensure_known(name) for name in job.placement]
         free = self._list_free_nodes()
         usable = sum(node.may_keep_ranks for node in holders) + len(free)
-        if self.nodes.is_any_joining(holders):
+        continued = self.missing_replicas.choose_size()
+        if continued is None and self.nodes.is_any_joining(holders):
             return  # The recovery action is under way.
         waited = current_time - self.job.entered
         if not holders and self._must_wait_for_first_nodes(usable, waited):
             return
-        size = self._choose_size(usable, len(holders), current_time)
+        size = continued or self._choose_size(usable, len(holders), current_time)
         if size is None:
             return
         data, count = size
-        placement = self._fill(holders, free, count)
+        if continued is not None and not job.joining:
+            # Joining nodes are prepared first, while the others train.
+            free = []
+        elif job.joining:
+            free.sort(key=lambda node: not node.is_prepared)
+        preferred: list[Node | None] = list(holders)
+        if continued is not None:
+            preferred = [node if self.missing_replicas.is_surviving(node.name) else None for node in holders]
+        placement = self._fill(preferred, free, count)
         self._reported_presence = ""
-        self.attempts.stop(JobEvent.PLACED, job.reason or "first start", placement=placement, data=data)
+        since = 0.0
+        if continued is not None or job.missing_since:
+            since = self.missing_replicas.find_start(data)
+            self._record_missing(data)
+        reason = job.reason or "first start"
+        self.attempts.stop(JobEvent.PLACED, reason, placement=placement, data=data, missing_since=since)
+
+    def _record_missing(self, data: int) -> None:
+        """Record that the job goes on with fewer replicas than before."""
+        full = self.missing_replicas.full_size
+        if data >= self.job.state.data or data >= full:
+            return
+        text = f"the job goes on with {data} of {full} replicas until replacements join"
+        self.record_event(Event.REPLICAS_MISSING, action="continue", evidence=(text,), missing=full - data)
 
     def _list_free_nodes(self) -> list[Node]:
         """Return the usable nodes without ranks: first the tested ones, among them those on a lost node's switch."""
@@ -147,6 +172,8 @@ class Placement:
         if usable >= limits.nodes:
             return limits.nodes * job.ranks_per_node // self.attempts.model_ranks, limits.nodes
         count = holder_count or limits.nodes
+        if self.missing_replicas.is_overdue:
+            count = limits.nodes
         if usable >= count:
             return job.data, count
         if self._is_any_coming():
@@ -163,8 +190,13 @@ class Placement:
         self.recovery.shrink(f"{usable} usable nodes: data parallelism goes from {job.data} to {data} on {count} nodes")
         return data, count
 
-    def _fill(self, holders: list[Node], free: list[Node], count: int) -> tuple[str, ...]:
-        """Return the names of `count` nodes in rank order."""
+    def _fill(self, holders: Sequence[Node | None], free: list[Node], count: int) -> tuple[str, ...]:
+        """Return the names of `count` nodes in rank order.
+
+        Args:
+            holders: nodes with ranks, in rank order; None for one that gets none.
+            free: nodes that may fill the gaps.
+        """
         preferred: Sequence[Node | None] = holders
         # The placement file applies to a first start, or if all its nodes are to be placed again.
         follows_file = len(self.configured) == count > len(holders)
@@ -177,13 +209,20 @@ class Placement:
         if not follows_file:
             # A drained node keeps its ranks where no other node can take them.
             for i, node in enumerate(holders):
-                if node.may_keep_ranks and slots[i] is None and slots.count(None) > len(free):
+                if node is not None and node.may_keep_ranks and slots[i] is None and slots.count(None) > len(free):
                     slots[i] = node
         if count < len(slots):
-            slots = [node for node in slots if node is not None]
+            slots = self._close_gaps(slots, count)
         remaining = iter(free)
         filled = [node if node is not None else next(remaining, None) for node in slots[:count]]
         return tuple(node.name for node in filled if node is not None)
+
+    def _close_gaps(self, slots: list[Node | None], count: int) -> list[Node | None]:
+        """Return the slots without gaps. With continue_replicas most nodes keep their ranks, and their processes."""
+        if not self.settings.limits.continue_replicas:
+            return [node for node in slots if node is not None]
+        kept, others = slots[:count], [node for node in slots[count:] if node is not None]
+        return [node if node is not None or not others else others.pop() for node in kept]
 
     def _must_wait_for_configured(self, waited: float) -> bool:
         """Return True if configured nodes are unknown and may still come; end the job if they are overdue.

@@ -51,6 +51,12 @@ class RecoveryTimeline:
         self.fault = min(current_time, _find_fault_time(verdict, nodes, current_time))
         self.decided = current_time
 
+    def begin_join(self, current_time: float) -> None:
+        """Note that nodes join a job that has gone on without them."""
+        self.forget()
+        self.cause = str(Event.REPLICAS_JOINING)
+        self.fault = self.decided = current_time
+
     def begin_attempt(self, current_time: float) -> None:
         """Note that the next attempt was ordered."""
         self.started = current_time

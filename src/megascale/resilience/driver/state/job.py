@@ -56,7 +56,12 @@ class Job:
     @property
     def is_at_work(self) -> bool:
         """True while trainers start or run."""
-        return self.phase in (Phase.STARTING, Phase.RUNNING)
+        return self.phase in (Phase.STARTING, Phase.RUNNING, Phase.DEGRADED)
+
+    @property
+    def is_running(self) -> bool:
+        """True once a step of the present attempt was seen."""
+        return self.phase in (Phase.RUNNING, Phase.DEGRADED)
 
     def apply(self, event: JobEvent, **changes: Any) -> bool:
         """Apply an event of the job; return False if it was refused and nothing has changed."""

@@ -19,6 +19,7 @@ class Phase(StrEnum):
     STOPPING = "stopping"  # every node ends its processes and acknowledges that
     STARTING = "starting"  # processes are started; no step yet
     RUNNING = "running"  # a step of this attempt was seen
+    DEGRADED = "degraded"  # as RUNNING, without all replicas (resilience.continue_replicas)
     DIAGNOSING = "diagnosing"  # training is stopped, nodes run their self-checks
     PAUSED = "paused"  # by a person
     DONE = "done"
@@ -94,6 +95,8 @@ class JobState:
         recovery: (node, action) of the recovery under way, until a step is seen; node "": no node is to blame.
         evicting: nodes that are evicted once the trainers have saved.
         unexplained: the last recovery blamed no node so far.
+        joining: STOPPING lets the trainers leave after their step, since other nodes join them.
+        missing_since: since when replicas have been missing, in seconds since 1970; 0: none, or they are not awaited.
         nodes: every node ever known, by name.
     """
 
@@ -119,6 +122,8 @@ class JobState:
     recovery: tuple[tuple[str, str], ...] = ()
     evicting: tuple[str, ...] = ()
     unexplained: bool = False
+    joining: bool = False
+    missing_since: float = 0.0
     nodes: Mapping[str, NodeRecord] = field(default_factory=dict)
 
     @property

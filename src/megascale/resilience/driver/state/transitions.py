@@ -33,6 +33,8 @@ class JobEvent(StrEnum):
     BEGUN = "begun"  # the nodes were ordered to start an attempt
     STEP = "step"  # trainers reached a later step
     FIRST_STEP = "first_step"  # trainers finished the first step of an attempt
+    FIRST_STEP_DEGRADED = "first_step_degraded"  # the same, without all replicas
+    JOINING = "joining"  # nodes are ready to join, or replicas are missing for too long
     FINISHED = "finished"  # every rank ended with exit code 0
     START_ENDED = "start_ended"  # a fault ended a start
     TESTED = "tested"  # all self-checks have reported
@@ -41,6 +43,7 @@ class JobEvent(StrEnum):
     EVICTING = "evicting"  # the list of nodes to evict changed
     ADOPTED = "adopted"  # agents run a newer attempt that has had no step yet
     ADOPTED_RUNNING = "adopted_running"  # agents run a newer attempt that has had a step
+    ADOPTED_DEGRADED = "adopted_degraded"  # the same, without all replicas
     OUTGROWN = "outgrown"  # agents know newer attempts but run none of them
 
 
@@ -62,7 +65,7 @@ GOAL: Literal["goal"] = "goal"  # the phase in JobState.goal follows
 NextPhase = Phase | Literal["same", "goal"]
 
 _OPEN = tuple(phase for phase in Phase if phase not in ENDED)
-_AT_WORK = (Phase.STARTING, Phase.RUNNING)
+_AT_WORK = (Phase.STARTING, Phase.RUNNING, Phase.DEGRADED)
 
 
 def _from(phases: Iterable[Phase], following: NextPhase, **exceptions: NextPhase) -> dict[Phase, NextPhase]:
@@ -84,6 +87,8 @@ JOB: dict[JobEvent, dict[Phase, NextPhase]] = {
     JobEvent.BEGUN: {Phase.STOPPING: Phase.STARTING},
     JobEvent.STEP: _from(_AT_WORK, UNCHANGED),
     JobEvent.FIRST_STEP: {Phase.STARTING: Phase.RUNNING},
+    JobEvent.FIRST_STEP_DEGRADED: {Phase.STARTING: Phase.DEGRADED},
+    JobEvent.JOINING: {Phase.DEGRADED: Phase.STOPPING},
     JobEvent.FINISHED: _from(_AT_WORK, Phase.DONE),
     JobEvent.START_ENDED: _from(_AT_WORK, UNCHANGED),
     JobEvent.TESTED: {Phase.DIAGNOSING: Phase.WAITING},
@@ -92,6 +97,7 @@ JOB: dict[JobEvent, dict[Phase, NextPhase]] = {
     JobEvent.EVICTING: _from(_OPEN, UNCHANGED),
     JobEvent.ADOPTED: _from(_OPEN, Phase.STARTING),
     JobEvent.ADOPTED_RUNNING: _from(_OPEN, Phase.RUNNING),
+    JobEvent.ADOPTED_DEGRADED: _from(_OPEN, Phase.DEGRADED),
     JobEvent.OUTGROWN: _from(Phase, UNCHANGED),
 }
 
@@ -99,6 +105,7 @@ JOB: dict[JobEvent, dict[Phase, NextPhase]] = {
 GOALS: dict[JobEvent, Phase] = {
     JobEvent.PLACED: Phase.STARTING,
     JobEvent.RESTARTED: Phase.WAITING,
+    JobEvent.JOINING: Phase.WAITING,
     JobEvent.DIAGNOSED: Phase.DIAGNOSING,
     JobEvent.PAUSED: Phase.PAUSED,
     JobEvent.FAILED: Phase.FAILED,
@@ -113,6 +120,7 @@ _ADOPTED = (
     "placement",
     "ranks_per_node",
     "data",
+    "missing_since",
     "master",
     "step",
     "updating",
@@ -123,7 +131,7 @@ _ADOPTED = (
 )
 FIELDS: dict[JobEvent, tuple[str, ...]] = {
     JobEvent.OPENED: ("epoch",),
-    JobEvent.PLACED: ("placement", "data", "reason"),
+    JobEvent.PLACED: ("placement", "data", "missing_since", "reason"),
     JobEvent.RESTARTED: ("save", "reason", "fresh", "updating"),
     JobEvent.DIAGNOSED: ("save", "reason"),
     JobEvent.PAUSED: ("save", "reason"),
@@ -132,6 +140,8 @@ FIELDS: dict[JobEvent, tuple[str, ...]] = {
     JobEvent.BEGUN: ("attempt", "master"),
     JobEvent.STEP: ("step",),
     JobEvent.FIRST_STEP: ("step",),
+    JobEvent.FIRST_STEP_DEGRADED: ("step",),
+    JobEvent.JOINING: ("reason",),
     JobEvent.FINISHED: ("reason",),
     JobEvent.START_ENDED: ("best", "starts_without_progress", "ends", "distrust"),
     JobEvent.RESUMED: ("reason",),
@@ -139,22 +149,26 @@ FIELDS: dict[JobEvent, tuple[str, ...]] = {
     JobEvent.EVICTING: ("evicting",),
     JobEvent.ADOPTED: _ADOPTED,
     JobEvent.ADOPTED_RUNNING: _ADOPTED,
+    JobEvent.ADOPTED_DEGRADED: _ADOPTED,
     JobEvent.OUTGROWN: ("attempt",),
 }
 
 # event -> fields that the event always sets
 _ALWAYS: dict[JobEvent, dict[str, Any]] = {
     JobEvent.PLACED: {"save": False},
-    JobEvent.RESTARTED: {"save": False, "fresh": ()},
-    JobEvent.DIAGNOSED: {"save": False, "fresh": ()},
-    JobEvent.PAUSED: {"save": False},
-    JobEvent.FAILED: {"save": False},
-    JobEvent.INTERRUPTED: {"save": False},
-    JobEvent.BEGUN: {"distrust": False, "unexplained": False},
+    JobEvent.RESTARTED: {"save": False, "fresh": (), "joining": False},
+    JobEvent.JOINING: {"save": False, "fresh": (), "joining": True},
+    JobEvent.DIAGNOSED: {"save": False, "fresh": (), "joining": False},
+    JobEvent.PAUSED: {"save": False, "joining": False},
+    JobEvent.FAILED: {"save": False, "joining": False},
+    JobEvent.INTERRUPTED: {"save": False, "joining": False},
+    JobEvent.BEGUN: {"distrust": False, "unexplained": False, "joining": False},
     JobEvent.FIRST_STEP: {"updating": False, "recovery": (), "fresh": ()},
+    JobEvent.FIRST_STEP_DEGRADED: {"updating": False, "recovery": (), "fresh": ()},
     JobEvent.FINISHED: {"exit_code": 0, "recovery": ()},
     JobEvent.ADOPTED: {"fresh": (), "distrust": False},
     JobEvent.ADOPTED_RUNNING: {"fresh": (), "distrust": False, "recovery": ()},
+    JobEvent.ADOPTED_DEGRADED: {"fresh": (), "distrust": False, "recovery": ()},
 }
 
 # event -> state in which it may occur (None: the node is unknown) -> state that follows

@@ -94,7 +94,7 @@ class Adoption:
             self.attempts.send_stop(node)
         elif phase is Phase.STARTING and is_placed and node.attempt < state.attempt:
             self.attempts.send_start(node)
-        elif phase is Phase.RUNNING and is_placed and node.attempt != state.attempt:
+        elif self.job.is_running and is_placed and node.attempt != state.attempt:
             reason = f"the agent of {node.name} returned without the processes of attempt {state.attempt}"
             ranks = state.ranks(node.name)
             self.response.act([Verdict(Event.AGENT_RESTARTED, (node.name,), ranks, "recover", (reason,))])
@@ -127,7 +127,9 @@ class Adoption:
         """Make the attempt that agents hold the job's."""
         state = held_attempt.state
         previous = self.job.state
-        if held_attempt.has_stepped:
+        if held_attempt.has_stepped and state.missing_since:
+            event = JobEvent.ADOPTED_DEGRADED
+        elif held_attempt.has_stepped:
             event = JobEvent.ADOPTED_RUNNING
         else:
             event = JobEvent.ADOPTED

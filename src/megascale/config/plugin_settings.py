@@ -1,0 +1,116 @@
+"""Settings that a plugin owns: typed keys of existing sections, next to the part that reads them.
+
+A module of the entry points' group `megascale.plugins` calls `register_setting`. The key then is a setting like the
+built-in ones: validated, described by `megascale config`, saved in config.toml and in checkpoints. Processes import the
+plugins when a configuration has an unknown key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+from megascale.config.registry import load_plugins
+from megascale.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PluginSetting:
+    """A registered setting.
+
+    Attributes:
+        key: section.key.
+        owner: the setting and the value that use it, such as optimizer.name=lion.
+        default: value if the key is not given.
+    """
+
+    key: str
+    owner: str
+    default: Any
+
+    def is_used(self, config: Any) -> bool:
+        """Return whether the configuration selects the part that reads this setting."""
+        owner_key, _, value = self.owner.partition("=")
+        section, _, name = owner_key.partition(".")
+        selected = getattr(getattr(config, section), name)
+        if isinstance(selected, list):
+            return value in selected
+        return bool(selected == value)
+
+
+PLUGIN_SETTINGS: dict[str, PluginSetting] = {}
+
+
+def register_setting(key: str, kind: Any, default: Any, description: str, *, owner: str, **limits: Any) -> None:
+    """Add a setting to a section.
+
+    Args:
+        key: section.key of an existing section.
+        kind: type, such as float, int, bool, str or a Literal.
+        default: value if the key is not given.
+        description: help text, without the default and the limits.
+        owner: the setting and the value that use it, such as optimizer.name=lion. Giving the key without them is an
+            error.
+        limits: of pydantic's Field, such as ge, gt, le, lt.
+
+    Raises ConfigError if the section does not exist, or the key does.
+    """
+    from megascale.config import Config
+
+    section, _, name = key.partition(".")
+    if section not in Config.model_fields:
+        raise ConfigError(f"{key} cannot be registered: there is no section {section!r}; name one of the sections")
+    section_type: Any = Config.model_fields[section].annotation
+    if name in section_type.model_fields or not name.isidentifier():
+        raise ConfigError(f"{key} cannot be registered: it is a setting already, or no name; choose another key")
+    field = Field(default, description=f"{description}; only with {owner}", **limits)
+    section_type.model_fields[name] = FieldInfo.from_annotated_attribute(kind, field)
+    _rebuild(section_type)
+    PLUGIN_SETTINGS[key] = PluginSetting(key, owner, default)
+
+
+def remove_setting(key: str) -> None:
+    """Remove a setting that `register_setting` added."""
+    from megascale.config import Config
+
+    section, _, name = key.partition(".")
+    section_type: Any = Config.model_fields[section].annotation
+    del PLUGIN_SETTINGS[key]
+    del section_type.model_fields[name]
+    _rebuild(section_type)
+
+
+def _rebuild(section_type: Any) -> None:
+    """Make the validators of a section and of the configuration anew."""
+    from megascale.config import Config
+
+    section_type.model_rebuild(force=True)
+    Config.model_rebuild(force=True)
+
+
+def load_new_settings() -> bool:
+    """Import the plugins, and return whether they registered settings. Raises ConfigError as `load_plugins`."""
+    before = len(PLUGIN_SETTINGS)
+    load_plugins()
+    return len(PLUGIN_SETTINGS) > before
+
+
+def add_sections(tree: dict[str, Any]) -> None:
+    """Add absent sections that have plugins' settings: the default of a section was made before these existed."""
+    for key in PLUGIN_SETTINGS:
+        tree.setdefault(key.partition(".")[0], {})
+
+
+def check_owners(config: Any) -> None:
+    """Raise ConfigError for a plugin's setting that is given without the part that reads it."""
+    for setting in PLUGIN_SETTINGS.values():
+        section, _, name = setting.key.partition(".")
+        value = getattr(getattr(config, section), name, setting.default)
+        if value != setting.default and not setting.is_used(config):
+            raise ConfigError(
+                f"{setting.key}={value!r} has no effect without {setting.owner}; set --{setting.owner}, or leave "
+                f"{setting.key} out"
+            )

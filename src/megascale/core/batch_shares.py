@@ -1,0 +1,36 @@
+"""Shares of a global batch: the consecutive micro-batches that each replica reads in a step. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchShares:
+    """Division of a step's micro-batches over replicas, as even as possible. The first replicas have one more.
+
+    Attributes:
+        microbatches: micro-batches of a step, over all replicas.
+        replicas: number of replicas.
+    """
+
+    microbatches: int
+    replicas: int
+
+    @property
+    def largest(self) -> int:
+        """Micro-batches of the largest share."""
+        return -(-self.microbatches // self.replicas)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all replicas have the same number of micro-batches."""
+        return self.microbatches % self.replicas == 0
+
+    def count(self, replica: int) -> int:
+        """Return the number of micro-batches of a replica."""
+        return self.microbatches // self.replicas + (replica < self.microbatches % self.replicas)
+
+    def first(self, replica: int) -> int:
+        """Return the number of a replica's first micro-batch in the step."""
+        return replica * (self.microbatches // self.replicas) + min(replica, self.microbatches % self.replicas)

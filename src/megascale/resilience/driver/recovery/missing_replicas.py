@@ -1,0 +1,171 @@
+"""Training without the replicas of lost nodes (resilience.continue_replicas): sizes, limits and the way back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from megascale.config import Config
+from megascale.core.events import Event
+from megascale.errors import ConfigError
+from megascale.resilience.driver.nodes import Node, Nodes
+from megascale.resilience.driver.recovery.attempts import Attempts
+from megascale.resilience.driver.recovery.hot_update import RunningSettings
+from megascale.resilience.driver.state.audit_log import RecordEvent
+from megascale.resilience.driver.state.job import Job
+from megascale.resilience.driver.state.job_state import Phase
+from megascale.resilience.driver.state.transitions import JobEvent
+
+PREPARATION_LIMIT = 60.0  # seconds in which the processes of joining nodes must be prepared
+
+
+def list_continued_sizes(config: Config, ranks_per_node: int, nodes: int) -> list[tuple[int, int]]:
+    """Return (data-parallel size, number of nodes) with which `nodes` nodes may go on, largest first.
+
+    Every node must be full and every replica needs a micro-batch. At most resilience.max_missing_replicas are missing.
+    """
+    parallel, train, limits = config.parallel, config.train, config.resilience
+    model = parallel.model_ranks
+    full = limits.nodes * ranks_per_node // model
+    replicas_per_size = parallel.expert * parallel.replicate
+    largest = min(full, nodes * ranks_per_node // model, train.global_batch // train.micro_batch // replicas_per_size)
+    sizes = []
+    for data in range(largest, max(0, full - limits.max_missing_replicas - 1), -1):
+        if data * model % ranks_per_node == 0:
+            sizes.append((data, data * model // ranks_per_node))
+    return sizes
+
+
+def check_continued_sizes(config: Config, ranks_per_node: int) -> None:
+    """Raise ConfigError if a job with resilience.continue_replicas could not go on without one of its nodes."""
+    limits = config.resilience
+    if not limits.continue_replicas:
+        return
+    key = "resilience.continue_replicas=true"
+    full = limits.nodes * ranks_per_node // config.parallel.model_ranks
+    if limits.nodes < 2 or full < 2:
+        raise ConfigError(
+            f"{key} goes on with the replicas on other nodes, and this job has {full} on {limits.nodes} nodes; set "
+            "--parallel.data=2 or more and --nodes=2 or more, or leave resilience.continue_replicas out"
+        )
+    if list_continued_sizes(config, ranks_per_node, limits.nodes - 1):
+        return
+    unlimited = limits.model_copy(update={"max_missing_replicas": full - 1})
+    sizes = list_continued_sizes(config.model_copy(update={"resilience": unlimited}), ranks_per_node, limits.nodes - 1)
+    if not sizes:
+        raise ConfigError(
+            f"{key} with resilience.nodes={limits.nodes}: each of the {full} replicas has ranks on every node, so none "
+            "is complete without one node; leave resilience.continue_replicas out"
+        )
+    raise ConfigError(
+        f"resilience.max_missing_replicas={limits.max_missing_replicas} is too low for {key}: without one of "
+        f"{limits.nodes} nodes {full - sizes[0][0]} of {full} replicas are missing; set "
+        f"--resilience.max_missing_replicas={full - sizes[0][0]} or more"
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class MissingReplicas:
+    """Decides with how many replicas a job goes on, and when the missing ones are taken in.
+
+    Attributes:
+        job: the job.
+        nodes: all nodes.
+        attempts: stops the trainers.
+        settings: in force.
+        record_event: writes an event into the audit log.
+    """
+
+    job: Job
+    nodes: Nodes
+    attempts: Attempts
+    settings: RunningSettings
+    record_event: RecordEvent
+    _preparation: tuple[int, tuple[str, ...], float] = field(default=(0, (), 0.0), init=False)  # attempt, nodes, start
+
+    @property
+    def full_size(self) -> int:
+        """Data-parallel size of all replicas."""
+        return self.settings.limits.nodes * self.job.state.ranks_per_node // self.attempts.model_ranks
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if replicas have been missing for longer than resilience.max_missing_seconds."""
+        since = self.job.state.missing_since
+        return since > 0 and time.time() - since > self.settings.limits.max_missing_seconds
+
+    def choose_size(self) -> tuple[int, int] | None:
+        """Return (data-parallel size, number of nodes) with which the job goes on; None if it must wait for nodes.
+
+        Nodes whose recovery is under way do not delay the others: they join later.
+        """
+        state = self.job.state
+        if not self.settings.limits.continue_replicas or not state.attempt or not state.placement or self.is_overdue:
+            return None
+        survivors = [name for name in state.placement if self.is_surviving(name)]
+        if state.joining:
+            return self._find_size(len(survivors) + len(self.nodes.spares()))
+        if len(survivors) == len(state.placement):
+            return None
+        return self._find_size(len(survivors))
+
+    def is_surviving(self, name: str) -> bool:
+        """Return whether a node with ranks takes part in the next attempt at once."""
+        is_recovered = any(name == node for node, _ in self.job.state.recovery)
+        return name in self.nodes and self.nodes[name].may_keep_ranks and not is_recovered
+
+    def _find_size(self, nodes: int) -> tuple[int, int] | None:
+        sizes = list_continued_sizes(self.settings.config, self.job.state.ranks_per_node, nodes)
+        return sizes[0] if sizes else None
+
+    def find_start(self, data: int) -> float:
+        """Return since when replicas have been missing, in seconds since 1970, if the job goes on with `data`."""
+        if data >= self.full_size or self.is_overdue:
+            return 0.0
+        return self.job.state.missing_since or time.time()
+
+    def check(self) -> None:
+        """Take ready nodes in at the next step boundary. Stop the job if replicas are missing for too long."""
+        state = self.job.state
+        if state.phase is not Phase.DEGRADED:
+            return
+        if self.is_overdue:
+            limit = self.settings.limits.max_missing_seconds
+            reason = (
+                f"{self.full_size - state.data} replicas have been missing for longer than "
+                f"resilience.max_missing_seconds={limit:g}: the job waits for them"
+            )
+            self.record_event(Event.REPLICAS_OVERDUE, action="wait", evidence=(reason,))
+            self.attempts.stop(JobEvent.JOINING, reason)
+            return
+        spares = self.nodes.spares()
+        size = self._find_size(len(state.placement) + len(spares))
+        if size is None or size[0] <= state.data:
+            return
+        data, count = size
+        joining = spares[: count - len(state.placement)]
+        if not self._is_prepared(joining, data):
+            return
+        names = tuple(node.name for node in joining)
+        reason = f"{', '.join(names)} join: {data} of {self.full_size} replicas from the next step on"
+        self.record_event(Event.REPLICAS_JOINING, action="join", nodes=names, evidence=(reason,))
+        self.attempts.timeline.begin_join(time.monotonic())
+        self.attempts.stop(JobEvent.JOINING, reason)
+
+    def _is_prepared(self, joining: Sequence[Node], data: int) -> bool:
+        """Return whether the processes of joining nodes wait for the next attempt; order them to start if needed."""
+        state, limits = self.job.state, self.settings.limits
+        if not limits.keep_seconds:
+            return True
+        names = tuple(node.name for node in joining)
+        current_time = time.monotonic()
+        attempt, prepared_names, since = self._preparation
+        if (attempt, prepared_names) != (state.attempt, names):
+            self._preparation = (state.attempt, names, current_time)
+            following = replace(state, placement=state.placement + names, data=data)
+            for node in joining:
+                self.attempts.prepare_join(node, following)
+            return False
+        # Processes that cannot be prepared start with the attempt.
+        return all(node.is_prepared for node in joining) or current_time - since > PREPARATION_LIMIT

@@ -1,0 +1,76 @@
+"""Blank micro-batches, which let replicas with fewer samples run as many micro-batches as the others.
+
+All ranks of a step then take part in the same collectives, whatever the schedule and the sharding. The targets of a
+blank micro-batch have no weight in the loss, so that it adds zeros to loss and gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from megascale.core.batch import Batch, SampleFields
+
+ReadBatch = Callable[[int], Batch[torch.Tensor]]
+
+
+def make_blank_batch(
+    fields: SampleFields, length: int, width: int, sequence_length: int, device: torch.device
+) -> Batch[torch.Tensor]:
+    """Return a micro-batch of zeros with the fields of a run, [length, width]; its targets have no weight.
+
+    Args:
+        length: tokens of each sample on this rank.
+        sequence_length: tokens of each sample, the end of its only document.
+    """
+    tokens = torch.zeros(length, width, dtype=torch.int64, device=device)
+    batch = Batch(tokens, tokens)
+    if fields.loss_weights:
+        batch = replace(batch, loss_weights=torch.zeros(tokens.shape, device=device))
+    if fields.positions:
+        batch = replace(batch, positions=tokens)
+    if fields.max_documents:
+        shape = fields.max_documents + 1, width
+        boundaries = torch.full(shape, sequence_length, dtype=torch.int32, device=device)
+        boundaries[0] = 0
+        batch = replace(batch, document_boundaries=boundaries)
+    return batch
+
+
+class BlankBatches:
+    """Fills the share of a replica up with blank micro-batches. Other targets weigh 1 if the data has no weights.
+
+    Args:
+        own: micro-batches that the replica reads in a step.
+        has_weights: whether the data has loss weights.
+        blank: micro-batch that follows those.
+    """
+
+    def __init__(self, own: int, has_weights: bool, blank: Batch[torch.Tensor]) -> None:
+        assert blank.tokens is not None
+        self.own = own
+        self.has_weights = has_weights
+        self._blank = blank
+        self._weights = torch.ones(blank.tokens.shape, device=blank.tokens.device)
+
+    def fill(self, read_batch: ReadBatch) -> ReadBatch:
+        """Return a function that returns also the blank micro-batches of a step."""
+
+        def read(i: int) -> Batch[torch.Tensor]:
+            if i >= self.own:
+                return self._blank
+            batch = read_batch(i)
+            if not self.has_weights:
+                batch = replace(batch, loss_weights=self._weights)
+            return batch
+
+        return read
+
+    def sum_weights(self, sum_weights: Callable[[], float] | None) -> float:
+        """Return the sum of the loss weights of the replica's samples in a step."""
+        if not self.has_weights:
+            return float(self.own * self._weights.numel())
+        assert sum_weights is not None, "micro-batches carry loss weights"
+        return sum_weights()

@@ -1,0 +1,259 @@
+"""Random losses of replicas in a job that goes on without them, compared with an undisturbed run in one process."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from benchmarks.harness.launched import Launched, make
+from benchmarks.harness.temporary import temporary_folder
+from megascale.core import strict_json
+from megascale.core.recovery_record import RecoveryRecord
+
+SETTINGS = [
+    "--resilience.spares=0",
+    "--train.micro_batch=1",
+    "--train.precision=float64",
+    "--train.steps=100000",
+]
+CONTINUED = [
+    "--resilience.continue_replicas=true",
+    "--resilience.budget_seconds=30",
+    "--resilience.no_progress_limit=20",
+    "--resilience.keep_seconds=20",
+    "--resilience.window=20",
+    "--checkpoint.memory_wait=true",
+    "--checkpoint.linger=40",
+]
+# Of 6 micro-batches 4 replicas have two or one, three have two, and two have three.
+BATCH = 6
+KINDS = {"kill-rank": 3, "kill-agent": 1}  # and how often each is drawn
+SECOND_LOSS = 0.2  # share of the losses during which another replica is lost
+LIMIT = 180.0  # seconds in which the missing replicas must have joined
+PACE = 0.1  # least seconds of a step
+
+
+def register(app: typer.Typer) -> None:
+    """Add `python -m tests.chaos continue`."""
+    app.command("continue")(continue_replicas)
+
+
+def continue_replicas(
+    losses: int = typer.Option(100, min=1, help="Replicas that are lost one after the other, and join again."),
+    seed: int = typer.Option(0, help="Seed of the losses and their times."),
+    out: Path = typer.Option(Path("chaos-continue.json"), help="JSON file for the figures."),
+    picture: Path | None = typer.Option(None, help="PNG file for the throughput over the first loss and join."),
+    replicas: int = typer.Option(4, min=2, help="Replicas, each on a node of its own."),
+    setting: list[str] = typer.Option([], help="Further setting, SECTION.KEY=VALUE. Nothing is compared then."),
+) -> None:
+    """Lose replicas of a launched job at random times, and compare its losses and weights with one process's.
+
+    Exit code 1 if a loss or a weight differs by more than rounding in float64, the ledger is not exact, or the job does
+    not take a replica in again. Needs no GPU.
+
+    Example: python -m tests.chaos continue --losses 5
+
+    Example: python -m tests.chaos continue --losses 2 --replicas 2 --setting train.device=cuda
+    """
+    from tests.chaos.faults.report import describe_machine
+
+    with temporary_folder(prefix="megascale-continue-") as name:
+        report = run(make(Path(name)), losses, seed, replicas=replicas, settings=setting, picture=picture)
+    out.write_text(strict_json.dumps(describe_machine() | report, indent=1) + "\n")
+    show(report)
+    if report["problems"]:
+        raise typer.Exit(1)
+
+
+def run(
+    file: Path,
+    losses: int,
+    seed: int,
+    *,
+    replicas: int = 4,
+    settings: Sequence[str] = (),
+    picture: Path | None = None,
+) -> dict[str, Any]:
+    """Run the job and, without further settings, the undisturbed one; return the report."""
+    batch = f"--train.global_batch={BATCH}"
+    words = [f"--parallel.data={replicas}", f"--resilience.nodes={replicas}", *SETTINGS, batch, *CONTINUED]
+    words += [f"--resilience.max_missing_replicas={min(2, replicas - 1)}"]
+    words += [f"--{text}" for text in settings]
+    job = Launched(file, "continued", words, pace=0.0 if settings else PACE)
+    rows: list[dict[str, Any]] = []
+    problems: list[str] = []
+    try:
+        if job.first(lambda e: e.kind == "first_step") is None:
+            problems.append("the job came to no first step")
+        for number in range(losses):
+            if problems:
+                break
+            row = lose_replica(job, random.Random(f"{seed}-{number}"), replicas)
+            rows.append(row)
+            print(strict_json.dumps(row), flush=True)
+            if row["problem"]:
+                problems.append(f"loss {number}: {row['problem']}")
+    finally:
+        job.process.send_signal(signal.SIGINT)
+        code = job.end()
+        job.end_agents()
+    if code != 130:
+        problems.append(f"the job ended with exit code {code} instead of 130")
+    comparison: dict[str, Any] = {}
+    if not problems and not settings:
+        comparison, differences = compare(file, job, batch)
+        problems += differences
+    if picture is not None and rows:
+        draw(job, rows[0], picture)
+    return {"seed": seed, "losses": rows, **comparison, "problems": problems}
+
+
+def lose_replica(job: Launched, dice: random.Random, replicas: int) -> dict[str, Any]:
+    """Lose a replica, sometimes two, wait until all train again, and return what it cost."""
+    time.sleep(dice.uniform(0.5, 4.0))
+    kind = _inject(job, dice)
+    row: dict[str, Any] = {"kind": kind, "time": time.time(), "problem": ""}
+    after = job.events()[-1].id
+    missing = job.first(lambda e: e.kind == "replicas_missing" and e.id > after, LIMIT)
+    if missing is None:
+        return row | {"problem": "the job did not go on without the replica"}
+    went_on = job.first(lambda e: e.kind == "recovered" and e.id > missing.id, LIMIT)
+    if went_on is None:
+        return row | {"problem": "no step without the replica"}
+    has_second = replicas > 2 and dice.random() < SECOND_LOSS
+    if has_second:
+        _inject(job, dice)
+    row["second"] = has_second
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline:
+        placed = [e for e in job.events() if e.kind == "attempt_started"][-1]
+        complete = [e for e in job.events(placed.id) if e.kind == "recovered"]
+        if len(placed.nodes) == replicas and complete:
+            record = RecoveryRecord.from_details(went_on.details)
+            joined = RecoveryRecord.from_details(complete[-1].details)
+            assert record is not None
+            assert joined is not None
+            return row | {
+                "without": record.total,
+                "phases": record.seconds,
+                "lost_steps": record.lost_steps,
+                "missing": complete[-1].time - row["time"],
+                "joining": joined.total,
+                "joining_phases": joined.seconds,
+                "kept": len(joined.reused_ranks),
+            }
+        if job.over():
+            break
+        time.sleep(0.1)
+    return row | {"problem": f"not all replicas train again after {LIMIT:g} s"}
+
+
+def _inject(job: Launched, dice: random.Random) -> str:
+    """Kill a rank or an agent of the present attempt; return the kind."""
+    from megascale.resilience.faults.inject import Options, inject
+
+    kind = dice.choices(list(KINDS), list(KINDS.values()))[0]
+    placed = [e for e in job.events() if e.kind == "attempt_started"][-1].nodes
+    where = dice.randrange(len(placed))
+    inject(job.run, kind, Options(node=placed[where]) if kind == "kill-agent" else Options(rank=where))
+    return kind
+
+
+def compare(file: Path, job: Launched, batch: str) -> tuple[dict[str, Any], list[str]]:
+    """Train as far in one process; return the differences, and what is wrong."""
+    import numpy as np
+
+    from benchmarks.harness.launched import weights
+
+    steps = read_losses(job.run)
+    command = [sys.executable, "-m", "megascale.cli.main"]
+    last = max(steps)
+    words = [*SETTINGS, batch, "--parallel.data=1", "--train.name=calm", f"--train.stop_after={last}"]
+    calm_run = job.run.parent / "calm"
+    subprocess.run([*command, "train", str(file), *words], check=True, capture_output=True)
+    expected = read_losses(calm_run)
+    problems = []
+    if sorted(steps) != list(range(1, last + 1)):
+        problems.append("the metrics have not every step once")
+    difference = max(abs(steps[step] - expected[step]) / abs(expected[step]) for step in steps)
+    if not difference < 1e-9:
+        problems.append(f"a loss differs by {difference:.1e}")
+    calm_weights = weights(calm_run)
+    own_weights = weights(job.run)
+    distance = sum(float(np.square(own_weights[name] - calm_weights[name]).sum()) for name in calm_weights)
+    length = sum(float(np.square(tensor).sum()) for tensor in calm_weights.values())
+    moved = float(np.sqrt(distance / length))
+    if not moved < 1e-9:
+        problems.append(f"the weights differ by {moved:.1e} of their norm")
+    ledger = subprocess.run([*command, "data", "ledger", str(job.run)], capture_output=True, text=True)
+    if ledger.returncode:
+        problems.append(f"the ledger is not exact: {(ledger.stderr or ledger.stdout)[-500:]}")
+    return {"steps": last, "loss_difference": difference, "weight_difference": moved}, problems
+
+
+def read_losses(run_folder: Path) -> dict[int, float]:
+    """Return the loss of each step, of its last repetition."""
+    losses = {}
+    for line in (run_folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "loss" in record:
+            losses[record["step"]] = record["loss"]
+    return losses
+
+
+def draw(job: Launched, row: dict[str, Any], picture: Path) -> None:
+    """Draw the throughput over the first loss and join."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    begin, end = row["time"] - 5.0, row["time"] + row.get("missing", 20.0) + 5.0
+    records = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
+    times = sorted(record["time"] for record in records if "loss" in record)
+    tokens = next(record["tokens"] / record["step"] for record in records if "loss" in record)
+    seconds = [begin + second for second in range(int(end - begin))]
+    rates = [tokens * sum(second <= time < second + 1 for time in times) for second in seconds]
+    figure, axes = plt.subplots(figsize=(8, 3))
+    axes.step([second - row["time"] for second in seconds], rates, where="post")
+    names = {"replicas_missing": "goes on without it", "replicas_joining": "it joins", "recovered": "next new step"}
+    for event in job.events():
+        if event.kind in names and begin < event.time < end:
+            axes.axvline(event.time - row["time"], color="0.6", linewidth=0.8)
+            axes.text(event.time - row["time"], max(rates), names[event.kind], rotation=90, va="top", fontsize=7)
+    axes.set(xlabel="seconds since the loss of a replica", ylabel="tokens per second", ylim=(0, None))
+    figure.tight_layout()
+    figure.savefig(picture, dpi=150)
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the figures."""
+    good = [row for row in report["losses"] if not row["problem"]]
+    if good:
+        print(f"{len(good)} losses, {sum(row['second'] for row in good)} of them with a second one")
+        for name, text in (
+            ("without", "fault to the next step without the replica"),
+            ("joining", "order to join to the next step with all"),
+        ):
+            values = [row[name] for row in good]
+            print(f"{text}: mean {statistics.fmean(values):.2f} s, longest {max(values):.2f} s")
+        print(f"steps lost per loss: at most {max(row['lost_steps'] for row in good)}")
+    if "steps" in report:
+        print(f"largest relative difference of a loss in {report['steps']} steps: {report['loss_difference']:.1e}")
+        print(f"norm of the weights' difference over that of the weights: {report['weight_difference']:.1e}")
+    _print_all(report["problems"])
+
+
+def _print_all(problems: Sequence[str]) -> None:
+    for problem in problems:
+        print(problem)

@@ -1,0 +1,145 @@
+"""A job goes on without the replica of a lost node, and takes its replacement in at a step boundary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megascale.config import load
+from megascale.core.recovery_record import RecoveryRecord
+from megascale.errors import ConfigError
+from megascale.resilience.agent.trainers import _compute_missing_share, _explain_change, _read_data_size
+from megascale.resilience.driver.recovery.missing_replicas import check_continued_sizes, list_continued_sizes
+from megascale.resilience.driver.start_driver import Size
+from megascale.resilience.protocol.agent_messages import Start
+from tests.conftest import lines
+from tests.resilience.test_launch import losses, weights
+
+COPIES = ["--checkpoint.background=true", "--checkpoint.memory_interval=1", "--checkpoint.replicas=true"]
+CONTINUED = ["--resilience.continue_replicas=true", "--checkpoint.memory_wait=true", *COPIES]
+KEEP = "--resilience.keep_seconds=60"  # on a busy machine a rank takes its time
+SETTINGS = ["--parallel.data=3", "--train.global_batch=4", "--train.micro_batch=1", "--train.precision=float64"]
+
+
+def test_a_job_goes_on_without_a_node_and_takes_it_in_again(launch, megascale, tiny, tmp_path) -> None:
+    steps = [*SETTINGS, "--train.steps=60", "--checkpoint.interval=60"]
+    # 4 micro-batches are uneven for three replicas, and even for two.
+    job = launch("broken", "--nodes=3", *steps, *CONTINUED, "--resilience.window=20", "--checkpoint.linger=40", KEEP)
+    job.until("first_step")
+    job.until_step(6)
+    job.kill_rank(1)
+    missing = job.until("replicas_missing")
+    assert "2 of 3 replicas" in missing.evidence[0]
+    assert job.until("attempt_started").nodes == ("n0", "n2")
+    record = RecoveryRecord.from_details(job.until("recovered").details)
+    assert record is not None
+    assert (record.cause, record.reused_ranks) == ("process_killed", (0, 1)), job.story()
+    assert 0 <= record.lost_steps <= 1
+    assert job.until("replicas_joining").nodes == ("n1",)
+    assert job.until("attempt_started").nodes == ("n0", "n2", "n1")
+    record = RecoveryRecord.from_details(job.until("recovered").details)
+    assert record is not None
+    assert (record.cause, record.lost_steps, record.reused_ranks) == ("replicas_joining", 0, (0, 1)), job.story()
+    assert job.finish() == 0, job.story()
+
+    calm = megascale("train", tiny, *steps, "--train.name=calm", "--parallel.data=1")
+    assert calm.returncode == 0, calm.stderr
+    run, undisturbed = dict(losses(job.run)), dict(losses(tmp_path / "runs" / "calm"))
+    assert sorted(run) == sorted(undisturbed) == list(range(1, 61))
+    assert np.allclose([run[step] for step in run], [undisturbed[step] for step in run], rtol=1e-11, atol=0)
+    expected = weights(tmp_path / "runs" / "calm")
+    for name, tensor in weights(job.run).items():
+        assert np.allclose(tensor, expected[name], rtol=1e-8, atol=1e-11), name
+    ledger = [record["first"] for record in lines(job.run / "samples" / "ledger.jsonl")]
+    assert ledger == [4 * i for i in range(60)]
+    checked = megascale("data", "ledger", job.run)
+    assert checked.returncode == 0, checked.stderr + checked.stdout
+
+
+def make_config(tiny, *words: str):
+    return load(tiny, ["--resilience.nodes=4", "--train.global_batch=8", "--train.micro_batch=1", *CONTINUED, *words])
+
+
+def test_sizes_without_some_nodes(tiny) -> None:
+    config = make_config(tiny, "--resilience.max_missing_replicas=2")
+    assert [list_continued_sizes(config, 1, nodes) for nodes in (4, 3, 2, 1)] == [
+        [(4, 4), (3, 3), (2, 2)],
+        [(3, 3), (2, 2)],
+        [(2, 2)],
+        [],
+    ]
+    # Two nodes hold a replica together: without one of them the other becomes a spare.
+    config = make_config(tiny, "--parallel.tensor=2")
+    assert list_continued_sizes(config, 1, 3) == [(1, 2)]
+    config = make_config(tiny, "--parallel.pipeline=2")
+    assert list_continued_sizes(config, 2, 3) == [(3, 3)]
+    config = make_config(tiny, "--train.global_batch=4", "--train.micro_batch=2")
+    assert list_continued_sizes(config, 1, 3) == []  # fewer micro-batches than replicas
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "message"),
+    [
+        (["--resilience.nodes=1"], 4, "has 4 on 1 nodes"),
+        (["--parallel.tensor=4"], 1, "this job has 1 on 4 nodes"),
+        ([], 2, r"without one of 4 nodes 2 of 8 replicas are missing; set --resilience.max_missing_replicas=2"),
+        (["--resilience.nodes=2", "--parallel.tensor=2", "--parallel.pipeline=2"], 4, None),
+    ],
+)
+def test_a_job_that_could_not_go_on_is_refused(tiny, words: list[str], ranks: int, message: str | None) -> None:
+    config = make_config(tiny, *words)
+    if message is None:
+        check_continued_sizes(config, ranks)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_continued_sizes(config, ranks)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--checkpoint.replicas=false"], "copies in other hosts' memory"),
+        (["--checkpoint.memory_interval=0", "--checkpoint.memory_wait=false"], "copies in other hosts' memory"),
+        (["--resilience.replay_interval=5"], "replay_interval=5 compares replicas with equal shares"),
+        (["--foreign.command=['python', 'train.py']"], "foreign.command names another one"),
+    ],
+)
+def test_settings_that_exclude_it_are_refused_by_name(tiny, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config(tiny, *words)
+
+
+def test_captured_graphs_of_experts_are_refused(tiny) -> None:
+    experts = ["--model.mlp=experts", "--model.mlp_bias=false", "--model.experts.number=4"]
+    with pytest.raises(ConfigError, match="whose tokens experts do not count"):
+        make_config(tiny, *experts, "--kernels.graphs=on")
+
+
+def start(ranks: tuple[int, ...], world: int, data: int = 0, **changes: Any) -> Start:
+    words = (f"--parallel.data={data}",) if data else ()
+    settings = "[parallel]\ndata = 4\n"
+    return Start(**({"settings": settings, "env": {}} | changes), epoch=1, attempt=1, job="a", ranks=ranks, world=world,
+                 master=("h", 1), words=words)  # fmt: skip
+
+
+def test_processes_stay_although_rank_and_size_change(tiny) -> None:
+    assert _explain_change(start((3,), 4), start((1,), 3, data=3)) == ""
+    assert _explain_change(start((3,), 4), start((2, 3), 4)) == "the number of ranks of its node changes"
+    assert _explain_change(start((3,), 4), start((1,), 3, data=3, env={"A": "1"})) == "the settings change"
+    assert [_read_data_size(start((0,), 4)), _read_data_size(start((0,), 3, data=3))] == [4, 3]
+    assert _compute_missing_share(start((0,), 3, data=3)) == 0.25
+    assert _compute_missing_share(start((0,), 4, settings="")) == 0
+
+
+def test_memory_is_checked_for_the_smallest_size(tiny, monkeypatch) -> None:
+    from megascale.cli.launch import _check_missing_replicas
+    from megascale.core import preflight
+
+    worlds = []
+    monkeypatch.setattr(preflight, "check_host", lambda layout, share, report: worlds.append((layout.grid.data, share)))
+    config = make_config(tiny, "--resilience.max_missing_replicas=2")
+    _check_missing_replicas(config, Size(4, 1, 4, []), print)
+    [(data, share)] = worlds
+    assert (data, share.ranks, share.nodes) == (2, 2, 2)

@@ -1,0 +1,53 @@
+"""The front page is short, its commands parse, its address has one source, and its figures stand in the documents."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.test_commands import INLINE, ROOT, commands, parse
+
+README = ROOT / "README.md"
+TEXT = README.read_text()
+MOST_WORDS = 1200
+# Figures of the speed table and of the quickstart -> the page that has them, with date, card and command.
+FIGURES = {
+    "67.4%": "docs/comparison.md",
+    "57.4%": "docs/comparison.md",
+    "60.0%": "docs/comparison.md",
+    "84.3%": "docs/comparison.md",
+    "590,000": "docs/performance.md",
+    "1.5524": "dev/log.md",  # 1.55
+    "2e-16": "docs/exactness.md",
+}
+
+
+def test_it_is_short():
+    words = [word for word in TEXT.split() if re.search(r"\w", word)]
+    assert len(words) <= MOST_WORDS
+
+
+def test_its_commands_parse():
+    inline = [command for command in INLINE.findall(TEXT) if not re.search(r"\b[A-Z]{2,}\b", command)]
+    assert len(inline) >= 8
+    for command in commands(README) + inline:
+        try:
+            parse(command)
+        except Exception as error:
+            if type(error).__name__ not in ("MissingParameter", "BadOptionUsage", "Exit"):
+                pytest.fail(f"{command}: {type(error).__name__}: {error}")
+
+
+def test_its_address_has_one_source():
+    """`scripts/package_metadata.py` replaces PROJECT_URL; the page names no other address of the project."""
+    assert "git clone PROJECT_URL" in TEXT
+    assert "PROJECT_URL/actions/workflows/tests.yml/badge.svg" in TEXT
+    assert (ROOT / ".github/workflows/tests.yml").exists()
+    assert not re.search(r"github\.com/[^/]+/megascale", TEXT, re.IGNORECASE)
+
+
+@pytest.mark.parametrize(("figure", "page"), FIGURES.items())
+def test_its_figures_stand_in_the_documents(figure, page):
+    assert figure in (ROOT / page).read_text()
+    assert (figure if figure != "1.5524" else "1.55") in TEXT
