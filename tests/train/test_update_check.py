@@ -29,7 +29,7 @@ def parts(draw: st.DrawFn) -> tuple[ShardState, StatePart]:
 @given(st.lists(parts(), min_size=1, max_size=3), st.integers(1, 4))
 def test_ranges_cover_all_elements_once(shards, tiles):
     elements = tiles * TILE
-    seen = []
+    copied = []
     for slices in cut_ranges(shards, elements):
         copy = torch.full((elements,), -1)
         positions = torch.arange(elements) % TILE
@@ -39,9 +39,9 @@ def test_ranges_cover_all_elements_once(shards, tiles):
             assert torch.equal(copy[start:stop] % TILE, positions[start:stop])
             part = next(item.part for item in slices if item.offset <= start < item.offset + item.stop - item.start)
             for value in copy[start:stop].tolist():
-                seen.append((id(part), value, decay, tensor))
+                copied.append((id(part), value, decay, tensor))
     expected = []
     for _, part in shards:
         for row in part.segments.rows:
             expected += [(id(part), value, int(row.decay), row.tensor) for value in range(row.start, row.stop)]
-    assert seen == expected
+    assert copied == expected

@@ -69,7 +69,7 @@ class MatrixCheck:
         self._rule.orthogonalise_stack(stack)
         self._after[: matrix.numel()].copy_(matrix.flatten())
 
-    def sum_own(self) -> Tensor:
+    def sum_updated(self) -> Tensor:
         """Return the checksums of the own matrix after its orthogonalisation, int64 [tiles]."""
         return sum_bits_of_rows(self._after.view(-1, TILE))
 

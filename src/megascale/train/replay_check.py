@@ -235,7 +235,7 @@ class ReplayCheck:
         evidence = None
         if self._updates.is_active():
             distance = self._distance(step)
-            own_sums = self._updates.sum_own()
+            own_sums = self._updates.sum_updated()
             recomputed_sums = self._updates.recompute(distance)
             differs = (self._shift(own_sums, distance) != recomputed_sums).any() & ~self._updates.skip
             differs = all_reduce(differs.double().view(1), self._engine.world, dist.ReduceOp.MAX).wait()

@@ -139,8 +139,8 @@ class UpdateCheck:
             entry for entries in peers.all_gather(local, list[tuple[StateNames, int, int]]) for entry in entries
         ]
         for names in sorted({names for names, _, _ in gathered}):
-            longest = max(count for other, count, _ in gathered if other == names)
-            rows = max(count for other, _, count in gathered if other == names)
+            longest = max(count for entry_names, count, _ in gathered if entry_names == names)
+            rows = max(count for entry_names, _, count in gathered if entry_names == names)
             self._kinds.append(_Kind(names, longest, rows, ranges_by_names.get(names, [[]])))
 
     def begin(self, number: int) -> None:
@@ -206,7 +206,7 @@ class UpdateCheck:
         return bool(self._copies)
 
     @torch.no_grad()
-    def sum_own(self) -> Tensor:
+    def sum_updated(self) -> Tensor:
         """Return the checksums of the own range after its update, int64 [results of all tiles]."""
         sums = []
         for copy in self._copies:
@@ -215,14 +215,14 @@ class UpdateCheck:
                 self._copy_slice(item, after)
             sums += [sum_tiles(tensor) for tensor in (after | copy.results).values()]
         if self._matrices is not None:
-            sums.append(self._matrices.sum_own())
+            sums.append(self._matrices.sum_updated())
         return torch.cat(sums)
 
     @torch.no_grad()
     def recompute(self, distance: int) -> Tensor:
-        """Repeat the update of the replica at this distance before this one. Return the checksums as `sum_own` does.
+        """Repeat the update of the replica at this distance before this one. Collective.
 
-        Collective; a distance of 0 repeats the own update.
+        Return the checksums as `sum_updated` does. A distance of 0 repeats the own update.
         """
         assert self._step is not None
         sums = []
@@ -259,7 +259,7 @@ class UpdateCheck:
 
     @property
     def skip(self) -> Tensor:
-        """Whether the update was skipped, 0-d bool on the device. Results of skipped updates are undefined."""
+        """Flag of a skipped update, 0-d bool on the device. Results of skipped updates are undefined."""
         assert self._step is not None
         return self._step.skip
 
