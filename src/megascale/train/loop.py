@@ -400,9 +400,12 @@ class Trainer:
         return 0.0
 
     def _leave_after_step(self) -> NoReturn:
-        """Copy the state to memory unless that has been done, and leave the attempt for the next one."""
-        if self.checkpointer.save_target(self.step) is None:
-            self._save(persist=False)
+        """Copy the state to memory unless that has been done, and leave the attempt for the next one.
+
+        A save of this step may have been skipped while the one before it was under way.
+        """
+        if not self.checkpoint_policy.has_begun(self.step):
+            self._save(persist=False, last=True)
         raise LeaveAttempt(f"the rank leaves the attempt after step {self.step}")
 
     def _finish(self) -> TrainResult:
@@ -867,7 +870,7 @@ class Trainer:
             self._save(persist=target == "storage")
 
     def _save(self, persist: bool, last: bool = False) -> None:
-        """Save the state. `persist`: to storage, not to memory alone; `last`: wait until it is written."""
+        """Save the state. `persist`: to storage, not to memory alone; `last`: wait for memory in use, do not skip."""
         self._read_pending_step()
         self.status.update("save", self.step)
         state = {
