@@ -606,6 +606,8 @@ class Trainer:
 
     def _log_start(self) -> None:
         log_line = self.reporter.log_line
+        if self.config.resilience.continue_replicas and MISSING_VARIABLE not in os.environ:
+            log_line("resilience.continue_replicas=true needs a driver, and there is none: use `megascale launch`")
         if self.groups is not None:
             log_line(self.groups.report())
         if self.step and self.checkpointer.loaded_from != "nothing":
