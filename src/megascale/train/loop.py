@@ -58,6 +58,8 @@ log = logging.getLogger("megascale.train")
 # Share of a rank in the step's sum of requests to stop if it only leaves the attempt. All ranks together stay below 1,
 # the share of a rank that was interrupted.
 _LEAVE = 2.0**-20
+_LEAVE_TRIES = 100  # to copy the state before that
+_LEAVE_POLL = 0.05  # seconds after each
 
 
 @dataclass(frozen=True)
@@ -402,10 +404,13 @@ class Trainer:
     def _leave_after_step(self) -> NoReturn:
         """Copy the state to memory unless that has been done, and leave the attempt for the next one.
 
-        A save of this step may have been skipped while the one before it was under way.
+        A save of this step may have been skipped while the one before it was under way. All ranks try equally often.
         """
-        if not self.checkpoint_policy.has_begun(self.step):
-            self._save(persist=False, last=True)
+        for _ in range(_LEAVE_TRIES):
+            if self.checkpoint_policy.has_begun(self.step):
+                break
+            self._save(persist=False)
+            time.sleep(_LEAVE_POLL)
         raise LeaveAttempt(f"the rank leaves the attempt after step {self.step}")
 
     def _finish(self) -> TrainResult:
@@ -872,7 +877,7 @@ class Trainer:
             self._save(persist=target == "storage")
 
     def _save(self, persist: bool, last: bool = False) -> None:
-        """Save the state. `persist`: to storage, not to memory alone; `last`: wait for memory in use, do not skip."""
+        """Save the state. `persist`: to storage, not to memory alone; `last`: wait until it is written."""
         self._read_pending_step()
         self.status.update("save", self.step)
         state = {
