@@ -25,7 +25,7 @@ def test_a_start_says_from_where_it_resumed(first_step, saved_step, sentence):
     node = SimpleNamespace(heartbeat=heartbeat)
     events = []
     job = SimpleNamespace(
-        state=SimpleNamespace(attempt=2, step=28),
+        state=SimpleNamespace(attempt=2, step=28, missing_since=0),
         phase=Phase.STARTING,
         advance=lambda step: None,
         apply=lambda event: True,
