@@ -33,7 +33,7 @@ def test_a_start_says_from_where_it_resumed(first_step, saved_step, sentence):
     observations = Observations(
         job=job,
         nodes=SimpleNamespace(all=lambda: [node]),
-        attempts=SimpleNamespace(started=0.0),
+        attempts=SimpleNamespace(started=0.0, timeline=SimpleNamespace(finish=lambda nodes, time: None)),
         response=None,
         settings=SimpleNamespace(config=from_tree({"foreign": {"command": ["python", "train.py"]}})),
         record_event=lambda kind, **details: events.append(details),
