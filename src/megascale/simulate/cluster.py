@@ -123,23 +123,23 @@ class ClusterSpec(_Part):
         return self.host.slowness
 
 
-def shipped() -> list[str]:
-    """Names of the clusters that come with the package."""
+def list_shipped_clusters() -> list[str]:
+    """Return the names of the clusters that come with the package."""
     folder = resources.files("megascale.simulate") / "clusters"
     return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
 
 
 def load_cluster(name: str) -> ClusterSpec:
-    """A shipped cluster by name, or a TOML file by path; ConfigError naming key and value if it is wrong."""
+    """Load a shipped cluster by name, or a TOML file by path; ConfigError naming key and value if it is wrong."""
     path = Path(name)
-    if name in shipped():
+    if name in list_shipped_clusters():
         tree = tomllib.loads((resources.files("megascale.simulate") / "clusters" / f"{name}.toml").read_text())
     elif path.suffix == ".toml" and path.is_file():
         tree = read_toml(path, "cluster file")
     else:
         raise ConfigError(
-            f"--cluster={name!r} is neither a shipped cluster ({', '.join(shipped())}) nor a TOML file; copy a "
-            "shipped file from megascale/simulate/clusters and edit it"
+            f"--cluster={name!r} is neither a shipped cluster ({', '.join(list_shipped_clusters())}) nor a TOML file; "
+            "copy a shipped file from megascale/simulate/clusters and edit it"
         )
     return cluster_of(tree)
 

@@ -23,7 +23,7 @@ from megascale.simulate.fabric.ecmp import (
 from megascale.simulate.fabric.ecmp_study import neighbours
 from megascale.simulate.fabric.fabric_spec import load_fabric
 from megascale.simulate.fabric.fair_tuning import tuned_parents
-from megascale.simulate.fabric.flaps import stall, timer
+from megascale.simulate.fabric.flaps import compute_stalls, timer
 from megascale.simulate.fabric.max_min import finish_times, jain
 from megascale.simulate.fabric.packets import Flap, PacketResult, PacketSettings, simulate_packets
 from megascale.simulate.fabric.topology import Topology, build
@@ -208,7 +208,7 @@ def flap_table() -> Finding:
         for lasts in (0.01, 0.5, 2.0, 5.0, 10.0):
             settings = PacketSettings(control="none", timeout=timeout, adaptive_us=adaptive, pfc=False)
             result = simulate_packets(topology, flows, paths, settings, flaps=(Flap(1, 1e-3, lasts),), horizon=200.0)
-            expected, _ = stall(np.array([lasts]), timeout, 7, adaptive)
+            expected = compute_stalls(np.array([lasts]), timeout, 7, adaptive).seconds
             if np.isinf(expected[0]) != np.isnan(result.finish[0]):
                 wrong += 1
             elif np.isfinite(expected[0]):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from megascale.simulate.fabric.control_settings import SETS
 from megascale.simulate.fabric.packets import PacketSettings, simulate_packets
@@ -43,8 +44,16 @@ def swift_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]
             yield f"base {base:g} us, step {step:g}", replace(settings, control="swift", swift=candidate)
 
 
-def best(traffic: Traffic, grid: Iterator[tuple[str, PacketSettings]]) -> tuple[str, PacketSettings, int]:
-    """(name, settings, how many were tried)."""
+class BestSettings(NamedTuple):
+    """The best settings of a grid, with their name and the number of settings with which all flows finished."""
+
+    name: str
+    settings: PacketSettings
+    count: int
+
+
+def find_best(traffic: Traffic, grid: Iterator[tuple[str, PacketSettings]]) -> BestSettings:
+    """Return the settings with the shortest pauses, then the shortest queues, within 1% of the fastest."""
     tried = []
     for name, settings in grid:
         result = summary(simulate_packets(traffic.topology, traffic.flows, traffic.paths, settings), traffic)
@@ -53,12 +62,12 @@ def best(traffic: Traffic, grid: Iterator[tuple[str, PacketSettings]]) -> tuple[
     least = min(row[0] for row in tried)
     near = [row for row in tried if row[0] <= 1.01 * least]
     chosen = min(near, key=lambda row: row[1:3])
-    return chosen[3], chosen[4], len(tried)
+    return BestSettings(chosen[3], chosen[4], len(tried))
 
 
 def tuned_parents(traffic: Traffic, settings: PacketSettings) -> tuple[PacketSettings, str]:
-    """Settings with both parents tuned, and what they are."""
-    dcqcn_name, dcqcn, first = best(traffic, dcqcn_grid(settings))
-    swift_name, swift, second = best(traffic, swift_grid(settings))
-    description = f"DCQCN: {dcqcn_name} (of {first}); Swift: {swift_name} (of {second})"
-    return replace(settings, dcqcn=dcqcn.dcqcn, swift=swift.swift), description
+    """Return settings with both parents tuned, and a description of the tuned values."""
+    dcqcn = find_best(traffic, dcqcn_grid(settings))
+    swift = find_best(traffic, swift_grid(settings))
+    description = f"DCQCN: {dcqcn.name} (of {dcqcn.count}); Swift: {swift.name} (of {swift.count})"
+    return replace(settings, dcqcn=dcqcn.settings.dcqcn, swift=swift.settings.swift), description
