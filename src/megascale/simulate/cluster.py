@@ -145,10 +145,10 @@ def load_cluster(name: str) -> ClusterSpec:
 
 
 def with_value(cluster: ClusterSpec, part: str, key: str, value: Any) -> ClusterSpec:
-    """The cluster with one figure replaced; ConfigError naming it where a cluster file with that value is refused.
+    """Return the cluster with one figure replaced; ConfigError naming a value that a cluster file may not have.
 
-    A link's bandwidths move together: another `gbs` scales the link's collectives and transfers by as much. So do a
-    GPU's peaks: another `peak_tflops` scales `float8_tflops`.
+    Another `gbs` scales the bandwidths of the link's collectives and transfers by the same factor. Another
+    `peak_tflops` scales `float8_tflops`.
     """
     section = getattr(cluster, part, None)
     if not isinstance(section, _Part) or key not in type(section).model_fields:

@@ -1,4 +1,4 @@
-"""Settings of congestion control as the vectors that the kernels take: ticks, and bytes a tick."""
+"""Settings of congestion control as the vectors that the kernels take: ticks, and bytes per tick."""
 
 from __future__ import annotations
 
