@@ -46,7 +46,7 @@ class FabricSpec(BaseModel):
     leaf_oversubscription: float = Field(
         gt=0, le=64, description="downlink bandwidth / uplink bandwidth of a leaf switch; below 1: more up than down"
     )
-    spine_oversubscription: float = Field(gt=0, le=64, description="the same ratio of an aggregation switch")
+    spine_oversubscription: float = Field(gt=0, le=64, description="the same ratio of an aggregation (spine) switch")
     tiers: Literal[2, 3] = Field(description="2: leaf and aggregation switches; 3: also core switches")
     pod: Literal["sets", "rail"] = Field(
         description="leaf switches that share aggregation switches: those of whole sets, or those of one rail"
