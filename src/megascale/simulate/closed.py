@@ -36,15 +36,15 @@ BUCKETS = 8
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of each part of a step, which add up to `total`. Numbers or arrays.
+    """Seconds of the parts of a step, numbers or arrays; their sum is `total`.
 
     Attributes:
         gemm, attention, elementwise: kernels of a middle stage's layers over all micro-batches.
-        recompute: forward passes done again.
+        recompute: repeated forward passes.
         host: what launching kernels takes beyond what they run.
         exchange: exposed transfers of keys and values around a ring, and of tokens to experts.
         tensor, pipeline, data: exposed communication per axis, with the slow-down of compute that it overlaps.
-        logits: what the last stage's output GEMM and loss add, since everyone waits for it.
+        logits: time of the last stage's output GEMM and loss, for which all stages wait.
         bubble: idle while the pipeline fills and drains.
         stragglers: waiting for slow hosts.
         optimizer, fixed: the update; batch preparation and host work.

@@ -206,11 +206,11 @@ def step_on_network(
         FitError: a layout that the fabric does not hold.
     """
     first = scenarios[0]
-    known = "--fabric knows data- and pipeline-parallel traffic only"
+    limitation = "--fabric knows data- and pipeline-parallel traffic only"
     if any(s.uses_closed_form_only_features for s in scenarios):
-        raise ConfigError(f"{known}; leave out --experts, --top-k and --expert-parallel")
+        raise ConfigError(f"{limitation}; leave out --experts, --top-k and --expert-parallel")
     if first.config.parallel.context > 1:
-        raise ConfigError(f"{known}; leave out --fabric, or set --parallel.context=1")
+        raise ConfigError(f"{limitation}; leave out --fabric, or set --parallel.context=1")
     first_times = measure(first.config, first.gpus, variant)
     paper = paper_network(first.gpus, first.config.parallel.gpus_per_host, variant)
     if paper.key == variant.key:

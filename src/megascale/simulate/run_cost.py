@@ -9,10 +9,10 @@ from megascale.simulate.step import StepEstimate
 
 @dataclass(frozen=True)
 class RunCost:
-    """A run's bill.
+    """Cost of a run.
 
     Attributes:
-        gpu_hours: all GPUs, the time in which they do not step included.
+        gpu_hours: of all GPUs, including the time in which they do not step.
         money: in the currency of the price; None without a price.
         megawatt_hours: None without a power.
     """

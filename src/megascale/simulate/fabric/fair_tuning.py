@@ -16,7 +16,7 @@ from megascale.simulate.fabric.patterns import Traffic, summary
 
 
 def dcqcn_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]:
-    """The published sets and ours, and ours with other notification gaps and thresholds."""
+    """Yield names and settings of DCQCN: all sets, and set "fast" with other notification gaps and thresholds."""
     for name, chosen in SETS.items():
         yield name, replace(settings, control="dcqcn", dcqcn=chosen)
     for gap in (4.0, 25.0, 50.0):
@@ -37,7 +37,7 @@ def dcqcn_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]
 
 
 def swift_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]:
-    """Targets and steps."""
+    """Yield names and settings of Swift with several base targets and additive steps."""
     for base in (5.0, 10.0, 20.0, 40.0):
         for step in (0.3, 1.0, 3.0):
             candidate = replace(settings.swift, base_us=base, ai=step)
