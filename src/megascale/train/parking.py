@@ -231,7 +231,7 @@ class Parking:
         self._has_stepped = False
 
     def wait_if_early(self, use_gpu: bool) -> None:
-        """In a process that was started early: load what a start needs, then wait for the order of an attempt.
+        """Load the parts of a start and wait for the order of an attempt, in a process that was started early.
 
         Args:
             use_gpu: make the context of this rank's GPU, if there is one.
