@@ -503,3 +503,9 @@ def test_layouts_that_experts_exclude_are_refused_by_name(experts, sections, nam
         lay_out(config, config.parallel.model_ranks)
     for text in named:
         assert text in str(error.value)
+
+
+@pytest.mark.parametrize(("experts_over", "key"), [("context", "context"), ("data", "expert")])
+def test_copies_between_the_ranks_of_experts_need_two(experts_over, key):
+    with pytest.raises(ConfigError, match=rf"the ranks of parallel\.{key}, .* --parallel\.{key}=2"):
+        make_config({}, parallel={"experts_over": experts_over}, overlap={"expert": "copies"})
