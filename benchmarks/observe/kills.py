@@ -83,7 +83,7 @@ def measure(folder: Path, kills: int, seed: int) -> dict[str, Any]:
         "kills": kills,
         "seed": seed,
         "steps": steps,
-        "lost": ring.lost,
+        "lost": ring.lost_spans,
         "files": in_files,
         "left_segments": in_spool,
     }

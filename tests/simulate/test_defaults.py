@@ -107,7 +107,7 @@ def test_copies_of_the_state_are_planned_and_not_simulated():
     sent = make_plan(config, 32, 80.0).traffic(0).replicate
     shard = count_stage_parameters(config.model, config.parallel, 0) / 8
     assert sent == pytest.approx(2 * 3 / 4 * 4 * shard)  # an all-reduce of float32 over four ranks
-    result = CliRunner().invoke(app, ["simulate", "step", *layout.split()])
+    result = CliRunner().invoke(app, ["simulate", "step"] + layout.split())
     assert "parallel.replicate=4 has no price" in str(result.exception)
     assert "--parallel.replicate=1" in str(result.exception)
 

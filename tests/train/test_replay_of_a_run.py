@@ -104,4 +104,4 @@ def test_a_wrong_update_ends_the_run_before_its_state_is_saved(tiny, tmp_path):
 )
 def test_replays_that_cannot_work_are_refused(words, world, message, tiny):
     with pytest.raises(FitError, match=message):
-        lay_out(load_config(tiny, ["--resilience.replay_interval=3", *words]), world)
+        lay_out(load_config(tiny, ["--resilience.replay_interval=3"] + words), world)

@@ -128,9 +128,9 @@ def _list_values(words: Sequence[str], option: str) -> list[str] | None:
 def _list_simulation_names(option: str) -> list[str] | None:
     """Return the shipped clusters, calibrations or software stacks."""
     if option == "--cluster":
-        from megascale.simulate.cluster import shipped
+        from megascale.simulate.cluster import list_shipped_clusters
 
-        return shipped()
+        return list_shipped_clusters()
     if option == "--calibration":
         from megascale.simulate.calibration import shipped_calibrations
 

@@ -129,7 +129,7 @@ def search(
     high: int,
     recompute: Sequence[str] | None = None,
 ) -> SearchResult:
-    """Price every layout that divides in closed form, sorted by GPUs and then by time. Memory is not looked at.
+    """Price every layout that divides in closed form, sorted by GPUs and then by time, without regard to memory.
 
     `recompute`: what backward may recompute, of the engine's kinds; default: the configuration's.
     """
@@ -292,11 +292,13 @@ def fewest(
     effective: float | Callable[[np.ndarray], np.ndarray] = 1.0,
     check_memory: bool = True,
 ) -> StepEstimate:
-    """The fewest GPUs that see `tokens` in `days`, with `effective` of the time spent stepping; best layout on them.
+    """Return the best layout on the fewest GPUs that train on `tokens` in `days`.
 
-    `effective`: a share, or a function from numbers of GPUs to shares.
+    Args:
+        effective: share of the time spent stepping, or a function from the number of GPUs to this share.
 
-    FitError naming the shortest time there is if the deadline cannot be met.
+    Raises:
+        FitError: the deadline cannot be met; the message names the shortest time.
     """
     per_step = config.train.global_batch * config.model.sequence_length
     share = effective(result.gpus) if callable(effective) else effective
