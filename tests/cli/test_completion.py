@@ -15,7 +15,7 @@ from megascale.cli import completion
 from megascale.cli.common import OVERRIDES
 from megascale.cli.main import app, list_options
 from megascale.config import list_presets
-from megascale.simulate.cluster import shipped
+from megascale.simulate.cluster import list_shipped_clusters
 
 BASH = shutil.which("bash")
 # Prints COMPREPLY after calling the function that `complete` names, as bash does for a tab.
@@ -100,5 +100,5 @@ def bash(tmp_path_factory):
 
 def test_in_a_real_bash(bash):
     assert bash("train", "--model.preset", "=", "qwen3-0") == ["qwen3-0.6b"]
-    assert bash("simulate", "step", "--cluster", "") == shipped()
+    assert bash("simulate", "step", "--cluster", "") == list_shipped_clusters()
     assert bash("pla") == ["plan"]  # typer's own
