@@ -6,14 +6,18 @@ import json
 import re
 import shlex
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE
+from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE, make_scenario
 from megascale.cli.main import app
 from megascale.config import load
 from megascale.core.memory import count_stage_parameters
+from megascale.errors import FitError
+from megascale.simulate import search
 from megascale.simulate.cluster import load_cluster
+from megascale.simulate.defaults import choose_layout
 from megascale.simulate.planner.layout_cost import make_plan
 from megascale.simulate.render import split_constant_columns
 
@@ -126,3 +130,39 @@ def test_tables_fit_80_columns_and_have_no_row_of_zeros():
     assert re.search(r"^ +megatron-core-h200 +megascale-h200 *$", step, re.MULTILINE)
     sweep = invoke("simulate sweep examples/gpt-175b.toml --vary gpus=768:1536", width=80)
     assert re.search(r"^gpus +step, s +P10-P90 +MFU +tokens/s +GiB *$", sweep, re.MULTILINE)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_no_layout_that_fits_is_dropped_before_its_plan(precision, zero, optimizer):
+    """A layout is never dropped on GPUs with the memory that its plan needs."""
+    config = load(None, ["model.preset=gpt-1.3b", "model.sequence_length=128", "parallel.recompute=full",
+                         f"train.precision={precision}", f"parallel.zero={zero}", f"optimizer.name={optimizer}",
+                         "train.global_batch=8"])  # fmt: skip
+    scenario = make_scenario(config, 4, DEFAULT_CLUSTER)
+    layouts = search.search(config, scenario.cluster, scenario.calibration, scenario.software, 4, 4, ["full"])
+    checked = 0
+    for number in np.flatnonzero((layouts.gpus == 4) & (layouts.virtual == 1) & (layouts.micro == 1)):
+        sizes = [int(array[number]) for array in (layouts.tensor, layouts.context, layouts.pipeline)]
+        layout = search.with_layout(config, *sizes, 1, 0, int(layouts.data[number]), 1, "full")
+        needed_gib = make_plan(layout, 4, 80.0).needed_gib
+        assert search._may_fit(layouts, np.array([number]), config, needed_gib).all(), layout.parallel
+        checked += 1
+    assert checked >= 3
+
+
+def test_a_batch_alone_leaves_the_layout_to_be_chosen():
+    output = invoke("plan --gpus 8 --model.preset=llama3.1-8b --train.global_batch=128")
+    assert "fits: the fullest rank" in output
+    assert "--train.global_batch=128" in find_flags(output)
+    output = invoke("plan --gpus 8 --model.preset=llama3.1-8b --parallel.zero=2 --train.global_batch=128")
+    assert "--train.micro_batch=1 " in find_flags(output)
+
+
+def test_a_model_that_fits_no_layout_is_given_no_setting_that_was_tried():
+    scenario = make_scenario(load(None, ["model.preset=gpt-13b", "train.precision=bfloat16"]), 1, DEFAULT_CLUSTER)
+    with pytest.raises(FitError, match=r"no layout on 1 GPUs fits 80 GiB, with parallel\.zero=1 to 3"):
+        choose_layout(scenario)
+    result = CliRunner().invoke(app, ["simulate", "search", "--gpus", "1", "--model.preset=gpt-13b", "--zero=3"])
+    assert "use more GPUs or, if --recompute was given" in str(result.exception)
