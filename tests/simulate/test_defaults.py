@@ -166,3 +166,13 @@ def test_a_model_that_fits_no_layout_is_given_no_setting_that_was_tried():
         choose_layout(scenario)
     result = CliRunner().invoke(app, ["simulate", "search", "--gpus", "1", "--model.preset=gpt-13b", "--zero=3"])
     assert "use more GPUs or, if --recompute was given" in str(result.exception)
+
+
+def test_figures_of_a_machine_without_a_calibration_say_so():
+    for command in ("step", "search"):
+        output = invoke(f"simulate {command} --gpus 8 --model.preset=llama-8b")
+        assert "mind h100-dgx is not calibrated for megascale" in output
+    assert "not calibrated" not in invoke("simulate step --gpus 8 --model.preset=llama-8b --cluster h100-host")
+    assert "fastest by prediction on h100-dgx" in invoke("plan --gpus 8 --model.preset=llama-8b")
+    assert "fastest by prediction on b200-dgx" in invoke("plan --gpus 8 --model.preset=llama-8b --device B200")
+    assert "by prediction" not in invoke("plan --gpus 8 --model.preset=qwen3-30b-a3b")
