@@ -46,8 +46,8 @@ def test_a_preset_alone_is_planned_and_its_flags_repeat_the_plan(preset):
     assert "fits: the fullest rank" in output
     flags = find_flags(output)
     assert "--train.global_batch=" in flags
-    vocabulary = " --model.vocab_size=50304" if preset == "tiny" else ""
-    repeated = invoke(f"{line} {flags}{vocabulary}")
+    assert ("--model.vocab_size=50304" in flags) == (preset == "tiny")
+    repeated = invoke(f"{line} {flags}")
     assert re.search(r"needs [\d.]+ GiB", repeated)[0] == re.search(r"needs [\d.]+ GiB", output)[0]
     assert "chosen" not in repeated
 
@@ -65,6 +65,12 @@ def test_too_few_gpus_name_a_number_that_does():
     assert result.exception.exit_code == 3
     gpus = re.search(r"--gpus (\d+) has one that fits", str(result.exception))[1]
     assert "fits: the fullest rank" in invoke(f"plan --gpus {gpus} --model.preset=llama-8b")
+
+
+def test_an_assumed_vocabulary_is_printed_although_the_layout_is_given():
+    layout = "--gpus 8 --model.preset=tiny --train.micro_batch=8 --train.global_batch=64"
+    for command in ("plan", "simulate step"):
+        assert "--model.vocab_size=50304" in find_flags(invoke(f"{command} {layout}"))
 
 
 def test_a_file_is_planned_as_it_is():

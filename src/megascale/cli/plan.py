@@ -112,7 +112,7 @@ _SMALLEST_SHOWN = 2**30 / 200  # bytes, 0.005 GiB: less is printed as 0.00
 def _complete(config: Config, gpus: int, device: str, device_gib: float) -> tuple[Config, bool, str | None]:
     """Return the configuration with a vocabulary, a batch and a layout, and how they were chosen.
 
-    The second value says whether a batch or a layout was chosen. The third is the cluster whose predicted step times
+    The second value says whether anything was chosen. The third is the cluster whose predicted step times
     chose the layout, or None.
 
     Raises FitError with a number of GPUs that would do if no layout fits.
@@ -120,10 +120,11 @@ def _complete(config: Config, gpus: int, device: str, device_gib: float) -> tupl
     from megascale.simulate.cluster import with_value
     from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_experts, has_layout
 
-    config = assume_vocabulary(config)
+    given = config
+    config = assume_vocabulary(given)
     if has_layout(config):
         chosen = choose_batch(config, gpus)
-        return chosen, chosen is not config, None
+        return chosen, chosen is not given, None
     names = [cluster for name, cluster in _CLUSTERS.items() if name.lower() in device.lower()]
     cluster = names[0] if names else DEFAULT_CLUSTER
     scenario = make_scenario(config, gpus, cluster)

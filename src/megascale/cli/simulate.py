@@ -113,7 +113,7 @@ def _load_scenario(
     *,
     fixes_layout: bool = True,
 ) -> tuple[Scenario, bool]:
-    """Return the scenario of a command line, and whether its layout or batch was chosen because none was given.
+    """Return the scenario of a command line, and whether its layout, batch or vocabulary was chosen.
 
     A file is priced as it is.
 
@@ -129,7 +129,7 @@ def _load_scenario(
     if fixes_layout and not has_layout(config):
         return scenario.with_config(choose_layout(scenario)), True
     chosen = choose_batch(scenario.config, gpus)
-    return scenario.with_config(chosen), chosen is not scenario.config
+    return scenario.with_config(chosen), chosen is not config
 
 
 def _make_baseline(scenario: Scenario, name: str | None, calibration: str | None) -> Scenario:

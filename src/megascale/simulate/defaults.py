@@ -73,8 +73,13 @@ def is_set(config: Config, setting: str) -> bool:
 
 
 def format_flags(config: Config) -> str:
-    """Return the layout and the batch as flags of a command line, without those at their defaults."""
+    """Return the layout and the batch as flags of a command line, without those at their defaults.
+
+    An assumed vocabulary is among them.
+    """
     flags = []
+    if config.model.vocab_size == ASSUMED_VOCABULARY:
+        flags.append(f"--model.vocab_size={ASSUMED_VOCABULARY}")
     for setting in _PASTED_KEYS:
         section, _, key = setting.partition(".")
         table = getattr(config, section)
