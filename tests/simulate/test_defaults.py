@@ -98,6 +98,15 @@ def test_search_varies_sharding_and_prints_its_assumptions(tmp_path):
     assert f"--train.global_batch={config.train.global_batch}" in find_flags(output)
 
 
+def test_flags_of_a_search_keep_the_precision_and_chunks_are_explained():
+    line = "simulate search --gpus 8 --model.preset=gpt-1.3b --train.global_batch=64 --zero=1 --recompute=none"
+    assert "--train.linear_precision=float8 " in find_flags(invoke(f"{line} --precisions float8"))
+    output = invoke(line)
+    assert "--train.linear_precision" not in find_flags(output)
+    assert bool(re.search(r"\dx\d", output)) == ("PP: stages x chunks per stage" in output)
+    assert "PP: stages x chunks per stage" in output
+
+
 def test_search_keeps_a_sharding_that_is_set():
     output = invoke("simulate search --gpus 8 --model.preset=llama-8b --parallel.zero=1")
     assert "--zero=1," in output.replace(" ", ",")

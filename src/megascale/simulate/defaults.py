@@ -40,6 +40,7 @@ _LAYOUT_KEYS = (
     "train.lora",
     "optimizer.offload",
 )
+_BATCH_KEYS = ("train.micro_batch", "train.global_batch")
 _PASTED_KEYS = (
     "parallel.tensor",
     "parallel.context",
@@ -50,8 +51,8 @@ _PASTED_KEYS = (
     "parallel.experts_over",
     "parallel.zero",
     "parallel.recompute",
-    "train.micro_batch",
-    "train.global_batch",
+    "train.linear_precision",
+    *_BATCH_KEYS,
 )
 # Kinds of recomputation that a search tries, in the order of what they cost.
 RECOMPUTE_KINDS = ("none", "norms", "activation", "selective", "full")
@@ -73,9 +74,9 @@ def is_set(config: Config, setting: str) -> bool:
 
 
 def format_flags(config: Config) -> str:
-    """Return the layout and the batch as flags of a command line, without those at their defaults.
+    """Return the layout, the precision of linear layers and the batch as flags of a command line.
 
-    An assumed vocabulary is among them.
+    Only the batch is among them at its default. An assumed vocabulary is among them too.
     """
     flags = []
     if config.model.vocab_size == ASSUMED_VOCABULARY:
@@ -84,7 +85,7 @@ def format_flags(config: Config) -> str:
         section, _, key = setting.partition(".")
         table = getattr(config, section)
         value = getattr(table, key)
-        if section == "train" or value != type(table).model_fields[key].default:
+        if setting in _BATCH_KEYS or value != type(table).model_fields[key].default:
             flags.append(f"--{setting}={value}")
     return " ".join(flags)
 
