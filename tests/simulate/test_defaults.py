@@ -73,6 +73,15 @@ def test_an_assumed_vocabulary_is_printed_although_the_layout_is_given():
         assert "--model.vocab_size=50304" in find_flags(invoke(f"{command} {layout}"))
 
 
+def test_a_sweep_begins_with_a_layout_that_fits():
+    output = invoke("simulate sweep --gpus 8 --model.preset=llama3.1-8b --vary parallel.recompute=none,full")
+    assert len(re.findall(r"^(?:none|full) +\d", output, re.MULTILINE)) == 2
+    assert "skipped" not in output
+    refused = invoke("simulate sweep --model.preset=llama3.1-405b --vary gpus=8,16")
+    assert "software:" not in refused  # no table without rows
+    assert "skipped" in refused
+
+
 def test_a_file_is_planned_as_it_is():
     output = invoke("plan examples/gpt-175b.toml --gpus 12288")
     assert "chosen" not in output
@@ -186,6 +195,9 @@ def test_a_model_that_fits_no_layout_is_given_no_setting_that_was_tried():
 def test_figures_of_a_machine_without_a_calibration_say_so():
     for command in ("step", "search"):
         output = invoke(f"simulate {command} --gpus 8 --model.preset=llama-8b")
+        assert "mind h100-dgx is not calibrated for megascale" in output
+    for command in ("ablate", "effective --trials 10", "sweep --vary parallel.zero=2,3"):
+        output = invoke(f"simulate {command} --gpus 8 --model.preset=gpt-1.3b")
         assert "mind h100-dgx is not calibrated for megascale" in output
     assert "not calibrated" not in invoke("simulate step --gpus 8 --model.preset=llama-8b --cluster h100-host")
     assert "fastest by prediction on h100-dgx" in invoke("plan --gpus 8 --model.preset=llama-8b")
