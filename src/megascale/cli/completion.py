@@ -46,6 +46,11 @@ def complete_request(environment: Mapping[str, str], list_options: Callable[[Seq
     return "\n".join(matches)
 
 
+def asks_whether_any(environment: Mapping[str, str]) -> bool:
+    """Return whether fish asks by an exit code whether there are completions; without any, it completes files."""
+    return environment.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args"
+
+
 def list_matches(
     arguments: Sequence[str], incomplete: str, list_options: Callable[[Sequence[str]], list[str]]
 ) -> list[str] | None:

@@ -190,6 +190,8 @@ def main() -> None:
     if completion.COMPLETE_VARIABLE in os.environ:
         matches = completion.complete_request(os.environ, list_options)
         if matches is not None:
+            if completion.asks_whether_any(os.environ):
+                sys.exit(0 if matches else 1)
             print(matches)
             return
     run_app(_make_app)

@@ -199,6 +199,11 @@ def cautions(
 ) -> tuple[str, ...]:
     """Return notes for the reader: extrapolation, constants of another machine, figures without a measurement."""
     reasons = list(band_width(cluster, case, calibration, family, launches).reasons)
+    if not calibration.residuals:
+        reasons.append(
+            f"{cluster.name} is not calibrated for {family or 'this stack'}: nothing is fitted to its steps "
+            "(`megascale simulate calibrate`)"
+        )
     if case.gpus > cluster.gpus_per_host:
         guessed = [k for k in ("gbs", "bus", "p2p_gbs") if cluster.sources[f"between.{k}"].startswith("assumed")]
         if guessed:
