@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,9 @@ from megascale.checkpoint.object_collectives import forget_groups
 from megascale.core.layout import lay_out
 from megascale.rendezvous.group_sockets import cut_connections, list_new_sockets, list_sockets
 from megascale.rendezvous.groups import make_groups
+from megascale.train.engine import Engine
 from megascale.train.replay_check import ReplayCheck, ReplayEvidence
+from tests.exact import test_uneven_shares
 from tests.exact.cases import Case, case
 from tests.exact.training import STEPS, Told, make_engine, observe, run_step, state_of, train
 
@@ -39,7 +42,14 @@ class Injected(Exception):
     """The failure of one rank."""
 
 
-def train_through_failure(rank: int, world: int, tree: dict[str, Any], forwards: int, replays: bool = False) -> Told:
+def train_through_failure(
+    rank: int,
+    world: int,
+    tree: dict[str, Any],
+    forwards: int,
+    replays: bool = False,
+    run_step: Callable[[Engine, int, Told], None] = run_step,
+) -> Told:
     """Train as `train` does, but the last rank fails after some forwards of a step, and all ranks get new groups.
 
     With `replays`, replicas check each other in all steps but the first one of each attempt.
@@ -129,9 +139,21 @@ def test_replays_go_on_with_new_groups(name: str, forwards: int, pool):
     check(case(data=2, microbatches=2, zero=int(name[-1])), forwards, pool, replays=True)
 
 
+@pytest.mark.parametrize("name", ["ZeRO-1", "pipeline", "experts"])
+def test_uneven_shares_go_on_with_new_groups(name: str, pool):
+    """A second fault while a replica is missing: the last rank fails before a blank micro-batch."""
+    chosen = test_uneven_shares.LAYOUTS[name]
+    expected = pool.run(test_uneven_shares.train, chosen.world, chosen.tree)
+    result = pool.run(train_through_failure, chosen.world, chosen.tree, 2, False, test_uneven_shares.run_step)
+    assert_same(expected, result)
+
+
 def check(chosen: Case, forwards: int, pool, replays: bool = False) -> None:
     expected = pool.run(train, chosen.world, chosen.tree)
-    result = pool.run(train_through_failure, chosen.world, chosen.tree, forwards, replays)
+    assert_same(expected, pool.run(train_through_failure, chosen.world, chosen.tree, forwards, replays))
+
+
+def assert_same(expected: Sequence[Told], result: Sequence[Told]) -> None:
     for calm, broken in zip(expected, result, strict=True):
         assert broken.losses == calm.losses
         assert broken.norms == calm.norms

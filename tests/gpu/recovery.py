@@ -48,6 +48,7 @@ from tests.chaos.local.fault_cases import CASES
 
 LIMIT = 240.0  # seconds for a start or a recovery
 ENDING = 20.0  # kept for the job's end
+FIRST_KILL = 30.0  # seconds that must remain for the first kill and its recovery; later kills go by those measured
 FRAMES = 4  # of a stack, the innermost
 STEPS = 2  # between a recovery and the next kill
 HOST, GPU = 0.85, 3 * 2**30  # of the host's memory and beyond a GPU's tensors, what a job may not count on
@@ -132,7 +133,9 @@ def measure(inputs: argparse.Namespace, settings: list[str]) -> int:
         for kind in inputs.kind or ["rank", "node"]
         if not any((row["kind"], row["number"]) == (kind, number) and row["total"] for row in record["kills"])
     ]
-    if missing and inputs.seconds > ENDING:
+    if missing and inputs.seconds <= ENDING:
+        print(f"{inputs.seconds:.0f} s are too few: {ENDING:.0f} s are kept for the job's end")
+    elif missing:
         with tempfile.TemporaryDirectory(prefix="megascale-recovery-", ignore_cleanup_errors=True) as name:
             run(Path(name), inputs, settings, record, missing, deadline)
     if record["kills"]:
@@ -186,17 +189,27 @@ def run(
             time.sleep(0.05)
         copied = next((e["time"] for e in job.trainer_events() if e["event"] == "first_snapshot"), None)
         record.setdefault("snapshots", []).append(copied and copied - begun)
-        print(f"first snapshot in memory {f'{copied - begun:.1f} s' if copied else 'none'} after launch", flush=True)
+        if copied is None:
+            reason = "the job has ended" if job.over() else "out of time"
+            print(f"{reason} before the first snapshot in memory; call again with more --seconds", flush=True)
+        else:
+            print(f"first snapshot in memory {copied - begun:.1f} s after launch", flush=True)
         keep()
         for kind, number in missing:
-            duration = [row["total"] for row in record["kills"] if row["total"]]
-            if deadline - ENDING - time.monotonic() < 1.3 * max(duration, default=30.0):
+            durations = [row["total"] for row in record["kills"] if row["total"]]
+            obstacle = find_time_obstacle(deadline - ENDING - time.monotonic(), durations)
+            if obstacle:
+                print(f"no kill of {kind} {number + 1}: {obstacle}", flush=True)
                 return
             kills = len(injected)
             row = kill(job, kind, deadline - ENDING, injected)
+            if row is None and len(injected) == kills:
+                reason = "the job has ended" if job.over() else f"out of time before {STEPS} more steps and a snapshot"
+                print(f"no kill of {kind} {number + 1}: {reason}", flush=True)
+                return
             if row is None:
-                if len(injected) > kills:
-                    explain_standstill(job, injected[-1], inputs.logs)
+                print(f"{kind} {number + 1}: out of time before the recovery ended", flush=True)
+                explain_standstill(job, injected[-1], inputs.logs)
                 return
             rows = [item for item in record["kills"] if (item["kind"], item["number"]) != (kind, number)]
             record["kills"] = rows + [{"kind": kind, "number": number, "layers": layers, **row}]
@@ -224,6 +237,18 @@ def run(
             finish(job)
             if inputs.logs:
                 collect_logs(job, inputs.logs)
+
+
+def find_time_obstacle(seconds: float, durations: list[float]) -> str:
+    """Return why another kill and its recovery do not fit into `seconds`, "" if they do.
+
+    Args:
+        durations: seconds of the recoveries that were measured.
+    """
+    needed = 1.3 * max(durations) if durations else FIRST_KILL
+    if seconds >= needed:
+        return ""
+    return f"{seconds:.0f} s remain before the job's end begins, and {needed:.0f} s are needed"
 
 
 def describe(row: dict[str, Any]) -> str:

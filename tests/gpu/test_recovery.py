@@ -31,7 +31,9 @@ def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_ke
     out = tmp_path / "recovery.json"
     arguments = OPTIONS + [f"--out={out}"]
     assert recovery.main(arguments + ["--seconds=1"]) == 0  # nothing can be done in that time, and nothing is begun
-    assert "missing: rank 1, node 1; call again" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "1 s are too few: 20 s are kept for the job's end" in output
+    assert "missing: rank 1, node 1; call again" in output
     assert recovery.main(arguments + ["--kind=rank", "--seconds=400"]) == 0
     record = json.loads(out.read_text())
     assert recovery.main(arguments + ["--seconds=400"]) == 0  # goes on with the node
@@ -55,6 +57,14 @@ def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_ke
     assert len(json.loads(out.read_text())["starts"]) == 2  # no job was started for it
     with pytest.raises(SystemExit, match="name another file"):
         recovery.main(arguments + ["--train.micro_batch=4"])
+
+
+def test_the_first_kill_needs_30_seconds_and_later_ones_go_by_those_measured():
+    assert recovery.find_time_obstacle(33.0, []) == ""
+    assert recovery.find_time_obstacle(8.0, [5.0, 6.0]) == ""
+    obstacle = recovery.find_time_obstacle(29.0, [])
+    assert obstacle == "29 s remain before the job's end begins, and 30 s are needed"
+    assert "52 s are needed" in recovery.find_time_obstacle(33.0, [40.0])
 
 
 def test_as_many_layers_as_the_machine_holds(tmp_path, monkeypatch):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from megascale.optim.optimizer import ShardedOptimizer
 from megascale.optim.update_hold import UpdateHold
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.parameters import initialise, piece_views, spec_of
+from megascale.train.engine import Engine
 
 
 def make(options: OptimizerConfig, bucket: int | None = None, times: float = 1.0):
@@ -172,6 +176,25 @@ def test_a_hold_keeps_queued_updates_from_changing_the_state(name):
         states.append(weights(chunk) | {str(i): x for i, x in enumerate(moments(optimizer))})
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "expected"), [("adamw", "cuda", 4), ("lamb", "cuda", -1), ("lamb", "cpu", 4)]
+)
+def test_an_aborted_update_with_collectives_of_its_own_leaves_no_whole_state_on_a_gpu(name, device, expected):
+    """Its last collective comes after the hold was read, and a GPU works on with what the abort leaves."""
+    hold = UpdateHold(torch.device("cpu"))
+    hold.begin(3)
+    hold.apply(torch.ones(()))
+    settings = config.load(None, [f"--optimizer.name={name}"])
+    engine: Any = SimpleNamespace(
+        optimizer=SimpleNamespace(hold=hold),
+        config=settings,
+        device=torch.device(device),
+        begun_update=4,
+        ended_update=4,
+    )
+    assert Engine.find_whole_step(engine) == expected
 
 
 def moments(optimizer: ShardedOptimizer) -> list[torch.Tensor]:

@@ -11,6 +11,8 @@ import torch
 
 from megascale.ops.peer_max import RELEASED, WORD, PeerMax
 from megascale.parallel import symmetric
+from megascale.parallel.collectives import Axis
+from megascale.parallel.runtime import Runtime
 from megascale.parallel.symmetric import FLAG, CudaStreams
 
 _WIDTHS = {symmetric._WRITE_VALUE: ctypes.c_uint32, symmetric._WRITE_WORD: ctypes.c_uint64}
@@ -127,3 +129,16 @@ def test_a_capture_is_not_looked_at(host_streams):
     assert not streams.is_idle()
     streams.capture(True)
     assert streams.is_idle()
+
+
+def test_an_engine_whose_ranks_agree_on_an_exchange_is_made_anew_also_where_there_is_none(monkeypatch, tmp_path):
+    """A new process meets its peers in these collectives, in which a kept engine would not take part."""
+    monkeypatch.setattr(symmetric, "_gather_text", lambda text, axis, device: [text] * axis.size)
+    monkeypatch.setattr(symmetric.dist, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(symmetric, "make_page", lambda size: str(tmp_path / "page"))
+    runtime = Runtime()
+    axis = Axis(group=object(), size=2, runtime=runtime)
+    assert isinstance(symmetric.make_exchange(axis, 512, torch.device("cpu")), str)
+    assert runtime.rejoin_obstacle == ""  # no collective was made
+    assert isinstance(symmetric.make_exchange(axis, 512, torch.device("cuda", 99)), str)
+    assert "when an engine is made" in runtime.rejoin_obstacle

@@ -58,6 +58,12 @@ def test_a_job_goes_on_without_a_node_and_takes_it_in_again(launch, megascale, t
     assert checked.returncode == 0, checked.stderr + checked.stdout
 
 
+def test_training_without_a_driver_says_that_it_is_missing(megascale, tiny) -> None:
+    result = megascale("train", tiny, "--train.steps=1", *CONTINUED)
+    assert result.returncode == 0, result.stderr
+    assert "resilience.continue_replicas=true needs a driver, and there is none" in result.stdout
+
+
 def make_config(tiny, *words: str):
     return load(tiny, ["--resilience.nodes=4", "--train.global_batch=8", "--train.micro_batch=1", *CONTINUED, *words])
 

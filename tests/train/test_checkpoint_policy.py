@@ -14,6 +14,8 @@ from megascale.core.events import Event
 from megascale.core.exit_record import ExitKind, ExitRecord, find_exit_record
 from megascale.errors import TrainingError
 from megascale.train.checkpoint_policy import CheckpointPolicy
+from megascale.train.loop import Trainer
+from megascale.train.parking import LeaveAttempt
 from tests.checkpoint.conftest import full_shards, logical_state
 
 
@@ -95,6 +97,25 @@ def test_what_was_saved_is_not_due_again(tmp_path: Path) -> None:
     assert saves.saved == [(3, True, False), (5, False, False), (6, True, True), (7, False, False)]
     message = "the save before it is still being written"
     assert reporter.events == [("checkpoint_skipped", {"step": 6, "message": message})]
+
+
+def test_a_rank_that_leaves_after_a_step_copies_it_if_the_save_was_skipped(tmp_path: Path) -> None:
+    policy, saves, _ = make(tmp_path)
+    trainer = Trainer.__new__(Trainer)
+    trainer.checkpoint_policy = policy
+
+    def save_state(persist: bool) -> None:
+        saves.has_begun = len(saves.saved) == 3
+        policy.save(trainer.step, {}, persist, last=False)
+
+    trainer._save = save_state  # type: ignore[method-assign, assignment]
+    for step, has_begun in enumerate((True, False), 1):
+        saves.has_begun = has_begun
+        trainer.step = step
+        policy.save(step, {}, persist=False, last=False)
+        with pytest.raises(LeaveAttempt):
+            trainer._leave_after_step()
+    assert [step for step, _, _ in saves.saved] == [1, 2, 2, 2]  # the second save of step 2 was skipped too
 
 
 def test_a_save_that_fails_at_once_is_reported_and_raised(tmp_path: Path) -> None:

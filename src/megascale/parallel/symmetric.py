@@ -55,6 +55,8 @@ def make_exchange(
         return "a group of one rank needs no exchange"
     if device.type != "cuda":
         return f"{device.type} tensors have no symmetric memory"
+    # A kept engine would miss the collectives below, also where they end without an exchange.
+    axis.runtime.rejoin_obstacle = "its ranks agree on an exchange between GPUs when an engine is made"
     world_rank = dist.get_global_rank(axis.group, axis.rank)
     local_facts: dict[str, Any] = {"member": describe_process(world_rank), "page": ""}
     if axis.rank == 0:

@@ -27,6 +27,7 @@ class CheckpointPolicy:
         self.checkpointer = checkpointer
         self._reporter = reporter
         self._last_saved = -1
+        self._last_begun = -1
         self._has_reported_snapshot = False
 
     def begin(self, step: int) -> None:
@@ -39,6 +40,10 @@ class CheckpointPolicy:
         """Return whether the last state, after `step`, must still be saved."""
         return step > self._last_saved and self.config.at_end
 
+    def has_begun(self, step: int) -> bool:
+        """Return whether this start has begun to save the state after `step`, to storage or to memory."""
+        return step == self._last_begun
+
     def save(self, step: int, state: dict[str, Any], persist: bool, last: bool) -> None:
         """Save the state, or begin a save in the background, whose outcome a later `poll` reports."""
         try:
@@ -46,6 +51,8 @@ class CheckpointPolicy:
         except TrainingError as error:
             self._reporter.write_event(Event.CHECKPOINT_FAILED, step=step, message=str(error))
             raise
+        if has_begun:
+            self._last_begun = step
         if persist and has_begun:
             self._last_saved = step
         elif persist:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from megascale.config.axes import AXES
-from megascale.config.parts import LINEAR_PRECISIONS
+from megascale.config.parts import LINEAR_PRECISIONS, OPTIMIZERS
 from megascale.core.adapters import AdapterSpec, list_adapters, name_within_layer
 from megascale.core.batch import NO_FIELDS, Batch, SampleFields, check_fields
 from megascale.core.calls import NullCallLog
@@ -959,12 +959,13 @@ class Engine:
     def find_whole_step(self) -> int:
         """Return the step whose state the optimizer has after its groups were aborted, -1 if an update broke off.
 
-        Call it after `leave_groups`.
+        Call it after `leave_groups`. On a GPU an update with collectives of its own may have gone on after their abort.
         """
         assert self.optimizer.hold is not None
         step = self.optimizer.hold.read_step()
         is_broken = self.begun_update != self.ended_update and step == self.begun_update
-        return -1 if is_broken else step
+        is_uncertain = self.device.type == "cuda" and OPTIMIZERS[self.config.optimizer.name].communicates
+        return -1 if is_broken or is_uncertain else step
 
     def rejoin(self, groups: Groups, earlier_choices: Choices) -> None:
         """Go on with the groups of the next attempt; collective, as the construction of a new engine is."""

@@ -58,6 +58,8 @@ log = logging.getLogger("megascale.train")
 # Share of a rank in the step's sum of requests to stop if it only leaves the attempt. All ranks together stay below 1,
 # the share of a rank that was interrupted.
 _LEAVE = 2.0**-20
+_LEAVE_TRIES = 100  # to copy the state before that
+_LEAVE_POLL = 0.05  # seconds after each
 
 
 @dataclass(frozen=True)
@@ -400,9 +402,15 @@ class Trainer:
         return 0.0
 
     def _leave_after_step(self) -> NoReturn:
-        """Copy the state to memory unless that has been done, and leave the attempt for the next one."""
-        if self.checkpointer.save_target(self.step) is None:
+        """Copy the state to memory unless that has been done, and leave the attempt for the next one.
+
+        A save of this step may have been skipped while the one before it was under way. All ranks try equally often.
+        """
+        for _ in range(_LEAVE_TRIES):
+            if self.checkpoint_policy.has_begun(self.step):
+                break
             self._save(persist=False)
+            time.sleep(_LEAVE_POLL)
         raise LeaveAttempt(f"the rank leaves the attempt after step {self.step}")
 
     def _finish(self) -> TrainResult:
@@ -603,6 +611,8 @@ class Trainer:
 
     def _log_start(self) -> None:
         log_line = self.reporter.log_line
+        if self.config.resilience.continue_replicas and MISSING_VARIABLE not in os.environ:
+            log_line("resilience.continue_replicas=true needs a driver, and there is none: use `megascale launch`")
         if self.groups is not None:
             log_line(self.groups.report())
         if self.step and self.checkpointer.loaded_from != "nothing":

@@ -159,6 +159,26 @@ class Hosts:
             check()
 
 
+@pytest.mark.parametrize(
+    ("free", "keeps_newest", "expected"),
+    [
+        ([False, True], False, 1),
+        ([False, True], True, None),
+        ([True, True], True, 0),
+        ([True, False], True, 0),
+        ([False, True, True], True, 1),
+    ],
+)
+def test_the_newest_copy_stays_while_an_older_one_is_written(
+    free: list[bool], keeps_newest: bool, expected: int | None
+) -> None:
+    """Else a loss during the next copy goes back to the one that is written, which is several steps old."""
+    count = len(free)
+    generations = [f"{number:08d}-a" for number in range(count)]
+    chosen = choose_slot(free, [True] * count, generations, [False] * count, False, keeps_newest)
+    assert chosen == expected
+
+
 MOVES = st.lists(st.integers(0, 1 << 30), min_size=5, max_size=90)
 
 

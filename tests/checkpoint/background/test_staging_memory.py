@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megascale.checkpoint import Checkpointer
-from megascale.checkpoint.background import service, service_protocol
+from megascale.checkpoint.background import service, service_protocol, snapshot
 from megascale.checkpoint.background.service_protocol import (
     Allocate,
     AwaitPages,
@@ -46,6 +46,26 @@ def test_with_memory_wait_no_copy_is_skipped_and_the_one_before_is_whole(run: Pa
     outcomes = checkpointer.finish(run_ended=False)
     assert sorted((outcome.step, outcome.reason) for outcome in outcomes) == [(step, "") for step in range(1, 6)]
     assert Checkpointer(background(), run, full_shards(large_state(2))).load() == {"step": 5}
+
+
+def test_a_write_to_storage_that_does_not_end_delays_one_step(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_SLOT_TIMEOUT", 0.1)
+    checkpointer = Checkpointer(background(memory_interval=1, memory_wait=True), run, full_shards(logical_state(1)))
+    for step in (1, 2):
+        assert checkpointer.save(step, {"step": step}, persist=False)
+    assert checkpointer.snapshots is not None
+    slots = sorted(checkpointer.snapshots._slots, key=lambda slot: slot.generation)
+    for slot in slots:
+        slot.free.wait()
+    slots[0].free.clear()  # as while it is written
+    assert not checkpointer.save(3, {"step": 3}, persist=False)
+    assert slots[1].complete
+    assert checkpointer.save(4, {"step": 4}, persist=False)
+    slots[1].free.wait()
+    slots[0].free.set()
+    assert checkpointer.save(5, {"step": 5}, persist=False)
+    assert not checkpointer.snapshots._has_waited_in_vain
+    checkpointer.finish(run_ended=False)
 
 
 def test_staging_memory_that_a_process_has_kept_serves_its_next_checkpointer(run: Path) -> None:

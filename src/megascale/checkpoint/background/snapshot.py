@@ -135,6 +135,7 @@ class Snapshots:
         self._current: SnapshotCopy | None = None
         self._replica_barrier = ReplicaBarrier()
         self._is_broken = False  # the service of this host is lost
+        self._has_waited_in_vain = False  # for memory that is still in use, the same on all processes
         self._closing = threading.Event()
         self._slots: list[StagingSlot] = []
         self._reused_slots = {slot.memory_id: slot for slot in reused_slots}
@@ -260,12 +261,15 @@ class Snapshots:
         is_not_origin = [not (slot.complete and slot.generation.startswith(prefix)) for slot in self._slots]
         flags = self.peers.all_true_each(free + complete + is_not_origin)
         count = len(self._slots)
+        if all(flags[:count]):
+            self._has_waited_in_vain = False
         return choose_slot(
             free=flags[:count],
             complete=flags[count : 2 * count],
             generations=[slot.generation for slot in self._slots],
             origin=[not flag for flag in flags[2 * count :]],
             one_at_first=self._base_sequence > 0 or self._config.memory_wait,
+            keeps_newest=self._config.memory_wait and not self._has_waited_in_vain,
         )
 
     def _await_slot(self) -> int | None:
@@ -278,8 +282,11 @@ class Snapshots:
             time.sleep(_SLOT_POLL)
             number = self._choose_slot(wait=False)
             may_go_on = self.peers.all_true(time.monotonic() < deadline and not self._is_broken)
-            if number is not None or not may_go_on:
+            if number is not None:
                 return number
+            if not may_go_on:
+                self._has_waited_in_vain = True
+                return None
 
     def before_update(self, wait_for_replica: bool = False) -> None:
         """Let the copy under way finish before the shards change; call it before each optimizer update.

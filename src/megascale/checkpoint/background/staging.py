@@ -285,6 +285,7 @@ def choose_slot(
     generations: Sequence[str],
     origin: Sequence[bool],
     one_at_first: bool,
+    keeps_newest: bool = False,
 ) -> int | None:
     """Return the slot of the next snapshot, None if no slot may be overwritten yet.
 
@@ -299,13 +300,18 @@ def choose_slot(
             have that from a peer.
         one_at_first: until a snapshot of this start is complete everywhere, make one at a time: the run began from
             memory, or a lost process must cost one step only.
+        keeps_newest: leave the newest complete snapshot until another one is complete. Otherwise it is overwritten
+            while an older one is written to storage, and a loss during that goes back to the older one.
     """
     if one_at_first and not any(complete) and not all(free):
         return None
     is_valuable = [a or b for a, b in zip(complete, origin, strict=True)]
+    newest = max((generations[i] for i in range(len(free)) if complete[i]), default="")
     usable = []
     for i in range(len(free)):
         has_alternative = len(free) == 1 or any(complete[:i]) or any(complete[i + 1 :])
+        if keeps_newest and len(free) > 1 and complete[i] and generations[i] == newest:
+            has_alternative = False
         if free[i] and (not is_valuable[i] or has_alternative):
             usable.append(i)
     # Slots without a valuable snapshot are overwritten first, then the oldest snapshot.
