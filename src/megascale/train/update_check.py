@@ -264,17 +264,18 @@ class UpdateCheck:
         return self._step.skip
 
     def describe(self, index: int) -> str:
-        """Return the tensor of this rank's range that a checksum belongs to."""
+        """Return the tensor of this rank's range that a checksum belongs to; the first and last of a shared tile."""
         for copy in self._copies:
             names = (*self._list_updated(copy.kind), *copy.results)
             tiles = copy.kind.elements // TILE
             if index < len(names) * tiles:
                 name = _LABELS.get(names[index // tiles], names[index // tiles])
-                first = index % tiles * TILE
-                for start, stop, _, tensor in list_rows(copy.slices):
-                    if start < first + TILE and stop > first:
-                        return f"{name} of {self._rule.shards.names[tensor]}"
-                return name
+                start = index % tiles * TILE
+                rows = [row for row in list_rows(copy.slices) if row[0] < start + TILE and row[1] > start]
+                tensors = list(dict.fromkeys(self._rule.shards.names[row[-1]] for row in rows))
+                if len(tensors) > 1:
+                    return f"{name} from {tensors[0]} to {tensors[-1]}"
+                return f"{name} of {tensors[0]}" if tensors else name
             index -= len(names) * tiles
         assert self._matrices is not None
         return f"orthogonal direction of {self._matrices.name}"
