@@ -144,7 +144,14 @@ def test_a_state_that_storage_has_too_is_not_saved_again(
     checkpointer.config = checkpointer.config.model_copy(update={"interval": 100, "memory_interval": 0})
     report = LoadReport()
     state = checkpointer._load_from_memory(
-        newest_commit, "identity", step=None, shards=[], report=report, accept=None, complete=True
+        newest_commit,
+        "identity",
+        step=None,
+        shards=[],
+        report=report,
+        accept=None,
+        complete=True,
+        standing_step=None,
     )
     assert state == {"step": 40}
     assert checkpointer.save_target(41) == expected

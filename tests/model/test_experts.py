@@ -320,6 +320,9 @@ def test_traffic_of_experts_over_data_is_that_of_distinct_ranks():
     every = make_config({"number": 8, "top_k": 8, "width": 10}, parallel=parallel, train={"micro_batch": 1})
     sent = [make_plan(chosen, 2, 80.0).traffic(0).expert for chosen in (config, every)]
     assert sent[1] - sent[0] == pytest.approx(5 * 0.5 * tokens * layers * hidden * 8)  # float64
+    copied = config.model_copy(update={"overlap": config.overlap.model_copy(update={"expert": "copies"})})
+    gathered = make_plan(copied, 2, 80.0).traffic(0).expert  # copies gather, and every token goes to the other rank
+    assert gathered == sent[1]
     with pytest.raises(FitError, match=r"parallel\.expert=2 has no price"):
         step_traffic(config, 2)
 
@@ -500,3 +503,9 @@ def test_layouts_that_experts_exclude_are_refused_by_name(experts, sections, nam
         lay_out(config, config.parallel.model_ranks)
     for text in named:
         assert text in str(error.value)
+
+
+@pytest.mark.parametrize(("experts_over", "key"), [("context", "context"), ("data", "expert")])
+def test_copies_between_the_ranks_of_experts_need_two(experts_over, key):
+    with pytest.raises(ConfigError, match=rf"the ranks of parallel\.{key}, .* --parallel\.{key}=2"):
+        make_config({}, parallel={"experts_over": experts_over}, overlap={"expert": "copies"})

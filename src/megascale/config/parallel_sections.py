@@ -172,8 +172,9 @@ class OverlapConfig(Section):
     )
     expert: Literal["collectives", "copies", "auto"] = Field(
         "collectives",  # until copies have run on several GPUs
-        description="exchange of gathered tokens between the ranks of parallel.expert; copies: by the copy engines "
-        "over symmetric memory (GPUs of one host); auto: copies where they work",
+        description="exchange of gathered tokens between the ranks of parallel.expert, or of parallel.context with "
+        "parallel.experts_over=context; copies: by the copy engines over symmetric memory (GPUs of one host), with "
+        "gathers in place of an all-to-all; auto: copies where tokens are gathered and copies work",
     )
     pipeline: bool = Field(
         True, description="overlap sends between stages with compute, instead of waiting for their arrival"

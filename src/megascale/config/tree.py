@@ -87,11 +87,15 @@ class Config(Section):
                 f"overlap.gathers=copies gathers the matrices of parallel.zero=3, and parallel.zero is "
                 f"{self.parallel.zero}; set --parallel.zero=3 or --overlap.gathers=collectives"
             )
-        for axis, ranks in (("context", self.parallel.context), ("expert", self.parallel.expert_ranks)):
+        expert_key = "context" if self.parallel.experts_over == "context" else "expert"
+        for axis, key, ranks in (
+            ("context", "context", self.parallel.context),
+            ("expert", expert_key, self.parallel.expert_ranks),
+        ):
             if getattr(self.overlap, axis) == "copies" and ranks == 1:
                 raise ValueError(
-                    f"overlap.{axis}=copies is for the ranks of parallel.{axis}, and there is one; set "
-                    f"--parallel.{axis}=2 or more, or --overlap.{axis}=auto"
+                    f"overlap.{axis}=copies is for the ranks of parallel.{key}, and there is one; set "
+                    f"--parallel.{key}=2 or more, or --overlap.{axis}=auto"
                 )
         if self.parallel.replicate > 1 and self.parallel.zero == 0:
             raise ValueError(

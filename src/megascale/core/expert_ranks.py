@@ -18,6 +18,10 @@ def reached_share(settings: ExpertsConfig, tensor: int, expert: int) -> float:
     return 1 - (1 - 1 / expert) ** (settings.top_k / tensor)
 
 
-def gathers_expert_tokens(settings: ExpertsConfig, tensor: int, expert: int) -> bool:
-    """Return whether all ranks gather the tokens of all, because a token reaches most ranks anyway."""
-    return reached_share(settings, tensor, expert) > _GATHERED_SHARE
+def gathers_expert_tokens(settings: ExpertsConfig, tensor: int, expert: int, exchange: str = "collectives") -> bool:
+    """Return whether all ranks gather the tokens of all, because a token reaches most ranks anyway.
+
+    Args:
+        exchange: overlap.expert. Requested copies can gather only, and take no SMs from the GEMMs beside them.
+    """
+    return exchange == "copies" or reached_share(settings, tensor, expert) > _GATHERED_SHARE

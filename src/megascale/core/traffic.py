@@ -136,10 +136,15 @@ def _sum_collectives(model: ModelConfig, forward_passes: float) -> LayerSums:
 
 
 @lru_cache(maxsize=64)
-def _sum_dispatched_values(model: ModelConfig, tensor: int, expert: int, forward_passes: int) -> LayerSums:
+def _sum_dispatched_values(
+    model: ModelConfig, tensor: int, expert: int, forward_passes: int, exchange: str
+) -> LayerSums:
     """Return the sums of values per token that a rank sends to other ranks of the expert axis, with an even load.
 
     Forward sends tokens and returns sums; backward sends gradients and tokens, and returns gradients.
+
+    Args:
+        exchange: overlap.expert.
     """
     parts = []
     for layer in resolve_layers(model):
@@ -147,7 +152,7 @@ def _sum_dispatched_values(model: ModelConfig, tensor: int, expert: int, forward
         sent = 0.0
         if isinstance(part, ExpertsSpec):
             share = 1.0
-            if not gathers_expert_tokens(part.settings, tensor, expert):
+            if not gathers_expert_tokens(part.settings, tensor, expert, exchange):
                 share = reached_share(part.settings, tensor, expert)
             sent = (2 * forward_passes + 3) * (expert - 1) * share * layer.hidden
         parts.append((sent, 0, sent))
@@ -185,10 +190,14 @@ def estimate_stage_traffic(
     precision: str,
     linear_precision: str = "default",
     adapters: AdapterSpec | None = None,
+    expert_exchange: str = "collectives",
 ) -> TrafficEstimate:
     """Estimate the bytes that a rank of pipeline stage `stage` sends in a step.
 
-    The arguments are those of `memory.estimate_stage_memory`. Adapters' small messages within layers are left out.
+    Adapters' small messages within layers are left out.
+
+    Args:
+        expert_exchange: overlap.expert. The other arguments are those of `memory.estimate_stage_memory`.
     """
     t = grid.tensor
     itemsize = DTYPE_BYTES[precision]
@@ -236,7 +245,7 @@ def estimate_stage_traffic(
     dispatched = 0.0
     if x > 1:
         passes = 2 if parallel.recompute == "full" else 1
-        values = sum(_sum_dispatched_values(model, t, x, passes).of_chunk(chunk) for chunk in layers)
+        values = sum(_sum_dispatched_values(model, t, x, passes, expert_exchange).of_chunk(chunk) for chunk in layers)
         dispatched = schedule.microbatches * values * tokens * itemsize
         # An all-reduce of the gradients of all parameters but experts.
         dispatched += 2 * (x - 1) / x * master_itemsize * (parameters - units.sharded)

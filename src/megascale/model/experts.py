@@ -106,7 +106,9 @@ class ExpertsMlp(DirectModule):
         self.expert_axis = setup.axes.get("slice", SINGLE_RANK)
         if self.expert_axis.size == 1:
             self.expert_axis = setup.axes.get("expert", SINGLE_RANK)
-        self.gathers = gathers_expert_tokens(self.settings, axis.size, self.expert_axis.size)
+        has_exchange = self.expert_axis.exchange is not None
+        exchange = "copies" if has_exchange else "collectives"
+        self.gathers = gathers_expert_tokens(self.settings, axis.size, self.expert_axis.size, exchange)
         # The only axis that divides the experts; None if there are two, or tokens go by an all-to-all.
         self.gather_axis: Axis | None = axis
         if self.expert_axis.size > 1:

@@ -444,7 +444,7 @@ def accumulate_group_gradients(
         dy = dy.contiguous()
     if x.stride(-1) != 1:
         x = x.contiguous()
-    if columns % 4 == 0 and copies_rows(x, rows):
+    if copies_rows(x, rows):
         dy = dy if dy_index is None else gather_rows(dy, dy_index, offsets)
         x = x if index is None else gather_rows(x, index, offsets)
         _accumulate_blocks(main_grad, dy, x, offsets, overwrite, tiling or GRADIENT_TILING)

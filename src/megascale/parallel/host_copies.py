@@ -80,14 +80,10 @@ class PageLockError(TrainingError):
     """Host memory cannot be page-locked."""
 
 
-def page_lock(memory: Tensor, device: torch.device, unlocks: bool = False) -> None:
-    """Page-lock host memory if the device is a GPU. Raises PageLockError.
+def page_lock(memory: Tensor, device: torch.device) -> None:
+    """Page-lock host memory if the device is a GPU, until the last tensor that uses it is gone. Raises PageLockError.
 
     torch's own allocator of page-locked memory rounds sizes up to powers of two.
-
-    Args:
-        unlocks: unlock the memory when the tensor is deleted, which no view of it may outlive. Otherwise it is locked
-            until the process ends.
     """
     if device.type != "cuda" or not memory.numel():
         return
@@ -95,5 +91,6 @@ def page_lock(memory: Tensor, device: torch.device, unlocks: bool = False) -> No
     code = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if code != runtime.cudaError.success:
         raise PageLockError(f"cudaHostRegister of {memory.nbytes / 2**30:.1f} GiB failed with {code}")
-    if unlocks:
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+    # Views of the memory may outlive the tensor, but not its storage.
+    unlock = weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr())
+    unlock.atexit = False  # the end of the process unlocks faster

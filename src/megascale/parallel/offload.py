@@ -73,7 +73,7 @@ class InputCopies:
             return free.pop()
         memory = torch.zeros(x.shape, dtype=x.dtype)
         try:
-            page_lock(memory, self._device, unlocks=True)
+            page_lock(memory, self._device)
         except PageLockError as error:
             raise TrainingError(
                 f"parallel.offload_activations=true: {error}; raise the limit (ulimit -l), free host memory, or set "

@@ -424,7 +424,7 @@ class Engine:
         ranks = f"{grid.tensor} tensor-parallel ranks"
         if grid.expert > 1:
             way = "by an all-to-all"
-            if gathers_expert_tokens(model.expert_settings, grid.tensor, grid.expert):
+            if gathers_expert_tokens(model.expert_settings, grid.tensor, grid.expert, self.config.overlap.expert):
                 way = "by gathers"
             if grid.size("slice") > 1:
                 tokens, key = "slices of each sample", "parallel.context"

@@ -189,7 +189,7 @@ def choose_expert_exchange(
     settings, parallel = config.model.expert_settings, config.parallel
     if requested == "collectives":
         return axis, {"expert exchange": requested}
-    if parallel.tensor > 1 or settings.biases or not gathers_expert_tokens(settings, parallel.tensor, axis.size):
+    if parallel.tensor > 1 or settings.biases or not gathers_expert_tokens(settings, 1, axis.size, requested):
         reason = "only gathers without parallel.tensor and model.experts.biases have one"
     else:
         element_bytes = torch.empty(0, dtype=dtype).element_size()

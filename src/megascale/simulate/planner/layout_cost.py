@@ -145,6 +145,7 @@ class LayoutCost:
             train.micro_batch,
             *kinds,
             adapters=AdapterSpec.from_config(train),
+            expert_exchange=config.overlap.expert,
         )
 
     @property
