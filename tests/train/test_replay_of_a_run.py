@@ -90,7 +90,7 @@ def test_a_wrong_update_ends_the_run_before_its_state_is_saved(tiny, tmp_path):
     assert "Training stopped after the update of step 6" in output
     evidence = json.loads((run / "replays" / "step-6.json").read_text())
     assert evidence["verdict"]["ranks"] == [1]
-    assert evidence["verdict"]["tensor"].startswith("master weights of ")
+    assert evidence["verdict"]["tensor"].startswith("master weights ")
     assert (evidence["is_after_update"], evidence["confirmed_step"]) == (True, 3)
     assert not (run / "checkpoints" / "step-6").exists()
 
