@@ -49,7 +49,7 @@ class BestSettings(NamedTuple):
 
     name: str
     settings: PacketSettings
-    count: int
+    finished: int
 
 
 def find_best(traffic: Traffic, grid: Iterator[tuple[str, PacketSettings]]) -> BestSettings:
@@ -69,5 +69,5 @@ def tuned_parents(traffic: Traffic, settings: PacketSettings) -> tuple[PacketSet
     """Return settings with both parents tuned, and a description of the tuned values."""
     dcqcn = find_best(traffic, dcqcn_grid(settings))
     swift = find_best(traffic, swift_grid(settings))
-    description = f"DCQCN: {dcqcn.name} (of {dcqcn.count}); Swift: {swift.name} (of {swift.count})"
+    description = f"DCQCN: {dcqcn.name} (of {dcqcn.finished}); Swift: {swift.name} (of {swift.finished})"
     return replace(settings, dcqcn=dcqcn.settings.dcqcn, swift=swift.settings.swift), description
