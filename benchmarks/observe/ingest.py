@@ -58,7 +58,7 @@ def _write(job: dict[str, int], rings: list[str], full_steps: int, rollup_steps:
 
 def measure(folder: Path, full_steps: int, rollup_steps: int, job: Job) -> dict[str, Any]:
     """Take all of it in and ask; see `python -m benchmarks observe`."""
-    rings = [SpanRing(body=_RING_BYTES) for _ in range(_RINGS)]
+    rings = [SpanRing(capacity=_RING_BYTES) for _ in range(_RINGS)]
     paths = [f"/proc/{os.getpid()}/fd/{ring.handle}" for ring in rings]
     local, present = multiprocessing.Pipe()
     arguments = (dataclasses.asdict(job), paths, full_steps, rollup_steps, present)
@@ -108,7 +108,7 @@ def measure(folder: Path, full_steps: int, rollup_steps: int, job: Job) -> dict[
             raise OSError(ingest.error)
     ranks.join()
     ingest.close()
-    record["lost_spans"] = sum(ring.lost for ring in rings)
+    record["lost_spans"] = sum(ring.lost_spans for ring in rings)
     record["peak_memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     record["bytes_on_disk"] = sum(path.stat().st_size for path in out.iterdir())
     record["questions"] = ask(folder)

@@ -64,13 +64,13 @@ def measure(folder: Path, kills: int, seed: int) -> dict[str, Any]:
                 steps += 1
                 ring.write(ROLLUPS, steps, rollups, 0)
                 ring.write(SPANS, steps, spans, 0)
-                sent.append((ring._head, steps))
+                sent.append((ring._written, steps))
             time.sleep(dice.uniform(0, 0.01))
         assert service.pid is not None
         os.kill(service.pid, signal.SIGKILL)
         service.join()
         moments.append(round(lives, 4))
-        tail = ring._head - len(ring.read())
+        tail = ring._written - len(ring.read())
         acknowledged = max((step for head, step in sent if head <= tail), default=0)
         in_spool += len(list(out.glob("spool-*.bin")))
         in_files = len(list(out.glob("*.parquet")))
@@ -83,7 +83,7 @@ def measure(folder: Path, kills: int, seed: int) -> dict[str, Any]:
         "kills": kills,
         "seed": seed,
         "steps": steps,
-        "lost": ring.lost,
+        "lost": ring.lost_spans,
         "files": in_files,
         "left_segments": in_spool,
     }

@@ -34,7 +34,7 @@ def keep(
     """
     shutil.rmtree(folder, ignore_errors=True)
     out = folder / "spans" / "host=0"
-    ring = SpanRing(body=_RING_BYTES, attempt=1)
+    ring = SpanRing(capacity=_RING_BYTES, attempt=1)
 
     def sink(folder: Path) -> ParquetWriter:
         return ParquetWriter(folder, threads=2)

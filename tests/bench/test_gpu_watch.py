@@ -49,7 +49,7 @@ def has_ended(folder: Path) -> bool:
     ],
 )
 def test_lines(line, values):
-    assert gpu_watch.parse_sample(line) == values
+    assert gpu_watch.parse_values(line) == values
 
 
 def test_samples_are_taken_until_the_end_and_the_child_is_gone(smi):
@@ -59,10 +59,10 @@ def test_samples_are_taken_until_the_end_and_the_child_is_gone(smi):
         assert not has_ended(folder)
     assert has_ended(folder)
     assert watched.problem is None
-    result = watched.samples_since(began)
+    result = watched.list_samples(began)
     assert [sample[1:] for sample in result] == [[1755.0, 690.1, 45.0], [1740.0, None, 61.0]]
     assert 0 <= result[0][0] <= result[1][0]
-    assert watched.samples_since(time.perf_counter()) == []
+    assert watched.list_samples(time.perf_counter()) == []
     arguments = (folder / "words").read_text()
     assert "-i GPU-abc" in arguments
     assert "clocks.sm,power.draw,temperature.gpu" in arguments
@@ -89,13 +89,13 @@ def test_a_child_that_ends_early_is_told(smi):
         watched._process.wait()
     assert watched.problem is not None
     assert "Lost the GPU" in watched.problem
-    assert len(watched.samples_since(0.0)) == 1
+    assert len(watched.list_samples(0.0)) == 1
 
 
 def test_without_nvidia_smi_or_a_gpu_it_is_refused(tmp_path, monkeypatch, megascale):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="nvidia-smi"):
-        gpu_watch.find_nvidia_smi(True)
+        gpu_watch.check_watch(uses_gpu=True)
     monkeypatch.undo()
     result = megascale("bench", "train", "tiny", "--watch", "--train.global_batch=8", "--train.device=cpu")
     assert result.returncode == 2

@@ -49,9 +49,9 @@ def test_what_the_host_takes_is_without_its_waits_for_the_device(monkeypatch):
 def test_random_documents_fill_the_samples(capsys):
     """Documents have the mean length asked for, and the figures count their attention only."""
     tree = ["--model.preset=tiny", "--train.micro_batch=2", "--train.global_batch=2", "--train.device=cpu"]
-    config = train_bench.load_shape([*tree, "--data.document_mask=true", "--observe.peak_tflops=1"])
+    config = train_bench.load_shape(tree + ["--data.document_mask=true", "--observe.peak_tflops=1"])
     result = train_bench.measure(config, 1, 1, None, mean_document=32)
-    plain = train_bench.measure(train_bench.load_shape([*tree, "--observe.peak_tflops=1"]), 1, 1, None)
+    plain = train_bench.measure(train_bench.load_shape(tree + ["--observe.peak_tflops=1"]), 1, 1, None)
     length = config.model.sequence_length
     assert 2 * length / 64 < result["documents"] < 2 * length / 16
     assert plain["documents"] is None

@@ -18,7 +18,7 @@ from megascale.checkpoint.object_collectives import Peers
 from megascale.checkpoint.saver import SaveFailure, cut_chunks, dtype_name
 from megascale.checkpoint.storage.base import Storage, explain_save_error
 from megascale.checkpoint.storage.opening import open_storage
-from megascale.core.exit_record import ExitKind, record_of
+from megascale.core.exit_record import ExitKind, find_exit_record
 from megascale.core.tensors import Box
 from megascale.errors import DataError, TrainingError
 from tests.checkpoint.conftest import blank, full_shards, logical_state
@@ -275,7 +275,11 @@ def test_a_full_disk_is_named_with_its_room(free: int | None, room: str) -> None
     disk: Storage = Disk(free)  # type: ignore[assignment]
     error = explain_save_error(OSError(errno.ENOSPC, "x"), disk, 1000)
     assert room in str(error)
-    assert (record_of(error).kind, record_of(error).subject, error.errno) == (ExitKind.DISK_FULL, "/a", errno.ENOSPC)
+    assert (find_exit_record(error).kind, find_exit_record(error).subject, error.errno) == (
+        ExitKind.DISK_FULL,
+        "/a",
+        errno.ENOSPC,
+    )
     failure = SaveFailure.from_error(OSError(errno.ENOSPC, "x"), disk, 1000)
     assert (failure.to_error().errno, str(failure.to_error())) == (errno.ENOSPC, str(error))
     training_error = TrainingError("as it is")

@@ -128,4 +128,4 @@ def test_changes_are_explained_with_the_options_that_undo_them():
     assert explain_changes("a", questions, ["train.seed", "data.weights"]) is None
     assert explain_changes("a", questions, ["train.seed"]) is not None
     expected = "settings changed after step 7: train.seed 1 -> 2; lr.peak 0.001 -> 0.002"
-    assert format_changes([questions[1], *free], 7) == expected
+    assert format_changes([questions[1]] + free, 7) == expected

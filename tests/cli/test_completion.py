@@ -15,7 +15,7 @@ from megascale.cli import completion
 from megascale.cli.common import OVERRIDES
 from megascale.cli.main import app, list_options
 from megascale.config import list_presets
-from megascale.simulate.cluster import shipped
+from megascale.simulate.cluster import list_shipped_clusters
 
 BASH = shutil.which("bash")
 # Prints COMPREPLY after calling the function that `complete` names, as bash does for a tab.
@@ -98,7 +98,18 @@ def bash(tmp_path_factory):
     return complete
 
 
+@pytest.mark.parametrize(("word", "code"), [("--model.pre", 0), ("--data.train=", 1)])
+def test_fish_completes_files_where_there_are_no_matches(word, code):
+    request = {
+        "_MEGASCALE_COMPLETE": "complete_fish",
+        "_TYPER_COMPLETE_FISH_ACTION": "is-args",
+        "_TYPER_COMPLETE_ARGS": f"megascale train {word}",
+    }
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | request, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "")
+
+
 def test_in_a_real_bash(bash):
     assert bash("train", "--model.preset", "=", "qwen3-0") == ["qwen3-0.6b"]
-    assert bash("simulate", "step", "--cluster", "") == shipped()
+    assert bash("simulate", "step", "--cluster", "") == list_shipped_clusters()
     assert bash("pla") == ["plan"]  # typer's own

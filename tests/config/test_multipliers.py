@@ -23,11 +23,11 @@ def load(*settings: str) -> config.ModelConfig:
         (["attention_softcap=0"], "model.attention_softcap"),
         (["residual_multiplier=-1"], "model.residual_multiplier"),
         (
-            [*LONGROPE, "rotary_scaling.short_factors=[1,1]", "rotary_scaling.long_factors=[1,1,1,1]"],
+            LONGROPE + ["rotary_scaling.short_factors=[1,1]", "rotary_scaling.long_factors=[1,1,1,1]"],
             "model.rotary_scaling.short_factors has 2 factors for the 4 rotated pairs",
         ),
         (
-            [*LONGROPE, "rotary_fraction=0.5", "rotary_scaling.short_factors=[1,1]"]
+            (LONGROPE + ["rotary_fraction=0.5", "rotary_scaling.short_factors=[1,1]"])
             + ["rotary_scaling.long_factors=[1,1,1,1]"],
             "model.rotary_scaling.long_factors has 4 factors for the 2 rotated pairs",
         ),
@@ -41,6 +41,6 @@ def test_what_cannot_be_computed_names_the_key(settings, named):
 
 def test_layers_have_the_multipliers():
     plain, scaled = load(), load("attention_multiplier=0.3", "residual_multiplier=0.5", "attention_softcap=9")
-    (first, *_), (other, *_) = resolve_layers(plain), resolve_layers(scaled)
+    first, other = resolve_layers(plain)[0], resolve_layers(scaled)[0]
     assert (first.mixer.multiplier, first.mixer.softcap, first.residual_multiplier) == (None, None, 1.0)
     assert (other.mixer.multiplier, other.mixer.softcap, other.residual_multiplier) == (0.3, 9.0, 0.5)

@@ -118,6 +118,29 @@ def test_a_setting_of_a_preset_or_a_file_is_unset(tmp_path):
         load(overrides=["--train.steps="])
 
 
+@pytest.mark.parametrize(
+    "setting",
+    ["train.stpes", "model.experts.numbre", "train.lora.rnak", "model.rotary_scaling.factr", "modle.window"],
+)
+def test_an_unknown_setting_is_refused_although_it_is_unset(setting):
+    with pytest.raises(ConfigError, match="there is no"):
+        load(overrides=["--model.preset=gpt-oss-20b", f"--{setting}=unset"])
+
+
+def test_unset_names_of_models_do_not_conflict_with_a_folder():
+    settings = ["--model.preset=unset", "--checkpoint.start_from=unset", "--checkpoint.imported=unset"]
+    assert load(overrides=["--model.from=folder", *settings]).checkpoint.imported == "folder"
+
+
+def test_empty_text_is_no_list_of_one():
+    for setting in ("data.train", "train.callbacks", "observe.sinks"):
+        section, _, key = setting.partition(".")
+        with pytest.raises(ConfigError, match=rf"{setting}='' is wrong.*write {setting}=unset"):
+            load(overrides=[f"--{setting}="])
+        with pytest.raises(ConfigError, match=rf"{setting}='' is wrong.*write {setting}=unset"):
+            from_tree({section: {key: ""}})
+
+
 @pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("fp32", "float32"), ("fp64", "float64")])
 def test_short_names_of_precisions(short, name):
     assert load(overrides=[f"--train.precision={short}"]).train.precision == name

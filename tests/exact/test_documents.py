@@ -100,7 +100,7 @@ def test_a_packed_sample_has_the_loss_of_its_documents_apart(
     for parameter in chunk.parameters():
         torch.nn.init.normal_(parameter, std=0.2, generator=draw)
     tokens = torch.randint(0, 21, (length + 1, 1), generator=torch.Generator().manual_seed(len(edges)))
-    boundaries = np.array([0, *sorted(edges), *[length] * (6 - len(edges))], np.int32)
+    boundaries = np.array([0] + sorted(edges) + ([length] * (6 - len(edges))), np.int32)
     weights = torch.ones(length, 1, dtype=torch.float64)
     weights[np.unique(boundaries)[1:] - 1] = 0
     packed = Batch(
@@ -113,7 +113,7 @@ def test_a_packed_sample_has_the_loss_of_its_documents_apart(
     total, gradients = losses_and_gradients(chunk, packed)
     summed = torch.zeros((), dtype=torch.float64)
     summed_gradients = [torch.zeros_like(gradient) for gradient in gradients]
-    for start, stop in zip([0, *sorted(edges)], [*sorted(edges), length], strict=True):
+    for start, stop in zip([0] + sorted(edges), sorted(edges) + [length], strict=True):
         apart = Batch(tokens[start:stop], tokens[start + 1 : stop + 1], loss_weights=weights[start:stop])
         loss, apart_gradients = losses_and_gradients(chunk, apart)
         summed += loss

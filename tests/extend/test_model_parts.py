@@ -73,7 +73,7 @@ def test_a_part_from_outside_trains_the_same_on_two_ranks(model, recompute, pool
         for tensor in (1, 2)
     )
     reference, plain = pool.run(run, 1, first)[0][0], pool.run(train, 1, case(microbatches=2).tree, STEPS)[0]
-    result = [report for report, *_ in pool.run(run, 2, second)]
+    result = [row[0] for row in pool.run(run, 2, second)]
     assert reference.losses[-1] < reference.losses[0] * 1.5
     assert reference.losses != plain.losses
     assert max(differences(reference, result, from_tree(second).model).values()) < 1e-10
@@ -147,7 +147,7 @@ def test_scales_of_blocks_travel_with_their_rows(block, recompute, overlap, pool
     [single] = pool.run(run, 1, tree(1, "blocks"))
     pair = pool.run(run, 2, tree(2, "blocks"))
     assert pair[0][-1] == "blocks"
-    result = differences(single[0], [report for report, *_ in pair], from_tree(tree(2, "blocks")).model)
+    result = differences(single[0], [row[0] for row in pair], from_tree(tree(2, "blocks")).model)
     for subject, separate in result.items():
         if "key.bias" not in subject:  # zero but for rounding
             assert separate < 1e-5, subject

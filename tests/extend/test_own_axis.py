@@ -118,7 +118,7 @@ def list_mixed_tensors(axis: str, layer: LayerSpec, name: str) -> list[LogicalTe
         f"{name}.mlp.mix.weight", (MIXED_ROWS, layer.hidden), None, layer.init_std, other_cuts=((axis, 0),)
     )
     out = linear_tensors(f"{name}.mlp.out", layer.hidden, width, 1, False, layer.output_init_std)
-    return [*into, mix, *out]
+    return into + [mix] + out
 
 
 def list_mixed_activations(layer: LayerSpec) -> list[SavedActivation]:

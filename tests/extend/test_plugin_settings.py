@@ -41,6 +41,26 @@ def test_it_is_a_setting_like_others():
     assert accepted.checkpoint.accept_changes == ["optimizer.momentum"]
 
 
+@pytest.mark.parametrize(
+    ("owner", "section", "key", "value"),
+    [
+        ("observe.span_sinks=kafka", "observe", "span_sinks", ["kafka=broker:9092/topic"]),
+        ("observe.span_sinks=parquet", "observe", "span_sinks", ["parquet"]),
+        ("kernels.deterministic=true", "kernels", "deterministic", True),
+        ("parallel.zero=3", "parallel", "zero", 3),
+    ],
+)
+def test_an_owner_with_an_argument_or_of_another_type_uses_its_setting(owner, section, key, value):
+    register_setting("optimizer.momentum", float, 0.5, "of the test", owner=owner)
+    try:
+        tree = {"optimizer": {"momentum": 0.75}}
+        assert from_tree({**tree, section: {key: value}}).optimizer.momentum == 0.75
+        with pytest.raises(ConfigError, match=f"has no effect without {owner}"):
+            from_tree(tree | {"observe": {"span_sinks": ["clickhouse=http://host"]}})
+    finally:
+        remove_setting("optimizer.momentum")
+
+
 @pytest.mark.usefixtures("setting")
 @pytest.mark.parametrize("key", ["optimizer.momentum", "optimizer.beta1", "optimiser.own", "optimizer.not a name"])
 def test_a_key_is_registered_once_and_in_a_section(key):

@@ -84,7 +84,7 @@ def start_rank(rank: int, ports: list[int], inputs: argparse.Namespace) -> subpr
     # The variable tells the package that the process is kept; its pipe is not used here.
     environment = os.environ | {"MEGASCALE_ORDERS": "-", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
     environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    return subprocess.Popen([sys.executable, "-m", "tests.gpu.abort", *options], env=environment)
+    return subprocess.Popen([sys.executable, "-m", "tests.gpu.abort"] + options, env=environment)
 
 
 def join(rank: int, device: str, port: int) -> Groups:

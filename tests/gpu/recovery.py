@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         share.seconds = (deadline - time.monotonic()) / (len(inputs.keep_seconds) - number)
         print(f"resilience.keep_seconds={seconds:g}", flush=True)
         try:
-            codes.append(measure(share, [*settings, f"--resilience.keep_seconds={seconds:g}"]))
+            codes.append(measure(share, settings + [f"--resilience.keep_seconds={seconds:g}"]))
         except SystemExit as error:
             print(error, flush=True)
             codes.append(1)
@@ -292,7 +292,7 @@ def explain_standstill(job: Launched, since: float, logs: Path | None) -> None:
 def collect_logs(job: Launched, folder: Path) -> None:
     """Copy the ends of the job's logs and the driver's events, at most 64 KB each."""
     folder.mkdir(parents=True, exist_ok=True)
-    for file in [*sorted(job.run.rglob("*.log")), job.output, job.run / "events.jsonl"]:
+    for file in sorted(job.run.rglob("*.log")) + [job.output, job.run / "events.jsonl"]:
         with contextlib.suppress(OSError):
             name = file.name if file == job.output else "-".join(file.relative_to(job.run).parts)
             (folder / name).write_bytes(file.read_bytes()[-65536:])

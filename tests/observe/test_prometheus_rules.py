@@ -113,13 +113,13 @@ ALERTS: dict[str, list[Case]] = {
             firing("warning", "Run gpt: steps take 5% longer than the median of the last hour.")),
     ],
     "MegascaleCommitOverdue": [
-        ("in time", [RUNNING, *COMMIT, of_run("commit_age_seconds", "0+60x19")], "19m", []),
+        ("in time", [RUNNING] + COMMIT + [of_run("commit_age_seconds", "0+60x19")], "19m", []),
         ("only at the end",
             [RUNNING, of_run("commit_interval_steps", "0x80"), COMMIT[1], of_run("commit_age_seconds", "0+60x80")],
             "60m", []),
-        ("paused", [of_run("job_phase", "0x80", phase="running"), *COMMIT, of_run("commit_age_seconds", "0+60x80")],
+        ("paused", [of_run("job_phase", "0x80", phase="running")] + COMMIT + [of_run("commit_age_seconds", "0+60x80")],
             "60m", []),
-        ("overdue", [RUNNING, *COMMIT, of_run("commit_age_seconds", "0+60x80")], "60m",
+        ("overdue", [RUNNING] + COMMIT + [of_run("commit_age_seconds", "0+60x80")], "60m",
             firing("critical", "Run gpt has committed no checkpoint for 1h 0m 0s, more than three intervals; see "
                 "`megascale events`.")),
     ],

@@ -19,7 +19,7 @@ def spans(count: int, value: int = 0) -> np.ndarray:
 
 
 def test_frames_go_round_the_end_of_the_ring():
-    ring = SpanRing(rank=3, attempt=2, body=10_000)
+    ring = SpanRing(rank=3, attempt=2, capacity=10_000)
     second = SpanRing(os.dup(ring.handle))
     assert (second.rank, second.attempt, second.identity) == (3, 2, ring.identity)
     observed = []
@@ -32,7 +32,7 @@ def test_frames_go_round_the_end_of_the_ring():
             assert head.error_ns == 7
         second.release(len(data))
     assert observed == [(step, step) for step in range(1, 200)]
-    assert ring.lost == 0
+    assert ring.lost_spans == 0
 
 
 def _write_many(ring: SpanRing, frames: int) -> None:
@@ -43,7 +43,7 @@ def _write_many(ring: SpanRing, frames: int) -> None:
 
 def test_two_processes_at_once_see_whole_numbers():
     """An end that is read while the other process writes it is the old one or the new one, never a part of it."""
-    ring, frames = SpanRing(body=8 << 20), 40_000  # room for all: nothing is dropped however slow the reader is
+    ring, frames = SpanRing(capacity=8 << 20), 40_000  # room for all: nothing is dropped however slow the reader is
     writer = multiprocessing.get_context("fork").Process(target=_write_many, args=(ring, frames))
     writer.start()
     steps: list[int] = []
@@ -59,7 +59,7 @@ def test_two_processes_at_once_see_whole_numbers():
 
 
 def test_what_was_not_taken_over_is_read_again():
-    ring = SpanRing(body=10_000)
+    ring = SpanRing(capacity=10_000)
     ring.write(SPANS, 1, spans(2), 0)
     ring.write(SPANS, 2, spans(2), 0)
     (_, _, end), _ = scan_frames(ring.read())
@@ -69,10 +69,10 @@ def test_what_was_not_taken_over_is_read_again():
 
 
 def test_full_it_drops_spans_first_and_counts_them():
-    ring = SpanRing(body=8 * (HEAD_BYTES + 10 * SPAN.itemsize))
+    ring = SpanRing(capacity=8 * (HEAD_BYTES + 10 * SPAN.itemsize))
     for step in range(20):
         ring.write(SPANS, step, spans(10), 0)
-    assert ring.lost == 14 * 10  # a quarter is for roll-ups
+    assert ring.lost_spans == 14 * 10  # a quarter is for roll-ups
     ring.write(ROLLUPS, 20, np.zeros(5, ROLLUP), 0)
     assert ring.lost_rollups == 0
     for _ in range(20):
@@ -84,7 +84,7 @@ def test_full_it_drops_spans_first_and_counts_them():
 
 
 def test_steps_are_asked_for_from_the_other_end():
-    ring = SpanRing(body=4096)
+    ring = SpanRing(capacity=4096)
     second = SpanRing(os.dup(ring.handle))
     assert not ring.is_requested(5)
     second.request_spans(5, 6)
@@ -99,7 +99,7 @@ def test_other_memory_is_refused():
     with pytest.raises(ValueError, match="not a ring of spans"):
         SpanRing(handle)
     os.close(handle)
-    ring = SpanRing(body=4096)
+    ring = SpanRing(capacity=4096)
     os.ftruncate(ring.handle, 1 << 16)
     with pytest.raises(ValueError, match="not a ring of spans"):
         SpanRing(os.dup(ring.handle))

@@ -407,7 +407,7 @@ def test_small_files_are_merged_and_count_once(out, monkeypatch):
 
 def test_a_damaged_segment_goes_before_tables_do(out):
     """It is kept for a look at it, but not at the cost of what can be read."""
-    local, ring = ingest(out, limit=1 << 20), SpanRing(body=1 << 20)
+    local, ring = ingest(out, limit=1 << 20), SpanRing(capacity=1 << 20)
     step_of(ring, 1)
     local.take_frames(ring)
     local.tick(end=True)

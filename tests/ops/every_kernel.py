@@ -206,7 +206,7 @@ CASES: dict[str, Callable[[], None]] = {
         zeros(20480),
     ),
     "gelu, bias in already": lambda: both_passes(
-        lambda x, b: activation.gelu(x, b, added=True), zeros(8, 2, 20480), collecting(20480)
+        lambda x, b: activation.gelu(x, b, is_bias_added=True), zeros(8, 2, 20480), collecting(20480)
     ),
     "split fused projection, its GEMM's bias": lambda: both_passes(
         lambda x, b: fused_projection.split_fused_projection(x, 40, 40, 128, "gelu", fused_bias=b)[:4],

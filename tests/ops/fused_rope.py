@@ -192,7 +192,7 @@ def test_the_activation_of_a_gemm_of_its_own_recomputed(kind, added):
         if repeated:
             y = linear_scatter(DEFAULT_PRECISION, x, w, recompute_fns=(activate,))
         else:
-            y = linear_scatter(DEFAULT_PRECISION, (swiglu if kind == "swiglu" else gelu)(x, b, added=added), w)
+            y = linear_scatter(DEFAULT_PRECISION, (swiglu if kind == "swiglu" else gelu)(x, b, is_bias_added=added), w)
         y.square().sum().backward()
         return [y.detach(), x.grad, w.grad, b.grad]
 

@@ -188,7 +188,7 @@ def test_gradients_go_straight_to_their_sinks(kind, dtype):
             inputs = (None, 1e-5, "rmsnorm") if plain else (bias, 1e-5, "layernorm")
             y = torch.cat(add_norm(x, x.flip(0), weight, *inputs, x_bias), -1)
         elif "gelu" in kind:
-            used, y = [bias], gelu(x, bias, added=added)
+            used, y = [bias], gelu(x, bias, is_bias_added=added)
         elif kind == "wide added":
             used = [parameter(6 * width, dtype=dtype, main=main)]
             y = torch.cat(
@@ -253,7 +253,7 @@ def test_a_bias_that_is_in_already_gets_its_gradient(lead, width, dtype, kind):
     x, b = random(*lead, columns, dtype=dtype), random(columns, dtype=dtype)
     fused, plain = (gelu, gelu_reference) if kind == "gelu" else (swiglu, swiglu_reference)
     compare(
-        lambda x, b: fused((x + b.detach()).to(x.dtype), b, added=True),
+        lambda x, b: fused((x + b.detach()).to(x.dtype), b, is_bias_added=True),
         lambda x, b: plain((x + b.detach()).to(x.dtype) + (b - b.detach())),
         (x, b),
         2 * TOLERANCE[dtype],

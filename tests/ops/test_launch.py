@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megascale import ops, torch_private
 from megascale.ops import launch
@@ -82,6 +83,11 @@ def by_key(*functions: Any) -> Iterator[Triton]:
         finally:
             for function in functions:
                 function.__class__ = JITFunction
+
+
+def has_descriptor(arguments: tuple[Any, ...]) -> bool:
+    """Return whether Triton launches these arguments itself: a tensor descriptor is encoded at each launch."""
+    return any(isinstance(argument, TensorDescriptor) for argument in arguments)
 
 
 def binder(function: Any) -> Any:
@@ -242,8 +248,12 @@ def test_every_operator_is_launched_by_key_the_second_time(name):
         assert first
         before = len(requested.compiled.launches)
         CASES[name]()
-        assert requested.asked == first, "a launch that was the same goes Triton's way again"
+        again = [
+            function for function, arguments, _, _ in requested.asked[len(first) :] if not has_descriptor(arguments)
+        ]
+        assert not again, "a launch that was the same goes Triton's way again"
         repeated = requested.compiled.launches[before:]
+    first = [request for request in first if not has_descriptor(request[1])]
     assert len(repeated) >= len(first)
     for function, arguments, grid, meta in first:
         bound, _, _ = binder(function)(*arguments, **meta)

@@ -88,7 +88,7 @@ def train(
         order.clear()
         norm, _ = optimizer.step(1e-2, step, on_shard_updated=lambda shard: order.append(numbers[id(shard)]))
         results += [norm, buffer.params.clone()]
-    results += [view.clone() for *_, view in optimizer.logical_tensors()]
+    results += [row[-1].clone() for row in optimizer.logical_tensors()]
     return results, order
 
 

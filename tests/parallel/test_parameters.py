@@ -50,7 +50,7 @@ def test_a_parameter_stacks_its_pieces(ranks: int) -> None:
 def test_a_replicated_parameter_is_summed_and_counted_once() -> None:
     module = make_module(1, 2)
     norm, out = spec_of(module.norm), spec_of(module.out)
-    assert (norm.summed_axes, out.summed_axes) == (("tensor", "expert"), ("expert",))
+    assert (norm.summed_axes, out.summed_axes) == (("tensor", "slice", "expert"), ("slice", "expert"))
     assert "tensor" in norm.replicated_axes
     assert "tensor" not in out.replicated_axes
     assert {"data", "context"} <= set(out.replicated_axes)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megascale.core.exit_record import ExitKind, record_of
+from megascale.core.exit_record import ExitKind, find_exit_record
 from megascale.errors import TrainingError
 from megascale.parallel import peer_watch
 from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
@@ -87,7 +87,7 @@ def test_a_killed_peer_ends_the_waits_with_an_error(peer, page, monkeypatch, has
     assert waits.released.wait(SECONDS)  # again, because later calls wait as well
     with pytest.raises(TrainingError, match=rf"rank 4: rank 5 \(process {peer.process.pid}\) has ended") as caught:
         watch.check()
-    record = record_of(caught.value)
+    record = find_exit_record(caught.value)
     assert (record.kind, record.rank) == (ExitKind.LOST_PEER, 5)
     watch.close(failed=True)
     waits.released.clear()
@@ -117,7 +117,7 @@ def test_calls_without_progress_end_after_the_timeout(peer, page):
     assert waits.released.wait(SECONDS)
     with pytest.raises(TrainingError, match=r"rank 4: the exchange has made no progress for 0.1 seconds") as caught:
         watch.check()
-    assert record_of(caught.value).rank == -1
+    assert find_exit_record(caught.value).rank == -1
     watch.close()
 
 

@@ -64,7 +64,7 @@ def test_restart_without_memory_while_others_wait(redis_server, opened):
     server.restart()
     assert server.ask("DBSIZE") is not None
     deadline = time.monotonic() + 10
-    while b.link.restarts == 0 or a.link.restarts == 0:
+    while b.connections.restarts == 0 or a.connections.restarts == 0:
         assert time.monotonic() < deadline, "no rank noticed the restart"
         time.sleep(0.01)
     assert b.get("before") == b"1"
@@ -88,7 +88,7 @@ def test_restart_with_memory_changes_nothing(redis_server, opened):
     a.set("late", "x")
     thread.join(10)
     assert answers == [b"x"]
-    assert a.link.restarts == b.link.restarts == 0
+    assert a.connections.restarts == b.connections.restarts == 0
 
 
 def test_what_a_log_had_not_got_yet_is_made_again(redis_server, opened):
@@ -116,7 +116,7 @@ def test_what_a_log_had_not_got_yet_is_made_again(redis_server, opened):
     # Once more, with a log that has it all.
     server.restart()
     assert (a.get("k"), a.add("n", 0), b.add("m", 0)) == (b"new", 8, 2)
-    assert a.link.restarts == b.link.restarts == 0
+    assert a.connections.restarts == b.connections.restarts == 0
 
 
 def test_an_old_snapshot_does_not_bring_back_old_values(redis_server, opened):
@@ -134,7 +134,7 @@ def test_an_old_snapshot_does_not_bring_back_old_values(redis_server, opened):
     assert a.get("k") == b"new"
     assert not a.check(["gone"])
     deadline = time.monotonic() + 10
-    while b.link.restarts == 0:
+    while b.connections.restarts == 0:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert a.add("n", 0) == 2
@@ -304,7 +304,7 @@ def test_the_door_closes_and_a_late_rank_does_not_find_an_old_start(redis_server
 def test_the_door_of_a_dead_owner_closes_by_itself(redis_server, opened):
     server = redis_server()
     owner = opened(server)
-    door = owner.link.keys.door
+    door = owner.connections.keys.join
     assert 0 < server.ask("PTTL", door) <= 10_000
     opened(server)  # passing through does not hold it open
     assert 0 < server.ask("PTTL", door) <= 10_000
@@ -357,7 +357,7 @@ def test_passwords(redis_server):
     store.set("k", "v")
     store.close()
     store = open_store(server.url, password="rätsel/:@")
-    assert store.link.address.password not in f"{store.link.address!r} {store.link.address}"
+    assert store.connections.address.password not in f"{store.connections.address!r} {store.connections.address}"
     store.close()
 
 
@@ -460,7 +460,7 @@ def test_tls(redis_server, certificates):
     a.set("k", "x" * 100_000)
     thread.join(10)
     assert answers == [b"x" * 100_000]
-    assert isinstance(a.link._context, ssl.SSLContext)
+    assert isinstance(a.connections._context, ssl.SSLContext)
     for wrong in (None, f"{certificates}/stranger.pem"):
         with pytest.raises(ConfigError, match=r"CERTIFICATE_VERIFY_FAILED.*rendezvous\.tls_ca"):
             open_store(server.url, owner=False, ca=wrong)

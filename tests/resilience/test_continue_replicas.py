@@ -18,13 +18,13 @@ from tests.conftest import lines
 from tests.resilience.test_launch import losses, weights
 
 COPIES = ["--checkpoint.background=true", "--checkpoint.memory_interval=1", "--checkpoint.replicas=true"]
-CONTINUED = ["--resilience.continue_replicas=true", "--checkpoint.memory_wait=true", *COPIES]
+CONTINUED = ["--resilience.continue_replicas=true", "--checkpoint.memory_wait=true"] + COPIES
 KEEP = "--resilience.keep_seconds=60"  # on a busy machine a rank takes its time
 SETTINGS = ["--parallel.data=3", "--train.global_batch=4", "--train.micro_batch=1", "--train.precision=float64"]
 
 
 def test_a_job_goes_on_without_a_node_and_takes_it_in_again(launch, megascale, tiny, tmp_path) -> None:
-    steps = [*SETTINGS, "--train.steps=60", "--checkpoint.interval=60"]
+    steps = SETTINGS + ["--train.steps=60", "--checkpoint.interval=60"]
     # 4 micro-batches are uneven for three replicas, and even for two.
     job = launch("broken", "--nodes=3", *steps, *CONTINUED, "--resilience.window=20", "--checkpoint.linger=40", KEEP)
     job.until("first_step")

@@ -21,7 +21,8 @@ def test_survivors_stay_with_their_state_and_the_weights_are_those_of_an_undistu
     launch, megascale, tiny, tmp_path
 ):
     steps = ["--train.steps=30", "--checkpoint.interval=30"]
-    job = launch("broken", "--nodes=2", *CALM, *steps, *MEMORY, "--resilience.keep_seconds=60")
+    options = CALM + steps + MEMORY + ["--resilience.keep_seconds=60"]
+    job = launch("broken", "--nodes=2", *options)
     job.until("first_step")
     for number, victim in enumerate((1, 0)):
         job.until_step(8 + 8 * number)

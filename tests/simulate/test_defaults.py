@@ -6,14 +6,18 @@ import json
 import re
 import shlex
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE
+from megascale.cli.common import DEFAULT_CLUSTER, DEFAULT_DEVICE, make_scenario
 from megascale.cli.main import app
 from megascale.config import load
 from megascale.core.memory import count_stage_parameters
+from megascale.errors import FitError
+from megascale.simulate import search
 from megascale.simulate.cluster import load_cluster
+from megascale.simulate.defaults import choose_layout
 from megascale.simulate.planner.layout_cost import make_plan
 from megascale.simulate.render import split_constant_columns
 
@@ -42,8 +46,8 @@ def test_a_preset_alone_is_planned_and_its_flags_repeat_the_plan(preset):
     assert "fits: the fullest rank" in output
     flags = find_flags(output)
     assert "--train.global_batch=" in flags
-    vocabulary = " --model.vocab_size=50304" if preset == "tiny" else ""
-    repeated = invoke(f"{line} {flags}{vocabulary}")
+    assert ("--model.vocab_size=50304" in flags) == (preset == "tiny")
+    repeated = invoke(f"{line} {flags}")
     assert re.search(r"needs [\d.]+ GiB", repeated)[0] == re.search(r"needs [\d.]+ GiB", output)[0]
     assert "chosen" not in repeated
 
@@ -61,6 +65,21 @@ def test_too_few_gpus_name_a_number_that_does():
     assert result.exception.exit_code == 3
     gpus = re.search(r"--gpus (\d+) has one that fits", str(result.exception))[1]
     assert "fits: the fullest rank" in invoke(f"plan --gpus {gpus} --model.preset=llama-8b")
+
+
+def test_an_assumed_vocabulary_is_printed_although_the_layout_is_given():
+    layout = "--gpus 8 --model.preset=tiny --train.micro_batch=8 --train.global_batch=64"
+    for command in ("plan", "simulate step"):
+        assert "--model.vocab_size=50304" in find_flags(invoke(f"{command} {layout}"))
+
+
+def test_a_sweep_begins_with_a_layout_that_fits():
+    output = invoke("simulate sweep --gpus 8 --model.preset=llama3.1-8b --vary parallel.recompute=none,full")
+    assert len(re.findall(r"^(?:none|full) +\d", output, re.MULTILINE)) == 2
+    assert "skipped" not in output
+    refused = invoke("simulate sweep --model.preset=llama3.1-405b --vary gpus=8,16")
+    assert "software:" not in refused  # no table without rows
+    assert "skipped" in refused
 
 
 def test_a_file_is_planned_as_it_is():
@@ -88,6 +107,15 @@ def test_search_varies_sharding_and_prints_its_assumptions(tmp_path):
     assert f"--train.global_batch={config.train.global_batch}" in find_flags(output)
 
 
+def test_flags_of_a_search_keep_the_precision_and_chunks_are_explained():
+    line = "simulate search --gpus 8 --model.preset=gpt-1.3b --train.global_batch=64 --zero=1 --recompute=none"
+    assert "--train.linear_precision=float8 " in find_flags(invoke(f"{line} --precisions float8"))
+    output = invoke(line)
+    assert "--train.linear_precision" not in find_flags(output)
+    assert bool(re.search(r"\dx\d", output)) == ("PP: stages x chunks per stage" in output)
+    assert "PP: stages x chunks per stage" in output
+
+
 def test_search_keeps_a_sharding_that_is_set():
     output = invoke("simulate search --gpus 8 --model.preset=llama-8b --parallel.zero=1")
     assert "--zero=1," in output.replace(" ", ",")
@@ -107,7 +135,7 @@ def test_copies_of_the_state_are_planned_and_not_simulated():
     sent = make_plan(config, 32, 80.0).traffic(0).replicate
     shard = count_stage_parameters(config.model, config.parallel, 0) / 8
     assert sent == pytest.approx(2 * 3 / 4 * 4 * shard)  # an all-reduce of float32 over four ranks
-    result = CliRunner().invoke(app, ["simulate", "step", *layout.split()])
+    result = CliRunner().invoke(app, ["simulate", "step"] + layout.split())
     assert "parallel.replicate=4 has no price" in str(result.exception)
     assert "--parallel.replicate=1" in str(result.exception)
 
@@ -126,3 +154,52 @@ def test_tables_fit_80_columns_and_have_no_row_of_zeros():
     assert re.search(r"^ +megatron-core-h200 +megascale-h200 *$", step, re.MULTILINE)
     sweep = invoke("simulate sweep examples/gpt-175b.toml --vary gpus=768:1536", width=80)
     assert re.search(r"^gpus +step, s +P10-P90 +MFU +tokens/s +GiB *$", sweep, re.MULTILINE)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb", "muon"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_no_layout_that_fits_is_dropped_before_its_plan(precision, zero, optimizer):
+    """A layout is never dropped on GPUs with the memory that its plan needs."""
+    config = load(None, ["model.preset=gpt-1.3b", "model.sequence_length=128", "parallel.recompute=full",
+                         f"train.precision={precision}", f"parallel.zero={zero}", f"optimizer.name={optimizer}",
+                         "train.global_batch=8"])  # fmt: skip
+    scenario = make_scenario(config, 4, DEFAULT_CLUSTER)
+    layouts = search.search(config, scenario.cluster, scenario.calibration, scenario.software, 4, 4, ["full"])
+    checked = 0
+    for number in np.flatnonzero((layouts.gpus == 4) & (layouts.virtual == 1) & (layouts.micro == 1)):
+        sizes = [int(array[number]) for array in (layouts.tensor, layouts.context, layouts.pipeline)]
+        layout = search.with_layout(config, *sizes, 1, 0, int(layouts.data[number]), 1, "full")
+        needed_gib = make_plan(layout, 4, 80.0).needed_gib
+        assert search._may_fit(layouts, np.array([number]), config, needed_gib).all(), layout.parallel
+        checked += 1
+    assert checked >= 3
+
+
+def test_a_batch_alone_leaves_the_layout_to_be_chosen():
+    output = invoke("plan --gpus 8 --model.preset=llama3.1-8b --train.global_batch=128")
+    assert "fits: the fullest rank" in output
+    assert "--train.global_batch=128" in find_flags(output)
+    output = invoke("plan --gpus 8 --model.preset=llama3.1-8b --parallel.zero=2 --train.global_batch=128")
+    assert "--train.micro_batch=1 " in find_flags(output)
+
+
+def test_a_model_that_fits_no_layout_is_given_no_setting_that_was_tried():
+    scenario = make_scenario(load(None, ["model.preset=gpt-13b", "train.precision=bfloat16"]), 1, DEFAULT_CLUSTER)
+    with pytest.raises(FitError, match=r"no layout on 1 GPUs fits 80 GiB, with parallel\.zero=1 to 3"):
+        choose_layout(scenario)
+    result = CliRunner().invoke(app, ["simulate", "search", "--gpus", "1", "--model.preset=gpt-13b", "--zero=3"])
+    assert "use more GPUs or, if --recompute was given" in str(result.exception)
+
+
+def test_figures_of_a_machine_without_a_calibration_say_so():
+    for command in ("step", "search"):
+        output = invoke(f"simulate {command} --gpus 8 --model.preset=llama-8b")
+        assert "mind h100-dgx is not calibrated for megascale" in output
+    for command in ("ablate", "effective --trials 10", "sweep --vary parallel.zero=2,3"):
+        output = invoke(f"simulate {command} --gpus 8 --model.preset=gpt-1.3b")
+        assert "mind h100-dgx is not calibrated for megascale" in output
+    assert "not calibrated" not in invoke("simulate step --gpus 8 --model.preset=llama-8b --cluster h100-host")
+    assert "fastest by prediction on h100-dgx" in invoke("plan --gpus 8 --model.preset=llama-8b")
+    assert "fastest by prediction on b200-dgx" in invoke("plan --gpus 8 --model.preset=llama-8b --device B200")
+    assert "by prediction" not in invoke("plan --gpus 8 --model.preset=qwen3-30b-a3b")

@@ -102,6 +102,6 @@ def test_the_command_shows_both_networks():
     ],
 )
 def test_bad_options_name_the_remedy(arguments, report):
-    result = CliRunner().invoke(app, ["simulate", "step", *OPTIONS, "--gpus", str(GPUS), *arguments])
+    result = CliRunner().invoke(app, ["simulate", "step"] + OPTIONS + ["--gpus", str(GPUS)] + arguments)
     assert isinstance(result.exception, ConfigError)
     assert report in str(result.exception)

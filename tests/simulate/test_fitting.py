@@ -11,7 +11,7 @@ from benchmarks.simulate.published_rows import strong_scaling
 from benchmarks.simulate.score import predict
 from megascale.errors import ConfigError
 from megascale.simulate.calibration import BOUNDS, Calibration, Constants, load_calibration, shipped_calibrations
-from megascale.simulate.cluster import cluster_of, load_cluster, shipped
+from megascale.simulate.cluster import cluster_of, list_shipped_clusters, load_cluster
 from megascale.simulate.fitting import fit
 from megascale.simulate.prediction_band import band_width, cautions, ranges_of
 from tests.simulate.simulator_cases import GPT_13B, case
@@ -104,12 +104,12 @@ def test_bands_widen_outside_what_was_fitted_and_say_why():
 
 
 def test_shipped_files_load_and_tell_their_sources():
-    for name in shipped():
+    for name in list_shipped_clusters():
         cluster = load_cluster(name)
         assert all(len(source) > 3 for source in cluster.sources.values())
     for name in shipped_calibrations():
         assert load_calibration(name, name).rows
-    assert {"h100-dgx", "h800", "a800", "b200-dgx"} <= set(shipped())
+    assert {"h100-dgx", "h800", "a800", "b200-dgx"} <= set(list_shipped_clusters())
 
 
 def test_constants_that_rows_do_not_decide_are_flagged():

@@ -266,6 +266,8 @@ def test_step_compares_both_stacks(tmp_path):
     result = invoke(
         "step",
         EXAMPLE,
+        "--cluster",
+        "a100-roce",
         "--gpus",
         "12288",
         "--json",
@@ -303,7 +305,8 @@ def test_event_level_writes_a_trace(tmp_path):
 
 
 def test_ablate_sweep_search_effective(tmp_path):
-    actions = json.loads(invoke("ablate", EXAMPLE, "--gpus", "256", "--train.global_batch=256", "--json").stdout)
+    paper = ["--cluster", "a100-roce", "--gpus", "256", "--train.global_batch=256"]
+    actions = json.loads(invoke("ablate", EXAMPLE, *paper, "--json").stdout)
     mfu = [r["seconds"] for r in actions["cumulative"]]
     assert mfu == sorted(mfu, reverse=True)
     assert len(mfu) == 8

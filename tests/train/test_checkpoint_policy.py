@@ -11,7 +11,7 @@ from megascale.checkpoint import SaveOutcome
 from megascale.checkpoint.saver import save
 from megascale.config import CheckpointConfig
 from megascale.core.events import Event
-from megascale.core.exit_record import ExitKind, ExitRecord, record_of
+from megascale.core.exit_record import ExitKind, ExitRecord, find_exit_record
 from megascale.errors import TrainingError
 from megascale.train.checkpoint_policy import CheckpointPolicy
 from megascale.train.loop import Trainer
@@ -164,8 +164,8 @@ def test_a_run_must_not_end_as_if_its_last_state_were_saved(tmp_path: Path, at_e
     expected = "the checkpoint of the last step, 4, failed: no answer; the checkpoint of step 2 is kept. Remove"
     with pytest.raises(TrainingError, match=expected) as error:
         policy.finish(4)
-    assert record_of(error.value).kind is not ExitKind.DISK_FULL
+    assert find_exit_record(error.value).kind is not ExitKind.DISK_FULL
     saves.outcomes = [SaveOutcome(4, reason="full", record=ExitRecord(ExitKind.DISK_FULL, subject="/a"))]
     with pytest.raises(TrainingError) as error:
         policy.finish(4)
-    assert record_of(error.value) == ExitRecord(ExitKind.DISK_FULL, subject="/a")
+    assert find_exit_record(error.value) == ExitRecord(ExitKind.DISK_FULL, subject="/a")

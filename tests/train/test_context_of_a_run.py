@@ -18,10 +18,10 @@ def test_a_run_with_context_ranks_goes_on_without_them(tiny: Path, tokens: Path,
     assert started.returncode == 0, started.stderr
     assert "context exchange" in started.stdout
     run = tmp_path / "runs" / "tiny"
-    assert train(load_config(tiny, [*settings, "--train.steps=5"])).finished
+    assert train(load_config(tiny, settings + ["--train.steps=5"])).finished
     assert "as the seed and the files determine it" in megascale("data", "ledger", run).stdout
     divided = [line["loss"] for line in lines(run / "metrics.jsonl") if "loss" in line]
-    whole = load_config(tiny, [*settings, "--train.steps=5", "--train.name=whole"])
+    whole = load_config(tiny, settings + ["--train.steps=5", "--train.name=whole"])
     assert train(whole).finished
     expected = [line["loss"] for line in lines(tmp_path / "runs" / "whole" / "metrics.jsonl") if "loss" in line]
     assert divided == pytest.approx(expected, rel=1e-12)

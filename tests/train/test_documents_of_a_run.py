@@ -23,8 +23,8 @@ def documents(tmp_path: Path) -> str:
 def test_the_fill_is_printed_and_the_ledger_is_exact_over_a_resume(
     tiny: Path, tmp_path: Path, documents: str, capsys: pytest.CaptureFixture[str], megascale
 ) -> None:
-    settings = [*PACKED, f"--data.train={documents}", f"--data.valid={documents}", "--observe.peak_tflops=1"]
-    assert train(load_config(tiny, [*settings, "--train.steps=5"])).finished
+    settings = PACKED + [f"--data.train={documents}", f"--data.valid={documents}", "--observe.peak_tflops=1"]
+    assert train(load_config(tiny, settings + ["--train.steps=5"])).finished
     output = capsys.readouterr().out
     assert "packing best_fit, at most 16 documents per sample:" in output
     assert "% full, with" in output

@@ -49,7 +49,7 @@ def test_what_is_said_of_gpus_is_said_of_bfloat16(command, tmp_path):
     file.write_text("")
     output = {}
     for precision in ("", "--train.precision=bfloat16", "--train.precision=float32"):
-        arguments = [*command.split(), *([str(file)] * command.startswith("network")), "--gpus", "16", "--json", *model]
+        arguments = command.split() + ([str(file)] * command.startswith("network")) + ["--gpus", "16", "--json"] + model
         result = CliRunner().invoke(app, arguments + ([precision] if precision else []))
         assert result.exit_code == 0, result.output
         output[precision] = result.stdout

@@ -90,7 +90,7 @@ def test_a_wrong_update_ends_the_run_before_its_state_is_saved(tiny, tmp_path):
     assert "Training stopped after the update of step 6" in output
     evidence = json.loads((run / "replays" / "step-6.json").read_text())
     assert evidence["verdict"]["ranks"] == [1]
-    assert evidence["verdict"]["tensor"].startswith("master weights of ")
+    assert evidence["verdict"]["tensor"].startswith("master weights ")
     assert (evidence["is_after_update"], evidence["confirmed_step"]) == (True, 3)
     assert not (run / "checkpoints" / "step-6").exists()
 
@@ -104,4 +104,4 @@ def test_a_wrong_update_ends_the_run_before_its_state_is_saved(tiny, tmp_path):
 )
 def test_replays_that_cannot_work_are_refused(words, world, message, tiny):
     with pytest.raises(FitError, match=message):
-        lay_out(load_config(tiny, ["--resilience.replay_interval=3", *words]), world)
+        lay_out(load_config(tiny, ["--resilience.replay_interval=3"] + words), world)

@@ -43,7 +43,7 @@ def folder(folders: Path, tmp_path: Path) -> Path:
 def first_loss(folder: Path, tokens: Path, runs: Path, *arguments: str) -> float:
     """Train for a step from a folder, and return the loss."""
     length = [] if folder.name == "gpt2" else ["--model.sequence_length=16"]
-    overrides = [f"--model.from={folder}", f"--data.train={tokens}/train", f"--train.runs={runs}", *length, *OPTIONS]
+    overrides = [f"--model.from={folder}", f"--data.train={tokens}/train", f"--train.runs={runs}"] + length + OPTIONS
     loss = api.train(api.load_config(None, overrides + list(arguments))).loss
     assert loss is not None
     return loss
@@ -54,7 +54,7 @@ def test_a_start_from_a_folder_equals_a_start_from_its_import(family, folders, t
     """GPT-NeoX and GPT-2 store several matrices in one, interleaved or transposed. Mixtral stores each expert alone."""
     arguments = ["--train.steps=2", "--train.precision=float64"]
     api.import_model(folders / family, tmp_path / "runs" / "a", sequence_length=None if family == "gpt2" else 16)
-    config = api.load_config(tmp_path / "runs/a/config.toml", [f"--data.train={tokens}/train", *OPTIONS, *arguments])
+    config = api.load_config(tmp_path / "runs/a/config.toml", [f"--data.train={tokens}/train"] + OPTIONS + arguments)
     api.train(config)
     first_loss(folders / family, tokens, tmp_path / "runs", "--train.name=b", *arguments)
     length = [] if family == "gpt2" else ["--model.sequence_length=16"]
@@ -82,14 +82,9 @@ def test_a_run_from_a_folder_resumes_without_it_and_is_exported(folder, tokens, 
     assert (saved.model.hidden, saved.model.kv_heads, saved.model.sequence_length) == (24, 2, 16)
     assert json.loads((run / "generation_config.json").read_text())["eos_token_id"] == [3, 5]
     shutil.rmtree(folder)
-    api.train(api.load_config(run / "config.toml", [f"--data.train={tokens}/train", *OPTIONS, "--train.steps=2"]))
-    api.train(
-        api.load_config(
-            None,
-            [f"--model.from={folder}", f"--data.train={tokens}/train", "--train.runs=runs", "--train.name=b", *OPTIONS]
-            + ["--train.steps=3"],
-        )
-    )
+    api.train(api.load_config(run / "config.toml", [f"--data.train={tokens}/train"] + OPTIONS + ["--train.steps=2"]))
+    overrides = [f"--model.from={folder}", f"--data.train={tokens}/train", "--train.runs=runs", "--train.name=b"]
+    api.train(api.load_config(None, overrides + OPTIONS + ["--train.steps=3"]))
     steps = [line["step"] for line in lines(run / "metrics.jsonl") if "loss" in line]
     assert steps == [1, 2, 3]
     assert api.export_model(run, tmp_path / "out", tokenizer=False).family == "llama"

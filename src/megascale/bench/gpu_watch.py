@@ -11,17 +11,22 @@ from collections.abc import Sequence
 
 from megascale.errors import ConfigError, TrainingError
 
-PERIOD = 500  # milliseconds between samples
+PERIOD_MS = 500  # time between samples
 FIRST_SAMPLE_SECONDS = 30.0  # limit for nvidia-smi's first line
 _FIELDS = (("clock", "MHz"), ("power", "W"), ("temperature", "C"))
 
-Values = tuple[float | None, float | None, float | None]  # MHz, W, C; None if the device does not report it
+Values = tuple[float | None, float | None, float | None]  # MHz, W, C; None for a value that the GPU does not report
 
 
-def find_nvidia_smi(cuda: bool) -> str:
-    """Return the path of nvidia-smi. Raises ConfigError without a GPU (`cuda` false) or without nvidia-smi."""
-    if not cuda:
-        raise ConfigError("--watch samples a GPU, and these steps run on none; leave it out")
+def check_watch(uses_gpu: bool) -> None:
+    """Raise ConfigError if --watch has no GPU to sample (`uses_gpu` false), or no nvidia-smi."""
+    if not uses_gpu:
+        raise ConfigError("--watch samples a GPU, but these steps run on the CPU; leave --watch out")
+    find_nvidia_smi()
+
+
+def find_nvidia_smi() -> str:
+    """Return the path of nvidia-smi; ConfigError if it is not on PATH."""
     path = shutil.which("nvidia-smi")
     if path is None:
         raise ConfigError(
@@ -30,8 +35,11 @@ def find_nvidia_smi(cuda: bool) -> str:
     return path
 
 
-def parse_sample(line: str) -> Values | None:
-    """Parse a line such as "1755, 690.12, 45"; "[N/A]" gives None for a value, a line without a sample gives None."""
+def parse_values(line: str) -> Values | None:
+    """Parse a line such as "1755, 690.12, 45".
+
+    A value such as "[N/A]" becomes None. Any other line, such as an error message, gives None as a whole.
+    """
     parts = [part.strip() for part in line.split(",")]
     if len(parts) != len(_FIELDS):
         return None
@@ -47,30 +55,33 @@ def parse_sample(line: str) -> Values | None:
 
 
 class GpuWatch:
-    """Context that samples one GPU, by a child process and a thread that reads it.
+    """Context manager that samples one GPU: a child process runs nvidia-smi, and a thread reads its output.
+
+    Entering it raises TrainingError if nvidia-smi gives no sample.
 
     Args:
-        gpu: its UUID, since CUDA_VISIBLE_DEVICES numbers GPUs anew.
+        gpu: UUID of the GPU. An index would not do, since CUDA_VISIBLE_DEVICES renumbers GPUs.
 
-    Entering raises TrainingError if nvidia-smi gives no sample.
+    Attributes:
+        problem: after the context, why nvidia-smi ended early; None if it ran until the end.
     """
 
     def __init__(self, gpu: str) -> None:
-        self._command = [find_nvidia_smi(True), "--query-gpu=clocks.sm,power.draw,temperature.gpu"]
-        self._command += ["--format=csv,noheader,nounits", "-i", gpu, "-lms", str(PERIOD)]
-        self._samples: list[tuple[float, Values]] = []
-        self._messages: list[str] = []  # the last lines without a sample
-        self._has_output = threading.Event()
+        self._command = [find_nvidia_smi(), "--query-gpu=clocks.sm,power.draw,temperature.gpu"]
+        self._command += ["--format=csv,noheader,nounits", "-i", gpu, "-lms", str(PERIOD_MS)]
+        self._samples: list[tuple[float, Values]] = []  # time.perf_counter, values
+        self._messages: list[str] = []  # the last lines that hold no values
+        self._has_started = threading.Event()  # a first sample came, or the output ended
         self.problem: str | None = None
 
     def __enter__(self) -> GpuWatch:
         self._process = subprocess.Popen(
             self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        self._thread = threading.Thread(target=self._read, name="megascale-watch", daemon=True)
+        self._thread = threading.Thread(target=self._read_output, name="megascale-watch", daemon=True)
         self._thread.start()
         try:
-            self._has_output.wait(FIRST_SAMPLE_SECONDS)
+            self._has_started.wait(FIRST_SAMPLE_SECONDS)
             if not self._samples:
                 raise TrainingError(f"--watch: nvidia-smi gave no sample: {' '.join(self._messages) or 'no output'}")
         except BaseException:
@@ -78,20 +89,22 @@ class GpuWatch:
             raise
         return self
 
-    def _read(self) -> None:
+    def _read_output(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            values = parse_sample(line)
+            values = parse_values(line)
             if values is not None:
                 self._samples.append((time.perf_counter(), values))
-                self._has_output.set()
+                self._has_started.set()
             elif line.strip():
                 self._messages = self._messages[-2:] + [line.strip()]
-        self._has_output.set()
+        self._has_started.set()
 
     def __exit__(self, *error: object) -> None:
         if self._process.poll() is not None:
-            self.problem = f"nvidia-smi ended before the steps: {' '.join(self._messages) or self._process.returncode}"
+            self.problem = (
+                f"nvidia-smi ended while steps still ran: {' '.join(self._messages) or self._process.returncode}"
+            )
         self._process.terminate()
         try:
             self._process.wait(5.0)
@@ -100,22 +113,22 @@ class GpuWatch:
             self._process.wait()
         self._thread.join()
 
-    def samples_since(self, start: float) -> list[list[float | None]]:
-        """Return [seconds since `start` (time.perf_counter), MHz, W, C] of each sample from then on."""
-        return [[round(moment - start, 3), *values] for moment, values in list(self._samples) if moment >= start]
+    def list_samples(self, start: float) -> list[list[float | None]]:
+        """Return [seconds since `start` (time.perf_counter), MHz, W, C] of each sample taken after `start`."""
+        return [[round(seconds - start, 3), *values] for seconds, values in list(self._samples) if seconds >= start]
 
 
 def summarize_samples(samples: Sequence[Sequence[float | None]]) -> str:
-    """Return the medians of the first and the last tenth of the samples of `GpuWatch.samples_since`."""
+    """Return the medians of the first and the last tenth of the samples of `GpuWatch.list_samples`, as a text."""
     if not samples:
         return "no sample while the steps ran"
     tenth = max(1, len(samples) // 10)
-    ranges = []
+    changes = []
     for column, (name, unit) in enumerate(_FIELDS, 1):
         first = _median(samples[:tenth], column)
         last = _median(samples[-tenth:], column)
-        ranges.append(f"{name} {first} -> {last} {unit}")
-    return ", ".join(ranges)
+        changes.append(f"{name} {first} -> {last} {unit}")
+    return ", ".join(changes)
 
 
 def _median(samples: Sequence[Sequence[float | None]], column: int) -> str:

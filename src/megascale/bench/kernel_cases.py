@@ -158,8 +158,8 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
         case(
             "gelu, GEMM's bias",
             4 * H,
-            lambda x, b: activation.gelu(x, b, added=True),
-            lambda x, b: activation.gelu_reference(activation.fuse_bias_gradient(x, b)),
+            lambda x, b: activation.gelu(x, b, is_bias_added=True),
+            lambda x, b: activation.gelu_reference(activation.add_bias_to_graph(x, b)),
             rows(4 * H, -4 * H),
             moved(4 * H, 4 * H),
             moved(4 * H, 4 * H, 4 * H),

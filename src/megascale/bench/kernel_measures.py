@@ -325,23 +325,23 @@ def start_bench(sizes: Sizes, device: torch.device, compile_until: float, out: P
     if is_cuda:
         # Backward passes run on their forward's stream, and the default stream cannot be captured.
         torch.cuda.set_stream(torch.cuda.Stream())
-    burst, sustained = _gemm_rate(device)
+    rates = _measure_gemm_rates(device)
     bench.facts = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "device": torch.cuda.get_device_name(device) if is_cuda else platform.processor() or "cpu",
         "torch": torch.__version__,
         "triton": dispatch.triton.__version__ if dispatch.HAVE_TRITON else None,
-        "gemm_burst_flop_per_s": burst,
-        "gemm_held_flop_per_s": sustained,
+        "gemm_burst_flop_per_s": rates.burst,
+        "gemm_held_flop_per_s": rates.sustained,
         "copy_bytes_per_s": timing.copy_rate(device, 1 << 30 if is_cuda else 1 << 16),
     }
     return bench
 
 
-def _gemm_rate(device: torch.device) -> tuple[float, float]:
+def _measure_gemm_rates(device: torch.device) -> timing.GemmRates:
     if device.type == "cuda":
-        return timing.gemm_rate(device)
-    return timing.gemm_rate(device, 0.02, 128)
+        return timing.measure_gemm_rates(device)
+    return timing.measure_gemm_rates(device, seconds=0.02, size=128)
 
 
 def run(
@@ -365,7 +365,7 @@ def run(
         bench.guard("attention", "", functools.partial(measure_attention, bench))
     if "float8" in parts:
         kernel_float8.measure(bench, sizes == TINY)
-    _, bench.facts["gemm_held_again_flop_per_s"] = _gemm_rate(device)
+    bench.facts["gemm_held_again_flop_per_s"] = _measure_gemm_rates(device).sustained
     bench.facts["seconds"] = time.monotonic() - bench.start
     bench.facts["active"] = dispatch.active()
     bench.save()

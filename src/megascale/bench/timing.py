@@ -5,11 +5,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 REPEATS = 9  # timed replays; the median is taken
+
+
+class GemmRates(NamedTuple):
+    """FLOP/s of one GEMM, in a burst of milliseconds and sustained for seconds."""
+
+    burst: float
+    sustained: float
 
 
 def device_seconds(function: Callable[[], Any], replay_seconds: float = 2e-3) -> float:
@@ -75,8 +82,8 @@ def _cpu_seconds(function: Callable[[], Any]) -> float:
 def copy_rate(device: torch.device, size: int = 1 << 30) -> float:
     """Return bytes/s (read + written) of a device copy of `size` bytes, the upper limit for memory-bound kernels.
 
-    The better of a copy and of a kernel that reads and writes: a copy inside a graph may go to a copy engine, which
-    reaches two thirds of what kernels do on an H200.
+    It is the larger rate of a copy and of a kernel that reads and writes. A copy inside a graph may go to a copy
+    engine, whose rate on an H200 is two thirds of a kernel's.
     """
     source = torch.zeros(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -85,13 +92,13 @@ def copy_rate(device: torch.device, size: int = 1 << 30) -> float:
     return 2 * source.nbytes / min(copy_seconds, kernel_seconds)
 
 
-def gemm_rate(device: torch.device, seconds: float = 2.0, size: int = 8192) -> tuple[float, float]:
-    """Return FLOP/s of a square bfloat16 GEMM in a burst of milliseconds, and sustained for `seconds`."""
+def measure_gemm_rates(device: torch.device, seconds: float = 2.0, size: int = 8192) -> GemmRates:
+    """Measure a square bfloat16 GEMM in a burst of milliseconds, and sustained for `seconds`."""
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
     flops = 2 * size**3
     burst = flops / device_seconds(lambda: torch.mm(a, b, out=out), 1e-2)
-    return burst, sustained_gemm_rate(device, seconds, size)
+    return GemmRates(burst, sustained_gemm_rate(device, seconds, size))
 
 
 def sustained_gemm_rate(device: torch.device, seconds: float, size: int = 8192) -> float:

@@ -90,7 +90,7 @@ def register(app: typer.Typer) -> None:
             import torch
 
             if watch:
-                gpu_watch.find_nvidia_smi(torch.cuda.is_available() and config.train.device != "cpu")
+                gpu_watch.check_watch(uses_gpu=torch.cuda.is_available() and config.train.device != "cpu")
             world = launcher.count_processes(config, torch.cuda.device_count())
             if cores is not None:
                 find_cores(cores, world - 1)
@@ -356,7 +356,7 @@ def measure(
         "gemm_flop_per_s": gemm_rates,
         "peak_memory_gib": peak_memory,
         "device_memory_gib": device_memory,
-        "watched": None if watcher is None else watcher.samples_since(first_start),
+        "watched": None if watcher is None else watcher.list_samples(first_start),
         "watch_trouble": None if watcher is None else watcher.problem,
         "start_seconds": start_seconds,
         "losses": [losses[0], losses[-1]],

@@ -1,4 +1,4 @@
-"""Shell completion of what typer does not know: settings, their values, presets, clusters and calibrations."""
+"""Shell completion of settings, their values, presets, clusters and calibrations, which typer does not know."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ SETTINGS_COMMANDS: frozenset[tuple[str, ...]] = frozenset(
 COMPLETE_VARIABLE = "_MEGASCALE_COMPLETE"
 
 
-def answer(environment: Mapping[str, str], list_options: Callable[[Sequence[str]], list[str]]) -> str | None:
-    """Return what to print for a request of a shell, or None if typer answers it.
+def complete_request(environment: Mapping[str, str], list_options: Callable[[Sequence[str]], list[str]]) -> str | None:
+    """Return the lines to print for a completion request of a shell, or None if typer handles the request.
 
     Args:
-        environment: the variables that the completion scripts of typer set.
-        list_options: returns the options of the command that words name, such as --gpus.
+        environment: the variables that typer's completion scripts set.
+        list_options: returns the options of a command, such as --gpus, from the arguments of a command line.
     """
     shell = environment.get(COMPLETE_VARIABLE, "").removeprefix("complete_")
     if shell == "bash":
-        words, word = _read_bash_words(environment)
+        arguments, incomplete = _parse_bash_variables(environment)
     elif shell in ("zsh", "fish"):
-        words, word = _read_line(environment.get("_TYPER_COMPLETE_ARGS", ""))
+        arguments, incomplete = _parse_command_line(environment.get("_TYPER_COMPLETE_ARGS", ""))
     else:
         return None
-    matches = list_matches(words, word, list_options)
+    matches = list_matches(arguments, incomplete, list_options)
     if matches is None:
         return None
     if shell == "zsh":
@@ -46,45 +46,54 @@ def answer(environment: Mapping[str, str], list_options: Callable[[Sequence[str]
     return "\n".join(matches)
 
 
-def list_matches(
-    words: Sequence[str], word: str, list_options: Callable[[Sequence[str]], list[str]]
-) -> list[str] | None:
-    """Return the completions of `word` after `words`, or None if typer knows them.
+def asks_whether_any(environment: Mapping[str, str]) -> bool:
+    """Return whether fish asks by an exit code whether there are completions; without any, it completes files."""
+    return environment.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args"
 
-    An empty list lets the shell complete names of files. `words` begins with the command. An equals sign may be a word
-    of its own, as in bash, or a part of `word`, as in zsh.
+
+def list_matches(
+    arguments: Sequence[str], incomplete: str, list_options: Callable[[Sequence[str]], list[str]]
+) -> list[str] | None:
+    """Return the completions of the argument at the cursor, or None if typer knows them.
+
+    An empty list lets the shell complete names of files.
+
+    Args:
+        arguments: complete arguments before the cursor, from the command on. In bash an equals sign is an argument.
+        incomplete: beginning of the argument at the cursor. In zsh it contains the equals sign.
+        list_options: see `complete_request`.
     """
-    if not words:
+    if not arguments:
         return None
     prefix = ""
-    if word == "=":  # bash: the cursor is right behind it
-        words, word = list(words) + ["="], ""
-    if word.startswith("--") and "=" in word:
-        option, _, word = word.partition("=")
+    if incomplete == "=":  # In bash the cursor is right after the equals sign.
+        arguments, incomplete = list(arguments) + ["="], ""
+    if incomplete.startswith("--") and "=" in incomplete:
+        option, _, incomplete = incomplete.partition("=")
         prefix = f"{option}="
-    elif words[-1] == "=" and len(words) > 1:
-        option = words[-2]
+    elif arguments[-1] == "=" and len(arguments) > 1:
+        option = arguments[-2]
     else:
-        option = words[-1]
+        option = arguments[-1]
     if option.startswith("--"):
-        values = _list_values(words, option)
+        values = _list_values(arguments, option)
         if values is not None:
-            return [prefix + value for value in values if value.startswith(word)]
-    if words[0] == "config" and not word.startswith("-"):
-        return _match(_list_sections() + _list_keys(), word)
-    if word.startswith("--") and _takes_settings(words):
-        keys = _match([f"--{key}" for key in _list_keys()], word)
+            return [prefix + value for value in values if value.startswith(incomplete)]
+    if arguments[0] == "config" and not incomplete.startswith("-"):
+        return _filter_by_prefix(_list_sections() + _list_keys(), incomplete)
+    if incomplete.startswith("--") and _accepts_settings(arguments):
+        keys = _filter_by_prefix([f"--{key}" for key in _list_keys()], incomplete)
         if keys:
-            return keys + _match(list_options(words), word)
+            return keys + _filter_by_prefix(list_options(arguments), incomplete)
     return None
 
 
-def _takes_settings(words: Sequence[str]) -> bool:
-    return tuple(words[:1]) in SETTINGS_COMMANDS or tuple(words[:2]) in SETTINGS_COMMANDS
+def _accepts_settings(arguments: Sequence[str]) -> bool:
+    return tuple(arguments[:1]) in SETTINGS_COMMANDS or tuple(arguments[:2]) in SETTINGS_COMMANDS
 
 
-def _match(candidates: Iterable[str], word: str) -> list[str]:
-    return [candidate for candidate in candidates if candidate.startswith(word)]
+def _filter_by_prefix(candidates: Iterable[str], prefix: str) -> list[str]:
+    return [candidate for candidate in candidates if candidate.startswith(prefix)]
 
 
 def _list_sections() -> list[str]:
@@ -99,13 +108,13 @@ def _list_keys() -> list[str]:
     return [setting.key for setting in list_settings()]
 
 
-def _list_values(words: Sequence[str], option: str) -> list[str] | None:
-    """Return the values of an option or a setting, an empty list for a path or free text, None if it is unknown."""
-    if words[0] in ("simulate", "network"):
+def _list_values(arguments: Sequence[str], option: str) -> list[str] | None:
+    """Return the values of an option or a setting: none for a path or free text, None for an unknown option."""
+    if arguments[0] in ("simulate", "network"):
         names = _list_simulation_names(option)
         if names is not None:
             return names
-    if words[0] == "plan" and option == "--device":
+    if arguments[0] == "plan" and option == "--device":
         from megascale.simulate.planner.layout_cost import DEVICES
 
         return list(DEVICES)
@@ -126,11 +135,11 @@ def _list_values(words: Sequence[str], option: str) -> list[str] | None:
 
 
 def _list_simulation_names(option: str) -> list[str] | None:
-    """Return the shipped clusters, calibrations or software stacks."""
+    """Return the names that an option of `simulate` accepts, or None for other options."""
     if option == "--cluster":
-        from megascale.simulate.cluster import shipped
+        from megascale.simulate.cluster import list_shipped_clusters
 
-        return shipped()
+        return list_shipped_clusters()
     if option == "--calibration":
         from megascale.simulate.calibration import shipped_calibrations
 
@@ -142,27 +151,28 @@ def _list_simulation_names(option: str) -> list[str] | None:
     return None
 
 
-def _read_bash_words(environment: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return the words before the cursor without the program, and the word at the cursor."""
+def _parse_bash_variables(environment: Mapping[str, str]) -> tuple[list[str], str]:
+    """Return (arguments, incomplete) as `list_matches` takes them, from the variables of bash."""
     text = environment.get("COMP_WORDS", "")
     words = text.split("\n") if "\n" in text else text.split()
     position = int(environment.get("COMP_CWORD", "0"))
-    word = words[position] if position < len(words) else ""
-    return words[1:position], word
+    incomplete = words[position] if position < len(words) else ""
+    return words[1:position], incomplete
 
 
-def _read_line(line: str) -> tuple[list[str], str]:
-    """Return the words before the cursor without the program, and the word at the cursor, of zsh and fish."""
+def _parse_command_line(line: str) -> tuple[list[str], str]:
+    """Return (arguments, incomplete) as `list_matches` takes them, from the command line of zsh or fish."""
     try:
-        words = shlex.split(line)[1:]
-    except ValueError:  # an open quote
-        words = line.split()[1:]
-    if words and not line.endswith(" "):
-        return words[:-1], words[-1]
-    return words, ""
+        arguments = shlex.split(line)[1:]
+    except ValueError:  # A quotation mark is still open.
+        arguments = line.split()[1:]
+    if arguments and not line.endswith(" "):
+        return arguments[:-1], arguments[-1]
+    return arguments, ""
 
 
 def _format_for_zsh(matches: Sequence[str]) -> str:
+    """Return the call that typer's script for zsh evaluates."""
     if not matches:
         return "_files"
     quoted = "\n".join('"' + match.replace(":", r"\\:") + '"' for match in matches)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megascale.data.dataset.ledger import LedgerReport
     from megascale.data.dataset.packing_comparison import PackingRow
     from megascale.data.dataset.samples import SampleSource
-    from megascale.data.prepare.chat_builder import ChatBuild
+    from megascale.data.prepare.chat_builder import ChatBuild, TextRun
 
 data = typer.Typer(no_args_is_help=True, help="Make data sets of text and inspect them.")
 
@@ -173,8 +173,8 @@ def _print_chat(built: ChatBuild) -> None:
             name, f"{part.documents:,}", f"{part.tokens:,}", f"{counted:,}", f"{counted / max(part.tokens, 1):.1%}"
         )
     console.print(table)
-    if built.sides:
-        longest = max(side.longest for side in built.sides.values())
+    if built.statistics:
+        longest = max(split.max_length for split in built.statistics.values())
         console.print(f"the longest conversation has {longest:,} tokens", highlight=False)
     for note in built.manifest.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
@@ -185,18 +185,18 @@ def _print_chat(built: ChatBuild) -> None:
     )
 
 
-def _print_marked(parts: list[tuple[str, bool]], console: Console) -> None:
-    """Print a conversation with its counted parts in colour on a terminal, in brackets elsewhere."""
+def _print_marked(runs: list[TextRun], console: Console) -> None:
+    """Print a conversation. Text that counts in the loss is green on a terminal, in brackets elsewhere."""
     from rich.text import Text
 
     text = Text()
-    for part, is_counted in parts:
-        if not is_counted:
-            text.append(part, style="dim" if console.is_terminal else "")
+    for run in runs:
+        if not run.is_in_loss:
+            text.append(run.text, style="dim" if console.is_terminal else "")
         elif console.is_terminal:
-            text.append(part, style="bold green")
+            text.append(run.text, style="bold green")
         else:
-            text.append(f"[[{part}]]")
+            text.append(f"[[{run.text}]]")
     console.print(text, soft_wrap=True, highlight=False)
 
 

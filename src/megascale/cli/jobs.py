@@ -10,7 +10,7 @@ import sys
 import time
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
@@ -411,27 +411,35 @@ def logs(
     """
     from megascale.resilience.driver.api.access import LOG_PIECE
 
-    start, end, text = _read_log(run, rank, -LOG_PIECE)
-    log_lines = text.splitlines(keepends=True)
-    if start:
-        log_lines = log_lines[1:]  # the first line's beginning is not in this piece
+    piece = _read_log(run, rank, -LOG_PIECE)
+    log_lines = piece.text.splitlines(keepends=True)
+    if piece.start:
+        log_lines = log_lines[1:]  # The piece begins within this line.
     if lines:
         sys.stdout.write("".join(log_lines[-lines:]))
     while follow:
         sys.stdout.flush()
         time.sleep(0.5)
-        _, end, text = _read_log(run, rank, end)
-        sys.stdout.write(text)
+        piece = _read_log(run, rank, piece.end)
+        sys.stdout.write(piece.text)
 
 
-def _read_log(run: Path, rank: int, offset: int) -> tuple[int, int, str]:
-    """Return a piece of a log from byte `offset` on (negative: from its end) as (first byte, end, text)."""
+class _LogPiece(NamedTuple):
+    """Text of a log from byte `start` to byte `end`."""
+
+    start: int
+    end: int
+    text: str
+
+
+def _read_log(run: Path, rank: int, offset: int) -> _LogPiece:
+    """Read a piece of a log from byte `offset` on. A negative offset counts from the end of the log."""
     from megascale.resilience.driver.api.access import read_log_piece
     from megascale.resilience.driver.api.client import send_request
 
     if run.is_file():
         answer = send_request(run, "GET", f"/v1/logs/{rank}?after={offset}")
-        return answer["start"], answer["end"], answer["text"]
+        return _LogPiece(answer["start"], answer["end"], answer["text"])
     file = run / "logs" / f"rank-{rank}.log"
     piece = read_log_piece(file, offset)
     if piece is None:
@@ -441,4 +449,4 @@ def _read_log(run: Path, rank: int, offset: int) -> tuple[int, int, str]:
             existing = f"there are logs of ranks {join_first(ranks, _LISTED_RANKS)}"
         raise DataError(f"{file} does not exist; {existing}")
     start, content = piece
-    return start, start + len(content), content.decode(errors="replace")
+    return _LogPiece(start, start + len(content), content.decode(errors="replace"))

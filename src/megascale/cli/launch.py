@@ -141,7 +141,7 @@ def _drive(config: Config, dashboard: int | None) -> int:
     check_timeouts(config)  # the cluster may have set some of them
     is_foreign = bool(config.foreign.command)
     if not is_foreign:
-        resolved, layout = _lay_out(config, size)  # one error message, before any process starts
+        resolved, layout = _resolve_layout(config, size)  # one error message, before any process starts
     console = make_console(soft_wrap=True)
 
     def log_line(source: str, text: str) -> None:
@@ -164,7 +164,7 @@ def _drive(config: Config, dashboard: int | None) -> int:
         return start_driver.drive(config, size, log_line)
 
 
-def _lay_out(config: Config, size: Size) -> tuple[Config, Layout]:
+def _resolve_layout(config: Config, size: Size) -> tuple[Config, Layout]:
     """Return the resolved configuration and the layout of this package's trainer."""
     from megascale import api
     from megascale.config import resolve_precision
@@ -190,14 +190,14 @@ def _check_layout(config: Config, gpus: int) -> None:
     parallel = config.parallel.model_copy(update={"data": size.data, "gpus_per_host": size.ranks_per_node})
     config = config.model_copy(update={"parallel": parallel})
     try:
-        _lay_out(config, size)
+        _resolve_layout(config, size)
     except DataError as error:
         typer.echo(
             f"note: the nodes will check the model against its data, which this machine lacks: {error}", err=True
         )
         model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or _COMMON_VOCABULARY})
         data = config.data.model_copy(update={"train": []})
-        _lay_out(config.model_copy(update={"model": model, "data": data}), size)
+        _resolve_layout(config.model_copy(update={"model": model, "data": data}), size)
 
 
 def _check_machine(config: Config, layout: Layout, size: Size, report: Callable[[str], None]) -> None:

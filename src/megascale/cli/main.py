@@ -165,10 +165,10 @@ def _make_app() -> typer.Typer:
     return command_line([module] if module else dict.fromkeys(COMMANDS.values()))
 
 
-def list_options(words: Sequence[str]) -> list[str]:
-    """Return the long options of the command that the first words name, such as --gpus."""
-    command = typer.main.get_command(command_line([COMMANDS[words[0]]]))
-    for name in words[:2]:
+def list_options(arguments: Sequence[str]) -> list[str]:
+    """Return the long options of a command, such as --gpus, from the arguments of a command line."""
+    command = typer.main.get_command(command_line([COMMANDS[arguments[0]]]))
+    for name in arguments[:2]:
         command = getattr(command, "commands", {}).get(name, command)
     return [option for parameter in command.params for option in parameter.opts if option.startswith("--")]
 
@@ -188,8 +188,10 @@ def main() -> None:
     if is_work(sys.argv[1:]):
         terminal.ignore_lost_output()
     if completion.COMPLETE_VARIABLE in os.environ:
-        matches = completion.answer(os.environ, list_options)
+        matches = completion.complete_request(os.environ, list_options)
         if matches is not None:
+            if completion.asks_whether_any(os.environ):
+                sys.exit(0 if matches else 1)
             print(matches)
             return
     run_app(_make_app)

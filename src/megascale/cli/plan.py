@@ -79,8 +79,9 @@ def plan(
     memory_gib = device_gib or _find_memory_gib(device)
     config = load_for_gpus(file, context.args)
     is_chosen = False
+    cluster = None
     if not names_file(file, context.args):
-        config, is_chosen = _complete(config, gpus, device, memory_gib)
+        config, is_chosen, cluster = _complete(config, gpus, device, memory_gib)
     cost = make_plan(config, gpus, memory_gib)
     if as_json:
         print_json(cost.to_dict(), indent=2)
@@ -88,6 +89,8 @@ def plan(
         _print_plan(cost, make_console())
         if is_chosen:
             print_choice(config, "chosen, as none was given:")
+            if cluster is not None:
+                _print_basis(cluster)
     if toml is not None:
         write_text(toml, config.to_toml(), "--toml")
     if plot is not None:
@@ -106,23 +109,28 @@ _MOST_GPUS = 2**17
 _SMALLEST_SHOWN = 2**30 / 200  # bytes, 0.005 GiB: less is printed as 0.00
 
 
-def _complete(config: Config, gpus: int, device: str, device_gib: float) -> tuple[Config, bool]:
-    """Return the configuration with a vocabulary, a batch and a layout, and whether any of the latter was chosen.
+def _complete(config: Config, gpus: int, device: str, device_gib: float) -> tuple[Config, bool, str | None]:
+    """Return the configuration with a vocabulary, a batch and a layout, and how they were chosen.
+
+    The second value says whether anything was chosen. The third is the cluster whose predicted step times
+    chose the layout, or None.
 
     Raises FitError with a number of GPUs that would do if no layout fits.
     """
     from megascale.simulate.cluster import with_value
-    from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_layout
+    from megascale.simulate.defaults import assume_vocabulary, choose_batch, choose_layout, has_experts, has_layout
 
-    config = assume_vocabulary(config)
+    given = config
+    config = assume_vocabulary(given)
     if has_layout(config):
         chosen = choose_batch(config, gpus)
-        return chosen, chosen is not config
+        return chosen, chosen is not given, None
     names = [cluster for name, cluster in _CLUSTERS.items() if name.lower() in device.lower()]
-    scenario = make_scenario(config, gpus, names[0] if names else DEFAULT_CLUSTER)
+    cluster = names[0] if names else DEFAULT_CLUSTER
+    scenario = make_scenario(config, gpus, cluster)
     scenario = replace(scenario, cluster=with_value(scenario.cluster, "gpu", "memory_gib", device_gib))
     try:
-        return choose_layout(scenario), True
+        return choose_layout(scenario), True, None if has_experts(config.model) else cluster
     except FitError as error:
         reason = str(error)
     per_host = config.parallel.gpus_per_host
@@ -135,6 +143,14 @@ def _complete(config: Config, gpus: int, device: str, device_gib: float) -> tupl
             continue
         raise FitError(f"{reason}; --gpus {larger} has one that fits")
     raise FitError(reason)
+
+
+def _print_basis(cluster: str) -> None:
+    make_console().print(
+        f"[yellow]mind[/yellow] the layout is the fastest by prediction on {cluster}; "
+        f"`megascale simulate step --cluster {cluster}` says how sure that is",
+        soft_wrap=True,
+    )
 
 
 def _find_memory_gib(device: str) -> float:

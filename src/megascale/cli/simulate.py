@@ -113,7 +113,7 @@ def _load_scenario(
     *,
     fixes_layout: bool = True,
 ) -> tuple[Scenario, bool]:
-    """Return the scenario of a command line, and whether its layout or batch was chosen because none was given.
+    """Return the scenario of a command line, and whether its layout, batch or vocabulary was chosen.
 
     A file is priced as it is.
 
@@ -129,7 +129,7 @@ def _load_scenario(
     if fixes_layout and not has_layout(config):
         return scenario.with_config(choose_layout(scenario)), True
     chosen = choose_batch(scenario.config, gpus)
-    return scenario.with_config(chosen), chosen is not scenario.config
+    return scenario.with_config(chosen), chosen is not config
 
 
 def _make_baseline(scenario: Scenario, name: str | None, calibration: str | None) -> Scenario:
@@ -338,6 +338,7 @@ def ablate(
             print_choice(scenario.config, CHOSEN)
         render.ablation_chart(added, f"one after another, {gpus:,} GPUs", "time saved", console)
         render.ablation_chart(removed, "each removed from the complete stack", "slower by", console)
+        render.assumptions([removed[0][1]], console)
     if csv is not None:
         _write_csv([{"technique": name, **result.as_dict()} for name, result, _ in added + removed], csv)
     if plot is not None:
@@ -379,8 +380,12 @@ def sweep(
     from megascale.simulate import simulation_plots
     from megascale.simulate.series import parse_vary, sweep_rows
 
-    base, is_chosen = _load_scenario(file, context.args, gpus, cluster, calibration, software, fixes_layout=False)
     axes = [parse_vary(text) for text in vary]
+    # A layout for one number of GPUs may not divide for others.
+    fixes_layout = all(key != "gpus" for key, _ in axes)
+    base, is_chosen = _load_scenario(
+        file, context.args, gpus, cluster, calibration, software, fixes_layout=fixes_layout
+    )
     scenarios = [base]
     if against != "none":
         scenarios.insert(0, _make_baseline(base, against or "megatron-2023", calibration))
@@ -418,8 +423,20 @@ def _print_sweep(rows: list[dict[str, Any]], keys: list[str], skipped: list[str]
         cells.append([str(row[key]) for key in keys] + label + figures)
     console = make_console()
     title = "" if len(names) > 1 else f"software: {', '.join(names)}"
-    render.show_rows(headers, cells, console, title)
+    if rows:
+        render.show_rows(headers, cells, console, title)
+    for text in _list_common_cautions(rows):
+        console.print(f"[yellow]mind[/yellow] {text}", soft_wrap=True)
     _print_skipped(skipped, console)
+
+
+def _list_common_cautions(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the cautions that all rows of a stack have."""
+    common = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        cautions = [row["cautions"] for row in rows if row["label"] == label]
+        common += [text for text in cautions[0] if all(text in others for others in cautions)]
+    return list(dict.fromkeys(common))
 
 
 def _print_skipped(skipped: list[str], console: Any) -> None:
@@ -677,7 +694,7 @@ def effective(
       megascale simulate effective examples/gpt-175b.toml --gpus 12288 --spares 4 --plot effective.png
     """
     from megascale.simulate import effective as monte_carlo
-    from megascale.simulate import simulation_plots
+    from megascale.simulate import render, simulation_plots
     from megascale.simulate.step import run
 
     options = {
@@ -719,6 +736,7 @@ def effective(
         print_json(record, indent=2)
     else:
         _print_effective(record, monte_carlo.SOURCES)
+        render.assumptions([result], make_console())
         if is_chosen:
             print_choice(scenario.config, CHOSEN)
     if plot is not None:

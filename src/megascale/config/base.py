@@ -41,8 +41,11 @@ class Section(BaseModel):
 
 
 def wrap_single_value(value: Any) -> Any:
-    """Return a list with a value that is not a list, which users write for a list of one."""
-    if isinstance(value, str | int | float) and not isinstance(value, bool):
+    """Return a list with a value that is not a list, which users write for a list of one.
+
+    Empty text stays, and is refused: a shell writes it for a variable that is not set.
+    """
+    if isinstance(value, str | int | float) and not isinstance(value, bool) and value != "":
         return [value]
     return value
 

@@ -8,9 +8,9 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from megascale.config.base import UNSET, Section, check_encoding
@@ -130,7 +130,7 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("preset"), str) and model["preset"] != UNSET:
         tree["model"] = read_preset(model["preset"]) | model
-    tree = _drop_unset(tree)
+    tree = _drop_unset(tree, Config)
     add_sections(tree)
     known = len(PLUGIN_SETTINGS)
     try:
@@ -147,15 +147,29 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
     return config
 
 
-def _drop_unset(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested tables without the keys whose value is the word unset, so that their defaults apply."""
+def _drop_unset(tree: Mapping[str, Any], section_type: type[BaseModel] | None) -> dict[str, Any]:
+    """Return nested tables without the keys whose value is the word unset, so that their defaults apply.
+
+    An unknown key of `section_type` keeps the word, so that validation refuses it.
+    """
     kept: dict[str, Any] = {}
     for key, value in tree.items():
+        field = section_type.model_fields.get(key) if section_type is not None else None
         if isinstance(value, dict):
-            kept[key] = _drop_unset(value)
-        elif not (isinstance(value, str) and value == UNSET):
+            kept[key] = _drop_unset(value, _find_table_type(field))
+        elif value != UNSET or (section_type is not None and field is None):
             kept[key] = value
     return kept
+
+
+def _find_table_type(field: FieldInfo | None) -> type[BaseModel] | None:
+    """Return the type of a field's table, or None if the field has no fixed keys."""
+    if field is None or get_origin(field.annotation) is dict:
+        return None
+    for annotation in (field.annotation, *get_args(field.annotation)):
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return annotation
+    return None
 
 
 def _move_imported_folder(tree: dict[str, Any]) -> None:
@@ -169,18 +183,18 @@ def _move_imported_folder(tree: dict[str, Any]) -> None:
         return
     if not isinstance(folder, str) or not folder:
         raise ConfigError(f"model.from={folder!r} is wrong: it must name the folder of a Hugging Face model")
-    if model.get("preset") is not None:
+    if model.get("preset") not in (None, UNSET):
         raise ConfigError(
             f"model.from={folder} and model.preset={model['preset']} both describe the model; give one of them"
         )
     table = tree.get("checkpoint", {})
     if not isinstance(table, dict):
         return
-    if table.get("imported", folder) != folder:
+    if table.get("imported", folder) not in (folder, UNSET):
         raise ConfigError(
             f"model.from={folder} and checkpoint.imported={table['imported']} name two models; give one of them"
         )
-    if table.get("start_from") is not None:
+    if table.get("start_from") not in (None, UNSET):
         raise ConfigError(
             f"model.from={folder} and checkpoint.start_from={table['start_from']} name two models; give one of them"
         )
@@ -238,7 +252,7 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
         if text == UNSET:
             return section, key, text
         # A list may be written a,b,c, because brackets and quotes are tedious in a shell.
-        if field is not None and "list" in str(field.annotation):
+        if text and field is not None and "list" in str(field.annotation):
             return section, key, text.split(",")
         return section, key, text
     if len(parsed) > 1:  # text of several lines may look like several keys

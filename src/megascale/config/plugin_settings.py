@@ -37,8 +37,11 @@ class PluginSetting:
         section, _, name = owner_key.partition(".")
         selected = getattr(getattr(config, section), name)
         if isinstance(selected, list):
-            return value in selected
-        return bool(selected == value)
+            # A part in a list may have an argument: kafka=broker:9092/topic.
+            return value in [str(part).partition("=")[0] for part in selected]
+        if isinstance(selected, bool):
+            return str(selected).lower() == value
+        return str(selected) == value
 
 
 PLUGIN_SETTINGS: dict[str, PluginSetting] = {}

@@ -33,7 +33,7 @@ _ALIASES: dict[str, str] = {
     "model.dropout": "dropout_rate hidden_dropout attention_dropout resid_pdrop attn_pdrop",
     "model.init_std": "initializer_range init_method_std",
     "checkpoint.imported": "from from_pretrained pretrained_model_name_or_path initial_load_path",
-    "model.preset": "model_name config_name flavor size arch architecture",
+    "model.preset": "model model_name config_name flavor size arch architecture",
     "data.train": "dataset datasets train_data training_data train_file train_files data_path dataset_path data_prefix "
     "train_data_path",
     "data.valid": "val validation valid_data val_data validation_data valid_file validation_file eval_file held_out "

@@ -39,7 +39,7 @@ class SampleFields:
 
     @property
     def concerns_blocks(self) -> bool:
-        """Whether blocks read a field, so that every pipeline stage needs the samples."""
+        """True if blocks read a field, so that every pipeline stage needs the samples."""
         return self.positions or self.max_documents > 0
 
 

@@ -24,7 +24,7 @@ class BatchShares:
 
     @property
     def is_even(self) -> bool:
-        """Whether all replicas have the same number of micro-batches."""
+        """True if all replicas have the same number of micro-batches."""
         return self.microbatches % self.replicas == 0
 
     def count(self, replica: int) -> int:

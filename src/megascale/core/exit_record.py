@@ -1,7 +1,7 @@
-"""The record of why a trainer process ended, which the process writes and the driver's rules read.
+"""The record of why a trainer process ended. The process writes it, and the driver's rules read it.
 
-A fault crosses process boundaries as a code. The text for people is next to the record (`Status.message`,
-`Worker.error`), and no rule reads it back.
+The record names the fault by a code. The human-readable message is a separate field (`Status.message`,
+`Worker.error`) that no rule parses.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Error = TypeVar("Error", bound=BaseException)
 
 
 class ExitKind(StrEnum):
-    """The fault that ended a process."""
+    """The fault that ended a process. Comments name the `ExitRecord.subject` of a kind that has one."""
 
     UNKNOWN = ""  # the process recorded nothing
-    DISK_FULL = "disk_full"  # subject: the disk, "" if unknown
+    DISK_FULL = "disk_full"  # subject: the full disk, "" if unknown
     PORT_TAKEN = "port_taken"
     OUT_OF_MEMORY = "out_of_memory"  # on the device or in Python
-    HOST_MEMORY = "host_memory"  # the host has too little memory for what the settings need
+    HOST_MEMORY = "host_memory"  # the host has less memory than the settings need
     NONFINITE_LOSS = "nonfinite_loss"
     NONFINITE_GRADIENT = "nonfinite_gradient"
-    WEIGHTS_CHANGED = "weights_changed"  # subject: the tensors
-    WRONG_BITS = "wrong_bits"  # another replica computed other bits; subject: the tensor
+    WEIGHTS_CHANGED = "weights_changed"  # subject: the changed tensors
+    WRONG_BITS = "wrong_bits"  # replicas disagree; subject: the tensor that differs
     LOST_PEER = "lost_peer"  # another rank ended or hangs
     REFUSED = "refused"  # an error with a message for people; the exit code names its class
     INTERRUPTED = "interrupted"
@@ -43,7 +43,7 @@ class ExitRecord:
 
     Attributes:
         kind: the fault.
-        rank: the rank where the fault is, -1 if it is the rank that ended.
+        rank: the rank at fault, -1 for the rank that wrote the record.
         step: the step in which the fault occurred, 0 if it was outside of a step or the step is unknown.
         subject: the tensor, device or disk that is at fault, "" if unknown.
     """
@@ -58,35 +58,40 @@ NO_RECORD = ExitRecord()
 
 
 def attach_record(error: Error, kind: ExitKind, *, rank: int = -1, step: int = 0, subject: str = "") -> Error:
-    """Attach the record of its fault to an exception that is about to be raised, and return the exception."""
+    """Attach the record of a fault to the exception that reports it, and return the exception."""
     error.exit_record = ExitRecord(kind, rank, step, subject[:200])  # type: ignore[attr-defined]
     return error
 
 
-def record_of(error: BaseException) -> ExitRecord:
-    """Return the record attached to an exception or to one that caused it, else one by its type and error number."""
-    links = list(iterate_causes(error))
-    for link in links:
-        record = getattr(link, "exit_record", None)
+def find_exit_record(error: BaseException) -> ExitRecord:
+    """Return the record attached to an exception or to one of its causes.
+
+    Without an attached record, make one from the types of these exceptions and their error number.
+    """
+    causes = list(iterate_causes(error))
+    for cause in causes:
+        record = getattr(cause, "exit_record", None)
         if isinstance(record, ExitRecord):
             return record
-    return ExitRecord(_classify(links, find_errno(error)))
+    return ExitRecord(_classify_exit(causes, find_errno(error)))
 
 
-def _classify(links: list[BaseException], number: int) -> ExitKind:
-    if number in DISK_FULL_ERRNOS:
+def _classify_exit(causes: list[BaseException], errno_value: int) -> ExitKind:
+    """Return the kind of the fault that an exception and its causes describe (`errno_value` 0: no error number)."""
+    if errno_value in DISK_FULL_ERRNOS:
         return ExitKind.DISK_FULL
-    if number == errno.EADDRINUSE:
+    if errno_value == errno.EADDRINUSE:
         return ExitKind.PORT_TAKEN
-    if number == errno.ENOMEM:
-        is_refusal = any(isinstance(link, FitError) for link in links)
-        if is_refusal:
+    if errno_value == errno.ENOMEM:
+        # A FitError says that the settings need more memory than the host has.
+        is_settings_error = any(isinstance(cause, FitError) for cause in causes)
+        if is_settings_error:
             return ExitKind.HOST_MEMORY
         return ExitKind.OUT_OF_MEMORY
     # torch.OutOfMemoryError is known by its name, since this package does not import torch.
-    if any(isinstance(link, MemoryError) or type(link).__name__ == "OutOfMemoryError" for link in links):
+    if any(isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError" for cause in causes):
         return ExitKind.OUT_OF_MEMORY
-    error = next((link for link in links if not isinstance(link, SystemExit)), None)
+    error = next((cause for cause in causes if not isinstance(cause, SystemExit)), None)
     if error is None:
         return ExitKind.UNKNOWN
     if isinstance(error, KeyboardInterrupt):

@@ -64,7 +64,7 @@ class LogicalTensor:
 
     @property
     def is_unit_matrix(self) -> bool:
-        """Whether it belongs to a unit of the forward from ZeRO-2 on: a matrix without copies along the tensor axis."""
+        """True for a matrix without copies along the tensor axis; from ZeRO-2 on it is in a unit of the forward."""
         return self.decay and self.partition_dim is not None
 
     @property

@@ -43,14 +43,15 @@ UNOBSERVED = "unobserved"
 
 @dataclass(frozen=True)
 class StartReport:
-    """How far a rank's start has come, for the record of a recovery (core/recovery_record.py).
+    """Progress of a rank's start, for the record of a recovery (core/recovery_record.py).
 
     Attributes:
         process_ns: when the trainer began to run, in a new process or in one that it kept; this host's clock.
-        groups_ns, state_ns: when it had its communicators, and its model, optimizer and data; 0 before.
+        groups_ns: when it had its communicators; 0 before.
+        state_ns: when it had its model, optimizer and data; 0 before.
         step: the step whose state it continues from.
         source: where it found that state, "" before.
-        is_reused: it runs in the process of the attempt before.
+        is_reused: it runs in the process of the previous attempt.
         is_standing: its weights and optimizer state stayed where they were.
     """
 

@@ -23,7 +23,7 @@ from megascale.model.context import ForwardContext, LayerSetup, Rotary
 from megascale.model.experts import keep_routing
 from megascale.model.fusion import Branch, ResidualStream, add_branches, norm_and_project
 from megascale.model.norm import Norm
-from megascale.ops.activation import fuses
+from megascale.ops.activation import can_fuse
 from megascale.ops.fused_projection import split_fused_projection
 from megascale.parallel.module import DirectModule
 from megascale.parallel.parameters import local_parameter
@@ -173,7 +173,7 @@ class FusedParallelBlock(Block):
 
     def fuses_bias_gradient(self, x: torch.Tensor) -> bool:
         """Return whether splitting the projection also computes the gradient of its bias."""
-        return self.attention.bias is None and fuses(self.mlp.activation, "split fused projection", x)
+        return self.attention.bias is None and can_fuse(self.mlp.activation, "split fused projection", x)
 
     def split(self, columns: torch.Tensor, rotary: Rotary, context: ForwardContext) -> list[Branch]:
         """Return the branches of both parts from their projection [s, b, columns/t]."""

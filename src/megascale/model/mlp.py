@@ -14,7 +14,7 @@ from megascale.model.context import LayerSetup
 from megascale.model.experts import ExpertsMlp
 from megascale.model.fusion import Branch
 from megascale.ops import activation as activations
-from megascale.ops.activation import RecomputedActivation, activate, fuses
+from megascale.ops.activation import RecomputedActivation, activate, can_fuse
 from megascale.parallel.module import DirectModule
 from megascale.parallel.tensor import ColumnLinear, RowLinear
 
@@ -43,7 +43,7 @@ class DenseMlp(DirectModule):
 
         A plain activation would need one more pass.
         """
-        return fuses(self.activation, self._operator, x)
+        return can_fuse(self.activation, self._operator, x)
 
     def forward(self, inner: torch.Tensor, projection: ColumnLinear | None) -> Branch:
         """Return this rank's share of the output for `inner`, [s, b, f/t] (gated: twice as wide).

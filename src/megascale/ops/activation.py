@@ -1,9 +1,9 @@
 """GeLU and SwiGLU with the bias of the projection before them, forward and backward.
 
 Only the projection's output is saved. The backward kernel reads it with the gradient, writes the input's gradient and
-sums the bias's in the same pass, in a fixed order. The gradient of a bias that the projection has `added` already is
-summed here too, because it is in registers, which saves a pass over the wide gradient. A result that was not saved
-(`RecomputedActivation`) comes out of the same pass for the cost of one write.
+sums the bias's in the same pass, in a fixed order. If the projection's GEMM has added the bias (`is_bias_added`), the
+bias's gradient is summed here all the same. The gradient is in registers, which saves a pass over the wide tensor.
+`RecomputedActivation` does not save the activation's result; the backward kernel writes it again in its pass.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,23 +21,34 @@ from megascale import torch_private
 from megascale.config.parts import ACTIVATIONS, ActivationFacts
 from megascale.config.registry import Registry
 from megascale.ops import dispatch
-from megascale.ops.amax import as_int32, attach_amax, magnitudes, new_slot, update_amax
+from megascale.ops.amax import as_int32, attach_amax, magnitudes, new_amax_slot, update_amax
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.gradient_sink import tracked
 from megascale.ops.reduce import accumulate_gradients, add_parts, flat_rows, split_rows
 
 Approximate = Literal["none", "tanh"]
 
-# Rows and columns of a tile, the approximate number of programs, and warps of each. With partial sums eight per SM of
-# a large GPU: few sums and enough loads in flight; without, many small ones. Each the fastest tried on an H200.
-TILE = 4, 512, 1056, 4
-TILE_GELU_BACKWARD = 4, 256, 1056, 8
-TILE_WITHOUT_SUMS = 2, 1024, 4224, 4
-TILE_GATED_WITHOUT_SUMS = 2, 512, 1 << 30, 4
+
+class Tile(NamedTuple):
+    """Launch parameters of a kernel: rows and columns per tile, approximate number of programs, warps per program."""
+
+    rows: int
+    columns: int
+    programs: int
+    warps: int
+
+
+# Gated kernels that accumulate a bias gradient or an amax, and GeLU's backward, run eight programs per SM of a large
+# GPU. Partial sums are then few, and enough loads are in flight. The other two run many small programs. Each tile is
+# the fastest of those tried on an H200.
+TILE_GATED_ACCUMULATING = Tile(4, 512, 1056, 4)
+TILE_GATED = Tile(2, 512, 1 << 30, 4)
+TILE_GELU_BACKWARD = Tile(4, 256, 1056, 8)
+TILE_GELU_FORWARD = Tile(2, 1024, 4224, 4)
 # Constants of the clamped SwiGLU (gpt-oss).
 SWIGLU_ALPHA = 1.702
 SWIGLU_LIMIT = 7.0
-_MAX_PARTS = 65_535  # of a grid's second dimension
+_MAX_GRID_Y = 65_535  # CUDA's limit of a grid's second dimension
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none") -> Tensor:
@@ -69,28 +80,31 @@ def swiglu_clamped_reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @jit
-def _gelu(x, TANH: tl.constexpr, NARROW: tl.constexpr):
-    """Return gelu(x) and its derivative in float32; NARROW: the result is rounded to 16 bits anyway."""
+def gelu_with_derivative(x, TANH: tl.constexpr, NARROW: tl.constexpr):
+    """Return gelu(x) = x cdf(x) and its derivative in float32. NARROW: the caller rounds the result to 16 bits.
+
+    cdf is the cumulative normal distribution or its tanh approximation, and pdf is the derivative of cdf.
+    """
     if TANH:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         # tanh(u) = 2 sigmoid(2u) - 1, so (1 + tanh) / 2 is one sigmoid
-        half = tl.sigmoid(2.0 * inner)
-        slope = 2.0 * half * (1.0 - half) * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
+        cdf = tl.sigmoid(2.0 * inner)
+        pdf = 2.0 * cdf * (1.0 - cdf) * 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
     elif NARROW:
-        # The error function takes longer than the memory access. This is the tail of the normal distribution as
-        # 2^q(|x|) with fitted q: relative error 4.3e-5 up to 5.5 and 2e-4 up to 8 standard deviations, where bfloat16
-        # has 4e-3.
+        # The error function takes longer than the memory access. This approximates the tail of the normal distribution
+        # by 2^q(|x|) with a fitted polynomial q. Its relative error is 4.3e-5 up to 5.5 and 2e-4 up to 8 standard
+        # deviations; bfloat16 has 4e-3.
         u = tl.minimum(tl.abs(x), 14.0)
         q = 5.93538592e-05 + u * (-2.33502853e-06 + u * 3.95231585e-08)
         q = -0.0526799256 + u * (0.00806233247 + u * (-0.000861773695 + u * q))
         q = -1.00006155 + u * (-1.15044636 + u * (-0.460131009 + u * q))
         tail = tl.exp2(q)
-        half = tl.where(x < 0.0, tail, 1.0 - tail)
-        slope = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        cdf = tl.where(x < 0.0, tail, 1.0 - tail)
+        pdf = 0.3989422804014327 * tl.exp(-0.5 * x * x)
     else:
-        half = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        slope = 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    return x * half, half + x * slope
+        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        pdf = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return x * cdf, cdf + x * pdf
 
 
 @jit
@@ -115,7 +129,7 @@ def _activation_kernel(
     LIMIT: tl.constexpr,
     NARROW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ADDED: tl.constexpr,
+    BIAS_ADDED: tl.constexpr,
     BACKWARD: tl.constexpr,
     RECOMPUTE: tl.constexpr,
     AMAX: tl.constexpr,
@@ -124,74 +138,76 @@ def _activation_kernel(
 ):
     """Compute GeLU; or SwiGLU (GATED), GeGLU (GATED and TANH), or the clamped SwiGLU (GATED and CLAMPED).
 
-    Gated: on tiles of the gate and the same tiles of up, which is `width` columns further.
+    BACKWARD writes the gradient of x instead of the activation, and RECOMPUTE also the activation. BIAS_ADDED: x
+    includes the bias. Gated activations read tiles of the gate, and of up `width` columns to the right.
     """
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    first = tl.program_id(1) * part_rows
-    last = tl.minimum(first + part_rows, rows)
-    if HAS_BIAS and not ADDED:
+    first_row = tl.program_id(1) * part_rows
+    end_row = tl.minimum(first_row + part_rows, rows)
+    if HAS_BIAS and not BIAS_ADDED:
         bias = tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
         if GATED:
             bias_up = tl.load(bias_ptr + width + column, mask=column < width, other=0.0).to(tl.float32)
     if HAS_BIAS:
         d_bias = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
         d_bias_up = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    largest = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
-    for start in range(first, last, BLOCK_R):
+    amax_bits = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)  # Bits of floats: integer maxima keep NaN.
+    for start in range(first_row, end_row, BLOCK_R):
         row = start + tl.arange(0, BLOCK_R)
-        inside = (row[:, None] < last) & (column[None, :] < width)
+        inside = (row[:, None] < end_row) & (column[None, :] < width)
         row_64 = row[:, None].to(tl.int64)
         source = x_ptr + row_64 * stride + column[None, :]
         x = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         if GATED:
             up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
-        if HAS_BIAS and not ADDED:
+        if HAS_BIAS and not BIAS_ADDED:
             x += bias[None, :]
             if GATED:
                 up += bias_up[None, :]
         if GATED and TANH:
-            gate, slope = _gelu(x, TANH, NARROW)
-            value = gate * up
+            gate, derivative = gelu_with_derivative(x, TANH, NARROW)
+            out = gate * up
         elif CLAMPED:
             clamped = tl.minimum(x, LIMIT)
             factor = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
-            half = tl.sigmoid(ALPHA * clamped)
-            value = clamped * half * factor
+            sigmoid = tl.sigmoid(ALPHA * clamped)
+            out = clamped * sigmoid * factor
         elif GATED:
-            half = tl.sigmoid(x)
-            value = x * half * up
+            sigmoid = tl.sigmoid(x)
+            out = x * sigmoid * up
         else:
-            value, slope = _gelu(x, TANH, NARROW)
+            out, derivative = gelu_with_derivative(x, TANH, NARROW)
         if RECOMPUTE:
-            tl.store(recomputed_ptr + row_64 * width + column[None, :], value, mask=inside)
+            tl.store(recomputed_ptr + row_64 * width + column[None, :], out, mask=inside)
         target = out_ptr + row_64 * out_stride + column[None, :]
         if BACKWARD:
             dy = tl.load(dy_ptr + row_64 * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
             if GATED:
                 if TANH:
-                    value = dy * up * slope
+                    dx = dy * up * derivative
                     d_up = dy * gate
                 elif CLAMPED:
-                    slope = factor * half * (1.0 + ALPHA * clamped * (1.0 - half))
-                    value = tl.where(x <= LIMIT, dy * slope, 0.0)
-                    d_up = tl.where(tl.abs(up) <= LIMIT, dy * clamped * half, 0.0)
+                    derivative = factor * sigmoid * (1.0 + ALPHA * clamped * (1.0 - sigmoid))
+                    dx = tl.where(x <= LIMIT, dy * derivative, 0.0)
+                    d_up = tl.where(tl.abs(up) <= LIMIT, dy * clamped * sigmoid, 0.0)
                 else:
-                    value = dy * up * half * (1.0 + x * (1.0 - half))
-                    d_up = dy * x * half
+                    dx = dy * up * sigmoid * (1.0 + x * (1.0 - sigmoid))
+                    d_up = dy * x * sigmoid
                 tl.store(target + width, d_up, mask=inside)
                 if AMAX:
-                    largest = tl.maximum(largest, magnitudes(d_up, inside, out_ptr.dtype.element_ty))
+                    amax_bits = tl.maximum(amax_bits, magnitudes(d_up, inside, out_ptr.dtype.element_ty))
                 if HAS_BIAS:
                     d_bias_up += d_up
             else:
-                value = dy * slope
+                dx = dy * derivative
             if HAS_BIAS:
-                d_bias += value
-        tl.store(target, value, mask=inside)
+                d_bias += dx
+            out = dx
+        tl.store(target, out, mask=inside)
         if AMAX:
-            largest = tl.maximum(largest, magnitudes(value, inside, out_ptr.dtype.element_ty))
+            amax_bits = tl.maximum(amax_bits, magnitudes(out, inside, out_ptr.dtype.element_ty))
     if AMAX:
-        update_amax(amax_ptr, largest)
+        update_amax(amax_ptr, amax_bits)
     if BACKWARD and HAS_BIAS:
         part = part_ptr + tl.program_id(1) * (2 * width if GATED else width) + column
         tl.store(part, tl.sum(d_bias, 0), mask=column < width)
@@ -199,13 +215,22 @@ def _activation_kernel(
             tl.store(part + width, tl.sum(d_bias_up, 0), mask=column < width)
 
 
+class _Grid(NamedTuple):
+    """Division of a tensor among programs. Each program computes one column block of one part of the rows."""
+
+    block_columns: int
+    column_blocks: int
+    part_rows: int
+    parts: int
+
+
 @cache
-def _split_grid(T: int, width: int, tile: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Return columns of a tile, tiles along columns, rows per part, and parts."""
-    rows, max_columns, programs, _ = tile
-    block = min(max_columns, max(16, next_power_of_2(width)))
-    column_blocks = cdiv(width, block)
-    return block, column_blocks, *split_rows(T, rows, max(1, min(_MAX_PARTS, programs // column_blocks)))
+def _make_grid(T: int, width: int, tile: Tile) -> _Grid:
+    block_columns = min(tile.columns, max(16, next_power_of_2(width)))
+    column_blocks = cdiv(width, block_columns)
+    max_parts = max(1, min(_MAX_GRID_Y, tile.programs // column_blocks))
+    part_rows, parts = split_rows(T, tile.rows, max_parts)
+    return _Grid(block_columns, column_blocks, part_rows, parts)
 
 
 def _launch(
@@ -213,9 +238,9 @@ def _launch(
     bias: Tensor | None,
     dy_TF: Tensor | None,
     out_TF: Tensor,
-    added: bool,
+    is_bias_added: bool,
     main_grad: Tensor | None,
-    recompute: Tensor | None,
+    recomputed_TF: Tensor | None,
     amax: Tensor | None,
     gated: bool = False,
     tanh: bool = False,
@@ -225,21 +250,21 @@ def _launch(
     T, columns = x_TF.shape
     is_backward = dy_TF is not None
     if gated:
-        has_sums = amax is not None or (bias is not None and is_backward)
-        tile = TILE if has_sums else TILE_GATED_WITHOUT_SUMS
+        is_accumulating = amax is not None or (bias is not None and is_backward)
+        tile = TILE_GATED_ACCUMULATING if is_accumulating else TILE_GATED
     else:
-        tile = TILE_GELU_BACKWARD if is_backward else TILE_WITHOUT_SUMS
+        tile = TILE_GELU_BACKWARD if is_backward else TILE_GELU_FORWARD
     width = columns // 2 if gated else columns
-    block, column_blocks, part_rows, parts = _split_grid(T, width, tile)
+    grid = _make_grid(T, width, tile)
     partial_sums = None
     if bias is not None and is_backward:
-        partial_sums = torch.empty((parts, columns), dtype=torch.float32, device=x_TF.device)
-    _activation_kernel[(column_blocks, parts)](
+        partial_sums = torch.empty((grid.parts, columns), dtype=torch.float32, device=x_TF.device)
+    _activation_kernel[(grid.column_blocks, grid.parts)](
         x_TF,
         bias,
         dy_TF,
         out_TF,
-        recompute,
+        recomputed_TF,
         partial_sums,
         as_int32(amax),
         T,
@@ -247,7 +272,7 @@ def _launch(
         x_TF.stride(0),
         0 if dy_TF is None else dy_TF.stride(0),
         out_TF.stride(0),
-        part_rows,
+        grid.part_rows,
         GATED=gated,
         TANH=tanh,
         CLAMPED=clamped,
@@ -255,13 +280,13 @@ def _launch(
         LIMIT=SWIGLU_LIMIT,
         NARROW=x_TF.element_size() < 4,
         HAS_BIAS=bias is not None,
-        ADDED=added,
+        BIAS_ADDED=is_bias_added,
         BACKWARD=is_backward,
-        RECOMPUTE=recompute is not None,
+        RECOMPUTE=recomputed_TF is not None,
         AMAX=amax is not None,
-        BLOCK_R=tile[0],
-        BLOCK_C=block,
-        num_warps=tile[3],
+        BLOCK_R=tile.rows,
+        BLOCK_C=grid.block_columns,
+        num_warps=tile.warps,
     )
     if partial_sums is None or bias is None:
         return None
@@ -271,10 +296,21 @@ def _launch(
     return accumulate_gradients(partial_sums, bias)[0]
 
 
-# The arguments and the result of `run_activation`, without the kind.
-RunActivation = Callable[
-    [Tensor, Tensor | None, Tensor | None, Tensor, bool, Tensor | None, Tensor | None, Tensor | None], Tensor | None
-]
+class RunActivation(Protocol):
+    """Fused kernel of one activation; arguments and result are those of `run_activation`."""
+
+    def __call__(
+        self,
+        x_TF: Tensor,
+        bias: Tensor | None,
+        dy_TF: Tensor | None,
+        out_TF: Tensor,
+        is_bias_added: bool,
+        main_grad: Tensor | None,
+        recomputed_TF: Tensor | None,
+        amax: Tensor | None,
+        /,
+    ) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -282,9 +318,9 @@ class Activation:
     """An activation that model.activation can name.
 
     Attributes:
-        reference: plain PyTorch of x, which includes the bias; differentiable.
+        reference: differentiable function in plain PyTorch; the caller has added the bias to its argument.
         operator: its name in the record of operators (ops/dispatch.py).
-        run: the fused kernel, forward and backward; None without one.
+        run: the fused kernel, forward and backward; None: only the reference exists.
     """
 
     reference: Callable[[Tensor], Tensor]
@@ -307,7 +343,7 @@ KINDS: Registry[Activation] = Registry(
 
 
 def register(name: str, activation: Activation, gated: bool = False) -> None:
-    """Register `name` for `model.activation`. gated: it takes [gate | up], twice as wide as its result."""
+    """Register `name` for `model.activation`. gated: its input is [gate | up], twice as wide as its result."""
     ACTIVATIONS.register(name, ActivationFacts(gated))
     KINDS.register(name, activation)
 
@@ -318,32 +354,33 @@ def run_activation(
     bias: Tensor | None,
     dy_TF: Tensor | None,
     out_TF: Tensor,
-    added: bool = False,
+    is_bias_added: bool = False,
     main_grad: Tensor | None = None,
-    recompute: Tensor | None = None,
+    recomputed_TF: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> Tensor | None:
-    """Run a fused activation (or, with dy, its gradient) from rows into rows of any stride.
+    """Run the fused kernel of an activation, or of its gradient if `dy_TF` is given. Rows may have any stride.
 
     Args:
         kind: an activation with a fused kernel.
-        x_TF: [T, F], or [T, 2F] for swiglu.
-        dy_TF, out_TF: upstream gradient [T, F] and the gradient of x; without dy_TF the result [T, F].
-        added: x includes the bias, and only the bias's gradient is computed.
+        x_TF: input [T, F], or [gate | up] [T, 2F] of a gated activation.
+        dy_TF: upstream gradient [T, F]; None: forward.
+        out_TF: written: the activation [T, F], or the gradient of x, of x's shape.
+        is_bias_added: x includes the bias, and only the bias's gradient is computed.
         main_grad: float32, as wide as x; the bias's gradient is added to it.
-        recompute: with dy_TF, contiguous [T, F]: the result is written there as well.
+        recomputed_TF: contiguous [T, F]; backward also writes the activation there.
         amax: float32 [], raised to the amax of out_TF.
 
     Returns:
-        The bias's gradient, if there is one and neither `main_grad` nor its sink takes it.
+        The bias's gradient, or None without one, or if it was added to `main_grad` or to the bias's gradient sink.
     """
-    assert recompute is None or (dy_TF is not None and recompute.is_contiguous())
+    assert recomputed_TF is None or (dy_TF is not None and recomputed_TF.is_contiguous())
     run = KINDS[kind].run
     assert run is not None, kind
-    return run(x_TF, bias, dy_TF, out_TF, added, main_grad, recompute, amax)
+    return run(x_TF, bias, dy_TF, out_TF, is_bias_added, main_grad, recomputed_TF, amax)
 
 
-def fuses(kind: str, operator: str, *tensors: Tensor | None) -> bool:
+def can_fuse(kind: str, operator: str, *tensors: Tensor | None) -> bool:
     """Return whether `operator`, which contains the activation `kind`, runs fused on these tensors."""
     if KINDS[kind].run is None:
         dispatch.note(operator, f"reference (no fused {kind})")
@@ -351,8 +388,11 @@ def fuses(kind: str, operator: str, *tensors: Tensor | None) -> bool:
     return use_fused(operator, *tensors)
 
 
-def fuse_bias_gradient(x: Tensor, bias: Tensor) -> Tensor:
-    """Return x, which includes `bias` unknown to autograd, such that autograd computes the bias's gradient."""
+def add_bias_to_graph(x: Tensor, bias: Tensor) -> Tensor:
+    """Return x unchanged in value, with `bias` as an input of its autograd graph.
+
+    A fused GEMM has added `bias` to x outside autograd, so that its gradient would be lost.
+    """
     return x + (bias - bias.detach())
 
 
@@ -363,51 +403,59 @@ def activation_reference(kind: str, x: Tensor, bias: Tensor | None = None) -> Te
 
 @torch_private.call_directly
 class _Activation(torch.autograd.Function):
+    """The fused activation as an operator of autograd.
+
+    `tracked_bias` is the bias if autograd must return its gradient, and is used for that only (`tracked`). `args` has
+    the bias in any case.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, tracked_bias: Tensor | None, args: tuple[Any, ...]) -> Tensor:
         rows = flat_rows(x)
         ctx.save_for_backward(rows)
         ctx.args, ctx.shape = args, x.shape
-        bias, kind, added = args
+        bias, kind, is_bias_added = args
         width = x.shape[-1] // 2 if ACTIVATIONS[kind].gated else x.shape[-1]
         y = torch.empty((rows.shape[0], width), dtype=x.dtype, device=x.device)
-        amax = new_slot(x)
-        run_activation(kind, rows, bias, None, y, added, amax=amax)
+        amax = new_amax_slot(x)
+        run_activation(kind, rows, bias, None, y, is_bias_added, amax=amax)
         return attach_amax(y.view(*x.shape[:-1], width), amax)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        bias, kind, added = ctx.args
+        bias, kind, is_bias_added = ctx.args
         dx = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        amax = new_slot(dy)
-        d_bias = run_activation(kind, rows, bias, flat_rows(dy), dx, added, amax=amax)
+        amax = new_amax_slot(dy)
+        d_bias = run_activation(kind, rows, bias, flat_rows(dy), dx, is_bias_added, amax=amax)
         return attach_amax(dx.view(ctx.shape), amax), d_bias, None
 
 
-def activate(kind: str, x: Tensor, bias: Tensor | None = None, added: bool = False) -> Tensor:
+def activate(kind: str, x: Tensor, bias: Tensor | None = None, is_bias_added: bool = False) -> Tensor:
     """Compute the activation `kind` of x + bias, saving only x and bias for backward.
 
     Args:
-        x: [..., F]; gated: [gate | up], twice as wide as the result.
+        x: [..., F], or [gate | up] [..., 2F] of a gated activation.
         bias: as wide as x.
-        added: x includes the bias already (unknown to autograd), and only the bias's gradient is computed here.
+        is_bias_added: a GEMM has added the bias to x outside autograd; only the bias's gradient is computed here.
     """
-    if x.numel() and fuses(kind, KINDS[kind].operator, x, bias):
-        return _Activation.apply(x, tracked(x, bias), (bias, kind, added))
-    if added and bias is not None:
-        x, bias = fuse_bias_gradient(x, bias), None
+    if x.numel() and can_fuse(kind, KINDS[kind].operator, x, bias):
+        return _Activation.apply(x, tracked(x, bias), (bias, kind, is_bias_added))
+    if is_bias_added and bias is not None:
+        x, bias = add_bias_to_graph(x, bias), None
     return activation_reference(kind, x, bias)
 
 
-def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none", added: bool = False) -> Tensor:
+def gelu(
+    x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none", is_bias_added: bool = False
+) -> Tensor:
     """Compute gelu(x + bias); see `activate`."""
-    return activate("gelu_tanh" if approximate == "tanh" else "gelu", x, bias, added)
+    return activate("gelu_tanh" if approximate == "tanh" else "gelu", x, bias, is_bias_added)
 
 
-def swiglu(x: Tensor, bias: Tensor | None = None, added: bool = False) -> Tensor:
+def swiglu(x: Tensor, bias: Tensor | None = None, is_bias_added: bool = False) -> Tensor:
     """Compute silu(gate) * up of x + bias; see `activate`."""
-    return activate("swiglu", x, bias, added)
+    return activate("swiglu", x, bias, is_bias_added)
 
 
 @dataclass(slots=True)
@@ -416,20 +464,20 @@ class RecomputedActivation:
 
     Attributes:
         kind: model.activation.
-        bias, added: see `activate`.
+        bias, is_bias_added: see `activate`.
     """
 
     kind: str
     bias: Tensor | None = None
-    added: bool = False
+    is_bias_added: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute the activation of x + bias."""
-        return activate(self.kind, x, self.bias, self.added)
+        return activate(self.kind, x, self.bias, self.is_bias_added)
 
     def with_gradient(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Recompute the result for x, and compute the gradient of x from dy; the bias accumulates its own gradient."""
-        if not (x.numel() and fuses(self.kind, KINDS[self.kind].operator, x, self.bias)):
+        """Return the recomputed activation and the gradient of x; the bias's gradient is accumulated in the bias."""
+        if not (x.numel() and can_fuse(self.kind, KINDS[self.kind].operator, x, self.bias)):
             leaf = x.detach().requires_grad_()
             with torch.enable_grad():
                 y = self(leaf)
@@ -439,12 +487,18 @@ class RecomputedActivation:
         y = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         d_bias = run_activation(
-            self.kind, flat_rows(x), self.bias, flat_rows(dy), flat_rows(dx), self.added, recompute=flat_rows(y)
+            self.kind,
+            flat_rows(x),
+            self.bias,
+            flat_rows(dy),
+            flat_rows(dx),
+            self.is_bias_added,
+            recomputed_TF=flat_rows(y),
         )
-        self.accumulate(d_bias)
+        self.accumulate_bias_gradient(d_bias)
         return y, dx
 
-    def accumulate(self, d_bias: Tensor | None) -> None:
-        """Add to the bias a gradient that its sink did not take."""
+    def accumulate_bias_gradient(self, d_bias: Tensor | None) -> None:
+        """Add a gradient that `run_activation` returned to the bias's `grad`."""
         if d_bias is not None and self.bias is not None:
             self.bias.grad = d_bias if self.bias.grad is None else self.bias.grad + d_bias

@@ -35,7 +35,7 @@ class AmaxSlots:
         return self._pool[self._next - 1, 0]
 
 
-def new_slot(x: Tensor) -> Tensor | None:
+def new_amax_slot(x: Tensor) -> Tensor | None:
     """Return a zeroed amax on x's device for an operator's output, or None if amaxes are not collected."""
     slots = CURRENT.get().amaxes
     return None if slots is None else slots.take(x.device)

@@ -251,11 +251,12 @@ class AttentionChooser:
         Samples of held-out data may have more documents than those of training, for which all ranks have agreed on a
         kernel. Ranks that measured again could choose different kernels.
         """
-        for known, choice in self.choices.items():
-            if known._replace(documents=shape.documents) != shape or not 0 < known.documents < shape.documents:
+        for chosen_shape, choice in self.choices.items():
+            has_fewer_documents = 0 < chosen_shape.documents < shape.documents
+            if chosen_shape._replace(documents=shape.documents) != shape or not has_fewer_documents:
                 continue
             if not self.explain_refusal(choice.name, shape, device):
-                self.adopt(shape, choice.name, f"as for up to {known.documents} documents")
+                self.adopt(shape, choice.name, f"as for up to {chosen_shape.documents} documents")
                 return True
         return False
 
@@ -281,7 +282,7 @@ class AttentionChooser:
         try:
             check_mask(name, shape, device)
             _run(name, shape, *_inputs(shape, device))
-        except Exception as error:  # as in `measure`
+        except Exception as error:  # Backends raise errors of any type, see `measure`.
             return _first_line(error)
         return ""
 
@@ -453,7 +454,8 @@ def attention(
     name = chooser.backend if backend == "auto" else backend
     keys = T if S != T else 0
     if keys and not is_slice:
-        name = find_fallback(softcap, has_sinks)  # with a cache: the training kernels have no such mask
+        # Generation with a cache: the training kernels have no mask for it.
+        name = find_fallback(softcap, has_sinks)
     elif name == "auto" and dispatch.mode() == "reference":
         name = find_fallback(softcap, has_sinks)
     elif name == "auto":

@@ -30,7 +30,7 @@ from megascale.ops.attention_backends import (
 from megascale.ops.attention_documents import DocumentMask
 from megascale.ops.rope import allocate_qkv_gradients
 
-Gradients = tuple[Tensor, ...]  # of q, k and v
+Gradients = tuple[Tensor, ...]  # gradients of q, k and v
 
 
 @dataclass(frozen=True)

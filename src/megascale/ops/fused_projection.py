@@ -19,11 +19,11 @@ from megascale.config.parts import ACTIVATIONS
 from megascale.ops.activation import (
     RecomputedActivation,
     activation_reference,
-    fuse_bias_gradient,
-    fuses,
+    add_bias_to_graph,
+    can_fuse,
     run_activation,
 )
-from megascale.ops.amax import attach_amax, new_slot
+from megascale.ops.amax import attach_amax, new_amax_slot
 from megascale.ops.gradient_sink import main_grad_of, sink_of, tracked
 from megascale.ops.reduce import column_sum, flat_rows
 from megascale.ops.rope import check_tables, rotate_gradients, rotate_parts, split_qkv_reference
@@ -75,15 +75,17 @@ class _FusedGradient:
         return self.grad
 
     def fill_mlp(
-        self, kind: str, mlp_bias: Tensor | None, x_TF: Tensor, dy_TF: Tensor, recompute: Tensor | None = None
+        self, kind: str, mlp_bias: Tensor | None, x_TF: Tensor, dy_TF: Tensor, recomputed_TF: Tensor | None = None
     ) -> Tensor | None:
-        """Fill the MLP's columns from the gradient of its activation; returns mlp_bias's as run_activation does."""
+        """Write the activation's gradient into the MLP's columns. Returns that of mlp_bias, as `run_activation`."""
         assert self.grad is not None
         dx_TF = self.grad.flatten(0, 1)[:, self.qkv_width :]
         if self.bias_grad is None:
-            return run_activation(kind, x_TF, mlp_bias, dy_TF, dx_TF, recompute=recompute)
+            return run_activation(kind, x_TF, mlp_bias, dy_TF, dx_TF, recomputed_TF=recomputed_TF)
         main_grad = self.bias_grad[self.qkv_width :]
-        return run_activation(kind, x_TF, self.bias, dy_TF, dx_TF, added=True, main_grad=main_grad, recompute=recompute)
+        return run_activation(
+            kind, x_TF, self.bias, dy_TF, dx_TF, is_bias_added=True, main_grad=main_grad, recomputed_TF=recomputed_TF
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +98,7 @@ class _FusedRecomputedActivation(RecomputedActivation):
         d_fused = self.gradient.allocate(x)
         y = torch.empty(dy.shape, dtype=x.dtype, device=x.device)
         d_bias = self.gradient.fill_mlp(self.kind, self.bias, x.flatten(0, 1), flat_rows(dy), y.flatten(0, 1))
-        self.accumulate(d_bias)
+        self.accumulate_bias_gradient(d_bias)
         return y, d_fused[..., self.gradient.qkv_width :]
 
 
@@ -120,7 +122,7 @@ class _SplitFusedProjection(torch.autograd.Function):
         x_TF = fused_SBC.flatten(0, 1)[:, gradient.qkv_width :]
         columns = x_TF.shape[1] // 2 if ACTIVATIONS[activation].gated else x_TF.shape[1]
         y = torch.empty((*fused_SBC.shape[:2], columns), dtype=fused_SBC.dtype, device=fused_SBC.device)
-        amax = new_slot(fused_SBC)
+        amax = new_amax_slot(fused_SBC)
         run_activation(activation, x_TF, mlp_bias, None, y.flatten(0, 1), amax=amax)
         ctx.save_for_backward(x_TF, *tables)
         return *parts, attach_amax(y, amax)
@@ -186,7 +188,7 @@ def split_fused_projection(
     if cos is not None and sin is not None:
         cos, sin = check_tables(cos, sin, fused_SBC.shape)
     is_supported = fused_SBC.numel() and fused_SBC.is_contiguous()
-    if is_supported and fuses(activation, "split fused projection", fused_SBC, mlp_bias, cos, fused_bias):
+    if is_supported and can_fuse(activation, "split fused projection", fused_SBC, mlp_bias, cos, fused_bias):
         gradient = _FusedGradient(fused_SBC.shape, width, fused_bias)
         sizes = (heads, groups, head_size)
         parts = _SplitFusedProjection.apply(
@@ -197,7 +199,7 @@ def split_fused_projection(
         )
         return *parts, _FusedRecomputedActivation(activation, mlp_bias, gradient=gradient) if recompute else None
     if fused_bias is not None:
-        fused_SBC = fuse_bias_gradient(fused_SBC, fused_bias)
+        fused_SBC = add_bias_to_graph(fused_SBC, fused_bias)
     if not recompute:
         parts = split_fused_projection_reference(
             fused_SBC, heads, groups, head_size, activation, mlp_bias, cos, sin, interleaved

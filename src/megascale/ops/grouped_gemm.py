@@ -47,7 +47,7 @@ ROWS_TILING = Tiling(columns=256)
 GATHERED_TILING = Tiling(columns=256, stages=3)
 GRADIENT_TILING = Tiling(columns=256)  # with tensor descriptors
 POINTER_GRADIENT_TILING = Tiling(inner=32, warps=4, stages=5)
-COPIED_ROWS, COPIED_COLUMNS = 8, 512  # tile of a copy of rows
+COPIED_ROWS, COPIED_COLUMNS = 8, 512  # rows and columns per program of the kernel that copies rows
 
 
 @jit
@@ -222,21 +222,21 @@ def _block_gradient_kernel(
     )
     first_row = row_tile * TILE_ROWS
     first_column = column_tile * TILE_COLUMNS
-    first = tl.load(offset_ptr + expert)
-    last = tl.load(offset_ptr + expert + 1)
-    whole = first + (last - first) // TILE_INNER * TILE_INNER
+    first_token = tl.load(offset_ptr + expert)
+    end_token = tl.load(offset_ptr + expert + 1)
+    end_of_full_tiles = first_token + (end_token - first_token) // TILE_INNER * TILE_INNER
     total = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
-    for start in range(first, whole, TILE_INNER):
+    for start in range(first_token, end_of_full_tiles, TILE_INNER):
         dy = dy_blocks.load([start, first_row])
         x = x_blocks.load([start, first_column])
         total = tl.dot(tl.trans(dy), x, total)
-    if whole < last:
+    if end_of_full_tiles < end_token:
         # A block would also read rows of the next group.
-        token = whole + tl.arange(0, TILE_INNER)
+        token = end_of_full_tiles + tl.arange(0, TILE_INNER)
         row = first_row + tl.arange(0, TILE_ROWS)
         column = first_column + tl.arange(0, TILE_COLUMNS)
-        is_dy = (token[:, None] < last) & (row[None, :] < rows)
-        is_x = (token[:, None] < last) & (column[None, :] < columns)
+        is_dy = (token[:, None] < end_token) & (row[None, :] < rows)
+        is_x = (token[:, None] < end_token) & (column[None, :] < columns)
         dy = tl.load(dy_ptr + token[:, None].to(tl.int64) * dy_stride + row[None, :], mask=is_dy, other=0.0)
         x = tl.load(x_ptr + token[:, None].to(tl.int64) * x_stride + column[None, :], mask=is_x, other=0.0)
         total = tl.dot(tl.trans(dy), x, total)

@@ -200,7 +200,7 @@ class Kernel(JITFunction):  # type: ignore[misc, valid-type]
     """A Triton kernel that is launched by key.
 
     Attributes:
-        launchers: by types of the positional arguments; None for types that are launched through Triton.
+        launchers: launchers by the types of the positional arguments; None: Triton launches these types.
     """
 
     launchers: dict[tuple[type, ...], Launcher | None]

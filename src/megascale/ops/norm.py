@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale import torch_private
-from megascale.ops.amax import as_int32, attach_amax, magnitudes, new_slot, update_amax
+from megascale.ops.amax import as_int32, attach_amax, magnitudes, new_amax_slot, update_amax
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl, use_fused
 from megascale.ops.gradient_sink import tracked
 from megascale.ops.reduce import PARTS, accumulate_gradients, bias_gradient, flat_rows, split_rows
@@ -628,7 +628,7 @@ class _Norm(torch.autograd.Function):
         ctx: Any, x: Tensor, tracked_weight: Tensor | None, tracked_bias: Tensor | None, args: tuple[Any, ...]
     ) -> Tensor:
         weight, bias, eps, centre = args
-        amax = new_slot(x)
+        amax = new_amax_slot(x)
         x_TH, y, statistics = _launch_forward(flat_rows(x), None, None, weight, bias, eps, centre, amax)
         ctx.save_for_backward(x_TH, statistics)
         ctx.args, ctx.shape = args, x.shape
@@ -655,7 +655,7 @@ class _AddNorm(torch.autograd.Function):
         args: tuple[Any, ...],
     ) -> tuple[Tensor, Tensor]:
         weight, bias, x_bias, eps, centre = args
-        amax = new_slot(x)
+        amax = new_amax_slot(x)
         total, y, statistics = _launch_forward(
             flat_rows(x), flat_rows(residual), x_bias, weight, bias, eps, centre, amax
         )
@@ -667,7 +667,7 @@ class _AddNorm(torch.autograd.Function):
     def backward(ctx: Any, d_total: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         total, statistics = ctx.saved_tensors
         weight, bias, x_bias, _, centre = ctx.args
-        amax = new_slot(dy)
+        amax = new_amax_slot(dy)
         dx, d_weight, d_bias, d_x_bias = _launch_backward(
             flat_rows(dy), flat_rows(d_total), total, weight, bias, statistics, centre, x_bias, amax
         )

@@ -19,7 +19,7 @@ from megascale.ops.norm import rms_norm_reference
 from megascale.ops.reduce import PARTS, accumulate_gradients
 from megascale.ops.rope import apply_rotary_reference, check_tables, find_packed
 
-TILE_ELEMENTS = 2048  # of a tile of heads: it and its gradient fit the registers of four warps
+TILE_ELEMENTS = 2048  # A tile of heads and its gradient then fit the registers of four warps.
 BACKWARD_PARTS = 4 * PARTS  # eight programs per SM: with two, a quarter of the copy rate on an H100
 
 

@@ -6,13 +6,15 @@ host. `ops/routing.py` and `ops/grouped_linear.py` choose between these kernels 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from megascale.ops.activation import _gelu
+from megascale.ops.activation import gelu_with_derivative
 from megascale.ops.dispatch import cdiv, jit, next_power_of_2, tl
 
-SELECTION_ELEMENTS = 4096  # of a tile of scores
+SELECTION_ELEMENTS = 4096  # scores per tile
 PLAN_BLOCK = 256  # choices that one program of the plan sorts
 
 
@@ -128,19 +130,29 @@ def count_choices(indices_TK: Tensor, experts: int) -> Tensor:
     return _count_blocks(indices_TK, 0, experts).sum(1)
 
 
-def sort_choices(
-    indices_TK: Tensor, first: int, count: int, rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+class SortedChoices(NamedTuple):
+    """Choices of experts, sorted by expert and then by token.
+
+    Attributes:
+        offsets: first row of each expert, clamped to the capacity, int32 [count + 1].
+        token, slot: token and slot of each row, int32 [rows]; undefined beyond the last offset.
+        row_TK: row of each token's slot, `rows` for choices without a row, int32 [tokens, top_k].
+        needed: rows that hold all choices of these experts, which may exceed the capacity, int32 [].
+    """
+
+    offsets: Tensor
+    token: Tensor
+    slot: Tensor
+    row_TK: Tensor
+    needed: Tensor
+
+
+def sort_choices(indices_TK: Tensor, first: int, count: int, rows: int) -> SortedChoices:
     """Sort the choices of experts `first` to `first + count` by expert, then token (a stable counting sort).
 
     Args:
         indices_TK: experts of each token [tokens, top_k], contiguous.
         rows: capacity. Choices beyond it get no row.
-
-    Returns:
-        Offsets of the experts clamped to the capacity, int32 [count + 1]. Token and slot of each row, int32 [rows];
-        undefined beyond the last offset. Row of each token's slot, `rows` for choices without one, int32
-        [tokens, top_k]. The number of choices of these experts, int32 [].
     """
     device = indices_TK.device
     counts = _count_blocks(indices_TK, first, count)
@@ -168,7 +180,7 @@ def sort_choices(
         BLOCK=PLAN_BLOCK,
         BLOCK_E=max(2, next_power_of_2(count)),
     )
-    return offsets.clamp(max=rows), token, slot, row, offsets[-1]
+    return SortedChoices(offsets.clamp(max=rows), token, slot, row, offsets[-1])
 
 
 @jit
@@ -296,18 +308,18 @@ def _activation_gradient_kernel(
             x = tl.load(inner_ptr + wide, mask=inside, other=0.0).to(tl.float32)
             up = tl.load(inner_ptr + wide + width, mask=inside, other=0.0).to(tl.float32)
             if TANH:
-                gate, slope = _gelu(x, TANH, NARROW)
+                gate, derivative = gelu_with_derivative(x, TANH, NARROW)
             else:
-                half = tl.sigmoid(x)
-                gate = x * half
-                slope = half * (1.0 + x * (1.0 - half))
+                sigmoid = tl.sigmoid(x)
+                gate = x * sigmoid
+                derivative = sigmoid * (1.0 + x * (1.0 - sigmoid))
             value = gate * up
-            tl.store(d_inner_ptr + wide, dy * weight * up * slope, mask=inside)
+            tl.store(d_inner_ptr + wide, dy * weight * up * derivative, mask=inside)
             tl.store(d_inner_ptr + wide + width, dy * weight * gate, mask=inside)
         else:
             x = tl.load(inner_ptr + narrow, mask=inside, other=0.0).to(tl.float32)
-            value, slope = _gelu(x, TANH, NARROW)
-            tl.store(d_inner_ptr + narrow, dy * weight * slope, mask=inside)
+            value, derivative = gelu_with_derivative(x, TANH, NARROW)
+            tl.store(d_inner_ptr + narrow, dy * weight * derivative, mask=inside)
         product += value * dy
         tl.store(value_ptr + narrow, value * weight, mask=inside)
     tl.store(d_weight_ptr + choice, tl.sum(product, 1), mask=is_row)
@@ -332,7 +344,7 @@ def activation_gradient(
         inner: output of the first GEMM [rows, columns], contiguous.
         dy: gradient of the second GEMM's input, without the weights of the rows [rows, width], contiguous.
         weights_TK: weight of each token's experts, float32 [tokens, top_k].
-        token, slot: of each row, int32 [rows].
+        token, slot: token and slot of each row, int32 [rows].
         end: number of rows that are in use, int32 [1].
 
     Returns:

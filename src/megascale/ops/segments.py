@@ -17,7 +17,7 @@ from torch import Tensor
 from megascale.ops.dispatch import jit, tl, use_fused
 
 TILE = 4096
-FIELDS = 5  # of a tile: index, first and last element in it, decay flag, tensor
+FIELDS = 5  # numbers per tile: index, first and last element in the tile, decay flag, tensor
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class TokenLogits:
         values: this rank's columns of the vocabulary, [T, columns], float32 or wider; they carry the loss's gradient.
         targets: ids of the next tokens, [T]; ignored tokens (-100) have id 0 and a loss that is dropped.
         start: id of the first column.
-        all_reduce_max, all_reduce_sum: in place over the ranks that share a row; None if one rank has the whole row.
+        all_reduce_max, all_reduce_sum: reduce in place over the ranks that share a row; None if a rank has whole rows.
     """
 
     values: Tensor

@@ -51,7 +51,7 @@ class ShardState:
         master: master weights, as long as the shard; float32 (float64 for float64 models). They are the weights in use
             if those have the same type.
         parts: consecutive parts that cover the shard.
-        counted: ranges whose gradients this rank counts in the norm.
+        counted_ranges: ranges whose gradients this rank adds to the norm.
     """
 
     shard: FlatShard
@@ -118,7 +118,8 @@ class UpdateRule(ABC):
     """Update of shards by one optimizer.
 
     Attributes:
-        exchanges_at_start: construction is collective. Ranks that keep an engine cannot meet ranks that make one.
+        exchanges_at_start: construction is collective. An engine with such a rule cannot rejoin, because ranks that
+            start anew would construct the rule alone.
         observer: called during an update with the name, the part and the tensor of each input and result that
             `list_inputs` and `list_results` name; None: not called.
     """
@@ -160,11 +161,12 @@ class UpdateRule(ABC):
         return ()
 
     @abstractmethod
-    def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
+    def update(self, step: UpdateStep, on_updated: Callable[[FlatShard], None]) -> None:
         """Update master weights, weights in use and state in place, without synchronising with the device.
 
-        `updated(shard)` is called for each state of `shards.update_order`, in that order, as soon as its weights in use
-        are written, so that their gather can begin.
+        Args:
+            on_updated: called with each shard of `shards.update_order`, in that order, once its weights in use are
+                written. Their gather can begin then.
         """
 
 

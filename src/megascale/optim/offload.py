@@ -22,7 +22,7 @@ from megascale.core.memory import OFFLOAD_ELEMENTS, OFFLOAD_SLOTS
 from megascale.errors import FitError, TrainingError
 from megascale.ops.segments import Segment, Segments
 from megascale.optim.base import Shards, ShardState, StatePart, UpdateRule, UpdateStep
-from megascale.optim.sharded_adamw import update_part
+from megascale.optim.sharded_adamw import apply_adamw
 from megascale.parallel.buffers import FlatShard
 from megascale.parallel.host_copies import InlineCopies, PageLockError, page_lock
 
@@ -98,7 +98,7 @@ class OffloadedAdamW(UpdateRule):
         ]
         self._copies = InlineCopies.of(shards.device)
 
-    def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
+    def update(self, step: UpdateStep, on_updated: Callable[[FlatShard], None]) -> None:
         """Update piece by piece, with the copies of other pieces under way."""
         copies, pieces = self._copies, self._pieces
         fetched: dict[int, Any] = {}
@@ -107,27 +107,27 @@ class OffloadedAdamW(UpdateRule):
         def fetch(number: int) -> None:
             if number < len(pieces):
                 piece = pieces[number]
-                # The slot's last user must have left it.
+                # The previous piece in this slot must have been stored.
                 after = stored.get(number - OFFLOAD_SLOTS)
-                fetched[number] = copies.fetch(self._staged(number), list(piece.host.values()), after)
+                fetched[number] = copies.fetch(self._device_views(number), list(piece.host.values()), after)
 
         fetch(0)
         for number, piece in enumerate(pieces):
             fetch(number + 1)
             copies.wait(fetched.pop(number))
-            staged = self._staged(number)
+            staged = self._device_views(number)
             self._update_piece(piece, staged, step)
             stored[number] = copies.store(list(piece.host.values()), staged)
             if piece.ends_shard:
-                updated(piece.state.shard)
+                on_updated(piece.state.shard)
         copies.synchronize()
 
     def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
         """Repeat the update of a copy in device memory, see `UpdateRule.recompute`."""
-        update_part(self.config, state, part, step)
+        apply_adamw(self.config, state, part, step)
         return {}
 
-    def _staged(self, number: int) -> list[torch.Tensor]:
+    def _device_views(self, number: int) -> list[torch.Tensor]:
         """Return the device memory of a piece: master weights and moments."""
         piece = self._pieces[number]
         slot = self._slots[number % OFFLOAD_SLOTS]
@@ -140,7 +140,7 @@ class OffloadedAdamW(UpdateRule):
         state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         part = StatePart(0, piece.stop - piece.start, [], piece.segments, state)
         view = FlatShard(shard.params[elements], shard.grads[elements], [])
-        update_part(self.config, ShardState(view, master, [part], []), part, step)
+        apply_adamw(self.config, ShardState(view, master, [part], []), part, step)
 
 
 def _cut_pieces(shards: Shards, limit: int) -> Iterator[_Piece]:
@@ -148,17 +148,17 @@ def _cut_pieces(shards: Shards, limit: int) -> Iterator[_Piece]:
     for state in shards.update_order:
         pieces: list[_Piece] = []
         for part in state.parts:
-            for first in range(0, part.stop - part.start, limit):
-                last = min(first + limit, part.stop - part.start)
+            for begin in range(0, part.stop - part.start, limit):
+                end = min(begin + limit, part.stop - part.start)
                 rows = []
                 for row in part.segments.rows:
-                    start, stop = max(row.start, first), min(row.stop, last)
+                    start, stop = max(row.start, begin), min(row.stop, end)
                     if start < stop:
-                        rows.append(Segment(start - first, stop - first, row.decay, row.tensor))
-                host = {"master": part.view(state.master)[first:last]}
-                host |= {name: part.state[name][first:last] for name in ("exp_avg", "exp_avg_sq")}
+                        rows.append(Segment(start - begin, stop - begin, row.decay, row.tensor))
+                host = {"master": part.view(state.master)[begin:end]}
+                host |= {name: part.state[name][begin:end] for name in ("exp_avg", "exp_avg_sq")}
                 segments = Segments(rows, part.segments.tensors, shards.device)
-                pieces.append(_Piece(state, part.start + first, part.start + last, host, segments))
+                pieces.append(_Piece(state, part.start + begin, part.start + end, host, segments))
         if pieces:
             pieces[-1].ends_shard = True
         yield from pieces

@@ -15,21 +15,21 @@ from megascale.parallel.buffers import FlatShard
 class ShardedAdamW(UpdateRule):
     """AdamW with the state exp_avg and exp_avg_sq for every tensor."""
 
-    def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
-        """Update each shard in one pass."""
+    def update(self, step: UpdateStep, on_updated: Callable[[FlatShard], None]) -> None:
+        """Update all shards, each part with one kernel."""
         for state in self.shards.update_order:
             for part in state.parts:
-                update_part(self.config, state, part, step)
-            updated(state.shard)
+                apply_adamw(self.config, state, part, step)
+            on_updated(state.shard)
 
     def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
-        """Repeat the update of a copy, see `UpdateRule.recompute`."""
-        update_part(self.config, state, part, step)
+        """Repeat the update of a copy; AdamW has no further results to return. See `UpdateRule.recompute`."""
+        apply_adamw(self.config, state, part, step)
         return {}
 
 
-def update_part(config: OptimizerConfig, state: ShardState, part: StatePart, step: UpdateStep) -> None:
-    """Update a part that has AdamW's moments."""
+def apply_adamw(config: OptimizerConfig, state: ShardState, part: StatePart, step: UpdateStep) -> None:
+    """Apply AdamW to the weights and moments of one part of a shard."""
     adamw_apply(
         part.view(state.master),
         part.state["exp_avg"],

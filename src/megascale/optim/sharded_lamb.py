@@ -23,7 +23,7 @@ class ShardedLamb(UpdateRule):
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
         super().__init__(config, shards)
-        # Tensors that LAMB adapts, and tensors that this rank counts; other tensors add nothing to the packed sums.
+        # 1 for tensors that LAMB adapts, and for tensors whose norms this rank sums; 0 for all others.
         self._adapted = torch.zeros(len(shards.names), dtype=torch.float64, device=shards.device)
         self._sums = torch.zeros(2, len(shards.names), dtype=torch.float64, device=shards.device)
         self._counted = torch.zeros(len(shards.names), dtype=torch.float64, device=shards.device)
@@ -35,7 +35,7 @@ class ShardedLamb(UpdateRule):
                     self._adapted[index[run.name]] = float(extent.piece.decay)
                     self._counted[index[run.name]] = float(extent.spec.is_counted(shards.position))
 
-    def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
+    def update(self, step: UpdateStep, on_updated: Callable[[FlatShard], None]) -> None:
         """Compute directions and their sums over all shards, reduce the sums, and update the weights."""
         sums = torch.zeros(2, len(self.shards.names), dtype=torch.float64, device=step.skip.device)
         for state in self.shards.states:
@@ -46,10 +46,10 @@ class ShardedLamb(UpdateRule):
         for state in self.shards.update_order:
             for part in state.parts:
                 self._apply(state, part, step, adapted_sums)
-            updated(state.shard)
+            on_updated(state.shard)
 
     def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
-        """Repeat the update of a copy with the last update's norms, see `UpdateRule.recompute`."""
+        """Repeat the update of a copy with the norms of the last update, see `UpdateRule.recompute`."""
         self._compute_direction(state, part, step)
         adapted = torch.zeros_like(self._adapted)
         for row in part.segments.rows:

@@ -27,12 +27,12 @@ from megascale.config import OptimizerConfig
 from megascale.core.tensors import Box, flat_boxes, matrix_ranges
 from megascale.ops.adam import newton_schulz
 from megascale.optim.base import Shards, ShardState, StatePart, UpdateRule, UpdateStep
-from megascale.optim.sharded_adamw import update_part
+from megascale.optim.sharded_adamw import apply_adamw
 from megascale.parallel.buffers import FlatShard
 from megascale.parallel.collectives import Axis, all_to_all
 
 Shape = tuple[int, ...]
-# Elements of matrices that are orthogonalised at once: few launches for small matrices, bounded memory for large ones.
+# Maximum number of elements per batch of matrices. Small matrices need few launches, large ones bounded memory.
 BATCH = 2**26
 
 
@@ -63,8 +63,8 @@ class ShardedMuon(UpdateRule):
 
     Attributes:
         batches: shape and names of the matrices that this rank orthogonalises at once.
-        matrix_observer: called with the number of each batch and its stack instead of `orthogonalise_stack`, which it
-            calls; None: not called.
+        matrix_observer: called with the number and the stack of each batch. It replaces `orthogonalise_stack` and must
+            call it itself. None: not called.
     """
 
     exchanges_at_start = True
@@ -106,32 +106,32 @@ class ShardedMuon(UpdateRule):
         owned_shapes = {name: shape for name, shape in sorted(shapes.items()) if owner[name] == rank}
         self.batches = batch_matrices(owned_shapes)
 
-    def update(self, step: UpdateStep, updated: Callable[[FlatShard], None]) -> None:
+    def update(self, step: UpdateStep, on_updated: Callable[[FlatShard], None]) -> None:
         """Send momentum to the owners, update AdamW's parts meanwhile, return the updates, and apply them."""
         stage = self.shards.stage
         directions = {id(part): self._update_momentum(state, part, step) for state, part in self._matrix_parts}
         if self.observer is not None:
-            self._show("direction", directions)
+            self._notify_observer("direction", directions)
         sent_views = [directions[id(run.part)][run.start : run.stop] for run in self._sent_runs]
         sent = _concatenate(sent_views, self.shards.states[0])
         arriving = all_to_all(sent, self._send_lengths, self._receive_lengths, stage, self._total_length)
         for state in self.shards.update_order:
             for part in state.parts:
                 if "momentum" not in part.state:
-                    update_part(self.config, state, part, step)
+                    apply_adamw(self.config, state, part, step)
         updates = self._orthogonalise(arriving.wait())
         returning = all_to_all(updates, self._receive_lengths, self._send_lengths, stage, self._total_length)
         returned = returning.wait()
         if sent_views:
             torch_private.foreach_copy_(sent_views, list(returned.split([len(view) for view in sent_views])))
         if self.observer is not None:
-            self._show("orthogonal direction", directions)
+            self._notify_observer("orthogonal direction", directions)
         for state in self.shards.update_order:
             for part in state.parts:
                 direction = directions.get(id(part))
                 if direction is not None:
                     self._apply(state, part, direction, step)
-            updated(state.shard)
+            on_updated(state.shard)
 
     def list_inputs(self, state_names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the direction that a matrix's owner has orthogonalised, see `UpdateRule.list_inputs`."""
@@ -144,13 +144,13 @@ class ShardedMuon(UpdateRule):
     def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
         """Repeat the update of a copy except the orthogonalisation, see `UpdateRule.recompute`."""
         if "momentum" not in part.state:
-            update_part(self.config, state, part, step)
+            apply_adamw(self.config, state, part, step)
             return {}
         direction = self._update_momentum(state, part, step)
         self._apply(state, part, part.state["orthogonal direction"], step)
         return {"direction": direction}
 
-    def _show(self, name: str, directions: Mapping[int, torch.Tensor]) -> None:
+    def _notify_observer(self, name: str, directions: Mapping[int, torch.Tensor]) -> None:
         """Pass the directions of all matrices to the observer."""
         assert self.observer is not None
         for _, part in self._matrix_parts:

@@ -43,7 +43,7 @@ class ClickHouseSink:
     """Sink that sends segments to a ClickHouse server (`SegmentSink`).
 
     Args:
-        folder: of the host's spans; holds a segment's rows while they are sent.
+        folder: folder of the host's spans, which holds a segment's rows while they are sent.
         address: http or https URL, whose path is the database (default: megascale).
 
     Raises:

@@ -39,7 +39,7 @@ class KafkaSink:
     """Sink that sends segments to Kafka (`SegmentSink`).
 
     Args:
-        folder: of the host's spans.
+        folder: folder of the host's spans.
         address: brokers, separated by semicolons, and after a slash the topics' prefix.
 
     Raises:

@@ -3,7 +3,7 @@
 `ncclCommAbort` first raises the flag that its kernels poll, then waits for the device and frees memory. The wait ends
 only if the kernels of all other communicators end too. One communicator after the other would therefore wait forever;
 each has its own thread here. NCCL also waits until no CUDA graph holds the communicator: destroy captured graphs
-between `start` and `finish`. `nvidia-resiliency-ext` aborts in the same way (its module `inprocess.abort`).
+between `start` and `finish`. `nvidia-resiliency-ext` aborts in the same way (its module inprocess.abort).
 """
 
 from __future__ import annotations

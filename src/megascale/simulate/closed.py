@@ -36,15 +36,15 @@ BUCKETS = 8
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of each part of a step, which add up to `total`. Numbers or arrays.
+    """Seconds of the parts of a step, numbers or arrays; their sum is `total`.
 
     Attributes:
         gemm, attention, elementwise: kernels of a middle stage's layers over all micro-batches.
-        recompute: forward passes done again.
+        recompute: repeated forward passes.
         host: what launching kernels takes beyond what they run.
         exchange: exposed transfers of keys and values around a ring, and of tokens to experts.
         tensor, pipeline, data: exposed communication per axis, with the slow-down of compute that it overlaps.
-        logits: what the last stage's output GEMM and loss add, since everyone waits for it.
+        logits: time of the last stage's output GEMM and loss, for which all stages wait.
         bubble: idle while the pipeline fills and drains.
         stragglers: waiting for slow hosts.
         optimizer, fixed: the update; batch preparation and host work.
@@ -279,10 +279,10 @@ def exposed_launches(launches: Any, busy: Any) -> Any:
 
 
 def slowest_of(ranks: Any) -> Any:
-    """Standard deviations by which the slowest of so many normally distributed GPUs lies above the mean.
+    """Return the expected maximum of `ranks` normally distributed step times, in standard deviations above the mean.
 
-    GPUs of one kind differ in speed for good, and all of a step's GPUs wait for each other. Blom's approximation of
-    the expected maximum, the quantile by Abramowitz and Stegun 26.2.22 (within 0.003).
+    GPUs of one kind differ permanently in speed, and all GPUs of a step wait for each other. The maximum is Blom's
+    approximation, its quantile that of Abramowitz and Stegun 26.2.22 (within 0.003).
     """
     n = np.maximum(np.asarray(ranks, dtype=float), 1.0)
     t = np.sqrt(-2.0 * np.log(0.625 / (n + 0.25)))
@@ -318,10 +318,11 @@ def contention(cluster: ClusterSpec, case: Case) -> Any:
 
 
 def gemm_cap(cluster: ClusterSpec, case: Case, constants: Constants, network: Network) -> Any:
-    """Share of peak that the power limit leaves a GEMM: the rate that GEMMs alone hold, more where they pause.
+    """Return the share of peak that a GEMM reaches under the power limit.
 
-    The limit holds for the mean over tens of milliseconds, so what counts is waiting that returns with every
-    micro-batch (exposed transfers, launches), not the ends of the step. Other kernels draw the limit as GEMMs do.
+    It is the rate of GEMMs without a pause, and larger if they pause. The limit holds for the mean over tens of
+    milliseconds. Only waits in every micro-batch count (exposed transfers, launches), not the ends of the step. Other
+    kernels are assumed to draw as much power as GEMMs.
     """
     power = cluster.power
     if power is None:
@@ -333,7 +334,7 @@ def gemm_cap(cluster: ClusterSpec, case: Case, constants: Constants, network: Ne
 
 
 def _tensor_exposed(cluster: ClusterSpec, case: Case, constants: Constants, network: Network) -> tuple[Any, Any]:
-    """Tensor-parallel communication that a layer's forward and backward wait for, one micro-batch.
+    """Return the seconds of tensor-parallel communication that a layer's forward and backward wait for per micro-batch.
 
     With sequence parallelism a block's forward is an all-gather and a reduce-scatter; its backward exposes the
     gather of the output gradient, while the scatter of the input gradient and the second gather of the input run
@@ -374,7 +375,9 @@ def _tensor_collective(cluster: ClusterSpec, case: Case, network: Network, value
 
 
 def slow_host_seconds(cluster: ClusterSpec, case: Case, constants: Constants, times: StageTimes) -> Any:
-    """Expected seconds a micro-batch that slow hosts cost: replicas wait for each other, so one slow host slows all.
+    """Return the expected seconds per micro-batch that slow hosts cost.
+
+    Replicas wait for each other, so that one slow host slows all.
 
     A slow host takes `slow_by` longer for the same forward code (paper section 6.3). On any stage but the last the
     slack that the last stage's logits leave hides as much of it as it can. At 12,288 GPUs this comes to what the
@@ -394,10 +397,10 @@ def slow_host_seconds(cluster: ClusterSpec, case: Case, constants: Constants, ti
 
 
 def late_seconds(cluster: ClusterSpec, case: Case, constants: Constants) -> Any:
-    """Seconds at a step's end until the last of all hosts is there: the mean of the largest of n exponential delays.
+    """Return the mean seconds that a step waits at its end for the last host: the largest of n exponential delays.
 
-    Garbage collection, data loading and logging delay hosts independently, the gradient reduction waits for the last
-    (paper section 6.3); asynchronous preparation and planned collection (section 3.4) leave `data_share` of it.
+    Garbage collection, data loading and logging delay hosts independently, and the gradient reduction waits for the
+    last (paper section 6.3). Asynchronous preparation and planned collection (section 3.4) leave `data_share` of it.
     """
     hosts = np.maximum(1.0, case.gpus / cluster.gpus_per_host)
     exposed_share = np.where(np.asarray(case.async_data, dtype=bool), 1.0 - constants.data_share, 1.0)
@@ -445,7 +448,7 @@ def step_parts(
 
 
 def data_exposed(cluster: ClusterSpec, case: Case, constants: Constants, times: StageTimes) -> Any:
-    """Data-parallel communication that the step waits for.
+    """Return the seconds of data-parallel communication that the step waits for.
 
     Overlapped, a chunk's gradients are scattered while earlier chunks finish their last backward passes and its
     parameters gathered while earlier chunks do their first forward passes. The last scatter and the first gather
@@ -479,7 +482,7 @@ def pieces_of(case: Case) -> Any:
 
 
 def _overlapped(collective: Any, compute: Any, slowdown: Any, transfers: Any, stages: Any) -> Any:
-    """Seconds that a round of `compute` is delayed by an overlapping collective.
+    """Return the seconds that an overlapping collective delays a round of `compute`.
 
     Either the round waits for the collective's end, or its passes are slowed while the collective lasts on any of
     the stages that they go through, and the transfers between stages share its NIC.
@@ -506,9 +509,10 @@ def head_exchange(cluster: ClusterSpec, case: Case, network: Network) -> tuple[A
 
 
 def expert_exchange(cluster: ClusterSpec, case: Case, network: Network) -> tuple[Any, Any]:
-    """Experts on several ranks: an all-to-all of tokens there and one back, forward and again backward; all exposed.
+    """Return the seconds that a layer with experts on several ranks exchanges tokens, in forward and in backward.
 
-    Tokens are taken as spread evenly over experts; each goes to `top_k` of them.
+    Each direction has an all-to-all to the experts and one back, all exposed. Tokens are assumed to be spread evenly
+    over experts; each goes to `top_k` of them.
     """
     away = (case.expert_parallel - 1) / case.expert_parallel
     width = case.hidden / np.where(case.sequence_parallel, case.tensor, 1)

@@ -123,32 +123,32 @@ class ClusterSpec(_Part):
         return self.host.slowness
 
 
-def shipped() -> list[str]:
-    """Names of the clusters that come with the package."""
+def list_shipped_clusters() -> list[str]:
+    """Return the names of the clusters that come with the package."""
     folder = resources.files("megascale.simulate") / "clusters"
     return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
 
 
 def load_cluster(name: str) -> ClusterSpec:
-    """A shipped cluster by name, or a TOML file by path; ConfigError naming key and value if it is wrong."""
+    """Load a shipped cluster by name, or a TOML file by path; ConfigError naming key and value if it is wrong."""
     path = Path(name)
-    if name in shipped():
+    if name in list_shipped_clusters():
         tree = tomllib.loads((resources.files("megascale.simulate") / "clusters" / f"{name}.toml").read_text())
     elif path.suffix == ".toml" and path.is_file():
         tree = read_toml(path, "cluster file")
     else:
         raise ConfigError(
-            f"--cluster={name!r} is neither a shipped cluster ({', '.join(shipped())}) nor a TOML file; copy a "
-            "shipped file from megascale/simulate/clusters and edit it"
+            f"--cluster={name!r} is neither a shipped cluster ({', '.join(list_shipped_clusters())}) nor a TOML file; "
+            "copy a shipped file from megascale/simulate/clusters and edit it"
         )
     return cluster_of(tree)
 
 
 def with_value(cluster: ClusterSpec, part: str, key: str, value: Any) -> ClusterSpec:
-    """The cluster with one figure replaced; ConfigError naming it where a cluster file with that value is refused.
+    """Return the cluster with one figure replaced; ConfigError naming a value that a cluster file may not have.
 
-    A link's bandwidths move together: another `gbs` scales the link's collectives and transfers by as much. So do a
-    GPU's peaks: another `peak_tflops` scales `float8_tflops`.
+    Another `gbs` scales the bandwidths of the link's collectives and transfers by the same factor. Another
+    `peak_tflops` scales `float8_tflops`.
     """
     section = getattr(cluster, part, None)
     if not isinstance(section, _Part) or key not in type(section).model_fields:

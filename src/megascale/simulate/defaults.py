@@ -37,10 +37,10 @@ _LAYOUT_KEYS = (
     "parallel.zero",
     "parallel.recompute",
     "train.micro_batch",
-    "train.global_batch",
     "train.lora",
     "optimizer.offload",
 )
+_BATCH_KEYS = ("train.micro_batch", "train.global_batch")
 _PASTED_KEYS = (
     "parallel.tensor",
     "parallel.context",
@@ -51,8 +51,8 @@ _PASTED_KEYS = (
     "parallel.experts_over",
     "parallel.zero",
     "parallel.recompute",
-    "train.micro_batch",
-    "train.global_batch",
+    "train.linear_precision",
+    *_BATCH_KEYS,
 )
 # Kinds of recomputation that a search tries, in the order of what they cost.
 RECOMPUTE_KINDS = ("none", "norms", "activation", "selective", "full")
@@ -74,13 +74,18 @@ def is_set(config: Config, setting: str) -> bool:
 
 
 def format_flags(config: Config) -> str:
-    """Return the layout and the batch as flags of a command line, without those at their defaults."""
+    """Return the layout, the precision of linear layers and the batch as flags of a command line.
+
+    Only the batch is among them at its default. An assumed vocabulary is among them too.
+    """
     flags = []
+    if config.model.vocab_size == ASSUMED_VOCABULARY:
+        flags.append(f"--model.vocab_size={ASSUMED_VOCABULARY}")
     for setting in _PASTED_KEYS:
         section, _, key = setting.partition(".")
         table = getattr(config, section)
         value = getattr(table, key)
-        if section == "train" or value != type(table).model_fields[key].default:
+        if setting in _BATCH_KEYS or value != type(table).model_fields[key].default:
             flags.append(f"--{setting}={value}")
     return " ".join(flags)
 
@@ -88,11 +93,14 @@ def format_flags(config: Config) -> str:
 def choose_batch(config: Config, gpus: int) -> Config:
     """Return the configuration with the batch that a model of its size is usually trained with, if it has none.
 
-    The batch divides over the replicas of a layout that is given.
+    The batch divides over the replicas of a layout that is given. A batch that is given gets a micro-batch that divides
+    it, if only the layout is given besides.
     """
-    if is_set(config, "train.global_batch"):
-        return config
     model = config.model
+    if is_set(config, "train.global_batch"):
+        if not has_layout(config) or is_set(config, "train.micro_batch"):
+            return config
+        return _choose_dividing_micro_batch(config, gpus)
     samples = min(_choose_step_tokens(model), gpus * _MOST_TOKENS_PER_GPU) / model.sequence_length
     if not has_layout(config):
         batch = _round_for_any_layout(samples, model, gpus)
@@ -128,6 +136,7 @@ def choose_layout(scenario: Scenario) -> Config:
         return _choose_by_memory(config, scenario.gpus, scenario.cluster.gpu.memory_gib)
     reasons = []
     candidates = []
+    has_divisible = False
     for zero in SHARDINGS:
         try:
             variant = scenario.with_config(set_zero(config, zero))
@@ -140,9 +149,16 @@ def choose_layout(scenario: Scenario) -> Config:
                 scenario.gpus,
                 RECOMPUTE_KINDS,
             )
+            has_divisible = True
             candidates += best(layouts, variant.config, variant, scenario.gpus, count=1)
         except (FitError, ConfigError) as error:
             reasons.append(str(error))
+    if not candidates and has_divisible:
+        memory_gib = scenario.cluster.gpu.memory_gib
+        raise FitError(
+            f"no layout on {scenario.gpus:,} GPUs fits {memory_gib:g} GiB, with parallel.zero=1 to 3 and every kind of "
+            "recomputation; use more GPUs"
+        )
     if not candidates:
         raise FitError(reasons[-1])
     return min(candidates, key=lambda estimate: estimate.seconds).scenario.config
@@ -161,6 +177,19 @@ def _choose_step_tokens(model: ModelConfig) -> int:
 def _choose_micro_batch(model: ModelConfig) -> int:
     """Return the samples of a micro-batch that fill a GPU."""
     return max(1, min(_LARGEST_MICRO_BATCH, _MICRO_BATCH_TOKENS // model.sequence_length))
+
+
+def _choose_dividing_micro_batch(config: Config, gpus: int) -> Config:
+    """Return the configuration with the largest usual micro-batch that divides the batch of each replica."""
+    try:
+        replicas = Grid.from_config(config.parallel, gpus).replicas
+    except FitError:
+        return config  # what lays it out names the fault
+    micro_batch = _choose_micro_batch(config.model)
+    if config.train.global_batch % replicas == 0:
+        batch_per_replica = config.train.global_batch // replicas
+        micro_batch = max(size for size in range(1, micro_batch + 1) if batch_per_replica % size == 0)
+    return _change(config, "train", micro_batch=micro_batch)
 
 
 def _round_for_any_layout(samples: float, model: ModelConfig, gpus: int) -> int:

@@ -86,9 +86,10 @@ def young_daly(faults: FaultRates, hosts: int) -> float:
 
 
 def first_order_share(faults: FaultRates, hosts: np.ndarray | float) -> np.ndarray:
-    """Share of the time spent stepping at the best interval, to first order: no fault during a recovery, spares enough.
+    """Return the share of time spent stepping at the best checkpoint interval, to first order.
 
-    For searches over many numbers of hosts; `simulate_run` is what it approaches (within two points where spares last).
+    It assumes no fault during a recovery and enough spares. Searches over many numbers of hosts use it; it is within
+    two points of `simulate_run` while spares last.
     """
     mean = faults.host_mtbf_days * DAY / np.asarray(hosts, dtype=float)
     interval = np.sqrt(2.0 * max(faults.save_stall, 0.01) * mean)

@@ -77,7 +77,7 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class AxisTimes:
-    """A step's transfers on a network, over their time at its NICs' full rate.
+    """Times of a step's transfers on a network, relative to their time at its NICs' full rate.
 
     Attributes:
         data: [draws, stages] the slowest data-parallel group of each stage, all groups at once, without other traffic.
@@ -134,7 +134,7 @@ def paper_network(gpus: int, gpus_per_host: int, like: Variant) -> Variant:
 
 
 def networks(scenario: Scenario, base: Network, times: AxisTimes, reference: AxisTimes) -> list[SharedFabricNetwork]:
-    """The step model's network for each draw.
+    """Return the step model's network for each draw.
 
     Collectives that the software overlaps with compute run while pipeline traffic does, others alone. What that traffic
     costs them on the calibration's network is a NIC's two uses, which the step model has already: it is taken off.
@@ -196,18 +196,21 @@ class StepOnNetwork:
 def step_on_network(
     scenarios: Sequence[Scenario], variant: Variant, level: Level = "closed", **options: Any
 ) -> list[StepOnNetwork]:
-    """Each scenario's step on a network; `options` are those of step.run. The scenarios share one layout.
+    """Return each scenario's step on a network; the scenarios share one layout.
+
+    Args:
+        options: options of `step.run`.
 
     Raises:
         ConfigError: context parallelism or experts, whose traffic the network's model does not know.
         FitError: a layout that the fabric does not hold.
     """
     first = scenarios[0]
-    known = "--fabric knows data- and pipeline-parallel traffic only"
+    limitation = "--fabric knows data- and pipeline-parallel traffic only"
     if any(s.uses_closed_form_only_features for s in scenarios):
-        raise ConfigError(f"{known}; leave out --experts, --top-k and --expert-parallel")
+        raise ConfigError(f"{limitation}; leave out --experts, --top-k and --expert-parallel")
     if first.config.parallel.context > 1:
-        raise ConfigError(f"{known}; leave out --fabric, or set --parallel.context=1")
+        raise ConfigError(f"{limitation}; leave out --fabric, or set --parallel.context=1")
     first_times = measure(first.config, first.gpus, variant)
     paper = paper_network(first.gpus, first.config.parallel.gpus_per_host, variant)
     if paper.key == variant.key:
@@ -224,7 +227,7 @@ def step_on_network(
 
 
 def vary_network(config: Config, gpus: int, variants: dict[str, Variant]) -> list[dict[str, Any]]:
-    """A row a variant, with the step's seconds (cluster a100-roce and its shipped calibration), mean of draws."""
+    """Return one row per variant with the step's mean seconds, on cluster a100-roce with its shipped calibration."""
     first = next(iter(variants.values()))
     cluster = load_cluster("a100-roce")
     calibration = load_calibration(None, cluster.name)

@@ -23,7 +23,7 @@ from megascale.simulate.fabric.ecmp import (
 from megascale.simulate.fabric.ecmp_study import neighbours
 from megascale.simulate.fabric.fabric_spec import load_fabric
 from megascale.simulate.fabric.fair_tuning import tuned_parents
-from megascale.simulate.fabric.flaps import stall, timer
+from megascale.simulate.fabric.flaps import compute_stalls, timer
 from megascale.simulate.fabric.max_min import finish_times, jain
 from megascale.simulate.fabric.packets import Flap, PacketResult, PacketSettings, simulate_packets
 from megascale.simulate.fabric.topology import Topology, build
@@ -60,8 +60,11 @@ def hashing() -> Finding:
 
 
 def permutation_levels() -> Finding:
-    """Flow level against packets under Swift: rings one leaf switch apart, one link between any two switches, so that
-    no flow has two bottlenecks. Where flows are hashed once more on their way, Swift is no longer max-min fair."""
+    """Compare the flow level with packets under Swift, for rings whose neighbours are one leaf switch apart.
+
+    One link joins any two switches, so that no flow has two bottlenecks. If flows were hashed once more on their way,
+    Swift would not be max-min fair.
+    """
     topology = patterns.small_fabric(64, tiers=2)
     traffic = patterns.traffic(topology, "permutation", 8e6, 0)
     settings = PacketSettings(control="swift")
@@ -77,9 +80,11 @@ def permutation_levels() -> Finding:
 
 
 def incast_levels() -> Finding:
-    """Flow level against packets, 32 to 1: under Swift, and under DCQCN tuned on this traffic (fair_tuning). DCQCN as
-    shipped is said only: an incast of 2 MB a flow ends before it has cut anything, so PFC decides whose turn it is,
-    exactly as without any control, and flows with fewer rivals on their way end sooner than max-min fair."""
+    """Compare the flow level with packets in a 32-to-1 incast, under Swift and DCQCN tuned on this traffic.
+
+    The default DCQCN is reported without a limit. An incast of 2 MB per flow ends before it cuts a rate, so that PFC
+    decides the order, as without any control. Flows with fewer competitors then end sooner than max-min fair.
+    """
     topology = patterns.small_fabric(64, tiers=3)
     traffic = patterns.traffic(topology, "incast", 2e6, 32)
     shipped = PacketSettings(control="dcqcn")
@@ -113,7 +118,7 @@ def make_single_switch(hosts: int, gbps: float, buffer_mb: float = 12.0, cable_n
 def run_incast(
     topology: Topology, senders: int, flows_per_sender: int, size: float, settings: PacketSettings, horizon: float
 ) -> tuple[PacketResult, int]:
-    """`each` flows from each of `senders` hosts to host 0, watched at its port every 10 us; (result, link)."""
+    """Simulate flows from `senders` hosts to host 0, sampled at its port; return the result and the port's link."""
     flows = Flows.from_arrays(np.repeat(np.arange(1, senders + 1), flows_per_sender), 0, size)
     paths = np.full((len(flows), 6), -1)
     paths[:, 0], paths[:, 5] = flows.source, topology.down_nic
@@ -123,15 +128,17 @@ def run_incast(
 
 
 def measure_steady_state(result: PacketResult, horizon: float) -> tuple[float, float]:
-    """(bytes/s over the watched link, mean bytes in its queue) in the second half."""
+    """Return bytes/s over the watched link and the mean bytes in its queue, in the second half of the run."""
     late = result.samples[result.samples[:, 0] > horizon / 2]
     return float((late[-1, 2] - late[0, 2]) / (late[-1, 0] - late[0, 0])), float(late[:, 1].mean())
 
 
 def swift_target() -> Finding:
-    """Swift's figure 17: a 100-flow incast (10 machines x 10) at 50G; the round trip follows the base target from 15 to
-    70 us, and throughput is full from about 25 us on. Flow and topology scaling off, as there; the additive step is not
-    printed: 0.3 here, assumed."""
+    """Compare with Swift's figure 17: a 100-flow incast (10 machines x 10) at 50G.
+
+    The round trip follows the base target from 15 to 70 us, and throughput is full from about 25 us on. Flow and
+    topology scaling are off, as in the paper. The paper does not print the additive step, assumed 0.3.
+    """
     topology = make_single_switch(11, 50.0)
     texts, passed = [], True
     for base in (25.0, 50.0, 70.0):
@@ -146,8 +153,11 @@ def swift_target() -> Finding:
 
 
 def swift_large_incast() -> Finding:
-    """Swift's table 3: 5,000 flows of 50 machines to one at 50G: 49.5 Gb/s, 0.0003% lost, round trip 110.2 us. The
-    round trip hangs on flow scaling's constants and on host delay, which are not printed: its distance is said only."""
+    """Compare with Swift's table 3: 5,000 flows of 50 machines to one at 50G.
+
+    The paper has 49.5 Gb/s, 0.0003% lost and a round trip of 110.2 us. The round trip depends on constants of flow
+    scaling and on host delay, which it does not print: its deviation is reported without a limit.
+    """
     topology = make_single_switch(51, 50.0)
     swift = SwiftSettings(base_us=25.0, hop_us=0.0, ai=0.3, first=0.05)
     settings = PacketSettings(control="swift", swift=swift, pfc=False, timeout=9)
@@ -180,9 +190,12 @@ def swift_large_incast() -> Finding:
 
 
 def dcqcn_incast() -> Finding:
-    """DCQCN's section 6 (recalled, not read again): K-to-1 incast at 40G keeps more than 39 Gb/s in total, K to 10, and
-    the queue of a 20-to-1 incast stays under 76.6 KB for 90% of the time. The distance from the second is said only:
-    switch, NIC and traffic of that testbed are not known well enough here."""
+    """Compare with DCQCN's section 6 (recalled, not read again).
+
+    A K-to-1 incast at 40G keeps more than 39 Gb/s in total for K up to 10. The queue of a 20-to-1 incast stays under
+    76.6 KB for 90% of the time. The deviation from the second is reported without a limit, since switch, NIC and
+    traffic of that testbed are not known well enough.
+    """
     topology = make_single_switch(21, 40.0)
     settings = PacketSettings(control="dcqcn", dcqcn=SETS["paper"], mtu=1024, ack_every=8, window_mb=64)
     texts, passed = [], True
@@ -208,7 +221,7 @@ def flap_table() -> Finding:
         for lasts in (0.01, 0.5, 2.0, 5.0, 10.0):
             settings = PacketSettings(control="none", timeout=timeout, adaptive_us=adaptive, pfc=False)
             result = simulate_packets(topology, flows, paths, settings, flaps=(Flap(1, 1e-3, lasts),), horizon=200.0)
-            expected, _ = stall(np.array([lasts]), timeout, 7, adaptive)
+            expected = compute_stalls(np.array([lasts]), timeout, 7, adaptive).seconds
             if np.isinf(expected[0]) != np.isnan(result.finish[0]):
                 wrong += 1
             elif np.isfinite(expected[0]):
@@ -311,9 +324,9 @@ def _ring_times(
 
 
 def dual_plane(hosts: int = 512) -> Finding:
-    """HPN's paper: a pod of 15,360 GPUs in two tiers, 60 paths between segments, no hash polarisation.
+    """Compare with HPN's paper: a pod of 15,360 GPUs in two tiers, 60 paths between segments, no hash polarisation.
 
-    `hosts` of the pod send, and as many of the three_tiers tiers that it is compared with.
+    `hosts` of the pod send, and the same number in the fabric of three tiers that it is compared with.
     """
     topology = build(load_fabric("hpn"))
     paths = topology.uplinks.shape[1]

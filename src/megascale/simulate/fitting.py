@@ -40,9 +40,9 @@ def fit(
     measured: np.ndarray,
     start: Constants = Constants(),
 ) -> Fit:
-    """Constants that minimise the squared relative error of `predict` on `measured` seconds, within BOUNDS.
+    """Return the constants within BOUNDS that minimise the squared relative error of `predict` on `measured` seconds.
 
-    Levenberg-Marquardt on ln(predicted / measured) with steps clipped to the bounds, a few starting points; a row
+    Levenberg-Marquardt on ln(predicted / measured) from a few starting points, with steps clipped to the bounds. A row
     counts by its relative error, so that a 6-second step weighs as much as a 40-second one.
     """
     names = tuple(names)

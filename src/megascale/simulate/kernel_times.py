@@ -89,7 +89,7 @@ class LayerTimes:
 
 
 def wave_efficiency(rows: Any, columns: Any, processors: int, batch: Any = 1) -> Any:
-    """Share of peak left by whole tiles in whole waves, for the best tile that a library would choose.
+    """Return the share of peak that whole tiles in whole waves reach, for the best tile that a library would choose.
 
     The tiles of all `batch` products of a batched GEMM share waves.
     """

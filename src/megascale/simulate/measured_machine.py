@@ -16,9 +16,9 @@ ASSUMED_IDLE, ASSUMED_EXPONENT = 0.35, 2.5
 
 
 def cluster_from(figures: dict[str, Any], base: ClusterSpec, name: str) -> ClusterSpec:
-    """`base` with every measured figure replaced and its source said; what was not measured keeps `base`'s source.
+    """Return `base` with every measured figure and its source replaced; other figures keep `base`'s source.
 
-    On a CPU there is no printed peak: the fastest GEMM stands for it.
+    A CPU has no published peak: the fastest GEMM stands for it.
     """
     tree = base.model_dump(exclude_none=True)
     sources: dict[str, str] = {k: f"not measured, of {base.name}: {v}" for k, v in base.sources.items()}

@@ -82,10 +82,13 @@ class Prediction:
 
 
 def measure(folder: Path, gpus: int | None = None) -> MeasuredRun:
-    """Median step of a run folder, or of what `bench train --out FILE.json` wrote.
+    """Return the median step of a run folder, or of a file that `bench train --out FILE.json` wrote.
 
-    `gpus`: ranks of the run; default: what its events or parallel.data say. DataError if the folder is
-    no run, too short, or does not tell on how many ranks it ran.
+    Args:
+        gpus: ranks of the run; default: from its events or parallel.data.
+
+    Raises:
+        DataError: the folder is not a run, is too short, or does not contain the number of ranks.
     """
     if folder.is_file():
         try:

@@ -15,11 +15,13 @@ class Network(Protocol):
     """Transfer times that the step model needs, as numbers or arrays. A flow or packet model has the same methods."""
 
     def collective(self, bytes: Any, ranks: Any, ranks_per_host: Any) -> Any:
-        """Seconds of an all-gather or reduce-scatter whose whole tensor has `bytes`, by a group of `ranks` of which
-        `ranks_per_host` share a host (an all-reduce is two of them)."""
+        """Return the seconds of an all-gather or reduce-scatter of a tensor of `bytes`; an all-reduce takes twice that.
+
+        The group has `ranks` members, `ranks_per_host` of them on each host.
+        """
 
     def p2p(self, bytes: Any, inside: Any) -> Any:
-        """Seconds to send `bytes` to a neighbour stage while receiving as much; `inside`: on the same host."""
+        """Return the seconds to send `bytes` to the next stage while receiving as much; `inside`: on the same host."""
 
 
 @runtime_checkable

@@ -18,8 +18,12 @@ from megascale.simulate.step import Scenario, engine_software, run
 
 
 def predict(plan: Path, cluster: str, calibration: str | None, software: str, note: str = "") -> str:
-    """The text of a predictions file for the runs of `plan`; ConfigError if it is damaged, FitError for a run that
-    does not fit."""
+    """Return the text of a predictions file for the runs of `plan`.
+
+    Raises:
+        ConfigError: the plan is damaged.
+        FitError: a run does not fit.
+    """
     machine = load_cluster(cluster)
     chosen = stack(software)
     constants = load_calibration(calibration, machine.name, chosen.family)

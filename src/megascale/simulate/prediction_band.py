@@ -65,16 +65,16 @@ class BandWidth:
 
     @property
     def spread(self) -> Any:
-        """Relative standard deviation of a normal distribution with a band as wide."""
+        """Relative standard deviation of a normal distribution with a band of this width."""
         return (self.below + self.above) / (2.0 * Z90)
 
     def around(self, seconds: Any) -> tuple[Any, Any]:
-        """P10 and P90."""
+        """Return P10 and P90 around a prediction."""
         return seconds * np.exp(-self.below), seconds * np.exp(self.above)
 
 
 def ends(signed: np.ndarray) -> tuple[float, float]:
-    """P10 and P90 of errors like these, outwards to the next rank."""
+    """Return the P10 and P90 of errors, rounded outwards to the next order statistic."""
     ordered, n = np.sort(signed), len(signed)
     tail = (1.0 - COVERED) / 2.0
     low, high = int(np.floor(tail * (n + 1))), int(np.ceil((1.0 - tail) * (n + 1)))
@@ -199,6 +199,11 @@ def cautions(
 ) -> tuple[str, ...]:
     """Return notes for the reader: extrapolation, constants of another machine, figures without a measurement."""
     reasons = list(band_width(cluster, case, calibration, family, launches).reasons)
+    if not calibration.residuals:
+        reasons.append(
+            f"{cluster.name} is not calibrated for {family or 'this stack'}: nothing is fitted to its steps "
+            "(`megascale simulate calibrate`)"
+        )
     if case.gpus > cluster.gpus_per_host:
         guessed = [k for k in ("gbs", "bus", "p2p_gbs") if cluster.sources[f"between.{k}"].startswith("assumed")]
         if guessed:

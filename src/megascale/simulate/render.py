@@ -195,6 +195,8 @@ def layouts(
     if equal:
         title += f" (all: {', '.join(f'{name} {value}' for name, value in equal.items())})"
     show_rows(names, [[row[name] for name in names] for row in rows], console, title)
+    if any(r.scenario.config.parallel.virtual_stages > 1 for r in results):
+        console.print("[dim]PP: stages x chunks per stage : micro-batches of a round[/dim]", soft_wrap=True)
 
 
 def _describe_pipeline(parallel: ParallelConfig) -> str:

@@ -9,10 +9,10 @@ from megascale.simulate.step import StepEstimate
 
 @dataclass(frozen=True)
 class RunCost:
-    """A run's bill.
+    """Cost of a run.
 
     Attributes:
-        gpu_hours: all GPUs, the time in which they do not step included.
+        gpu_hours: of all GPUs, including the time in which they do not step.
         money: in the currency of the price; None without a price.
         megawatt_hours: None without a power.
     """
@@ -29,12 +29,12 @@ class RunCost:
 def run_cost(
     result: StepEstimate, tokens: float, share: float = 1.0, price: float | None = None, watts: float | None = None
 ) -> RunCost:
-    """The bill of a run of `tokens` at this step time.
+    """Return the cost of a run of `tokens` at this step time.
 
     Args:
-        share: of the time that is spent stepping (see `effective`).
-        price: of one GPU for one hour.
-        watts: of one GPU with its part of host, network and cooling.
+        share: share of the time that is spent stepping (see `effective`).
+        price: price of one GPU for one hour.
+        watts: power of one GPU with its part of host, network and cooling.
     """
     hours = result.days(tokens) * 24.0 / share * result.scenario.gpus
     return RunCost(hours, None if price is None else hours * price, None if watts is None else hours * watts / 1e6)

@@ -12,7 +12,7 @@ from megascale.core.schedule import ActionKind
 from megascale.core.untrusted_files import is_small_file
 from megascale.errors import ConfigError, DataError, MegascaleError
 from megascale.simulate.calibration import load_calibration
-from megascale.simulate.cluster import load_cluster, shipped
+from megascale.simulate.cluster import list_shipped_clusters, load_cluster
 from megascale.simulate.planner.layout_cost import DEVICES, make_plan
 from megascale.simulate.software import own_stack, stack
 from megascale.simulate.step import Scenario, engine_software
@@ -35,8 +35,8 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
 
     Raises MegascaleError for a configuration that cannot be planned or a cluster that is not known.
     """
-    if cluster and cluster not in shipped():
-        raise ConfigError(f"cluster={cluster[:60]}: none of that name; there are {', '.join(shipped())}")
+    if cluster and cluster not in list_shipped_clusters():
+        raise ConfigError(f"cluster={cluster[:60]}: none of that name; there are {', '.join(list_shipped_clusters())}")
     file = run / "config.toml"
     if not is_small_file(file):
         raise DataError(f"{run.name} has no config.toml that can be read: what it trains is unknown")
@@ -82,4 +82,9 @@ def run_plan(run: Path, world: int, cluster: str = "") -> dict[str, Any]:
             }
         except MegascaleError as error:
             reason = str(error)
-    return report | {"predicted": predicted, "not_predicted": reason, "cluster": cluster, "clusters": shipped()}
+    return report | {
+        "predicted": predicted,
+        "not_predicted": reason,
+        "cluster": cluster,
+        "clusters": list_shipped_clusters(),
+    }

@@ -10,6 +10,7 @@ import numpy as np
 from megascale.config import Config, from_tree
 from megascale.core.flops import count_parameters
 from megascale.core.layout import MAX_FORWARDS
+from megascale.core.memory import DTYPE_BYTES, count_checkpoint_elements
 from megascale.errors import FitError
 from megascale.simulate.calibration import Calibration, Constants
 from megascale.simulate.case import Case
@@ -26,8 +27,6 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 LAYOUT = ("tensor", "context", "pipeline", "virtual", "micro_batch_group_size", "data", "micro")
 # Shorter sequences are not divided: a micro-batch then has fewer tokens than fill a GPU.
 LONG_SEQUENCE = 32_768
-# Least bytes per parameter of bfloat16 training: weights, float32 gradients.
-_WEIGHT_BYTES, _GRADIENT_BYTES = 2.0, 4.0
 # Long rounds of a pipeline count only where they save this share: what transfers that wait longer take from compute
 # (7% measured on two GPUs over NVLink) is in no formula.
 WORTH = 0.1
@@ -129,7 +128,7 @@ def search(
     high: int,
     recompute: Sequence[str] | None = None,
 ) -> SearchResult:
-    """Price every layout that divides in closed form, sorted by GPUs and then by time. Memory is not looked at.
+    """Price every layout that divides in closed form, sorted by GPUs and then by time, without regard to memory.
 
     `recompute`: what backward may recompute, of the engine's kinds; default: the configuration's.
     """
@@ -229,7 +228,7 @@ def feasible(
 
 
 def _may_fit(result: SearchResult, chosen: np.ndarray, config: Config, device_gib: float) -> np.ndarray:
-    """Return which of the chosen layouts may fit: weights and gradients alone, spread evenly, fit their GPUs.
+    """Return which of the chosen layouts may fit: weights, gradients and state, spread evenly, fit their GPUs.
 
     This is a lower bound that spares the schedules of most layouts that cannot fit.
     """
@@ -237,12 +236,18 @@ def _may_fit(result: SearchResult, chosen: np.ndarray, config: Config, device_gi
         return np.ones(len(chosen), dtype=bool)
     zero = config.parallel.zero
     shards = result.data[chosen] * result.context[chosen]
-    weights = _WEIGHT_BYTES / (shards if zero == 3 else 1)
-    gradients = _GRADIENT_BYTES / (shards if zero >= 2 else 1)
-    moments = 2 if config.optimizer.name in ("adamw", "lamb") else 1
-    state = 4.0 * (1 + moments) / (shards if zero >= 1 else 1)
-    parameters = count_parameters(config.model) / (result.tensor[chosen] * result.pipeline[chosen])
-    may_fit: np.ndarray = parameters * (weights + gradients + state) <= (device_gib - RESERVE_GIB) * GIB
+    parameters = count_parameters(config.model)
+    itemsize = DTYPE_BYTES[config.train.precision]
+    master_itemsize = max(4, itemsize)
+    state = count_checkpoint_elements(config.optimizer.name, config.model)
+    if itemsize == master_itemsize:
+        state -= parameters  # the weights are the master weights
+    weight_bytes = itemsize * parameters / (shards if zero == 3 else 1)
+    gradient_bytes = master_itemsize * parameters / (shards if zero >= 2 else 1)
+    state_bytes = master_itemsize * state / (shards if zero >= 1 else 1)
+    model_ranks = result.tensor[chosen] * result.pipeline[chosen]
+    rank_bytes = (weight_bytes + gradient_bytes + state_bytes) / model_ranks
+    may_fit: np.ndarray = rank_bytes <= (device_gib - RESERVE_GIB) * GIB
     return may_fit
 
 
@@ -274,10 +279,10 @@ def best(
         if len(estimates) == count:
             break
     if not estimates:
+        remedies = "more GPUs" if config.parallel.zero == 3 else "more GPUs, --parallel.zero=3"
         raise FitError(
             f"none of the {divisible_count} layouts of {gpus:,} GPUs that divide fits "
-            f"{scenario.cluster.gpu.memory_gib:g} GiB; use more GPUs, --parallel.zero=3 or, if --recompute was given, "
-            "more of its kinds"
+            f"{scenario.cluster.gpu.memory_gib:g} GiB; use {remedies} or, if --recompute was given, more of its kinds"
         )
     # A layout may decide what the stack does, such as replaying graphs, which the search priced as the file has it.
     return sorted(estimates, key=lambda estimate: estimate.seconds)
@@ -292,11 +297,13 @@ def fewest(
     effective: float | Callable[[np.ndarray], np.ndarray] = 1.0,
     check_memory: bool = True,
 ) -> StepEstimate:
-    """The fewest GPUs that see `tokens` in `days`, with `effective` of the time spent stepping; best layout on them.
+    """Return the best layout on the fewest GPUs that train on `tokens` in `days`.
 
-    `effective`: a share, or a function from numbers of GPUs to shares.
+    Args:
+        effective: share of the time spent stepping, or a function from the number of GPUs to this share.
 
-    FitError naming the shortest time there is if the deadline cannot be met.
+    Raises:
+        FitError: the deadline cannot be met; the message names the shortest time.
     """
     per_step = config.train.global_batch * config.model.sequence_length
     share = effective(result.gpus) if callable(effective) else effective

@@ -18,7 +18,7 @@ AblationChart = list[tuple[str, StepEstimate, float]]
 
 
 def cumulative(baseline: Scenario, full: Scenario, names: Sequence[str], level: Level) -> AblationChart:
-    """(technique, result, share of the step before that it saves), each on top of those before.
+    """Return (technique, result, share of the previous step time that it saves), each added to the previous ones.
 
     Block and window end up as `full` has them: a technique that its configuration does not use is left out.
     """
@@ -56,9 +56,10 @@ def ablate_in_turn(full: Scenario, names: Sequence[str], level: Level) -> Ablati
 
 
 def parse_vary(text: str) -> tuple[str, list[Any]]:
-    """("gpus", [256, 512, 768]) from "gpus=256:768" (doubling, then the end itself) or "gpus=256,512,768".
+    """Parse "gpus=256:768" (doubling, then the end) or "gpus=256,512,768" to ("gpus", [256, 512, 768]).
 
-    ConfigError if it is neither.
+    Raises:
+        ConfigError: the text has another form.
     """
     key, equals, values = text.partition("=")
     if not (equals and key and values):

@@ -128,11 +128,11 @@ def _sum_flops(model: ModelConfig) -> LayerSums:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """The answer of a level.
+    """The estimated time of a step and its parts.
 
     Attributes:
-        scenario, level: what was priced, and how.
-        seconds: the step.
+        scenario, level: the estimated scenario, and the level of the estimate.
+        seconds: time of the step.
         low, high: P10 and P90, see prediction_band.
         parts: where the seconds go, adding up to `seconds` (on the event level the closed form's parts, with what
             the events add or save under `interplay`).

@@ -9,7 +9,7 @@ from megascale.checkpoint.storage.opening import local_folder
 from megascale.config import Config
 from megascale.core import run_lock
 from megascale.core.events import Event
-from megascale.core.exit_record import ExitRecord, record_of
+from megascale.core.exit_record import ExitRecord, find_exit_record
 from megascale.core.run_lock import RunLock
 from megascale.core.status import StatusFile, read_status
 from megascale.core.terminal import print_error
@@ -90,7 +90,7 @@ def record_refusal(config: Config, message: str, error: BaseException | None = N
         except MegascaleError:
             return
     with contextlib.suppress(OSError):
-        exit_record = record_of(error) if error is not None else None
+        exit_record = find_exit_record(error) if error is not None else None
         write_failed_status(folder, int(rank), lock is not None, message, exit_record)
         if lock is not None:
             folder.append_event(Event.RUN_FAILED, step=0, message=message)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megascale.config import Config
 from megascale.core.events import Event
-from megascale.core.exit_record import ExitKind, attach_record, record_of
+from megascale.core.exit_record import ExitKind, attach_record, find_exit_record
 from megascale.core.failure import DISK_FULL_ERRNOS
 from megascale.core.status import FAILED_IN_STEP, StatusFile
 from megascale.core.terminal import termination_signals
@@ -135,7 +135,7 @@ class Ending:
             message = f"interrupted at once, in step {self.step + 1}, which is not saved"
         elif not isinstance(error, MegascaleError):
             message = f"{type(error).__name__}: {error}"
-        record = record_of(error)
+        record = find_exit_record(error)
         doubt = ""
         if self._parking is not None and record.kind is ExitKind.LOST_PEER:
             doubt = self._parking.doubt

@@ -460,7 +460,7 @@ class Engine:
 
     @property
     def _knows_token_gradient(self) -> bool:
-        """Whether the loss makes its gradients while its logits exist.
+        """True if the loss makes its gradients while its logits exist.
 
         The gradient of each token's loss is known before the loss. A gradient in a slot has no memory before its
         backward, unless that follows at once.
@@ -469,7 +469,7 @@ class Engine:
 
     @cached_property
     def _has_memory_for_early_gradients(self) -> bool:
-        """Whether the gradient of the output's matrix has memory in the last chunk's forward."""
+        """True if the gradient of the output's matrix has memory in the last chunk's forward."""
         if not isinstance(sink_of(self.chunks[-1].output_weight), SlotSink):
             return True
         if not self.layout.schedule().runs_backward_at_once(self.pipeline.stage, len(self.chunks) - 1):
@@ -671,7 +671,7 @@ class Engine:
 
     @property
     def _limits_rows(self) -> bool:
-        """Whether captured micro-batches have limited room for the rows of experts, so that a step may be redone."""
+        """True if captured micro-batches have limited room for the rows of experts, so that a step may be redone."""
         return self.experts is not None and self.graphs is not None and self.tensor.size > 1
 
     def _has_exceeded_rows(self) -> bool:

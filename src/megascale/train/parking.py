@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megascale.checkpoint import object_collectives
-from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, record_of
+from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, find_exit_record
 from megascale.core.process_orders import EARLY_VARIABLE, ORDERS_VARIABLE, PREPARED_VARIABLE, Resume, read_orders
 from megascale.core.status import PARKED, StatusFile
 from megascale.errors import TrainingError
@@ -150,7 +150,7 @@ class Parking:
 
     def accept(self, error: BaseException) -> bool:
         """Return whether the process stays although this error ends its attempt."""
-        is_caused_by_peer = record_of(error).kind is ExitKind.LOST_PEER
+        is_caused_by_peer = find_exit_record(error).kind is ExitKind.LOST_PEER
         if not is_caused_by_peer and not self.is_ordered and not isinstance(error, LeaveAttempt):
             return False
         if not isinstance(error, Exception):
@@ -231,7 +231,7 @@ class Parking:
         self._has_stepped = False
 
     def wait_if_early(self, use_gpu: bool) -> None:
-        """In a process that was started early: load what a start needs, then wait for the order of an attempt.
+        """Load the parts of a start and wait for the order of an attempt, in a process that was started early.
 
         Args:
             use_gpu: make the context of this rank's GPU, if there is one.

@@ -1,11 +1,11 @@
-"""Checks of what no other replica computes: the sums that leave a reduction, and the optimizer's state at rest.
+"""Checks of gradient reductions and of the optimizer's state, which a replay on another replica does not cover.
 
-A sum over ranks is linear, so that sums over blocks of the addends, added over the ranks, are the sums over blocks of
-the result, to rounding. Each rank compares its shard's. The bound on rounding is rigorous: a difference above it is a
+A reduction is linear: adding the block sums of all ranks' gradients gives the block sums of the reduced gradients, up
+to rounding. Each rank compares the blocks of its shard. The bound on rounding is rigorous: a difference above it is a
 fault. A block is small, so that one wrong element stands out.
 
-The optimizer alone writes its state and the master weights. The sums of their bits after one update therefore equal
-those before the next.
+The optimizer alone writes its state and the master weights. Their checksums after one update therefore equal their
+checksums before the next update.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from megascale.parallel.data_parallel import DataParallel
 from megascale.train.weights import sum_bits
 
 BLOCK = 4096  # elements
-_SUM_ROUNDING = 64  # units of rounding that a sum over a block adds at most
+_SUM_ROUNDING = 64  # bound on the rounding of one block's sum, in machine epsilons of float64
 
 StartReduction = Callable[[Tensor, Axis], Pending]
 
 
 class ReductionCheck:
-    """Compares the gradients of one step with their addends.
+    """Compares the reduced gradients of one step with the gradients before the reduction, the addends.
 
     Args:
         data: reduces the gradients.
         microbatches: micro-batches of a step, each of which may be reduced.
-        reduce_dtype: type in which addends travel; None: their own.
+        reduce_dtype: type in which addends are sent; None: their own.
     """
 
     def __init__(self, data: DataParallel, microbatches: int, reduce_dtype: torch.dtype | None) -> None:
@@ -41,19 +41,19 @@ class ReductionCheck:
         self._microbatches = microbatches
         self._reduce_dtype = reduce_dtype
         self._axis = data.buffers[0].axes.reduce
-        # ZeRO-0 leaves the whole sum on every rank.
-        self._parts = self._axis.size if data.buffers[0].zero > 0 else 1
-        self._part = self._axis.rank if self._parts > 1 else 0
-        self._numbers = {}  # (chunk, bucket) by the address of its gradients
+        # ZeRO-0 leaves the whole sum on every rank: one shard.
+        self._shard_count = self._axis.size if data.buffers[0].zero > 0 else 1
+        self._shard_index = self._axis.rank if self._shard_count > 1 else 0
+        self._bucket_keys = {}  # (chunk, bucket) by the address of the bucket's gradients
         for chunk, buffer in enumerate(data.buffers):
             for bucket in buffer.resident_buckets:
                 span = buffer.layout.buckets[bucket]
-                self._numbers[buffer.slice_grads(span.start, span.stop).data_ptr()] = chunk, bucket
+                self._bucket_keys[buffer.slice_grads(span.start, span.stop).data_ptr()] = chunk, bucket
         self._sums: dict[tuple[int, int], Tensor] = {}
         self._originals: tuple[StartReduction, StartReduction | None] | None = None
 
     def begin(self) -> None:
-        """Add up the addends of the reductions that start from now on."""
+        """Sum the addends of all reductions that start until `end`, by replacing the functions that start them."""
         data = self._data
         self._sums.clear()
         start_slot = None if data.slots is None else data.slots.start_reduction
@@ -63,7 +63,7 @@ class ReductionCheck:
             data.slots.start_reduction = self._watch(start_slot)
 
     def end(self) -> None:
-        """Add up no more addends."""
+        """Restore the functions that start reductions."""
         if self._originals is None:
             return
         self._data._start_reduction, start_slot = self._originals
@@ -74,7 +74,7 @@ class ReductionCheck:
     def _watch(self, start: StartReduction) -> StartReduction:
         def start_watched(grads: Tensor, axis: Axis) -> Pending:
             key = self._find_bucket(grads)
-            sums = sum_blocks(grads.view(self._parts, -1))
+            sums = sum_blocks(grads.view(self._shard_count, -1))
             if key in self._sums:
                 self._sums[key] += sums
             else:
@@ -89,22 +89,24 @@ class ReductionCheck:
             for bucket in slots.active:
                 if bucket.grads is grads:
                     return bucket.chunk, bucket.index
-        return self._numbers[grads.data_ptr()]
+        return self._bucket_keys[grads.data_ptr()]
 
-    def find_wrong(self) -> Tensor:
+    def find_wrong_blocks(self) -> Tensor:
         """Return which blocks of this rank's shards differ from the sums of their addends, bool [blocks].
 
-        Collective. Call it when the reductions have finished, and before those of a tied embedding.
+        Collective. Call it after the reductions over this axis, and before a tied embedding is reduced over its stages.
         """
         keys = self._list_keys()
         if not keys:
             return torch.zeros(1, dtype=torch.bool, device=self._data.buffers[0].params.device)
-        expected = torch.cat([self._sums[key] for key in keys], dim=-1)  # [2, parts, blocks]
-        expected = all_reduce(expected, self._axis).wait()[:, self._part]
+        expected = torch.cat([self._sums[key] for key in keys], dim=-1)  # [2, shards, blocks]
+        expected = all_reduce(expected, self._axis).wait()[:, self._shard_index]
         actual = torch.cat([sum_blocks(self._shard(key).grads.view(1, -1))[0, 0] for key in keys])
         sums, magnitudes = expected
         grads = self._shard(keys[0]).grads
-        additions = self._axis.size + self._microbatches + _SUM_ROUNDING * (grads.dtype == torch.float64)
+        additions = self._axis.size + self._microbatches
+        if grads.dtype == torch.float64:
+            additions += _SUM_ROUNDING
         epsilon = additions * torch.finfo(grads.dtype).eps
         if self._reduce_dtype is not None:
             epsilon += torch.finfo(self._reduce_dtype).eps
@@ -139,9 +141,9 @@ class ReductionCheck:
 def sum_blocks(values: Tensor) -> Tensor:
     """Return the sums and the sums of magnitudes over blocks of each row, float64 [2, rows, blocks]."""
     rows, length = values.shape
-    in_blocks = length // BLOCK * BLOCK
+    blocked_length = length // BLOCK * BLOCK
     sums = []
-    for part in (values[:, :in_blocks].reshape(rows, -1, BLOCK), values[:, in_blocks:].reshape(rows, 1, -1)):
+    for part in (values[:, :blocked_length].reshape(rows, -1, BLOCK), values[:, blocked_length:].reshape(rows, 1, -1)):
         if part.numel():
             magnitudes = torch.linalg.vector_norm(part, 1, dim=-1, dtype=torch.float64)
             sums.append(torch.stack((part.sum(-1, dtype=torch.float64), magnitudes)))
@@ -159,7 +161,7 @@ def differ_beyond_rounding(
         actual: sums over blocks of the reduced gradients, float64 [blocks].
         sums, magnitudes: sums of the addends and of their magnitudes, float64 [blocks].
         epsilon: bound on the rounding, relative to the magnitudes.
-        dtype: type in which addends travel. A block whose magnitudes exceed its range may overflow and is not compared.
+        dtype: type in which addends are sent. A block whose magnitudes exceed its range may overflow and is skipped.
     """
     limits = torch.finfo(dtype)
     # Numbers below the smallest normal one are rounded to multiples of a fixed unit, or to zero.
@@ -169,21 +171,21 @@ def differ_beyond_rounding(
 
 
 class StateCheck:
-    """Compares the optimizer's state and the master weights before an update with those after the one before."""
+    """Compares the optimizer's state and master weights before an update with those after the previous update."""
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
         self._sums: Tensor | None = None
 
     def take(self) -> None:
-        """Take the sums after an update."""
+        """Store the checksums after an update."""
         self._sums = self._sum()
 
     def drop(self) -> None:
-        """Drop the sums after an update that no check follows."""
+        """Drop the checksums after an update that no check follows."""
         self._sums = None
 
-    def find_wrong(self) -> Tensor:
+    def find_changed_tensors(self) -> Tensor:
         """Return which tensors have changed since `take`, bool [tensors]."""
         sums, self._sums = self._sums, None
         if sums is None:

@@ -200,8 +200,8 @@ class ReplayCheck:
         trained.finish()
         self._reductions.end()
         expected = self._shift(trained.sums, self._distance(step))
-        wrong_blocks = self._reductions.find_wrong()
-        wrong_tensors = self._state.find_wrong()
+        wrong_blocks = self._reductions.find_wrong_blocks()
+        wrong_tensors = self._state.find_changed_tensors()
         flags = torch.stack([wrong.any() for wrong in (expected != replayed.sums, wrong_blocks, wrong_tensors)])
         flags = all_reduce(flags.double(), self._engine.world, dist.ReduceOp.MAX).wait()
         differs_in_replay, has_wrong_sums, has_changed_state = [bool(flag) for flag in flags.tolist()]

@@ -62,12 +62,14 @@ class _Kind:
         names: names of the state tensors.
         elements: length of a range, the same on all ranks.
         rows: most segments of a range.
+        checks: number of checks that recompute all elements: the most ranges of a rank.
         ranges: ranges of this rank's shards, in the order of checks; at least one, which may be empty.
     """
 
     names: StateNames
     elements: int
     rows: int
+    checks: int
     ranges: list[list[_Slice]]
 
 
@@ -114,11 +116,16 @@ class UpdateCheck:
         if not self._rule.can_recompute:
             self.description = f"updates of optimizer.name={optimizer.config.name} are not recomputed"
             return
-        self.description = f"{elements:,} elements of an update are recomputed"
         self._make_kinds(peers, elements)
+        checks = max((kind.checks for kind in self._kinds), default=1)
+        part = "all" if checks == 1 else f"{elements:,}"
+        self.description = f"{part} elements of an update"
         if isinstance(self._rule, ShardedMuon):
             self._matrices = MatrixCheck(self._rule, shift, peers)
             self.description += " and one orthogonalised matrix"
+        self.description += " are recomputed"
+        if checks > 1:
+            self.description += f"; {checks} checks recompute all elements"
 
     def _make_kinds(self, peers: Peers, elements: int) -> None:
         """Divide this rank's shards into ranges, and agree on their lengths."""
@@ -134,14 +141,14 @@ class UpdateCheck:
             ranges_by_names[names] = ranges
             longest = max(slices[-1].offset + round_to_tiles(slices[-1].stop - slices[-1].start) for slices in ranges)
             rows = max(len(list_rows(slices)) for slices in ranges)
-            local.append((names, longest, rows))
+            local.append((names, longest, rows, len(ranges)))
         gathered = [
-            entry for entries in peers.all_gather(local, list[tuple[StateNames, int, int]]) for entry in entries
+            entry for entries in peers.all_gather(local, list[tuple[StateNames, int, int, int]]) for entry in entries
         ]
-        for names in sorted({names for names, _, _ in gathered}):
-            longest = max(count for entry_names, count, _ in gathered if entry_names == names)
-            rows = max(count for entry_names, _, count in gathered if entry_names == names)
-            self._kinds.append(_Kind(names, longest, rows, ranges_by_names.get(names, [[]])))
+        for names in sorted({names for names, *_ in gathered}):
+            counts = [counts for entry_names, *counts in gathered if entry_names == names]
+            longest, rows, checks = [max(column) for column in zip(*counts, strict=True)]
+            self._kinds.append(_Kind(names, longest, rows, checks, ranges_by_names.get(names, [[]])))
 
     def begin(self, number: int) -> None:
         """Copy a range before the next update; `number`: of the check, which chooses the range."""
@@ -264,17 +271,18 @@ class UpdateCheck:
         return self._step.skip
 
     def describe(self, index: int) -> str:
-        """Return the tensor of this rank's range that a checksum belongs to."""
+        """Return the tensor of this rank's range that a checksum belongs to; the first and last of a shared tile."""
         for copy in self._copies:
             names = (*self._list_updated(copy.kind), *copy.results)
             tiles = copy.kind.elements // TILE
             if index < len(names) * tiles:
                 name = _LABELS.get(names[index // tiles], names[index // tiles])
-                first = index % tiles * TILE
-                for start, stop, _, tensor in list_rows(copy.slices):
-                    if start < first + TILE and stop > first:
-                        return f"{name} of {self._rule.shards.names[tensor]}"
-                return name
+                start = index % tiles * TILE
+                rows = [row for row in list_rows(copy.slices) if row[0] < start + TILE and row[1] > start]
+                tensors = list(dict.fromkeys(self._rule.shards.names[row[-1]] for row in rows))
+                if len(tensors) > 1:
+                    return f"{name} from {tensors[0]} to {tensors[-1]}"
+                return f"{name} of {tensors[0]}" if tensors else name
             index -= len(names) * tiles
         assert self._matrices is not None
         return f"orthogonal direction of {self._matrices.name}"

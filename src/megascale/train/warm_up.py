@@ -1,4 +1,4 @@
-"""What the start of a new process on a GPU makes, before its attempt is ordered."""
+"""Warm-up of a new process on a GPU, before its attempt is ordered."""
 
 from __future__ import annotations
 

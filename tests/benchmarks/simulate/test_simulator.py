@@ -72,7 +72,7 @@ from megascale.observe.analysis.whatif import WhatIf, analyse_trace
 from megascale.simulate import prediction_band
 from megascale.simulate.calibration import Calibration, Constants, load_calibration
 from megascale.simulate.case import Case
-from megascale.simulate.cluster import load_cluster, shipped
+from megascale.simulate.cluster import list_shipped_clusters, load_cluster
 from megascale.simulate.measured_runs import matching
 from megascale.simulate.prediction_band import FEATURES, ends
 from megascale.simulate.software import stack
@@ -249,7 +249,7 @@ def test_steps_on_h100s_need_the_power_limit():
 
 
 def test_every_shipped_gpu_has_a_power_limit():
-    for name in shipped():
+    for name in list_shipped_clusters():
         assert load_cluster(name).power is not None, name
 
 

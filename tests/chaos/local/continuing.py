@@ -86,7 +86,7 @@ def run(
 ) -> dict[str, Any]:
     """Run the job and, without further settings, the undisturbed one; return the report."""
     batch = f"--train.global_batch={BATCH}"
-    words = [f"--parallel.data={replicas}", f"--resilience.nodes={replicas}", *SETTINGS, batch, *CONTINUED]
+    words = [f"--parallel.data={replicas}", f"--resilience.nodes={replicas}"] + SETTINGS + [batch] + CONTINUED
     words += [f"--resilience.max_missing_replicas={min(2, replicas - 1)}"]
     words += [f"--{text}" for text in settings]
     job = Launched(file, "continued", words, pace=0.0 if settings else PACE)
@@ -178,9 +178,9 @@ def compare(file: Path, job: Launched, batch: str) -> tuple[dict[str, Any], list
     steps = read_losses(job.run)
     command = [sys.executable, "-m", "megascale.cli.main"]
     last = max(steps)
-    words = [*SETTINGS, batch, "--parallel.data=1", "--train.name=calm", f"--train.stop_after={last}"]
+    words = SETTINGS + [batch, "--parallel.data=1", "--train.name=calm", f"--train.stop_after={last}"]
     calm_run = job.run.parent / "calm"
-    subprocess.run([*command, "train", str(file), *words], check=True, capture_output=True)
+    subprocess.run(command + ["train", str(file)] + words, check=True, capture_output=True)
     expected = read_losses(calm_run)
     problems = []
     if sorted(steps) != list(range(1, last + 1)):
@@ -195,7 +195,7 @@ def compare(file: Path, job: Launched, batch: str) -> tuple[dict[str, Any], list
     moved = float(np.sqrt(distance / length))
     if not moved < 1e-9:
         problems.append(f"the weights differ by {moved:.1e} of their norm")
-    ledger = subprocess.run([*command, "data", "ledger", str(job.run)], capture_output=True, text=True)
+    ledger = subprocess.run(command + ["data", "ledger", str(job.run)], capture_output=True, text=True)
     if ledger.returncode:
         problems.append(f"the ledger is not exact: {(ledger.stderr or ledger.stdout)[-500:]}")
     return {"steps": last, "loss_difference": difference, "weight_difference": moved}, problems

@@ -127,7 +127,7 @@ def draw(chance: random.Random) -> tuple[Tree, int]:
 def _split(chance: random.Random, layers: int, chunks: int, divides: bool) -> list[float]:
     """Layers of each chunk, perhaps with halves of one; only the first and the last may be without any."""
     size: float = 0.5 if divides and chance.random() < 0.5 else 1
-    split: list[float] = [0, *([1] * (chunks - 2)), 0]
+    split: list[float] = [0.0] + [1.0] * (chunks - 2) + [0.0]
     for _ in range(int((layers - sum(split)) / size)):
         split[chance.randrange(chunks)] += size
     return split

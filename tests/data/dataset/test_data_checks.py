@@ -83,7 +83,7 @@ def test_every_file_of_the_data_has_a_fingerprint(tmp_path: Path) -> None:
     text.write_text("text")
     train_tokenizer(["text"], 260).save(tokenizer)
     data = configured(tmp_path, str(text), tokens, weights=[1, 1], tokenizer=str(tokenizer)).data
-    files = [text, *pair, tokenizer]
+    files = [text] + pair + [tokenizer]
     assert list(fingerprint_sources(data).items()) == [(str(path), fingerprint_file(path)) for path in files]
     pair[0].unlink()
     with pytest.raises(DataError, match=r"train\.bin cannot be read \(No such file or directory\); put it back"):

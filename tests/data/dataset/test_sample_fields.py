@@ -98,7 +98,7 @@ def test_fields_belong_to_their_tokens(
     for column, boundaries in zip(samples.tokens[:-1].T, samples.document_boundaries.T, strict=True):
         inner = [start - column[0] for start in starts if column[0] < start <= column[-1]]
         padding = [length] * (MAX_DOCUMENTS - len(inner))
-        assert boundaries.tolist() == [0, *inner, *padding]
+        assert boundaries.tolist() == [0] + inner + padding
     positions = np.array([token - max(start for start in starts if start <= token) for token in range(tokens)])
     assert np.array_equal(samples.positions, positions[samples.tokens[:-1]])
 

@@ -67,7 +67,7 @@ def page(browser: Any) -> Iterator[Any]:
 
 def write_spans(run: Path, job: Job = JOB) -> None:
     """Roll-ups of STEPS steps and spans of three, of every rank, through a ring into the tables of one host."""
-    ring = SpanRing(body=8 << 20)
+    ring = SpanRing(capacity=8 << 20)
     ingest = Ingest(run / "spans" / "host=0", job="made", host=0, hostname="here", sink=ParquetWriter, clock_ns=10**18)
     for kind, full, steps in ((ROLLUPS, False, STEPS), (SPANS, True, 3)):
         for rank, step, records in make_records(job, steps, full):

@@ -23,7 +23,7 @@ def write_counts(run: Path, counts: dict[int, Any], extra: str = "") -> Path:
         json.dumps({"step": step, "time": time.time(), "loss": 1.0, "seconds": 1.0, "expert_counts": value})
         for step, value in counts.items()
     ]
-    (run / "metrics.jsonl").write_text("\n".join([*lines, extra, ""]))
+    (run / "metrics.jsonl").write_text("\n".join(lines + [extra, ""]))
     (run / "config.toml").write_text("[parallel]\ntensor = 2\nexpert = 2\nexperts_over = 'data'\n")
     return run
 

@@ -101,7 +101,7 @@ def write_attempt(out: Path, attempt: int, steps: range, ranks: int, total_ns: i
     """Keep the roll-ups and the spans of an attempt's steps; with `wait_ns`, each waits along the tensor axis."""
     ingest = Ingest(out, job="job", host=0, hostname="here", sink=ParquetWriter, clock_ns=10**18)
     for rank in range(ranks):
-        ring = SpanRing(body=1 << 20)
+        ring = SpanRing(capacity=1 << 20)
         ring.rank, ring.attempt = rank, attempt
         for step in steps:
             rollups = np.zeros(2 if wait_ns else 1, ROLLUP)

@@ -42,6 +42,7 @@ MetricsProcessor.log(processor, step=30, global_avg_loss=-1.0, global_max_loss=-
 def run_python(arguments: list[str], **variables: str) -> list[str]:
     """Return the lines that a Python process prints, with further environment variables."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    environment.pop("PYTHONSAFEPATH", None)  # a script may import its neighbours
     result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr[-3000:]
     return (result.stdout + result.stderr).splitlines()

@@ -156,7 +156,7 @@ def test_apptainer_runs_the_program_in_the_image(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     settings = SlurmConfig(container="apptainer", image="/images/a b.sif", mounts=["/data:/mnt"])
-    command = [*enter_container(settings, "17", Path("/runs/x")), "echo", "a b"]
+    command = enter_container(settings, "17", Path("/runs/x")) + ["echo", "a b"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert output.splitlines() == ["bind /data:/mnt", "bind /runs/x:/runs/x", "image /images/a b.sif", "a b"]
 

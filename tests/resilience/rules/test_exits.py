@@ -11,7 +11,7 @@ import signal
 import pytest
 from msgspec.structs import replace
 
-from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, record_of
+from megascale.core.exit_record import ExitKind, ExitRecord, attach_record, find_exit_record
 from megascale.errors import ConfigError, FitError, TrainingError
 from megascale.resilience import rules
 from megascale.resilience.agent import node_health
@@ -217,7 +217,9 @@ def test_a_port_taken_is_tried_again_elsewhere_within_bounds():
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_is_known_by_its_number_or_its_room_and_by_no_line_of_a_log(number):
-    failed = worker(1, state="exited", code=1, exit=record_of(OSError(number, "something")), error="OSError: something")
+    failed = worker(
+        1, state="exited", code=1, exit=find_exit_record(OSError(number, "something")), error="OSError: something"
+    )
     assert one(ended(failed), "disk_full").action == "recover"
     assert exits.judge_failed_start("n0", (0,), "why", number).kind == "disk_full"
     line = worker(1, state="exited", code=9, stderr_tail="copying: No space left on device, left out\n")
@@ -296,12 +298,12 @@ def test_an_exception_is_recorded_as_a_code_with_its_subject():
         return error
 
     full = attach_record(TrainingError("full"), ExitKind.DISK_FULL, subject="/a")
-    assert record_of(chained(full, SystemExit(1))) == ExitRecord(ExitKind.DISK_FULL, subject="/a")
-    assert record_of(chained(OSError(errno.ENOMEM, "x"), FitError("y"))).kind is ExitKind.HOST_MEMORY
-    assert record_of(OSError(errno.ENOMEM, "x")).kind is ExitKind.OUT_OF_MEMORY
-    assert record_of(chained(OSError(errno.EADDRINUSE, "x"), ConfigError("y"))).kind is ExitKind.PORT_TAKEN
-    assert record_of(MemoryError()).kind is ExitKind.OUT_OF_MEMORY
-    assert record_of(ConfigError("y")).kind is ExitKind.REFUSED
-    assert record_of(KeyError("y")).kind is ExitKind.EXCEPTION
-    assert record_of(KeyboardInterrupt()).kind is ExitKind.INTERRUPTED
-    assert record_of(SystemExit(1)).kind is ExitKind.UNKNOWN
+    assert find_exit_record(chained(full, SystemExit(1))) == ExitRecord(ExitKind.DISK_FULL, subject="/a")
+    assert find_exit_record(chained(OSError(errno.ENOMEM, "x"), FitError("y"))).kind is ExitKind.HOST_MEMORY
+    assert find_exit_record(OSError(errno.ENOMEM, "x")).kind is ExitKind.OUT_OF_MEMORY
+    assert find_exit_record(chained(OSError(errno.EADDRINUSE, "x"), ConfigError("y"))).kind is ExitKind.PORT_TAKEN
+    assert find_exit_record(MemoryError()).kind is ExitKind.OUT_OF_MEMORY
+    assert find_exit_record(ConfigError("y")).kind is ExitKind.REFUSED
+    assert find_exit_record(KeyError("y")).kind is ExitKind.EXCEPTION
+    assert find_exit_record(KeyboardInterrupt()).kind is ExitKind.INTERRUPTED
+    assert find_exit_record(SystemExit(1)).kind is ExitKind.UNKNOWN

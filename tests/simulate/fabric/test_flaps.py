@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megascale.errors import ConfigError, DataError
-from megascale.simulate.fabric.flaps import advise, environment, judge, read_durations, stall, timer
+from megascale.simulate.fabric.flaps import advise, compute_stalls, environment, judge, read_durations, timer
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,12 @@ from megascale.simulate.fabric.flaps import advise, environment, judge, read_dur
 )  # fmt: skip
 def test_recovery_is_the_next_multiple_of_the_timer(timeout, lasts, expected):
     """Figures of the note's table, worked out by hand."""
-    assert stall(np.array([lasts]), timeout, 7)[0][0] == pytest.approx(expected, rel=0.02)
+    assert compute_stalls(np.array([lasts]), timeout, 7).seconds[0] == pytest.approx(expected, rel=0.02)
 
 
 @given(st.floats(0, 100), st.integers(14, 24), st.integers(1, 7), st.sampled_from([0.0, 4.0, 16.0]))
 def test_data_moves_after_the_link_is_back_and_before_giving_up(lasts, timeout, retries, adaptive):
-    times, end = stall(np.array([lasts, lasts * 2]), timeout, retries, adaptive)
+    times, end = compute_stalls(np.array([lasts, lasts * 2]), timeout, retries, adaptive)
     assert times[0] >= lasts
     assert times[1] >= times[0]
     assert times[0] <= end or np.isinf(times[0])
@@ -71,4 +71,4 @@ def test_bad_flaps_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="--restart"):
         advise(3.0, 1.0, None, -1, 0.0)
     with pytest.raises(ConfigError, match="durations"):
-        stall(np.array([-1.0]), 20, 7)
+        compute_stalls(np.array([-1.0]), 20, 7)

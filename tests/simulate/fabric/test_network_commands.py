@@ -19,6 +19,7 @@ from tests.simulate.fabric.fabric_cases import fabric
 
 SMALL = ["--set", "hosts=32", "--set", "hosts_per_set=8", "--set", "switch_ports=16"]
 MODEL = ["examples/gpt-175b.toml", "--gpus", "256", "--train.global_batch=256"]
+MODEL_ON_SMALL = MODEL + SMALL
 
 
 def network(*arguments: str) -> str:
@@ -39,14 +40,14 @@ def test_topology_prints_and_draws(tmp_path):
 
 def test_placement_writes_a_file_that_it_reads(tmp_path):
     out = str(tmp_path / "placement.json")
-    result = strict_json.loads(network("placement", *MODEL, *SMALL, "--placement", "random", "--out", out, "--json"))
-    repeated = strict_json.loads(network("placement", *MODEL, *SMALL, "--placement", out, "--json"))
+    result = strict_json.loads(network("placement", *MODEL_ON_SMALL, "--placement", "random", "--out", out, "--json"))
+    repeated = strict_json.loads(network("placement", *MODEL_ON_SMALL, "--placement", out, "--json"))
     assert repeated["bytes"][out] == result["bytes"]["random"]
 
 
 def test_flows_slow_with_oversubscription():
     rows = strict_json.loads(
-        network("flows", *MODEL, *SMALL, "--vary", "leaf_oversubscription=1,4", "--placement", "adversarial", "--json")
+        network("flows", *MODEL_ON_SMALL, "--vary", "leaf_oversubscription=1,4", "--placement", "adversarial", "--json")
     )
     assert rows[1]["data"] > 1.5 * rows[0]["data"]
     assert rows[1]["step_s"] > rows[0]["step_s"]
@@ -74,9 +75,9 @@ def test_tune_writes_the_environment(tmp_path):
         (["topology", "--set", 'failed=["agg0-core9999"]'], ConfigError),
         (["topology", "--set", "hosts_per_set=512"], FitError),
         (["placement"] + MODEL + ["--set", "hosts=8"], FitError),
-        (["placement"] + MODEL + SMALL + ["--placement", "near"], ConfigError),
-        (["flows"] + MODEL + SMALL + ["--vary", "colour=1"], ConfigError),
-        (["flows"] + MODEL + SMALL + ["--algorithm", "star"], ConfigError),
+        (["placement"] + MODEL_ON_SMALL + ["--placement", "near"], ConfigError),
+        (["flows"] + MODEL_ON_SMALL + ["--vary", "colour=1"], ConfigError),
+        (["flows"] + MODEL_ON_SMALL + ["--algorithm", "star"], ConfigError),
         (["ecmp", "--queue-pairs", "many"], ConfigError),
         (["tune", "--flaps", "nothing.txt"], DataError),
         (["tune", "--flaps", "-1"], ConfigError),
@@ -86,9 +87,9 @@ def test_tune_writes_the_environment(tmp_path):
         (["topology", "--set", "nic_gbps=inf"], ConfigError),
         (["topology", "--set", "cable_ns=-1"], ConfigError),
         (["validate", "--only", "nothing like this"], ConfigError),
-        (["placement"] + MODEL + SMALL + ["--names", "none.txt"], ConfigError),
-        (["placement"] + MODEL + SMALL + ["--names", "none.txt", "--out", "p.json"], ConfigError),
-        (["placement"] + MODEL + SMALL + ["--out", "/nowhere/p.json"], ConfigError),
+        (["placement"] + MODEL_ON_SMALL + ["--names", "none.txt"], ConfigError),
+        (["placement"] + MODEL_ON_SMALL + ["--names", "none.txt", "--out", "p.json"], ConfigError),
+        (["placement"] + MODEL_ON_SMALL + ["--out", "/nowhere/p.json"], ConfigError),
         (["tune", "--flaps", "3", "--adaptive", "maybe"], ConfigError),
         (["packets", "--control", "cubic"], ConfigError),
         (["packets", "--dcqcn", "mine"], ConfigError),

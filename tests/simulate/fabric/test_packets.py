@@ -14,7 +14,7 @@ from megascale.errors import ConfigError, FitError
 from megascale.simulate.fabric.control_settings import CONTROLS, SETS, DcqcnSettings, SwiftSettings
 from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
 from megascale.simulate.fabric.fair_tuning import tuned_parents
-from megascale.simulate.fabric.flaps import stall, timer
+from megascale.simulate.fabric.flaps import compute_stalls, timer
 from megascale.simulate.fabric.max_min import finish_times, jain
 from megascale.simulate.fabric.packets import Flap, PacketSettings, simulate_packets
 from megascale.simulate.fabric.patterns import everyone, fluid_bandwidth, small_fabric, traffic
@@ -108,7 +108,7 @@ def test_a_flap_takes_what_the_closed_form_says(small, timeout, adaptive, lasts)
     paths = route(small, flows, five_tuple_keys(flows, 0), 0)
     chosen = PacketSettings(control="none", timeout=timeout, adaptive_us=adaptive)
     result = simulate_packets(small, flows, paths, chosen, flaps=(Flap(1, 50e-6, lasts),), horizon=60)
-    expected, end = stall(np.array([lasts]), timeout, 7, adaptive)
+    expected, end = compute_stalls(np.array([lasts]), timeout, 7, adaptive)
     if np.isinf(expected[0]):
         assert np.isnan(result.finish[0])
         assert result.aborted[0] == pytest.approx(end, abs=timer(timeout))

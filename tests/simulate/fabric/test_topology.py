@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megascale.errors import ConfigError, FitError
 from megascale.simulate.fabric.ecmp import Flows, five_tuple_keys, route
-from megascale.simulate.fabric.fabric_spec import fabric_of, load_fabric, shipped
+from megascale.simulate.fabric.fabric_spec import list_shipped_fabrics, load_fabric, validate_fabric
 from megascale.simulate.fabric.max_min import finish_times
 from megascale.simulate.fabric.topology import build
 from megascale.simulate.fabric_targets import dual_plane, under_subscribed
@@ -66,10 +66,10 @@ def test_planes_change_no_time_but_the_parts():
     tree = load_fabric("hpn").model_dump()
     del tree["sources"]["planes"]
     with pytest.raises(ConfigError, match="no source for planes"):
-        fabric_of(tree)
+        validate_fabric(tree)
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", list_shipped_fabrics())
 def test_shipped_fabrics_name_their_sources(name):
     spec = load_fabric(name)
     assert all(
@@ -142,7 +142,7 @@ def test_what_cannot_be_is_said(changes, error, output):
 
 def test_figures_need_sources(tmp_path):
     with pytest.raises(ConfigError, match="no source"):
-        fabric_of({**load_fabric("megascale").model_dump(), "sources": {}})
+        validate_fabric({**load_fabric("megascale").model_dump(), "sources": {}})
     with pytest.raises(ConfigError, match="neither a shipped fabric"):
         load_fabric("nothing")
     (tmp_path / "bad.toml").write_text("= 3")

@@ -259,9 +259,9 @@ def test_zero_3_is_proposed_where_only_it_fits():
     plan = make_plan(load(None, arguments), 4, 80.0)
     assert not plan.fits
     assert plan.remedies() == ["--parallel.zero=3", "--optimizer.offload=true"]
-    assert make_plan(load(None, [*arguments, "parallel.zero=3"]), 4, 80.0).fits
+    assert make_plan(load(None, arguments + ["parallel.zero=3"]), 4, 80.0).fits
     # Adapters leave the model whole on every rank.
-    adapters = make_plan(load(None, [*arguments, "train.lora.rank=8"]), 4, 20.0)
+    adapters = make_plan(load(None, arguments + ["train.lora.rank=8"]), 4, 20.0)
     assert "--parallel.zero=3" not in adapters.remedies()
     assert "beyond a host of 4" in " ".join(example("parallel.gpus_per_host=4").notes())
 
@@ -275,7 +275,7 @@ def test_bubble_and_idle_of_uneven_stages():
 
 def test_a_remedy_that_other_settings_exclude_is_not_proposed():
     overrides = ["model.preset=llama-8b", "model.sequence_length=8192", "train.micro_batch=1", "train.global_batch=4"]
-    plan = make_plan(load(None, [*overrides, "train.lora.rank=8", "train.precision=bfloat16"]), 1, 40.0)
+    plan = make_plan(load(None, overrides + ["train.lora.rank=8", "train.precision=bfloat16"]), 1, 40.0)
     assert not plan.fits
     assert plan.remedies() == ["--parallel.recompute=full"]
 

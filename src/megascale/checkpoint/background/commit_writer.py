@@ -25,7 +25,7 @@ from megascale.checkpoint.format.commit import Commit
 from megascale.checkpoint.format.write_plan import data_file_name
 from megascale.checkpoint.storage.base import Storage, explain_save_error
 from megascale.checkpoint.storage.opening import open_storage
-from megascale.core.exit_record import NO_RECORD, ExitRecord, record_of
+from megascale.core.exit_record import NO_RECORD, ExitRecord, find_exit_record
 from megascale.errors import TrainingError
 from megascale.services.reception import ConnectionServer
 
@@ -182,7 +182,7 @@ class SaveWriter:
             explained = explain_save_error(failure, storage, message.required_bytes)
             if message.leader:
                 self._forget_save(message, save)
-                self._give_up(storage, message, str(explained), record_of(explained))
+                self._give_up(storage, message, str(explained), find_exit_record(explained))
             else:
                 _start_thread(self._report_failure, storage, message, save, explained)
             raise explained from None
@@ -237,7 +237,7 @@ class SaveWriter:
                         message.rank,
                         str(error),
                         ended=save.ended,
-                        fault=record_of(error),
+                        fault=find_exit_record(error),
                     )
                     break
                 except OSError:
@@ -286,13 +286,13 @@ class SaveWriter:
     def _explain_failure(self, error: Exception, storage: Storage, message: StageSnapshot) -> tuple[str, ExitRecord]:
         """Return why a commit failed, and the fault as a code; log the traceback of an unexpected failure."""
         if isinstance(error, SaveFailed):
-            return str(error), record_of(error)
+            return str(error), find_exit_record(error)
         if isinstance(error, OSError):
             explained = explain_save_error(error, storage, message.required_bytes)
-            return str(explained), record_of(explained)
+            return str(explained), find_exit_record(explained)
         if not isinstance(error, ValueError):
             log.exception("the commit of step %d failed", message.step)
-        return f"the commit failed: {error or repr(error)}", record_of(error)
+        return f"the commit failed: {error or repr(error)}", find_exit_record(error)
 
     def _give_up(self, storage: Storage, message: StageSnapshot, reason: str, fault: ExitRecord = NO_RECORD) -> None:
         """Remove the files of a save that will not be committed, and publish the result."""

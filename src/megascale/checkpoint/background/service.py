@@ -48,7 +48,7 @@ from megascale.checkpoint.background.service_protocol import (
 )
 from megascale.checkpoint.background.snapshot_memory import Progress, Slot, frame_chunks, make_slots
 from megascale.checkpoint.format.index import CheckpointIndex
-from megascale.core.exit_record import record_of
+from megascale.core.exit_record import find_exit_record
 from megascale.errors import TrainingError
 from megascale.services.conversation import Conversation, Done, ErrorReply
 from megascale.services.host_service import (
@@ -109,7 +109,7 @@ class CheckpointService:
                 raise
             except (OSError, SaveFailed, TrainingError, ValueError, KeyError, IndexError) as error:
                 log.exception("%s failed", message.do)
-                trainer.send(ErrorReply(str(error)[:2000], type(error).__name__, record_of(error)))
+                trainer.send(ErrorReply(str(error)[:2000], type(error).__name__, find_exit_record(error)))
 
     def on_register(self, trainer: Conversation, message: Register) -> None:
         """Reply with this process's name and id, and the port on which it takes replicas."""

@@ -61,7 +61,7 @@ from megascale.checkpoint.saver import agree_on_plan, cut_chunks
 from megascale.checkpoint.storage.base import PAGE
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.config import CheckpointConfig
-from megascale.core.exit_record import ExitKind, attach_record, record_of
+from megascale.core.exit_record import ExitKind, attach_record, find_exit_record
 from megascale.errors import FitError, MegascaleError, TrainingError
 from megascale.services.conversation import Conversation
 
@@ -524,7 +524,7 @@ class Snapshots:
                 self._stage_copy(connection, slot, copy)
             except Exception as error:  # the next step's update waits for this copy in any case
                 copy.outcome.reason = str(error) or repr(error)
-                copy.outcome.record = record_of(error)
+                copy.outcome.record = find_exit_record(error)
                 is_expected = isinstance(error, OSError | TrainingError)
                 if not is_expected:
                     log.exception("the copy of step %d failed", copy.outcome.step)

@@ -1,4 +1,4 @@
-"""Text to a data set: documents, split, tokenizer, token files and manifest in one folder.
+"""Build of a data set from text: documents, split, tokenizer, token files and manifest in one folder.
 
 The input is cut into pieces. Workers turn each piece into small token files under `.parts`, and these are joined in
 order. A build that was killed goes on with the missing pieces. The result does not depend on the number of workers or
@@ -34,7 +34,7 @@ from megascale.data.dataset.manifest import MANIFEST, DataSetPart, Manifest, com
 from megascale.data.dataset.sources import InputPiece
 from megascale.data.dataset.tokenizer_agreement import has_other_tokenizer
 from megascale.data.prepare import stdlib, worker_pool
-from megascale.data.prepare.encode_worker import SIDES, EncodeJob, part_prefix, read_finished
+from megascale.data.prepare.encode_worker import SPLITS, EncodeJob, part_prefix, read_finished
 from megascale.data.prepare.split import MIN_DOCUMENTS, Split, hash_text
 from megascale.data.tokenizer.base import Tokenizer, check_representation
 from megascale.data.tokenizer.huggingface_file import CONFIG, configured_end
@@ -106,7 +106,7 @@ def build(
     Args:
         use_stdlib: take the Python standard library's source (see stdlib.py).
         inputs: files and folders, if not the standard library (see sources.py for the kinds).
-        vocab_size: of the BPE tokenizer trained on the training part; not used with `tokenizer`.
+        vocab_size: vocabulary size of the BPE tokenizer that is trained on the training text; unused with `tokenizer`.
         tokenizer: an existing tokenizer.json or .tiktoken file.
         held_out: share of the text excluded from training.
         text_key: key of the text in jsonl records and parquet rows.
@@ -134,7 +134,7 @@ def build(
     if not use_stdlib:
         settings[1] = [held_out, text_key]
         files = sources.find_files([Path(path) for path in inputs], without=out)
-    recipe = _recipe(settings, files)
+    recipe = _hash_inputs(settings, files)
     manifest = find_result(out, recipe)
     if manifest is not None:
         _clear(out)  # the process may have been killed between writing the manifest and removing the parts
@@ -159,7 +159,7 @@ def build(
     return BuildResult(out, manifest, fresh=True)
 
 
-def _recipe(settings: list, files: Sequence[sources.SourceFile]) -> str:
+def _hash_inputs(settings: list, files: Sequence[sources.SourceFile]) -> str:
     """Return a hash of everything that decides the result."""
     if files:
         listing = [f"{file.name} {file.size} {file.path.stat().st_mtime_ns}" for file in files]
@@ -172,7 +172,12 @@ def find_result(out: Path, recipe: str) -> Manifest | None:
     """Return the manifest in `out` if it holds the complete result of `recipe`; DataError for another data set."""
     manifest = read_manifest(out)
     if manifest is None:
-        foreign = [name for side in SIDES for name in (f"{side}.bin", f"{side}.idx") if (out / name).exists()]
+        foreign = [
+            name
+            for split_name in SPLITS
+            for name in (f"{split_name}.bin", f"{split_name}.idx")
+            if (out / name).exists()
+        ]
         if foreign and not (out / PARTS).exists():
             raise DataError(
                 f"{out} holds {', '.join(foreign)} and no {MANIFEST}, so it was not made here, and it is not "
@@ -329,8 +334,8 @@ def _training_text(plan: _Plan, limit: int) -> Iterator[str]:
     for piece in pieces:
         remaining = piece_limit
         for record in sources.read_documents(piece, plan.key):
-            for side, text in plan.split.split_document(record):
-                if side == "train":
+            for split_name, text in plan.split.split_document(record):
+                if split_name == "train":
                     yield text[:remaining]
                     remaining -= len(text)
             if remaining <= 0:
@@ -346,8 +351,8 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
     for piece in finished:
         for reason, count in piece.skipped.items():
             skipped[reason] = skipped.get(reason, 0) + count
-    sizes = {side: sum(piece.bytes[side] for piece in finished) for side in SIDES}
-    lost = {side: sum(piece.lost[side] for piece in finished) for side in SIDES}
+    sizes = {split_name: sum(piece.bytes[split_name] for piece in finished) for split_name in SPLITS}
+    lost = {split_name: sum(piece.lost[split_name] for piece in finished) for split_name in SPLITS}
     if not any(sizes.values()):
         shutil.rmtree(parts)
         raise _no_text_error(plan.name(), skipped)
@@ -366,10 +371,17 @@ def _join(out: Path, parts: Path, plan: _Plan, bars: Progress) -> Manifest:
         tokenizer=describe_tokenizer(tokenizer, out),
         dtype=dtype.name,
         parts={
-            side: _join_side(
-                out, parts, plan, side, dtype=dtype, text_bytes=sizes[side], lost_bytes=lost[side], bars=bars
+            split_name: _join_split(
+                out,
+                parts,
+                plan,
+                split_name,
+                dtype=dtype,
+                text_bytes=sizes[split_name],
+                lost_bytes=lost[split_name],
+                bars=bars,
             )
-            for side in SIDES
+            for split_name in SPLITS
         },
         skipped=skipped,
         version=__version__,
@@ -391,17 +403,25 @@ def describe_tokenizer(tokenizer: Tokenizer, out: Path) -> dict[str, Any]:
     }
 
 
-def _join_side(
-    out: Path, parts: Path, plan: _Plan, side: str, *, dtype: np.dtype, text_bytes: int, lost_bytes: int, bars: Progress
+def _join_split(
+    out: Path,
+    parts: Path,
+    plan: _Plan,
+    split_name: str,
+    *,
+    dtype: np.dtype,
+    text_bytes: int,
+    lost_bytes: int,
+    bars: Progress,
 ) -> DataSetPart:
-    """Join the pieces' token files of one side."""
-    task = bars.add_task(f"joining {side}", total=len(plan.pieces))
-    with IndexedWriter(out / side, dtype, hashed=True) as writer:
+    """Join the pieces' token files of one split."""
+    task = bars.add_task(f"joining {split_name}", total=len(plan.pieces))
+    with IndexedWriter(out / split_name, dtype, hashed=True) as writer:
         for piece in plan.pieces:
-            writer.append(IndexedDataset(part_prefix(parts, piece.number, side)))
+            writer.append(IndexedDataset(part_prefix(parts, piece.number, split_name)))
             bars.advance(task)
-    texts = (part_prefix(parts, piece.number, side).with_suffix(".txt").read_bytes() for piece in plan.pieces)
-    tokens, index = out / f"{side}.bin", out / f"{side}.idx"
+    texts = (part_prefix(parts, piece.number, split_name).with_suffix(".txt").read_bytes() for piece in plan.pieces)
+    tokens, index = out / f"{split_name}.bin", out / f"{split_name}.idx"
     return DataSetPart(
         documents=writer.documents,
         tokens=writer.tokens,
@@ -409,7 +429,7 @@ def _join_side(
         bin_bytes=tokens.stat().st_size,
         idx_bytes=index.stat().st_size,
         idx_sha256=sha256_file(index),
-        compressed=compress(texts) if side == "valid" else None,
+        compressed=compress(texts) if split_name == "valid" else None,
         lost_bytes=lost_bytes,
         bin_sha256=writer.digest.hexdigest() if writer.digest is not None else "",
         bin_fingerprint=fingerprint_file(tokens),
@@ -435,7 +455,7 @@ def _check_sample(tokenizer: Tokenizer, plan: _Plan) -> None:
 def _loss_note(sizes: dict[str, int], lost: dict[str, int]) -> str:
     if not any(lost.values()):
         return ""
-    shares = ", ".join(f"{lost[side]:,} of {sizes[side]:,} bytes of {side}" for side in SIDES)
+    shares = ", ".join(f"{lost[split_name]:,} of {sizes[split_name]:,} bytes of {split_name}" for split_name in SPLITS)
     return (
         f"the tokenizer cannot represent {shares}: they became unknown tokens, or were dropped. Bits per byte count "
         "these bytes at 8 bits each"

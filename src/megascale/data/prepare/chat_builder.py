@@ -1,4 +1,4 @@
-"""Conversations to a data set: a document each, with loss weights 1 on the assistant's tokens and 0 elsewhere."""
+"""Build of a data set from conversations, one document each; loss weights are 1 on the assistant's tokens, else 0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from megascale.data.dataset.indexed import IndexedWriter, pair_paths, token_dtyp
 from megascale.data.dataset.manifest import DataSetPart, Manifest
 from megascale.data.prepare.builder import TOKENIZER_TEXT, describe_tokenizer, find_result
 from megascale.data.prepare.conversations import EncodedConversation, encode_lines, parse_conversation, read_lines
+from megascale.data.prepare.encode_worker import SPLITS
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.chat_template import (
     CHATML,
@@ -36,29 +37,36 @@ from megascale.data.tokenizer.huggingface_file import CONFIG
 from megascale.data.tokenizer.tokenizer import TOKENIZER, load_tokenizer, train_tokenizer
 from megascale.errors import ConfigError, DataError
 
-SIDES = ("train", "valid")
-_TRAINED_SPECIAL_TOKENS = {"eos_token": "<|endoftext|>"}  # of a tokenizer that is trained here
-_LEAST_CONVERSATIONS = 2  # one to train on, and one to evaluate on
+# Special tokens of a tokenizer that this build trains.
+_SPECIAL_TOKENS = {"eos_token": "<|endoftext|>"}
+_MIN_CONVERSATIONS = 2  # one to train on, and one to evaluate on
 
 
 @dataclass
-class ChatSide:
-    """Counts of one side of a data set.
+class SplitStatistics:
+    """Numbers of conversations, tokens and bytes in one split (train or valid).
 
     Attributes:
-        counted: tokens that count in the loss.
-        longest: tokens of the longest conversation as it is stored.
-        cut: conversations that were cut to --max-tokens.
-        dropped: conversations that had no counted token within --max-tokens.
+        loss_tokens: number of tokens with loss weight 1.
+        max_length: tokens of the longest stored conversation.
+        truncated: number of conversations truncated to --max-tokens.
+        dropped: number of conversations without a token of the loss within --max-tokens.
     """
 
     conversations: int = 0
     tokens: int = 0
-    counted: int = 0
+    loss_tokens: int = 0
     bytes: int = 0
-    longest: int = 0
-    cut: int = 0
+    max_length: int = 0
+    truncated: int = 0
     dropped: int = 0
+
+
+class TextRun(NamedTuple):
+    """A run of a conversation's text whose tokens have the same loss weight."""
+
+    text: str
+    is_in_loss: bool
 
 
 @dataclass
@@ -66,16 +74,16 @@ class ChatBuild:
     """Result of a build.
 
     Attributes:
-        fresh: whether this call built it.
-        sample: the first training conversation, as (text, counts in the loss) in order; empty if nothing was built.
-        sides: counts by side; empty if nothing was built.
+        fresh: whether this call built the data set.
+        sample: runs of the first training conversation; empty if nothing was built.
+        statistics: statistics by split; empty if nothing was built.
     """
 
     folder: Path
     manifest: Manifest
     fresh: bool
-    sample: list[tuple[str, bool]] = field(default_factory=list)
-    sides: dict[str, ChatSide] = field(default_factory=dict)
+    sample: list[TextRun] = field(default_factory=list)
+    statistics: dict[str, SplitStatistics] = field(default_factory=dict)
 
 
 class _WeightedWriter:
@@ -100,7 +108,8 @@ class _WeightedWriter:
     ) -> None:
         self._weights.close()
         if kind is None:
-            self._temporary.replace(self._path)  # before the index, without which the data set is incomplete
+            # The index is written last: as long as it is missing, the data set counts as incomplete.
+            self._temporary.replace(self._path)
         else:
             self._temporary.unlink(missing_ok=True)
         self.tokens.__exit__(kind, error, trace)
@@ -123,7 +132,7 @@ def build_chat(
     Args:
         files: JSON lines (conversations.py).
         tokenizer: folder of a Hugging Face tokenizer, or its tokenizer.json; None trains one on the conversations.
-        template: Jinja file to use instead of the tokenizer's own template; a trained tokenizer has ChatML.
+        template: Jinja file to use instead of the tokenizer's own template. Default for a trained tokenizer: ChatML.
         held_out: share of the conversations excluded from training.
         max_tokens: longer conversations are cut to this; None keeps them whole.
 
@@ -136,54 +145,59 @@ def build_chat(
     paths = [Path(file) for file in files]
     if not 0 < held_out < 1:
         raise ConfigError(f"--held-out={held_out} is not a share between 0 and 1; try 0.05")
-    folder: Path | None = None
-    loaded: Tokenizer | None = None
+    tokenizer_folder: Path | None = None
+    given_tokenizer: Tokenizer | None = None
     if tokenizer is not None:
         file = Path(tokenizer)
         if file.is_dir():
             file = file / TOKENIZER
-        folder = file.parent
-        loaded = load_tokenizer(file)
-    chat_template = _find_chat_template(folder, None if template is None else Path(template))
-    threshold = _find_threshold(paths, held_out)
-    recipe = _make_recipe(paths, loaded, chat_template, [vocab_size, held_out, max_tokens])
+        tokenizer_folder = file.parent
+        given_tokenizer = load_tokenizer(file)
+    chat_template = _find_chat_template(tokenizer_folder, None if template is None else Path(template))
+    threshold = _find_held_out_threshold(paths, held_out)
+    recipe = _hash_inputs(paths, given_tokenizer, chat_template, [vocab_size, held_out, max_tokens])
     manifest = find_result(out, recipe)
     if manifest is not None:
         return ChatBuild(out, manifest, fresh=False)
-    if loaded is None:
-        loaded = train_tokenizer(_read_texts(paths), vocab_size, [CHATML_BEGIN, CHATML_END])
+    used_tokenizer = given_tokenizer
+    if used_tokenizer is None:
+        used_tokenizer = train_tokenizer(_read_texts(paths), vocab_size, [CHATML_BEGIN, CHATML_END])
     try:
-        result = _encode(out, paths, loaded, chat_template, threshold, max_tokens)
+        result = _encode(out, paths, used_tokenizer, chat_template, threshold, max_tokens)
     except DataError:
-        with suppress(OSError):  # the folder has other files
+        # The folder is removed only if it is empty: rmdir fails if it holds other files.
+        with suppress(OSError):
             out.rmdir()
         raise
-    _save_tokenizer(out, loaded, folder, chat_template)
-    result.manifest = _make_manifest(out, paths, recipe, loaded, result.sides)
+    _save_tokenizer(out, used_tokenizer, tokenizer_folder, chat_template)
+    result.manifest = _make_manifest(out, paths, recipe, used_tokenizer, result.statistics)
     result.manifest.save(out)
     return result
 
 
-def _find_chat_template(folder: Path | None, file: Path | None) -> ChatTemplate | None:
-    """Return the template that is named, else the tokenizer's, else ChatML for a tokenizer trained here; or None."""
-    if folder is None:
+def _find_chat_template(tokenizer_folder: Path | None, file: Path | None) -> ChatTemplate | None:
+    """Return the template in `file`, else the tokenizer's own template, else None.
+
+    Without a folder this build trains the tokenizer, whose default template is ChatML.
+    """
+    if tokenizer_folder is None:
         source, name = CHATML, "ChatML"
         if file is not None:
             source, name = read_template(file), str(file)
-        return ChatTemplate(source, _TRAINED_SPECIAL_TOKENS, name)
-    if file is None and find_template(folder) is None:
+        return ChatTemplate(source, _SPECIAL_TOKENS, name)
+    if file is None and find_template(tokenizer_folder) is None:
         return None
-    return load_chat_template(folder, file)
+    return load_chat_template(tokenizer_folder, file)
 
 
 def _hash_line(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data.strip(), digest_size=8).digest(), "big")
 
 
-def _find_threshold(files: Sequence[Path], share: float) -> int:
-    """Return the hash below which lines are held out. Equal lines are on one side."""
+def _find_held_out_threshold(files: Sequence[Path], share: float) -> int:
+    """Return the hash below which lines are held out, so that equal lines always fall into the same split."""
     distinct = sorted({_hash_line(line.data) for line in read_lines(files)})
-    if len(distinct) < _LEAST_CONVERSATIONS:
+    if len(distinct) < _MIN_CONVERSATIONS:
         names = ", ".join(map(str, files))
         raise DataError(
             f"--chat={names} has {len(distinct)} different conversations, and training and evaluation need one each; "
@@ -193,7 +207,7 @@ def _find_threshold(files: Sequence[Path], share: float) -> int:
     return distinct[held_out]
 
 
-def _make_recipe(
+def _hash_inputs(
     files: Sequence[Path], tokenizer: Tokenizer | None, template: ChatTemplate | None, settings: list[object]
 ) -> str:
     """Return a hash of everything that decides the result."""
@@ -225,83 +239,89 @@ def _encode(
     threshold: int,
     max_tokens: int | None,
 ) -> ChatBuild:
-    """Write the token files of both sides; the result has no manifest yet."""
-    sides = {side: ChatSide() for side in SIDES}
-    sample: list[tuple[str, bool]] = []
+    """Write the token files of both splits. The caller adds the manifest to the result."""
+    statistics = {split: SplitStatistics() for split in SPLITS}
+    sample: list[TextRun] = []
     dtype = token_dtype(tokenizer.vocab_size)
     out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        writers = {side: stack.enter_context(_WeightedWriter(out / side, dtype)) for side in SIDES}
+        writers = {split: stack.enter_context(_WeightedWriter(out / split, dtype)) for split in SPLITS}
         for line, conversation, encoded in encode_lines(read_lines(files), tokenizer, template):
-            side = "valid" if _hash_line(line.data) < threshold else "train"
-            counts = sides[side]
-            shortened = _cut(encoded, max_tokens, counts)
-            if shortened is None:
+            split = "valid" if _hash_line(line.data) < threshold else "train"
+            truncated = _truncate(encoded, max_tokens, statistics[split])
+            if truncated is None:
                 continue
-            writers[side].add(shortened)
-            counts.bytes += sum(len(text.encode()) for text in conversation.texts())
-            if side == "train" and not sample:
-                sample = mark_counted(shortened, tokenizer)
-        for side, counts in sides.items():
-            if not counts.conversations:
+            writers[split].add(truncated)
+            statistics[split].bytes += sum(len(text.encode()) for text in conversation.texts())
+            if split == "train" and not sample:
+                sample = split_by_loss_weight(truncated, tokenizer)
+        for split, numbers in statistics.items():
+            if not numbers.conversations:
                 raise DataError(
-                    f"--max-tokens={max_tokens} leaves no conversation with a counted token in {side}; allow more"
+                    f"--max-tokens={max_tokens} leaves no conversation with a counted token in {split}; allow more"
                 )
-    return ChatBuild(out, manifest=None, fresh=True, sample=sample, sides=sides)  # type: ignore[arg-type]
+    return ChatBuild(out, manifest=None, fresh=True, sample=sample, statistics=statistics)  # type: ignore[arg-type]
 
 
-def _cut(encoded: EncodedConversation, max_tokens: int | None, counts: ChatSide) -> EncodedConversation | None:
-    """Return the beginning of a conversation within `max_tokens` and count it; None if none of its tokens counts."""
+def _truncate(
+    encoded: EncodedConversation, max_tokens: int | None, statistics: SplitStatistics
+) -> EncodedConversation | None:
+    """Truncate a conversation to `max_tokens` and add it to `statistics`.
+
+    Returns None for a conversation that is dropped, because truncation leaves it without a token of the loss.
+    """
     length = len(encoded.tokens)
     if max_tokens is not None and length > max_tokens:
         encoded = EncodedConversation(encoded.tokens[:max_tokens], encoded.weights[:max_tokens])
         if not encoded.weights.any():
-            counts.dropped += 1
+            statistics.dropped += 1
             return None
-        counts.cut += 1
-    counts.conversations += 1
-    counts.tokens += len(encoded.tokens)
-    counts.counted += int(encoded.weights.sum())
-    counts.longest = max(counts.longest, len(encoded.tokens))
+        statistics.truncated += 1
+    statistics.conversations += 1
+    statistics.tokens += len(encoded.tokens)
+    statistics.loss_tokens += int(encoded.weights.sum())
+    statistics.max_length = max(statistics.max_length, len(encoded.tokens))
     return encoded
 
 
-def mark_counted(encoded: EncodedConversation, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """Return a conversation's text in parts, each with whether its tokens count in the loss."""
-    borders = np.flatnonzero(np.diff(encoded.weights)) + 1
-    parts: list[tuple[str, bool]] = []
-    for tokens, weights in zip(np.split(encoded.tokens, borders), np.split(encoded.weights, borders), strict=True):
-        parts.append((tokenizer.decode(tokens), bool(weights[0])))
-    return parts
+def split_by_loss_weight(encoded: EncodedConversation, tokenizer: Tokenizer) -> list[TextRun]:
+    """Return a conversation's text, split where the loss weight changes."""
+    boundaries = np.flatnonzero(np.diff(encoded.weights)) + 1
+    token_runs = np.split(encoded.tokens, boundaries)
+    weight_runs = np.split(encoded.weights, boundaries)
+    runs: list[TextRun] = []
+    for tokens, weights in zip(token_runs, weight_runs, strict=True):
+        runs.append(TextRun(tokenizer.decode(tokens), is_in_loss=bool(weights[0])))
+    return runs
 
 
-def _save_tokenizer(out: Path, tokenizer: Tokenizer, folder: Path | None, template: ChatTemplate | None) -> None:
-    """Save the tokenizer with its companions and the template that was used."""
+def _save_tokenizer(out: Path, tokenizer: Tokenizer, source: Path | None, template: ChatTemplate | None) -> None:
+    """Save the tokenizer, the chat template, and the other tokenizer files of the folder `source`."""
     tokenizer.save(out / TOKENIZER)
-    if folder is not None:
-        copy_companions(folder, out)
+    if source is not None:
+        copy_companions(source, out)
     else:
-        (out / CONFIG).write_text(json.dumps(_TRAINED_SPECIAL_TOKENS) + "\n", encoding="utf-8")
+        (out / CONFIG).write_text(json.dumps(_SPECIAL_TOKENS) + "\n", encoding="utf-8")
     if template is not None:
         (out / TEMPLATE).write_text(template.source, encoding="utf-8")
 
 
 def _make_manifest(
-    out: Path, files: Sequence[Path], recipe: str, tokenizer: Tokenizer, sides: dict[str, ChatSide]
+    out: Path, files: Sequence[Path], recipe: str, tokenizer: Tokenizer, statistics: dict[str, SplitStatistics]
 ) -> Manifest:
     parts = {}
-    for side, counts in sides.items():
-        tokens, index = pair_paths(out / side)
-        parts[side] = DataSetPart(
-            documents=counts.conversations,
-            tokens=counts.tokens,
-            bytes=counts.bytes,
-            bin_bytes=tokens.stat().st_size,
-            idx_bytes=index.stat().st_size,
-            idx_sha256=sha256_file(index),
-            bin_sha256=sha256_file(tokens),
-            bin_fingerprint=fingerprint_file(tokens),
-            counted_tokens=counts.counted,
+    for split, numbers in statistics.items():
+        bin_path, idx_path = pair_paths(out / split)
+        parts[split] = DataSetPart(
+            documents=numbers.conversations,
+            tokens=numbers.tokens,
+            bytes=numbers.bytes,
+            bin_bytes=bin_path.stat().st_size,
+            idx_bytes=idx_path.stat().st_size,
+            idx_sha256=sha256_file(idx_path),
+            bin_sha256=sha256_file(bin_path),
+            bin_fingerprint=fingerprint_file(bin_path),
+            counted_tokens=numbers.loss_tokens,
         )
     return Manifest(
         [str(file) for file in files],
@@ -310,13 +330,13 @@ def _make_manifest(
         dtype=token_dtype(tokenizer.vocab_size).name,
         parts=parts,
         version=__version__,
-        notes=list(_list_notes(sides)),
+        notes=list(_list_notes(statistics)),
     )
 
 
-def _list_notes(sides: dict[str, ChatSide]) -> Iterable[str]:
-    for side, counts in sides.items():
-        if counts.cut:
-            yield f"{side}: {counts.cut:,} conversations were cut to --max-tokens"
-        if counts.dropped:
-            yield f"{side}: {counts.dropped:,} conversations were left out: no counted token is within --max-tokens"
+def _list_notes(statistics: dict[str, SplitStatistics]) -> Iterable[str]:
+    for split, numbers in statistics.items():
+        if numbers.truncated:
+            yield f"{split}: {numbers.truncated:,} conversations were cut to --max-tokens"
+        if numbers.dropped:
+            yield f"{split}: {numbers.dropped:,} conversations were left out: no counted token is within --max-tokens"

@@ -25,7 +25,7 @@ from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import load_tokenizer
 from megascale.errors import MegascaleError
 
-SIDES = ("train", "valid")
+SPLITS = ("train", "valid")
 _BATCH = 1 << 20  # characters passed to the tokenizer at a time
 
 
@@ -34,10 +34,10 @@ class EncodeJob:
     """Settings of all pieces of a build.
 
     Attributes:
-        folder: of the finished pieces.
+        folder: folder of the finished pieces.
         tokenizer: path of the tokenizer.json.
         key: name of the text in jsonl and parquet.
-        split: the rule that assigns documents to sides.
+        split: the rule that assigns documents to training and held-out text.
     """
 
     folder: str
@@ -61,19 +61,19 @@ class EncodedPiece:
     """Contents of a finished piece.
 
     Attributes:
-        bytes: bytes of text per side.
-        lost: about how many of these bytes, per side, have no token of their own.
+        bytes: bytes of text, by split.
+        lost: approximate number of these bytes without a token of their own, by split.
         skipped: number of files and records left out, by reason.
     """
 
-    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
-    lost: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
+    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    lost: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     skipped: dict[str, int] = field(default_factory=dict)
 
 
-def part_prefix(folder: Path, number: int, side: str) -> Path:
-    """Return the token file of one side of a piece; the held-out text has the same name with .txt."""
-    return folder / f"{number:06}-{side}"
+def part_prefix(folder: Path, number: int, split_name: str) -> Path:
+    """Return the prefix of a piece's token files of one split. The held-out text has the same name with .txt."""
+    return folder / f"{number:06}-{split_name}"
 
 
 def _record_path(folder: Path, number: int) -> Path:
@@ -89,7 +89,7 @@ def read_finished(folder: Path, number: int) -> EncodedPiece | None:
 
 
 class _PieceEncoder:
-    """Encodes the documents of one piece in batches, side by side."""
+    """Encodes the documents of one piece in batches, each split on its own."""
 
     def __init__(self, tokenizer: Tokenizer, writers: dict[str, IndexedWriter], text_file: BinaryIO) -> None:
         self.result = EncodedPiece()
@@ -97,22 +97,22 @@ class _PieceEncoder:
         self._writers = writers
         self._text_file = text_file
         self._text_room = MAX_COMPRESSED_BYTES
-        self._pending: dict[str, list[str]] = {side: [] for side in SIDES}
+        self._pending: dict[str, list[str]] = {split_name: [] for split_name in SPLITS}
         self.pending_characters = 0
 
-    def add(self, side: str, text: str) -> None:
+    def add(self, split_name: str, text: str) -> None:
         data = text.encode()
-        self._pending[side].append(text)
+        self._pending[split_name].append(text)
         self.pending_characters += len(text)
-        self.result.bytes[side] += len(data)
-        if side == "valid" and self._text_room:
+        self.result.bytes[split_name] += len(data)
+        if split_name == "valid" and self._text_room:
             self._text_room -= self._text_file.write(data[: self._text_room])
 
     def flush(self) -> None:
-        for side, texts in self._pending.items():
+        for split_name, texts in self._pending.items():
             if texts:
-                self._writers[side].add_documents(*self._tokenizer.encode_documents(texts))
-                self.result.lost[side] += self._tokenizer.count_lost_bytes(texts)
+                self._writers[split_name].add_documents(*self._tokenizer.encode_documents(texts))
+                self.result.lost[split_name] += self._tokenizer.count_lost_bytes(texts)
                 texts.clear()
         self.pending_characters = 0
 
@@ -136,8 +136,8 @@ def encode_piece(piece: InputPiece, tokenizer: Tokenizer, job: EncodeJob, progre
             if record.skipped:
                 skipped = encoder.result.skipped
                 skipped[record.skipped] = skipped.get(record.skipped, 0) + 1
-            for side, text in job.split.split_document(record):
-                encoder.add(side, text)
+            for split_name, text in job.split.split_document(record):
+                encoder.add(split_name, text)
             if encoder.pending_characters >= _BATCH:
                 encoder.flush()
                 progress(used)

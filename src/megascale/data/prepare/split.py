@@ -1,4 +1,4 @@
-"""Training and held-out side of a data set: the rule that assigns each document to one of them."""
+"""The rule that assigns each document of a data set to training or held-out text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megascale.data.dataset.sources import TextRecord
 
-# With fewer documents than this each document is cut in two: assigning whole documents would leave one side too small.
+# With fewer documents than this each document is cut in two: whole documents would leave one split too small.
 MIN_DOCUMENTS = 20
 _HASH_RANGE = 1 << 64
 # In text whose documents are not known beforehand, documents larger than this part of the held-out text are cut.
@@ -19,7 +19,7 @@ _LEAST_CUT = 1 << 16  # bytes
 
 @dataclass(frozen=True)
 class Split:
-    """A rule that assigns documents to training and held-out text; equal documents have the same side.
+    """A rule that assigns documents to training and held-out text; equal documents fall into the same split.
 
     Attributes:
         share: part of the text to hold out.
@@ -65,7 +65,7 @@ class Split:
         return cls(share, below, cut_above, tuple(sorted(uncut.keys() - set(candidates))))
 
     def split_document(self, record: TextRecord) -> list[tuple[str, str]]:
-        """Return (side, text) parts of a document: one part, two if it is cut, none for a skipped record."""
+        """Return a document's parts as (split name, text): one, two if it is cut, none for a skipped record."""
         text = record.text
         if not text:
             return []
@@ -73,7 +73,8 @@ class Split:
             return [(record.side, text)]
         if _has_more_bytes(text, self.cut_above):
             cut = _find_cut(text, self.share)
-            return [(side, part) for side, part in (("train", text[:cut]), ("valid", text[cut:])) if part.strip()]
+            parts = (("train", text[:cut]), ("valid", text[cut:]))
+            return [(split_name, part) for split_name, part in parts if part.strip()]
         document_hash = hash_text(text)
         is_held_out = document_hash < self.below and document_hash not in self.trained
         return [("valid" if is_held_out else "train", text)]

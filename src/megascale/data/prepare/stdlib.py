@@ -1,6 +1,6 @@
 """The Python standard library's own source as a data set: real text on every machine with Python.
 
-Installed packages, test suites, IDLE and generated tables are left out. Near-duplicate files are on one side of the
+Installed packages, test suites, IDLE and generated tables are left out. Near-duplicate files are in the same
 split, so that held-out loss measures learning and not memory.
 """
 
@@ -16,7 +16,7 @@ from megascale.errors import DataError
 
 LARGEST = 12_000_000
 HELD_OUT = 0.06
-# A group larger than this share of the text would unbalance the held-out side; it is trained on.
+# A group larger than this share of the text would unbalance the held-out split, so it is trained on.
 _LARGEST_GROUP = 0.02
 # Runs of lines found in more files than this are licence texts, which do not make files near-duplicates.
 _MAX_FILES = 8

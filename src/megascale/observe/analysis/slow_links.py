@@ -183,7 +183,7 @@ class _LinkSearch:
         waits = self.pipeline_waits
         if waits is None:
             return []
-        rows_by_coordinates = {tuple(place): r for r, place in enumerate(self.parts.coordinates.tolist())}
+        rows_by_coordinates = {tuple(coordinates): r for r, coordinates in enumerate(self.parts.coordinates.tolist())}
         stages = int(self.stage.max()) + 1
         pipelines: dict[tuple[int, int], list[int]] = {}
         for r in np.flatnonzero(waits.is_slow).tolist():

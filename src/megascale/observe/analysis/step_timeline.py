@@ -158,7 +158,7 @@ def read_step_timeline(tables: SpanTables, step: int | None, ranks: str, view: s
     missing = [rank for rank in shown if rank not in steps]
     if missing:
         raise DataError(f"step {number}: spans of rank {missing[0]} were lost; choose another step")
-    stages = {rank: place[1] for rank, place in coordinates.items()}
+    stages = {rank: coordinate[1] for rank, coordinate in coordinates.items()}
     return _TimelineBuilder(steps, stages, read_placement(tables)).timeline(number, shown, view)
 
 
@@ -168,7 +168,7 @@ def _parse_ranks(ranks: str, view: str, coordinates: dict[int, tuple[int, ...]])
     if not ranks:
         fixed_axes = [n for n in range(3) if n != axis]
         first = coordinates[min(coordinates)]
-        chosen = [rank for rank, place in coordinates.items() if all(place[n] == first[n] for n in fixed_axes)]
+        chosen = [rank for rank, c in coordinates.items() if all(c[n] == first[n] for n in fixed_axes)]
     elif ranks == "all":
         chosen = list(coordinates)
     else:

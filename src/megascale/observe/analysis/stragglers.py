@@ -102,9 +102,9 @@ def find_stragglers(parts: RankParts, tables: SpanTables | None = None, alarms: 
     stragglers = [_explain(parts, rank, groups, parts.running, machine_parts) for rank in judgement.slow]
     if parts.parts["queued"].any():
         # Slow machines are found without the queueing, which is noisy. Busy hosts are found with it.
-        found_ranks = {straggler.slow_rank.rank for straggler in stragglers}
+        straggler_ranks = {straggler.slow_rank.rank for straggler in stragglers}
         for rank in judge_ranks(parts.busy, groups, parts.steps, parts.ranks, alarms).slow:
-            if rank.rank not in found_ranks:
+            if rank.rank not in straggler_ranks:
                 straggler = _explain(parts, rank, groups, parts.busy, PARTS)
                 if straggler.cause == _CAUSES["queued"]:
                     stragglers.append(straggler)

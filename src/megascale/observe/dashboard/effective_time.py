@@ -1,7 +1,7 @@
-"""Where a run's time went according to its metrics and events: the share that trained, and the causes of loss.
+"""Effective training time of a run, from its metrics and events, and the causes of lost time.
 
 Effective training time is the time of steps that counted divided by the total time (MegaScale section 6.3). A step that
-was repeated after a restart is lost time. Of a step without some replicas their share is lost. The time between two
+was repeated after a restart is lost time. A step without some replicas loses their share. The time between two
 steps is attributed to the events in it.
 """
 

@@ -1,4 +1,4 @@
-"""What another trainer's rank and its child processes do while its steps stand still: files and processor time."""
+"""Activity of another trainer's rank and its child processes while its steps stand still: files and processor time."""
 
 from __future__ import annotations
 

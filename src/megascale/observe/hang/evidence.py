@@ -157,12 +157,12 @@ def _watch_foreign(
         return frozenset()
     time.sleep(seconds)
     moving = {item.rank for item in ranks if is_active(usage_before[item.rank], measure_usage(item.own_pid), seconds)}
-    asked = [item for item in ranks if item.flight is not None and not item.flight.device and item.answered]
-    for item in asked:
+    candidates = [item for item in ranks if item.flight is not None and not item.flight.device and item.answered]
+    for item in candidates:
         (flight / f"rank-{item.rank}.json").unlink(missing_ok=True)
-    requested = {item.rank for item in asked if ask_for_flight(status, item.rank)}
+    requested = {item.rank for item in candidates if ask_for_flight(status, item.rank)}
     _wait_for_answers(status, flight, set(), set(requested))
-    for item in asked:
+    for item in candidates:
         later = _read_flight_of(flight, item)
         if item.rank in requested and later is not None and _count_calls(later) != _count_calls(item.flight):
             moving.add(item.rank)

@@ -82,7 +82,7 @@ class _Nic:
 
 
 class NicRates:
-    """The sampling thread; it does not start on a machine without NICs.
+    """Thread that samples the rates of NICs; it does not start on a machine without NICs.
 
     Args:
         sampled_step: returns the step whose spans are all recorded, 0 if there is none.

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megascale.core import strict_json
 from megascale.core.json_lines import append_record
@@ -56,6 +56,13 @@ _LINGER_SECONDS = 2.0  # after the last rank has hung up
 _FIRST_RANK_SECONDS = 60.0  # for the first rank to connect
 
 
+class LostRecords(NamedTuple):
+    """Numbers of records that a rank dropped because its ring was full."""
+
+    spans: int
+    rollups: int
+
+
 class SpanService:
     """The rings of a host's ranks and the path of their frames.
 
@@ -78,7 +85,7 @@ class SpanService:
         self._rings: dict[SpanRing, bool] = {}  # value: the rank is connected
         self._lock = threading.Lock()
         self._requested = (0, 0)
-        self._lost: dict[int, tuple[int, int]] = {}
+        self._lost: dict[int, LostRecords] = {}  # by rank
         self._network = check_network(os.environ)  # the environment of the ranks, which start this process
         self._ending = threading.Event()
         # A daemon, so that it does not keep alive a process that cannot serve. `stop` waits for it.
@@ -211,7 +218,7 @@ class SpanService:
         is_full = ingest.is_full()
         for ring, is_connected in rings:
             size = 0 if is_full else ingest.take_frames(ring)
-            self._lost[ring.rank] = (ring.lost, ring.lost_rollups)
+            self._lost[ring.rank] = LostRecords(ring.lost_spans, ring.lost_rollups)
             if not is_connected and not size:
                 with self._lock:
                     del self._rings[ring]
@@ -249,8 +256,8 @@ class SpanService:
             "pid": os.getpid(),
             "steps": steps,
             "rows": ingest.rows,
-            "lost_spans": {str(rank): lost for rank, (lost, _) in self._lost.items() if lost},
-            "lost_rollups": {str(rank): lost for rank, (_, lost) in self._lost.items() if lost},
+            "lost_spans": {str(rank): lost.spans for rank, lost in self._lost.items() if lost.spans},
+            "lost_rollups": {str(rank): lost.rollups for rank, lost in self._lost.items() if lost.rollups},
             "removed_files": ingest.removed_files,
             "given_up_segments": ingest.dropped_segments,
             "failures": ingest.failures,

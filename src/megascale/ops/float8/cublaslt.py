@@ -152,7 +152,7 @@ class Plan:
         """Create the plan.
 
         Args:
-            types: of a, b and the result.
+            types: types of a, b and the result.
             beta: alpha and beta are read from the device.
         """
         lt = library()
@@ -244,7 +244,7 @@ class Plan:
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
-_chosen: dict[str, int] = {}  # by a plan's key without its device
+_chosen: dict[str, int] = {}  # The key is a plan's key without its device.
 _ALPHA = c_float(1.0)
 _BETA_OVERWRITE, _BETA_ADD = c_float(0.0), c_float(1.0)
 _device_alphas: dict[int, Tensor] = {}

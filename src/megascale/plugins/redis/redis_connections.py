@@ -1,4 +1,4 @@
-"""Connections of one process to the Redis server: pooled, repaired after a restart, each change made exactly once.
+"""Pool of one process's connections to the Redis server. Repairs them, and makes each change exactly once.
 
 A process normally uses one connection; a second opens only while another thread waits on the first. When the
 server comes back from a restart without its memory, each process writes again the values it had written (`_Journal`).
@@ -32,7 +32,7 @@ from megascale.plugins.redis.redis_connection import (
     RedisRefused,
     access_error,
 )
-from megascale.plugins.redis.redis_keys import CHANGE, DOOR_MS, REVIVE, SUPERSEDED, JobKeys
+from megascale.plugins.redis.redis_keys import CHANGE, JOIN_MS, REVIVE, SUPERSEDED, JobKeys
 from megascale.rendezvous.agree import VERDICT
 from megascale.rendezvous.stores import StoreFault, StoreFenced, Superseded
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 _CHANGE_SHA = hashlib.sha1(CHANGE.encode(), usedforsecurity=False).hexdigest()  # Redis's name of a cached script
 # A plain command that takes longer than this is taken for a broken connection and repeated.
 _ANSWER_SECONDS = 20.0
-_WARN_SECONDS = 5.0  # without a server, after which a warning names the wait
+_WARN_SECONDS = 5.0  # without a server, before a warning is logged
 _PIPELINE = 128  # waits sent at once
 # A server that logs its changes writes them once per second, or up to two seconds late on a slow disk.
 _AT_RISK_SECONDS = 60.0
@@ -91,9 +91,10 @@ class RedisConnections:
         ConfigError: password, certificate or permission refused.
 
     Attributes:
-        keys: names of the job's keys; opening or joining the job sets their epoch, and `run_id`, the server's.
-        restarts: how often the server lost its memory and this process wrote its values again.
-        door_open: this process is the owner of a start that is under way.
+        keys: names of the job's keys; opening or joining the job sets their epoch.
+        server_run_id: id of the server process, set with the epoch; a restarted server has another.
+        restarts: number of times that the server lost its data and this process wrote its values again.
+        owns_start: this process is the owner of a start that is under way.
     """
 
     def __init__(self, address: Address, keys: JobKeys, expiry: float) -> None:
@@ -101,10 +102,10 @@ class RedisConnections:
         self.keys = keys
         self._context = address.tls_context()
         self.expiry_ms = int(expiry * 1000)
-        self.run_id = ""
+        self.server_run_id = ""
         self.closed = False
         self.restarts = 0
-        self.door_open = False
+        self.owns_start = False
         self._journal = _Journal()
         self._recent: deque[_Change] = deque()
         self._free: list[_Slot] = []
@@ -114,11 +115,11 @@ class RedisConnections:
 
     # Commands
 
-    def command(self, deadline: float, *command: Any) -> Any:
+    def run_command(self, deadline: float, *command: Any) -> Any:
         """Run one command that may be repeated without harm."""
-        return self.commands(deadline, [command])[0]
+        return self.run_commands(deadline, [command])[0]
 
-    def commands(self, deadline: float, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def run_commands(self, deadline: float, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Run several commands in one message, each of which may be repeated without harm."""
 
         def run(connection: Connection) -> list[Any]:
@@ -128,8 +129,8 @@ class RedisConnections:
         with self._slot() as slot:
             return self._persist(slot, run, deadline)
 
-    def change(self, deadline: float, operation: str, keys: Sequence[str], *arguments: Any) -> bytes:
-        """Run the script once, exactly once even if its answer is lost and it is sent again."""
+    def change_once(self, deadline: float, operation: str, keys: Sequence[str], *arguments: Any) -> bytes:
+        """Run the script CHANGE exactly once, even if its answer is lost and it is sent again."""
         with self._slot() as slot:
             slot.count += 1
             answer = self._persist(
@@ -142,8 +143,11 @@ class RedisConnections:
                     self._recent.popleft()
             return answer
 
-    def take(self, deadline: float, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of `keys` (full names), waiting for absent ones; DistStoreError at `deadline`."""
+    def wait_for_values(self, deadline: float, keys: Sequence[str]) -> list[bytes]:
+        """Wait until all `keys` (Redis keys) exist, and return their values.
+
+        Raises DistStoreError, whose text is the first absent key, at `deadline`.
+        """
         values: list[bytes] = []
         pending = 0  # answers that have yet to arrive
 
@@ -169,23 +173,23 @@ class RedisConnections:
                     slot.drop()
         if len(values) < len(keys):
             raise DistStoreError(keys[len(values)])
-        verdict = self.keys.value(VERDICT)  # under any other key these bytes are an ordinary value
-        if any(key == verdict and value == SUPERSEDED for key, value in zip(keys, values, strict=True)):
+        verdict_key = self.keys.value_key(VERDICT)  # under any other key these bytes are an ordinary value
+        if any(key == verdict_key and value == SUPERSEDED for key, value in zip(keys, values, strict=True)):
             raise Superseded(f"job {self.keys.job!r} was opened again while this process joined an older start of it")
         return values
 
-    def remember(self, key: str, value: bytes) -> None:
-        """Note that this process wrote `value`."""
+    def journal_value(self, key: str, value: bytes) -> None:
+        """Record that this process wrote `value`, which it writes again if the server loses its data."""
         with self._lock:
             self._journal.values[key] = value
 
-    def remember_sum(self, key: str, number: int) -> None:
-        """Note that this process added `number`."""
+    def journal_sum(self, key: str, number: int) -> None:
+        """Record that this process added `number`, which it adds again if the server loses its data."""
         with self._lock:
             self._journal.sums[key] = self._journal.sums.get(key, 0) + number
 
-    def forget(self, key: str) -> None:
-        """Note that `key` was deleted."""
+    def remove_from_journal(self, key: str) -> None:
+        """Record that `key` was deleted."""
         with self._lock:
             self._journal.values.pop(key, None)
             self._journal.sums.pop(key, None)
@@ -202,14 +206,14 @@ class RedisConnections:
 
     def heal(self) -> None:
         """Reach the server again and write again the values it lost; the watcher calls it when a connection broke."""
-        if self.closed or not (self.door_open or self._journal.values or self._journal.sums or self._recent):
+        if self.closed or not (self.owns_start or self._journal.values or self._journal.sums or self._recent):
             return
         try:
-            self.command(time.monotonic() + 60.0, "PING")
+            self.run_command(time.monotonic() + 60.0, "PING")
         except (DistStoreError, ConfigError) as error:
             log.debug("the Redis server did not come back: %s", error)
 
-    # Machinery
+    # Helpers
 
     @contextmanager
     def _slot(self) -> Iterator[_Slot]:
@@ -257,7 +261,7 @@ class RedisConnections:
     def _connect(self, deadline: float) -> Connection:
         connection = Connection(self.address, self._context, deadline - time.monotonic())
         try:
-            if self.run_id:
+            if self.server_run_id:
                 self._check_memory(connection, deadline)
         except BaseException:
             connection.close()
@@ -270,31 +274,33 @@ class RedisConnections:
         connection.send(("INFO", "server"), ("INFO", "persistence"), ("GET", self.keys.fence))
         facts = parse_info(_read_answer(connection, deadline)) | parse_info(_read_answer(connection, deadline))
         token = _read_answer(connection, deadline)
-        run_id = facts.get("run_id", "")
+        server_run_id = facts.get("run_id", "")
         with self._repair:
-            if run_id == self.run_id:
+            if server_run_id == self.server_run_id:
                 return
             if facts.get("aof_enabled") == "1" and token == self.keys.token.encode():
                 self._repeat_lost(connection, deadline)
             else:
-                self._revive(connection, run_id, deadline)
+                self._revive(connection, server_run_id, deadline)
                 self.restarts += 1
-            self.run_id = run_id
+            self.server_run_id = server_run_id
 
-    def _revive(self, connection: Connection, run_id: str, deadline: float) -> None:
+    def _revive(self, connection: Connection, server_run_id: str, deadline: float) -> None:
         """Write this process's values and sums again into a server that lost its memory."""
         keys = self.keys
-        names = (keys.fence, keys.index, keys.done, keys.life, keys.door)
-        if self.door_open:
-            door = f"{keys.epoch} {run_id}"
+        names = (keys.fence, keys.index, keys.last_changes, keys.complete_on, keys.join)
+        if self.owns_start:
+            join_value = f"{keys.epoch} {server_run_id}"
         else:
-            door = ""
-        connection.send(("EVAL", REVIVE, len(names)) + names + (keys.token, self.expiry_ms, run_id, door, DOOR_MS))
+            join_value = ""
+        connection.send(
+            ("EVAL", REVIVE, len(names)) + names + (keys.token, self.expiry_ms, server_run_id, join_value, JOIN_MS)
+        )
         if _read_answer(connection, deadline) == 1:
             log.warning("the Redis server at %s restarted without its memory; ranks write theirs again", self.address)
         with self._lock:
-            values = {keys.value(key): value for key, value in self._journal.values.items()}
-            sums = {keys.value(key): number for key, number in self._journal.sums.items()}
+            values = {keys.value_key(key): value for key, value in self._journal.values.items()}
+            sums = {keys.value_key(key): number for key, number in self._journal.sums.items()}
             self._recent.clear()  # the changes below contain their results
         slot = _Slot()
         if values:
@@ -309,7 +315,7 @@ class RedisConnections:
         if not recent:
             return
         names = list({change.slot.name for change in recent})
-        connection.send(("HMGET", self.keys.done) + tuple(names))
+        connection.send(("HMGET", self.keys.last_changes) + tuple(names))
         answers = dict(zip(names, _read_answer(connection, deadline), strict=True))
         logged = {name: int(answer.split(b" ", 1)[0]) if answer else 0 for name, answer in answers.items()}
         lost = [change for change in recent if change.count > logged[change.slot.name]]
@@ -345,7 +351,7 @@ class RedisConnections:
         *,
         deadline: float,
     ) -> Any:
-        names = (self.keys.fence, self.keys.index, self.keys.done, *keys)
+        names = (self.keys.fence, self.keys.index, self.keys.last_changes, *keys)
         parameters = (self.keys.token, slot.name, slot.count, self.expiry_ms, operation, *arguments)
         try:
             connection.send(("EVALSHA", _CHANGE_SHA, len(names)) + names + parameters)
@@ -425,7 +431,7 @@ class _Watcher:
                     failures.note(error, "the next call repairs it")
 
 
-_watchers: dict[int, _Watcher] = {}  # by process id: a fork has none of its parent's threads
+_watchers: dict[int, _Watcher] = {}  # The key is the process id, because a fork has no threads of its parent.
 _watchers_lock = threading.Lock()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DOOR_MS = 10_000  # milliseconds for which the door stays open without a renewal by its owner
+JOIN_MS = 10_000  # lifetime of the join key unless the owner renews it
 # Verdict of an older start, which wakes its readers and sends them to the new start.
 SUPERSEDED = b"\x00superseded"
 
@@ -20,8 +20,8 @@ SUPERSEDED = b"\x00superseded"
 class JobKeys:
     """Names of a job's keys.
 
-    `fence` holds `attempt:epoch`, the only token whose changes are accepted. `door` exists while a start is under way
-    and gives newcomers the epoch. The other keys belong to one epoch (one start of one attempt).
+    `fence` holds the token `attempt:epoch` of the only start whose changes are accepted. `join` exists while a start is
+    under way, and tells joining ranks the epoch. All other keys belong to one epoch, which is one start of an attempt.
     """
 
     job: str
@@ -33,7 +33,7 @@ class JobKeys:
         return f"megascale:{{{self.job}}}:fence"
 
     @property
-    def door(self) -> str:
+    def join(self) -> str:
         return f"megascale:{{{self.job}}}:door:{self.attempt}"
 
     @property
@@ -46,32 +46,32 @@ class JobKeys:
         return self._epoch_key("index")
 
     @property
-    def done(self) -> str:
+    def last_changes(self) -> str:
         """Hash of each connection slot's last change and its answer, so that a repeated change happens once."""
         return self._epoch_key("done")
 
     @property
-    def life(self) -> str:
-        """Run id of the server under which the epoch's data is complete."""
+    def complete_on(self) -> str:
+        """Run id of the server process that has the complete data of the epoch."""
         return self._epoch_key("life")
 
-    def value(self, key: str) -> str:
-        """Return the name of the list that holds the value of a store key."""
+    def value_key(self, key: str) -> str:
+        """Return the Redis key of the list that holds the value of a store key."""
         return self._epoch_key(f"k:{key}")
 
-    def queue(self, key: str) -> str:
-        """Return the name of the queue of a store key."""
+    def queue_key(self, key: str) -> str:
+        """Return the Redis key of the queue of a store key."""
         return self._epoch_key(f"q:{key}")
 
-    def popped(self, slot: str) -> str:
-        """Return the name of the list that holds an element between a queue and the process that pops it."""
+    def popped_key(self, slot: str) -> str:
+        """Return the Redis key of the list through which an element moves from a queue to the process that pops it."""
         return self._epoch_key(f"t:{slot}")
 
     def _epoch_key(self, suffix: str) -> str:
         return f"megascale:{{{self.job}}}:{self.epoch}:{suffix}"
 
 
-# KEYS: fence, index, done, then data keys. ARGV: token, slot, number, expiry in ms, operation, arguments.
+# KEYS: fence, index, last_changes, then data keys. ARGV: token, slot, number, expiry in ms, operation, arguments.
 CHANGE = """
 local token = redis.call('GET', KEYS[1])
 if token ~= ARGV[1] then
@@ -134,7 +134,7 @@ redis.call('PEXPIRE', KEYS[1], ARGV[4])
 return answer
 """
 
-# KEYS: fence, door. ARGV: attempt, epoch, expiry ms, door's expiry ms, run id.
+# KEYS: fence, join. ARGV: attempt, epoch, expiry in ms, expiry of the join key in ms, run id of the server.
 OPEN = """
 local token = redis.call('GET', KEYS[1])
 if token then
@@ -148,9 +148,10 @@ redis.call('PEXPIRE', KEYS[2], ARGV[4])
 return 1
 """
 
-# Run after the server has restarted without its memory. KEYS: fence, index, done, life, door. ARGV: token, expiry ms,
-# run id, the door's value (empty except for the owner of a start that is under way) and expiry ms. The first process
-# that runs it deletes the keys that an old snapshot may have restored, and gets the answer 1.
+# Processes run it after the server has restarted and lost its data. The first one deletes the keys that an old snapshot
+# may have restored, and gets the answer 1. KEYS: fence, index, last_changes, complete_on, join. ARGV: token, expiry in
+# ms, run id of the server, value of the join key, expiry of the join key in ms. The value of the join key is empty
+# except for the owner of a start that is under way.
 REVIVE = """
 local token = redis.call('GET', KEYS[1])
 if token and token ~= ARGV[1] then

@@ -1,8 +1,8 @@
 """A torch.distributed.Store on a Redis server, and the `redis://` and `rediss://` rendezvous handlers.
 
 One rank of a job, the owner (rank 0), opens the job: it fences off older attempts, removes their keys and draws a
-fresh epoch. The other ranks learn the epoch at the job's door, which stands open only while the start lasts. The keys
-of a job that died expire after some time; a job that ends well removes them at once.
+new epoch. The other ranks wait for the join key, which holds the epoch and exists only during the start. The keys of a
+job that died expire after some time; a job that ends well removes them at once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, TrainingError
 from megascale.plugins.redis.redis_connection import Address
 from megascale.plugins.redis.redis_connections import RedisConnections, parse_info
-from megascale.plugins.redis.redis_keys import DOOR_MS, OPEN, SUPERSEDED, JobKeys
+from megascale.plugins.redis.redis_keys import JOIN_MS, OPEN, SUPERSEDED, JobKeys
 from megascale.rendezvous.agree import VERDICT
 from megascale.rendezvous.stores import (
     ExternalStore,
@@ -40,11 +40,12 @@ from megascale.rendezvous.stores import (
 log = logging.getLogger(__name__)
 
 EXPIRY = 24 * 3600.0
-_DOOR_RENEWAL = DOOR_MS / 3000  # seconds between the owner's renewals of the door
-_BATCH = 1000
-# Calls that wait for no key have at least this many seconds, whatever the store's time-out: the server may restart.
-_GRACE_SECONDS = 5.0
-_RENEWAL_SECONDS = 60.0  # for which the keeper tries to reach the server
+_JOIN_RENEWAL_INTERVAL = JOIN_MS / 3000  # seconds
+_RENEWAL_TIMEOUT = 60.0  # seconds per renewal, in which the server may be away
+_BATCH_KEYS = 1000  # keys per message to the server
+# Minimum time-out of calls that do not wait for a key, because the server may restart. A shorter store time-out does
+# not apply to them.
+_MIN_CALL_SECONDS = 5.0
 
 # torch keeps only the C++ half of a Python store alive; without this set the other half would be collected.
 _alive: set[RedisStore] = set()
@@ -60,10 +61,12 @@ class RedisStore(ExternalStore):
         torch.distributed.QueueEmptyError: the queue is empty and the call does not block.
     """
 
-    def __init__(self, link: RedisConnections, timeout: timedelta, keeper: _Keeper | None = None) -> None:
+    def __init__(
+        self, connections: RedisConnections, timeout: timedelta, renewal: _RenewalThread | None = None
+    ) -> None:
         super().__init__()
-        self.link = link
-        self._keeper = keeper
+        self.connections = connections
+        self._renewal = renewal
         self.set_timeout(timeout)
         _alive.add(self)
 
@@ -85,47 +88,47 @@ class RedisStore(ExternalStore):
             expiry: seconds after which keys of a job that died vanish.
         """
         deadline = time.monotonic() + timeout.total_seconds()
-        link = RedisConnections(address, JobKeys(job, attempt), expiry)
+        connections = RedisConnections(address, JobKeys(job, attempt), expiry)
         try:
             if owner:
-                _open_job(link, deadline)
+                _open_job(connections, deadline)
             else:
-                _join_job(link, deadline)
+                _join_job(connections, deadline)
         except BaseException:
-            link.close()
+            connections.close()
             raise
-        link.door_open = owner
-        return cls(link, timeout, _Keeper(link) if owner else None)
+        connections.owns_start = owner
+        return cls(connections, timeout, _RenewalThread(connections) if owner else None)
 
     def seal(self) -> None:
-        """Close the door; only the owner's call has an effect."""
-        if self._keeper is not None:
-            self._keeper.sealed.set()
-            self.link.door_open = False
-            self.link.command(self._deadline(), "DEL", self.link.keys.door)
+        """Delete the join key, so that no further rank joins. Only the owner's call has an effect."""
+        if self._renewal is not None:
+            self._renewal.sealed.set()
+            self.connections.owns_start = False
+            self.connections.run_command(self._deadline(), "DEL", self.connections.keys.join)
 
     def remove_all(self) -> None:
         """Remove every key of the job: the last rank to leave calls it."""
-        if self._keeper is not None:
-            self._keeper.stop()
-        keys, deadline = self.link.keys, self._deadline()
-        _remove_epoch(self.link, keys, deadline)
+        if self._renewal is not None:
+            self._renewal.stop()
+        keys, deadline = self.connections.keys, self._deadline()
+        _remove_epoch(self.connections, keys, deadline)
         # A newer attempt may have opened the job meanwhile, so the fence is removed only if it is this attempt's.
         remove = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1], KEYS[2]) end return 1"
-        self.link.command(deadline, "EVAL", remove, 2, keys.fence, keys.door, keys.token)
+        self.connections.run_command(deadline, "EVAL", remove, 2, keys.fence, keys.join, keys.token)
 
     def expire_soon(self, seconds: float) -> None:
-        """Let the keys vanish after `seconds`, in which other ranks can read the failure; for the owner."""
-        if self._keeper is not None:
-            self._keeper.stop()
-            self._keeper.renew(int(seconds * 1000), _GRACE_SECONDS)
+        """Let all keys expire after `seconds`, so that other ranks can still read the failure. For the owner only."""
+        if self._renewal is not None:
+            self._renewal.stop()
+            self._renewal.renew(int(seconds * 1000), _MIN_CALL_SECONDS)
 
     def close(self) -> None:
-        """Close the connections; the data stays. Clones end with their original."""
-        if self._keeper is not None:
-            self._keeper.stop()
-        self.link.close()
-        for store in [store for store in _alive if store.link is self.link]:
+        """Close the connections, also for clones of this store. The data stays."""
+        if self._renewal is not None:
+            self._renewal.stop()
+        self.connections.close()
+        for store in [store for store in _alive if store.connections is self.connections]:
             _alive.discard(store)
 
     # torch's operations. C++ calls `deleteKey`, `getNumKeys` and the rest by these names.
@@ -134,32 +137,32 @@ class RedisStore(ExternalStore):
         self.multi_set([key], [value])
 
     def get(self, key: str) -> bytes:
-        return self._take([key], self._timeout())[0]
+        return self._wait_for_values([key], self._timeout())[0]
 
     def add(self, key: str, value: int) -> int:
-        total = int(self._change("add", key, int(value)))
-        self.link.remember_sum(key, int(value))
+        total = int(self._change_value("add", key, int(value)))
+        self.connections.journal_sum(key, int(value))
         return total
 
     def check(self, keys: Sequence[str]) -> bool:
         if not keys:
             return True
-        names = [self._name(key) for key in keys]
-        return self.link.command(self._deadline(), "EXISTS", *names) == len(names)
+        names = [self._value_key(key) for key in keys]
+        return self.connections.run_command(self._deadline(), "EXISTS", *names) == len(names)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         replacement = _bytes(desired)
-        stored = self._change("compare", key, _bytes(expected), replacement)
+        stored = self._change_value("compare", key, _bytes(expected), replacement)
         if stored == replacement:
-            self.link.remember(key, replacement)
+            self.connections.journal_value(key, replacement)
         return stored
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._take(keys, self._timeout() if timeout is None else timeout)
+        self._wait_for_values(keys, self._timeout() if timeout is None else timeout)
 
     def delete_key(self, key: str) -> bool:
-        self.link.forget(key)
-        return self._change("delete", key) == b"1"
+        self.connections.remove_from_journal(key)
+        return self._change_value("delete", key) == b"1"
 
     deleteKey = delete_key
 
@@ -169,16 +172,16 @@ class RedisStore(ExternalStore):
     getNumKeys = num_keys
 
     def list_keys(self) -> list[str]:
-        prefix = self._name("")
-        members = self.link.command(self._deadline(), "SMEMBERS", self.link.keys.index)
+        prefix = self._value_key("")
+        members = self.connections.run_command(self._deadline(), "SMEMBERS", self.connections.keys.index)
         names = [member.decode() for member in members]
         return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._change("append", key, _bytes(value))
+        self._change_value("append", key, _bytes(value))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._take(keys, self._timeout())
+        return self._wait_for_values(keys, self._timeout())
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         if len(keys) != len(values):
@@ -186,100 +189,105 @@ class RedisStore(ExternalStore):
         if not keys:
             return
         data = [_bytes(value) for value in values]
-        self.link.change(self._deadline(), "set", [self._name(key) for key in keys], *data)
+        self.connections.change_once(self._deadline(), "set", [self._value_key(key) for key in keys], *data)
         for key, value in zip(keys, data, strict=True):
-            self.link.remember(key, value)
+            self.connections.journal_value(key, value)
 
     def has_extended_api(self) -> bool:
         return True
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        self.link.change(self._deadline(), "push", [self.link.keys.queue(key)], _bytes(value))
+        self.connections.change_once(self._deadline(), "push", [self.connections.keys.queue_key(key)], _bytes(value))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        queue = self.link.keys.queue(key)
+        queue = self.connections.keys.queue_key(key)
         if block:
             return self._pop_waiting(key, queue)
-        answer = self.link.change(self._deadline(), "pop", [queue])
+        answer = self.connections.change_once(self._deadline(), "pop", [queue])
         if answer == b"-":
             raise dist.QueueEmptyError(f"queue {key!r} is empty")
         return answer[1:]
 
     def queue_len(self, key: str) -> int:
-        return int(self.link.command(self._deadline(), "LLEN", self.link.keys.queue(key)))
+        return int(self.connections.run_command(self._deadline(), "LLEN", self.connections.keys.queue_key(key)))
 
     def clone(self) -> RedisStore:
         """Return a store on the same data with a time-out of its own."""
-        return RedisStore(self.link, self._timeout())
+        return RedisStore(self.connections, self._timeout())
 
-    # Machinery
+    # Helpers
 
     def _timeout(self) -> timedelta:
         return self.timeout  # type: ignore[attr-defined]
 
     def _deadline(self) -> float:
-        return time.monotonic() + max(_GRACE_SECONDS, self._timeout().total_seconds())
+        return time.monotonic() + max(_MIN_CALL_SECONDS, self._timeout().total_seconds())
 
-    def _name(self, key: str) -> str:
-        return self.link.keys.value(key)
+    def _value_key(self, key: str) -> str:
+        return self.connections.keys.value_key(key)
 
-    def _change(self, operation: str, key: str, *arguments: Any) -> bytes:
-        return self.link.change(self._deadline(), operation, [self._name(key)], *arguments)
+    def _change_value(self, operation: str, key: str, *arguments: Any) -> bytes:
+        return self.connections.change_once(self._deadline(), operation, [self._value_key(key)], *arguments)
 
-    def _take(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
+    def _wait_for_values(self, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
         seconds = timeout.total_seconds()
         try:
-            return self.link.take(time.monotonic() + seconds, [self._name(key) for key in keys])
+            return self.connections.wait_for_values(time.monotonic() + seconds, [self._value_key(key) for key in keys])
         except StoreFault:
             raise
         except dist.DistStoreError as error:
-            key = str(error)[len(self._name("")) :]
-            restart = "; the server lost its memory meanwhile" if self.link.restarts else ""
+            # The error's text is the Redis key of the first absent value.
+            key = str(error).removeprefix(self._value_key(""))
+            restart = "; the server lost its memory meanwhile" if self.connections.restarts else ""
             raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f}ms, key: {key}{restart}") from None
 
     def _pop_waiting(self, key: str, queue: str) -> bytes:
-        """Move the first element to a list of this call's own and read it there: a broken connection loses nothing."""
-        target = self.link.keys.popped(uuid.uuid4().hex[:12])
-        self.link.change(self._deadline(), "list", [target])
+        """Move the first element to a list that only this call uses, and read it there.
+
+        An element is thus never lost with a connection: until it has been read it is in one of the two lists.
+        """
+        target = self.connections.keys.popped_key(uuid.uuid4().hex[:12])
+        self.connections.change_once(self._deadline(), "list", [target])
         deadline = time.monotonic() + self._timeout().total_seconds()
         while True:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise dist.DistStoreError(f"wait timeout: queue {key!r} stayed empty")
-            # Plain commands may be sent twice, so the wait is shorter than the limit for a broken connection.
+            # A command that takes longer than _ANSWER_SECONDS is sent again, so each wait is shorter than that.
             wait = f"{max(min(remaining, 10.0), 0.001):.3f}"
             commands = [("BLMOVE", queue, target, "LEFT", "LEFT", wait), ("LRANGE", target, 0, -1)]
-            _, moved = self.link.commands(self._deadline(), commands)
+            _, moved = self.connections.run_commands(self._deadline(), commands)
             if moved:
-                # Newest first; further elements that a repeated wait moved go back to the front.
+                # A command that was sent twice has moved two elements, the second one in front of the first. The
+                # first is returned, all others go back to the front of the queue.
                 for value in moved[:-1]:
-                    self.link.command(self._deadline(), "LPUSH", queue, value)
-                self.link.change(self._deadline(), "delete", [target])
+                    self.connections.run_command(self._deadline(), "LPUSH", queue, value)
+                self.connections.change_once(self._deadline(), "delete", [target])
                 return moved[-1]
 
 
-class _Keeper:
-    """The owner's thread: keeps the door open during the start, and later keeps keys from expiring."""
+class _RenewalThread:
+    """Thread of the owner that renews the join key during the start, and all keys of the job afterwards."""
 
-    def __init__(self, link: RedisConnections) -> None:
-        self._link = link
+    def __init__(self, connections: RedisConnections) -> None:
+        self._connections = connections
         self.sealed = threading.Event()
         self._stopped = threading.Event()
-        threading.Thread(target=self._run, name="megascale-store-keeper", daemon=True).start()
+        threading.Thread(target=self._run, name="megascale-store-renewal", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
         self.sealed.set()
 
     def _run(self) -> None:
-        keys, link = self._link.keys, self._link
+        keys, connections = self._connections.keys, self._connections
         failures = FailureLog(log, f"keeping the keys of job {keys.job!r} from expiring")
         while not self._stopped.is_set():
             try:
-                if not self.sealed.wait(_DOOR_RENEWAL):
-                    link.command(time.monotonic() + _RENEWAL_SECONDS, "PEXPIRE", keys.door, DOOR_MS)
-                elif not self._stopped.wait(link.expiry_ms / 3000):
-                    self.renew(link.expiry_ms, _RENEWAL_SECONDS)
+                if not self.sealed.wait(_JOIN_RENEWAL_INTERVAL):
+                    connections.run_command(time.monotonic() + _RENEWAL_TIMEOUT, "PEXPIRE", keys.join, JOIN_MS)
+                elif not self._stopped.wait(connections.expiry_ms / 3000):
+                    self.renew(connections.expiry_ms, _RENEWAL_TIMEOUT)
             except (StoreFenced, ConfigError):
                 return
             except StoreFault as error:
@@ -287,74 +295,81 @@ class _Keeper:
                     log.warning("the expiry of the keys of job %r was not renewed; retrying: %s", keys.job, error)
             except Exception as error:
                 failures.note(error, "it is retried")
-                self._stopped.wait(_DOOR_RENEWAL)
+                self._stopped.wait(_JOIN_RENEWAL_INTERVAL)
 
     def renew(self, expiry_ms: int, timeout: float) -> None:
-        """Set the expiry of every key of the epoch; StoreFault if the server is away for `timeout` seconds."""
-        keys, link = self._link.keys, self._link
+        """Set the expiry of all keys of the epoch. Raises StoreFault if the server is away for `timeout` seconds."""
+        keys, connections = self._connections.keys, self._connections
         deadline = time.monotonic() + timeout
-        names = [keys.fence, keys.index, keys.done, keys.life]
-        for batch in _scan_index(link, keys, deadline):
+        names = [keys.fence, keys.index, keys.last_changes, keys.complete_on]
+        for batch in _scan_index(connections, keys, deadline):
             names += batch
-        for start in range(0, len(names), _BATCH):
-            link.commands(deadline, [("PEXPIRE", name, expiry_ms) for name in names[start : start + _BATCH]])
+        for start in range(0, len(names), _BATCH_KEYS):
+            connections.run_commands(
+                deadline, [("PEXPIRE", name, expiry_ms) for name in names[start : start + _BATCH_KEYS]]
+            )
 
 
-def _open_job(link: RedisConnections, deadline: float) -> None:
-    """Take the job as its owner, and remove the keys of an older start."""
-    job = link.keys
-    server, memory, token = link.commands(deadline, [("INFO", "server"), ("INFO", "memory"), ("GET", job.fence)])
+def _open_job(connections: RedisConnections, deadline: float) -> None:
+    """Set the fence to a new epoch of this attempt, and remove the keys of the previous start."""
+    job, attempt = connections.keys.job, connections.keys.attempt
+    keys = JobKeys(job, attempt, uuid.uuid4().hex[:12])
+    server, memory, token = connections.run_commands(
+        deadline, [("INFO", "server"), ("INFO", "memory"), ("GET", keys.fence)]
+    )
     facts = parse_info(server) | parse_info(memory)
     policy = facts.get("maxmemory_policy", "noeviction")
     if facts.get("maxmemory", "0") != "0" and policy != "noeviction":
         log.warning(
             "the Redis server at %s drops keys when its memory is full (maxmemory-policy %s); noeviction is safe",
-            link.address,
+            connections.address,
             policy,
         )
-    keys = JobKeys(job.job, job.attempt, uuid.uuid4().hex[:12])
-    run_id = facts.get("run_id", "")
-    older = keys
+    server_run_id = facts.get("run_id", "")
+    previous_keys = keys
     if token:
-        attempt, _, epoch = token.decode().partition(":")
-        older = JobKeys(job.job, int(attempt), epoch)
-    # A process may have joined the older start if its door is open.
-    was_open = link.command(deadline, "EXISTS", older.door) == 1
-    parameters = (keys.attempt, keys.epoch, link.expiry_ms, DOOR_MS, run_id)
-    link.command(deadline, "EVAL", OPEN, 2, keys.fence, keys.door, *parameters)
-    if older != keys:
-        if older.door != keys.door:
-            link.command(deadline, "DEL", older.door)
-        _remove_epoch(link, older, deadline)
-        if was_open:
-            verdict = older.value(VERDICT)
-            link.commands(deadline, [("DEL", verdict), ("RPUSH", verdict, SUPERSEDED), ("PEXPIRE", verdict, 60_000)])
-    link.keys = keys
-    link.run_id = run_id
+        previous_attempt, _, previous_epoch = token.decode().partition(":")
+        previous_keys = JobKeys(job, int(previous_attempt), previous_epoch)
+    # As long as the previous start had a join key, processes may have joined it.
+    was_joinable = connections.run_command(deadline, "EXISTS", previous_keys.join) == 1
+    parameters = (keys.attempt, keys.epoch, connections.expiry_ms, JOIN_MS, server_run_id)
+    connections.run_command(deadline, "EVAL", OPEN, 2, keys.fence, keys.join, *parameters)
+    if previous_keys != keys:
+        if previous_keys.join != keys.join:
+            connections.run_command(deadline, "DEL", previous_keys.join)
+        _remove_epoch(connections, previous_keys, deadline)
+        if was_joinable:
+            verdict_key = previous_keys.value_key(VERDICT)
+            connections.run_commands(
+                deadline,
+                [("DEL", verdict_key), ("RPUSH", verdict_key, SUPERSEDED), ("PEXPIRE", verdict_key, 60_000)],
+            )
+    connections.keys = keys
+    connections.server_run_id = server_run_id
 
 
-def _join_job(link: RedisConnections, deadline: float) -> None:
-    """Wait until the owner has opened the job, and learn its epoch."""
-    [value] = link.take(deadline, [link.keys.door])
-    epoch, _, run_id = value.decode().partition(" ")
-    link.keys = JobKeys(link.keys.job, link.keys.attempt, epoch)
-    link.run_id = run_id
+def _join_job(connections: RedisConnections, deadline: float) -> None:
+    """Wait until the owner has opened the job, and read its epoch from the join key."""
+    [value] = connections.wait_for_values(deadline, [connections.keys.join])
+    epoch, _, server_run_id = value.decode().partition(" ")
+    connections.keys = JobKeys(connections.keys.job, connections.keys.attempt, epoch)
+    connections.server_run_id = server_run_id
 
 
-def _scan_index(link: RedisConnections, keys: JobKeys, deadline: float) -> Iterator[list[str]]:
+def _scan_index(connections: RedisConnections, keys: JobKeys, deadline: float) -> Iterator[list[str]]:
     """Yield the names of an epoch's data keys in batches."""
     cursor = None
     while cursor != b"0":
-        cursor, members = link.command(deadline, "SSCAN", keys.index, cursor or b"0", "COUNT", _BATCH)
+        cursor, members = connections.run_command(deadline, "SSCAN", keys.index, cursor or b"0", "COUNT", _BATCH_KEYS)
         if members:
             yield [member.decode() for member in members]
 
 
-def _remove_epoch(link: RedisConnections, keys: JobKeys, deadline: float) -> None:
+def _remove_epoch(connections: RedisConnections, keys: JobKeys, deadline: float) -> None:
     """Delete all keys of an epoch except the fence."""
-    for batch in list(_scan_index(link, keys, deadline)):
-        link.command(deadline, "UNLINK", *batch)
-    link.command(deadline, "UNLINK", keys.index, keys.done, keys.life)
+    for batch in list(_scan_index(connections, keys, deadline)):
+        connections.run_command(deadline, "UNLINK", *batch)
+    connections.run_command(deadline, "UNLINK", keys.index, keys.last_changes, keys.complete_on)
 
 
 def _bytes(value: str | bytes) -> bytes:

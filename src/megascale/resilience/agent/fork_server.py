@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Sequence
 
 from megascale.core import terminal
-from megascale.core.exit_record import NO_RECORD, record_of
+from megascale.core.exit_record import NO_RECORD, find_exit_record
 from megascale.core.failure import describe_error
 from megascale.core.process_orders import ORDERS_VARIABLE
 from megascale.core.python_process import disable_bytecode_cache, drop_own_variables, sleep_at_barriers
@@ -100,7 +100,7 @@ class ForkServer:
                 importlib.import_module(name)
         except BaseException as error:
             tail = _to_utf8(traceback.format_exc()[-4000:])
-            self._send(Broken(_to_utf8(describe_error(error)[:2000]), record_of(error), tail))
+            self._send(Broken(_to_utf8(describe_error(error)[:2000]), find_exit_record(error), tail))
             raise
 
     def _send(self, message: Message) -> None:
@@ -200,7 +200,7 @@ class ForkServer:
 
 def report_exception(pipe: int, error: BaseException) -> None:
     """Write the exception that ends this child to the server's pipe."""
-    message = LastWords(os.getpid(), record_of(error), _to_utf8(describe_error(error)[:1000]))
+    message = LastWords(os.getpid(), find_exit_record(error), _to_utf8(describe_error(error)[:1000]))
     data = FROM_CHILD.encode_frame(message)
     assert len(data) <= select.PIPE_BUF, "larger messages are not written atomically"
     with contextlib.suppress(OSError):

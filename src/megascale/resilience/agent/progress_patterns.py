@@ -77,7 +77,7 @@ SHIPPED = (
         is_last_rank=True,
     ),
     ProgressPattern(
-        trainer="Megatron-Core",  # its example run_simple_mcore_train_loop, whose steps begin at 0
+        trainer="Megatron-Core",  # its simple example loop, whose steps begin at 0
         pattern=rf"^Iteration (?P<step>[0-9]+): Losses reduced: (?:\[{{'lm loss': tensor\((?P<loss>{NUMBER}))?",
         example="Iteration 20: Losses reduced: [{'lm loss': tensor(4.6052, device='cuda:0', grad_fn=<DivBackward0>)}]",
     ),

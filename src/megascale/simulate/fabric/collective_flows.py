@@ -16,8 +16,10 @@ from megascale.simulate.fabric.topology import Ints
 
 
 def ring(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
-    """Ring all-gather or reduce-scatter (one pass; an all-reduce has two): every member sends (n-1)/n of the tensor to
-    its successor."""
+    """Return the flows of a ring all-gather or reduce-scatter (one pass; an all-reduce has two).
+
+    Every member sends (n-1)/n of the tensor to its successor.
+    """
     n = len(nics)
     if n < 2:
         return Flows.from_arrays([], [], [])
@@ -25,8 +27,11 @@ def ring(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
 
 
 def tree(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
-    """NCCL's double binary tree: two trees that carry half each; up for the reduction and down for the result. As a
-    pass is half an all-reduce, one pass sends a quarter of the tensor each way over every edge of both trees."""
+    """Return the flows of NCCL's double binary tree.
+
+    Each tree carries half of the tensor: up for the reduction, down for the result. A pass is half an all-reduce, so
+    that it sends a quarter of the tensor each way over every edge of both trees.
+    """
     n = len(nics)
     child, parent = [], []
     for shift in (0, 1):
@@ -45,15 +50,17 @@ def tree(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
 
 
 def all_to_all(nics: Ints, size: float, passes: float = 1.0, group: int = 0) -> Flows:
-    """Every member sends size / n^2 to every other (the tensor is all that the members hold together)."""
+    """Return flows of size / n^2 bytes between every two members (`size`: bytes of all members together)."""
     n = len(nics)
     a, b = np.divmod(np.arange(n * n), n)
     return Flows.from_arrays(nics[a[a != b]], nics[b[a != b]], passes * size / n**2, group)
 
 
 def hierarchical(nics: Ints, size: float, passes: float = 1.0, group: int = 0, *, per_host: int = 8) -> Flows:
-    """First within hosts, then one ring for each position in a host with its share of the tensor. `nics` must hold
-    whole hosts' worth of members in host order."""
+    """Return the flows between hosts: one ring per position in a host, with its share of the tensor.
+
+    `nics` must be in the order of hosts, with the same number of members on every host.
+    """
     hosts = np.unique(nics // per_host)
     local = len(nics) // max(1, len(hosts))
     if local * len(hosts) != len(nics):
@@ -70,7 +77,7 @@ ALGORITHMS: dict[str, Callable[..., Flows]] = {
 
 
 def collective(algorithm: str, groups: Sequence[Ints], size: float, nics_per_host: int, passes: float = 1.0) -> Flows:
-    """Flows of the same collective in all groups at once; those that stay on a host are left out.
+    """Return the flows between hosts of one collective in all groups at once.
 
     Args:
         groups: NICs of the members, in the order of the ring.

@@ -20,12 +20,13 @@ def control_number(name: str) -> int:
 
 @dataclass(frozen=True)
 class DcqcnSettings:
-    """A parameter set. Times in microseconds, rates in Mb/s for a 25 Gb/s NIC (scaled with the NIC), bytes in MB.
+    """Parameters of DCQCN. Times in microseconds, rates in Mb/s for a 25 Gb/s NIC (scaled with the NIC), bytes in MB.
 
     Attributes:
         kmin_kb, kmax_kb, pmax: ECN marking of a 25 Gb/s port, scaled with the port unless `scale_ecn` is false.
         scale_rates: additive and hyper steps scaled with the NIC's rate.
-        cnp_us: at most one notification a flow in this time. cut_us: at most one cut.
+        cnp_us: shortest time between two notifications of a flow.
+        cut_us: shortest time between two cuts of its rate.
         source: where the figures come from.
     """
 
@@ -80,12 +81,12 @@ SETS = {
 
 @dataclass(frozen=True)
 class SwiftSettings:
-    """Parameters. Times in microseconds, windows in packets.
+    """Parameters of Swift. Times in microseconds, windows in packets.
 
     Attributes:
-        base_us, hop_us: target delay of a path: base plus so much a link, forth only.
+        base_us, hop_us: target delay of a path, one way: `base_us` plus `hop_us` per link.
         flow_range_us: most that flow scaling adds; 0: none.
-        flow_least, flow_most: windows between which it falls from all to nothing.
+        flow_least, flow_most: windows between which flow scaling falls from all to nothing.
         least: smallest window; below 1 packets are paced.
         first: window that flows start with; 0: what fills the path, as RDMA NICs start at line rate.
         source: where the figures come from.

@@ -1,4 +1,4 @@
-"""Settings of congestion control as the vectors that the kernels take: ticks, and bytes a tick."""
+"""Settings of congestion control as the vectors that the kernels take: ticks, and bytes per tick."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def state_and_vectors(
     window: int,
     tick: float,
 ) -> tuple[Floats, Floats, Floats, int]:
-    """([F, COLUMNS] state of each flow at line rate, DCQCN's vector, Swift's vector, ticks between notifications).
+    """Return [F, COLUMNS] state of flows at line rate, DCQCN's vector, Swift's vector, ticks between notifications.
 
     Args:
         packet: bytes of a full packet.
-        line: [F] the NIC's bytes a tick. base_rtt: [F] ticks of an empty path, there and back.
-        window: most packets under way a flow.
+        line: [F] line rate of the NIC, bytes per tick.
+        base_rtt: [F] round-trip time of an empty path, ticks.
+        window: most packets in flight per flow.
     """
     micro = 1e-6 / tick
     mbps = 1e6 / 8 * tick * (float(line.max()) / (25e9 / 8 * tick) if dcqcn.scale_rates else 1.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from megascale.simulate.fabric.jit import compiled
 
-# Columns of a flow's state (cc[f, :]), shared with Swift and the hybrid. Times in ticks, rates in bytes a tick.
+# Columns of a flow's state (cc[f, :]), shared with Swift and the hybrid. Times in ticks, rates in bytes per tick.
 RATE, TARGET, ALPHA, NEXT_ALPHA, NEXT_RISE, BY_TIMER, BY_BYTES, BYTES, LAST_CUT, ON, LINE = range(11)
 CWND, LAST_DECREASE, RTT, SWIFT_TARGET = range(11, 15)
 COLUMNS = 15

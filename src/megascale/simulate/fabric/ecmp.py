@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.errors import ConfigError
-from megascale.simulate.fabric.topology import Bools, Floats, Ints, Topology, reachable_leaves
+from megascale.simulate.fabric.topology import Bools, Floats, Ints, Topology, find_reachable_leaves
 
 Keys = NDArray[np.uint64]
 Entropy = Literal["qp", "pair"]
@@ -33,12 +33,12 @@ HOPS = 6
 
 @dataclass(frozen=True)
 class Flows:
-    """Transfers between NICs, and the queue pairs that each is split into.
+    """Transfers between NICs.
 
     Attributes:
         source, target: [F] NICs.
         size: [F] bytes.
-        group: [F] which collective a flow belongs to, for reports (0 where it does not matter).
+        group: [F] number of the collective that a flow belongs to, for reports; 0 if it does not matter.
     """
 
     source: Ints
@@ -70,7 +70,7 @@ class Flows:
         )
 
     def split(self, queue_pairs: int) -> Flows:
-        """Each flow's bytes spread evenly over so many queue pairs: F x q flows, those of one flow together."""
+        """Return F x queue_pairs flows: each flow spread evenly over its queue pairs, which are neighbours."""
         if queue_pairs < 1:
             raise ConfigError(f"queue pairs={queue_pairs}: a flow has at least one")
         q = queue_pairs
@@ -80,17 +80,18 @@ class Flows:
 
 
 def _mix(x: Keys) -> Keys:
-    """splitmix64's finaliser: every input bit moves every output bit."""
+    """Return splitmix64's finaliser, in which every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def five_tuple_keys(flows: Flows, seed: int, queue_pairs: int = 1, entropy: Entropy = "qp") -> Keys:
-    """[F] hash of each flow's five-tuple. `seed` stands for queue-pair numbers and addresses of one start of the job.
+    """Return a hash of each flow's five-tuple, [F].
 
     Args:
-        queue_pairs: how many neighbours in `flows` are queue pairs of one flow.
+        seed: stands for the queue-pair numbers and addresses of one start of the job.
+        queue_pairs: number of neighbours in `flows` that are queue pairs of one flow.
         entropy: "qp": the NIC derives the UDP source port (14 bits of freedom) from the queue pair; "pair": one port
             for each pair of NICs, so that all queue pairs of a flow take one path.
     """
@@ -110,10 +111,10 @@ def five_tuple_keys(flows: Flows, seed: int, queue_pairs: int = 1, entropy: Entr
 
 
 def route(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, polarised: bool = False) -> Ints:
-    """[F, 6] numbers of the links that each flow takes, -1 where a path is shorter.
+    """Return the numbers of the links that each flow takes, [F, 6]; -1 where a path is shorter.
 
     Columns: NIC to leaf, leaf up, aggregation up, core down, aggregation down, leaf to NIC. Failed links are not
-    chosen, nor links that lead to switches without a way to the target (routes are withdrawn, as by BGP).
+    chosen, nor links to switches without a path to the target, since BGP would withdraw these routes.
     """
     outside = np.concatenate([flows.source, flows.target])
     if len(outside) and (outside.min() < 0 or outside.max() >= topology.nics):
@@ -139,7 +140,7 @@ def route(topology: Topology, flows: Flows, keys: Keys, seed: int = 0, polarised
         return (_mix(which ^ seeds[switch]) % counts.astype(np.uint64)).astype(np.int64)
 
     is_intact = not topology.spec.failed
-    agg_ok, core_ok = (None, None) if is_intact else reachable_leaves(topology)
+    agg_ok, core_ok = (None, None) if is_intact else find_reachable_leaves(topology)
     live = topology.bandwidth > 0
     width = topology.uplinks.shape[1]
     first = live[topology.up_leaf : topology.up_leaf + topology.uplinks.size].reshape(topology.uplinks.shape)
@@ -242,9 +243,9 @@ def occupancy_of_worst(flows: int, uplinks: int) -> Floats:
 
 @lru_cache(maxsize=256)
 def expected_conflicts(flows: int, uplinks: int, capacity: float) -> Conflicts:
-    """Closed form: occupancies are Binomial(n, 1/k) each, the fullest by `occupancy_of_worst`.
+    """Return the conflicts in closed form: each occupancy is Binomial(n, 1/k), the fullest by `occupancy_of_worst`.
 
-    A flow's slow-down is max(1, X/c), X the flows on its uplink, itself among them (1 + Binomial(n-1, 1/k)).
+    A flow's slow-down is max(1, X/c). X is the number of flows on its uplink: itself and Binomial(n-1, 1/k) others.
     """
     if min(flows, uplinks) < 1 or capacity <= 0:
         raise ConfigError(f"flows={flows}, uplinks={uplinks}, capacity={capacity:g}: all must be positive")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megascale.simulate.fabric.flaps import Advice, stall, timer
+from megascale.simulate.fabric.flaps import Advice, compute_stalls, timer
 from megascale.simulate.fabric.topology import Topology
 
 if TYPE_CHECKING:
@@ -156,9 +156,9 @@ def flap_timers(advice: Advice, path: Path, restart: float) -> None:
     figure, (left_axes, right_axes) = _figure(11.5, 4.2, 2)
     durations = np.geomspace(0.01, 60, 400)
     for number, timeout in enumerate((14, 18, 20, 22)):
-        times, _ = stall(durations, timeout, 7)
+        times = compute_stalls(durations, timeout, 7).seconds
         left_axes.plot(durations, times, color=SHADES[number], label=f"{timeout}: {timer(timeout):.2g} s x 7")
-    times, _ = stall(durations, 20, 7, 16.0)
+    times = compute_stalls(durations, 20, 7, 16.0).seconds
     left_axes.plot(durations, times, color="#222222", ls="--", label="20, adaptive")
     left_axes.plot(durations, durations, color=GREY, lw=0.8, label="the flap itself")
     left_axes.set_xscale("log")

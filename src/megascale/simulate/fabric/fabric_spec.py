@@ -1,4 +1,7 @@
-"""A fabric as a TOML file with a source per figure, validated before anything is built."""
+"""The description of a network fabric, read from a TOML file and validated before the network is built.
+
+The file's table [sources] states where each value comes from, such as a section of a paper.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,33 +18,40 @@ from megascale.errors import ConfigError, FitError
 
 
 class FabricSpec(BaseModel):
-    """A CLOS of equal switches over hosts whose NICs go to one leaf switch each (or one leaf switch for all)."""
+    """A Clos network of equal switches.
+
+    Hosts are divided into sets. With `rails` a set has one leaf switch per NIC index, without it one leaf switch.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str
     hosts: int = Field(ge=1, le=200_000)
-    nics: int = Field(ge=1, le=64, description="NICs a host, one a GPU")
+    nics: int = Field(ge=1, le=64, description="NICs per host, one per GPU")
     nic_gbps: float = Field(gt=0, description="Gb/s of a NIC")
-    rails: bool = Field(description="NIC i of every host goes to leaf switch i of the host's set")
-    hosts_per_set: int = Field(ge=1, description="hosts on one set of leaf switches")
-    switch_ports: int = Field(ge=2, description="ports of a switch, all tiers")
+    rails: bool = Field(
+        description="true: NIC i of a host goes to leaf switch i of its set of hosts; false: all go to one"
+    )
+    hosts_per_set: int = Field(ge=1, description="hosts of one set, which share leaf switches")
+    switch_ports: int = Field(ge=2, description="ports per switch, in every tier")
     port_gbps: float = Field(gt=0, description="Gb/s of a switch port")
     leaf_split: int = Field(ge=1, le=8, description="NICs that share one port of a leaf switch by a split cable")
     planes: int = Field(
         1,
         ge=1,
         le=8,
-        description="planes of switches that never meet: a NIC has a port of nic_gbps / planes in each and spreads its "
+        description="separate networks of switches: a NIC has a port of nic_gbps / planes in each and spreads its "
         "bytes evenly",
     )
     leaf_oversubscription: float = Field(
-        gt=0, le=64, description="bandwidth down over bandwidth up of a leaf switch; below 1: more up than down"
+        gt=0, le=64, description="downlink bandwidth / uplink bandwidth of a leaf switch; below 1: more up than down"
     )
-    spine_oversubscription: float = Field(gt=0, le=64, description="the same of an aggregation switch")
-    tiers: Literal[2, 3] = Field(description="2: leaf and aggregation; 3: and core")
-    pod: Literal["sets", "rail"] = Field(description="which leaf switches share aggregation: whole sets, or one rail")
-    cable_ns: float = Field(ge=0, description="delay of a link with the switch behind it")
+    spine_oversubscription: float = Field(gt=0, le=64, description="the same ratio of an aggregation (spine) switch")
+    tiers: Literal[2, 3] = Field(description="2: leaf and aggregation switches; 3: also core switches")
+    pod: Literal["sets", "rail"] = Field(
+        description="leaf switches that share aggregation switches: those of whole sets, or those of one rail"
+    )
+    cable_ns: float = Field(ge=0, description="delay of a link and of the switch that it leads to")
     buffer_mb: float = Field(gt=0, description="packet memory of a switch, 10^6 bytes")
     failed: tuple[str, ...] = Field(
         (), description="links (leaf3-agg5, leaf3-agg5.0) and switches (core7) that are down"
@@ -50,7 +60,7 @@ class FabricSpec(BaseModel):
 
     @property
     def gpus(self) -> int:
-        """Every NIC has its GPU."""
+        """Number of GPUs, one per NIC."""
         return self.hosts * self.nics
 
     @property
@@ -59,39 +69,44 @@ class FabricSpec(BaseModel):
         return self.nic_gbps / self.planes
 
 
-# Keys that need no source: names, and planes where there is one.
-_WITHOUT_SOURCE = {"name", "failed", "sources", "planes"}
+# Keys that need no source. `planes` needs one only if it is not 1 (see `validate_fabric`).
+_KEYS_WITHOUT_SOURCE = {"name", "failed", "sources", "planes"}
 
 
-def shipped() -> list[str]:
-    """Names of the fabrics that come with the package."""
+def list_shipped_fabrics() -> list[str]:
+    """Return the names of the fabrics that come with the package."""
     folder = resources.files("megascale.simulate.fabric") / "fabrics"
-    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+    return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
 
 
 def load_fabric(name: str, changes: Mapping[str, Any] | None = None) -> FabricSpec:
-    """A shipped fabric by name, or a TOML file by path, with `changes` to its keys.
+    """Load a shipped fabric by name, or a TOML file by path, and apply `changes` to its keys.
 
     Raises:
-        ConfigError: unknown name or key, a value of a wrong type or sign, a figure without a source.
-        FitError: sizes that no such switches can connect.
+        ConfigError: unknown name or key, a value of a wrong type or sign, a key without a source.
+        FitError: the switches have too few ports for the sizes.
     """
     path = Path(name)
-    if name in shipped():
+    if name in list_shipped_fabrics():
         tree = tomllib.loads((resources.files("megascale.simulate.fabric") / "fabrics" / f"{name}.toml").read_text())
     elif path.suffix == ".toml" and path.is_file():
         tree = read_toml(path, "fabric file")
     else:
         raise ConfigError(
-            f"--fabric={name!r} is neither a shipped fabric ({', '.join(shipped())}) nor a TOML file; copy a shipped "
-            "file from megascale/simulate/fabric/fabrics and edit it"
+            f"--fabric={name!r} is neither a shipped fabric ({', '.join(list_shipped_fabrics())}) nor a TOML file; "
+            "copy a shipped file from megascale/simulate/fabric/fabrics and edit it"
         )
-    return fabric_of(tree, changes)
+    return validate_fabric(tree, changes)
 
 
-def fabric_of(tree: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> FabricSpec:
-    """Validate a file's keys, then lay `changes` over them (their source is the caller)."""
-    if missing := sorted(set(FabricSpec.model_fields) - _WITHOUT_SOURCE - set(tree.get("sources", {}))):
+def validate_fabric(tree: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> FabricSpec:
+    """Validate a file's keys with `changes` applied; the source of a changed key is the command line.
+
+    Raises:
+        ConfigError: a key without a source, an unknown key, a value of a wrong type or sign.
+        FitError: the switches have too few ports for the sizes.
+    """
+    if missing := sorted(set(FabricSpec.model_fields) - _KEYS_WITHOUT_SOURCE - set(tree.get("sources", {}))):
         raise ConfigError(
             f"fabric {tree.get('name')!r} gives no source for {', '.join(missing[:4])}; add each under [sources], "
             '"assumed: ..." where it is a guess'
@@ -102,33 +117,43 @@ def fabric_of(tree: Mapping[str, Any], changes: Mapping[str, Any] | None = None)
         spec = FabricSpec.model_validate({**tree, **(changes or {})})
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(p) for p in first["loc"]) or "?"
-        raise ConfigError(f"fabric key {key}={first['input']!r} is wrong: {first['msg']}; {_described(key)}") from None
+        key = ".".join(str(part) for part in first["loc"]) or "?"
+        raise ConfigError(
+            f"fabric key {key}={first['input']!r} is wrong: {first['msg']}; {_describe_key(key)}"
+        ) from None
     changed = dict.fromkeys(changes or {}, "given on the command line")
     return check_sizes(spec.model_copy(update={"sources": {**spec.sources, **changed}}))
 
 
-def _described(key: str) -> str:
+def _describe_key(key: str) -> str:
+    """Return the description of a key, or the list of keys if it is unknown."""
     field = FabricSpec.model_fields.get(key.split(".")[0])
     if field:
         return f"it is {field.description or key}"
     return f"keys are {', '.join(FabricSpec.model_fields)}"
 
 
-def leaf_ports(spec: FabricSpec) -> tuple[int, int]:
-    """(ports down, ports up) of a leaf switch; FitError if it has not as many."""
+class LeafPorts(NamedTuple):
+    """Numbers of ports that a leaf switch needs: `down` to NICs, and `up` to aggregation switches."""
+
+    down: int
+    up: int
+
+
+def count_leaf_ports(spec: FabricSpec) -> LeafPorts:
+    """Return the ports that a leaf switch needs, which may be more than it has."""
     nics = spec.hosts_per_set * (1 if spec.rails else spec.nics)
     down = -(-nics // spec.leaf_split)
     up = down * min(spec.leaf_split * spec.plane_gbps, spec.port_gbps) / spec.port_gbps / spec.leaf_oversubscription
-    return down, max(1, round(up))
+    return LeafPorts(down, max(1, round(up)))
 
 
 def check_sizes(spec: FabricSpec) -> FabricSpec:
-    """FitError naming the key that cannot be, and what would."""
+    """Return `spec`; FitError if a key does not fit, with its value and one that fits."""
     if spec.planes > 1 and spec.failed:
         raise FitError(
-            f"failed={spec.failed[0]!r}: one of planes={spec.planes} is simulated for all, so that a part of one "
-            "cannot fail alone; leave failed out, or use planes=1"
+            f"failed={spec.failed[0]!r}: the simulation of one plane stands for all planes={spec.planes}, so that "
+            "no part can fail in a single plane; leave failed out, or use planes=1"
         )
     if spec.leaf_split * spec.plane_gbps > spec.port_gbps * (1 + 1e-9):
         if spec.planes == 1:
@@ -139,7 +164,7 @@ def check_sizes(spec: FabricSpec) -> FabricSpec:
             f"leaf_split={spec.leaf_split} x {nic_key}={spec.plane_gbps:g} is more than port_gbps={spec.port_gbps:g}; "
             f"use leaf_split={max(1, int(spec.port_gbps // spec.plane_gbps))}"
         )
-    down, up = leaf_ports(spec)
+    down, up = count_leaf_ports(spec)
     if down + up > spec.switch_ports:
         maximum = spec.hosts_per_set * spec.switch_ports // (down + up)
         raise FitError(
@@ -150,12 +175,16 @@ def check_sizes(spec: FabricSpec) -> FabricSpec:
 
 
 def parse_changes(settings: list[str]) -> dict[str, Any]:
-    """KEY=VALUE words as TOML values; ConfigError for one without =."""
+    """Parse settings KEY=VALUE, whose values are TOML or else plain text.
+
+    Raises:
+        ConfigError: a setting without "=".
+    """
     changes: dict[str, Any] = {}
-    for word in settings:
-        key, equals, value = word.partition("=")
+    for setting in settings:
+        key, equals, value = setting.partition("=")
         if not equals:
-            raise ConfigError(f"--set {word!r} must be KEY=VALUE, such as hosts=128")
+            raise ConfigError(f"--set {setting!r} must be KEY=VALUE, such as hosts=128")
         try:
             changes[key.strip()] = tomllib.loads(f"x = {value}")["x"]
         except tomllib.TOMLDecodeError:

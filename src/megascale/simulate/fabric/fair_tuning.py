@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from megascale.simulate.fabric.control_settings import SETS
 from megascale.simulate.fabric.packets import PacketSettings, simulate_packets
@@ -15,7 +16,7 @@ from megascale.simulate.fabric.patterns import Traffic, summary
 
 
 def dcqcn_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]:
-    """The published sets and ours, and ours with other notification gaps and thresholds."""
+    """Yield names and settings of DCQCN: all sets, and set "fast" with other notification gaps and thresholds."""
     for name, chosen in SETS.items():
         yield name, replace(settings, control="dcqcn", dcqcn=chosen)
     for gap in (4.0, 25.0, 50.0):
@@ -36,15 +37,23 @@ def dcqcn_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]
 
 
 def swift_grid(settings: PacketSettings) -> Iterator[tuple[str, PacketSettings]]:
-    """Targets and steps."""
+    """Yield names and settings of Swift with several base targets and additive steps."""
     for base in (5.0, 10.0, 20.0, 40.0):
         for step in (0.3, 1.0, 3.0):
             candidate = replace(settings.swift, base_us=base, ai=step)
             yield f"base {base:g} us, step {step:g}", replace(settings, control="swift", swift=candidate)
 
 
-def best(traffic: Traffic, grid: Iterator[tuple[str, PacketSettings]]) -> tuple[str, PacketSettings, int]:
-    """(name, settings, how many were tried)."""
+class BestSettings(NamedTuple):
+    """The best settings of a grid, with their name and the number of settings with which all flows finished."""
+
+    name: str
+    settings: PacketSettings
+    finished: int
+
+
+def find_best(traffic: Traffic, grid: Iterator[tuple[str, PacketSettings]]) -> BestSettings:
+    """Return the settings with the shortest pauses, then the shortest queues, within 1% of the fastest."""
     tried = []
     for name, settings in grid:
         result = summary(simulate_packets(traffic.topology, traffic.flows, traffic.paths, settings), traffic)
@@ -53,12 +62,12 @@ def best(traffic: Traffic, grid: Iterator[tuple[str, PacketSettings]]) -> tuple[
     least = min(row[0] for row in tried)
     near = [row for row in tried if row[0] <= 1.01 * least]
     chosen = min(near, key=lambda row: row[1:3])
-    return chosen[3], chosen[4], len(tried)
+    return BestSettings(chosen[3], chosen[4], len(tried))
 
 
 def tuned_parents(traffic: Traffic, settings: PacketSettings) -> tuple[PacketSettings, str]:
-    """Settings with both parents tuned, and what they are."""
-    dcqcn_name, dcqcn, first = best(traffic, dcqcn_grid(settings))
-    swift_name, swift, second = best(traffic, swift_grid(settings))
-    description = f"DCQCN: {dcqcn_name} (of {first}); Swift: {swift_name} (of {second})"
-    return replace(settings, dcqcn=dcqcn.dcqcn, swift=swift.swift), description
+    """Return settings with both parents tuned, and a description of the tuned values."""
+    dcqcn = find_best(traffic, dcqcn_grid(settings))
+    swift = find_best(traffic, swift_grid(settings))
+    description = f"DCQCN: {dcqcn.name} (of {dcqcn.finished}); Swift: {swift.name} (of {swift.finished})"
+    return replace(settings, dcqcn=dcqcn.settings.dcqcn, swift=swift.settings.swift), description

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,34 +24,53 @@ MOST_RETRIES = 7  # three bits in the queue pair's context
 
 
 def timer(timeout: int) -> float:
-    """Seconds of NCCL_IB_TIMEOUT."""
+    """Return the seconds of a value of NCCL_IB_TIMEOUT."""
     return float(4.096e-6 * 2.0**timeout)
 
 
-def retransmissions(timeout: int, retries: int, adaptive_us: float = 0.0) -> tuple[Any, float]:
-    """(seconds after a loss at which it is sent again, seconds after which the queue pair gives up)."""
+class Retransmissions(NamedTuple):
+    """Seconds after a loss: `times` of the retransmissions, and `end`, when the queue pair gives up."""
+
+    times: Any
+    end: float
+
+
+def list_retransmissions(timeout: int, retries: int, adaptive_us: float = 0.0) -> Retransmissions:
+    """Return the retransmissions of a lost packet under these timers."""
     full = timer(timeout)
     if not adaptive_us:
-        return full * np.arange(1.0, retries + 1), full * (retries + 1)
+        return Retransmissions(full * np.arange(1.0, retries + 1), full * (retries + 1))
     elapsed = 0.0
     wait = min(adaptive_us * 1e-6, full)
     times = []
     while (elapsed := elapsed + wait) < full * retries:
         times.append(elapsed)
         wait = min(2 * wait, full)
-    return np.array(times), elapsed
+    return Retransmissions(np.array(times), elapsed)
 
 
-def stall(durations: Floats, timeout: int, retries: int, adaptive_us: float = 0.0) -> tuple[Floats, float]:
-    """([n] seconds from the link's loss until data moves again, inf where the queue pair gives up; seconds to that).
+class Stalls(NamedTuple):
+    """Seconds from a link's loss.
 
-    The first loss is taken to come with the flap: a connection that is busy loses a packet within microseconds.
+    Attributes:
+        seconds: [n] until data moves again, per flap; inf if the queue pair gives up.
+        end: until the queue pair gives up.
+    """
+
+    seconds: Floats
+    end: float
+
+
+def compute_stalls(durations: Floats, timeout: int, retries: int, adaptive_us: float = 0.0) -> Stalls:
+    """Return how long flaps of these durations (seconds, [n]) stall a connection.
+
+    The first packet is assumed lost when the flap begins: a busy connection loses one within microseconds.
     """
     if (durations < 0).any():
         raise ConfigError(f"a flap of {durations.min():g} s: durations are 0 or more")
-    times, end = retransmissions(timeout, retries, adaptive_us)
+    times, end = list_retransmissions(timeout, retries, adaptive_us)
     index = np.searchsorted(times, durations, side="left")
-    return np.append(times, np.inf)[index], end
+    return Stalls(np.append(times, np.inf)[index], end)
 
 
 @dataclass(frozen=True)
@@ -60,8 +79,8 @@ class Timers:
 
     Attributes:
         abort: probability that a flap ends in an error of NCCL.
-        idle: mean seconds, of flaps survived, between the link's return and data moving again.
-        stalled: mean seconds of those, from loss to data.
+        idle: mean seconds from the link's return until data moves again, over flaps without an abort.
+        stalled: mean seconds from the loss until data moves again, over the same flaps.
         gives_up: seconds until a link that stays down is reported.
         cost: seconds of the job that a flap costs on average, restarts included.
     """
@@ -83,7 +102,7 @@ def judge(durations: Floats, timeout: int, retries: int, adaptive: bool, restart
         restart: seconds that the job loses if NCCL gives up.
         dead: share of losses from which the link never returns.
     """
-    times, end = stall(durations, timeout, retries, ADAPTIVE_US if adaptive else 0.0)
+    times, end = compute_stalls(durations, timeout, retries, ADAPTIVE_US if adaptive else 0.0)
     lives = np.isfinite(times)
     abort = float(1 - lives.mean())
     stalled = float(times[lives].mean()) if lives.any() else 0.0
@@ -148,10 +167,10 @@ def advise(
     median: float | None, sigma: float, observed: Floats | None, restart: float, dead: float,
     adaptive: bool | None = None, draws: int = 60, seed: int = 0,
 ) -> Advice:  # fmt: skip
-    """The setting of least cost, and how sure that is.
+    """Return the setting of least cost, and how certain it is.
 
-    With observed durations the sureness comes from resampling them; with a median only, from redrawing what is not
-    known: the median within a factor of about 1.5 either way, the spread between 0.5 and 1.5.
+    Observed durations are resampled for the certainty. Without them, the unknown parameters are drawn: the median
+    within a factor of about 1.5 either way, the spread between 0.5 and 1.5.
     """
     if not (0 <= restart < np.inf and 0 <= dead <= 1 and 0 <= sigma < np.inf and (median is None or 0 < median < 1e6)):
         raise ConfigError(

@@ -61,10 +61,12 @@ class Sharing:
 
 
 def fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> Floats:
-    """[F] bytes/s of each flow, max-min fair: no flow can get more without a flow of no higher rate getting less.
+    """Return the max-min fair rates of flows, bytes/s [F].
+
+    No flow can get more unless a flow of the same or a lower rate gets less.
 
     Links fill together; a link whose fair share is the least that any of its flows sees is a bottleneck, and its flows
-    are fixed there. All such links of a round are fixed at once, which gives the same rates as one by one.
+    are fixed there. All such links of a round are fixed at once, with the same rates as one by one.
 
     Args:
         paths: [F, hops] links, -1 for none. A flow without links is not limited: infinite.
@@ -80,7 +82,7 @@ def fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> F
 def finish_times(
     paths: Ints, sizes: Floats, bandwidth: Floats, tolerance: float = 0.0, starts: Floats | None = None
 ) -> Floats:
-    """[F] seconds until each flow is done, rates shared max-min anew whenever some finish or start.
+    """Return the seconds at which flows finish, [F]; rates are computed anew whenever flows finish or start.
 
     Args:
         paths: [F, hops] links.

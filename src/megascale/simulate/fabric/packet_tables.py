@@ -1,7 +1,7 @@
 """Tables that the packet kernel's functions share: their columns, and the tuples that carry them.
 
-Numbers are int64, times in ticks (event_wheel), rates in bytes a tick. Tuples are named, so that a function takes five
-things and not fifty; the compiler takes them apart again.
+Numbers are int64, times in ticks (event_wheel), rates in bytes per tick. Named tuples keep argument lists short; the
+compiler unpacks them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Links(NamedTuple):
 
     Attributes:
         nics: links below this number leave NICs.
-        speed: [E] bytes a tick. delay: [E] ticks. node: [E] the sender's switch (0 for NICs, which have none).
+        speed: [E] bytes per tick. delay: [E] ticks. node: [E] the sender's switch (0 for NICs, which have none).
         capacity, shared: [S] bytes of packet memory, and of it without PFC's headroom.
         pfc_alpha: share of the free shared memory that a link may hold; 0: no PFC.
         kmin, kmax: [E] bytes of a queue at which marking begins and is certain. pmax: probability just below kmax.

@@ -29,9 +29,11 @@ class Traffic:
 
 
 def small_fabric(nics: int, tiers: int = 3, **changes: object) -> Topology:
-    """The shipped fabric's links with one NIC a host, leaf switches of 8 hosts and switches of 16 ports: three tiers
-    for hundreds of NICs. Split cables as in the shipped one, so 4 uplinks of 400G for 8 NICs; packet memory in
-    proportion to ports."""
+    """Return a fabric with the links of fabric "megascale", one NIC per host, and three tiers for hundreds of NICs.
+
+    A leaf switch has 8 hosts; switches have 16 ports and packet memory in proportion to their ports. Cables are split
+    as in "megascale", so that 8 NICs have 4 uplinks of 400G.
+    """
     sizes: dict[str, Any] = {
         "hosts": nics,
         "nics": 1,
@@ -48,14 +50,16 @@ def small_fabric(nics: int, tiers: int = 3, **changes: object) -> Topology:
 
 
 def permutation(topology: Topology, size: float, seed: int, senders: int) -> Flows:
-    """Every NIC sends to the same place under the next leaf switch: data-parallel rings whose neighbours are one leaf
-    switch apart."""
+    """Return flows from every NIC to the same position under the next leaf switch.
+
+    They are data-parallel rings whose neighbours are one leaf switch apart.
+    """
     nics = np.arange(topology.nics)
     return Flows.from_arrays(nics, (nics + topology.spec.hosts_per_set * topology.spec.nics) % topology.nics, size)
 
 
 def incast(topology: Topology, size: float, seed: int, senders: int) -> Flows:
-    """`senders` NICs send to NIC 0, from as far as there is."""
+    """Return flows from the `senders` NICs with the largest distance to NIC 0."""
     if not 1 <= senders < topology.nics:
         raise ConfigError(f"--senders={senders}: between 1 and {topology.nics - 1} on this fabric")
     return Flows.from_arrays(np.arange(topology.nics - senders, topology.nics), 0, size)

@@ -28,10 +28,10 @@ AXES_BETWEEN = ("data", "pipeline")
 class Placement:
     """Attributes:
 
-    name: how it came about.
+    name: strategy or file that it comes from.
     grid: the job's grid.
     hosts: [grid.host_count] machine of each of the job's hosts.
-    nics: NICs a host.
+    nics: NICs per host.
     """
 
     name: str
@@ -119,16 +119,17 @@ STRATEGIES: dict[str, Callable[[Grid, Topology, int], Ints]] = {
 
 
 def make_placement(grid: Grid, topology: Topology, strategy: str = "data", seed: int = 0) -> Placement:
-    """Lay a grid over the fabric by a named strategy, or as a placement file says.
+    """Place a grid on the fabric by a named strategy or a placement file.
 
     Raises:
         FitError: more hosts than the fabric has, or ranks that do not fit a host's NICs.
-        ConfigError: no such strategy or file. DataError: a file that is damaged, of another grid or with a host twice.
+        ConfigError: no such strategy or file.
+        DataError: a file that is damaged, that is for another grid, or that names a host twice.
     """
     spec = topology.spec
     if grid.ranks_per_host > spec.nics:
         raise FitError(
-            f"parallel.gpus_per_host={grid.ranks_per_host} but fabric {spec.name!r} has nics={spec.nics} a host; "
+            f"parallel.gpus_per_host={grid.ranks_per_host} but fabric {spec.name!r} has nics={spec.nics} per host; "
             "give each rank a NIC"
         )
     if grid.host_count > spec.hosts:
@@ -191,10 +192,11 @@ def bytes_by_tier(topology: Topology, flows: Flows) -> Floats:
 
 
 def step_flows(placement: Placement, axis: str, size: float, algorithm: str = "ring", passes: float = 1.0) -> Flows:
-    """Flows of all groups of an axis at once, outside hosts.
+    """Return the flows between hosts of all groups of an axis at once.
 
-    data: the collective of `size` bytes a group. pipeline: every rank sends `size` to the same rank of the next stage,
-    and the last stage to the first (interleaved schedules wrap around), as much forwards as backwards.
+    data: the collective of `size` bytes per group.
+    pipeline: every rank sends `size` to the same rank of the next stage, and the last stage to the first, since
+    interleaved schedules wrap around. It sends as much backwards as forwards.
     """
     if axis == "data":
         return collective(algorithm, placement.groups("data"), size, placement.nics, passes)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megascale.errors import ConfigError, FitError
-from megascale.simulate.fabric.fabric_spec import FabricSpec, leaf_ports
+from megascale.simulate.fabric.fabric_spec import FabricSpec, count_leaf_ports
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -30,7 +30,7 @@ TIERS = ("NIC", "leaf", "aggregation", "core")
 class Topology:
     """Attributes (N NICs, T leaf switches, A aggregation switches, C core switches, E directed links):
 
-    spec: what it was built from.
+    spec: the description that it was built from.
     leaf_of: [N] leaf switch of a NIC.
     pod_of: [T] pod of a leaf switch.
     uplinks: [T, u] aggregation switch at the end of each uplink of a leaf switch.
@@ -112,15 +112,15 @@ class Topology:
         return self.up_leaf + 2 * self.uplinks.size
 
     def host_of(self, nic: Ints) -> Ints:
-        """The host that a NIC is in."""
+        """Return the host of each NIC."""
         return nic // self.spec.nics
 
     def set_of_host(self, host: Ints) -> Ints:
-        """The set of leaf switches that a host is on."""
+        """Return the set of leaf switches of each host."""
         return host // self.spec.hosts_per_set
 
     def switch_counts(self) -> dict[str, int]:
-        """Switches of each tier, in all planes."""
+        """Return the number of switches per tier, in all planes."""
         planes = self.spec.planes
         return {
             "leaf": planes * self.leaves,
@@ -129,7 +129,7 @@ class Topology:
         }
 
     def cable_counts(self) -> dict[str, int]:
-        """Cables of each tier, in all planes; a split cable counts once."""
+        """Return the number of cables per tier, in all planes; a split cable counts once."""
         planes = self.spec.planes
         return {
             "NIC to leaf": planes * -(-self.nics // self.spec.leaf_split),
@@ -139,13 +139,13 @@ class Topology:
 
 
 def build(spec: FabricSpec) -> Topology:
-    """Wire the switches; failed parts have no bandwidth.
+    """Build the links of a fabric; failed parts have no bandwidth.
 
     Raises:
-        FitError: sizes that the switches cannot connect, or failures that leave two NICs without a path.
-        ConfigError: `failed` names what is not there.
+        FitError: the switches have too few ports for the sizes, or failures leave two NICs without a path.
+        ConfigError: `failed` names a part that does not exist.
     """
-    _, up = leaf_ports(spec)
+    up = count_leaf_ports(spec).up
     sets = -(-spec.hosts // spec.hosts_per_set)
     rails = spec.nics if spec.rails else 1
     leaves = sets * rails
@@ -186,7 +186,7 @@ def build(spec: FabricSpec) -> Topology:
 
 
 def _wire_leaves(spec: FabricSpec, leaves: int, rails: int, up: int) -> tuple[Ints, Ints, int]:
-    """Uplinks of every leaf switch, its pod, and how many aggregation switches there are.
+    """Return uplinks [T, u] and pods [T] of the leaf switches, and the number of aggregation switches.
 
     A pod has as many leaf switches as an aggregation switch has ports down, and as many aggregation switches as a leaf
     switch has uplinks, one to each; where fewer leaf switches come together, an aggregation switch takes several.
@@ -227,8 +227,11 @@ def _share(oversubscription: float) -> float:
 
 
 def _wire_core(spec: FabricSpec, uplinks: Ints, pod_of: Ints, aggregations: int) -> tuple[Ints, int]:
-    """Uplinks of the aggregation switches. Those of one position in all pods form a plane with its own core switches,
-    over which their uplinks go round-robin."""
+    """Return the uplinks [A, c] of the aggregation switches, and the number of core switches.
+
+    Aggregation switches of the same position in all pods form a plane. Their uplinks go round-robin to the core
+    switches of this plane.
+    """
     pods = int(pod_of.max()) + 1
     if spec.tiers == 2 or pods == 1:
         return np.zeros((aggregations, 0), np.int64), 0
@@ -248,7 +251,10 @@ def _wire_core(spec: FabricSpec, uplinks: Ints, pod_of: Ints, aggregations: int)
 
 
 def _downlinks(links: Ints, live: Bools, tops: int, first: int) -> tuple[Ints, Ints]:
-    """([tops, bottoms] live links down, [tops, bottoms, k] their numbers) of uplinks [bottoms, u]."""
+    """Return the counts [tops, bottoms] of live links down and their numbers [tops, bottoms, k].
+
+    `links` [bottoms, u]: the upper switch of each uplink.
+    """
     bottoms = len(links)
     counts = np.zeros((tops, bottoms), np.int64)
     if not links.size:
@@ -265,7 +271,7 @@ def _downlinks(links: Ints, live: Bools, tops: int, first: int) -> tuple[Ints, I
 
 
 def _fail(spec: FabricSpec, names: list[str], tail: Ints, head: Ints, bandwidth: Floats) -> Floats:
-    """Bandwidth with the failed parts at 0, in both directions."""
+    """Return the bandwidth with 0 for failed parts, in both directions."""
     if not spec.failed:
         return bandwidth
     number = {name: i for i, name in enumerate(names)}
@@ -293,8 +299,11 @@ def _fail(spec: FabricSpec, names: list[str], tail: Ints, head: Ints, bandwidth:
     return bandwidth
 
 
-def reachable_leaves(topology: Topology) -> tuple[Bools, Bools]:
-    """([A, T] aggregation switch reaches leaf switch down or over the core, [C, T] core switch reaches leaf switch)."""
+def find_reachable_leaves(topology: Topology) -> tuple[Bools, Bools]:
+    """Return which leaf switches are reached by aggregation switches [A, T] and by core switches [C, T].
+
+    An aggregation switch reaches them by its own links down or over the core.
+    """
     down = topology.agg_reaches > 0
     over_core = ((topology.core_reaches > 0).astype(np.float32) @ down.astype(np.float32)) > 0
     up = np.zeros((topology.aggregations, topology.leaves), bool)
@@ -317,7 +326,7 @@ def _check_connected(topology: Topology) -> None:
         )
     if topology.leaves == 1:
         return
-    agg, _ = reachable_leaves(topology)
+    agg, _ = find_reachable_leaves(topology)
     live = bandwidth[topology.up_leaf : topology.up_leaf + topology.uplinks.size].reshape(topology.uplinks.shape) > 0
     reach = np.zeros((topology.leaves, topology.leaves), bool)
     for port in range(topology.uplinks.shape[1]):

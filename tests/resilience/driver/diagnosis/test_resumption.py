@@ -25,7 +25,7 @@ def test_a_start_says_from_where_it_resumed(first_step, saved_step, sentence):
     node = SimpleNamespace(heartbeat=heartbeat)
     events = []
     job = SimpleNamespace(
-        state=SimpleNamespace(attempt=2, step=28),
+        state=SimpleNamespace(attempt=2, step=28, missing_since=0),
         phase=Phase.STARTING,
         advance=lambda step: None,
         apply=lambda event: True,
@@ -33,7 +33,7 @@ def test_a_start_says_from_where_it_resumed(first_step, saved_step, sentence):
     observations = Observations(
         job=job,
         nodes=SimpleNamespace(all=lambda: [node]),
-        attempts=SimpleNamespace(started=0.0),
+        attempts=SimpleNamespace(started=0.0, timeline=SimpleNamespace(finish=lambda nodes, time: None)),
         response=None,
         settings=SimpleNamespace(config=from_tree({"foreign": {"command": ["python", "train.py"]}})),
         record_event=lambda kind, **details: events.append(details),

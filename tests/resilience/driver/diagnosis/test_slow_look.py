@@ -12,20 +12,19 @@ from benchmarks.observe.replayed_runs import keep
 from benchmarks.observe.synthetic_spans import Job
 from megascale.resilience.driver.diagnosis.investigations import SEARCH_INTERVAL, SlowMachineSearch, parse_findings
 from megascale.resilience.driver.process import LoopTasks
-from megascale.resilience.driver.state.job_state import Phase
 
 JOB = Job(tensor=1, stages=1, virtual=1, data=4, microbatches=4)
 
 
 def test_a_running_job_is_looked_at_and_only_its_own_attempt_counts(tmp_path):
     run = keep(tmp_path / "run", JOB, replayed(JOB, 60, 1, Faults({2: 1.15})))
-    job = SimpleNamespace(phase=Phase.STARTING, state=SimpleNamespace(attempt=1))
+    job = SimpleNamespace(is_running=False, state=SimpleNamespace(attempt=1))
 
     async def look() -> None:
         tasks = LoopTasks()
         slow = SlowMachineSearch(run=run, job=job, tasks=tasks)
         slow.start_if_due(1000.0)
-        job.phase = Phase.RUNNING
+        job.is_running = True
         slow.start_if_due(1000.0 + SEARCH_INTERVAL / 2)  # a run that has just begun has nothing to show
         assert not tasks._tasks
         slow.start_if_due(1000.0 + SEARCH_INTERVAL)
