@@ -17,7 +17,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,7 +92,7 @@ class Parking:
         self.error: BaseException | None = None
         self._has_stepped = False
         self._accepted = 0.0  # when `error` was accepted
-        self._attempt = _read_attempt()
+        self._attempt = _read_attempt(os.environ)
         self._groups: Groups | None = None
         self._lock = threading.Lock()
         self._resumes: queue.SimpleQueue[Resume] = queue.SimpleQueue()
@@ -101,6 +101,10 @@ class Parking:
     def _read_orders(self, orders: int) -> None:
         for order in read_orders(orders):
             if isinstance(order, Resume):
+                # An order to leave the new attempt may follow before the main thread has joined it.
+                self._attempt = _read_attempt(order.environment)
+                self.is_ordered = False
+                self.wants_leave = False
                 self._resumes.put(order)
             elif order.attempt != self._attempt:
                 continue
@@ -226,8 +230,6 @@ class Parking:
             _write_to_log_of(folder, new_rank)
         if self.hold is not None:
             self.hold.release()
-        self.is_ordered = False
-        self.wants_leave = False
         self._has_stepped = False
 
     def wait_if_early(self, use_gpu: bool) -> None:
@@ -250,7 +252,6 @@ class Parking:
         """Wait for the order to begin the next attempt, and set the environment for it."""
         resume = self._resumes.get()
         os.environ.update(resume.environment)
-        self._attempt = _read_attempt()
         self.data = resume.data
 
 
@@ -280,6 +281,6 @@ def open_parking() -> Parking | None:
     return Parking(int(orders)) if orders.isdecimal() else None
 
 
-def _read_attempt() -> int:
-    attempt = os.environ.get("MEGASCALE_ATTEMPT", "")
+def _read_attempt(environment: Mapping[str, str]) -> int:
+    attempt = environment.get("MEGASCALE_ATTEMPT", "")
     return int(attempt) if attempt.isdecimal() else 0
