@@ -32,8 +32,8 @@ def _fused():
         yield
 
 
-class OneRank:
-    """All ranks of a job with one rank."""
+class SingleRankPeers:
+    """Peers of a job with one rank."""
 
     def all_gather(self, value: Any, _: type) -> list[Any]:
         return [value]
@@ -54,7 +54,7 @@ def make_optimizer(name: str) -> Any:
 def check_update(name: str, number: int, wrong: int | None) -> tuple[Tensor, UpdateCheck]:
     """Update and recompute. Return which checksums differ. `wrong`: element whose weight is written wrongly."""
     optimizer = make_optimizer(name)
-    check = UpdateCheck(optimizer, lambda tensor, distance: tensor, OneRank(), elements=2 * TILE)
+    check = UpdateCheck(optimizer, lambda tensor, distance: tensor, SingleRankPeers(), elements=2 * TILE)
     check.begin(number)
     step = UpdateStep(1e-3, 5, torch.tensor(0.5), torch.tensor(False))
     optimizer.before_update(step)
