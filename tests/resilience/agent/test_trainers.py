@@ -303,7 +303,7 @@ def test_a_replacement_is_started_at_once_and_ended_if_the_order_does_not_suit_i
     assert len({first, second, last}) == 3
 
 
-@pytest.mark.parametrize("end", ["end_server", "kill_from_thread"])
+@pytest.mark.parametrize("end", ["end_server", "kill_from_thread", "the server is killed"])
 def test_processes_that_another_trainer_started_end_with_it(end, tmp_path):
     """A manager of multiprocessing, or a worker of a data loader."""
     (tmp_path / "node").mkdir()
@@ -323,6 +323,11 @@ def test_processes_that_another_trainer_started_end_with_it(end, tmp_path):
                     await asyncio.sleep(0.02)
             if end == "kill_from_thread":
                 local.kill_from_thread("a test")
+            if end == "the server is killed":
+                local._server.kill()
+                async with asyncio.timeout(60):
+                    while local.running():
+                        await asyncio.sleep(0.02)
         finally:
             local.end_server()
         return int(pid_file.read_text())

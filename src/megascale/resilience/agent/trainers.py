@@ -178,6 +178,8 @@ class Trainers:
                 self._server.kill()
         # The server has ended and its children with it. Start a new one unless this one failed during its imports.
         self._reading = None
+        if isinstance(self.program, ForeignProgram):
+            self._kill_programs(self.running())  # before they count as ended; their children outlive the server
         self._record_server_end()
         self.end_server()
         self._on_change()
