@@ -160,6 +160,7 @@ def test_any_line_is_read_without_an_error(line):
     [
         ("--foreign.patterns=['step']", "without a group for the step"),
         ("--foreign.patterns=['(']", "not a regular expression"),
+        ("--foreign.patterns=['(?P<step>[0-9]*)']", "matches an empty line"),
         ("--foreign.patterns=['(?P<step>1)/(?P<epoch_steps>2)']", "none for the epoch"),
         ("--foreign.per_node=2", "without a command"),
     ],
