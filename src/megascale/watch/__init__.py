@@ -52,9 +52,10 @@ class StepReporter:
             self._status.compute_seconds = self._waits.measure_step(self._seconds)
 
     def _print_metrics(self, loss: float, grad_norm: float | None, tokens: int | None) -> None:
-        line = f"megascale step: {self._number} loss: {loss!r}"
+        # Callers pass numbers of NumPy and tensors too, whose representations the agent does not read.
+        line = f"megascale step: {self._number} loss: {float(loss)!r}"
         if grad_norm is not None:
-            line += f" grad_norm: {grad_norm!r}"
+            line += f" grad_norm: {float(grad_norm)!r}"
         if tokens is not None and self._seconds:
             line += f" tokens_per_second: {tokens / self._seconds:.1f}"
         print(line, flush=True)
