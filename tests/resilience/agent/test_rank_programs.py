@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megascale.config import ForeignConfig
+from megascale.core import strict_json
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import UNOBSERVED
 from megascale.observe.hang.evidence import collect_evidence
@@ -115,6 +117,14 @@ def test_a_trainer_that_goes_back_within_an_attempt_replaces_the_steps_that_it_r
     writer.write([Reading(4, loss=9.0), Reading(5, loss=2.0)])
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(r["step"], r["loss"]) for r in records] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+
+
+def test_a_loss_that_is_not_finite_is_written_as_valid_json(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    MetricsWriter(file).write([Reading(1, loss=math.nan)])
+    text = file.read_text()
+    assert json.loads(text)["loss"] == "NaN"
+    assert math.isnan(strict_json.loads(text)["loss"])
 
 
 LOGS = {

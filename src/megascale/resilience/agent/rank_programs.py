@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from megascale.config import ForeignConfig
+from megascale.core import strict_json
 from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import PARKED, UNOBSERVED, StartReport, read_status
@@ -478,7 +479,7 @@ def _format_record(reading: Reading, seconds: float | None) -> str:
         "tokens_per_second": reading.tokens_per_second,
         "seconds": seconds,
     }
-    return json.dumps({name: value for name, value in record.items() if value is not None}) + "\n"
+    return strict_json.dumps({name: value for name, value in record.items() if value is not None}) + "\n"
 
 
 def _read_step(line: str) -> int:
