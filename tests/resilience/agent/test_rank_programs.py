@@ -315,3 +315,11 @@ def test_a_rank_that_waits_for_a_child_process_moves_if_the_child_does(work, mov
         pid = int((tmp_path / "status" / "rank-0.process").read_text().split()[0])
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_process_whose_name_is_not_text_does_not_disturb(start_rank, tmp_path):
+    """The kernel cuts names to 15 bytes, also within a character."""
+    rename = "ctypes.CDLL(None).prctl(15, b'x' * 14 + bytes([0xE8]), 0, 0, 0)"
+    start_rank(f"import ctypes, time\n{rename}\nprint('ready', flush=True)\ntime.sleep(60)")
+    evidence = collect_evidence(tmp_path, watch_seconds=0.1)
+    assert (evidence.ranks[0].process, evidence.moving) == ("running", frozenset())
