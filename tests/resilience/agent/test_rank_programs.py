@@ -119,6 +119,16 @@ def test_a_trainer_that_goes_back_within_an_attempt_replaces_the_steps_that_it_r
     assert [(r["step"], r["loss"]) for r in records] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
 
 
+@pytest.mark.parametrize("end", [b'{"step": 2, "lo', b"\xff\x00" * 9])
+def test_a_record_that_was_not_completely_written_is_removed_before_the_next(end, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    MetricsWriter(file).write([Reading(1, loss=1.0)])
+    with open(file, "ab") as out:
+        out.write(end)
+    MetricsWriter(file).write([Reading(2, loss=2.0)])
+    assert [json.loads(line)["step"] for line in file.read_bytes().splitlines()] == [1, 2]
+
+
 def test_a_loss_that_is_not_finite_is_written_as_valid_json(tmp_path):
     file = tmp_path / "metrics.jsonl"
     MetricsWriter(file).write([Reading(1, loss=math.nan)])
