@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from megascale.config import ResilienceConfig
+from megascale.config import ForeignConfig, ResilienceConfig
 from megascale.core.exit_record import ExitKind
 from megascale.core.grid import Grid
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience import rules
 from megascale.resilience.agent import trainers
-from megascale.resilience.agent.rank_programs import OwnTrainer
+from megascale.resilience.agent.rank_programs import ForeignProgram, OwnTrainer
 from megascale.resilience.agent.trainers import TrainerProcess, Trainers
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
 from megascale.resilience.protocol.fork_messages import (
@@ -336,3 +336,22 @@ def test_processes_that_another_trainer_started_end_with_it(end, tmp_path):
     deadline = time.monotonic() + 60
     while read_process_state(child) != "gone":
         assert time.monotonic() < deadline, "the child process lives"
+
+
+def test_a_rank_without_its_process_group_gets_its_signal_in_a_later_round(tmp_path):
+    """Its process makes the group after the fork."""
+    local = Trainers(tmp_path, tmp_path, lambda: None)
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        local.program = ForeignProgram(tmp_path, ForeignConfig(), restarts=1)
+        local.trainers[0] = TrainerProcess(0, tmp_path / "log", 0, pid=process.pid)
+        assert local._signal(signal.SIGTERM) == set()
+        process.kill()
+        process.wait()
+        process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        local.trainers[0].pid = process.pid
+        assert local._signal(signal.SIGTERM) == {process.pid}
+        assert process.wait(60) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()

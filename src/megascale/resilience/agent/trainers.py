@@ -481,14 +481,15 @@ class Trainers:
             self.program.signal(trainer.pid, signal.SIGKILL)
 
     def _signal(self, number: int, exclude: Collection[int] = ()) -> set[int]:
-        """Send a signal to the running ranks except the processes in `exclude`; return their process ids."""
+        """Send a signal to the running ranks except the processes in `exclude`; return the ids of those that got it."""
         pids = set()
         for trainer in self.running():
             if trainer.pid and trainer.pid not in exclude:
                 trainer.by_agent = True
-                pids.add(trainer.pid)
+                # A process that was just forked has no group yet.
                 with contextlib.suppress(ProcessLookupError):
                     self.program.signal(trainer.pid, number)
+                    pids.add(trainer.pid)
         return pids
 
     # telemetry --------------------------------------------------------------------------------------------------------
