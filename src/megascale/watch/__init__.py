@@ -8,6 +8,7 @@ megascale.watch.step(step, loss=loss.item())
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from pathlib import Path
@@ -82,4 +83,4 @@ def step(number: int, loss: float | None = None, tokens: int | None = None, grad
         if folder is None or not rank.isdigit():
             return
         _reporter = StepReporter(Path(folder), int(rank))
-    _reporter.report(number, loss, grad_norm, tokens)
+    _reporter.report(operator.index(number), loss, grad_norm, tokens)
