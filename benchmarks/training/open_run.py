@@ -28,6 +28,7 @@ from benchmarks.training.open_run_report import (
     Kill,
     OpenRunRecord,
     compare_repeated_steps,
+    list_failures,
     read_records,
     show_plan,
     show_result,
@@ -74,7 +75,8 @@ def open_run(
 ) -> None:
     """Train gpt2-124m on Python source, kill it twice, and compare with the results that were stated before.
 
-    Any setting can be given as --section.key=value; the predictions then do not apply.
+    Any setting can be given as --section.key=value; the predictions then do not apply. Exit code 1 if a kill is
+    missing, no step was repeated, or bits differ.
 
     Examples:
 
@@ -112,6 +114,9 @@ def open_run(
         console.print(f"packed the run into {carry}: {size_bytes / 1e6:,.0f} MB in {len(list_pieces(carry))} files")
     if out is not None:
         session.copy_results(out)
+    failures = list_failures(record, plan) if finished else []
+    if failures:
+        raise TrainingError(f"{folder} does not show what the open run claims: " + "; ".join(failures))
 
 
 class OpenRun:

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from benchmarks.harness.carried_folder import list_pieces, pack_folder, unpack_folder
 from benchmarks.training.open_run_plan import PLANS
-from benchmarks.training.open_run_report import Kill, compare_repeated_steps
+from benchmarks.training.open_run_report import (
+    Kill,
+    OpenRunRecord,
+    compare_repeated_steps,
+    describe_comparison,
+    list_failures,
+)
 
 
 def test_a_run_over_two_machines_ends_as_an_uninterrupted_one(tmp_path, benchmarks):
@@ -29,6 +35,7 @@ def test_a_run_over_two_machines_ends_as_an_uninterrupted_one(tmp_path, benchmar
     planned = PLANS["tiny"].kill_steps()
     assert [kill["step"] >= step for kill, step in zip(record["kills"], planned, strict=True)] == [True, True]
     assert all(kill["different"] == [] for kill in record["kills"])
+    assert all(kill["repeated"] > 0 for kill in record["kills"])
     assert record["result"]["steps"] == 30
     assert record["result"]["state"] == record["result"]["uninterrupted"]
     assert record["result"]["bits_per_byte"] > 0
@@ -48,6 +55,32 @@ def test_a_repeated_step_with_other_bits_is_named():
     records = [{"step": step, "loss": 2.5, "grad_norm": 1.0} for step in (3, 4, 5)]
     compare_repeated_steps(kill, records)
     assert (kill.repeated, kill.different) == (2, [4])
+
+
+def test_a_run_that_compared_nothing_or_differs_fails():
+    plan = PLANS["tiny"]
+    kills = [Kill(step=13, before={}, repeated=3), Kill(step=22, before={}, repeated=2)]
+    record = OpenRunRecord("tiny", kills=kills, result={"state": "a", "uninterrupted": "a"})
+    assert list_failures(record, plan) == []
+
+    kills[0].different = [12]
+    kills[1].repeated = 0
+    record.result["uninterrupted"] = "b"
+    assert list_failures(record, plan) == [
+        "after the kill at step 13: 3 repeated steps differ at steps [12]",
+        "after the kill at step 22: no step was repeated, so none was compared",
+        "the final state is a, and that of the uninterrupted run is b",
+    ]
+    assert "equal" not in describe_comparison(kills[1])
+
+
+def test_a_run_without_its_kills_ends_with_an_error(tmp_path, benchmarks):
+    """Settings that end the run before the first planned kill leave nothing to compare."""
+    out = tmp_path / "out"
+    done = benchmarks("open-run", "--size", "tiny", "--folder", tmp_path / "run", "--out", out, "--train.steps=3")
+    assert done.returncode == 1
+    assert "the run was killed 0 times, and 2 kills are planned" in " ".join(done.stderr.split())
+    assert (out / "open-run.json").exists()
 
 
 @pytest.mark.parametrize("size", ["four", "one"])
