@@ -159,7 +159,7 @@ def show_plan(plan: OpenRunPlan, console: Console) -> None:
     )
     prediction = plan.prediction
     if prediction is None:
-        console.print("this size has no prediction: it tests the command")
+        console.print("no prediction applies to this size and these settings")
         return
     console.print(
         f"predicted on {prediction.stated}: {_format(prediction.bits_per_byte, '.2f')} bits per byte of held-out text, "

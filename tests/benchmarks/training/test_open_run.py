@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.harness.carried_folder import list_pieces, pack_folder, unpack_folder
+from benchmarks.training.open_run import select_plan
 from benchmarks.training.open_run_plan import PLANS
 from benchmarks.training.open_run_report import (
     Kill,
@@ -28,10 +29,19 @@ def test_a_run_over_two_machines_ends_as_an_uninterrupted_one(tmp_path, benchmar
     assert "the same command goes on" in " ".join(done.stdout.split())
     assert 1 <= len(list_pieces(carried)) <= 6
 
+    done = benchmarks(*command, "9", "--folder", second, "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "uninterrupted" not in json.loads((second / "open-run.json").read_text())["result"]
+
+    # The time ends before the run without kills does, and its unfinished state is not compared.
+    done = benchmarks(*command, "0.01", "--folder", second, "--uninterrupted")
+    assert done.returncode == 0, done.stderr
+    assert "uninterrupted" not in json.loads((second / "open-run.json").read_text())["result"]
+
     done = benchmarks(*command, "9", "--folder", second, "--uninterrupted", "--out", out)
     assert done.returncode == 0, done.stderr
     record = json.loads((second / "open-run.json").read_text())
-    assert len(record["calls"]) == 2
+    assert len(record["calls"]) == 4
     planned = PLANS["tiny"].kill_steps()
     assert [kill["step"] >= step for kill, step in zip(record["kills"], planned, strict=True)] == [True, True]
     assert all(kill["different"] == [] for kill in record["kills"])
@@ -41,6 +51,11 @@ def test_a_run_over_two_machines_ends_as_an_uninterrupted_one(tmp_path, benchmar
     assert record["result"]["bits_per_byte"] > 0
     assert {file.name for file in out.iterdir()} >= {"open-run.json", "events.jsonl", "metrics.jsonl", "loss.png"}
     assert "have equal bits" in done.stdout
+
+
+def test_a_prediction_does_not_apply_to_other_settings():
+    assert select_plan("one", []).prediction is not None
+    assert select_plan("one", ["--lr.peak=1e-3"]).prediction is None
 
 
 def test_another_folder_is_refused_for_another_size(tmp_path, benchmarks):
