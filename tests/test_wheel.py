@@ -85,6 +85,19 @@ def test_links_of_a_readme_become_absolute():
     )
 
 
+@pytest.mark.parametrize(
+    ("variable", "expected"), [(None, "https://a"), ("", "https://a"), ("https://b/", "https://b")]
+)
+def test_an_empty_variable_keeps_the_configured_address(tmp_path, monkeypatch, variable, expected):
+    pytest.importorskip("hatchling")
+    names = runpy.run_path(str(ROOT / "scripts" / "package_metadata.py"))
+    (tmp_path / "pyproject.toml").write_text('[tool.megascale]\nproject-url = "https://a"\n')
+    monkeypatch.delenv("PROJECT_URL", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("PROJECT_URL", variable)
+    assert names["read_project_url"](tmp_path) == expected
+
+
 def test_the_citation_has_the_version_of_the_package():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
