@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from megascale.core.exit_record import ExitKind, find_exit_record
+from megascale.data.loader.host_loader import _process_work
 from megascale.errors import TrainingError
 from megascale.parallel import peer_watch
-from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
+from megascale.parallel.peer_watch import Member, PeerWatch, _has_ended, describe_process, make_page
 
 SECONDS = 20.0  # far above what a loaded machine needs
 
@@ -154,6 +155,7 @@ def test_a_peer_out_of_reach_is_refused(peer, page):
 
 STUCK = """
 import sys, time
+from megascale.data.loader.host_loader import _process_work
 from megascale.parallel import peer_watch
 peer_watch._RAISE_SECONDS = 0.1
 local = peer_watch.describe_process(0)
@@ -172,3 +174,15 @@ def test_a_process_whose_host_does_not_return_is_ended(peer, page):
         _, errors = stuck.communicate(timeout=60)
     assert stuck.returncode == 1
     assert f"rank 0: rank 1 (process {peer.process.pid}) has ended during the exchange with it; ending" in errors
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc of Linux")
+def test_a_process_whose_name_is_not_unicode_is_read():
+    code = "open('/proc/self/comm', 'wb').write(b'\\xff\\xfe'); print('named', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"named\n"
+        assert not _has_ended(process.pid)
+        assert _process_work(process.pid) >= 0
+        process.communicate(b"\n")
+    assert _has_ended(process.pid)

@@ -196,7 +196,7 @@ class PeerWatch:
 def _has_ended(pid: int) -> bool:
     """Return whether a process has ended, also if its parent has not waited for it yet."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return True
     return state in ("Z", "X")

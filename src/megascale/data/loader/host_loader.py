@@ -367,7 +367,7 @@ class LoaderReader:
 def _process_work(pid: int) -> float:
     """Return a measure of a process's work: processor ticks plus bytes read; -1 if it does not exist."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return float(int(fields[11]) + int(fields[12])) + float(Path(f"/proc/{pid}/io").read_text().split()[1])
     except (OSError, IndexError, ValueError):
         return -1.0
