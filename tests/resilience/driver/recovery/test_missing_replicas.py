@@ -1,0 +1,119 @@
+"""Limits of a job that goes on without some replicas."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megascale.config import from_tree
+from megascale.core.events import Event
+from megascale.resilience.driver.nodes import Node
+from megascale.resilience.driver.recovery.missing_replicas import MissingReplicas
+from megascale.resilience.driver.recovery.placement import Placement
+from megascale.resilience.driver.state.job_state import NodeRecord, NodeState, Phase
+from megascale.resilience.driver.state.transitions import JobEvent
+
+LIMIT = 1000.0  # seconds
+
+
+class PresentNodes(dict[str, Node]):
+    """Three nodes of four; no other one comes."""
+
+    requests = 0
+    cluster = SimpleNamespace(switch=lambda name: "")
+    names, ensure_known = dict.keys, dict.__getitem__
+
+    def __init__(self) -> None:
+        super().__init__((name, Node(name, NodeRecord(state=NodeState.UP), channel=object())) for name in NAMES)
+
+    def all(self) -> list[Node]:
+        return list(self.values())
+
+    def is_any_joining(self, nodes: object) -> bool:
+        return False
+
+    def spares(self) -> list[Node]:
+        return []
+
+
+NAMES = ("n0", "n1", "n2")
+
+
+def make_settings(min_data: int = 1) -> SimpleNamespace:
+    config = from_tree(
+        {
+            "train": {"global_batch": 12, "micro_batch": 1},
+            "checkpoint": {"background": True, "memory_interval": 1, "memory_wait": True, "replicas": True},
+            "resilience": {
+                "nodes": 4,
+                "continue_replicas": True,
+                "max_missing_seconds": LIMIT,
+                "replenish_wait": 0.0,
+                "min_data": min_data,
+            },
+        }
+    )
+    return SimpleNamespace(config=config, limits=config.resilience)
+
+
+def make_job(phase: Phase, missing_seconds: float) -> SimpleNamespace:
+    state = SimpleNamespace(
+        phase=phase,
+        attempt=2,
+        placement=NAMES,
+        data=3,
+        ranks_per_node=1,
+        recovery=(),
+        evicting=(),
+        reason="",
+        joining=phase is Phase.WAITING,
+        missing_since=time.time() - missing_seconds,
+    )
+    return SimpleNamespace(state=state, phase=phase, entered=100.0)
+
+
+def make_replicas(job: Any, settings: Any, nodes: PresentNodes, attempts: Any, events: list[Event]) -> MissingReplicas:
+    def record_event(kind: Event, **details: object) -> None:
+        events.append(kind)
+
+    return MissingReplicas(job=job, nodes=nodes, attempts=attempts, settings=settings, record_event=record_event)
+
+
+@pytest.mark.parametrize("is_overdue", [False, True])
+def test_a_job_stops_once_replicas_are_missing_for_too_long(is_overdue: bool) -> None:
+    stops: list[JobEvent] = []
+    events: list[Event] = []
+    job = make_job(Phase.DEGRADED, LIMIT + 60.0 if is_overdue else LIMIT - 600.0)
+    attempts = SimpleNamespace(model_ranks=1, stop=lambda event, reason: stops.append(event))
+    make_replicas(job, make_settings(), PresentNodes(), attempts, events).check()
+    assert stops == ([JobEvent.JOINING] if is_overdue else [])
+    assert events == ([Event.REPLICAS_OVERDUE] if is_overdue else [])
+
+
+@pytest.mark.parametrize("min_data", [1, 3])
+def test_a_job_that_waited_in_vain_keeps_the_replicas_that_it_had(min_data: int) -> None:
+    """Three of four replicas train. Once the fourth is overdue, the job shrinks to three, not to two."""
+    stops: list[dict[str, Any]] = []
+    shrinks: list[str] = []
+    failures: list[str] = []
+    job, settings, nodes = make_job(Phase.WAITING, LIMIT + 60.0), make_settings(min_data), PresentNodes()
+    attempts = SimpleNamespace(
+        model_ranks=1, stop=lambda event, reason, **changes: stops.append(changes), fail=failures.append
+    )
+    placement = Placement(
+        job=job,
+        nodes=nodes,
+        attempts=attempts,
+        recovery=SimpleNamespace(shrink=shrinks.append),
+        checks=None,
+        missing_replicas=make_replicas(job, settings, nodes, attempts, []),
+        settings=settings,
+        record_event=None,
+    )
+    placement.assign_ranks(200.0)
+    assert failures == []
+    assert stops == [{"placement": NAMES, "data": 3, "missing_since": 0.0}]
+    assert shrinks == ["3 usable nodes: data parallelism goes from 4 to 3 on 3 nodes"]
