@@ -70,6 +70,7 @@ _RESUMED_VARIABLES = (
     MISSING_VARIABLE,
 )
 _NO_ATTEMPT = 0  # of a process that is started before its attempt is ordered
+EARLY_SECONDS = 120.0  # for which a process that was started before its attempt waits for the order
 START_SECONDS = 30.0  # seconds after its state was loaded for which heartbeats describe a rank's start
 
 
@@ -209,8 +210,10 @@ class Trainers:
         elif isinstance(message, Broken):
             self._broken = message
         elif isinstance(message, Forked) and message.attempt == _NO_ATTEMPT:
-            if message.rank in self._early:
+            if self._early.get(message.rank) == 0:
                 self._early[message.rank] = message.pid
+                loop = asyncio.get_running_loop()
+                loop.call_later(EARLY_SECONDS, self._end_untaken, message.rank, message.pid)
             else:
                 self._end_early(message.pid)
         elif isinstance(message, Forked) and message.attempt == self.attempt:
@@ -319,6 +322,12 @@ class Trainers:
             else:
                 self._end_early(pid)
         return taken
+
+    def _end_untaken(self, rank: int, pid: int) -> None:
+        """End a waiting process that no attempt has taken: its node may get no ranks, and it holds device memory."""
+        if self._early.get(rank) == pid:
+            del self._early[rank]
+            self._end_early(pid)
 
     def _end_early(self, pid: int) -> None:
         """End a waiting process. One that is still being forked is ended when its process id comes."""
