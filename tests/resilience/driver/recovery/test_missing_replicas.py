@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -13,8 +14,11 @@ from megascale.core.events import Event
 from megascale.resilience.driver.nodes import Node
 from megascale.resilience.driver.recovery.missing_replicas import MissingReplicas
 from megascale.resilience.driver.recovery.placement import Placement
-from megascale.resilience.driver.state.job_state import NodeRecord, NodeState, Phase
+from megascale.resilience.driver.state.job import Job
+from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState, Phase
 from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.telemetry.membership import Adoption
+from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers
 
 LIMIT = 1000.0  # seconds
 
@@ -23,7 +27,7 @@ class PresentNodes(dict[str, Node]):
     """Three nodes of four; no other one comes."""
 
     requests = 0
-    cluster = SimpleNamespace(switch=lambda name: "")
+    cluster = SimpleNamespace(switch=lambda name: "", nodes=list)
     names, ensure_known = dict.keys, dict.__getitem__
 
     def __init__(self) -> None:
@@ -117,3 +121,26 @@ def test_a_job_that_waited_in_vain_keeps_the_replicas_that_it_had(min_data: int)
     assert failures == []
     assert stops == [{"placement": NAMES, "data": 3, "missing_since": 0.0}]
     assert shrinks == ["3 usable nodes: data parallelism goes from 4 to 3 on 3 nodes"]
+
+
+@pytest.mark.parametrize(
+    ("missing_since", "has_stepped", "phase"),
+    [(7.0, True, Phase.DEGRADED), (7.0, False, Phase.STARTING), (0.0, True, Phase.RUNNING)],
+)
+def test_a_driver_that_lost_its_journal_adopts_a_degraded_job_as_such(
+    missing_since: float, has_stepped: bool, phase: Phase
+) -> None:
+    """The time for which replicas may be missing goes on."""
+    held = JobState(name="job", phase=Phase.STARTING, attempt=3, placement=NAMES, data=3, missing_since=missing_since)
+    job = Job(JobState(name="job", phase=Phase.RUNNING, attempt=2, placement=(*NAMES, "n3"), data=4), MagicMock())
+    nodes = PresentNodes()
+    adoption = Adoption(
+        job=job, nodes=nodes, attempts=MagicMock(), response=MagicMock(), window=5.0, record_event=MagicMock()
+    )
+    adoption.wait_for_agents(0.0)
+    for node in nodes.all():
+        node.attempt = 3
+        trainers = RunningTrainers(held.to_json(), has_stepped)
+        adoption.handle_arrival(node, Hello("job", node.name, "", "", "", attempt=3, trainers=trainers))
+    assert adoption.decide(1000.0)
+    assert (job.phase, job.state.data, job.state.missing_since) == (phase, 3, missing_since)
