@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
@@ -649,7 +650,10 @@ def _read_full_size(order: Start) -> int:
 
 
 def _compute_missing_share(order: Start) -> float:
-    """Return the share of the replicas that are missing in an attempt."""
+    """Return the share of the replicas that are missing in an attempt, 0 in a job that has shrunk for good."""
+    is_degraded = bool(order.state) and json.loads(order.state).get("missing_since", 0) > 0
+    if not is_degraded:
+        return 0.0
     full = _read_full_size(order)
     return 1 - _read_data_size(order) / full if full else 0.0
 
