@@ -209,3 +209,14 @@ def test_gradients_of_the_router_have_the_precision_of_float32(has_sink):
         assert distance(main_grad, gradient + 1) <= TOLERANCE[torch.float32]
     else:
         assert distance(weight.grad, gradient) <= TOLERANCE[torch.bfloat16]
+
+
+def test_logits_are_float32_where_no_gemm_has_a_float32_result():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 64, generator=generator).bfloat16()
+    weight = torch.randn(4, 64, generator=generator).bfloat16()
+    kernels = dispatch.Kernels("fused")
+    kernels.wide_gemm = False
+    with kernels.as_current():
+        logits = router_logits(x, weight)
+    assert distance(logits, x.double() @ weight.double().t()) <= TOLERANCE[torch.float32]

@@ -67,7 +67,7 @@ def sdpa(q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, window: int | None) -> 
     return merge_heads(out.permute(2, 0, 1, 3))
 
 
-def _check_equal_lengths(q_SBND: Tensor, k_SBGD: Tensor) -> None:
+def check_equal_lengths(q_SBND: Tensor, k_SBGD: Tensor) -> None:
     """Raise NotImplementedError for a kernel whose causal mask aligns the first query with the first key."""
     if q_SBND.shape[0] != k_SBGD.shape[0]:
         raise NotImplementedError("the kernel takes as many keys as queries")
@@ -95,7 +95,7 @@ def _full_causal(kind: SDPBackend, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tenso
         )
     if kind is SDPBackend.CUDNN_ATTENTION and dispatch.deterministic():
         raise ConfigError("torch's cuDNN attention has no deterministic backward (kernels.deterministic)")
-    _check_equal_lengths(q_SBND, k_SBGD)
+    check_equal_lengths(q_SBND, k_SBGD)
     q, k, v = heads_first(q_SBND, k_SBGD, v_SBGD)
     previous = [is_enabled() for _, is_enabled, _ in _SWITCHES]
     try:

@@ -23,6 +23,7 @@ from megascale.ops import dispatch
 from megascale.ops.attention_backends import (
     attend_eagerly,
     causal_mask,
+    check_equal_lengths,
     flash4_interface,
     flex,
     merge_heads,
@@ -233,8 +234,7 @@ def run_with_sinks(
         return documents_module.flex(q_SBND, k_SBGD, v_SBGD, window, documents, softcap, sinks_N)
     if not q_SBND.is_cuda:
         raise ConfigError(f"kernels.attention={name!r} runs on CUDA devices; set --kernels.attention=auto")
-    if q_SBND.shape[0] != k_SBGD.shape[0]:
-        raise NotImplementedError("the training kernel takes as many keys as queries")
+    check_equal_lengths(q_SBND, k_SBGD)
     try:
         return attend_corrected(LSE_KERNELS[name], q_SBND, k_SBGD, v_SBGD, window, sinks_N)
     except ImportError as error:

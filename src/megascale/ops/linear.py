@@ -75,6 +75,20 @@ def accumulate_mm(target: Tensor, a: Tensor, b: Tensor, overwrite: bool = False)
         target.add_(a @ b)
 
 
+def multiply_wide(a: Tensor, b: Tensor) -> Tensor:
+    """Return a [M, K] @ b [K, N] in float32 at least. The product is never rounded to the factors' type.
+
+    Factors are converted first only where torch's CUDA GEMM has no float32 result.
+    """
+    product = a.new_empty(a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32))
+    kernels = CURRENT.get()
+    if kernels.wide_gemm is not False:
+        accumulate_mm(product, a, b, overwrite=True)  # the first call learns whether the GEMM exists
+    if kernels.wide_gemm is False:
+        torch.mm(a.to(product.dtype), b.to(product.dtype), out=product)
+    return product
+
+
 def _accumulate_float32(target: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
     if overwrite:
         torch.mm(a, b, out_dtype=torch.float32, out=target)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megascale.config.experts_section import ExpertsConfig
 from megascale.ops.dispatch import use_fused
 from megascale.ops.gradient_sink import sink_of, tracked
-from megascale.ops.linear import accumulate_mm
+from megascale.ops.linear import multiply_wide
 from megascale.ops.routing_kernels import count_choices, select_top, sort_choices, split_float32, sum_rows
 
 
@@ -34,9 +34,7 @@ class _RouterLinear(torch.autograd.Function):
         ctx.args = args
         ctx.save_for_backward(x)
         weight = args[0].detach()
-        logits = x.new_empty(*x.shape[:-1], len(weight), dtype=wide_dtype(x))
-        accumulate_mm(logits.flatten(0, -2), x.flatten(0, -2), weight.t(), overwrite=True)
-        return logits
+        return multiply_wide(x.flatten(0, -2), weight.t()).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -64,8 +62,7 @@ class _RouterLinear(torch.autograd.Function):
         dx = (parts_TP @ weight.detach().repeat(3, 1)).view(x.shape)
         if not weight.requires_grad:
             return dx, None, None
-        gradients = torch.empty(parts_TP.shape[1], x_TH.shape[1], dtype=torch.float32, device=x.device)
-        accumulate_mm(gradients, parts_TP.t(), x_TH, overwrite=True)
+        gradients = multiply_wide(parts_TP.t(), x_TH)
         gradient = gradients.view(3, *weight.shape).sum(0)
         sink = sink_of(weight)
         if sink is None:

@@ -28,7 +28,7 @@ from megascale.parallel.pipeline import EagerRunner
 from megascale.parallel.runtime import Runtime
 
 CAPACITY = 1 << 17  # entries of a trace: a chunk of 126 layers has some 6,000
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 # Operators of the namespace aten whose results are traced.
 _COMPUTES = frozenset(
     (
@@ -109,7 +109,7 @@ class ComputeTrace:
         self._numbers[self._section] = number + 1
         collectives = self._collectives.get(self._section, 0)
         self._entries.append(_Entry(phase, chunk, collectives, number, operator, address))
-        bits = tensor.detach().view(_INTEGERS[tensor.element_size()])
+        bits = tensor.detach().view(INTEGERS[tensor.element_size()])
         torch.sum(bits, dim=list(range(bits.dim())), dtype=torch.int64, out=self.sums[index])
 
     def count_collective(self) -> None:
@@ -209,7 +209,7 @@ class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
             return
         inputs = args[0] if name.startswith("allreduce") else args[1]
         for tensor in inputs if isinstance(inputs, list | tuple) else (inputs,):
-            if isinstance(tensor, Tensor) and tensor.element_size() in _INTEGERS and tensor.dtype != torch.bool:
+            if isinstance(tensor, Tensor) and tensor.element_size() in INTEGERS and tensor.dtype != torch.bool:
                 self._trace.add(f"input of {name.strip('_')}", tensor)
         self._trace.count_collective()
 

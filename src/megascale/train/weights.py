@@ -16,20 +16,20 @@ import torch
 
 from megascale.core.exit_record import ExitKind, attach_record
 from megascale.errors import TrainingError
+from megascale.parallel.compute_trace import INTEGERS
 from megascale.train.engine import Engine
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 _MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 def sum_bits(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return an int64 sum of the bits of each tensor, on the device; it wraps around."""
-    return torch.stack([t.view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in tensors])
+    return torch.stack([t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in tensors])
 
 
 def sum_bits_of_rows(x: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bits of each row of a matrix, int64 [rows]; it wraps around."""
-    return x.view(_INTEGERS[x.element_size()]).sum(dim=-1, dtype=torch.int64)
+    return x.view(INTEGERS[x.element_size()]).sum(dim=-1, dtype=torch.int64)
 
 
 def digest(sums: torch.Tensor) -> str:
