@@ -26,7 +26,8 @@ def read_project_url(root: Path) -> str:
     """Return the project's address without a final slash, or an empty string if no release has set it."""
     settings = tomllib.loads((root / "pyproject.toml").read_text())
     configured = settings["tool"]["megascale"]["project-url"]
-    return os.environ.get("PROJECT_URL", configured).rstrip("/")
+    address = os.environ.get("PROJECT_URL") or configured
+    return address.rstrip("/")
 
 
 def is_relative(target: str) -> bool:

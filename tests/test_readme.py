@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 
@@ -53,11 +54,23 @@ def test_its_figures_stand_in_the_documents(figure, page):
     assert (figure if figure != "1.5524" else "1.55") in TEXT
 
 
-def test_the_pages_that_answer_questions_exist():
-    page = ROOT / "dev/questions.md"
+@pytest.mark.parametrize("name", ["questions.md", "questions-operators.md"])
+def test_the_pages_that_answer_questions_exist(name):
+    page = ROOT / "dev" / name
     links = re.findall(r"\]\(([^)#]+)", page.read_text())
     assert len(links) > 20
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_the_search_words_of_operators_lead_to_their_pages():
+    """A row with "1 (word)" says that the site's search answers the word with the page of the row."""
+    synonyms = tomllib.loads((ROOT / "docs/site/synonyms.toml").read_text())
+    text = (ROOT / "dev/questions-operators.md").read_text()
+    rows = re.findall(r"^(\| \d+\. .*) \| 1 \((.*)\) \|$", text, re.M)
+    assert len(rows) >= 8
+    for row, word in rows:
+        pages = {target.partition("#")[0] for target, words in synonyms.items() if word in words}
+        assert any(f"(../docs/{page}.md" in row for page in pages), word
 
 
 def test_the_commands_that_answer_questions_parse():

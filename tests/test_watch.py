@@ -6,6 +6,7 @@ import json
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,6 +38,19 @@ def test_a_step_is_reported_in_a_launched_job_only(launched, monkeypatch, capsys
     status = read_status(launched / "rank-0.status")
     assert status is not None
     assert (status.phase, status.step) == ("train", 7)
+    assert read_line(capsys) == Reading(7, loss=0.25, grad_norm=1.5)
+
+
+@pytest.mark.parametrize("make_number", [np.int64, torch.tensor])
+def test_steps_of_any_whole_type_are_stored(make_number, launched):
+    watch.step(make_number(7))
+    status = read_status(launched / "rank-0.status")
+    assert status is not None
+    assert status.step == 7
+
+
+def test_losses_of_any_numeric_type_are_printed_as_numbers(launched, capsys):
+    watch.step(7, loss=np.float64(0.25), grad_norm=torch.tensor(1.5))
     assert read_line(capsys) == Reading(7, loss=0.25, grad_norm=1.5)
 
 

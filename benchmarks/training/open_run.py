@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import typer
@@ -28,6 +28,7 @@ from benchmarks.training.open_run_report import (
     Kill,
     OpenRunRecord,
     compare_repeated_steps,
+    list_failures,
     read_records,
     show_plan,
     show_result,
@@ -74,7 +75,8 @@ def open_run(
 ) -> None:
     """Train gpt2-124m on Python source, kill it twice, and compare with the results that were stated before.
 
-    Any setting can be given as --section.key=value; the predictions then do not apply.
+    Any setting can be given as --section.key=value; the predictions then do not apply. Exit code 1 if a kill is
+    missing, no step was repeated, or bits differ.
 
     Examples:
 
@@ -82,9 +84,7 @@ def open_run(
 
       python -m benchmarks open-run --size one --minutes 4.5 --out results
     """
-    if size not in PLANS:
-        raise ConfigError(f"--size={size}: choose one of {', '.join(PLANS)}")
-    plan = PLANS[size]
+    plan = select_plan(size, context.args)
     deadline = time.monotonic() + 60 * minutes
     console = Console()
     folder = folder.absolute()
@@ -104,7 +104,7 @@ def open_run(
         session.prepare_data()
         finished = session.train(deadline)
         if finished and uninterrupted:
-            session.train_uninterrupted()
+            finished = session.train_uninterrupted(deadline)
     if finished:
         session.finish()
     elif carry is not None:
@@ -112,6 +112,19 @@ def open_run(
         console.print(f"packed the run into {carry}: {size_bytes / 1e6:,.0f} MB in {len(list_pieces(carry))} files")
     if out is not None:
         session.copy_results(out)
+    failures = list_failures(record, plan) if finished else []
+    if failures:
+        raise TrainingError(f"{folder} does not show what the open run claims: " + "; ".join(failures))
+
+
+def select_plan(size: str, settings: list[str]) -> OpenRunPlan:
+    """Return the plan of a size, without its prediction if settings change the run. ConfigError for another size."""
+    if size not in PLANS:
+        raise ConfigError(f"--size={size}: choose one of {', '.join(PLANS)}")
+    plan = PLANS[size]
+    if settings:
+        plan = replace(plan, prediction=None)
+    return plan
 
 
 class OpenRun:
@@ -174,7 +187,7 @@ class OpenRun:
 
     def train(self, deadline: float) -> bool:
         """Start the run until it is finished or the time is over; return whether it is finished."""
-        while not self._is_finished():
+        while not is_finished(self.run):
             if time.monotonic() >= deadline:
                 self._report_stop()
                 return False
@@ -186,9 +199,11 @@ class OpenRun:
                 return False
         return True
 
-    def train_uninterrupted(self) -> None:
-        """Train the same settings without a kill."""
-        self._start("uninterrupted", float("inf"), kill_step=None)
+    def train_uninterrupted(self, deadline: float) -> bool:
+        """Train the same settings without a kill until the end or the deadline; return whether it is finished."""
+        if not is_finished(self.folder / "uninterrupted"):
+            self._start("uninterrupted", deadline, kill_step=None)
+        return is_finished(self.folder / "uninterrupted")
 
     def finish(self) -> None:
         """Draw the curve, compare and print the results."""
@@ -198,7 +213,7 @@ class OpenRun:
         self._compare()
         self.record.result = summarise(self.record, self.run)
         reference = self.folder / "uninterrupted"
-        if (reference / "checkpoints").exists():
+        if is_finished(reference):
             self.record.result["uninterrupted"] = fingerprint_state(reference / "checkpoints")
         self.write()
         show_result(self.record, self.plan, self.console)
@@ -212,9 +227,6 @@ class OpenRun:
             source = self.folder / name
             if source.exists():
                 shutil.copyfile(source, out / source.name)
-
-    def _is_finished(self) -> bool:
-        return any("valid_whole_loss" in record for record in read_records(self.run))
 
     def _report_stop(self) -> None:
         steps = [record["step"] for record in read_records(self.run) if "loss" in record]
@@ -276,9 +288,14 @@ class OpenRun:
         recorded = max((record["step"] for record in records if "loss" in record), default=0)
         for number, kill in enumerate(self.record.kills):
             is_last = number == len(self.record.kills) - 1
-            if not is_last or recorded > kill.step or self._is_finished():
+            if not is_last or recorded > kill.step or is_finished(self.run):
                 compare_repeated_steps(kill, records)
         self.write()
+
+
+def is_finished(run: Path) -> bool:
+    """Return whether a run has its last evaluation, of the whole held-out file."""
+    return any("valid_whole_loss" in record for record in read_records(run))
 
 
 def list_devices(earlier: list[str], settings: list[str]) -> list[str]:

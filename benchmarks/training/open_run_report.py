@@ -98,6 +98,29 @@ def compare_repeated_steps(kill: Kill, records: list[dict[str, Any]]) -> None:
     kill.different = [int(step) for step in repeated if repeated_values[step] != kill.before[step]][:10]
 
 
+def describe_comparison(kill: Kill) -> str:
+    """Return what the comparison of a kill's repeated steps gave."""
+    if kill.repeated == 0:
+        return "no step was repeated, so none was compared"
+    verdict = f"differ at steps {kill.different}" if kill.different else "have equal bits"
+    return f"{kill.repeated} repeated steps {verdict}"
+
+
+def list_failures(record: OpenRunRecord, plan: OpenRunPlan) -> list[str]:
+    """Return the claims of the open run that a finished run does not show, one sentence each."""
+    failures = []
+    planned = len(plan.kill_steps())
+    if len(record.kills) < planned:
+        failures.append(f"the run was killed {len(record.kills)} times, and {planned} kills are planned")
+    for kill in record.kills:
+        if kill.repeated == 0 or kill.different:
+            failures.append(f"after the kill at step {kill.step}: {describe_comparison(kill)}")
+    state, uninterrupted = record.result["state"], record.result.get("uninterrupted", record.result["state"])
+    if uninterrupted != state:
+        failures.append(f"the final state is {state}, and that of the uninterrupted run is {uninterrupted}")
+    return failures
+
+
 def fingerprint_state(checkpoints: Path) -> str:
     """Return a hash of the tensors of the newest checkpoint: names, shapes and contents."""
     from megascale.checkpoint.complete_checkpoint import open_checkpoint
@@ -136,7 +159,7 @@ def show_plan(plan: OpenRunPlan, console: Console) -> None:
     )
     prediction = plan.prediction
     if prediction is None:
-        console.print("this size has no prediction: it tests the command")
+        console.print("no prediction applies to this size and these settings")
         return
     console.print(
         f"predicted on {prediction.stated}: {_format(prediction.bits_per_byte, '.2f')} bits per byte of held-out text, "
@@ -167,10 +190,8 @@ def show_result(record: OpenRunRecord, plan: OpenRunPlan, console: Console) -> N
     console.print(table)
     console.print(f"devices: {', '.join(record.devices)}; text: {record.data_bytes:,} bytes, fingerprint {record.data}")
     for kill in record.kills:
-        verdict = f"differ at steps {kill.different}" if kill.different else "have equal bits"
         console.print(
-            f"killed after step {kill.step}, resumed from step {kill.resumed_from}: {kill.repeated} repeated steps "
-            f"{verdict}"
+            f"killed after step {kill.step}, resumed from step {kill.resumed_from}: {describe_comparison(kill)}"
         )
     console.print(f"state (weights and optimizer) at the end: {result['state']}")
     if "uninterrupted" in result:

@@ -69,6 +69,22 @@ def test_a_key_is_registered_once_and_in_a_section(key):
     assert list(PLUGIN_SETTINGS) == ["optimizer.momentum"]
 
 
+@pytest.mark.parametrize("owner", ["", "optimizer.name", "optimiser.name=lamb", "optimizer.nam=lamb", "lamb"])
+def test_an_owner_that_names_no_setting_is_refused_at_once(owner):
+    """Else only the first run that gives the key would fail, with an AttributeError."""
+    with pytest.raises(ConfigError, match=r"optimizer\.momentum cannot be registered: owner="):
+        register_setting("optimizer.momentum", float, 0.5, "of the test", owner=owner)
+    assert PLUGIN_SETTINGS == {}
+
+
+@pytest.mark.parametrize("default", [2.0, "half", None])
+def test_a_default_that_its_own_limits_refuse_is_refused(default):
+    """Else a run would save a value in config.toml that its resume refuses."""
+    with pytest.raises(ConfigError, match=r"optimizer\.momentum cannot be registered: its default"):
+        register_setting("optimizer.momentum", float, default, "of the test", owner="optimizer.name=lamb", lt=1)
+    assert PLUGIN_SETTINGS == {}
+
+
 def test_the_optimizer_of_the_documents_trains_and_resumes(megascale, tiny, tmp_path, monkeypatch):
     install(tmp_path / "site", "lions", LION, monkeypatch)
     options = ["--optimizer.name=lion", "--lr.peak=1e-3", "--train.name=lion"]

@@ -8,9 +8,9 @@ plugins when a configuration has an unknown key.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from megascale.config.registry import load_plugins
@@ -59,7 +59,8 @@ def register_setting(key: str, kind: Any, default: Any, description: str, *, own
             error.
         limits: of pydantic's Field, such as ge, gt, le, lt.
 
-    Raises ConfigError if the section does not exist, or the key does.
+    Raises ConfigError if the section does not exist, the key does, the owner is not a setting with a value, or the
+    default breaks the type or the limits.
     """
     from megascale.config import Config
 
@@ -69,6 +70,22 @@ def register_setting(key: str, kind: Any, default: Any, description: str, *, own
     section_type: Any = Config.model_fields[section].annotation
     if name in section_type.model_fields or not name.isidentifier():
         raise ConfigError(f"{key} cannot be registered: it is a setting already, or no name; choose another key")
+    owner_key, _, owner_value = owner.partition("=")
+    owner_section, _, owner_name = owner_key.partition(".")
+    owner_field = Config.model_fields.get(owner_section)
+    owner_type: Any = owner_field.annotation if owner_field else None
+    if not owner_value or owner_name not in getattr(owner_type, "model_fields", {}):
+        raise ConfigError(
+            f"{key} cannot be registered: owner={owner!r} is not a setting with a value; give one such as "
+            "optimizer.name=lion"
+        )
+    try:
+        default = TypeAdapter(Annotated[kind, Field(**limits)]).validate_python(default)
+    except ValidationError as error:
+        raise ConfigError(
+            f"{key} cannot be registered: its default {default!r} is wrong ({error.errors()[0]['msg']}); choose a "
+            "default of its type and within its limits"
+        ) from None
     field = Field(default, description=f"{description}; only with {owner}", **limits)
     section_type.model_fields[name] = FieldInfo.from_annotated_attribute(kind, field)
     _rebuild(section_type)

@@ -293,11 +293,17 @@ class ForeignConfig(Section):
     def _check_patterns(self) -> ForeignConfig:
         for pattern in self.patterns:
             try:
-                groups = re.compile(pattern).groupindex
+                expression = re.compile(pattern)
             except re.error as error:
                 raise ValueError(
                     f"foreign.patterns has {pattern!r}, which is not a regular expression: {error}"
                 ) from None
+            groups = expression.groupindex
+            if expression.search("") is not None:
+                raise ValueError(
+                    f"foreign.patterns has {pattern!r}, which matches an empty line and so hides the lines of other "
+                    "patterns; write + in place of * behind the digits"
+                )
             if "step" not in groups:
                 raise ValueError(
                     f"foreign.patterns has {pattern!r} without a group for the step; write (?P<step>[0-9]+) where the "

@@ -51,7 +51,7 @@ class BoundedPattern:
         self._lines = 0
 
     def search(self, line: str) -> re.Match[str] | None:
-        """Return the match in the first 4000 characters of a line, None without a match, in time or at all."""
+        """Return the match in the first 4000 characters of a line; None if there is none or the search was ended."""
         if self.problem:
             return None
         start = time.thread_time()

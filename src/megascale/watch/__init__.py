@@ -8,6 +8,7 @@ megascale.watch.step(step, loss=loss.item())
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from pathlib import Path
@@ -52,9 +53,10 @@ class StepReporter:
             self._status.compute_seconds = self._waits.measure_step(self._seconds)
 
     def _print_metrics(self, loss: float, grad_norm: float | None, tokens: int | None) -> None:
-        line = f"megascale step: {self._number} loss: {loss!r}"
+        # Callers pass numbers of NumPy and tensors too, whose representations the agent does not read.
+        line = f"megascale step: {self._number} loss: {float(loss)!r}"
         if grad_norm is not None:
-            line += f" grad_norm: {grad_norm!r}"
+            line += f" grad_norm: {float(grad_norm)!r}"
         if tokens is not None and self._seconds:
             line += f" tokens_per_second: {tokens / self._seconds:.1f}"
         print(line, flush=True)
@@ -81,4 +83,4 @@ def step(number: int, loss: float | None = None, tokens: int | None = None, grad
         if folder is None or not rank.isdigit():
             return
         _reporter = StepReporter(Path(folder), int(rank))
-    _reporter.report(number, loss, grad_norm, tokens)
+    _reporter.report(operator.index(number), loss, grad_norm, tokens)

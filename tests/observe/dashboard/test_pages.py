@@ -345,6 +345,28 @@ def test_the_overview_fits_a_phone(page, address):
     assert page.locator(".chart").first.bounding_box()["width"] > 300
 
 
+def test_the_plan_fits_a_phone_with_whole_words(page, special):
+    """Captions of columns wrap, and names of rows keep their words whole."""
+    page.set_viewport_size({"width": 375, "height": 740})
+    settled(page, special, "plan", run="planned")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375
+    name = page.locator("section[aria-label=step] tbody tr", has_text="tokens per second").locator("th, td").first
+    assert name.bounding_box()["height"] < 100  # at most a line per word
+
+
+@pytest.mark.parametrize("width", [375, 1440])
+def test_states_of_the_list_of_runs_keep_one_line(page, address, width):
+    page.set_viewport_size({"width": width, "height": 740})
+    settled(page, address, "fleet")
+    page.wait_for_selector("section[aria-label=runs] .tag")
+    heights = [tag.bounding_box()["height"] for tag in page.locator("section[aria-label=runs] .tag").all()]
+    assert len(heights) == 4
+    assert max(heights) < 25
+    calm = page.get_by_role("link", name="calm", exact=True)
+    assert calm.bounding_box()["height"] < 25
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 def test_hostile_names_and_values_run_no_script(page, address, runs):
     (evil,) = [run.name for run in runs.iterdir() if run.name.startswith("<img")]
     for view in VIEWS:

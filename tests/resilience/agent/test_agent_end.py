@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import struct
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,6 +137,24 @@ def test_an_agent_that_ends_starts_no_ranks(tmp_path, monkeypatch):
     (failed,) = play(tmp_path, monkeypatch, scene).messages
     assert isinstance(failed, StartFailed)
     assert "agent is ending" in failed.reason
+
+
+def test_a_driver_hears_of_a_package_that_a_start_needs_and_a_node_lacks(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "regex", None)
+    settings = "[foreign]\ncommand = ['true']\npatterns = ['it (?P<step>[0-9]+)']\n"
+
+    async def scene(driver: Driver, agent: Agent, rank: TrainerProcess, life: asyncio.Task[None]) -> None:
+        rank.end(130 << 8)
+        start = {"attempt": 2, "job": "job", "ranks": [0], "world": 1, "master": ["127.0.0.1", 1], "settings": settings}
+        await wait_until(lambda: driver.channels)
+        driver.channels[0].send_message(do="start", epoch=1, **start)
+        await wait_until(lambda: driver.messages)
+        agent.ended.set()
+        await life
+
+    (failed,) = play(tmp_path, monkeypatch, scene).messages
+    assert isinstance(failed, StartFailed)
+    assert "the package regex is not installed; run pip install" in failed.reason
 
 
 def test_without_a_lease_it_waits_for_no_answer(tmp_path, monkeypatch):

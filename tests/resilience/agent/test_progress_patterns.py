@@ -64,6 +64,11 @@ PRINTED = [
         "number of skipped iterations:   1 | number of nan iterations:   0 |",
         Reading(21, is_last_rank=True),
     ),
+    # Python formats an infinite loss in capital letters, since Megatron-LM's format is {:.6E}.
+    (
+        " iteration       22/     100 | lm loss: INF | grad norm: 4.5 |",
+        Reading(22, float("inf"), 4.5, is_last_rank=True),
+    ),
     (" validation loss at iteration 20 on validation set | lm loss value: 9.1E+00 | lm loss PPL: 9.0E+03 | ", None),
     # Hugging Face Trainer 5: the bar at 0, a long run, and the line of its metrics
     ("  0%|          | 0/100 [00:00<?, ?it/s]", None),
@@ -160,6 +165,7 @@ def test_any_line_is_read_without_an_error(line):
     [
         ("--foreign.patterns=['step']", "without a group for the step"),
         ("--foreign.patterns=['(']", "not a regular expression"),
+        ("--foreign.patterns=['(?P<step>[0-9]*)']", "matches an empty line"),
         ("--foreign.patterns=['(?P<step>1)/(?P<epoch_steps>2)']", "none for the epoch"),
         ("--foreign.per_node=2", "without a command"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megascale.config import ForeignConfig
+from megascale.core import strict_json
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import UNOBSERVED
 from megascale.observe.hang.evidence import collect_evidence
@@ -115,6 +117,24 @@ def test_a_trainer_that_goes_back_within_an_attempt_replaces_the_steps_that_it_r
     writer.write([Reading(4, loss=9.0), Reading(5, loss=2.0)])
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(r["step"], r["loss"]) for r in records] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+
+
+@pytest.mark.parametrize("end", [b'{"step": 2, "lo', b"\xff\x00" * 9])
+def test_a_record_that_was_not_completely_written_is_removed_before_the_next(end, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    MetricsWriter(file).write([Reading(1, loss=1.0)])
+    with open(file, "ab") as out:
+        out.write(end)
+    MetricsWriter(file).write([Reading(2, loss=2.0)])
+    assert [json.loads(line)["step"] for line in file.read_bytes().splitlines()] == [1, 2]
+
+
+def test_a_loss_that_is_not_finite_is_written_as_valid_json(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    MetricsWriter(file).write([Reading(1, loss=math.nan)])
+    text = file.read_text()
+    assert json.loads(text)["loss"] == "NaN"
+    assert math.isnan(strict_json.loads(text)["loss"])
 
 
 LOGS = {
@@ -305,3 +325,11 @@ def test_a_rank_that_waits_for_a_child_process_moves_if_the_child_does(work, mov
         pid = int((tmp_path / "status" / "rank-0.process").read_text().split()[0])
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_process_whose_name_is_not_text_does_not_disturb(start_rank, tmp_path):
+    """The kernel cuts names to 15 bytes, also within a character."""
+    rename = "ctypes.CDLL(None).prctl(15, b'x' * 14 + bytes([0xE8]), 0, 0, 0)"
+    start_rank(f"import ctypes, time\n{rename}\nprint('ready', flush=True)\ntime.sleep(60)")
+    evidence = collect_evidence(tmp_path, watch_seconds=0.1)
+    assert (evidence.ranks[0].process, evidence.moving) == ("running", frozenset())

@@ -54,3 +54,9 @@ def test_any_text_before_and_behind_the_step(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()
     assert find_saved_step(str(tmp_path / "*/run-*/step-{step}/*.pt")) == 30
+
+
+def test_a_link_whose_target_was_removed_is_no_checkpoint(tmp_path):
+    (tmp_path / "step-20").mkdir()
+    (tmp_path / "step-30").symlink_to(tmp_path / "removed")
+    assert find_saved_step(str(tmp_path / "step-{step}")) == 20

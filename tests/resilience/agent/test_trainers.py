@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from megascale.config import ResilienceConfig
+from megascale.config import ForeignConfig, ResilienceConfig
 from megascale.core.exit_record import ExitKind
 from megascale.core.grid import Grid
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience import rules
 from megascale.resilience.agent import trainers
-from megascale.resilience.agent.rank_programs import OwnTrainer
+from megascale.resilience.agent.rank_programs import ForeignProgram, OwnTrainer
 from megascale.resilience.agent.trainers import TrainerProcess, Trainers
 from megascale.resilience.protocol.agent_messages import FROM_AGENT, Start
 from megascale.resilience.protocol.fork_messages import (
@@ -327,7 +327,7 @@ def test_a_replacement_that_no_attempt_takes_is_ended(is_second, tmp_path, monke
     assert early == ({0: _UNUSED_PID} if is_second else {})
 
 
-@pytest.mark.parametrize("end", ["end_server", "kill_from_thread"])
+@pytest.mark.parametrize("end", ["end_server", "kill_from_thread", "the server is killed"])
 def test_processes_that_another_trainer_started_end_with_it(end, tmp_path):
     """A manager of multiprocessing, or a worker of a data loader."""
     (tmp_path / "node").mkdir()
@@ -347,6 +347,11 @@ def test_processes_that_another_trainer_started_end_with_it(end, tmp_path):
                     await asyncio.sleep(0.02)
             if end == "kill_from_thread":
                 local.kill_from_thread("a test")
+            if end == "the server is killed":
+                local._server.kill()
+                async with asyncio.timeout(60):
+                    while local.running():
+                        await asyncio.sleep(0.02)
         finally:
             local.end_server()
         return int(pid_file.read_text())
@@ -355,3 +360,22 @@ def test_processes_that_another_trainer_started_end_with_it(end, tmp_path):
     deadline = time.monotonic() + 60
     while read_process_state(child) != "gone":
         assert time.monotonic() < deadline, "the child process lives"
+
+
+def test_a_rank_without_its_process_group_gets_its_signal_in_a_later_round(tmp_path):
+    """Its process makes the group after the fork."""
+    local = Trainers(tmp_path, tmp_path, lambda: None)
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        local.program = ForeignProgram(tmp_path, ForeignConfig(), restarts=1)
+        local.trainers[0] = TrainerProcess(0, tmp_path / "log", 0, pid=process.pid)
+        assert local._signal(signal.SIGTERM) == set()
+        process.kill()
+        process.wait()
+        process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        local.trainers[0].pid = process.pid
+        assert local._signal(signal.SIGTERM) == {process.pid}
+        assert process.wait(60) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()

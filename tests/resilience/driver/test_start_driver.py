@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import socket
+from pathlib import Path
 
 import pytest
 
-from megascale.config import ResilienceConfig
+from megascale.config import ResilienceConfig, load
 from megascale.resilience.driver.api.tls import describe_open_addresses
-from megascale.resilience.driver.start_driver import _cannot_listen
+from megascale.resilience.driver.start_driver import _cannot_listen, prepare
 
 
 def test_an_address_that_does_not_resolve_and_a_port_that_is_taken_are_told_in_words() -> None:
@@ -40,3 +41,12 @@ def test_an_address_that_other_machines_reach_is_told_with_what_keeps_it_and_how
     assert describe_open_addresses(ResilienceConfig(agent_metrics="127.0.0.1:9100"), agents, api) == ()
     local = ResilienceConfig(listen="::", tls_certificate="a.crt", tls_key="a.key")
     assert "resilience.tls_certificate=a.crt" in describe_open_addresses(local, agents, api)[0]
+
+
+def test_a_relative_folder_of_another_trainer_is_that_of_the_launching_shell(tmp_path, monkeypatch):
+    """An agent has another working directory, and looks for checkpoints below an absolute folder."""
+    monkeypatch.chdir(tmp_path)
+    overrides = ["--train.device=cpu", "--foreign.command=['true']", "--foreign.per_node=1"]
+    for folder, expected in (("", tmp_path), ("work", tmp_path / "work"), ("/data", Path("/data"))):
+        config, _ = prepare(load(None, [*overrides, f"--foreign.folder={folder}"]))
+        assert config.foreign.folder == str(expected)

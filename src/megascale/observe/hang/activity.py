@@ -79,7 +79,7 @@ def _list_descendants(pid: int) -> dict[int, _State]:
         if not name.isdigit():
             continue
         try:
-            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
             continue
         ticks = int(fields[11]) + int(fields[12])

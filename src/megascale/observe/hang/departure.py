@@ -25,7 +25,7 @@ class Departure:
     Attributes:
         kind: "missing send", "missing call" or "mismatched collective".
         due: the call that was due, with its number in the group.
-        made: the call that the rank made instead, None if it skipped a transfer.
+        actual: the call that the rank made instead, None if it skipped a transfer.
         sentence: the evidence.
     """
 

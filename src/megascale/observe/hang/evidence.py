@@ -109,7 +109,7 @@ def read_process_state(pid: int, mapped_file: str = "") -> ProcessState:
     It is also "gone" if the process does not have `mapped_file` mapped, because its number was reused.
     """
     try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
         if letter in "ZX" or (mapped_file and mapped_file not in Path(f"/proc/{pid}/maps").read_text()):
             return "gone"
         return "stopped" if letter in "Tt" else "running"
@@ -215,7 +215,7 @@ def _read_foreign_process(folder: Path, rank: int) -> int:
         return 0
     pid = int(fields[0])
     try:
-        birth = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        birth = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return -pid
     return pid if birth == fields[1] else -pid
@@ -351,7 +351,7 @@ def _read_kernel_state(evidence: RankEvidence) -> tuple[str, ...]:
     """Return the state of a main thread that does not answer, and the kernel function in which it waits."""
     process = Path("/proc") / str(evidence.pid)
     try:
-        letter = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        letter = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ()
     with suppress(OSError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megascale.core.bounded_pattern import MAX_CHARACTERS, BoundedPattern
 
-NUMBER = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|nan|inf)"
+NUMBER = r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|(?i:nan|inf))"
 # Larger numbers in a log are not steps, and a heartbeat cannot carry them.
 _MAX_STEP = 1 << 53
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from megascale.config import ForeignConfig
+from megascale.core import strict_json
 from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.core.secrets import REPLICA_VARIABLE
 from megascale.core.status import PARKED, UNOBSERVED, StartReport, read_status
@@ -457,15 +458,17 @@ class MetricsWriter:
             file.writelines(lines)
 
     def _remove_from(self, step: int) -> None:
-        """Remove the records of `step` and later steps."""
+        """Remove the records of `step` and later steps, and a last record that was not completely written."""
         try:
-            lines = self._file.read_text().splitlines(keepends=True)
+            lines = self._file.read_bytes().splitlines(keepends=True)
         except OSError:
             return
-        kept = [line for line in lines if _read_step(line) < step]
+        # Steps ascend, and parsing all records of a long run would delay heartbeats.
+        while lines and not 0 <= _read_step(lines[-1]) < step:
+            lines.pop()
         temporary = self._file.with_suffix(".tmp")
         with contextlib.suppress(OSError):
-            temporary.write_text("".join(kept))
+            temporary.write_bytes(b"".join(lines))
             os.replace(temporary, self._file)
 
 
@@ -478,10 +481,11 @@ def _format_record(reading: Reading, seconds: float | None) -> str:
         "tokens_per_second": reading.tokens_per_second,
         "seconds": seconds,
     }
-    return json.dumps({name: value for name, value in record.items() if value is not None}) + "\n"
+    return strict_json.dumps({name: value for name, value in record.items() if value is not None}) + "\n"
 
 
-def _read_step(line: str) -> int:
+def _read_step(line: bytes) -> int:
+    """Return the step of a record, -1 for a damaged one."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -63,7 +63,7 @@ class _Search:
     def has_path(self, path: str, parts: list[str]) -> bool:
         """Return whether a path below another one matches the parts of a pattern."""
         if not parts:
-            return os.path.lexists(path)
+            return os.path.exists(path)
         return any(self.has_path(match, parts[1:]) for match in self._match(path, parts[0]))
 
     def _match(self, folder: str, part: str) -> Iterator[str]:

@@ -180,6 +180,8 @@ class Trainers:
                 self._server.kill()
         # The server has ended and its children with it. Start a new one unless this one failed during its imports.
         self._reading = None
+        if isinstance(self.program, ForeignProgram):
+            self._kill_programs(self.running())  # before they count as ended; their children outlive the server
         self._record_server_end()
         self.end_server()
         self._on_change()
@@ -489,14 +491,15 @@ class Trainers:
             self.program.signal(trainer.pid, signal.SIGKILL)
 
     def _signal(self, number: int, exclude: Collection[int] = ()) -> set[int]:
-        """Send a signal to the running ranks except the processes in `exclude`; return their process ids."""
+        """Send a signal to the running ranks except the processes in `exclude`; return the ids of those that got it."""
         pids = set()
         for trainer in self.running():
             if trainer.pid and trainer.pid not in exclude:
                 trainer.by_agent = True
-                pids.add(trainer.pid)
+                # A process that was just forked has no group yet.
                 with contextlib.suppress(ProcessLookupError):
                     self.program.signal(trainer.pid, number)
+                    pids.add(trainer.pid)
         return pids
 
     # telemetry --------------------------------------------------------------------------------------------------------

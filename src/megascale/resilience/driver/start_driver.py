@@ -162,7 +162,8 @@ def _prepare_foreign(config: Config, gpus: int, shared: bool) -> Config:
     config = _update(config, "parallel", tensor=1, pipeline=1, context=1, data=per_node * config.resilience.nodes)
     # The world keeps its size, because only this package's trainer can resume with another one.
     config = _update(config, "resilience", preload=False, min_data=per_node * config.resilience.nodes)
-    folder = config.foreign.folder or os.getcwd()
+    # Agents have another working directory. An empty folder becomes that of the launching shell.
+    folder = os.path.abspath(config.foreign.folder)
     return _update(config, "foreign", per_node=per_node, folder=folder)
 
 
