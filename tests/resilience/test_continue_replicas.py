@@ -13,6 +13,7 @@ from megascale.errors import ConfigError
 from megascale.resilience.agent.trainers import _compute_missing_share, _explain_change, _read_data_size
 from megascale.resilience.driver.recovery.missing_replicas import check_continued_sizes, list_continued_sizes
 from megascale.resilience.driver.start_driver import Size
+from megascale.resilience.driver.state.job_state import JobState
 from megascale.resilience.protocol.agent_messages import Start
 from tests.conftest import lines
 from tests.resilience.test_launch import losses, weights
@@ -52,6 +53,8 @@ def test_a_job_goes_on_without_a_node_and_takes_it_in_again(launch, megascale, t
     expected = weights(tmp_path / "runs" / "calm")
     for name, tensor in weights(job.run).items():
         assert np.allclose(tensor, expected[name], rtol=1e-8, atol=1e-11), name
+    shares = {round(record.get("missing_share", 0.0), 3) for record in lines(job.run / "metrics.jsonl")}
+    assert shares == {0.0, 0.333}
     ledger = [record["first"] for record in lines(job.run / "samples" / "ledger.jsonl")]
     assert ledger == [4 * i for i in range(60)]
     checked = megascale("data", "ledger", job.run)
@@ -135,8 +138,14 @@ def test_processes_stay_although_rank_and_size_change(tiny) -> None:
     assert _explain_change(start((3,), 4), start((2, 3), 4)) == "the number of ranks of its node changes"
     assert _explain_change(start((3,), 4), start((1,), 3, data=3, env={"A": "1"})) == "the settings change"
     assert [_read_data_size(start((0,), 4)), _read_data_size(start((0,), 3, data=3))] == [4, 3]
-    assert _compute_missing_share(start((0,), 3, data=3)) == 0.25
-    assert _compute_missing_share(start((0,), 4, settings="")) == 0
+
+
+def test_only_awaited_replicas_are_missing() -> None:
+    """A job that has shrunk, without resilience.continue_replicas or after a wait in vain, is a smaller one."""
+    degraded, shrunk = (JobState(name="a", missing_since=time).to_json() for time in (7.0, 0.0))
+    assert _compute_missing_share(start((0,), 3, data=3, state=degraded)) == 0.25
+    assert _compute_missing_share(start((0,), 3, data=3, state=shrunk)) == 0
+    assert _compute_missing_share(start((0,), 4, settings="", state=degraded)) == 0
 
 
 def test_memory_is_checked_for_the_smallest_size(tiny, monkeypatch) -> None:

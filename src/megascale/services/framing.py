@@ -15,7 +15,7 @@ import struct
 from megascale.services.shared_token import NONCE_BYTES, secrets_equal
 
 # Incremented with each change of a frame, a greeting or a message: ends of different versions do not talk.
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 HEAD = struct.Struct(">2sBBIQ")
 GREETING_BYTES = HEAD.size + NONCE_BYTES
 SEAL_BYTES = 16

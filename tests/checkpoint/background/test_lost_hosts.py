@@ -13,7 +13,13 @@ import msgspec
 
 from megascale.checkpoint import Checkpointer
 from megascale.checkpoint.background.replica import ReplicaSender
-from megascale.checkpoint.background.service_protocol import StageSnapshot, locate_service, private_folder
+from megascale.checkpoint.background.service import connect_checkpoint_service
+from megascale.checkpoint.background.service_protocol import (
+    ListSnapshots,
+    StageSnapshot,
+    locate_service,
+    private_folder,
+)
 from megascale.checkpoint.background.snapshot_memory import Progress, make_slots
 from megascale.checkpoint.background.staging import make_rank_index
 from megascale.checkpoint.format.chunks import TensorShard
@@ -101,3 +107,28 @@ def test_a_service_outlasts_its_linger_time_while_a_rank_waits_for_the_next_atte
     successor.prepare()
     successor.finish()
     await_other(lambda: location.owner_pid() is None)
+
+
+def _save_on_hosts(rank: int, size: int, run: Path, hosts: list[int], steps: list[int]) -> list[tuple[int, bool]]:
+    """Save in memory, and return (rank, whether it is a replica) of all snapshots that this rank's host then has."""
+    config = background(replicas=True, memory_interval=1, memory_wait=True, location=str(run / "checkpoints"))
+    host = run / f"host-{hosts[rank]}"
+    checkpointer = Checkpointer(config, host, cut(logical_state(1), "flat", rank, size))
+    checkpointer.load()
+    checkpointer.prepare()
+    for step in steps:
+        assert checkpointer.save(step, {"step": step}, persist=False, wait=True)
+    checkpointer.finish(run_ended=False)
+    own_service = connect_checkpoint_service(private_folder(host))
+    snapshots = own_service.request(ListSnapshots()).snapshots
+    own_service.close()
+    return sorted({(snapshot.rank, snapshot.replica) for snapshot in snapshots})
+
+
+def test_memory_of_ranks_that_moved_to_another_host_is_freed(run: Path) -> None:
+    """Two ranks exchange their hosts. The older snapshots stay until two newer saves are whole."""
+    assert run_group(2, _save_on_hosts, run, [0, 1], [1, 2]) == [[(0, False), (1, True)], [(0, True), (1, False)]]
+    everything = [(0, False), (0, True), (1, False), (1, True)]
+    assert run_group(2, _save_on_hosts, run, [1, 0], [3, 4]) == [everything] * 2
+    freed = run_group(2, _save_on_hosts, run, [0, 1], [5, 6, 7, 8, 9])
+    assert freed == [[(0, False), (1, True)], [(0, True), (1, False)]]

@@ -303,6 +303,30 @@ def test_a_replacement_is_started_at_once_and_ended_if_the_order_does_not_suit_i
     assert len({first, second, last}) == 3
 
 
+_UNUSED_PID = 1 << 23  # above the largest process id of Linux
+
+
+@pytest.mark.parametrize("is_second", [False, True])
+def test_a_replacement_that_no_attempt_takes_is_ended(is_second, tmp_path, monkeypatch):
+    """Its node may stay without ranks; or the rank has a waiting process already."""
+    monkeypatch.setattr(trainers, "EARLY_SECONDS", 1000.0 if is_second else 0.01)
+
+    async def run() -> tuple[int, dict[int, int]]:
+        local = Trainers(tmp_path / "runs" / "tiny", tmp_path, lambda: None)
+        local._early = {0: _UNUSED_PID if is_second else 0}
+        process = await asyncio.create_subprocess_exec("sleep", "100")
+        local._handle(Forked(rank=0, pid=process.pid, attempt=0))
+        try:
+            return await asyncio.wait_for(process.wait(), 30), local._early
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+    status, early = asyncio.run(run())
+    assert status == -signal.SIGKILL
+    assert early == ({0: _UNUSED_PID} if is_second else {})
+
+
 @pytest.mark.parametrize("end", ["end_server", "kill_from_thread", "the server is killed"])
 def test_processes_that_another_trainer_started_end_with_it(end, tmp_path):
     """A manager of multiprocessing, or a worker of a data loader."""

@@ -25,7 +25,7 @@ from megascale.checkpoint.background.service_protocol import (
     SnapshotMessage,
     StageSnapshot,
 )
-from megascale.checkpoint.background.snapshot_memory import Progress, Slot, make_slots
+from megascale.checkpoint.background.snapshot_memory import Progress, Slot, make_slots, pop_older_slots
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.core.failure import PAUSE, FailureLog
@@ -84,6 +84,12 @@ class Replicas:
         """Return (process, snapshot) of all complete replicas."""
         with self._lock:
             return [(rank, slot) for rank, slots in self._slots.items() for slot in slots if slot.generation]
+
+    def drop_older(self, sequence: int) -> None:
+        """Free the memory of processes of which only saves up to a number are left."""
+        with self._lock:
+            for slot in pop_older_slots(self._slots, sequence):
+                slot.memory.close()
 
     def listen(self, address: str, token: bytes) -> int:
         """Take replicas from holders of `token` and return the port. Later calls change the token only."""

@@ -46,7 +46,7 @@ from megascale.checkpoint.background.service_protocol import (
     StorePlan,
     locate_service,
 )
-from megascale.checkpoint.background.snapshot_memory import Progress, Slot, frame_chunks, make_slots
+from megascale.checkpoint.background.snapshot_memory import Progress, Slot, frame_chunks, make_slots, pop_older_slots
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.core.exit_record import find_exit_record
 from megascale.errors import TrainingError
@@ -134,7 +134,7 @@ class CheckpointService:
         for slot in slots:
             slot.busy.acquire()  # a dead trainer's snapshot may still be being written
             slot.busy.release()
-        has_problem = any(slot.memory.page_filler.problem for slot in slots)
+        has_problem = any(slot.memory.page_filler.problem or slot.memory.handle < 0 for slot in slots)
         if has_problem or [slot.memory.size for slot in slots] != [message.size] * message.slots:
             with self._lock:
                 self.slots.pop(rank, None)
@@ -198,6 +198,15 @@ class CheckpointService:
                 if writing:
                     writing.finish(crc)
         trainer.send(Released(time.monotonic() - started, problem))
+        if message.drops_up_to:
+            self._drop_older(message.drops_up_to)
+
+    def _drop_older(self, sequence: int) -> None:
+        """Free the memory of processes that are on other hosts now, and of replicas that other hosts keep now."""
+        with self._lock:
+            for slot in pop_older_slots(self.slots, sequence):
+                slot.memory.close()
+        self._replicas.drop_older(sequence)
 
     def on_store_plan(self, trainer: Conversation, message: StorePlan) -> None:
         """Keep the first process's plan and torch's form of it: sent once, used for every save."""

@@ -97,6 +97,7 @@ class StageSnapshot(SnapshotMessage, frozen=True):
         leader: this process's host commits.
         plan: name of the plan (`StorePlan`).
         peer: address of the service that keeps the replica, None: no replica; it knows `token`.
+        drops_up_to: free the memory of processes of which only saves up to this number are left, 0: none.
     """
 
     persist: bool
@@ -109,6 +110,7 @@ class StageSnapshot(SnapshotMessage, frozen=True):
     peer: tuple[Name, Port] | None = None
     token: Token = ""
     follow: bool = False
+    drops_up_to: Count = 0
 
 
 class StagedChunks(Message, frozen=True):

@@ -73,6 +73,7 @@ _SLOT_POLL = 0.002
 # Seconds that a process which leaves an attempt waits for its snapshots to be complete in this host's memory.
 _LEAVE_SECONDS = 2.5
 _LEAVE_POLL = 0.05
+_WHOLE_SAVES = 2  # of a start, after which the services need no older snapshots
 _COMMIT_SECONDS = 1.5  # that saves under way get once a host has lost its service: its part of them may never come
 _WAIT_AT_START_BYTES = 256 << 20  # memory of a process up to which the start waits for it; more is put in place later
 
@@ -136,6 +137,9 @@ class Snapshots:
         self._replica_barrier = ReplicaBarrier()
         self._is_broken = False  # the service of this host is lost
         self._has_waited_in_vain = False  # for memory that is still in use, the same on all processes
+        self._whole_saves = 0  # of this start, the same on all processes
+        self._newest_whole = ""  # generation of the newest of these
+        self._start_sequence = int(self.generation[:8])  # all saves of this start have greater numbers
         self._closing = threading.Event()
         self._slots: list[StagingSlot] = []
         self._reused_slots = {slot.memory_id: slot for slot in reused_slots}
@@ -220,6 +224,8 @@ class Snapshots:
             plan=self._plan_name,
             peer=self._peer,
             token=self._token,
+            # A rank may be on another host than before, and have its replica on another one.
+            drops_up_to=self._start_sequence if self._whole_saves >= _WHOLE_SAVES else 0,
         )
         copy = SnapshotCopy(SaveOutcome(step, bytes=self.required_bytes), message, begun)
         slot.free.clear()
@@ -261,6 +267,7 @@ class Snapshots:
         is_not_origin = [not (slot.complete and slot.generation.startswith(prefix)) for slot in self._slots]
         flags = self.peers.all_true_each(free + complete + is_not_origin)
         count = len(self._slots)
+        self._count_whole_save(flags[count : 2 * count])
         if all(flags[:count]):
             self._has_waited_in_vain = False
         return choose_slot(
@@ -271,6 +278,14 @@ class Snapshots:
             one_at_first=self._base_sequence > 0 or self._config.memory_wait,
             keeps_newest=self._config.memory_wait and not self._has_waited_in_vain,
         )
+
+    def _count_whole_save(self, complete: Sequence[bool]) -> None:
+        """Count the newest save that is complete on all processes; `complete`: for each slot, whether its save is."""
+        for number, slot in enumerate(self._slots):
+            is_own = number in self._last_copies  # not of an earlier start
+            if is_own and complete[number] and slot.generation > self._newest_whole:
+                self._newest_whole = slot.generation
+                self._whole_saves += 1
 
     def _await_slot(self) -> int | None:
         """Return a slot once its memory is free, the same on all processes; None after some time or without a service.

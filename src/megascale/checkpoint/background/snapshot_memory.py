@@ -269,6 +269,19 @@ class Slot:
         self.generation = snapshot.generation
 
 
+def pop_older_slots(slots: dict[int, list[Slot]], sequence: int) -> list[Slot]:
+    """Remove and return the slots of the processes of which only saves up to a number are left.
+
+    Slots that are in use, or without any snapshot, stay: their process may be about to fill them.
+    """
+    popped: list[Slot] = []
+    for rank, own_slots in list(slots.items()):
+        sequences = [int(slot.generation[:8]) for slot in own_slots if slot.generation]
+        if sequences and max(sequences) <= sequence and not any(slot.busy.locked() for slot in own_slots):
+            popped += slots.pop(rank)
+    return popped
+
+
 def make_slots(count: int, size: int, index: CheckpointIndex) -> list[Slot]:
     """Return memory for `count` snapshots of `size` bytes.
 

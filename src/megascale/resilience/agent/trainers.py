@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import re
@@ -70,6 +71,7 @@ _RESUMED_VARIABLES = (
     MISSING_VARIABLE,
 )
 _NO_ATTEMPT = 0  # of a process that is started before its attempt is ordered
+EARLY_SECONDS = 120.0  # for which a process that was started before its attempt waits for the order
 START_SECONDS = 30.0  # seconds after its state was loaded for which heartbeats describe a rank's start
 
 
@@ -211,8 +213,10 @@ class Trainers:
         elif isinstance(message, Broken):
             self._broken = message
         elif isinstance(message, Forked) and message.attempt == _NO_ATTEMPT:
-            if message.rank in self._early:
+            if self._early.get(message.rank) == 0:
                 self._early[message.rank] = message.pid
+                loop = asyncio.get_running_loop()
+                loop.call_later(EARLY_SECONDS, self._end_untaken, message.rank, message.pid)
             else:
                 self._end_early(message.pid)
         elif isinstance(message, Forked) and message.attempt == self.attempt:
@@ -321,6 +325,12 @@ class Trainers:
             else:
                 self._end_early(pid)
         return taken
+
+    def _end_untaken(self, rank: int, pid: int) -> None:
+        """End a waiting process that no attempt has taken: its node may get no ranks, and it holds device memory."""
+        if self._early.get(rank) == pid:
+            del self._early[rank]
+            self._end_early(pid)
 
     def _end_early(self, pid: int) -> None:
         """End a waiting process. One that is still being forked is ended when its process id comes."""
@@ -643,7 +653,10 @@ def _read_full_size(order: Start) -> int:
 
 
 def _compute_missing_share(order: Start) -> float:
-    """Return the share of the replicas that are missing in an attempt."""
+    """Return the share of the replicas that are missing in an attempt, 0 in a job that has shrunk for good."""
+    is_degraded = bool(order.state) and json.loads(order.state).get("missing_since", 0) > 0
+    if not is_degraded:
+        return 0.0
     full = _read_full_size(order)
     return 1 - _read_data_size(order) / full if full else 0.0
 

@@ -172,8 +172,11 @@ class Placement:
         if usable >= limits.nodes:
             return limits.nodes * job.ranks_per_node // self.attempts.model_ranks, limits.nodes
         count = holder_count or limits.nodes
+        previous = job.data
         if self.missing_replicas.is_overdue:
+            # The job waited for all replicas, so it may go on with those that it had before.
             count = limits.nodes
+            previous = self.missing_replicas.full_size
         if usable >= count:
             return job.data, count
         if self._is_any_coming():
@@ -182,12 +185,12 @@ class Placement:
             self._request(count - usable, f"{usable} of {count} nodes are present", current_time)
             return None
         sizes = escalation.data_sizes(self.settings.config, job.ranks_per_node, usable)
-        smaller = [size for size in sizes if size[0] < job.data]
+        smaller = [size for size in sizes if size[0] < previous]
         if not smaller:
             self.attempts.fail(f"{usable} usable nodes are too few and no other came: the job needs {count}")
             return None
         data, count = smaller[0]
-        self.recovery.shrink(f"{usable} usable nodes: data parallelism goes from {job.data} to {data} on {count} nodes")
+        self.recovery.shrink(f"{usable} usable nodes: data parallelism goes from {previous} to {data} on {count} nodes")
         return data, count
 
     def _fill(self, holders: Sequence[Node | None], free: list[Node], count: int) -> tuple[str, ...]:

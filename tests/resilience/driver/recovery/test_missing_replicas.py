@@ -1,0 +1,146 @@
+"""Limits of a job that goes on without some replicas."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from megascale.config import from_tree
+from megascale.core.events import Event
+from megascale.resilience.driver.nodes import Node
+from megascale.resilience.driver.recovery.missing_replicas import MissingReplicas
+from megascale.resilience.driver.recovery.placement import Placement
+from megascale.resilience.driver.state.job import Job
+from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState, Phase
+from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.telemetry.membership import Adoption
+from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers
+
+LIMIT = 1000.0  # seconds
+
+
+class PresentNodes(dict[str, Node]):
+    """Three nodes of four; no other one comes."""
+
+    requests = 0
+    cluster = SimpleNamespace(switch=lambda name: "", nodes=list)
+    names, ensure_known = dict.keys, dict.__getitem__
+
+    def __init__(self) -> None:
+        super().__init__((name, Node(name, NodeRecord(state=NodeState.UP), channel=object())) for name in NAMES)
+
+    def all(self) -> list[Node]:
+        return list(self.values())
+
+    def is_any_joining(self, nodes: object) -> bool:
+        return False
+
+    def spares(self) -> list[Node]:
+        return []
+
+
+NAMES = ("n0", "n1", "n2")
+
+
+def make_settings(min_data: int = 1) -> SimpleNamespace:
+    config = from_tree(
+        {
+            "train": {"global_batch": 12, "micro_batch": 1},
+            "checkpoint": {"background": True, "memory_interval": 1, "memory_wait": True, "replicas": True},
+            "resilience": {
+                "nodes": 4,
+                "continue_replicas": True,
+                "max_missing_seconds": LIMIT,
+                "replenish_wait": 0.0,
+                "min_data": min_data,
+            },
+        }
+    )
+    return SimpleNamespace(config=config, limits=config.resilience)
+
+
+def make_job(phase: Phase, missing_seconds: float) -> SimpleNamespace:
+    state = SimpleNamespace(
+        phase=phase,
+        attempt=2,
+        placement=NAMES,
+        data=3,
+        ranks_per_node=1,
+        recovery=(),
+        evicting=(),
+        reason="",
+        joining=phase is Phase.WAITING,
+        missing_since=time.time() - missing_seconds,
+    )
+    return SimpleNamespace(state=state, phase=phase, entered=100.0)
+
+
+def make_replicas(job: Any, settings: Any, nodes: PresentNodes, attempts: Any, events: list[Event]) -> MissingReplicas:
+    def record_event(kind: Event, **details: object) -> None:
+        events.append(kind)
+
+    return MissingReplicas(job=job, nodes=nodes, attempts=attempts, settings=settings, record_event=record_event)
+
+
+@pytest.mark.parametrize("is_overdue", [False, True])
+def test_a_job_stops_once_replicas_are_missing_for_too_long(is_overdue: bool) -> None:
+    stops: list[JobEvent] = []
+    events: list[Event] = []
+    job = make_job(Phase.DEGRADED, LIMIT + 60.0 if is_overdue else LIMIT - 600.0)
+    attempts = SimpleNamespace(model_ranks=1, stop=lambda event, reason: stops.append(event))
+    make_replicas(job, make_settings(), PresentNodes(), attempts, events).check()
+    assert stops == ([JobEvent.JOINING] if is_overdue else [])
+    assert events == ([Event.REPLICAS_OVERDUE] if is_overdue else [])
+
+
+@pytest.mark.parametrize("min_data", [1, 3])
+def test_a_job_that_waited_in_vain_keeps_the_replicas_that_it_had(min_data: int) -> None:
+    """Three of four replicas train. Once the fourth is overdue, the job shrinks to three, not to two."""
+    stops: list[dict[str, Any]] = []
+    shrinks: list[str] = []
+    failures: list[str] = []
+    job, settings, nodes = make_job(Phase.WAITING, LIMIT + 60.0), make_settings(min_data), PresentNodes()
+    attempts = SimpleNamespace(
+        model_ranks=1, stop=lambda event, reason, **changes: stops.append(changes), fail=failures.append
+    )
+    placement = Placement(
+        job=job,
+        nodes=nodes,
+        attempts=attempts,
+        recovery=SimpleNamespace(shrink=shrinks.append),
+        checks=None,
+        missing_replicas=make_replicas(job, settings, nodes, attempts, []),
+        settings=settings,
+        record_event=None,
+    )
+    placement.assign_ranks(200.0)
+    assert failures == []
+    assert stops == [{"placement": NAMES, "data": 3, "missing_since": 0.0}]
+    assert shrinks == ["3 usable nodes: data parallelism goes from 4 to 3 on 3 nodes"]
+
+
+@pytest.mark.parametrize(
+    ("missing_since", "has_stepped", "phase"),
+    [(7.0, True, Phase.DEGRADED), (7.0, False, Phase.STARTING), (0.0, True, Phase.RUNNING)],
+)
+def test_a_driver_that_lost_its_journal_adopts_a_degraded_job_as_such(
+    missing_since: float, has_stepped: bool, phase: Phase
+) -> None:
+    """The time for which replicas may be missing goes on."""
+    held = JobState(name="job", phase=Phase.STARTING, attempt=3, placement=NAMES, data=3, missing_since=missing_since)
+    job = Job(JobState(name="job", phase=Phase.RUNNING, attempt=2, placement=(*NAMES, "n3"), data=4), MagicMock())
+    nodes = PresentNodes()
+    adoption = Adoption(
+        job=job, nodes=nodes, attempts=MagicMock(), response=MagicMock(), window=5.0, record_event=MagicMock()
+    )
+    adoption.wait_for_agents(0.0)
+    for node in nodes.all():
+        node.attempt = 3
+        trainers = RunningTrainers(held.to_json(), has_stepped)
+        adoption.handle_arrival(node, Hello("job", node.name, "", "", "", attempt=3, trainers=trainers))
+    assert adoption.decide(1000.0)
+    assert (job.phase, job.state.data, job.state.missing_since) == (phase, 3, missing_since)
