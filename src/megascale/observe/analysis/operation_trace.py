@@ -371,6 +371,8 @@ class _TraceBuilder:
         if kind == WEIGHT:
             return
         global_chunk = self._position(stage, act.chunk)
+        if global_chunk < 0:
+            return  # a damaged number has no neighbour
         neighbour = self._chunk_map.neighbour(stage, act.chunk, -1 if kind == FORWARD else 1)
         if neighbour is None or neighbour[0] == stage:
             return
