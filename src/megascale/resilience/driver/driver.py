@@ -39,8 +39,7 @@ from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.driver.state.journal_reader import Entry
 from megascale.resilience.driver.state.transitions import JobEvent
 from megascale.resilience.driver.telemetry.admission import Admission, Announcement
-from megascale.resilience.driver.telemetry.agent_server import AgentServer
-from megascale.resilience.driver.telemetry.agent_telemetry import AgentTelemetry
+from megascale.resilience.driver.telemetry.agent_server import AgentServer, AgentTelemetry
 from megascale.resilience.driver.telemetry.membership import Adoption, ClusterNotices, LostNodes
 from megascale.resilience.driver.telemetry.trainer_files import FaultForwarding, ReceivedFiles
 from megascale.resilience.protocol.agent_channel import DriverTls
