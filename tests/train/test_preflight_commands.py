@@ -19,9 +19,8 @@ from megascale.resilience.cluster.base import Cluster, NodeInfo
 from megascale.resilience.driver import nodes
 from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import JobState, NodeState
+from megascale.resilience.driver.state.job_state import JobState, NodeEvent, NodeState
 from megascale.resilience.driver.state.journal import Journal
-from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.resilience.protocol.job_description import JobDescription
 from megascale.train import launcher
 from tests.forked import Forked

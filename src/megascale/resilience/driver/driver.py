@@ -34,10 +34,9 @@ from megascale.resilience.driver.recovery.recovery import Recovery, SelfChecks
 from megascale.resilience.driver.recovery.response import Response
 from megascale.resilience.driver.state.audit_log import AuditLog
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
+from megascale.resilience.driver.state.job_state import ENDED, JobEvent, JobState, Phase
 from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.driver.state.journal_reader import Entry
-from megascale.resilience.driver.state.transitions import JobEvent
 from megascale.resilience.driver.telemetry.admission import Admission, Announcement
 from megascale.resilience.driver.telemetry.agent_server import AgentServer, AgentTelemetry
 from megascale.resilience.driver.telemetry.membership import Adoption, ClusterNotices, LostNodes

@@ -22,8 +22,7 @@ from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState
-from megascale.resilience.driver.state.transitions import NodeEvent
+from megascale.resilience.driver.state.job_state import JobState, NodeEvent, NodeRecord, NodeState
 from megascale.resilience.protocol.agent_channel import AgentChannel
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.view import HISTORY, RankView
@@ -268,7 +267,7 @@ class Nodes:
         return [node for node in self._nodes.values() if node.is_usable and node.name not in holders]
 
     def change(self, name: str, event: NodeEvent, **changes: Any) -> Node:
-        """Apply an event of a node (state/transitions.py) and return the node."""
+        """Apply an event of a node (state/job_state.py) and return the node."""
         node = self._nodes.setdefault(name, Node(name, cluster_status=self.cluster_status))
         if self._job.apply_node(event, name, **changes):
             node.record = self._job.state.nodes[name]

@@ -14,8 +14,7 @@ from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.recovery.recovery import Recovery
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import ENDED, Phase
-from megascale.resilience.driver.state.transitions import JobEvent, NodeEvent
+from megascale.resilience.driver.state.job_state import ENDED, JobEvent, NodeEvent, Phase
 
 # Seconds in which a second signal counts as the first one: Slurm sends it to all processes of a job, and the batch
 # script passes on its own.

@@ -22,9 +22,8 @@ from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver.api import access, http_api
 from megascale.resilience.driver.api.metrics import JobMetrics
 from megascale.resilience.driver.driver import Driver
-from megascale.resilience.driver.state.job_state import JobState, NodeState, Phase
+from megascale.resilience.driver.state.job_state import JobState, NodeEvent, NodeState, Phase
 from megascale.resilience.driver.state.journal import Journal
-from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.resilience.protocol import contact
 from megascale.resilience.protocol.agent_messages import Diagnosed
 

@@ -15,8 +15,7 @@ from megascale.resilience.driver.nodes import Node
 from megascale.resilience.driver.recovery.missing_replicas import MissingReplicas
 from megascale.resilience.driver.recovery.placement import Placement
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState, Phase
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent, JobState, NodeRecord, NodeState, Phase
 from megascale.resilience.driver.telemetry.membership import Adoption
 from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers
 

@@ -10,8 +10,7 @@ from megascale.config import ResilienceConfig, from_tree
 from megascale.resilience.driver.nodes import Node
 from megascale.resilience.driver.recovery.missing_replicas import MissingReplicas
 from megascale.resilience.driver.recovery.placement import Placement
-from megascale.resilience.driver.state.job_state import NodeRecord, NodeState, Phase
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent, NodeRecord, NodeState, Phase
 
 
 @pytest.mark.parametrize(("joined", "last"), [(0.0, 110.0), (115.0, 125.0)])

@@ -12,16 +12,6 @@ from hypothesis import strategies as st
 from megascale.resilience.driver.state.job import STRICT, Job
 from megascale.resilience.driver.state.job_state import (
     ENDED,
-    JobState,
-    NodeRecord,
-    NodeState,
-    Phase,
-    from_plain,
-    to_plain,
-)
-from megascale.resilience.driver.state.journal import Journal
-from megascale.resilience.driver.state.journal_reader import JournalReader
-from megascale.resilience.driver.state.transitions import (
     FIELDS,
     GOAL,
     JOB,
@@ -29,10 +19,18 @@ from megascale.resilience.driver.state.transitions import (
     UNCHANGED,
     ImpossibleTransition,
     JobEvent,
+    JobState,
     NodeEvent,
+    NodeRecord,
+    NodeState,
+    Phase,
     follow,
     follow_node,
+    from_plain,
+    to_plain,
 )
+from megascale.resilience.driver.state.journal import Journal
+from megascale.resilience.driver.state.journal_reader import JournalReader
 
 NAMES = st.sampled_from(["n0", "n1", "n2"])
 COUNTS = st.integers(0, 9)

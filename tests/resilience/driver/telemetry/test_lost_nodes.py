@@ -11,9 +11,8 @@ from typing import Any
 from megascale.config import Config, ResilienceConfig
 from megascale.resilience.cluster.base import NO_REASONS, Cluster, NodeInfo
 from megascale.resilience.driver.driver import Driver
-from megascale.resilience.driver.state.job_state import JobState, NodeState, Phase
+from megascale.resilience.driver.state.job_state import JobState, NodeEvent, NodeState, Phase
 from megascale.resilience.driver.state.journal import Journal
-from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers, Stopped
 from tests.resilience.driver.telemetry.test_adoption import Channel
 

@@ -21,7 +21,7 @@ from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.recovery.response import Response
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.silence import LONG_FLOOR, allowed_age, status_age
 from megascale.resilience.rules.table import evict_repeat_offenders

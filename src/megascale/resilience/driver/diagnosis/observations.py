@@ -16,8 +16,7 @@ from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.recovery.response import Response
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import Phase
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent, Phase
 from megascale.resilience.protocol.agent_messages import Steps
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.silence import FIRST_STEP, FOREIGN_GRACE_PERIOD

@@ -16,8 +16,7 @@ from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.recovery.timeline import RecoveryTimeline
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import JobState, Phase
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent, JobState, Phase
 
 # Stops after which the time until the next step is not a recovery's.
 _PERSONAL = (JobEvent.PAUSED, JobEvent.FAILED, JobEvent.INTERRUPTED)

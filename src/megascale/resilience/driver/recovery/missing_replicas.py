@@ -14,8 +14,7 @@ from megascale.resilience.driver.recovery.attempts import Attempts
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import Phase
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent, Phase
 
 PREPARATION_LIMIT = 60.0  # seconds in which the processes of joining nodes must be prepared
 

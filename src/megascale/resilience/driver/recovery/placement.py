@@ -17,8 +17,7 @@ from megascale.resilience.driver.recovery.missing_replicas import MissingReplica
 from megascale.resilience.driver.recovery.recovery import Recovery, SelfChecks
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import ENDED, Phase
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import ENDED, JobEvent, Phase
 
 REQUEST_INTERVAL = 5.0  # seconds between requests for nodes: a cluster may refuse one at once
 FIRST_WAIT = 10.0  # seconds to wait at the first start for all requested nodes, spares too

@@ -16,8 +16,7 @@ from megascale.resilience.driver.recovery.escalation import Choice, Situation, U
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import Phase
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent, Phase
 from megascale.resilience.protocol.agent_messages import Diagnosed
 
 REFILL_INTERVAL = 30.0  # seconds between requests for nodes in place of used spares

@@ -22,7 +22,7 @@ from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.recovery.recovery import Recovery
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.view import SEVERITY, Incident, Verdict
 

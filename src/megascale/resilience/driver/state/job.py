@@ -8,9 +8,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
+from megascale.resilience.driver.state.job_state import (
+    ENDED,
+    ImpossibleTransition,
+    JobEvent,
+    JobState,
+    NodeEvent,
+    Phase,
+    follow,
+    follow_node,
+)
 from megascale.resilience.driver.state.journal import Journal
-from megascale.resilience.driver.state.transitions import ImpossibleTransition, JobEvent, NodeEvent, follow, follow_node
 
 log = logging.getLogger("megascale.driver")
 # Tests set this variable: an event that the table lacks is an error. A job refuses the event, logs it and continues.

@@ -2,7 +2,7 @@
 
 It is the driver's memory across restarts and the fence between two drivers: each driver has an epoch, and a driver
 whose epoch is not the newest can no longer write. The job's state is replayed: the last whole state, then each
-transition since (transitions.py), and the rows of the nodes.
+transition since (job_state.py), and the rows of the nodes.
 
 The journal survives a disk without space and its own removal. Writes that fail for lack of space stay in memory, are
 reported once a minute, and are written once there is space: a driver that ended instead would leave training alone.
@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from megascale.core.failure import DISK_FULL_ERRNOS, MIN_FREE_BYTES, find_errno
 from megascale.errors import ConfigError, TrainingError
-from megascale.resilience.driver.state.job_state import JobState, NodeRecord, to_plain
+from megascale.resilience.driver.state.job_state import JobEvent, JobState, NodeRecord, to_plain
 from megascale.resilience.driver.state.journal_reader import (
     FILE,
     READ_LEASE,
@@ -43,7 +43,6 @@ from megascale.resilience.driver.state.journal_reader import (
     write_job,
     write_node,
 )
-from megascale.resilience.driver.state.transitions import JobEvent
 from megascale.resilience.process_birth import born
 
 MOUNTS = Path("/proc/self/mountinfo")

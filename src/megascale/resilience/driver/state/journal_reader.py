@@ -19,8 +19,7 @@ from typing import Any
 
 from megascale.core import strict_json
 from megascale.errors import DataError
-from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState, from_plain
-from megascale.resilience.driver.state.transitions import JobEvent, follow
+from megascale.resilience.driver.state.job_state import JobEvent, JobState, NodeRecord, NodeState, follow, from_plain
 from megascale.resilience.process_birth import born
 
 FILE = "journal.sqlite"

@@ -16,9 +16,8 @@ from megascale.resilience.driver.nodes import Node, Nodes
 from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import ENDED, NodeState
+from megascale.resilience.driver.state.job_state import ENDED, JobEvent, NodeEvent, NodeState
 from megascale.resilience.driver.state.journal import Journal
-from megascale.resilience.driver.state.transitions import JobEvent, NodeEvent
 from megascale.resilience.driver.telemetry.membership import Adoption
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import Hello, JobOffer, Join

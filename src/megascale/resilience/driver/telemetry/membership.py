@@ -15,9 +15,8 @@ from megascale.resilience.driver.recovery.recovery import Recovery
 from megascale.resilience.driver.recovery.response import Response
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import ENDED, JobState, NodeState, Phase
+from megascale.resilience.driver.state.job_state import ENDED, FIELDS, JobEvent, JobState, NodeState, Phase
 from megascale.resilience.driver.state.journal import JournalFenced
-from megascale.resilience.driver.state.transitions import FIELDS, JobEvent
 from megascale.resilience.protocol.agent_channel import AgentChannel
 from megascale.resilience.protocol.agent_messages import Hello
 from megascale.resilience.rules.table import evict_repeat_offenders
