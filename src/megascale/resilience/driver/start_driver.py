@@ -43,9 +43,7 @@ from megascale.resilience.driver.state.journal_reader import FILE, JournalReader
 from megascale.resilience.protocol import contact
 
 if TYPE_CHECKING:
-    from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes
-    from megascale.resilience.driver.api.scrape_targets import ScrapeTargets
-    from megascale.resilience.driver.api.telemetry_export import TelemetryExport
+    from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes, ScrapeTargets, TelemetryExport
     from megascale.services.door import LimitedListener
 
 log = logging.getLogger("megascale.driver")
@@ -425,7 +423,7 @@ async def _serve(driver: Driver) -> int:
 
 def _write_targets(driver: Driver) -> ScrapeTargets | None:
     """Write the file for Prometheus' discovery and keep it current, None if `resilience.targets` is empty."""
-    from megascale.resilience.driver.api.scrape_targets import ScrapeTargets
+    from megascale.resilience.driver.api.metrics import ScrapeTargets
 
     if not driver.limits.targets:
         return None
@@ -445,7 +443,7 @@ def _start_export(driver: Driver, job_metrics: JobMetrics) -> TelemetryExport | 
     """Start the export to `resilience.otlp`, None if it is empty."""
     if not driver.limits.otlp:
         return None
-    from megascale.resilience.driver.api.telemetry_export import TelemetryExport
+    from megascale.resilience.driver.api.metrics import TelemetryExport
 
     export = TelemetryExport(driver, job_metrics)
     driver.tasks.spawn(keep_running(export.keep_sending, f"the export to {driver.limits.otlp}", log))

@@ -29,8 +29,7 @@ from megascale.config import ResilienceConfig, load
 from megascale.errors import ConfigError
 from megascale.observe.prometheus import Family, format_families, rules_file
 from megascale.observe.prometheus.dashboards import make_fleet_dashboard, make_run_dashboard
-from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes
-from megascale.resilience.driver.api.scrape_targets import ScrapeTargets
+from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes, ScrapeTargets
 from megascale.resilience.driver.start_driver import _await_last_scrape
 from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.protocol.agent_messages import StepFigures, Steps
