@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megascale.config import ResilienceConfig, load
-from megascale.resilience.driver.api.tls import describe_open_addresses
+from megascale.resilience.driver.api.access import describe_open_addresses
 from megascale.resilience.driver.start_driver import _cannot_listen, prepare
 
 

@@ -376,8 +376,8 @@ def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigErro
 
 async def _serve(driver: Driver) -> int:
     from megascale.resilience.driver.api import http_api
+    from megascale.resilience.driver.api.access import create_agents_tls, describe_open_addresses
     from megascale.resilience.driver.api.metrics import JobMetrics
-    from megascale.resilience.driver.api.tls import create_agents_tls, describe_open_addresses
 
     cluster = driver.nodes.cluster
     limits = driver.limits

@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 from megascale.core import strict_json
 from megascale.core.addresses import is_loopback
 from megascale.errors import ConfigError, DataError, TrainingError
-from megascale.resilience.driver.api.access import read_access, read_tokens
-from megascale.resilience.driver.api.tls import create_client_context
+from megascale.resilience.driver.api.access import create_client_context, read_access, read_tokens
 from megascale.resilience.driver.state.journal_reader import FILE, JournalReader
 from megascale.resilience.protocol.contact import read_contact
 from megascale.services.shared_token import secrets_equal

@@ -25,9 +25,8 @@ from megascale.core.failure import log_failure
 from megascale.errors import MegascaleError
 from megascale.observe.prometheus import format_response
 from megascale.resilience.driver.api import http_limits, metrics
-from megascale.resilience.driver.api.access import LOG_PIECE, make_tokens, read_log_piece
+from megascale.resilience.driver.api.access import LOG_PIECE, create_server_context, make_tokens, read_log_piece
 from megascale.resilience.driver.api.http_limits import Guard
-from megascale.resilience.driver.api.tls import create_server_context
 from megascale.resilience.driver.process import raise_file_limit
 from megascale.resilience.driver.recovery import hot_update
 from megascale.services.door import ConnectionLimits, LimitedListener
