@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from megascale.resilience.driver.state.job_state import JOB, NODE, UNCHANGED, NodeState, Phase
+from megascale.resilience.driver.state.job_state import JOB_TRANSITIONS, NODE_TRANSITIONS, UNCHANGED, NodeState, Phase
 
 
 def format_table(
@@ -35,9 +35,9 @@ def _format_follower(state: object, following: object) -> str:
 
 def main() -> None:
     """Print both tables."""
-    print(format_table(JOB, list(Phase)))
+    print(format_table(JOB_TRANSITIONS, list(Phase)))
     print()
-    print(format_table(NODE, [None, *NodeState], {None: "unknown"}))
+    print(format_table(NODE_TRANSITIONS, [None, *NodeState], {None: "unknown"}))
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ class Access:
         return json.dumps(asdict(self)) + "\n"
 
 
-def create_access(run: Path, act: bool, host: str) -> Access:
+def create_access(run: Path, for_orders: bool, host: str) -> Access:
     """Create access to the driver of a run folder.
 
     Args:
@@ -112,7 +112,7 @@ def create_access(run: Path, act: bool, host: str) -> Access:
             f"the driver of {run} is at {contact.api}, which only its own machine reaches: launch with "
             "--resilience.listen=ADDRESS (--host names one), or forward the port (ssh -L) and copy the run's driver/"
         )
-    token = tokens.act if act else tokens.read
+    token = tokens.act if for_orders else tokens.read
     if ":" in host:
         host = f"[{host}]"
     certificate = (driver_folder(run) / CERTIFICATE).read_text()
@@ -254,11 +254,11 @@ def _load_certificate(host: str, certificate: str | None, key: str | None) -> tu
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if certificate is None:
-        return context, _load_own(context, host)
-    return context, _load_given(context, certificate, key)
+        return context, _load_created(context, host)
+    return context, _load_configured(context, certificate, key)
 
 
-def _load_given(context: ssl.SSLContext, certificate: str, key: str | None) -> bytes:
+def _load_configured(context: ssl.SSLContext, certificate: str, key: str | None) -> bytes:
     try:
         # Without the callback OpenSSL would ask for a password on the terminal.
         context.load_cert_chain(certificate, key, password=lambda: b"")
@@ -270,7 +270,7 @@ def _load_given(context: ssl.SSLContext, certificate: str, key: str | None) -> b
         ) from None
 
 
-def _load_own(context: ssl.SSLContext, host: str) -> bytes:
+def _load_created(context: ssl.SSLContext, host: str) -> bytes:
     certificate, key = _create_certificate(host)
     with tempfile.TemporaryDirectory() as private:  # Its mode is 700. OpenSSL reads keys from files only.
         file = Path(private) / "pair.pem"

@@ -50,14 +50,14 @@ class Scrapes:
         self._interval: float | None = None  # seconds between the last two scrapes
         self._scraped = asyncio.Event()
 
-    def note(self, current_time: float) -> None:
+    def record(self, current_time: float) -> None:
         """Record that the metrics are read now (monotonic seconds)."""
         if self._last is not None:
             self._interval = current_time - self._last
         self._last = current_time
         self._scraped.set()
 
-    def missing(self, ended: float, current_time: float) -> float:
+    def compute_wait(self, ended: float, current_time: float) -> float:
         """Return how long to wait for a scrape after the job's end, in seconds, 0 if none is due."""
         if self._last is None or self._interval is None or self._last > ended:
             return 0.0
@@ -98,7 +98,7 @@ class JobMetrics:
 
     async def read_families(self) -> list[Family]:
         """Return the metrics for a Prometheus that reads them now."""
-        self.scrapes.note(time.monotonic())
+        self.scrapes.record(time.monotonic())
         return await self.collect_families()
 
     async def collect_families(self) -> list[Family]:
@@ -191,7 +191,7 @@ def _compute_families(view: View) -> list[Family]:
         if member.heartbeat is None or member.heartbeat.attempt != view.attempt:
             continue
         for rank, seconds in member.heartbeat.step_seconds.items():
-            stages[_stage(view.grid, rank)].append((seconds, rank))
+            stages[_find_stage(view.grid, rank)].append((seconds, rank))
     compute = Family("megascale_compute_seconds", "gauge", "Seconds per step without waits, over the ranks of a stage.")
     slowest = Family("megascale_slowest_rank", "gauge", "The rank that is slowest compared with its stage's median.")
     ratios: list[tuple[float, int]] = []
@@ -212,7 +212,7 @@ def _compute_families(view: View) -> list[Family]:
     return [compute, slowest]
 
 
-def _stage(grid: Grid, rank: int) -> int:
+def _find_stage(grid: Grid, rank: int) -> int:
     if grid.pipeline > 1 and rank < grid.world_size:
         return grid.coordinate(rank).pipeline
     return 0
@@ -295,12 +295,12 @@ class ScrapeTargets:
         labels = limits.metric_labels(driver.job.state.name)
         groups = []
         if limits.driver_metrics:
-            host, port = _split(limits.driver_metrics)
+            host, port = _split_address(limits.driver_metrics)
             if host in _WILDCARDS:
-                host = limits.advertise or _own_host(limits.listen)
+                host = limits.advertise or _find_own_host(limits.listen)
             groups.append({"targets": [format_address(host, port)], "labels": labels | {"role": "driver"}})
         if limits.agent_metrics:
-            host, port = _split(limits.agent_metrics)
+            host, port = _split_address(limits.agent_metrics)
             for node in driver.nodes.all():
                 address = host if is_loopback(host) else node.record.address
                 if node.state.is_present and address:
@@ -309,14 +309,14 @@ class ScrapeTargets:
         return groups
 
 
-def _own_host(listen: str) -> str:
+def _find_own_host(listen: str) -> str:
     """Return the address that other machines reach, or this host's name, which a site may not resolve."""
     if listen in _WILDCARDS or is_loopback(listen):
         return socket.gethostname()
     return listen
 
 
-def _split(address: str) -> tuple[str, int]:
+def _split_address(address: str) -> tuple[str, int]:
     """Return (host, port) of "HOST:PORT"; the host has no brackets."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)

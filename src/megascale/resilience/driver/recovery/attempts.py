@@ -28,7 +28,7 @@ from megascale.resilience.rules.view import Verdict
 
 _SILENT_NODE = (Event.NODE_LOST, Event.MISSED_HEARTBEAT)
 # Stops after which the time until the next step is not a recovery's.
-_PERSONAL = (JobEvent.PAUSED, JobEvent.FAILED, JobEvent.INTERRUPTED)
+_STOPS_WITHOUT_RECOVERY = (JobEvent.PAUSED, JobEvent.FAILED, JobEvent.INTERRUPTED)
 # Faults of one process or node. A full disk, an error in the program or a network that lost contact may concern all.
 _LOCAL_FAULTS = frozenset(
     map(
@@ -178,7 +178,7 @@ def _find_fault_time(verdict: Verdict, nodes: Sequence[Node], current_time: floa
     return current_time
 
 
-def _first_order() -> int:
+def _choose_first_order() -> int:
     # Acknowledgements of an earlier driver's orders must not count. A clock may be set back, so the number is random.
     return (1 + secrets.randbits(30)) << 20
 
@@ -206,7 +206,7 @@ class Attempts:
     overrides: Sequence[str] = ()
     files: JobFiles = field(default_factory=JobFiles)
     started: float = field(default_factory=time.monotonic)
-    order: int = field(default_factory=_first_order)
+    last_order: int = field(default_factory=_choose_first_order)
     timeline: RecoveryTimeline = field(default_factory=RecoveryTimeline)
 
     @property
@@ -216,11 +216,11 @@ class Attempts:
 
     def stop(self, event: JobEvent, reason: str, **changes: Any) -> None:
         """Stop all trainers for `event`, which determines the phase that follows."""
-        if event in _PERSONAL:
+        if event in _STOPS_WITHOUT_RECOVERY:
             self.timeline.forget()
         # A pause while no trainers run enters its goal at once; ranks may still be parked in their processes.
         if self.job.apply(event, reason=reason, **changes) and self.job.phase in (Phase.STOPPING, Phase.PAUSED):
-            self.order += 1
+            self.last_order += 1
             for node in self.nodes.all():
                 self.send_stop(node)
 
@@ -239,12 +239,12 @@ class Attempts:
             how = "save"
         elif state.phase is Phase.STOPPING and state.joining:
             how = "leave"
-        elif state.phase is Phase.STOPPING and self._may_keep(node):
+        elif state.phase is Phase.STOPPING and self._may_keep_processes(node):
             how = "keep"
         period = self.settings.limits.grace_period
-        self.nodes.order(node, do="stop", order=self.order, how=how, grace_period=period, forget=state.distrust)
+        self.nodes.order(node, do="stop", order=self.last_order, how=how, grace_period=period, forget=state.distrust)
 
-    def _may_keep(self, node: Node) -> bool:
+    def _may_keep_processes(self, node: Node) -> bool:
         """Return whether the ranks of a node may stay in their processes.
 
         They are to start again as they are, after faults that say nothing against other processes.

@@ -47,7 +47,7 @@ class Job:
         self._journal = journal
         self._on_refusal = on_refusal
         self._on_phase = on_phase
-        self.entered = time.monotonic()
+        self.phase_entered = time.monotonic()
         self._unsaved_step: int | None = None
         journal.save_job(state)
 
@@ -57,7 +57,7 @@ class Job:
         return self.state.phase
 
     @property
-    def ending(self) -> bool:
+    def is_ending(self) -> bool:
         """True if the job has ended, or will once everything has stopped."""
         return self.phase in ENDED or (self.phase is Phase.STOPPING and self.state.goal in ENDED)
 
@@ -82,7 +82,7 @@ class Job:
         enters_phase = following.phase is not self.state.phase
         self.state = following
         if enters_phase:
-            self.entered = time.monotonic()
+            self.phase_entered = time.monotonic()
             self._on_phase()
         return True
 

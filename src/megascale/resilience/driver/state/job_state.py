@@ -241,41 +241,41 @@ _OPEN = tuple(phase for phase in Phase if phase not in ENDED)
 _AT_WORK = (Phase.STARTING, Phase.RUNNING, Phase.DEGRADED)
 
 
-def _from(phases: Iterable[Phase], following: NextPhase, **exceptions: NextPhase) -> dict[Phase, NextPhase]:
+def _make_row(phases: Iterable[Phase], following: NextPhase, **exceptions: NextPhase) -> dict[Phase, NextPhase]:
     """Return a row of the table: `following` after each of `phases`, except after the named ones."""
     return dict.fromkeys(phases, following) | {Phase[name]: phase for name, phase in exceptions.items()}
 
 
 # event -> phase in which it may occur -> phase that follows
-JOB: dict[JobEvent, dict[Phase, NextPhase]] = {
-    JobEvent.OPENED: _from(Phase, UNCHANGED),
+JOB_TRANSITIONS: dict[JobEvent, dict[Phase, NextPhase]] = {
+    JobEvent.OPENED: _make_row(Phase, UNCHANGED),
     JobEvent.PLACED: {Phase.WAITING: Phase.STOPPING},
-    JobEvent.RESTARTED: _from(_AT_WORK, Phase.STOPPING),
-    JobEvent.DIAGNOSED: _from(_AT_WORK, Phase.STOPPING),
-    JobEvent.PAUSED: _from(_AT_WORK, Phase.STOPPING, WAITING=Phase.PAUSED),
-    JobEvent.FAILED: _from(_OPEN, Phase.STOPPING, WAITING=Phase.FAILED, PAUSED=Phase.FAILED),
-    JobEvent.INTERRUPTED: _from(_OPEN, Phase.STOPPING, WAITING=Phase.INTERRUPTED, PAUSED=Phase.INTERRUPTED),
+    JobEvent.RESTARTED: _make_row(_AT_WORK, Phase.STOPPING),
+    JobEvent.DIAGNOSED: _make_row(_AT_WORK, Phase.STOPPING),
+    JobEvent.PAUSED: _make_row(_AT_WORK, Phase.STOPPING, WAITING=Phase.PAUSED),
+    JobEvent.FAILED: _make_row(_OPEN, Phase.STOPPING, WAITING=Phase.FAILED, PAUSED=Phase.FAILED),
+    JobEvent.INTERRUPTED: _make_row(_OPEN, Phase.STOPPING, WAITING=Phase.INTERRUPTED, PAUSED=Phase.INTERRUPTED),
     JobEvent.STOPPED: {Phase.STOPPING: GOAL},
     JobEvent.GAP: {Phase.STOPPING: Phase.WAITING},
     JobEvent.BEGUN: {Phase.STOPPING: Phase.STARTING},
-    JobEvent.STEP: _from(_AT_WORK, UNCHANGED),
+    JobEvent.STEP: _make_row(_AT_WORK, UNCHANGED),
     JobEvent.FIRST_STEP: {Phase.STARTING: Phase.RUNNING},
     JobEvent.FIRST_STEP_DEGRADED: {Phase.STARTING: Phase.DEGRADED},
     JobEvent.JOINING: {Phase.DEGRADED: Phase.STOPPING},
-    JobEvent.FINISHED: _from(_AT_WORK, Phase.DONE),
-    JobEvent.START_ENDED: _from(_AT_WORK, UNCHANGED),
+    JobEvent.FINISHED: _make_row(_AT_WORK, Phase.DONE),
+    JobEvent.START_ENDED: _make_row(_AT_WORK, UNCHANGED),
     JobEvent.TESTED: {Phase.DIAGNOSING: Phase.WAITING},
     JobEvent.RESUMED: {Phase.PAUSED: Phase.WAITING},
-    JobEvent.RECOVERING: _from(_OPEN, UNCHANGED),
-    JobEvent.EVICTING: _from(_OPEN, UNCHANGED),
-    JobEvent.ADOPTED: _from(_OPEN, Phase.STARTING),
-    JobEvent.ADOPTED_RUNNING: _from(_OPEN, Phase.RUNNING),
-    JobEvent.ADOPTED_DEGRADED: _from(_OPEN, Phase.DEGRADED),
-    JobEvent.OUTGROWN: _from(Phase, UNCHANGED),
+    JobEvent.RECOVERING: _make_row(_OPEN, UNCHANGED),
+    JobEvent.EVICTING: _make_row(_OPEN, UNCHANGED),
+    JobEvent.ADOPTED: _make_row(_OPEN, Phase.STARTING),
+    JobEvent.ADOPTED_RUNNING: _make_row(_OPEN, Phase.RUNNING),
+    JobEvent.ADOPTED_DEGRADED: _make_row(_OPEN, Phase.DEGRADED),
+    JobEvent.OUTGROWN: _make_row(Phase, UNCHANGED),
 }
 
 # stopping event -> phase that follows once every node has stopped
-GOALS: dict[JobEvent, Phase] = {
+STOP_GOALS: dict[JobEvent, Phase] = {
     JobEvent.PLACED: Phase.STARTING,
     JobEvent.RESTARTED: Phase.WAITING,
     JobEvent.JOINING: Phase.WAITING,
@@ -302,7 +302,7 @@ _ADOPTED = (
     "ends",
     "reason",
 )
-FIELDS: dict[JobEvent, tuple[str, ...]] = {
+EVENT_FIELDS: dict[JobEvent, tuple[str, ...]] = {
     JobEvent.OPENED: ("epoch",),
     JobEvent.PLACED: ("placement", "data", "missing_since", "reason"),
     JobEvent.RESTARTED: ("save", "reason", "fresh", "updating"),
@@ -345,7 +345,7 @@ _ALWAYS: dict[JobEvent, dict[str, Any]] = {
 }
 
 # event -> state in which it may occur (None: the node is unknown) -> state that follows
-NODE: dict[NodeEvent, dict[NodeState | None, NodeState | Literal["same"]]] = {
+NODE_TRANSITIONS: dict[NodeEvent, dict[NodeState | None, NodeState | Literal["same"]]] = {
     NodeEvent.LISTED: {None: NodeState.JOINING},
     NodeEvent.AWAITED: dict.fromkeys((None, *NodeState), NodeState.JOINING),
     NodeEvent.CONNECTED: {
@@ -377,19 +377,19 @@ def follow(state: JobState, event: JobEvent, changes: Mapping[str, Any]) -> JobS
     Raises:
         ImpossibleTransition: the table lacks the event in this phase, or the event may not change one of the fields.
     """
-    following = JOB[event].get(state.phase)
+    following = JOB_TRANSITIONS[event].get(state.phase)
     ends_stop = event in _TO_START or event is JobEvent.STOPPED
     if following is None or (ends_stop and (state.goal is Phase.STARTING) != (event in _TO_START)):
         goal = f" to {state.goal}" if state.phase is Phase.STOPPING else ""
         raise ImpossibleTransition(f"job {state.name}: {event} cannot happen while it is {state.phase}{goal}")
-    foreign = changes.keys() - set(FIELDS.get(event, ()))
+    foreign = changes.keys() - set(EVENT_FIELDS.get(event, ()))
     if foreign:
         raise ImpossibleTransition(f"job {state.name}: {event} does not set {', '.join(sorted(foreign))}")
     if event is JobEvent.BEGUN and changes.get("attempt", 0) <= state.attempt:
         raise ImpossibleTransition(f"job {state.name}: attempt {changes.get('attempt')} after {state.attempt}")
     values = {**_ALWAYS.get(event, {}), **changes}
-    if event in GOALS:
-        values["goal"] = GOALS[event]
+    if event in STOP_GOALS:
+        values["goal"] = STOP_GOALS[event]
     phases = {UNCHANGED: state.phase, GOAL: state.goal}
     return replace(state, phase=Phase(phases.get(following, following)), **values)
 
@@ -402,7 +402,7 @@ def follow_node(state: JobState, name: str, event: NodeEvent, changes: Mapping[s
     """
     record = state.nodes.get(name)
     current = record.state if record is not None else None
-    following = NODE[event].get(current)
+    following = NODE_TRANSITIONS[event].get(current)
     foreign = changes.keys() - _NODE_FIELDS
     if foreign:
         raise ImpossibleTransition(f"job {state.name}: {event} of node {name} sets {', '.join(sorted(foreign))}")

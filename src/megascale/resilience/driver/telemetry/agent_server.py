@@ -46,8 +46,8 @@ from megascale.services.messages import Message
 
 PROOF_SECONDS = 5.0
 UNPROVED_LIMIT = 2048  # unauthenticated connections: all agents of a large job connect at once
-_BUFFER = 8192  # bytes of one connection that asyncio buffers (up to twice as many)
-_UNPROVED_READ = 4096  # bytes per read of an unauthenticated connection, which sends 80; asyncio's own is 256 KiB
+_BUFFER_BYTES = 8192  # bytes of one connection that asyncio buffers (up to twice as many)
+_UNPROVED_READ_BYTES = 4096  # bytes per read of an unauthenticated connection, which sends 80; asyncio's own is 256 KiB
 DISCONNECT_GRACE = 0.1  # seconds after a connection has closed in which its agent may reconnect or end
 END_NOTICE = 3.0  # seconds in which a cluster on other machines learns that an agent has ended
 
@@ -75,7 +75,7 @@ class AgentServer:
     async def open(self, host: str, port: int, tls: agent_channel.DriverTls | None = None) -> tuple[str, int]:
         """Listen, with encryption if `tls` is given; return the address."""
         self._tls = tls
-        self._server = await asyncio.start_server(self._serve, host, port, backlog=4096, limit=_BUFFER)
+        self._server = await asyncio.start_server(self._serve, host, port, backlog=4096, limit=_BUFFER_BYTES)
         name = self._server.sockets[0].getsockname()
         return name[0], name[1]
 
@@ -103,7 +103,7 @@ class AgentServer:
         name = writer.get_extra_info("peername")
         peer = f"{name[0]}:{name[1]}" if name else "?"
         transport: Any = writer.transport
-        transport.max_size = _UNPROVED_READ
+        transport.max_size = _UNPROVED_READ_BYTES
         self._make_room()
         self._unproved[id(writer)] = writer
         try:
@@ -194,11 +194,11 @@ class AgentTelemetry:
     attempts: Attempts
     observations: Observations
     response: Response
-    checks: SelfChecks
+    self_checks: SelfChecks
     adoption: Adoption
     lost_nodes: LostNodes
-    ranks: RankInvestigation
-    files: ReceivedFiles
+    rank_investigation: RankInvestigation
+    received_files: ReceivedFiles
     tasks: LoopTasks
     log_line: Callable[[str, str], None]
 
@@ -209,9 +209,9 @@ class AgentTelemetry:
             return
         previous = node.heartbeat
         node.add_heartbeat(heartbeat, time.monotonic())
-        self.nodes.answer(node, heartbeat)
+        self.nodes.answer_heartbeat(node, heartbeat)
         self.observations.learn_durations(previous, heartbeat)
-        if heartbeat.is_finished or _stages(previous) != _stages(heartbeat):
+        if heartbeat.is_finished or _list_rank_phases(previous) != _list_rank_phases(heartbeat):
             self.tasks.wake.set()
 
     def handle_message(self, name: str, channel: agent_channel.AgentChannel, message: Message) -> None:
@@ -228,19 +228,19 @@ class AgentTelemetry:
                 return
             case FileData():
                 loop = asyncio.get_running_loop()
-                self.files.take(message, partial(self._confirm_piece, loop, node), name)
+                self.received_files.receive(message, partial(self._confirm_piece, loop, node), name)
                 return
             case Evidence():
-                self.ranks.receive(name, message)
+                self.rank_investigation.receive(name, message)
                 if message.must_store and message.rank in ranks:
-                    self.files.store_evidence(message)
+                    self.received_files.store_evidence(message)
                 return
-            case Stopped() if message.order == self.attempts.order:
-                node.acknowledged = self.attempts.order
+            case Stopped() if message.order == self.attempts.last_order:
+                node.acknowledged_order = self.attempts.last_order
                 node.port = message.port
                 self.nodes.leases.holders.discard(name)
             case Diagnosed():
-                self.checks.receive(node, message)
+                self.self_checks.receive(node, message)
             case StartFailed():
                 reason = f"{name}: {message.reason[:500]}"
                 self.response.act([judge_failed_start(name, ranks, reason, message.errno)])
@@ -270,10 +270,10 @@ class AgentTelemetry:
             await asyncio.sleep(DISCONNECT_GRACE)
             if self.adoption.is_waiting or node.channel is not None or not node.state.is_present:
                 return
-            self.lost_nodes.check_ended(node)
+            self.lost_nodes.recover_if_agent_ended(node)
 
 
-def _stages(heartbeat: Heartbeat | None) -> list[tuple[int, str, str]]:
+def _list_rank_phases(heartbeat: Heartbeat | None) -> list[tuple[int, str, str]]:
     """Return the part of a heartbeat whose changes the loop handles at once."""
     if heartbeat is None:
         return []
