@@ -69,7 +69,7 @@ class JobMetrics:
     """
 
     def __init__(self, driver: Driver) -> None:
-        self.labels = driver.limits.metric_labels(driver.job.state.name)
+        self.labels = driver.limits.make_metric_labels(driver.job.state.name)
         self._driver = driver
         self.scrapes = Scrapes()
         self._started = time.time()

@@ -56,7 +56,7 @@ class ScrapeTargets:
         """Return groups of targets in the format of Prometheus' file-based discovery."""
         driver = self._driver
         limits = driver.limits
-        labels = limits.metric_labels(driver.job.state.name)
+        labels = limits.make_metric_labels(driver.job.state.name)
         groups = []
         if limits.driver_metrics:
             host, port = _split(limits.driver_metrics)
