@@ -66,7 +66,7 @@ class DataConfig(Section):
         "ends early. Default: one per 64 tokens of model.sequence_length, at least 16",
     )
 
-    _paths = field_validator("train", "valid", "tokenizer")(expand_home)
+    _expand_paths = field_validator("train", "valid", "tokenizer")(expand_home)
 
     @model_validator(mode="after")
     def _check_documents(self) -> DataConfig:
@@ -173,8 +173,8 @@ class LrConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _check_own_settings(self) -> LrConfig:
-        """Refuse a setting of another schedule, which would have no effect."""
+    def _check_schedule_settings(self) -> LrConfig:
+        """Refuse a setting that only another schedule reads."""
         for name, facts in LR_SCHEDULES.items():
             for key in facts.own_settings:
                 value = getattr(self, key)
@@ -318,4 +318,4 @@ class TrainConfig(Section):
         None, ge=1, le=MAX_COUNT, description="stop this process after this many steps (for tests)"
     )
 
-    _paths = field_validator("runs")(expand_home)
+    _expand_paths = field_validator("runs")(expand_home)
