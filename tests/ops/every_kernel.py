@@ -141,6 +141,8 @@ def grouped_gemms() -> None:
     offsets, index = torch.zeros(9, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
     grouped_gemm.multiply_groups(x, weights, offsets, index)
     grouped_gemm.multiply_groups(dy, weights, offsets, transposed=True)
+    grouped_gemm.multiply_groups(dy, weights.transpose(1, 2).contiguous(), offsets, by_blocks=True)
+    grouped_gemm.multiply_groups(dy, weights, offsets, transposed=True, by_blocks=True)
     grouped_gemm.accumulate_group_gradients(main_grad, dy, x, offsets, index)
     grouped_gemm.accumulate_group_gradients(main_grad, torch.zeros(512, 1536, dtype=BF16), dy, offsets, dy_index=index)
 

@@ -260,7 +260,8 @@ class Engine:
         """Set the runtime's kernels, streams and, if ranks have to agree, attention kernels; record the choices."""
         config, runtime = self.config, self.runtime
         runtime.attention.backend = config.kernels.attention
-        runtime.kernels = Kernels(config.kernels.mode, config.kernels.deterministic)
+        reads_expert_blocks = config.kernels.expert_rows_gemm == "descriptors"
+        runtime.kernels = Kernels(config.kernels.mode, config.kernels.deterministic, reads_expert_blocks)
         gemm_streams = runtime.use_side_stream(config.gemms_on_side_stream, self.device)
         self.attention_choices = earlier_choices or {}
         if groups is not None or earlier_choices is not None:
