@@ -27,6 +27,7 @@ from megascale.ops.float8 import cast
 from megascale.ops.float8.formats import E4M3, E5M2, Format, scale_slots
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 from megascale.ops.peer_max import WORD, PeerMax
+from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
 
@@ -133,6 +134,10 @@ def float8_casts(kind: Format) -> None:
 def largest_over_peers() -> None:
     arguments = [torch.zeros(PeerMax.bytes_needed(2) // WORD, dtype=torch.int64) for _ in range(2)]
     PeerMax(0, arguments)(torch.ones(()))
+
+
+def sums_over_peers() -> None:
+    sum_over_peers(torch.zeros(4096), torch.zeros(3, 8192)[:, :4096], 1)
 
 
 def grouped_gemms() -> None:
@@ -245,6 +250,7 @@ CASES: dict[str, Callable[[], None]] = {
     "float8 of shards": float8_shards,
     "largest over peers": largest_over_peers,
     "grouped GEMMs": grouped_gemms,
+    "sums over peers": sums_over_peers,
     "routing": routing,
     "optimizers": lambda: optimizer(False),
     "optimizers on device numbers": lambda: optimizer(True),
