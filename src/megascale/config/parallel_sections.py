@@ -191,6 +191,12 @@ class OverlapConfig(Section):
         description="how ZeRO-3 gathers matrices; collectives: NCCL, whose kernels take SMs from GEMMs; copies: copy "
         "engines of one host's GPUs (needs parallel.zero=3, and each data-parallel group on one host)",
     )
+    reductions: Literal["collectives", "copies"] = Field(
+        "collectives",  # until long runs have used copies
+        description="how ZeRO-2 and 3 reduce gradients of matrices; collectives: NCCL, whose kernels take SMs from "
+        "GEMMs; copies: copy engines of one host's GPUs, in float32 (needs parallel.zero of 2 or 3, and each "
+        "data-parallel group on one host)",
+    )
     gemms: Literal["auto", "on", "off"] = Field(
         "auto",
         description="on: independent GEMMs run on two streams, so that each fills the SMs that the other's last "
