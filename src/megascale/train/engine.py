@@ -926,7 +926,7 @@ class Engine:
         has_exchange = any(axis.exchange is not None for axis in rejoin.list_axes(self.runtime))
         if has_exchange or self.gather_exchange is not None or self.reduction_exchange is not None:
             return "its peers' memory is mapped for the exchange between GPUs"
-        if self.optimizer.rule.exchanges_at_start:
+        if self.optimizer.rule.has_collective_init:
             return f"optimizer.name={self.config.optimizer.name} exchanges its layout when it is made"
         if self.config.optimizer.offload:
             return "optimizer.offload=true may have copies of the failed update under way"
@@ -959,7 +959,7 @@ class Engine:
         """Note that the optimizer has the state of `step`, before the first step of a start."""
         self.begun_update = self.ended_update = step
         if self.optimizer.hold is not None:
-            self.optimizer.hold.begin(step)
+            self.optimizer.hold.set_step(step)
 
     def find_whole_step(self) -> int:
         """Return the step whose state the optimizer has after its groups were aborted, -1 if an update broke off.
