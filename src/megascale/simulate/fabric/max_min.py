@@ -1,7 +1,7 @@
 """Max-min fair sharing of links by progressive filling, and finish times of flows under it.
 
-The flow level: rates are what ideal congestion control would settle at, at once. It matches packet-level Swift on
-permutation traffic (docs/network.md), and knows nothing of queues, PFC or slow convergence.
+This is the flow level: each flow has at once the rate to which ideal congestion control would converge. Queues, PFC and
+slow convergence are not modelled. On permutation traffic the results match Swift at the packet level (docs/network.md).
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from megascale.simulate.fabric.topology import Bools, Floats, Ints
 class Sharing:
     """Flows over links, prepared for `rates` with changing sets of active flows.
 
-    Entry i says that flow[i] crosses link[i] (links numbered among those used); entries of a flow lie together.
+    The arrays `flow` and `link` have one entry per hop: flow `flow[i]` crosses link `link[i]`. Links are numbered among
+    those that are used, and the hops of a flow are consecutive.
     """
 
     def __init__(self, paths: Ints, bandwidth: Floats) -> None:
-        """paths: [F, hops] links, -1 for none. FitError if a flow crosses a link without bandwidth."""
+        """Prepare flows with these paths: [F, hops] links, -1 for none.
+
+        Raises FitError if a flow crosses a link without bandwidth.
+        """
         used = paths >= 0
         self.count = len(paths)
         self.flow = np.repeat(np.arange(len(paths)), used.sum(axis=1))
@@ -32,7 +36,7 @@ class Sharing:
             )
 
     def rates(self, active: Bools | None = None) -> Floats:
-        """[F] bytes/s; see fair_rates."""
+        """Return the rates of flows, bytes/s [F]; see `fair_rates`."""
         rates = np.full(self.count, np.inf)
         if active is not None:
             rates[~active] = 0.0
@@ -63,15 +67,15 @@ class Sharing:
 def fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> Floats:
     """Return the max-min fair rates of flows, bytes/s [F].
 
-    No flow can get more unless a flow of the same or a lower rate gets less.
-
-    Links fill together; a link whose fair share is the least that any of its flows sees is a bottleneck, and its flows
-    are fixed there. All such links of a round are fixed at once, with the same rates as one by one.
+    In a max-min fair allocation, a flow can only get more if a flow with the same or a lower rate gets less. The method
+    is progressive filling. In each round, a link is a bottleneck if its fair share is the lowest on the paths of all
+    its flows, and its flows get this rate. All bottlenecks of a round are treated at once, which gives the same rates
+    as one by one.
 
     Args:
         paths: [F, hops] links, -1 for none. A flow without links is not limited: infinite.
         bandwidth: [E] bytes/s.
-        active: [F] which flows take part; the others get 0.
+        active: [F] whether a flow is active; inactive flows have rate 0.
 
     Raises:
         FitError: a flow crosses a link without bandwidth.
@@ -82,16 +86,16 @@ def fair_rates(paths: Ints, bandwidth: Floats, active: Bools | None = None) -> F
 def finish_times(
     paths: Ints, sizes: Floats, bandwidth: Floats, tolerance: float = 0.0, starts: Floats | None = None
 ) -> Floats:
-    """Return the seconds at which flows finish, [F]; rates are computed anew whenever flows finish or start.
+    """Return the seconds at which flows finish, [F]. Rates are computed again whenever flows finish or start.
 
     Args:
         paths: [F, hops] links.
-        sizes: [F] bytes; a flow of 0 is done when it starts.
+        sizes: [F] bytes; a flow of 0 bytes finishes when it starts.
         bandwidth: [E] bytes/s.
-        tolerance: rates are computed anew only once per this share of the time since the start: a step of 12,288 GPUs
-            then takes some hundred rounds instead of ten thousand. Other flows get freed bandwidth only at the next
-            computation, so finish times may be late by about this share, never early.
-        starts: [F] seconds at which flows begin; default all at 0.
+        tolerance: relative error that is allowed for speed. Flows that finish within this share of the elapsed time end
+            in one round, so that a step of 12,288 GPUs takes some hundred rounds instead of ten thousand. Freed
+            bandwidth is used from the next round on, so finish times may be late by about this share, but not early.
+        starts: [F] seconds at which flows start; default: 0.
     """
     if (sizes < 0).any():
         raise ConfigError(f"a flow of {sizes.min():g} bytes: sizes are 0 or more")
@@ -133,7 +137,7 @@ def finish_times(
 
 
 def jain(rates: Floats) -> float:
-    """Jain's fairness index: 1 for equal rates, 1/n for one that has all."""
+    """Return Jain's fairness index: 1 for equal rates, 1/n if one flow of n has all bandwidth."""
     if len(rates) and (rates > 0).any():
         return float(rates.sum() ** 2 / (len(rates) * (rates**2).sum()))
     return 1.0
