@@ -71,8 +71,8 @@ def test_longrope_has_divisors_for_short_and_for_long_inputs():
         ((cos, _),) = tables.select(stop - 1, stop, device)
         angle = (stop - 1) * torch.tensor([1 / divisors[0], 0.1 / divisors[1]], dtype=torch.float64)
         torch.testing.assert_close(cos, 1.5 * angle.cos()[None])
-    assert tables.differs_between(8, 9)
-    assert not tables.differs_between(9, 10)
+    assert tables.has_different_tables(8, 9)
+    assert not tables.has_different_tables(9, 10)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def make(options: OptimizerConfig, bucket: int | None = None, times: float = 1.0
     """A small model with `times` the usual weights."""
     small = ["--model.hidden=16", "--model.layers=2", "--model.heads=4", "--model.sequence_length=8"]
     model = config.load(None, small + ["--model.vocab_size=21", "--model.vocab_multiple=8"]).model
-    chunk = Chunk(model, range(2), first=True, last=True, dtype=torch.float64)
+    chunk = Chunk(model, range(2), is_first=True, is_last=True, dtype=torch.float64)
     flat = ParamAndGradBuffer(chunk, torch.device("cpu"), bucket_elements=bucket)
     initialise(chunk, 1)
     for p in chunk.parameters():

@@ -41,7 +41,7 @@ def make_buffer(
 ) -> ParamAndGradBuffer:
     """Return the buffers of a chunk with initial weights, by default in several buckets."""
     is_first, is_last = layers.start == 0, layers.stop == model.layers
-    chunk = Chunk(model, layers, first=is_first, last=is_last, dtype=dtype)
+    chunk = Chunk(model, layers, is_first=is_first, is_last=is_last, dtype=dtype)
     buffer = ParamAndGradBuffer(chunk, torch.device("cpu"), axes, bucket_elements=bucket_elements)
     initialise(chunk, 1)
     return buffer

@@ -24,7 +24,7 @@ from megascale.parallel.data_parallel import DataParallel
 def chunk(tensor: Axis, **options) -> Chunk:
     model = {"hidden": 12, "heads": 4, "layers": 2, "sequence_length": 8, "vocab_size": 21, "vocab_multiple": 8}
     config = from_tree({"model": {**model, **options}}).model
-    return Chunk(config, range(2), first=True, last=True, axis=tensor, dtype=torch.float64)
+    return Chunk(config, range(2), is_first=True, is_last=True, axis=tensor, dtype=torch.float64)
 
 
 @given(

@@ -29,7 +29,7 @@ from megascale.bench.kernel_cases import (
 from megascale.errors import TrainingError
 from megascale.ops import attention, dispatch, linear
 from megascale.ops.adam import adamw_apply, adamw_apply_reference, lamb_apply, lamb_direction, lamb_direction_reference
-from megascale.ops.attention_backends import BACKENDS, candidates
+from megascale.ops.attention_backends import BACKENDS, list_candidates
 from megascale.ops.cross_entropy import linear_cross_entropy, loss_and_gradient_
 from megascale.ops.dropout import dropout, keep_mask_reference
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
@@ -283,7 +283,7 @@ def measure_attention(bench: Bench) -> None:
     """Check every backend against the explicit mask, then run the start-up probe at the presets' shapes."""
     distances = {}
     for window in (None, 1):
-        for name in candidates(window):
+        for name in list_candidates(window):
             kind = "full" if window is None else "windows"
             try:
                 away = check_attention(name, window, bench.device)

@@ -133,9 +133,8 @@ def sums_by_tensor(partial_FP: Tensor, segments: Segments) -> Tensor:
     fields, tiles = partial_FP.shape
     order, begin = segments.by_tensor
     out = torch.empty((fields, segments.tensor_count), dtype=torch.float64, device=partial_FP.device)
-    _gather_kernel[(segments.tensor_count, fields)](
-        partial_FP, order, begin, out, tiles, segments.tensor_count, BLOCK=1024
-    )
+    grid = (segments.tensor_count, fields)
+    _gather_kernel[grid](partial_FP, order, begin, out, tiles, segments.tensor_count, BLOCK=1024)
     return out
 
 

@@ -243,7 +243,7 @@ class ChunkGraphs:
     def pin_weights(self, chunk: int) -> None:
         """Put float8 copies of the chunk's weights where graphs read them."""
         module = self._buffers[chunk].module
-        module.linears.pin_weights(module.linear_weights().values())  # type: ignore[operator, union-attr]
+        module.linears.pin_weights(module.collect_linear_weights().values())  # type: ignore[operator, union-attr]
 
     def _make_pool(self) -> CudaCapturePool | HostCapturePool:
         return CudaCapturePool(self._stream) if self._stream else HostCapturePool()

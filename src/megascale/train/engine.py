@@ -227,7 +227,7 @@ class Engine:
         self.experts = self._make_expert_balance(rank)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._loss_weights: LossWeights | None = None
-        if fields.loss_weights and self.chunks[-1].last:
+        if fields.loss_weights and self.chunks[-1].is_last:
             copies = [name for name in AXES.stage if AXES[name].cuts_batch != "samples"]
             stage = engine_axes.make_axis(self.runtime, groups, "stage")
             self._loss_weights = LossWeights(stage, grid.is_first(copies, rank), self._loss_dtype, device)
@@ -325,8 +325,8 @@ class Engine:
                 chunk = Chunk(
                     config.model,
                     layers,
-                    first=global_chunk == 0,
-                    last=is_last,
+                    is_first=global_chunk == 0,
+                    is_last=is_last,
                     axis=self.tensor,
                     axes=axes.own,
                     dtype=self.dtype,
@@ -359,7 +359,7 @@ class Engine:
         tokens = config.model.sequence_length // grid.context * config.train.micro_batch
         for chunk in self.chunks:
             with self.runtime.kernels.as_current():
-                chunk.linears.check(chunk.linear_weights(), tokens, self.device)
+                chunk.linears.check(chunk.collect_linear_weights(), tokens, self.device)
         if any(chunk.linears.collects_amax for chunk in self.chunks):
             self.runtime.kernels.amaxes = AmaxSlots()
 
@@ -394,7 +394,7 @@ class Engine:
         grid = self.layout.grid
         if self.config.optimizer.offload:
             self.active["optimizer state"] = "in page-locked host memory, moved through the device in each update"
-        has_first, has_last = self.chunks[0].first, self.chunks[-1].last
+        has_first, has_last = self.chunks[0].is_first, self.chunks[-1].is_last
         duplicates_tied = has_last and not has_first
         return ShardedOptimizer(
             self.config.optimizer,
@@ -465,7 +465,7 @@ class Engine:
         The gradient of each token's loss is known before the loss. A gradient in a slot has no memory before its
         backward, unless that follows at once.
         """
-        return not self.chunks[-1].last or self._has_memory_for_early_gradients
+        return not self.chunks[-1].is_last or self._has_memory_for_early_gradients
 
     @cached_property
     def _has_memory_for_early_gradients(self) -> bool:
@@ -568,11 +568,11 @@ class Engine:
         context = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
         for number, chunk in enumerate(self.chunks):
             x = tokens
-            if not chunk.first:
+            if not chunk.is_first:
                 x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
             y = self._run_chunk(number, x, batch, context)
             self.data_parallel.begin_backward(number)
-            torch.autograd.backward(y, None if chunk.last else torch.zeros_like(y))
+            torch.autograd.backward(y, None if chunk.is_last else torch.zeros_like(y))
             self.data_parallel.end_backward(number)
         self.data_parallel.finish_reductions()
         self.data_parallel.finish_tied()
@@ -709,7 +709,7 @@ class Engine:
 
     def read_first_micro_batch(self) -> Batch[torch.Tensor]:
         """Return the step's first micro-batch as far as this rank reads it, before the step runs; empty otherwise."""
-        reads = any(chunk.first or chunk.last for chunk in self.chunks) or self.fields.concerns_blocks
+        reads = any(chunk.is_first or chunk.is_last for chunk in self.chunks) or self.fields.concerns_blocks
         if not reads:
             return Batch()
         if 0 not in self._micro_batches:
@@ -769,7 +769,7 @@ class Engine:
 
         A micro-batch is read once. With several chunks, or if the step may be redone, it stays until the step's end.
         """
-        is_last = self.chunks[chunk].last
+        is_last = self.chunks[chunk].is_last
         if x is not None and not is_last and not self.fields.concerns_blocks:
             return x, None
         if i not in self._micro_batches:
@@ -790,7 +790,7 @@ class Engine:
     ) -> torch.Tensor:
         """Return the chunk's activation, or on the model's last chunk the micro-batch's share of the mean loss."""
         module = self.chunks[chunk]
-        if not module.last:
+        if not module.is_last:
             return module(x, batch, context)
         if self._loss_weights is None:
             losses = module(x, batch, context)
@@ -805,7 +805,7 @@ class Engine:
     def _list_read_fields(self, chunk: int) -> list[str]:
         """Return the fields of a micro-batch that `chunk` reads, other than its tokens."""
         names = []
-        if self.chunks[chunk].last:
+        if self.chunks[chunk].is_last:
             names.append("targets")
             if self.fields.loss_weights:
                 names.append("loss_weights")
