@@ -15,7 +15,7 @@ from megascale.core.flops import count_parameters
 from megascale.core.inventory import resolve_layers
 from megascale.model.context import ForwardContext, KVCache
 from megascale.model.transformer import Chunk
-from megascale.ops.gradient_sink import detach, main_grad_of
+from megascale.ops.gradient_sink import detach, get_main_grad
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.parameters import initialise, spec_of
 
@@ -164,7 +164,7 @@ def test_buffers_hold_autograds_gradients(shape):
     flat(inputs, Batch(targets=targets)).sum().backward()
     for p, q in zip(plain.parameters(), flat.parameters(), strict=True):
         assert q.grad is None
-        torch.testing.assert_close(main_grad_of(q), p.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(get_main_grad(q), p.grad, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

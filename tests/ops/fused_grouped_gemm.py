@@ -76,7 +76,7 @@ def test_rows_meet_the_matrix_of_their_group(counts, spare, columns, inner, dtyp
     used = sum(counts)
     assert result.dtype == dtype
     assert distance(result[:used], expected[:used]) <= TOLERANCE[dtype]
-    assert dispatch.active()["grouped GEMM"] == "triton"
+    assert dispatch.list_choices()["grouped GEMM"] == "triton"
 
 
 @settings(max_examples=12, deadline=None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megascale.config import ModelConfig, OptimizerConfig, from_tree
 from megascale.core.tensors import Piece
 from megascale.model.transformer import Chunk
-from megascale.ops.gradient_sink import main_grad_of
+from megascale.ops.gradient_sink import get_main_grad
 from megascale.optim import sharded_muon
 from megascale.optim.optimizer import ShardedOptimizer, _merge_ranges
 from megascale.optim.sharded_muon import assign_owners, batch_matrices
@@ -52,8 +52,8 @@ def fill_grads(buffer: ParamAndGradBuffer, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     grads = {}
     for param in buffer.parameters:
-        main_grad_of(param).zero_()
-        for piece, view in piece_views(spec_of(param), main_grad_of(param)):
+        get_main_grad(param).zero_()
+        for piece, view in piece_views(spec_of(param), get_main_grad(param)):
             grads[piece.name] = view.normal_(0, 0.1, generator=generator).clone()
     return grads
 

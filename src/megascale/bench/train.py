@@ -360,7 +360,7 @@ def measure(
         "watch_trouble": None if watcher is None else watcher.problem,
         "start_seconds": start_seconds,
         "losses": [losses[0], losses[-1]],
-        "active": engine.active | engine.runtime.kernels.active(),
+        "active": engine.active | engine.runtime.kernels.list_choices(),
     }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megascale.model.context import ForwardContext, LayerSetup
 from megascale.model.norm import Norm
 from megascale.ops.activation import RecomputedActivation
-from megascale.ops.dropout import dropout_add, dropout_key
+from megascale.ops.dropout import dropout_add, make_dropout_key
 from megascale.parallel.linear import LinearPrecision
 from megascale.parallel.tensor import ColumnLinear, linear_scatter
 
@@ -34,7 +34,7 @@ class DeferredResidualAdd:
         """Return the sum."""
         if self.bias is None:
             return self.residual_SBH + self.y_SBH
-        return dropout_add(self.y_SBH, self.bias, self.residual_SBH, 0.0, dropout_key(0, 0, 0), 0, 0)
+        return dropout_add(self.y_SBH, self.bias, self.residual_SBH, 0.0, make_dropout_key(0, 0, 0), 0, 0)
 
 
 # The residual stream [s/t, b, h] between blocks, or the sum that gives it.
@@ -171,6 +171,6 @@ def add_branches(
     if context.dropout_key is None or not setup.dropout:
         deferred = DeferredResidualAdd(y_SBH, residual_SBH, bias)
         return deferred if defer_add else deferred.add()
-    key = dropout_key(context.dropout_key, setup.index, sum_index)
+    key = make_dropout_key(context.dropout_key, setup.index, sum_index)
     first_row = context.sequence_start + setup.axis.rank * y_SBH.shape[0]
     return dropout_add(y_SBH, bias, residual_SBH, setup.dropout, key, first_row, context.sample_start)

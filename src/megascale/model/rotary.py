@@ -8,7 +8,7 @@ import torch
 
 from megascale.core.layer_spec import RopeSpec
 from megascale.model.context import Rotary
-from megascale.ops.rope import rotary_tables
+from megascale.ops.rope import make_rotary_tables
 
 
 class RotaryTables:
@@ -75,7 +75,7 @@ class RotaryTables:
         is_extended = limit is not None and length > limit
         key = (index, is_extended, device)
         if key not in self._tables or self._tables[key][0].shape[0] < length:
-            self._tables[key] = rotary_tables(
+            self._tables[key] = make_rotary_tables(
                 max(self._min_length, length), rope.width, rope.base, device, self._dtype, rope.scaling, is_extended
             )
         return self._tables[key]

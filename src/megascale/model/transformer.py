@@ -29,7 +29,7 @@ from megascale.model.norm import Norm
 from megascale.model.rotary import RotaryTables
 from megascale.ops.attention_documents import DocumentMask
 from megascale.ops.cross_entropy import softcap_
-from megascale.ops.dropout import dropout, dropout_key
+from megascale.ops.dropout import dropout, make_dropout_key
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.linear import make_linears
 from megascale.parallel.module import DirectModule
@@ -321,7 +321,7 @@ class Chunk(DirectModule):
             x = x + self.position_embedding[start : start + x.shape[0], None, :]
         if self.model.dropout and context.dropout_key is not None:
             # Blocks use the layer numbers below `model.layers`.
-            key = dropout_key(context.dropout_key, self.model.layers, 0)
+            key = make_dropout_key(context.dropout_key, self.model.layers, 0)
             first_row = context.sequence_start + self.axis.rank * x.shape[0]
             x = dropout(x, self.model.dropout, key, first_row, context.sample_start)
         return x

@@ -252,7 +252,7 @@ class AttentionChooser:
             with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
                 if not self._adopt_from_fewer_documents(shape, torch.device(device)):
                     self.choices[shape] = self.measure(shape, torch.device(device))
-                    dispatch.note(f"attention {shape}", str(self.choices[shape]))
+                    dispatch.record_choice(f"attention {shape}", str(self.choices[shape]))
         return self.choices[shape].name
 
     def _adopt_from_fewer_documents(self, shape: AttentionShape, device: torch.device) -> bool:
@@ -274,7 +274,7 @@ class AttentionChooser:
     def adopt(self, shape: AttentionShape, name: str, reason: str = "") -> None:
         """Set the kernel of a shape, on which all ranks have agreed. The record of operators shows `reason`."""
         self.choices[shape] = AttentionChoice(name)
-        dispatch.note(f"attention {shape}", f"{name} ({reason})" if reason else name)
+        dispatch.record_choice(f"attention {shape}", f"{name} ({reason})" if reason else name)
 
     def explain_refusal(self, name: str, shape: AttentionShape, device: torch.device) -> str:
         """Return why a backend cannot run a shape on this process's device, or "" if it can."""
@@ -484,7 +484,7 @@ def attention(
     if key_count and not is_slice:
         # The training kernels have no mask for generation with a cache.
         name = find_fallback(softcap, has_sinks)
-    elif name == "auto" and dispatch.mode() == "reference":
+    elif name == "auto" and dispatch.get_mode() == "reference":
         name = find_fallback(softcap, has_sinks)
     elif name == "auto":
         max_documents = 0 if documents is None else documents.max_documents

@@ -101,7 +101,7 @@ def _run_sdpa_backend(
             f"kernels.attention={name!r} has no sliding window, which this layer has ({window}); set "
             "--kernels.attention=auto to choose a kernel per layer"
         )
-    if sdpa_backend is SDPBackend.CUDNN_ATTENTION and dispatch.deterministic():
+    if sdpa_backend is SDPBackend.CUDNN_ATTENTION and dispatch.is_deterministic():
         raise ConfigError("torch's cuDNN attention has no deterministic backward (kernels.deterministic)")
     check_equal_lengths(q_SBND, k_SBGD)
     q, k, v = view_heads_first(q_SBND, k_SBGD, v_SBGD)
@@ -319,7 +319,7 @@ class _FlashAttention4(torch.autograd.Function):
         lse = torch.empty((B, N, S), dtype=torch.float32, device=q.device)
         # FlashAttention's window does not count the query itself.
         ctx.mask = {"causal": True, "window_size_left": None if window is None else window - 1}
-        ctx.deterministic = dispatch.deterministic()
+        ctx.deterministic = dispatch.is_deterministic()
         load_flash4()._flash_attn_fwd(*_view_batch_first(q, k, v), **ctx.mask, out=out.transpose(0, 1), lse=lse)
         ctx.save_for_backward(q, k, v, out, lse)
         return out.view(S, B, N * D)

@@ -199,7 +199,7 @@ class _CudnnAttention(torch.autograd.Function):
         _get_forward_plan((q, k, v, out), window).run(q=q, k=k, v=v, o=out, stats=stats)
         ctx.save_for_backward(q, k, v, out, stats)
         ctx.window = window
-        ctx.deterministic = dispatch.deterministic()
+        ctx.deterministic = dispatch.is_deterministic()
         return out.view(S, B, N * D)
 
     @staticmethod
@@ -231,6 +231,6 @@ def attend_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k and v, given the output's gradient [S, B, N, D] and the forward's results."""
     d_q, d_k, d_v = allocate_attention_gradients(q, k)
-    plan = _get_backward_plan((q, k, v, out, d_q, d_k, d_v), window, dispatch.deterministic())
+    plan = _get_backward_plan((q, k, v, out, d_q, d_k, d_v), window, dispatch.is_deterministic())
     plan.run(q=q, k=k, v=v, o=out, d_o=d_out, stats=stats, d_q=d_q, d_k=d_k, d_v=d_v)
     return d_q, d_k, d_v

@@ -184,7 +184,7 @@ class _CudnnDocuments(torch.autograd.Function):
         _run(tensors, cumulative, S, window=window, is_backward=False, deterministic=False)
         ctx.save_for_backward(q_TND, k_TGD, v_TGD, out, stats, cumulative)
         ctx.window = window
-        ctx.deterministic = dispatch.deterministic()
+        ctx.deterministic = dispatch.is_deterministic()
         ctx.batch = B
         return separate_samples(out, B).reshape(S, B, N * D)
 

@@ -236,7 +236,7 @@ class _Flash4Varlen(torch.autograd.Function):
             # FlashAttention's window does not count the query itself.
             "window_size_left": None if window is None else window - 1,
         }
-        ctx.deterministic = dispatch.deterministic()
+        ctx.deterministic = dispatch.is_deterministic()
         ctx.batch = B
         load_flash4()._flash_attn_fwd(q_TND, k_TGD, v_TGD, **ctx.options, out=out, lse=lse)
         ctx.save_for_backward(q_TND, k_TGD, v_TGD, out, lse)

@@ -156,7 +156,7 @@ def _run_flash4_backward(
         dv=dv,
         causal=True,
         window_size_left=None if window is None else window - 1,
-        deterministic=dispatch.deterministic(),
+        deterministic=dispatch.is_deterministic(),
     )
     return gradients
 

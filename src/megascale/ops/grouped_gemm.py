@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from megascale.ops import dispatch
-from megascale.ops.dispatch import HAVE_TRITON, cdiv, jit, next_power_of_2, tl, use_fused
+from megascale.ops.dispatch import HAS_TRITON, cdiv, jit, next_power_of_2, tl, use_fused
 
-if HAVE_TRITON:
+if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -396,7 +396,7 @@ def copies_rows(x: Tensor, columns: int) -> bool:
     """
     if x.element_size() != 2 or x.shape[1] % 8 or columns % 8 or not use_fused("grouped GEMM", x):
         return False
-    return dispatch.INTERPRET or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return dispatch.IS_INTERPRETED or torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def gather_rows(x: Tensor, index: Tensor, offsets: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import nn
 
 from megascale import torch_private
 from megascale.core.tensors import Piece, flat_boxes
-from megascale.ops.gradient_sink import GradientSink, attach, sink_of
+from megascale.ops.gradient_sink import GradientSink, attach, get_sink
 from megascale.parallel.buffer_layout import BufferMember, FlatLayout, find_gaps, lay_out
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.parameters import ParameterSpec, initialise_parameter, materialise, spec_of
@@ -179,7 +179,7 @@ class ParamAndGradBuffer:
         """Add the gradient that autograd produced. An operator with a sink has added its own and leaves None."""
         if param.grad is None:
             return
-        sink = sink_of(param)
+        sink = get_sink(param)
         assert sink is not None
         sink.main_grad.add_(param.grad)
         param.grad = None

@@ -104,7 +104,7 @@ def agree_on_kernels(
 
     Raises ConfigError if kernels.attention names a kernel that cannot compute one of the shapes here.
     """
-    if dispatch.mode() == "reference":
+    if dispatch.get_mode() == "reference":
         return earlier_choices or {}, {}
     shapes = list_shapes(config, tensor, dtype, documents, context)
     if config.kernels.attention != "auto":

@@ -30,9 +30,9 @@ from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
 from megascale.ops import launch, token_loss
-from megascale.ops.amax import AmaxSlots
+from megascale.ops.amax import AmaxPool
 from megascale.ops.dispatch import Kernels
-from megascale.ops.gradient_sink import sink_of
+from megascale.ops.gradient_sink import get_sink
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import rejoin
 from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
@@ -361,7 +361,7 @@ class Engine:
             with self.runtime.kernels.as_current():
                 chunk.linears.check(chunk.collect_linear_weights(), tokens, self.device)
         if any(chunk.linears.collects_amax for chunk in self.chunks):
-            self.runtime.kernels.amaxes = AmaxSlots()
+            self.runtime.kernels.amaxes = AmaxPool()
 
     def _place_base(self, chunk: Chunk) -> None:
         """Give storage to the parameters that are not trained: weights only, whole on every data-parallel rank.
@@ -470,7 +470,7 @@ class Engine:
     @cached_property
     def _has_memory_for_early_gradients(self) -> bool:
         """True if the gradient of the output's matrix has memory in the last chunk's forward."""
-        if not isinstance(sink_of(self.chunks[-1].output_weight), SlotSink):
+        if not isinstance(get_sink(self.chunks[-1].output_weight), SlotSink):
             return True
         if not self.layout.schedule().runs_backward_at_once(self.pipeline.stage, len(self.chunks) - 1):
             return False
