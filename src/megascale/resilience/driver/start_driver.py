@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes
     from megascale.resilience.driver.api.scrape_targets import ScrapeTargets
     from megascale.resilience.driver.api.telemetry_export import TelemetryExport
-    from megascale.services.door import LimitedListener
+    from megascale.services.limited_listener import LimitedListener
 
 log = logging.getLogger("megascale.driver")
 
