@@ -101,12 +101,12 @@ def test_a_service_outlasts_its_linger_time_while_a_rank_waits_for_the_next_atte
     location = locate_service(private_folder(run))
     slots = checkpointer.leave()
     time.sleep(1.2)  # the service would end 0.2 s after its last client
-    pid = location.owner_pid()
+    pid = location.find_service_pid()
     assert pid is not None
     successor = Checkpointer(config, run, cut(logical_state(1), "flat", 0, 1), reused_slots=slots)
     successor.prepare()
     successor.finish()
-    await_other(lambda: location.owner_pid() is None)
+    await_other(lambda: location.find_service_pid() is None)
 
 
 def _save_on_hosts(rank: int, size: int, run: Path, hosts: list[int], steps: list[int]) -> list[tuple[int, bool]]:

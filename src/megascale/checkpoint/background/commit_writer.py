@@ -27,7 +27,7 @@ from megascale.checkpoint.storage.base import Storage, explain_save_error
 from megascale.checkpoint.storage.opening import open_storage
 from megascale.core.exit_record import NO_RECORD, ExitRecord, find_exit_record
 from megascale.errors import TrainingError
-from megascale.services.reception import ConnectionServer
+from megascale.services.connection_server import ConnectionServer
 
 log = logging.getLogger("megascale.checkpoint.background.service")
 

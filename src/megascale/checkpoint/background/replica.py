@@ -29,8 +29,8 @@ from megascale.checkpoint.background.snapshot_memory import Progress, Slot, make
 from megascale.checkpoint.format.archive import crc32
 from megascale.checkpoint.format.index import CheckpointIndex
 from megascale.core.failure import PAUSE, FailureLog
+from megascale.services.connection_server import AUTHENTICATION_TIMEOUT, ConnectionServer
 from megascale.services.conversation import Conversation, set_peer_timeout
-from megascale.services.reception import AUTHENTICATION_TIMEOUT, ConnectionServer
 
 log = logging.getLogger("megascale.checkpoint.background.replica")
 
@@ -111,7 +111,7 @@ class Replicas:
 
     def _receive_replica(self, sender: Conversation) -> None:
         with contextlib.suppress(ValueError, KeyError):
-            message = sender.receive(attached=INDEX)
+            message = sender.receive(max_body_bytes=INDEX)
             if not isinstance(message, Replicate):
                 return
             slot = self._reserve_slot(message, CheckpointIndex.from_bytes(bytes(sender.body)))
@@ -281,6 +281,6 @@ class ReplicaSender:
         if self._crcs is None:
             raise OSError(_SNAPSHOT_ABANDONED)
         peer.send(Checksums(self._crcs))
-        answer = peer.receive_reply(attached=0)
+        answer = peer.receive_reply(max_body_bytes=0)
         if not isinstance(answer, Replicated) or not answer.is_complete:
             raise ConnectionError("the copy arrived damaged")

@@ -102,7 +102,7 @@ class CheckpointService:
         """Serve one trainer until it disconnects."""
         self.lifetime.goodbye = False
         while True:
-            message = trainer.receive(attached=1 << 40)
+            message = trainer.receive(max_body_bytes=1 << 40)
             try:
                 self._handlers[type(message)](trainer, message)
             except EOFError:
@@ -276,10 +276,10 @@ def serve(folder: Path, linger: float, ready: ReadySignal | None = None) -> None
     )
     if claimed is None:
         return
-    service.lifetime.reception = claimed.reception
-    claimed.reception.serve(service.lifetime.is_done)
+    service.lifetime.reception = claimed.server
+    claimed.server.serve(service.lifetime.is_done)
     location.release(claimed.lock)
-    claimed.reception.stop()
+    claimed.server.stop()
     location.remove_leftovers()
 
 
@@ -300,7 +300,7 @@ def connect_checkpoint_service(folder: Path, linger: float = 60.0, log_file: Pat
         )
     except (OSError, ServiceFailed) as error:
         raise TrainingError(
-            f"the checkpoint service does not answer on {str(location.address)!r} ({error}); "
+            f"the checkpoint service does not answer on {str(location.socket_path)!r} ({error}); "
             f"look into {str(log_file or folder)!r}, or set checkpoint.background=false"
         ) from None
 
@@ -308,7 +308,7 @@ def connect_checkpoint_service(folder: Path, linger: float = 60.0, log_file: Pat
 def start_checkpoint_service(folder: Path, linger: float, log_file: Path) -> None:
     """Start the service of `folder` unless it runs, and return at once; `connect_checkpoint_service` waits for it."""
     location = locate_service(folder)
-    if location.owner_pid() is None:
+    if location.find_service_pid() is None:
         with contextlib.suppress(OSError):  # `connect_checkpoint_service` reports what prevents it
             start_service(location, _make_launch(folder, linger, log_file))
 

@@ -17,7 +17,7 @@ from msgspec import Meta
 from megascale.core.exit_record import NO_RECORD, ExitRecord
 from megascale.services.conversation import Done, ErrorReply
 from megascale.services.framing import PROTOCOL_VERSION
-from megascale.services.host_service import ServiceLocation, make_private_folder, private_base_folder
+from megascale.services.host_service import ServiceLocation, make_private_base_folder, make_private_folder
 from megascale.services.messages import Count, Message, Name, Path, Port, Record, Schema, Text
 
 NAME = "checkpoint"
@@ -282,7 +282,7 @@ def private_folder(run: pathlib.Path | str, node: str | None = None) -> pathlib.
     # The version keeps this process from a lingering service that speaks another version of the protocol.
     identity = f"{pathlib.Path(run).absolute()}\0{node}\0{PROTOCOL_VERSION}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return make_private_folder(private_base_folder() / name)
+    return make_private_folder(make_private_base_folder() / name)
 
 
 def locate_service(folder: pathlib.Path) -> ServiceLocation:

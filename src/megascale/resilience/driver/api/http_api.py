@@ -29,8 +29,8 @@ from megascale.resilience.driver.api.access import LOG_PIECE, create_server_cont
 from megascale.resilience.driver.api.http_limits import Guard
 from megascale.resilience.driver.process import raise_file_limit
 from megascale.resilience.driver.recovery import hot_update
-from megascale.services.door import ConnectionLimits, LimitedListener
 from megascale.services.http_protocol import make_http_protocol
+from megascale.services.limited_listener import ConnectionLimits, LimitedListener
 
 log = logging.getLogger("megascale.driver")
 
