@@ -225,6 +225,7 @@ class Engine:
             chunk_slots=layout.chunk_slots(coordinate.pipeline),
             gather_exchange=self.gather_exchange,
             copy_reduction=copy_reduction,
+            embedding_rows=config.parallel.embedding_reduction == "rows",
         )
         self.data_parallel.initialise(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
@@ -343,7 +344,13 @@ class Engine:
             if self.adapters is not None:
                 self._place_base(chunk)
             flat = ParamAndGradBuffer(
-                chunk, self.device, axes, config.parallel.zero, self.layout.bucket_elements, has_own_buckets
+                chunk,
+                self.device,
+                axes,
+                config.parallel.zero,
+                self.layout.bucket_elements,
+                float8_gather=has_own_buckets,
+                embedding_alone=config.parallel.embedding_reduction == "rows",
             )
             self.chunks.append(chunk)
             self.flats.append(flat)
@@ -786,6 +793,8 @@ class Engine:
         if x is None:
             assert batch.tokens is not None
             x = batch.tokens
+            if self.data_parallel.row_reduction is not None:
+                self.data_parallel.row_reduction.add_tokens(x)
         if is_last and self._loss_weights is not None:
             self._loss_weights.finish_sum()
         return x, batch
