@@ -181,8 +181,11 @@ def _flex_mask(queries: int, keys: int, window: int | None, device: torch.device
 @functools.cache
 def compiled_flex() -> Callable[..., Any]:
     """Return torch's FlexAttention, compiled for static shapes."""
+    from torch._inductor import config as compiler_options
     from torch.nn.attention.flex_attention import flex_attention
 
+    # `ops/dispatch.py` makes torch's operators deterministic without an import of the compiler.
+    compiler_options.deterministic = torch.are_deterministic_algorithms_enabled()
     return torch.compile(flex_attention, dynamic=False)
 
 
