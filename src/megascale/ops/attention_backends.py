@@ -181,11 +181,12 @@ def _flex_mask(queries: int, keys: int, window: int | None, device: torch.device
 @functools.cache
 def compiled_flex() -> Callable[..., Any]:
     """Return torch's FlexAttention, compiled for static shapes."""
-    from torch._inductor import config as compiler_options
     from torch.nn.attention.flex_attention import flex_attention
 
-    # `ops/dispatch.py` makes torch's operators deterministic without an import of the compiler.
-    compiler_options.deterministic = torch.are_deterministic_algorithms_enabled()
+    # `ops/dispatch.py` sets this without an import of the compiler, which has an option of its own.
+    torch.use_deterministic_algorithms(
+        torch.are_deterministic_algorithms_enabled(), warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
+    )
     return torch.compile(flex_attention, dynamic=False)
 
 
