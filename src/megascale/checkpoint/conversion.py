@@ -71,7 +71,7 @@ def write_checkpoint(
     for entry, number in zip(boxes, file_numbers, strict=True):
         shares[int(number)].append(entry)
     plan = make_plan([make_offer(share) for share in shares])
-    generation = folders.new_generation(storage)
+    generation = folders.make_generation(storage)
     crcs = []
     written = {}
     for rank, (part, share) in enumerate(zip(plan.parts, shares, strict=True)):
@@ -90,7 +90,7 @@ def write_checkpoint(
             writer.finish()
         except BaseException:
             writer.abort()
-            folders.withdraw(storage, step, generation)
+            folders.withdraw_save(storage, step, generation)
             raise
         written[name] = (part.size, file_crc)
     index = plan.index.with_generation(generation, np.array(crcs, np.uint32))
@@ -303,10 +303,10 @@ def _read_distributed(path: Path) -> Iterator[ForeignTensor]:
 
 def _check_dtype(path: Path, name: str, dtype: torch.dtype) -> str:
     """Return a dtype's name. Raises DataError for one that a checkpoint cannot hold."""
-    dtype_name = str(dtype).removeprefix("torch.")
-    if dtype_name not in archive.DTYPES:
-        raise DataError(f"{str(path)!r}: {name} is of type {dtype_name}, which a checkpoint cannot hold")
-    return dtype_name
+    dtype_text = str(dtype).removeprefix("torch.")
+    if dtype_text not in archive.DTYPES:
+        raise DataError(f"{str(path)!r}: {name} is of type {dtype_text}, which a checkpoint cannot hold")
+    return dtype_text
 
 
 def _first_line(error: BaseException) -> str:
