@@ -34,7 +34,7 @@ from megascale.services.host_service import ReadySignal, ServiceLocation
 log = logging.getLogger("megascale.data.loader")
 
 PLAN, SEGMENT = "plan.json", "segment"
-_FIRST_READER_SECONDS = 900.0  # to wait for the first reader
+_FIRST_FULL_BUFFER_SECONDS = 900.0  # to wait for the first reader
 _LINGER_SECONDS = 2.0  # after the last connection has ended without a word
 
 
@@ -197,7 +197,7 @@ class LoaderService:
         if self.has_readers:
             return self.reception.is_idle(_LINGER_SECONDS)
         # Until the first reader joins, the loader ends with the process that started it.
-        return os.getppid() != self.parent or self.reception.is_idle(_FIRST_READER_SECONDS)
+        return os.getppid() != self.parent or self.reception.is_idle(_FIRST_FULL_BUFFER_SECONDS)
 
     def talk(self, reader: Conversation) -> None:
         """Serve one reader until it leaves or dies; the ring then no longer waits for it."""
