@@ -91,9 +91,9 @@ def test_files_of_another_size_are_named_but_for_torchs_own(storage: Storage) ->
 def test_an_index_has_the_written_length_and_checksum(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = commit(storage, 4, 7)
     data = bytes(storage.read(f"step-4/{saved.index_file}"))
-    monkeypatch.setattr(step_folders, "_INDEX_BYTES", len(data))
+    monkeypatch.setattr(step_folders, "_MAX_INDEX_BYTES", len(data))
     step_folders.read_index(storage, saved)
-    monkeypatch.setattr(step_folders, "_INDEX_BYTES", len(data) - 1)
+    monkeypatch.setattr(step_folders, "_MAX_INDEX_BYTES", len(data) - 1)
     with pytest.raises(DamagedCheckpoint, match=f"is {len(data):,} bytes long; an index has at most {len(data) - 1:,}"):
         step_folders.read_index(storage, saved)
     monkeypatch.undo()
