@@ -13,6 +13,7 @@ thread: a thread that sets none (autograd's own, a service's) uses DEFAULT, as d
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megascale import torch_private
 from megascale.errors import ConfigError
 from megascale.ops import launch
 
@@ -88,7 +90,11 @@ class _TorchDeterministic:
 
     @staticmethod
     def _set(deterministic: bool, warn_only: bool, fill: bool) -> None:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        if "torch._inductor" in sys.modules:
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        else:
+            # The public function imports torch._inductor to set an option there, which takes seconds per process.
+            torch_private.set_deterministic(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
