@@ -2,37 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import logging
-import os
-from pathlib import Path
 
 import torch
 
 log = logging.getLogger("megascale.train")
-
-
-# Modules that torch imports when an engine on a GPU first needs them: 1.5 s, and 5 s where no bytecode is cached.
-_LATE_MODULES = ("torch._dynamo", "torch._higher_order_ops.triton_kernel_wrap", "torch.nn.attention.flex_attention")
-
-
-def import_late_modules(devices: Path = Path("/dev")) -> None:
-    """Import once, for all processes that are forked later, what torch imports late on a GPU; without one nothing.
-
-    Args:
-        devices: folder of device files, which shows GPUs without a context that a fork would inherit.
-    """
-    if torch.version.cuda is None or not any(devices.glob("nvidia[0-9]*")):
-        return
-    # A module that asks for GPUs must not initialise the driver here, which processes that are forked cannot use.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    try:
-        for name in _LATE_MODULES:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-    finally:
-        del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
 
 
 def warm_up(local_rank: int, use_gpu: bool) -> None:

@@ -80,8 +80,6 @@ class ForkServer:
             readable, _, _ = select.select([self._socket.fileno(), self._wakeup_read], [], [], timeout)
             if not readable:
                 _call_function(self._functions.pop(0))
-                gc.collect()
-                gc.freeze()
             if self._wakeup_read in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeup_read, 4096)

@@ -180,7 +180,6 @@ class OwnTrainer(RankProgram):
         "megascale.train.loop",
         "megascale.train.rank_info",
         "megascale.ops.launch:warm_up_forks",
-        "megascale.train.warm_up:import_late_modules",
     )
 
     def __init__(self, run: Path, settings: Path, shared: bool, keeps_processes: bool = False) -> None:
