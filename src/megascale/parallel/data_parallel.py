@@ -19,6 +19,7 @@ from torch import nn
 
 from megascale.config.axes import AXES
 from megascale.core.schedule import WEIGHT_BACKWARDS, ActionKind
+from megascale.errors import ConfigError
 from megascale.ops.gradient_sink import GradientSink
 from megascale.parallel.buffers import FlatShard, ParamAndGradBuffer
 from megascale.parallel.collectives import (
@@ -29,10 +30,12 @@ from megascale.parallel.collectives import (
     reduce_scatter_in_place,
     reduce_scatter_rounded,
 )
+from megascale.parallel.copy_reduction import CopyReduction
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
 from megascale.parallel.gradient_slots import GradientBucket, GradientSlots
 from megascale.parallel.parameter_slots import ParameterSlots
+from megascale.parallel.row_reduction import RowReduction
 
 
 class _ChunkBuckets:
@@ -100,9 +103,12 @@ class DataParallel:
         microbatches: micro-batches of a step, each of which ZeRO-2 reduces; 0 if unknown.
         chunk_slots: ZeRO-3: slot of each chunk if chunks are gathered as a whole (core/unit_slots.py).
         gather_exchange: ZeRO-3: gathers matrices by copy engines.
+        copy_reduction: ZeRO-2 and 3: reduces gradients of units by copy engines.
+        embedding_rows: reduce the gradient of the token embedding by the rows of its tokens (row_reduction.py).
 
     Attributes:
         early_sink: sink of a gradient in a slot that a forward writes and completes; None without one.
+        row_reduction: reduces the gradient of the token embedding by rows; None without it.
     """
 
     def __init__(
@@ -114,6 +120,8 @@ class DataParallel:
         microbatches: int = 0,
         chunk_slots: Sequence[int] | None = None,
         gather_exchange: Exchange | None = None,
+        copy_reduction: CopyReduction | None = None,
+        embedding_rows: bool = False,
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
@@ -147,7 +155,32 @@ class DataParallel:
         self._microbatches = microbatches
         self.slots: GradientSlots | None = None
         if buffers[0].zero >= 2:
-            self.slots = GradientSlots(buffers, self._chunks, self._start_reduction, self._runtime)
+            start_reduction = copy_reduction or self._start_reduction
+            memory = None if copy_reduction is None else copy_reduction.memory
+            self.slots = GradientSlots(buffers, self._chunks, start_reduction, self._runtime, memory)
+        self.row_reduction: RowReduction | None = None
+        self._row_bucket: tuple[_ChunkBuckets, int] | None = None
+        if embedding_rows:
+            self._reduce_embedding_by_rows()
+
+    def _reduce_embedding_by_rows(self) -> None:
+        """Choose the reduction of the token embedding's bucket, if this rank has one."""
+        for chunk in self._chunks:
+            buffer = chunk.buffer
+            index = buffer.find_embedding()
+            if index is None or buffer.axes.reduce.size == 1:
+                continue
+            bucket = buffer.bucket_of[index]
+            span = buffer.layout.buckets[bucket]
+            columns = buffer.parameters[index].shape[-1]
+            if (span.stop - span.start) % (columns * buffer.axes.reduce.size):
+                raise ConfigError(
+                    f"parallel.embedding_reduction=rows needs whole rows per rank, and {buffer.axes.reduce.size} ranks "
+                    f"divide an embedding of {span.stop - span.start} elements, {columns} per row; set "
+                    "--parallel.embedding_reduction=whole"
+                )
+            self.row_reduction = RowReduction(columns)
+            self._row_bucket = chunk, bucket
 
     def drop_communication(self) -> None:
         """Forget everything in flight, because the step has failed and the groups are gone.
@@ -177,6 +210,8 @@ class DataParallel:
 
     def begin_step(self) -> None:
         """Zero the gradients of the last step."""
+        if self.row_reduction is not None:
+            self.row_reduction.forget_tokens()
         for chunk in self._chunks:
             self._runtime.stream.synchronize()
             chunk.buffer.zero_grads(chunk.microbatch_contributions())
@@ -383,7 +418,10 @@ class DataParallel:
         span = buffer.layout.buckets[bucket]
         start = span.start - buffer.resident_start
         grads = buffer.grads[start : span.stop - buffer.resident_start]
-        buckets.reducing[bucket] = self._start_reduction(grads, buffer.axes.reduce)
+        start_reduction = self._start_reduction
+        if self.row_reduction is not None and self._row_bucket == (buckets, bucket):
+            start_reduction = self.row_reduction
+        buckets.reducing[bucket] = start_reduction(grads, buffer.axes.reduce)
 
     # parameters --------------------------------------------------------------------------------------------------
 
