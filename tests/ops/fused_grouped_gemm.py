@@ -103,7 +103,9 @@ def test_blocks_of_rows_meet_the_matrix_of_their_group(counts, spare, sizes, gat
     used = sum(counts)
     assert distance(result[:used], expected[:used]) <= TOLERANCE[torch.bfloat16]
     is_by_pointers = transposed and inner % TILING.inner
-    assert dispatch.list_choices()["experts' rows"].startswith("by pointers" if is_by_pointers else "by tensor descriptors")
+    assert dispatch.list_choices()["experts' rows"].startswith(
+        "by pointers" if is_by_pointers else "by tensor descriptors"
+    )
 
 
 def test_blocks_of_rows_are_refused_where_a_copy_of_rows_does_not_pay():

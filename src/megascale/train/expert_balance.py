@@ -136,7 +136,7 @@ class ExpertBalance:
         for module in self._modules:
             assert module.counts is not None
             assert module.losses is not None
-            counts[self.layers.index(module.index)] += module.counts
+            counts[self.layers.index(module.layer_index)] += module.counts
             scalars[-2:] += module.losses
 
     def update(self, summed: Tensor, skip: Tensor) -> ExpertCounts:
@@ -149,7 +149,7 @@ class ExpertBalance:
         for module in self._modules:
             if module.router_bias is None:
                 continue
-            layer_counts = counts[self.layers.index(module.index)]
+            layer_counts = counts[self.layers.index(module.layer_index)]
             move = torch.sign(layer_counts.mean() - layer_counts) * rate
             move = torch.where(skip, 0.0, move - move.mean())
             module.router_bias += move.to(module.router_bias.dtype)
