@@ -126,7 +126,7 @@ def train_experts(
     redone = []
     for step in range(1, STEPS + 1):
         run_step(engine, step, report)
-        redone.append(engine.experts.redone)
+        redone.append(engine.experts.is_repeated)
     report.state = state_of(engine)
     return report, redone, engine.graphs is not None and not engine.graphs.failure
 

@@ -53,7 +53,7 @@ def logged(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[str], int]
         log.lines.clear()
         run_step(engine, 2, report)
     engine.synchronize()
-    return log.lines, len(engine.flats[0].shards)
+    return log.lines, len(engine.buffers[0].shards)
 
 
 def between(lines: list[str], first: str, stop: str) -> list[str]:

@@ -303,7 +303,7 @@ def measure(
                 seconds.append(time.perf_counter() - start)
             if result.expert_counts is not None and step > warmup:
                 loads.append(result.expert_counts.summarise()["expert_rank_load_max"])
-                redone_steps += result.expert_counts.redone
+                redone_steps += result.expert_counts.is_repeated
     garbage.close()
     next_step = warmup + steps + 1
     peak_memory, device_memory = None, None

@@ -88,7 +88,7 @@ class Ending:
             return
         explained = self._explain(error)
         try:
-            self.is_parking = self._parking is not None and self._parking.accept(explained)
+            self.is_parking = self._parking is not None and self._parking.decide_stay(explained)
             if not self.is_parking:
                 self._report(explained)
         finally:
