@@ -787,7 +787,7 @@ class Engine:
     def _forward(self, chunk: int, i: int, x: torch.Tensor | None) -> torch.Tensor:
         """Run micro-batch `i` through `chunk`; x: the previous chunk's output, None for the model's first chunk."""
         if self.experts is not None and self._blank_batches is not None:
-            self.experts.set_blank(i >= self._blank_batches.own)
+            self.experts.set_blank(i >= self._blank_batches.own_count)
         sample_start = self._first_sample + i * self.config.train.micro_batch
         context = ForwardContext(self._dropout_key, sample_start, self._token_gradient, token_loss=self._token_loss)
         return self._run_chunk(chunk, *self._take_inputs(chunk, i, x), context)
@@ -827,10 +827,10 @@ class Engine:
             return (losses * (1 / self.tokens_per_step)).sum()
         assert batch is not None
         assert batch.loss_weights is not None
-        shares_SB = self._loss_weights.shares(batch.loss_weights)
+        weights_SB = self._loss_weights.normalise(batch.loss_weights)
         if self._computes_gradients_with_loss:
-            context = replace(context, token_grad=shares_SB)
-        return (module(x, batch, context) * shares_SB).sum()
+            context = replace(context, token_grad=weights_SB)
+        return (module(x, batch, context) * weights_SB).sum()
 
     def _list_read_fields(self, chunk: int) -> list[str]:
         """Return the fields of a micro-batch that `chunk` reads, other than its tokens."""
