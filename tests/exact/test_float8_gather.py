@@ -104,7 +104,7 @@ def run(engine: Engine, step: int, more: bool = True, bad: bool = False) -> list
         engine.optimizer.states[0].shard.grads[0] = torch.nan
 
     def compare(_: int) -> None:
-        equal.append(same_on_copies(engine, sum_bits(engine.data_parallel.compute_weights())))
+        equal.append(same_on_copies(engine, sum_bits(engine.data_parallel.list_weights_in_use())))
 
     engine.before_update_hooks[:] = [compare, spoil] if bad else [compare]
     engine.start_gather()

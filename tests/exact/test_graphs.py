@@ -238,4 +238,4 @@ def test_turns():
     reduce = ActionKind.REDUCE_GRADS
     actions = [(forward, 0, 0), (forward, 0, 1), (backward, 0, 1), (reduce, 0, 0), (backward, 0, 0)]
     boundaries = find_boundaries(actions)[0]  # type: ignore[arg-type]
-    assert (boundaries.first_forward, boundaries.first_backward, set(boundaries.reduced)) == (0, 1, {0})
+    assert (boundaries.first_forward, boundaries.first_backward, set(boundaries.reduced_backwards)) == (0, 1, {0})

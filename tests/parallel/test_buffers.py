@@ -118,7 +118,7 @@ def test_only_replicated_gradients_wait_for_the_tensor_axis():
         flat = ParamAndGradBuffer(chunk(axes.tensor), torch.device("cpu"), axes, 1, 500)
         assert flat.layout.tied_bucket == len(flat.layout.buckets) - 1
         for number, span in enumerate(flat.layout.buckets):
-            waits = data_parallel._needs_sums(flat, number)
+            waits = data_parallel._needs_axis_sums(flat, number)
             assert waits == (tensor > 1 and "tensor" in flat.parameters[span.members[0]].spec.summed_axes)
 
 

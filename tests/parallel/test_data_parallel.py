@@ -36,7 +36,7 @@ def logged(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[str], int]
     """The third of three steps, with a line for each contribution to a gradient and each update of a shard, and how
     many buckets each chunk has."""
     log, report = Log(), Told()
-    mark, apply = DataParallel._mark, sharded_adamw.adamw_apply
+    mark, apply = DataParallel._count_contribution, sharded_adamw.adamw_apply
 
     def marked(self: DataParallel, buckets: Any, number: int) -> None:
         log.lines.append("gradient")

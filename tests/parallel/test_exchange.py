@@ -394,7 +394,7 @@ def test_a_call_within_what_another_computes_is_refused(call: str) -> None:
         ex.gather_and_consume(like, lambda part, rank: ex.gather(like), keep_own=False)
     else:
         getattr(ex, call)(lambda out, rank: ex.gather(like), SHAPE, like)
-    with pytest.raises(RuntimeError, match="within the work that another call computes"):
+    with pytest.raises(RuntimeError, match="within the work of another call"):
         run(devices[:1], random.Random(0))
 
 
@@ -507,7 +507,7 @@ def gather_rounds(size: int, gathers: list[int], lag: int, seed: int) -> list[tu
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
     for rank, (device, ex) in enumerate(zip(devices, exchanges, strict=True)):
         for count_of_round, values in zip(gathers, data, strict=True):
-            ex.meet()
+            ex.wait_for_peer_reads()
             device.put("main", lambda values=values, rank=rank: resident[rank].copy_(values[rank]))  # type: ignore[misc]
             pending: deque[tuple[torch.Tensor, Callable[[], None]]] = deque()
 

@@ -26,12 +26,12 @@ class CudaCapture:
         parts: replays of graphs and actions at cuts, in order.
     """
 
-    parts: list[Callable[[], None]] = field(default_factory=list)
+    actions: list[Callable[[], None]] = field(default_factory=list)
     result: Tensor | None = None
 
     def replay(self) -> None:
         """Launch the graphs, with the actions between them."""
-        for part in self.parts:
+        for part in self.actions:
             part()
 
 
@@ -66,7 +66,7 @@ class CudaCapturePool:
         Work on other streams must have joined the present stream.
         """
         self._end_graph()
-        self._capture.parts.append(action)
+        self._capture.actions.append(action)
         self._begin_graph()
 
     def _begin_graph(self) -> None:
@@ -79,7 +79,7 @@ class CudaCapturePool:
         graph, self._graph = self._graph, None
         if graph is not None:
             graph.capture_end()
-            self._capture.parts.append(graph.replay)
+            self._capture.actions.append(graph.replay)
 
 
 @dataclass

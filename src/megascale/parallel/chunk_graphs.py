@@ -40,7 +40,7 @@ from megascale.parallel.weight_gradients import WeightGradientQueue
 EAGER_STEPS = 2  # of an engine: the first counts gradients and chooses kernels; the second runs as all later ones do
 
 # (chunk, micro-batch, input or None) -> the tensors that the chunk reads: its input and fields of the micro-batch.
-Inputs = Callable[[int, int, Tensor | None], tuple[Tensor, ...]]
+ReadInputs = Callable[[int, int, Tensor | None], tuple[Tensor, ...]]
 # (chunk, inputs) -> its output, as Forward's. The same for every micro-batch and step.
 Compute = Callable[[int, tuple[Tensor, ...]], Tensor]
 
@@ -59,7 +59,7 @@ class CapturedMicrobatch:
     grad: Tensor | None
     forward: CudaCapture | HostCapture
     backward: CudaCapture | HostCapture
-    exchanged: tuple[int, int] = (0, 0)
+    exchanged_bytes: tuple[int, int] = (0, 0)
 
     def copy_inputs(self, inputs: tuple[Tensor, ...]) -> None:
         """Copy the inputs of the next replay into the memory that it reads."""
@@ -79,7 +79,7 @@ class Boundaries:
 
     first_forward: int
     first_backward: int
-    reduced: frozenset[int]
+    reduced_backwards: frozenset[int]
 
 
 def find_boundaries(actions: Sequence[Action]) -> dict[int, Boundaries]:
@@ -128,7 +128,7 @@ class ChunkGraphs:
         device: torch.device,
         data_parallel: DataParallel,
     ) -> None:
-        self.enabled = True
+        self.is_enabled = True
         self.failure = ""
         self._buffers = list(buffers)
         self._compute = compute
@@ -137,22 +137,22 @@ class ChunkGraphs:
         self._shape = shape
         self._boundaries = find_boundaries(actions)
         self._is_data_parallel = buffers[0].axes.data.size > 1
-        self._tensor = buffers[0].axes.tensor
-        self._cuts: UnitCuts | None = None
-        self._agreement = self._tensor  # its ranks replay alike or not at all
+        self._tensor_axis = buffers[0].axes.tensor
+        self._unit_cuts: UnitCuts | None = None
+        self._agreement_axis = self._tensor_axis  # its ranks replay alike or not at all
         if buffers[0].zero >= 2:
-            self._cuts = UnitCuts(buffers, data_parallel, runtime)
-            self._agreement = buffers[0].axes.stage
+            self._unit_cuts = UnitCuts(buffers, data_parallel, runtime)
+            self._agreement_axis = buffers[0].axes.stage
         self._sinks = [_find_sinks(buffer) for buffer in buffers]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pools: dict[tuple[int, int], CudaCapturePool | HostCapturePool] = {}
         self._captures: dict[tuple[int, int, bool], CapturedMicrobatch] = {}
-        self._steps = 0
+        self._step_count = 0
         self._has_captured = False  # in the present step
 
     def set_enabled(self, enabled: bool) -> None:
         """Replay from the next step on, or launch each operator."""
-        self.enabled = enabled
+        self.is_enabled = enabled
 
     def clear(self) -> None:
         """Drop all captures, because the chunks will compute something else."""
@@ -162,13 +162,13 @@ class ChunkGraphs:
     def restart(self) -> None:
         """Drop all captures, which hold groups that are gone, and run as many eager steps as a new engine does."""
         self.clear()
-        self._steps = 0
+        self._step_count = 0
         self._has_captured = False
 
-    def begin_step(self, forward: Forward, inputs: Inputs, eagerly: bool = False) -> EagerRunner:
+    def begin_step(self, forward: Forward, inputs: ReadInputs, eagerly: bool = False) -> EagerRunner:
         """Return the runner of the next step's micro-batches; `eagerly` replays none of them."""
-        self._steps += 1
-        if not self.enabled or self.failure or eagerly or self._steps <= EAGER_STEPS:
+        self._step_count += 1
+        if not self.is_enabled or self.failure or eagerly or self._step_count <= EAGER_STEPS:
             return EagerRunner(forward, self._runtime.weight_gradients)
         return GraphedRunner(forward, inputs, self, self._runtime.weight_gradients)
 
@@ -183,13 +183,13 @@ class ChunkGraphs:
         if self.failure:
             return False
         boundaries = self._boundaries[chunk]
-        if self._cuts is not None:
+        if self._unit_cuts is not None:
             module = self._buffers[chunk].module
             # Copies of weights are made of all of the chunk's weights, which have arrived after the first forward.
             return not (module.linears.copies_weights and i == boundaries.first_forward)  # type: ignore[union-attr]
-        return not (self._is_data_parallel and (i == boundaries.first_forward or i in boundaries.reduced))
+        return not (self._is_data_parallel and (i == boundaries.first_forward or i in boundaries.reduced_backwards))
 
-    def microbatch(self, chunk: int, i: int, slot: int, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch | None:
+    def find_or_capture(self, chunk: int, i: int, slot: int, inputs: tuple[Tensor, ...]) -> CapturedMicrobatch | None:
         """Return the captures for micro-batch i as the `slot`-th in flight, capturing if needed; None on failure."""
         is_first = i == self._boundaries[chunk].first_backward
         microbatch = self._captures.get((chunk, slot, is_first))
@@ -200,7 +200,7 @@ class ChunkGraphs:
         except RuntimeError as error:
             self.failure = f"capture failed: {str(error).strip().splitlines()[0]}"
         if self._has_any_rank_failed():
-            group = "tensor-parallel group" if self._agreement is self._tensor else "pipeline stage"
+            group = "tensor-parallel group" if self._agreement_axis is self._tensor_axis else "pipeline stage"
             self.failure = self.failure or f"capture failed on another rank of the {group}"
             self._runtime.kernels.note("CUDA graphs", f"off ({self.failure})")
             self.clear()  # possibly out of memory; micro-batches in flight are replayed to their end
@@ -211,18 +211,18 @@ class ChunkGraphs:
 
     def _has_any_rank_failed(self) -> bool:
         """Return whether a capture failed on a rank that must replay alike."""
-        if self._agreement.size == 1:
+        if self._agreement_axis.size == 1:
             return bool(self.failure)
         failed = torch.tensor([float(bool(self.failure))], device=self._device)
-        return bool(all_reduce(failed, self._agreement, dist.ReduceOp.MAX, "agree_on_capture").wait().item())
+        return bool(all_reduce(failed, self._agreement_axis, dist.ReduceOp.MAX, "agree_on_capture").wait().item())
 
     def replay(self, capture: CudaCapture | HostCapture, op: str, nbytes: int) -> None:
         """Replay. With an exchange inside, the record of calls counts it as `op` of the tensor-parallel group."""
-        exchange = self._tensor.exchange
+        exchange = self._tensor_axis.exchange
         if exchange is None:
             capture.replay()
             return
-        transfer = self._tensor.transfer(op, nbytes)
+        transfer = self._tensor_axis.transfer(op, nbytes)
         exchange.before_replay()
         capture.replay()
         exchange.after_replay()
@@ -230,11 +230,11 @@ class ChunkGraphs:
 
     def replay_backward(self, chunk: int, i: int, microbatch: CapturedMicrobatch) -> None:
         """Replay the backward of micro-batch `i`, which overwrites gradients or adds to them."""
-        op, nbytes = "replayed_backward", microbatch.exchanged[1]
-        if self._cuts is None:
+        op, nbytes = "replayed_backward", microbatch.exchanged_bytes[1]
+        if self._unit_cuts is None:
             self.replay(microbatch.backward, op, nbytes)
         else:
-            with self._cuts.replay(chunk):
+            with self._unit_cuts.replay(chunk):
                 self.replay(microbatch.backward, op, nbytes)
         if i == self._boundaries[chunk].first_backward:
             for sink in self._sinks[chunk]:
@@ -262,15 +262,15 @@ class ChunkGraphs:
         outputs: list[Tensor] = []
         exchanged: list[CapturedCalls] = []
         self._runtime.stream.synchronize()
-        if self._cuts is not None and self._device.type == "cuda":
+        if self._unit_cuts is not None and self._device.type == "cuda":
             # No micro-batch runs eagerly from here on, and a capture cannot take the memory that eager ones have left.
             torch.cuda.empty_cache()
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._set_overwrites(chunk, is_first))
                 stack.enter_context(_no_garbage_collection())
-                if self._cuts is not None and not isinstance(pool, HostCapturePool):
-                    stack.enter_context(self._cuts.capture_in(pool))
+                if self._unit_cuts is not None and not isinstance(pool, HostCapturePool):
+                    stack.enter_context(self._unit_cuts.capture_in(pool))
                 forward = pool.capture(partial(self._run_forward, chunk, static_inputs, outputs, exchanged))
                 backward = pool.capture(partial(self._run_backward, static_inputs[0], outputs, grad, exchanged))
         finally:
@@ -278,7 +278,7 @@ class ChunkGraphs:
         self._has_captured = True
         microbatch = CapturedMicrobatch(static_inputs, grad, forward, backward)
         if exchanged:
-            microbatch.exchanged = exchanged[0].nbytes, exchanged[1].nbytes
+            microbatch.exchanged_bytes = exchanged[0].nbytes, exchanged[1].nbytes
         return microbatch
 
     def _run_forward(
@@ -304,7 +304,7 @@ class ChunkGraphs:
     @contextmanager
     def _capture_exchange(self, exchanged: list[CapturedCalls]) -> Iterator[None]:
         """Capture the exchange of tensor-parallel ranks. It does not run, so the record of calls does not see it."""
-        exchange = self._tensor.exchange
+        exchange = self._tensor_axis.exchange
         if exchange is None:
             yield
             return
@@ -343,35 +343,35 @@ class GraphedRunner(EagerRunner):
     """Runs the micro-batches of one step by replays, except those that have to be eager."""
 
     def __init__(
-        self, forward: Forward, inputs: Inputs, graphs: ChunkGraphs, weight_gradients: WeightGradientQueue
+        self, forward: Forward, inputs: ReadInputs, graphs: ChunkGraphs, weight_gradients: WeightGradientQueue
     ) -> None:
         super().__init__(forward, weight_gradients)
-        self._inputs = inputs
+        self._read_inputs = inputs
         self._graphs = graphs
         self._replayed: dict[tuple[int, int], tuple[int, CapturedMicrobatch]] = {}
-        self._pinned: set[int] = set()  # chunks whose weights lie where graphs read them
+        self._pinned_chunks: set[int] = set()  # chunks whose weights lie where graphs read them
 
     def forward(self, chunk: int, i: int, x: Tensor | None) -> Tensor:
         """Replay the forward of micro-batch `i`, or run it eagerly."""
         if not self._graphs.can_replay(chunk, i):
             return super().forward(chunk, i, x)
-        inputs = self._inputs(chunk, i, x)
-        if chunk not in self._pinned:
-            self._pinned.add(chunk)
+        inputs = self._read_inputs(chunk, i, x)
+        if chunk not in self._pinned_chunks:
+            self._pinned_chunks.add(chunk)
             self._graphs.pin_weights(chunk)
-        slot = self._free_slot(chunk)
-        microbatch = self._graphs.microbatch(chunk, i, slot, inputs)
+        slot = self._find_free_slot(chunk)
+        microbatch = self._graphs.find_or_capture(chunk, i, slot, inputs)
         if microbatch is None:
             return super().forward(chunk, i, x)
         self._replayed[chunk, i] = slot, microbatch
         microbatch.copy_inputs(inputs)
-        self._graphs.replay(microbatch.forward, "replayed_forward", microbatch.exchanged[0])
+        self._graphs.replay(microbatch.forward, "replayed_forward", microbatch.exchanged_bytes[0])
         output = microbatch.forward.result
         assert output is not None
         # The sum of losses is read after later replays have overwritten this memory.
         return output.clone() if microbatch.grad is None else output
 
-    def _free_slot(self, chunk: int) -> int:
+    def _find_free_slot(self, chunk: int) -> int:
         used = {slot for (c, _), (slot, _) in self._replayed.items() if c == chunk}
         return next(n for n in range(len(used) + 1) if n not in used)
 

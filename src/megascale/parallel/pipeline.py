@@ -106,12 +106,12 @@ class _StepState:
     """Tensors and transfers of one step, by (chunk, micro-batch)."""
 
     def __init__(self) -> None:
-        self.received: dict[tuple[ActionKind, int, int], Pending] = {}
+        self.pending_receives: dict[tuple[ActionKind, int, int], Pending] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.grads: dict[tuple[int, int], Tensor] = {}
-        self.sending: dict[P2PStream, deque[Pending]] = {}
+        self.pending_sends: dict[P2PStream, deque[Pending]] = {}
         self.loss: Tensor | None = None
-        self.started: set[int] = set()  # chunks that have run a forward
+        self.started_chunks: set[int] = set()  # chunks that have run a forward
 
 
 class PipelineExecutor:
@@ -146,7 +146,7 @@ class PipelineExecutor:
         self.device = device
         self.actions = schedule[stage]
         self.first_gather = schedule.first_gather(stage)
-        self.bytes = dtype.itemsize * torch.Size(shape).numel()
+        self.activation_bytes = dtype.itemsize * torch.Size(shape).numel()
         # (stage, chunk) of the previous and the next chunk in the model, or None, of each chunk of this stage.
         chunks = range(schedule.virtual_stages)
         self._previous = [schedule.chunk_map.neighbour(stage, chunk, -1) for chunk in chunks]
@@ -168,7 +168,7 @@ class PipelineExecutor:
             self.runtime.calls.set_action(_LABELS[kind], chunk, i, index)
             recorder.begin_action(SPAN_OF_ACTION[kind], chunk, i)
             if kind.is_compute and self.schedule.exposed:
-                for queue in step.sending.values():
+                for queue in step.pending_sends.values():
                     self._limit_sends(queue, 0)
             if kind == ActionKind.FORWARD:
                 self._run_forward(step, chunks, data, chunk, i)
@@ -179,7 +179,7 @@ class PipelineExecutor:
                 chunks.backward_weight(chunk, i)
                 data.end_backward(chunk, kind)
             elif kind.is_receive:
-                step.received[kind, chunk, i] = self._receive(kind, chunk)
+                step.pending_receives[kind, chunk, i] = self._receive(kind, chunk)
             elif kind == ActionKind.SEND_FORWARD:
                 self._start_send(step, kind, chunk, step.outputs[chunk, i])
             elif kind == ActionKind.SEND_BACKWARD:
@@ -189,13 +189,13 @@ class PipelineExecutor:
             elif kind == ActionKind.REDUCE_GRADS:
                 data.arm_reductions(chunk)
             recorder.end_action()
-        for queue in step.sending.values():
+        for queue in step.pending_sends.values():
             self._limit_sends(queue, 0)
         return step.loss
 
     def _run_forward(self, step: _StepState, chunks: EagerRunner, data: DataParallel, chunk: int, i: int) -> None:
-        if chunk not in step.started:
-            step.started.add(chunk)
+        if chunk not in step.started_chunks:
+            step.started_chunks.add(chunk)
             data.await_parameters(chunk)
         x = None
         previous = self._previous[chunk]
@@ -204,7 +204,7 @@ class PipelineExecutor:
             if previous_stage == self.stage:
                 x = step.outputs[previous_chunk, i]
             else:
-                x = step.received.pop((ActionKind.RECV_FORWARD, chunk, i)).wait()
+                x = step.pending_receives.pop((ActionKind.RECV_FORWARD, chunk, i)).wait()
         self._free_send_buffer(step, ActionKind.SEND_FORWARD, self._next[chunk])
         y = chunks.forward(chunk, i, x)
         step.outputs[chunk, i] = y
@@ -221,7 +221,7 @@ class PipelineExecutor:
             if next_stage == self.stage:
                 grad = step.grads.pop((next_chunk, i))
             else:
-                grad = step.received.pop((ActionKind.RECV_BACKWARD, chunk, i)).wait()
+                grad = step.pending_receives.pop((ActionKind.RECV_BACKWARD, chunk, i)).wait()
         self._free_send_buffer(step, ActionKind.SEND_BACKWARD, self._previous[chunk])
         data.begin_backward(chunk, kind)
         if kind == ActionKind.BACKWARD_INPUT:
@@ -301,12 +301,12 @@ class PipelineExecutor:
 
     def _start_send(self, step: _StepState, kind: ActionKind, chunk: int, tensor: Tensor) -> None:
         stream = self._stream(kind, chunk)
-        step.sending.setdefault(stream, deque()).append(self._send(stream, tensor))
+        step.pending_sends.setdefault(stream, deque()).append(self._send(stream, tensor))
 
     def _free_send_buffer(self, step: _StepState, kind: ActionKind, target: tuple[int, int] | None) -> None:
         """Wait until a result that `kind` sends to the chunk `target` has a free buffer."""
         if target is not None and target[0] != self.stage:
-            self._limit_sends(step.sending.get(self.streams[kind, target[0]], deque()), SEND_SLOTS - 1)
+            self._limit_sends(step.pending_sends.get(self.streams[kind, target[0]], deque()), SEND_SLOTS - 1)
 
     @staticmethod
     def _limit_sends(queue: deque[Pending], limit: int) -> None:
@@ -336,4 +336,4 @@ class PipelineExecutor:
         return Pending(tensor, dist.isend(tensor, stream.peer, group=stream.group), transfer)
 
     def _transfer(self, stream: P2PStream, op: str) -> Transfer:
-        return self.runtime.transfer(stream.name, SpanAxis.PIPELINE, op, self.bytes, stream.peer)
+        return self.runtime.transfer(stream.name, SpanAxis.PIPELINE, op, self.activation_bytes, stream.peer)

@@ -130,7 +130,7 @@ def _reduce_scattered_gemm(
     return Pending(pending.wait()) if axis.overlap == "off" else pending
 
 
-def _select_part(x: Operand, axis: Axis, rank: int) -> Operand:
+def _select_rank_rows(x: Operand, axis: Axis, rank: int) -> Operand:
     """Return a GEMM's operand with the rows of one rank."""
     n = x.data.shape[0] // axis.size
     return x.select_rows(rank * n, (rank + 1) * n)
@@ -202,7 +202,7 @@ def _scattered_gradients(
     ready = axis.runtime.stream.record_event()
 
     def write_dgrad(out: torch.Tensor, rank: int | None) -> None:
-        part = gradient if rank is None else _select_part(gradient, axis, rank)
+        part = gradient if rank is None else _select_rank_rows(gradient, axis, rank)
         linears.dgrad(part, weight, out)
 
     # The scatter is in flight while the weight's gradient is computed.
@@ -217,7 +217,7 @@ def _scattered_input_gradient(dy: torch.Tensor, weight: torch.Tensor, linears: L
     gradient = linears.prepare_gradient(dy, weight)
 
     def write_dgrad(out: torch.Tensor, rank: int | None) -> None:
-        part = gradient if rank is None else _select_part(gradient, axis, rank)
+        part = gradient if rank is None else _select_rank_rows(gradient, axis, rank)
         linears.dgrad(part, weight, out)
 
     shape = (*dy.shape[:-1], weight.shape[1])
@@ -254,7 +254,7 @@ class _LinearScatter(torch.autograd.Function):
         def write_sum(out: torch.Tensor, rank: int | None) -> None:
             for i, (operand, weight) in enumerate(zip(operands, weights, strict=True)):
                 # Adding in the GEMM avoids a concatenation.
-                part = operand if rank is None else _select_part(operand, linears.axis, rank)
+                part = operand if rank is None else _select_rank_rows(operand, linears.axis, rank)
                 linears.forward(part, weight, None, out, i > 0)
 
         shape = (*xs[0].shape[:-1], weights[0].shape[0])

@@ -136,7 +136,7 @@ class FaultInjector:
     def _flip_weight(self, fault: dict[str, Any]) -> None:
         """Flip the highest mantissa bit of one weight: of the master weights at rest, or of the copy in use."""
         if fault.get("copy"):
-            self._run_before_update(lambda: _flip_bit(next(self.engine.data_parallel.compute_weights())))
+            self._run_before_update(lambda: _flip_bit(next(self.engine.data_parallel.list_weights_in_use())))
         else:
             _flip_bit(self.engine.optimizer.states[0].master)
 

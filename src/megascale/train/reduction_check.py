@@ -56,19 +56,19 @@ class ReductionCheck:
         """Sum the addends of all reductions that start until `end`, by replacing the functions that start them."""
         data = self._data
         self._sums.clear()
-        start_slot = None if data.slots is None else data.slots.start_reduction
+        start_slot = None if data.gradient_slots is None else data.gradient_slots.start_reduction
         self._originals = data._start_reduction, start_slot
         data._start_reduction = self._watch(data._start_reduction)
-        if data.slots is not None and start_slot is not None:
-            data.slots.start_reduction = self._watch(start_slot)
+        if data.gradient_slots is not None and start_slot is not None:
+            data.gradient_slots.start_reduction = self._watch(start_slot)
 
     def end(self) -> None:
         """Restore the functions that start reductions."""
         if self._originals is None:
             return
         self._data._start_reduction, start_slot = self._originals
-        if self._data.slots is not None and start_slot is not None:
-            self._data.slots.start_reduction = start_slot
+        if self._data.gradient_slots is not None and start_slot is not None:
+            self._data.gradient_slots.start_reduction = start_slot
         self._originals = None
 
     def _watch(self, start: StartReduction) -> StartReduction:
@@ -87,7 +87,7 @@ class ReductionCheck:
 
     def _find_bucket(self, grads: Tensor) -> tuple[int, int]:
         """Return (chunk, bucket) of the gradients that a reduction receives."""
-        slots = self._data.slots
+        slots = self._data.gradient_slots
         if slots is not None:
             for bucket in slots.active:
                 if bucket.grads is grads:

@@ -68,7 +68,7 @@ class WeightWatch:
         if self._master_sums is not None:
             self._has_changed = (sum_bits(self._list_masters()) != self._master_sums).any()
         if (step - 1) % self.interval == 0:
-            self._sums_in_use = (step - 1, sum_bits(self.engine.data_parallel.compute_weights()))
+            self._sums_in_use = (step - 1, sum_bits(self.engine.data_parallel.list_weights_in_use()))
 
     def _after_update(self, step: int) -> None:
         if self._compares_masters:
