@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event
 
@@ -141,6 +143,20 @@ def test_torch_is_deterministic_while_an_engine_that_wants_it_works(monkeypatch:
     with pytest.raises(LookupError):
         engine.step(fails, 3, 0.0)
     assert told_torch() == before
+
+
+FIRST_USE = """
+import sys
+import torch
+from megascale.ops.dispatch import Kernels
+with Kernels(deterministic=True).as_current():
+    print(torch.are_deterministic_algorithms_enabled(), "torch._inductor" in sys.modules)
+"""
+
+
+def test_deterministic_operators_do_not_import_the_compiler() -> None:
+    result = subprocess.run([sys.executable, "-c", FIRST_USE], stdout=subprocess.PIPE, text=True, check=True)
+    assert result.stdout.split() == ["True", "False"]
 
 
 def test_torch_is_deterministic_until_the_last_thread_that_wants_it_has_left() -> None:

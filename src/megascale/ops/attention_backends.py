@@ -183,6 +183,10 @@ def compiled_flex() -> Callable[..., Any]:
     """Return torch's FlexAttention, compiled for static shapes."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    # `ops/dispatch.py` sets this without an import of the compiler, which has an option of its own.
+    torch.use_deterministic_algorithms(
+        torch.are_deterministic_algorithms_enabled(), warn_only=torch.is_deterministic_algorithms_warn_only_enabled()
+    )
     return torch.compile(flex_attention, dynamic=False)
 
 

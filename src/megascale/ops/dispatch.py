@@ -13,6 +13,7 @@ thread: a thread that sets none (autograd's own, a service's) uses DEFAULT, as d
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megascale import torch_private
 from megascale.errors import ConfigError
 from megascale.ops import launch
 
@@ -88,7 +90,11 @@ class _TorchDeterministic:
 
     @staticmethod
     def _set(deterministic: bool, warn_only: bool, fill: bool) -> None:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        if "torch._inductor" in sys.modules:
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        else:
+            # The public function imports torch._inductor to set an option there, which takes seconds per process.
+            torch_private.set_deterministic(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
@@ -101,6 +107,7 @@ class Kernels:
     Args:
         mode: kernels.mode: "auto", "fused" (an error if unavailable) or "reference".
         deterministic: kernels.deterministic.
+        reads_expert_blocks: kernels.expert_rows_gemm is "descriptors" (ops/grouped_gemm.py).
 
     Attributes:
         wide_gemm: whether torch's CUDA GEMM adds into float32 (ops/linear.py); None until the first.
@@ -110,7 +117,7 @@ class Kernels:
     `deterministic` with a CUBLAS_WORKSPACE_CONFIG that is not deterministic.
     """
 
-    def __init__(self, mode: str = "auto", deterministic: bool = False) -> None:
+    def __init__(self, mode: str = "auto", deterministic: bool = False, reads_expert_blocks: bool = False) -> None:
         if mode == "fused" and not (HAVE_TRITON and (INTERPRET or torch.cuda.is_available())):
             missing = "no CUDA device is visible" if HAVE_TRITON else "Triton is not installed"
             raise ConfigError(
@@ -124,6 +131,7 @@ class Kernels:
             )
         self.mode = mode
         self.deterministic = deterministic
+        self.reads_expert_blocks = reads_expert_blocks
         self.choices: dict[str, str] = {}
         self.wide_gemm: bool | None = None
         self.amaxes: Any = None

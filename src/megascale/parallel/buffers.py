@@ -97,6 +97,7 @@ class ParamAndGradBuffer:
         bucket_elements: approximate size of a bucket; None for one bucket per chunk. With ZeRO-3 it divides
             resident parameters only.
         float8_gather: place the matrices of linear layers in buckets of their own, which may be gathered in float8.
+        embedding_alone: place the token embedding in a bucket of its own.
     """
 
     def __init__(
@@ -107,10 +108,12 @@ class ParamAndGradBuffer:
         zero: int = 1,
         bucket_elements: int | None = None,
         float8_gather: bool = False,
+        embedding_alone: bool = False,
     ) -> None:
         self.module = module
         self.axes = axes = axes or Axes()
         self.zero = min(zero, 1) if axes.data.size == 1 else zero
+        self._embedding_alone = embedding_alone
         meta_params = [param for param in module.parameters() if param.requires_grad]
         specs = [spec_of(param) for param in meta_params]
         self.names = {piece.name for spec in specs for piece in spec.pieces}
@@ -154,13 +157,15 @@ class ParamAndGradBuffer:
 
     def _make_member(self, param: nn.Parameter, float8_gather: bool, unit: int | None) -> BufferMember:
         spec = spec_of(param)
-        tied = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
+        is_embedding = any(piece.name == TIED for piece in spec.pieces)
+        tied = self.axes.tied.size > 1 and is_embedding
         decay = any(piece.decay for piece in spec.pieces)
         # Replicas along the tensor axis have a region of their own also on one rank: that keeps the order of sums.
         summed = tuple(name for name in spec.summed_axes if name == "tensor" or self.axes.along(name).size > 1)
         if tied or summed or not decay:
             unit = None
-        return BufferMember(param.numel(), decay, summed, tied, float8_gather, unit)
+        alone = is_embedding and self._embedding_alone
+        return BufferMember(param.numel(), decay, summed, tied, float8_gather, unit, alone)
 
     def set_grads(self, buffer: torch.Tensor) -> None:
         """Accumulate the gradients of resident parameters in `buffer` from now on."""
@@ -169,6 +174,13 @@ class ParamAndGradBuffer:
             param = self.parameters[i]
             start = self.layout.starts[i] - self.resident_start
             self.sinks[i].main_grad = buffer[start : start + param.numel()].view(param.shape)
+
+    def find_embedding(self) -> int | None:
+        """Return the index of the token embedding among the parameters, None without one."""
+        for i, param in enumerate(self.parameters):
+            if any(piece.name == TIED for piece in spec_of(param).pieces):
+                return i
+        return None
 
     def slice_grads(self, start: int, stop: int) -> torch.Tensor:
         """Return the gradients of elements [start, stop) of the layout, which are resident."""

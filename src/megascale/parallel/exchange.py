@@ -20,6 +20,8 @@ the same flag and the same buffer.
 
 Memory that a rank changes rarely, such as its shard of the parameters, is gathered without a copy into a buffer
 (`gather_resident`). A rank changes it only after `wait_for_peer_reads`, when every peer has ended its earlier calls.
+Gradients are reduced without a copy into a buffer too (`reduce_resident`). Such a call ends when the peers have read
+them.
 
 A peer that dies or hangs sets no flag. The exchange's watch (peer_watch.py) then ends the waits of this rank, in graphs
 too, and the next call, replay or `check` raises TrainingError.
@@ -31,12 +33,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.ops.peer_max import PeerMax
+from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel.peer_watch import PeerWatch
 from megascale.parallel.runtime import Runtime
 
@@ -172,6 +176,7 @@ class Exchange:
         self._empty_call_number = 0  # the call after which every peer had finished all earlier ones
         self._unread_buffers: set[int] = set()  # buffers of scatters whose result was not awaited
         self._views: dict[Any, list[torch.Tensor]] = {}
+        self._staging_sums: list[Any] = [None, None]  # the last sum of each half of the staging memory
 
     @staticmethod
     def bytes_needed(size: int, shard_bytes: int) -> int:
@@ -390,6 +395,50 @@ class Exchange:
         streams.copy(out[self.rank], shards[self.rank])
         end = self._end_call()
         return lambda: self._await(end)
+
+    def reduce_resident(self, parts: Sequence[torch.Tensor], staging: torch.Tensor) -> Callable[[], None]:
+        """Sum this rank's part of a tensor over all ranks, in place.
+
+        The reduction overlaps with later work. The side stream adds the parts in the order of ranks.
+
+        Args:
+            parts: every rank's addend of the part that this rank reduces [elements], as views of `resident`.
+            staging: memory of this rank for two pieces of the peers' addends [2, size - 1, elements of a piece].
+
+        Returns:
+            A function that waits for the sum in parts[rank], and until the peers have read this rank's addends.
+        """
+        streams = self._streams
+        local_part = parts[self.rank]
+        number = self._begin_call(local_part.nbytes)
+        self._copy_waits_for_main()
+        for step in range(1, self.size):
+            streams.signal((self.rank - step) % self.size, number)
+        piece_length = staging.shape[-1]
+        for index, start in enumerate(range(0, len(local_part), piece_length)):
+            stop = min(start + piece_length, len(local_part))
+            half = index % 2
+            if self._staging_sums[half] is not None:
+                streams.stream_wait("copy", self._staging_sums[half])
+            received = staging[half, :, : stop - start]
+            for step in range(1, self.size):
+                peer = (self.rank + step) % self.size
+                if not start:
+                    streams.wait_for(peer, number)
+                row = peer if peer < self.rank else peer - 1
+                streams.copy(received[row], parts[peer][start:stop])
+            streams.stream_wait("side", streams.record_event("copy"))
+            streams.compute(partial(sum_over_peers, local_part[start:stop], received, self.rank), "side")
+            self._staging_sums[half] = streams.record_event("side")
+        sum_event = streams.record_event("side")
+        self._make_empty_call()
+        read_event = streams.record_event("copy")
+
+        def wait() -> None:
+            self._await(read_event)
+            streams.stream_wait("main", sum_event)
+
+        return wait
 
     def wait_for_peer_reads(self) -> None:
         """Let later work wait until every peer has ended its earlier calls and no longer reads `resident`."""

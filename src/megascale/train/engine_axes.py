@@ -24,6 +24,7 @@ from megascale.errors import ConfigError
 from megascale.parallel import symmetric
 from megascale.parallel.buffers import Axes, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
+from megascale.parallel.copy_reduction import CopyReduction, count_slot_elements
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.pipeline import P2PStream, P2PStreams
 from megascale.parallel.resident_memory import count_resident_bytes
@@ -134,6 +135,33 @@ def choose_gathers(
             "data-parallel group on one host whose GPUs reach each other"
         )
     return exchange, {"matrices gathered by": "copy engines"}
+
+
+def choose_reductions(
+    axis: Axis, config: Config, buffers: Sequence[ParamAndGradBuffer], device: torch.device
+) -> tuple[CopyReduction | None, Exchange | None, dict[str, str]]:
+    """Return the reduction of units' gradients by copies, its exchange, and its start-up line by name.
+
+    Return None in place of reduction and exchange unless overlap.reductions=copies. Raises ConfigError if the exchange
+    is unavailable.
+    """
+    if config.overlap.reductions != "copies" or axis.size == 1:
+        return None, None, {}
+    element_count = count_slot_elements(buffers)
+    dtype = buffers[0].grad_dtype
+    exchange = symmetric.make_exchange(
+        axis,
+        shard_bytes=0,
+        device=device,
+        timeout=config.rendezvous.group_timeout,
+        resident_bytes=element_count * dtype.itemsize,
+    )
+    if isinstance(exchange, str):
+        raise ConfigError(
+            f"overlap.reductions=copies is unavailable: {exchange}; set --overlap.reductions=collectives, or put each "
+            "data-parallel group on one host whose GPUs reach each other"
+        )
+    return CopyReduction(exchange, element_count, dtype), exchange, {"gradients of units reduced by": "copy engines"}
 
 
 def choose_context_exchange(

@@ -136,7 +136,7 @@ class UpdateCheck:
         parts_by_names: dict[StateNames, list[tuple[ShardState, StatePart]]] = {}
         for state in self._optimizer.states:
             for part in state.parts:
-                if part.segments.rows:
+                if part.segments.ranges:
                     parts_by_names.setdefault(tuple(part.state), []).append((state, part))
         local_sizes: list[tuple[StateNames, int, int, int]] = []
         ranges_by_names = {}
@@ -266,7 +266,7 @@ class UpdateCheck:
             rows: rows of `_Copy.segments_SF`.
         """
         segment_list = [Segment(start, stop, bool(decay), tensor) for start, stop, decay, tensor in rows if stop]
-        segments = Segments(segment_list, len(self._rule.shards.names), tensors["master"].device)
+        segments = Segments(segment_list, len(self._rule.shards.tensor_names), tensors["master"].device)
         state_tensors = {name: tensors[name] for name in (*family.names, *self._rule.list_inputs(family.names))}
         part = StatePart(0, family.elements, [], segments, state_tensors)
         shard = FlatShard(tensors.get("weights", tensors["master"]), tensors["grads"], [])
@@ -296,7 +296,7 @@ class UpdateCheck:
                 tensors = []
                 for segment_start, segment_stop, _, tensor in list_segments(copy.slices):
                     if segment_start < start + TILE and segment_stop > start:
-                        tensors.append(self._rule.shards.names[tensor])
+                        tensors.append(self._rule.shards.tensor_names[tensor])
                 if not tensors:
                     return name
                 if tensors[0] != tensors[-1]:
@@ -347,10 +347,10 @@ def list_segments(slices: Sequence[_Slice]) -> list[tuple[int, int, int, int]]:
     segments = []
     for state_slice in slices:
         shift = state_slice.offset - state_slice.start
-        for segment in state_slice.part.segments.rows:
+        for segment in state_slice.part.segments.ranges:
             start, stop = max(segment.start, state_slice.start), min(segment.stop, state_slice.stop)
             if start < stop:
-                segments.append((start + shift, stop + shift, int(segment.decay), segment.tensor))
+                segments.append((start + shift, stop + shift, int(segment.decay), segment.tensor_index))
     return segments
 
 
