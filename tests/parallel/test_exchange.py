@@ -543,7 +543,7 @@ def test_resident_memory_is_gathered_as_it_was_in_its_round(size: int, gathers: 
 
 def test_resident_memory_that_changes_without_a_meeting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
-    monkeypatch.setattr(Exchange, "meet", lambda self: None)
+    monkeypatch.setattr(Exchange, "wait_for_peer_reads", lambda self: None)
     right = 0
     for seed in range(60):
         right += all(torch.allclose(*pair) for pair in gather_rounds(3, [1, 2, 1], 0, seed))
