@@ -46,7 +46,10 @@ def logged(rank: int, world: int, tree: dict[str, Any]) -> tuple[list[str], int]
         log.lines.append("update")
         apply(*args, **kwargs)
 
-    with mock.patch.object(DataParallel, "_mark", marked), mock.patch.object(sharded_adamw, "adamw_apply", updated):
+    with (
+        mock.patch.object(DataParallel, "_count_contribution", marked),
+        mock.patch.object(sharded_adamw, "adamw_apply", updated),
+    ):
         engine = make_engine(rank, world, tree)
         engine.runtime.calls = log
         run_step(engine, 1, report)
