@@ -80,8 +80,8 @@ class StepCheck(Protocol):
     def begin_step(self, step: int) -> None:
         """Prepare for a step, before its first micro-batch."""
 
-    def watch(self, chunks: EagerRunner) -> EagerRunner:
-        """Return a runner that observes the step's micro-batches, or `chunks` itself."""
+    def watch(self, runner: EagerRunner) -> EagerRunner:
+        """Return a runner that observes the step's micro-batches, or `runner` itself."""
 
     def needs_eager_step(self) -> bool:
         """Return whether the present step must run without CUDA graphs, which would hide its results."""
@@ -735,16 +735,16 @@ class Engine:
         if self.experts is not None:
             self.experts.begin_step()
         if self.graphs is None:
-            chunks = EagerRunner(self._forward, self.runtime.weight_gradients)
+            runner = EagerRunner(self._forward, self.runtime.weight_gradients)
         else:
             runs_eagerly = eagerly or count_casts or self.backward_in_own_thread
             if self.replay_check is not None and self.replay_check.needs_eager_step():
                 runs_eagerly = True
-            chunks = self.graphs.begin_step(self._forward, self._take_graph_inputs, eagerly=runs_eagerly)
+            runner = self.graphs.begin_step(self._forward, self._take_graph_inputs, eagerly=runs_eagerly)
         if self.replay_check is not None:
-            chunks = self.replay_check.watch(chunks)
+            runner = self.replay_check.watch(runner)
         with torch.autograd.set_multithreading_enabled(self.backward_in_own_thread):
-            loss = self.pipeline.run(chunks, self.data_parallel)
+            loss = self.pipeline.run(runner, self.data_parallel)
         if self.graphs is not None:
             self.graphs.end_step()
         return loss
@@ -778,10 +778,10 @@ class Engine:
         self.data_parallel.begin_step()
         if self.experts is not None:
             self.experts.begin_step()
-        chunks = watch(EagerRunner(self._forward, self.runtime.weight_gradients))
+        runner = watch(EagerRunner(self._forward, self.runtime.weight_gradients))
         try:
             with torch.autograd.set_multithreading_enabled(False), self.data_parallel.discard_gradients():
-                self.pipeline.run_microbatch(chunks, self.data_parallel)
+                self.pipeline.run_microbatch(runner, self.data_parallel)
         finally:
             self._first_sample, self._micro_batches = saved
 

@@ -183,11 +183,11 @@ class ReplayCheck:
         self._trained = self._make_trace()
         self._reduction_check.begin()
 
-    def watch(self, chunks: EagerRunner) -> EagerRunner:
-        """Return a runner that traces the step's first micro-batch, or `chunks` itself if no check is due."""
+    def watch(self, runner: EagerRunner) -> EagerRunner:
+        """Return a runner that traces the step's first micro-batch, or `runner` itself if no check is due."""
         if self._trained is None:
-            return chunks
-        return TracedRunner(chunks, self._trained)
+            return runner
+        return TracedRunner(runner, self._trained)
 
     def needs_eager_step(self) -> bool:
         """Return whether the step is checked and must run without graphs, which hide the operators from a trace.
@@ -267,7 +267,7 @@ class ReplayCheck:
         batch = replace(self._batch, **shifted)
         owner = (self._replica - distance) % self._replica_count
         trace = self._make_trace()
-        self._engine.run_replay(batch, self._find_first_sample(owner), lambda chunks: TracedRunner(chunks, trace))
+        self._engine.run_replay(batch, self._find_first_sample(owner), lambda runner: TracedRunner(runner, trace))
         trace.finish()
         return trace
 
