@@ -77,7 +77,7 @@ class UnitCuts:
 
     @contextmanager
     def replay(self, chunk: int) -> Iterator[None]:
-        """Enclose the replay of a chunk's backward, in which cuts prepare and reduce units instead of gradient sinks."""
+        """Enclose the replay of a chunk's backward, in which cuts prepare and reduce units, not gradient sinks."""
         self._is_replaying = True
         try:
             yield
