@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megascale.core.calls import NullCallLog
 from megascale.core.schedule import Action, ActionKind
-from megascale.ops.gradient_sink import GradientSink, sink_of
+from megascale.ops.gradient_sink import GradientSink, get_sink
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.captures import CudaCapture, CudaCapturePool, HostCapture, HostCapturePool
 from megascale.parallel.collectives import all_reduce
@@ -202,7 +202,7 @@ class ChunkGraphs:
         if self._has_any_rank_failed():
             group = "tensor-parallel group" if self._agreement is self._tensor else "pipeline stage"
             self.failure = self.failure or f"capture failed on another rank of the {group}"
-            self._runtime.kernels.note("CUDA graphs", f"off ({self.failure})")
+            self._runtime.kernels.record_choice("CUDA graphs", f"off ({self.failure})")
             self.clear()  # possibly out of memory; micro-batches in flight are replayed to their end
             return None
         assert microbatch is not None
@@ -243,7 +243,7 @@ class ChunkGraphs:
     def pin_weights(self, chunk: int) -> None:
         """Put float8 copies of the chunk's weights where graphs read them."""
         module = self._buffers[chunk].module
-        module.linears.pin_weights(module.linear_weights().values())  # type: ignore[operator, union-attr]
+        module.linears.pin_weights(module.collect_linear_weights().values())  # type: ignore[operator, union-attr]
 
     def _make_pool(self) -> CudaCapturePool | HostCapturePool:
         return CudaCapturePool(self._stream) if self._stream else HostCapturePool()
@@ -393,7 +393,7 @@ def _find_sinks(buffer: ParamAndGradBuffer) -> list[GradientSink]:
     """Return the sinks that a chunk's backward writes: a last chunk may read another's embedding."""
     if not buffer.module.last:
         return buffer.sinks
-    output_sink = sink_of(buffer.module.output_weight)  # type: ignore[arg-type]
+    output_sink = get_sink(buffer.module.output_weight)  # type: ignore[arg-type]
     if output_sink is None or output_sink in buffer.sinks:
         return buffer.sinks
     return [*buffer.sinks, output_sink]
