@@ -72,7 +72,7 @@ class CompleteCheckpoint:
                 f"{name} of the checkpoint {self._name!r} is {list(box.sizes)}, for which this machine has no memory "
                 f"({str(error).splitlines()[0][:200]})"
             ) from None
-        for row in self._index.overlapping(name, box).tolist():
+        for row in self._index.find_overlapping(name, box).tolist():
             chunk = self._read_chunk(row)
             chunk_box = self._index.box(row)
             common = intersect_boxes(chunk_box, box)

@@ -872,7 +872,7 @@ class Trainer:
 
     def _save_if_due(self) -> None:
         """Save the state after a step that is not the last, to storage or to memory, if a save is due."""
-        target = self.checkpointer.save_target(self.step)
+        target = self.checkpointer.choose_save_target(self.step)
         if target is not None:
             self._save(persist=target == "storage")
 

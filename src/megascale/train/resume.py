@@ -322,7 +322,7 @@ class ResumeGuard:
         if unknown:
             self.notes.append(f"{name} has settings that this version does not know and ignores: {', '.join(unknown)}")
         has_text = any(map(is_text, self.config.data.train))
-        self.changes = setting_changes.find_changes(saved, self.config, begun=has_begun, text=has_text)
+        self.changes = setting_changes.find_changes(saved, self.config, has_trained=has_begun, has_text=has_text)
         refused = [change for change in self.changes if change.kind == "refused"]
         alternative = setting_changes.OTHER_RUN
         if has_trained is False and self.config.checkpoint.start_from is not None:
@@ -510,7 +510,8 @@ def load_trained_config(run: Path, step: int | None = None) -> tuple[Config, Acc
     def accept(state: Mapping[str, Any], name: str) -> bool:
         tree = state.get("config")
         if isinstance(tree, Mapping):
-            changes = setting_changes.find_changes(setting_changes.read_saved_config(tree)[0], config, begun=False)
+            saved_config, _ = setting_changes.read_saved_config(tree)
+            changes = setting_changes.find_changes(saved_config, config, has_trained=False)
             refused = [change for change in changes if change.kind == "refused"]
             problem = setting_changes.explain_changes(name, refused, ())
             if problem:

@@ -348,7 +348,7 @@ def test_two_may_commit_a_save_at_once(run: Path) -> None:
         done = list(pool.map(lambda storage: pending_saves.try_commit(storage, 3, generation), storages))
     assert done[0] == done[1] is not None
     assert done[0] is not None
-    folders.withdraw(storages[0], 3, generation)  # one that believes it has failed takes nothing from the other
+    folders.withdraw_save(storages[0], 3, generation)  # one that believes it has failed takes nothing from the other
     got = blank(logical_state())
     assert load(run / "checkpoints", full_shards(got)) == {"step": 3}
     assert_same(got, logical_state(3))

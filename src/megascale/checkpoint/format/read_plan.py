@@ -47,7 +47,7 @@ def request_chunks(index: CheckpointIndex, boxes: Sequence[tuple[str, Box]]) -> 
     dims = index.columns["box"].shape[2]
     bounds: dict[int, tuple[list[int], list[int]]] = {}
     for name, box in boxes:
-        for row in index.overlapping(name, box).tolist():
+        for row in index.find_overlapping(name, box).tolist():
             common = intersect_boxes(index.box(row), box)
             if common is None:
                 continue
