@@ -45,7 +45,7 @@ def make_data_parallel(
 ) -> DataParallel:
     model = {"hidden": 12, "heads": 4, "layers": LAYERS, "sequence_length": 8, "vocab_size": 21, "init_std": 0.2}
     config = from_tree({"model": {**model, **options}}).model
-    module = Chunk(config, range(LAYERS), first=True, last=True, dtype=torch.float64)
+    module = Chunk(config, range(LAYERS), is_first=True, is_last=True, dtype=torch.float64)
     if shares_block:
         module.blocks[2] = module.blocks[0]
     data = Axis(None, RANKS, rank)

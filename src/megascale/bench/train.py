@@ -390,7 +390,7 @@ def measure(
         "watch_trouble": None if watcher is None else watcher.error,
         "start_seconds": start_seconds,
         "losses": [losses[0], losses[-1]],
-        "active": engine.active | engine.runtime.kernels.active(),
+        "active": engine.active | engine.runtime.kernels.list_choices(),
     }
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megascale.core.calls import NullCallLog
 from megascale.core.schedule import Action, ActionKind
-from megascale.ops.gradient_sink import GradientSink, sink_of
+from megascale.ops.gradient_sink import GradientSink, get_sink
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.captures import CudaCapture, CudaCapturePool, HostCapture, HostCapturePool
 from megascale.parallel.collectives import all_reduce
@@ -212,7 +212,7 @@ class ChunkGraphs:
         if self._has_any_rank_failed():
             group = "tensor-parallel group" if self._agreement_axis is self._tensor_axis else "pipeline stage"
             self.failure = self.failure or f"capture failed on another rank of the {group}"
-            self._runtime.kernels.note("CUDA graphs", f"off ({self.failure})")
+            self._runtime.kernels.record_choice("CUDA graphs", f"off ({self.failure})")
             self.clear()  # possibly out of memory; micro-batches in flight are replayed to their end
             return None
         assert microbatch is not None
@@ -257,7 +257,7 @@ class ChunkGraphs:
     def pin_weights(self, chunk: int) -> None:
         """Copy the chunk's weights in float8 to the memory in which graphs read them."""
         module = self._buffers[chunk].module
-        module.linears.pin_weights(module.linear_weights().values())  # type: ignore[operator, union-attr]
+        module.linears.pin_weights(module.collect_linear_weights().values())  # type: ignore[operator, union-attr]
 
     def _make_pool(self) -> CudaCapturePool | HostCapturePool:
         return CudaCapturePool(self._stream) if self._stream else HostCapturePool()
@@ -276,7 +276,7 @@ class ChunkGraphs:
         if static_inputs[0].is_floating_point():
             static_inputs[0].requires_grad_()
         grad = None
-        if not self._buffers[chunk].module.last:
+        if not self._buffers[chunk].module.is_last:
             grad = torch.empty(self._shape, dtype=self._buffers[chunk].params.dtype, device=self._device)
         # The forward appends its output here, from which the backward takes it; each appends its exchange's calls.
         outputs: list[Tensor] = []
@@ -424,9 +424,9 @@ def _find_sinks(buffer: ParamAndGradBuffer) -> list[GradientSink]:
 
     The output matrix of the model's last chunk may be the embedding of another chunk.
     """
-    if not buffer.module.last:
+    if not buffer.module.is_last:
         return buffer.sinks
-    output_sink = sink_of(buffer.module.output_weight)  # type: ignore[arg-type]
+    output_sink = get_sink(buffer.module.output_weight)  # type: ignore[arg-type]
     if output_sink is None or output_sink in buffer.sinks:
         return buffer.sinks
     return [*buffer.sinks, output_sink]

@@ -78,7 +78,7 @@ class Float8Gather:
         assert isinstance(linears, TensorWiseFloat8)
         self._linears = linears
         self._axes = buffer.axes
-        matrices = {id(param) for param in buffer.module.linear_weights().values()}  # type: ignore[operator]
+        matrices = {id(param) for param in buffer.module.collect_linear_weights().values()}  # type: ignore[operator]
         indices = {i for i, param in enumerate(buffer.parameters) if id(param) in matrices}
         spans = buffer.layout.buckets
         self.buckets = [bucket for bucket, span in enumerate(spans) if indices.issuperset(span.members)]

@@ -38,5 +38,5 @@ def register(name: str, factory: Linears, description: str = "") -> None:
 
 def make_linears(name: str, axis: Axis) -> LinearPrecision:
     """Return this rank's linear precision `name`. Raises ConfigError with the registered names if it is unknown."""
-    dispatch.note("linear layers", name if name != "default" else "GEMMs in the type of train.precision")
+    dispatch.record_choice("linear layers", name if name != "default" else "GEMMs in the type of train.precision")
     return LINEARS[name](axis)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megascale import torch_private
-from megascale.ops.dispatch import HAVE_TRITON
-from megascale.ops.peer_max import RELEASED, WORD, PeerMax
+from megascale.ops.dispatch import HAS_TRITON
+from megascale.ops.peer_max import RELEASED, WORD_BYTES, PeerMax
 from megascale.parallel.collectives import Axis
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.peer_watch import Member, PeerWatch, describe_process, make_page
@@ -132,7 +132,7 @@ def _allocate(
         kind=axis.kind,
         resident=[rank_memory[resident_start:] for rank_memory in memory],
     )
-    if HAVE_TRITON:
+    if HAS_TRITON:
         exchange.peer_max = PeerMax(axis.rank, peer_max_words)
     return exchange, streams
 
@@ -231,7 +231,7 @@ class CudaStreams:
         for flag in range(size, 3 * size):
             operations.append((_WRITE_VALUE, own_flags + FLAG_BYTES * flag, 1, 0))
         for word in range(self._words.numel()):
-            operations.append((_WRITE_WORD, self._words.data_ptr() + WORD * word, RELEASED % (1 << 64), 0))
+            operations.append((_WRITE_WORD, self._words.data_ptr() + WORD_BYTES * word, RELEASED % (1 << 64), 0))
         self._driver.batch(self._release_stream, *operations)
 
     def record_event(self, queue: str) -> RecordedEvent:

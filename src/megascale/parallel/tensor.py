@@ -22,9 +22,9 @@ from megascale.core.inventory import LogicalTensor
 from megascale.ops.activation import RecomputedActivation
 from megascale.ops.cross_entropy import VocabShard, linear_cross_entropy
 from megascale.ops.embedding import embedding
-from megascale.ops.gradient_sink import tracked
+from megascale.ops.gradient_sink import get_tracked
 from megascale.ops.linear import Operand
-from megascale.ops.reduce import bias_gradient
+from megascale.ops.reduce import compute_bias_gradient
 from megascale.ops.token_loss import TokenLoss
 from megascale.parallel.adapters import ColumnAdapter, RowAdapter
 from megascale.parallel.collectives import (
@@ -138,7 +138,7 @@ def _select_rank_rows(x: Operand, axis: Axis, rank: int) -> Operand:
 
 
 # The autograd functions below take parameters in the tuple `args`, which autograd ignores. The arguments `tracked_...`
-# are the same parameters for autograd, or None if a gradient sink takes the gradient (gradient_sink.py::tracked).
+# are the same parameters for autograd, or None if a gradient sink takes the gradient (gradient_sink.py::get_tracked).
 @torch_private.call_directly
 class _GatherLinear(torch.autograd.Function):
     """The function of `gather_linear`."""
@@ -182,7 +182,7 @@ class _GatherLinear(torch.autograd.Function):
             dw = linears.wgrad(weight, gradient, saved, ready)
         else:
             dx, dw = _scattered_gradients(dy, weight, saved, linears)
-        db = bias_gradient(bias, dy) if needs_bias_grad else None
+        db = compute_bias_gradient(bias, dy) if needs_bias_grad else None
         if leaf is not None:
             torch.autograd.backward(recomputed, dx)
             dx = leaf.grad
@@ -330,7 +330,7 @@ def gather_linear(
     """
     needs_bias_grad = bias is not None and not fused_bias_gradient and bias.requires_grad
     args = weight, bias, linears, recompute_fn, amax, needs_bias_grad
-    return _GatherLinear.apply(x, tracked(x, weight), tracked(x, bias) if needs_bias_grad else None, args)
+    return _GatherLinear.apply(x, get_tracked(x, weight), get_tracked(x, bias) if needs_bias_grad else None, args)
 
 
 def linear_scatter(
@@ -351,7 +351,7 @@ def linear_scatter(
     weights = inputs[1::2]
     nones = (None,) * len(weights)
     args = linears, weights, recompute_fns or nones, amaxes or nones
-    return _LinearScatter.apply(args, *xs, *[tracked(x, weight) for x, weight in zip(xs, weights, strict=True)])
+    return _LinearScatter.apply(args, *xs, *[get_tracked(x, weight) for x, weight in zip(xs, weights, strict=True)])
 
 
 class ColumnLinear(DirectModule):

@@ -71,7 +71,7 @@ def list_shapes(
             D=mixer.head_size,
             window=window,
             dtype=dtype,
-            documents=documents,
+            max_documents=documents,
             softcap=mixer.softcap,
             has_sinks=mixer.has_sinks,
         )
@@ -81,7 +81,7 @@ def list_shapes(
         rows = S // context
         for keys in list_gathered_keys(S, context, window):
             slice_window = None if window is None or window >= keys else window
-            shapes[shape._replace(S=rows, keys=keys if keys > rows else 0, window=slice_window)] = None
+            shapes[shape._replace(S=rows, key_count=keys if keys > rows else 0, window=slice_window)] = None
     return list(shapes)
 
 
@@ -108,7 +108,7 @@ def agree_on_kernels(
 
     Raises ConfigError if kernels.attention names a kernel that cannot compute one of the shapes on this device.
     """
-    if dispatch.mode() == "reference":
+    if dispatch.get_mode() == "reference":
         return earlier_choices or {}, {}
     shapes = list_shapes(config, tensor, dtype, documents, context)
     if config.kernels.attention != "auto":

@@ -27,8 +27,8 @@ from megascale.data.tokenizer import convert_tokenizer
 from megascale.data.tokenizer.base import Tokenizer
 from megascale.data.tokenizer.tokenizer import TOKENIZER
 from megascale.errors import ConfigError, DataError
-from megascale.model.huggingface.export import complete_folder, write_folder
-from megascale.model.huggingface.families import family_for
+from megascale.model.huggingface.export import stage_folder, write_folder
+from megascale.model.huggingface.families import choose_family
 from megascale.model.huggingface.generation_config import (
     export_token_ids,
     list_end_ids,
@@ -175,7 +175,7 @@ def export_model(
     """
     config, accept = load_trained_config(run, step)
     model = config.model
-    chosen_family = family_for(model, family)
+    chosen_family = choose_family(model, family)
     precision = config.train.precision
     if dtype is None:
         dtype = "float32" if precision == "float64" else precision
@@ -212,7 +212,7 @@ def export_model(
             written_bytes += size
             progress(written_bytes, total_bytes)
 
-        with complete_folder(out) as folder:
+        with stage_folder(out) as folder:
             write_folder(
                 folder,
                 chosen_family,
@@ -269,7 +269,7 @@ def export_adapter(
     spec = AdapterSpec.from_config(config.train)
     if spec is None:
         raise ConfigError(f"{run} trains the whole model and has no adapters (train.lora); omit --adapter")
-    chosen_family = family_for(config.model, family)
+    chosen_family = choose_family(config.model, family)
     dtype = dtype or "float32"
     if dtype not in EXPORT_DTYPES:
         raise ConfigError(f"--dtype={dtype} cannot be exported; choose {', '.join(EXPORT_DTYPES)}")
@@ -279,7 +279,7 @@ def export_adapter(
     def read(name: str) -> torch.Tensor:
         return source.read_tensor(f"model.{name}")
 
-    with complete_folder(out) as folder:
+    with stage_folder(out) as folder:
         parameters = write_adapter(
             folder, chosen_family, config.model, spec, read, dtype=EXPORT_DTYPES[dtype], base=base.folder
         )

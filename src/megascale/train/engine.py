@@ -30,9 +30,9 @@ from megascale.errors import ConfigError
 from megascale.model.context import EVALUATION, ForwardContext
 from megascale.model.transformer import Chunk
 from megascale.ops import launch, token_loss
-from megascale.ops.amax import AmaxSlots
+from megascale.ops.amax import AmaxPool
 from megascale.ops.dispatch import Kernels
-from megascale.ops.gradient_sink import sink_of
+from megascale.ops.gradient_sink import get_sink
 from megascale.optim.optimizer import ShardedOptimizer
 from megascale.parallel import rejoin
 from megascale.parallel.buffers import TIED, Axes, FlatShard, ParamAndGradBuffer
@@ -235,7 +235,7 @@ class Engine:
         self.experts = self._make_expert_balance(rank)
         self.pipeline = self._make_pipeline(groups, coordinate.pipeline)
         self._loss_weights: LossWeights | None = None
-        if fields.loss_weights and self.chunks[-1].last:
+        if fields.loss_weights and self.chunks[-1].is_last:
             axes_of_equal_samples = [name for name in AXES.stage if AXES[name].cuts_batch != "samples"]
             counts_samples = grid.is_first(axes_of_equal_samples, rank)
             stage = engine_axes.make_axis(self.runtime, groups, "stage")
@@ -338,8 +338,8 @@ class Engine:
                 chunk = Chunk(
                     config.model,
                     layers,
-                    first=global_chunk == 0,
-                    last=is_last,
+                    is_first=global_chunk == 0,
+                    is_last=is_last,
                     axis=self.tensor_axis,
                     axes=axes.model,
                     dtype=self.dtype,
@@ -378,9 +378,9 @@ class Engine:
         token_count = config.model.sequence_length // grid.context * config.train.micro_batch
         for chunk in self.chunks:
             with self.runtime.kernels.as_current():
-                chunk.linears.check(chunk.linear_weights(), token_count, self.device)
+                chunk.linears.check(chunk.collect_linear_weights(), token_count, self.device)
         if any(chunk.linears.collects_amax for chunk in self.chunks):
-            self.runtime.kernels.amaxes = AmaxSlots()
+            self.runtime.kernels.amaxes = AmaxPool()
 
     def _allocate_frozen(self, chunk: Chunk) -> None:
         """Allocate the parameters that are not trained: weights only, complete on every data-parallel rank.
@@ -413,7 +413,7 @@ class Engine:
         grid = self.layout.grid
         if self.config.optimizer.offload:
             self.active["optimizer state"] = "in page-locked host memory, moved through the device in each update"
-        has_first, has_last = self.chunks[0].first, self.chunks[-1].last
+        has_first, has_last = self.chunks[0].is_first, self.chunks[-1].is_last
         duplicates_tied = has_last and not has_first
         return ShardedOptimizer(
             self.config.optimizer,
@@ -483,7 +483,7 @@ class Engine:
 
         The weight of each token's loss is known by then. The output matrix's gradient needs memory in forward.
         """
-        return not self.chunks[-1].last or self._has_memory_for_early_gradients
+        return not self.chunks[-1].is_last or self._has_memory_for_early_gradients
 
     @cached_property
     def _has_memory_for_early_gradients(self) -> bool:
@@ -491,7 +491,7 @@ class Engine:
 
         A gradient in a slot has memory in forward only if the chunk's backward follows at once.
         """
-        if not isinstance(sink_of(self.chunks[-1].output_weight), SlotSink):
+        if not isinstance(get_sink(self.chunks[-1].output_weight), SlotSink):
             return True
         if not self.layout.schedule().runs_backward_at_once(self.pipeline.stage, len(self.chunks) - 1):
             return False
@@ -600,11 +600,11 @@ class Engine:
         context = ForwardContext(0, 0, self._token_gradient, token_loss=self._token_loss)
         for number, chunk in enumerate(self.chunks):
             x = tokens
-            if not chunk.first:
+            if not chunk.is_first:
                 x = torch.zeros(self.pipeline.shape, dtype=chunk.dtype, device=self.device, requires_grad=True)
             y = self._run_chunk(number, x, batch, context)
             self.data_parallel.begin_backward(number)
-            torch.autograd.backward(y, None if chunk.last else torch.zeros_like(y))
+            torch.autograd.backward(y, None if chunk.is_last else torch.zeros_like(y))
             self.data_parallel.end_backward(number)
         self.data_parallel.finish_reductions()
         self.data_parallel.finish_tied()
@@ -751,7 +751,7 @@ class Engine:
 
     def read_first_micro_batch(self) -> Batch[torch.Tensor]:
         """Return the step's first micro-batch before the step runs; an empty one if this rank reads none of it."""
-        reads = any(chunk.first or chunk.last for chunk in self.chunks) or self.fields.concerns_blocks
+        reads = any(chunk.is_first or chunk.is_last for chunk in self.chunks) or self.fields.concerns_blocks
         if not reads:
             return Batch()
         if 0 not in self._micro_batches:
@@ -811,7 +811,7 @@ class Engine:
 
         A micro-batch is read once. With several chunks, or if the step may be repeated, it stays until the step's end.
         """
-        is_last = self.chunks[chunk].last
+        is_last = self.chunks[chunk].is_last
         if x is not None and not is_last and not self.fields.concerns_blocks:
             return x, None
         if i not in self._micro_batches:
@@ -834,7 +834,7 @@ class Engine:
     ) -> torch.Tensor:
         """Return the chunk's activation; for the model's last chunk, what the micro-batch adds to the step's loss."""
         module = self.chunks[chunk]
-        if not module.last:
+        if not module.is_last:
             return module(x, batch, context)
         if self._loss_weights is None:
             losses = module(x, batch, context)
@@ -849,7 +849,7 @@ class Engine:
     def _list_read_fields(self, chunk: int) -> list[str]:
         """Return the fields of a micro-batch that `chunk` reads, other than its tokens."""
         names = []
-        if self.chunks[chunk].last:
+        if self.chunks[chunk].is_last:
             names.append("targets")
             if self.fields.loss_weights:
                 names.append("loss_weights")

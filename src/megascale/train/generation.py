@@ -89,7 +89,7 @@ def generate_tokens(
             new_tokens = torch.tensor(all_tokens, dtype=torch.int64, device=device)
         with chunk.axis.runtime.kernels.as_current():
             hidden = _run_chunk(chunk, new_tokens, cache)
-        logits = chunk.logits(hidden[-1:])[0, 0]
+        logits = chunk.compute_logits(hidden[-1:])[0, 0]
         if penalty != 1:
             penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits = torch.where(has_occurred, penalised, logits)

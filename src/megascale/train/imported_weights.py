@@ -120,7 +120,7 @@ def load_folder(folder: Path, weights: Sequence[checkpoint.TensorShard], peers: 
         source, notes = describe_source(imported.tensors), imported.notes
     except (ConfigError, DataError) as error:
         problem = str(error)
-    problem = peers.first_problem(problem)
+    problem = peers.find_first_problem(problem)
     if problem is not None:
         raise DataError(problem)
     assert source is not None

@@ -728,7 +728,7 @@ class Trainer:
         """Report which overlaps and kernels run, which is known after the first step."""
         self._has_reported_active = True
         log.info("compilations in this process: %s", count_compilations().describe())
-        self.reporter.report_active(self.engine.active | self.engine.runtime.kernels.active())
+        self.reporter.report_active(self.engine.active | self.engine.runtime.kernels.list_choices())
 
     def _report_failed_graphs(self, reason: str) -> None:
         """Report once that a capture failed."""

@@ -83,7 +83,9 @@ def restore_model(
     if ranks is not None:
         axes["context"] = make_axis(axis.runtime, ranks.groups, "context")
     dtype = DTYPES[config.train.precision]
-    chunk = Chunk(config.model, range(config.model.layers), first=True, last=True, axis=axis, axes=axes, dtype=dtype)
+    chunk = Chunk(
+        config.model, range(config.model.layers), is_first=True, is_last=True, axis=axis, axes=axes, dtype=dtype
+    )
     parameters = list(chunk.parameters())
     # Checkpoints do not hold the rows that pad the vocabulary, so these stay zero.
     materialise(chunk, {p: torch.zeros(p.shape, dtype=p.dtype, device=torch_device) for p in parameters})
