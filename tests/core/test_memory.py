@@ -315,7 +315,7 @@ def test_buffers_and_optimizer_are_as_large_as_counted(zero, precision, optimize
 
     flats = flats_of(1)
     data_parallel = DataParallel(flats)
-    slots, parameter_slots = data_parallel.slots, data_parallel.parameter_slots
+    slots, parameter_slots = data_parallel.gradient_slots, data_parallel.parameter_slots
     counted = memory_of(config, 8, 0)
 
     def size(tensors) -> int:

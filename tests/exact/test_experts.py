@@ -175,7 +175,7 @@ def test_a_dead_peer_of_the_experts_is_seen():
     """Its tokens are missing in the results, so the step must not be used."""
     engine = Engine(lay_out(from_tree(experts_case(1, experts=ROUTED).tree), 1), None, torch.device("cpu"))
     engine.check_peers()
-    engine._experts_axis = replace(engine._experts_axis, exchange=DeadPeer())
+    engine._expert_axis = replace(engine._expert_axis, exchange=DeadPeer())
     with pytest.raises(TrainingError, match="rank 1 has died"):
         engine.check_peers()
 

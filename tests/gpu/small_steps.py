@@ -88,8 +88,8 @@ def train(
     for number in range(steps):
         step(number)
     engine.synchronize()
-    result = bits + [flat.params.clone() for flat in engine.flats]
-    result += [flat.shard_params.clone() for flat in engine.flats]
+    result = bits + [flat.params.clone() for flat in engine.buffers]
+    result += [flat.shard_params.clone() for flat in engine.buffers]
     torch.cuda.synchronize()
     host, began = 0.0, time.perf_counter()
     for number in range(steps, steps + timed):

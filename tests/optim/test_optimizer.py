@@ -194,7 +194,7 @@ def test_an_aborted_update_with_collectives_of_its_own_leaves_no_whole_state_on_
         begun_update=4,
         ended_update=4,
     )
-    assert Engine.find_whole_step(engine) == expected
+    assert Engine.find_complete_step(engine) == expected
 
 
 def moments(optimizer: ShardedOptimizer) -> list[torch.Tensor]:

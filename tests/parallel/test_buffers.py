@@ -41,7 +41,7 @@ def test_every_element_is_owned_once(data, tensor, zero, bucket, block, tied):
     for t in range(tensor):
         for d in range(data):
             module = chunk(Axis(None, tensor, t), block=block, tied_embeddings=tied)
-            axes = Axes(data=Axis(None, data, d), own={"tensor": Axis(None, tensor, t)})
+            axes = Axes(data=Axis(None, data, d), model={"tensor": Axis(None, tensor, t)})
             flat = ParamAndGradBuffer(module, torch.device("cpu"), axes, zero, bucket)
             for shard in flat.shards:
                 assert shard.params.shape == shard.grads.shape
@@ -114,11 +114,11 @@ def test_a_layout_keeps_kinds_of_parameters_apart(members, tied, ranks, limit):
 def test_only_replicated_gradients_wait_for_the_tensor_axis():
     """The embedding of a first stage lies right behind them, and leaves within its backward."""
     for tensor in (1, 2):
-        axes = Axes(own={"tensor": Axis(None, tensor, 0)}, tied=Axis(None, 2, 0))
+        axes = Axes(model={"tensor": Axis(None, tensor, 0)}, tied=Axis(None, 2, 0))
         flat = ParamAndGradBuffer(chunk(axes.tensor), torch.device("cpu"), axes, 1, 500)
         assert flat.layout.tied_bucket == len(flat.layout.buckets) - 1
         for number, span in enumerate(flat.layout.buckets):
-            waits = data_parallel._needs_sums(flat, number)
+            waits = data_parallel._needs_axis_sums(flat, number)
             assert waits == (tensor > 1 and "tensor" in flat.parameters[span.members[0]].spec.summed_axes)
 
 

@@ -259,7 +259,7 @@ def test_the_plan_has_the_memory_of_adapters() -> None:
     weights = sum(parameter.numel() * 2 for parameter in engine.chunks[0].parameters())
     trained = sum(flat.numel() for flat in (state.master for state in engine.optimizer.states))
     assert memory.weights == weights
-    padding = sum(flat.layout.size for flat in engine.flats) / memory.gradients * 4
+    padding = sum(flat.layout.size for flat in engine.buffers) / memory.gradients * 4
     assert 1 <= padding < 1.1
     assert memory.optimizer * padding == pytest.approx(4 * 3 * trained)
     plain = from_tree({**tree, "train": {**tree["train"], "lora": None}})

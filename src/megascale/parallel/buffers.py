@@ -64,14 +64,14 @@ class Axes:
     Attributes:
         data: gathers parameters over the ranks that share the optimizer's state (config/axes.py, `shards`).
         reduce: reduces gradients over the same ranks, on another communicator, so that neither waits for the other.
-        own: axes of the grid that parts of the model communicate along, by name.
+        model: axes of the grid that the model's layers communicate along, by name.
         tied: first and last stage, which both hold the token embedding; of size 1 where one process holds it once.
         stage: the ranks whose shards together hold the stage.
     """
 
     data: Axis = SINGLE_RANK
     reduce: Axis = SINGLE_RANK
-    own: Mapping[str, Axis] = field(default_factory=dict)
+    model: Mapping[str, Axis] = field(default_factory=dict)
     tied: Axis = SINGLE_RANK
     stage: Axis = SINGLE_RANK
 
@@ -82,7 +82,7 @@ class Axes:
 
     def along(self, name: str) -> Axis:
         """Return the axis of a name; without a group it has a single rank."""
-        return self.own.get(name, SINGLE_RANK)
+        return self.model.get(name, SINGLE_RANK)
 
 
 class ParamAndGradBuffer:

@@ -163,7 +163,7 @@ class Float8Gather:
         for rows, columns in self._bucket_data[bucket].transposes:
             transpose_rows(rows, columns)
 
-    def compute_weights(self) -> Iterator[torch.Tensor]:
+    def list_weights_in_use(self) -> Iterator[torch.Tensor]:
         """Yield the bytes and scales that linear layers read until the next update: equal on data-parallel ranks."""
         for data in self._bucket_data.values():
             yield data.bytes
