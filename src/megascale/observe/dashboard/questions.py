@@ -19,7 +19,7 @@ import numpy as np
 
 from megascale.core import strict_json
 from megascale.errors import ConfigError, DataError, MegascaleError
-from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+from megascale.observe.analysis.rank_times import choose_window, read_rank_times
 from megascale.observe.analysis.run_steps import list_sampled_steps
 from megascale.observe.analysis.step_timeline import Track, read_step_timeline
 from megascale.observe.analysis.stragglers import find_stragglers
@@ -279,11 +279,11 @@ def answer_stragglers(tables: SpanTables, first: int | None, last: int | None) -
         step_range = ""
     attempt, low, high = choose_window(tables, step_range)
     low = max(low, high + 1 - max(_FEWEST_STRAGGLER_STEPS, _MAX_STRAGGLER_VALUES // max(1, _count_ranks(tables))))
-    result = find_stragglers(read_rank_parts(tables, attempt, low, high), tables)
-    steps = result.parts.steps
+    result = find_stragglers(read_rank_times(tables, attempt, low, high), tables)
+    steps = result.times.steps
     return {
         "steps": {"first": int(steps[0]), "last": int(steps[-1])},
-        "compared": len(result.parts.ranks) - result.judgement.uncompared,
+        "compared": len(result.times.ranks) - result.judgement.uncompared,
         "lonely": result.judgement.uncompared,
         "spread": finite(result.judgement.spread),
         "limit": finite(result.judgement.limit),
@@ -378,7 +378,7 @@ def _format_track(track: Track, origin: int) -> dict[str, Any]:
             for wait in track.waits
         ],
         "planned": [
-            [int(compute.backward), compute.chunk, compute.microbatch, us(compute.begin), us(compute.end)]
+            [int(compute.is_backward), compute.chunk, compute.microbatch, us(compute.begin), us(compute.end)]
             for compute in track.planned_computes
         ],
     }  # fmt: skip
