@@ -24,9 +24,9 @@ import duckdb
 
 from megascale.errors import ConfigError
 from megascale.observe.store.columns import TABLES, group_by_table, make_columns
-from megascale.observe.store.parquet import SMALL_DATABASE, quote_sql, table_query
-from megascale.observe.store.span_sinks import IDENTITY_COLUMNS, KINDS, identity_select
-from megascale.observe.store.spool import Segment, folder_identity
+from megascale.observe.store.parquet import SMALL_DATABASE, make_table_query, quote_sql
+from megascale.observe.store.span_sinks import IDENTITY_COLUMNS, KINDS, make_identity_query
+from megascale.observe.store.spool import Segment, read_folder_identity
 
 _TYPES = {"INTEGER": "Int32", "UINTEGER": "UInt32", "BIGINT": "Int64", "DOUBLE": "Float64", "VARCHAR": "String"}
 _SORT_COLUMNS = {
@@ -52,7 +52,7 @@ class ClickHouseSink:
 
     def __init__(self, folder: Path, address: str) -> None:
         self._folder = folder
-        self._run = folder_identity(folder)
+        self._run = read_folder_identity(folder)
         parts = urlsplit(address)
         self._name = parts.path.strip("/") or _DATABASE
         if parts.scheme not in ("http", "https") or not parts.hostname or not re.fullmatch(r"\w+", self._name):
@@ -117,12 +117,12 @@ class ClickHouseSink:
         """Send a table's rows as CSV with every text in quotation marks."""
         types = IDENTITY_COLUMNS | TABLES[table]
         texts = ", ".join(name for name, kind in types.items() if kind == "VARCHAR")
-        identity = identity_select(self._run, number, metadata, 0)
+        identity = make_identity_query(self._run, number, metadata, 0)
         file = self._folder / f"clickhouse-{table}.tmp"
         self._database.register("rows", data)
         try:
             self._database.execute(
-                f"COPY (SELECT {identity}, * FROM ({table_query(table)})) TO {quote_sql(str(file))} "
+                f"COPY (SELECT {identity}, * FROM ({make_table_query(table)})) TO {quote_sql(str(file))} "
                 f"(FORMAT csv, HEADER false, FORCE_QUOTE ({texts}))"
             ).fetchall()
             with open(file, "rb") as body:

@@ -23,9 +23,9 @@ import duckdb
 from megascale.config.text_files import read_text
 from megascale.errors import ConfigError
 from megascale.observe.store.columns import TABLES, group_by_table, make_columns
-from megascale.observe.store.parquet import SMALL_DATABASE, table_query
-from megascale.observe.store.span_sinks import KINDS, identity_select
-from megascale.observe.store.spool import Segment, folder_identity
+from megascale.observe.store.parquet import SMALL_DATABASE, make_table_query
+from megascale.observe.store.span_sinks import KINDS, make_identity_query
+from megascale.observe.store.spool import Segment, read_folder_identity
 
 log = logging.getLogger("megascale.observe.spans")
 
@@ -51,7 +51,7 @@ class KafkaSink:
         if not brokers:
             raise ConfigError("observe.span_sinks: kafka names no broker; give kafka=HOST:9092")
         self._prefix = prefix or _PREFIX
-        self._run = folder_identity(folder)
+        self._run = read_folder_identity(folder)
         properties = {
             "bootstrap.servers": brokers.replace(";", ","),
             "client.id": "megascale-spans",
@@ -96,7 +96,7 @@ class KafkaSink:
 
     def _send(self, table: str, data: dict[str, Any], first_row: int, *, number: int, metadata: dict[str, Any]) -> None:
         """Queue rows of `table`, counted from `first_row`, as messages of one rank each."""
-        identity = identity_select(self._run, number, metadata, first_row)
+        identity = make_identity_query(self._run, number, metadata, first_row)
         # JSON has no NaN and no infinity.
         if table == "counters":
             finite = " REPLACE (CASE WHEN isfinite(value) THEN value END AS value)"
@@ -106,7 +106,7 @@ class KafkaSink:
         self._database.register("rows", data)
         try:
             messages = self._database.execute(
-                f"WITH identified AS (SELECT {identity}, *{finite} FROM ({table_query(table)})), "
+                f"WITH identified AS (SELECT {identity}, *{finite} FROM ({make_table_query(table)})), "
                 f"texts AS (SELECT {rank_column} AS rank, row, to_json(identified)::VARCHAR AS text FROM identified) "
                 f"SELECT rank, string_agg(text, chr(10) ORDER BY row) FROM texts "
                 f"GROUP BY rank, row // {_MESSAGE_ROWS} ORDER BY min(row)"
