@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megascale.bench.kernel_cases import Bench, KernelRow, compute_distance
 from megascale.ops.grouped_gemm import (
+    BLOCK_ROWS_TILING,
     GATHERED_TILING,
     GRADIENT_TILING,
     ROWS_TILING,
@@ -55,6 +56,7 @@ SHAPES = [
 ]
 TINY_SHAPES = [GroupedShape("tiny", 32, 4, 2, 32, 48)]
 TILINGS = [ROWS_TILING, GATHERED_TILING]
+BLOCK_TILINGS = [BLOCK_ROWS_TILING, Tiling(128, 256, 64, 16, 8, 4), Tiling(128, 256, 64, 8, 8, 3)]
 GRADIENT_TILINGS = [
     GRADIENT_TILING,
     Tiling(128, 128, 32, 8, 4, 4),
@@ -111,6 +113,14 @@ def _measure_shape(bench: Bench, shape: GroupedShape, tilings: list[Tiling], gra
         forward = partial(multiply_groups, x, weights, offsets, index, tiles=tiles, tiling=tiling)
         dgrad = partial(multiply_groups, dy, weights, offsets, transposed=True, tiles=tiles, tiling=tiling)
         add_row(f"y, {label}", forward, forward(), expected_y, BF16_LIMIT)
+        add_row(f"dx, {label}", dgrad, dgrad(), expected_dx, BF16_LIMIT)
+    for tiling in BLOCK_TILINGS:
+        label = f"blocks of {_describe_tiling(tiling)}, bands of {tiling.grouped_rows}"
+        tiles = plan_tiles(offsets, row_count, tiling.rows)
+        blocks = partial(multiply_groups, offsets=offsets, tiles=tiles, tiling=tiling, by_blocks=True)
+        forward = partial(blocks, permuted_x, weights)
+        dgrad = partial(blocks, dy, weights, transposed=True)
+        add_row(f"y of permuted rows, {label}", forward, forward(), expected_y, BF16_LIMIT)
         add_row(f"dx, {label}", dgrad, dgrad(), expected_dx, BF16_LIMIT)
     expected = torch.zeros_like(main_grad)
     accumulate_group_gradients_reference(expected, dy, x, offsets, index)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megascale.services.conversation import Done, ErrorReply
 from megascale.services.framing import PROTOCOL_VERSION
-from megascale.services.host_service import Launch, ServiceLocation, private_base_folder
+from megascale.services.host_service import Launch, ServiceLocation, make_private_base_folder
 from megascale.services.messages import Count, Labels, Message, Schema
 
 NAME = "spans"
@@ -43,7 +43,9 @@ def get_span_folder(run: Path, host: int) -> Path:
 def locate_service(out: Path) -> ServiceLocation:
     """Return the location (socket and lock) on this host of the span service that writes to `out`."""
     identity = f"{out.absolute()}\0{os.environ.get('MEGASCALE_NODE', '')}\0{PROTOCOL_VERSION}"
-    return ServiceLocation(private_base_folder() / f"spans-{hashlib.sha256(identity.encode()).hexdigest()[:16]}", NAME)
+    return ServiceLocation(
+        make_private_base_folder() / f"spans-{hashlib.sha256(identity.encode()).hexdigest()[:16]}", NAME
+    )
 
 
 def make_launch_command(

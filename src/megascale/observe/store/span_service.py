@@ -44,9 +44,9 @@ from megascale.observe.store.span_messages import (
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import open_span_sinks
 from megascale.services import host_service
+from megascale.services.connection_server import ConnectionServer
 from megascale.services.conversation import Conversation, Done, ErrorReply
 from megascale.services.host_service import ReadySignal, ServiceLocation
-from megascale.services.reception import ConnectionServer
 
 log = logging.getLogger("megascale.observe.spans")
 
@@ -296,11 +296,11 @@ def serve(folder: Path, service: SpanService, ready: ReadySignal) -> None:
     claim = host_service.claim_service(location, start_service, (FROM_SPANS, TO_SPANS), ready, make_folder=True)
     if claim is None:
         return
-    service.reception = claim.reception
+    service.reception = claim.server
     try:
-        claim.reception.serve(service.is_done)
+        claim.server.serve(service.is_done)
     finally:
-        claim.reception.stop()
+        claim.server.stop()
         service.stop()
         location.release(claim.lock)
 

@@ -50,7 +50,7 @@ from megascale.resilience.protocol.agent_messages import (
 )
 from megascale.resilience.protocol.heartbeat import truncate
 from megascale.resilience.protocol.job_description import read_job
-from megascale.services.door import LimitedListener
+from megascale.services.limited_listener import LimitedListener
 
 log = logging.getLogger("megascale.agent")
 
@@ -114,7 +114,7 @@ class Agent:
         address = self.limits.agent_metrics
         if not address:
             return None
-        labels = self.limits.metric_labels(self.job) | {"node": self.node}
+        labels = self.limits.make_metric_labels(self.job) | {"node": self.node}
         page = node_metrics.make_page(lambda: self.telemetry.newest, lambda: self.link.channel is not None, labels)
         try:
             return await page.serve(address)
