@@ -195,8 +195,8 @@ class OwnTrainer(RankProgram):
     def prepare(self, order: Start) -> None:
         """Write the configuration and the run's identity."""
         if not self._shared and order.identity:
-            # Rank 0 compares this identity with the owner of a checkpoints folder, also on a node that has no run
-            # folder yet.
+            # Checkpoints outside the run folder have this identity as their owner. A node that gets rank 0 for the
+            # first time lacks the file.
             (self._run / "identity").write_text(order.identity + "\n")
         self._settings.write_text(order.settings, encoding="utf-8")
         arguments = ["train", str(self._settings)]
