@@ -93,6 +93,11 @@ def start_loader(layout: Layout, *, first_rank: int, ranks: int) -> StartedLoade
     plan = plan_host(layout, first_rank, ranks)
     if not plan.needs_loader(gpus=False):
         return None  # the ranks, which know their device, may start one
+    return start_planned_loader(plan)
+
+
+def start_planned_loader(plan: HostPlan) -> StartedLoader:
+    """Make the folder of a plan's loader, and start the loader without waiting for it."""
     folder = prepare_folder(plan)
     return StartedLoader(folder, host_service.start_service(ServiceLocation(folder, SERVICE), _launch(folder)))
 

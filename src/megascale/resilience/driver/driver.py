@@ -328,6 +328,7 @@ class Driver:
 
     def step(self, current_time: float) -> None:
         """Look at everything once and act on it."""
+        self.nodes.look_time = current_time
         self.cluster_notices.handle()
         if self.adoption.is_waiting and not self.adoption.decide(current_time):
             return

@@ -226,6 +226,7 @@ class Nodes:
         leases: of the agents.
         requests: number of requested nodes that the cluster has not provided yet.
         last_request: when all missing nodes were last requested, on the monotonic clock.
+        look_time: time up to which the driver has read what agents sent, on the monotonic clock.
     """
 
     def __init__(
@@ -241,6 +242,7 @@ class Nodes:
         self.leases = AgentLeases(limits, cluster)
         self.pending_requests = 0
         self.last_request_time = 0.0
+        self.look_time = time.monotonic()
         self._joining_agents = 0  # agents that were started and have not connected
 
     def __getitem__(self, name: str) -> Node:
