@@ -49,7 +49,7 @@ def test_saved_by_four_loads_on_three(folder: Path, save_as: str, load_as: str) 
 def _load_in_small_rounds(rank: int, size: int, folder: Path, how: str) -> dict:
     loader.usable_cores = lambda: 16
     loader.plan_rounds = functools.partial(plan_rounds, limit=200)
-    copies._PIECE_BYTES = 64
+    copies._COPY_BYTES = 64
     return _load_group(rank, size, folder, how)
 
 

@@ -58,7 +58,7 @@ def make_config(experts: dict[str, Any], **sections: Any) -> Any:
 def make_chunk(experts: dict[str, Any], dtype: torch.dtype = torch.float64, **options: Any) -> Chunk:
     """Return the whole model in one chunk."""
     model = make_config(experts).model
-    chunk = Chunk(model, range(model.layers), first=True, last=True, dtype=dtype, **options)
+    chunk = Chunk(model, range(model.layers), is_first=True, is_last=True, dtype=dtype, **options)
     materialise(chunk, {param: torch.empty(param.shape, dtype=param.dtype) for param in chunk.parameters()})
     initialise(chunk, 1)
     for layer in list_expert_layers([chunk]):

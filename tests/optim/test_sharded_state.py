@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megascale.config import ModelConfig, OptimizerConfig, from_tree
 from megascale.core.tensors import Piece
 from megascale.model.transformer import Chunk
-from megascale.ops.gradient_sink import main_grad_of
+from megascale.ops.gradient_sink import get_main_grad
 from megascale.optim import sharded_muon
 from megascale.optim.optimizer import ShardedOptimizer, _merge_ranges
 from megascale.optim.sharded_muon import assign_owners, batch_matrices
@@ -41,7 +41,7 @@ def make_buffer(
 ) -> ParamAndGradBuffer:
     """Return the buffers of a chunk with initial weights, by default in several buckets."""
     is_first, is_last = layers.start == 0, layers.stop == model.layers
-    chunk = Chunk(model, layers, first=is_first, last=is_last, dtype=dtype)
+    chunk = Chunk(model, layers, is_first=is_first, is_last=is_last, dtype=dtype)
     buffer = ParamAndGradBuffer(chunk, torch.device("cpu"), axes, bucket_elements=bucket_elements)
     initialise(chunk, 1)
     return buffer
@@ -52,8 +52,8 @@ def fill_grads(buffer: ParamAndGradBuffer, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     grads = {}
     for param in buffer.parameters:
-        main_grad_of(param).zero_()
-        for piece, view in piece_views(spec_of(param), main_grad_of(param)):
+        get_main_grad(param).zero_()
+        for piece, view in piece_views(spec_of(param), get_main_grad(param)):
             grads[piece.name] = view.normal_(0, 0.1, generator=generator).clone()
     return grads
 

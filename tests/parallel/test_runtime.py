@@ -59,12 +59,12 @@ def two_modes() -> list[Engine]:
 
 def run_for(engine: Engine) -> dict[str, str]:
     """What its operators ran, but for attention and what has no mode."""
-    active = engine.runtime.kernels.active()
+    active = engine.runtime.kernels.list_choices()
     return {op: choice for op, choice in active.items() if choice.startswith("reference")}
 
 
 def test_engines_of_one_process_have_each_their_own_kernels():
-    before, engines = dispatch.DEFAULT.active(), two_modes()
+    before, engines = dispatch.DEFAULT.list_choices(), two_modes()
     for step in (1, 2):
         for engine in engines:
             run_step(engine, step, Told())
@@ -72,9 +72,9 @@ def test_engines_of_one_process_have_each_their_own_kernels():
     assert set(auto) == set(reference) >= {"layer norm", "add norm", "gelu", "cross entropy", "adamw"}
     assert set(auto.values()) == {"reference (cpu tensors)"}
     assert set(reference.values()) == {"reference (kernels.mode)"}
-    assert "linear layers" in engines[0].runtime.kernels.active()
-    assert dispatch.DEFAULT.active() == before
-    assert dispatch.mode() == "auto"
+    assert "linear layers" in engines[0].runtime.kernels.list_choices()
+    assert dispatch.DEFAULT.list_choices() == before
+    assert dispatch.get_mode() == "auto"
 
 
 def test_engines_of_two_threads_have_each_their_own_kernels():
@@ -100,17 +100,17 @@ def test_an_engine_evaluates_and_fails_with_its_own_kernels_and_leaves_none_behi
     assert set(run_for(engine).values()) == {"reference (kernels.mode)"}
 
     def no_batch(i: int) -> Batch[torch.Tensor]:
-        assert dispatch.mode() == "reference"
+        assert dispatch.get_mode() == "reference"
         raise LookupError(i)
 
     with pytest.raises(LookupError):
         engine.step(no_batch, 1, 0.0)
-    assert dispatch.mode() == "auto"
+    assert dispatch.get_mode() == "auto"
 
 
 def test_operators_that_no_engine_calls_have_a_default():
     rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5)
-    assert dispatch.DEFAULT.active()["rms norm"].startswith("reference")
+    assert dispatch.DEFAULT.list_choices()["rms norm"].startswith("reference")
 
 
 def told_torch() -> tuple[bool, bool]:

@@ -330,7 +330,7 @@ def measure(
                 all_step_seconds.append(time.perf_counter() - start)
             if result.expert_counts is not None and step > warmup:
                 largest_loads.append(result.expert_counts.summarise()["expert_rank_load_max"])
-                redone_steps += result.expert_counts.redone
+                redone_steps += result.expert_counts.is_repeated
     garbage_collector.close()
     next_step = warmup + steps + 1
     peak_memory_gib, device_memory_gib = None, None
@@ -390,7 +390,7 @@ def measure(
         "watch_trouble": None if watcher is None else watcher.error,
         "start_seconds": start_seconds,
         "losses": [losses[0], losses[-1]],
-        "active": engine.active | engine.runtime.kernels.active(),
+        "active": engine.active | engine.runtime.kernels.list_choices(),
     }
 
 

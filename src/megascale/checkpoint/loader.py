@@ -212,7 +212,7 @@ def load(
         damages.append(f"the checkpoint {name!r} is damaged: {damage}")
         if report is not None:
             report.skipped_commits.append(commit)
-    raise DataError(f"{'; '.join(damages)}. There is no other committed checkpoint to load")
+    raise DataError(f"{'; '.join(damages)}. No other committed checkpoint is left to load")
 
 
 def find_candidates(storage: Storage, step: int | None) -> list[Commit] | str:
@@ -345,7 +345,7 @@ def fill_shards(
         _ChunkTransfer(source, shards, requests, peers, copier).run(report)
     damage = next(iter(report.damage), None)
     report.damage = []
-    return peers.first_problem(damage)
+    return peers.find_first_problem(damage)
 
 
 @dataclass(frozen=True)
@@ -428,7 +428,7 @@ class _ChunkTransfer:
                     outgoing_bytes[rank] += elements.nbytes
         report.sent_bytes = sum(outgoing_bytes)
         if self._needs_exchange[number]:
-            joined = self._copier.join_pieces(outgoing, self._device)
+            joined = self._copier.join_tensors(outgoing, self._device)
         else:
             joined = None
         return _Round(local, joined, outgoing_bytes, report)

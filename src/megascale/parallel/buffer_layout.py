@@ -26,8 +26,8 @@ class BufferMember:
         tied: a tied embedding, which gets a bucket to itself because another stage holds its shards as well.
         float8_gather: may be gathered in float8 (parallel/float8_gather.py), in buckets of such parameters only.
         alone: shares its bucket with no other parameter.
-        unit: unit of the forward (`Chunk.forward_units`) whose buckets hold it and no parameter of another unit; None
-            for a parameter that shares buckets with all others of its region.
+        unit: unit of the forward (`Chunk.list_forward_units`) whose buckets hold it and no parameter of another unit;
+            None for a parameter that shares buckets with all others of its region.
     """
 
     count: int

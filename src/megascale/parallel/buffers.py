@@ -21,7 +21,7 @@ from torch import nn
 
 from megascale import torch_private
 from megascale.core.tensors import Piece, flat_boxes
-from megascale.ops.gradient_sink import GradientSink, attach, sink_of
+from megascale.ops.gradient_sink import GradientSink, attach, get_sink
 from megascale.parallel.buffer_layout import BufferMember, FlatLayout, find_gaps, lay_out
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.parameters import ParameterSpec, initialise_parameter, materialise, spec_of
@@ -64,14 +64,14 @@ class Axes:
     Attributes:
         data: gathers parameters over the ranks that share the optimizer's state (config/axes.py, `shards`).
         reduce: reduces gradients over the same ranks, on another communicator, so that neither waits for the other.
-        own: axes of the grid that parts of the model communicate along, by name.
+        model: axes of the grid that the model's layers communicate along, by name.
         tied: first and last stage, which both hold the token embedding; of size 1 where one process holds it once.
         stage: the ranks whose shards together hold the stage.
     """
 
     data: Axis = SINGLE_RANK
     reduce: Axis = SINGLE_RANK
-    own: Mapping[str, Axis] = field(default_factory=dict)
+    model: Mapping[str, Axis] = field(default_factory=dict)
     tied: Axis = SINGLE_RANK
     stage: Axis = SINGLE_RANK
 
@@ -82,7 +82,7 @@ class Axes:
 
     def along(self, name: str) -> Axis:
         """Return the axis of a name; without a group it has a single rank."""
-        return self.own.get(name, SINGLE_RANK)
+        return self.model.get(name, SINGLE_RANK)
 
 
 class ParamAndGradBuffer:
@@ -117,7 +117,7 @@ class ParamAndGradBuffer:
         meta_params = [param for param in module.parameters() if param.requires_grad]
         specs = [spec_of(param) for param in meta_params]
         self.names = {piece.name for spec in specs for piece in spec.pieces}
-        matrices = {id(param) for param in module.linear_weights().values()} if float8_gather else set()  # type: ignore[operator]
+        matrices = {id(param) for param in module.collect_linear_weights().values()} if float8_gather else set()  # type: ignore[operator]
         units = _find_units(module, meta_params) if self.zero >= 2 else {}
         members = [self._make_member(param, id(param) in matrices, units.get(id(param))) for param in meta_params]
         self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements, divides_units=self.zero == 2)
@@ -191,7 +191,7 @@ class ParamAndGradBuffer:
         """Add the gradient that autograd produced. An operator with a sink has added its own and leaves None."""
         if param.grad is None:
             return
-        sink = sink_of(param)
+        sink = get_sink(param)
         assert sink is not None
         sink.main_grad.add_(param.grad)
         param.grad = None
@@ -213,10 +213,10 @@ class ParamAndGradBuffer:
 
     def find_unit_buckets(self) -> list[list[int]]:
         """Return the buckets that each unit of the module's forward needs; empty if the module declares no units."""
-        if not hasattr(self.module, "forward_units"):
+        if not hasattr(self.module, "list_forward_units"):
             return []
         index_of = {id(param): i for i, param in enumerate(self.parameters)}
-        units: list[list[nn.Parameter]] = self.module.forward_units()  # type: ignore[operator]
+        units: list[list[nn.Parameter]] = self.module.list_forward_units()  # type: ignore[operator]
         return [sorted({self.bucket_of[index_of[id(param)]] for param in unit}) for unit in units]
 
     def initialise_resident(self, seed: int) -> None:
@@ -226,9 +226,9 @@ class ParamAndGradBuffer:
 
     def count_units(self) -> int:
         """Return the units of the module's forward; a module that declares none is one unit."""
-        if not hasattr(self.module, "forward_units"):
+        if not hasattr(self.module, "list_forward_units"):
             return 1
-        return len(self.module.forward_units())  # type: ignore[operator]
+        return len(self.module.list_forward_units())  # type: ignore[operator]
 
     # gradients of a step ---------------------------------------------------------------------------------------
 
@@ -305,16 +305,16 @@ def _find_units(module: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, 
 
     Parameters that several units use are left out. A module that declares no units is one unit.
     """
-    if not hasattr(module, "forward_units"):
+    if not hasattr(module, "list_forward_units"):
         return {id(param): 0 for param in params}
-    *units, remaining = module.forward_units()  # type: ignore[operator]
+    *units, remaining = module.list_forward_units()  # type: ignore[operator]
     users: dict[int, set[int]] = {}
     for number, unit in enumerate(units):
         for param in unit:
             users.setdefault(id(param), set()).add(number)
     for param in remaining:
         users.setdefault(id(param), {len(units)})
-    shared = {id(param) for param in module.shared_parameters()}  # type: ignore[operator]
+    shared = {id(param) for param in module.list_shared_parameters()}  # type: ignore[operator]
     return {key: min(numbers) for key, numbers in users.items() if len(numbers) == 1 and key not in shared}
 
 

@@ -1,9 +1,10 @@
 """Reduction of the gradient of a token embedding by its rows (parallel.embedding_reduction=rows).
 
-Only rows of tokens that a rank has read have a gradient. With few tokens per rank and step most of the matrix is zero,
-and its reduction, which nothing hides because the embedding's gradient is the last of a backward, sends zeros. Here
-every rank gathers all ranks' tokens and the rows of their gradients, and adds those in its own shard. No number of rows
-is read on the host: each rank sends as many rows as it has read tokens, and a repeated token counts once.
+Only the rows of tokens that a rank has read have a gradient. With few tokens per rank and step, most of the matrix is
+zero. An ordinary reduction would send these zeros, and nothing would hide it, because the embedding's gradient is the
+last of a backward. Here every rank gathers all ranks' tokens and the rows of their gradients, and adds the rows that
+belong to its shard. The host does not need to know the number of different tokens: each rank sends as many rows as it
+has read tokens, and marks the repetitions of a token so that its row is added once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class RowReduction:
         self._tokens.append(tokens_SB.flatten().clone())
 
     def forget_tokens(self) -> None:
-        """Begin a step."""
+        """Forget the tokens of the previous step."""
         self._tokens.clear()
 
     def __call__(self, grads: Tensor, axis: Axis) -> Pending:
@@ -48,7 +49,7 @@ class RowReduction:
 
         def add() -> None:
             tokens_RN = gathering_tokens.wait().view(axis.size, -1)
-            tokens_RN[axis.rank].fill_(-1)  # their rows are in the shard already
+            tokens_RN[axis.rank].fill_(-1)  # this rank's rows are in the shard already
             shard_VH = shard.view(-1, self._columns)
             _add_present_rows(shard_VH, tokens_RN.flatten() - axis.rank * len(shard_VH), gathering_rows.wait())
 

@@ -306,7 +306,7 @@ class SaveWriter:
         """Remove the files of a save that will not be committed, and publish its result."""
         writing_ranks = set(range(message.ranks)) - set(message.local_ranks)
         with contextlib.suppress(OSError, ValueError):
-            writing_ranks -= pending_saves.ended_ranks(storage, message.step, message.generation)
+            writing_ranks -= pending_saves.read_ended_ranks(storage, message.step, message.generation)
         try:
             folders.withdraw_save(storage, message.step, message.generation)
         except Exception as error:
@@ -336,7 +336,7 @@ class SaveWriter:
                 # Read this before the removal, so that a file which is completed during it is removed in the next pass.
                 is_writing_here = generation in self._host_saves
                 with contextlib.suppress(OSError, ValueError):
-                    writing_ranks -= pending_saves.ended_ranks(storage, step, generation)
+                    writing_ranks -= pending_saves.read_ended_ranks(storage, step, generation)
                     folders.withdraw_save(storage, step, generation, late=True)
                 # After a later commit, pruning removes the files.
                 is_over = not (writing_ranks or is_writing_here)
