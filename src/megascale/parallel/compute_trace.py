@@ -23,14 +23,14 @@ from megascale.errors import TrainingError
 from megascale.ops.gradient_sink import GradientSink
 from megascale.parallel.buffers import ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
-from megascale.parallel.parameters import spec_of
+from megascale.parallel.parameters import get_spec
 from megascale.parallel.pipeline import EagerRunner
 from megascale.parallel.runtime import Runtime
 
 CAPACITY = 1 << 17  # entries of a trace: a chunk of 126 layers has some 6,000
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 # Operators of the namespace aten whose results are traced.
-_COMPUTES = frozenset(
+_TRACED_OPERATORS = frozenset(
     (
         "mm",
         "addmm",
@@ -90,14 +90,14 @@ class ComputeTrace:
         self._runtime = runtime
         self._entries: list[_Entry] = []
         self._section: tuple[Phase, int] = Phase.FORWARD, 0
-        self._numbers: dict[tuple[Phase, int], int] = {}
-        self._collectives: dict[tuple[Phase, int], int] = {}
+        self._entry_counts: dict[tuple[Phase, int], int] = {}
+        self._collective_counts: dict[tuple[Phase, int], int] = {}
         self.sums = torch.zeros(CAPACITY, dtype=torch.int64, device=buffers[0].params.device)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, operator: str, tensor: Tensor, address: int = 0) -> None:
+    def add_checksum(self, operator: str, tensor: Tensor, address: int = 0) -> None:
         """Append the checksum of a tensor."""
         index = len(self._entries)
         if index + 1 == CAPACITY:
@@ -105,16 +105,16 @@ class ComputeTrace:
                 f"a micro-batch has more than {CAPACITY - 1} results to compare; set --resilience.replay_interval=0"
             )
         phase, chunk = self._section
-        number = self._numbers.get(self._section, 0)
-        self._numbers[self._section] = number + 1
-        collectives = self._collectives.get(self._section, 0)
+        number = self._entry_counts.get(self._section, 0)
+        self._entry_counts[self._section] = number + 1
+        collectives = self._collective_counts.get(self._section, 0)
         self._entries.append(_Entry(phase, chunk, collectives, number, operator, address))
         bits = tensor.detach().view(INTEGERS[tensor.element_size()])
         torch.sum(bits, dim=list(range(bits.dim())), dtype=torch.int64, out=self.sums[index])
 
     def count_collective(self) -> None:
         """Note that ranks which share the micro-batch exchange what they have computed so far."""
-        self._collectives[self._section] = self._collectives.get(self._section, 0) + 1
+        self._collective_counts[self._section] = self._collective_counts.get(self._section, 0) + 1
 
     @contextmanager
     def record(self, phase: Phase, chunk: int) -> Iterator[None]:
@@ -134,7 +134,7 @@ class ComputeTrace:
     def _add_exchanged(self, axis: Axis, kind: str, tensor: Tensor) -> None:
         """Trace what leaves by an exchange to ranks that share the micro-batch."""
         if any(member is axis for member in self._axes):
-            self.add(f"input of {kind}", tensor)
+            self.add_checksum(f"input of {kind}", tensor)
             self.count_collective()
 
     def _observe_sinks(self) -> list[tuple[GradientSink, Callable[[], None]]]:
@@ -149,7 +149,7 @@ class ComputeTrace:
     def _make_observer(self, sink: GradientSink, ready: Callable[[], None], address: int) -> Callable[[], None]:
         def observe() -> None:
             self._runtime.stream.synchronize()  # the gradient may come from the side stream
-            self.add("gradient", sink.main_grad, address)
+            self.add_checksum("gradient", sink.main_grad, address)
             ready()
 
         return observe
@@ -163,7 +163,7 @@ class ComputeTrace:
         names = {}
         for buffer in self._buffers:
             for parameter in buffer.parameters:
-                pieces = spec_of(parameter).pieces
+                pieces = get_spec(parameter).pieces
                 names[parameter.data_ptr()] = ", ".join(dict.fromkeys(piece.name for piece in pieces))
         points = []
         for entry in self._entries:
@@ -193,14 +193,14 @@ class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
         if func.namespace == "c10d":
             self._add_sent(name, args)
         result = func(*args, **(kwargs or {}))
-        if name in _COMPUTES and func.namespace == "aten":
+        if name in _TRACED_OPERATORS and func.namespace == "aten":
             address = next((arg.data_ptr() for arg in reversed(args) if isinstance(arg, Tensor)), 0)
             results = result if isinstance(result, tuple | list) else (result,)
             if "attention" in name and not name.endswith("backward"):
                 results = results[:1]  # others may have padding that no kernel writes
             for tensor in results:
                 if isinstance(tensor, Tensor) and tensor.dtype in _FLOATS:
-                    self._trace.add(name.strip("_"), tensor, address)
+                    self._trace.add_checksum(name.strip("_"), tensor, address)
         return result
 
     def _add_sent(self, name: str, args: Any) -> None:
@@ -210,7 +210,7 @@ class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
         inputs = args[0] if name.startswith("allreduce") else args[1]
         for tensor in inputs if isinstance(inputs, list | tuple) else (inputs,):
             if isinstance(tensor, Tensor) and tensor.element_size() in INTEGERS and tensor.dtype != torch.bool:
-                self._trace.add(f"input of {name.strip('_')}", tensor)
+                self._trace.add_checksum(f"input of {name.strip('_')}", tensor)
         self._trace.count_collective()
 
     def _is_traced_group(self, args: Any) -> bool:
@@ -243,9 +243,9 @@ class TracedRunner(EagerRunner):
             return self._runner.forward(chunk, i, x)
         with self._trace.record(Phase.FORWARD, chunk):
             if x is not None:
-                self._trace.add("input of the chunk", x)
+                self._trace.add_checksum("input of the chunk", x)
             y = self._runner.forward(chunk, i, x)
-            self._trace.add("output of the chunk" if y.dim() else "loss", y)
+            self._trace.add_checksum("output of the chunk" if y.dim() else "loss", y)
         return y
 
     def backward(self, chunk: int, i: int, grad: Tensor | None) -> Tensor | None:
@@ -280,9 +280,9 @@ class TracedRunner(EagerRunner):
 
         def add_result(x_grad: Tensor | None) -> None:
             if x_grad is not None:
-                self._trace.add("gradient of the chunk's input", x_grad)
+                self._trace.add_checksum("gradient of the chunk's input", x_grad)
 
         with self._trace.record(Phase.BACKWARD, chunk):
             if grad is not None:
-                self._trace.add("gradient of the chunk's output", grad)
+                self._trace.add_checksum("gradient of the chunk's output", grad)
             yield add_result

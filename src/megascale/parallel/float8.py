@@ -39,7 +39,7 @@ from megascale.ops.float8.formats import ALIGNED, E4M3, E5M2, Float8, Format
 from megascale.ops.linear import Gemms, Operand
 from megascale.parallel.collectives import SINGLE_RANK, Axis, all_reduce_amax, all_reduce_small
 from megascale.parallel.linear_precision import LinearPrecision
-from megascale.parallel.parameters import spec_of
+from megascale.parallel.parameters import get_spec
 
 
 class _Float8Linears(LinearPrecision, ABC):
@@ -59,7 +59,7 @@ class _Float8Linears(LinearPrecision, ABC):
         self._pinned: dict[int, Float8] = {}
         self._counts: Tensor | None = None
         self._is_counting = False
-        self._cast_numbers = 0
+        self._cast_count = 0
 
     @property
     def logits(self) -> Gemms:
@@ -70,11 +70,11 @@ class _Float8Linears(LinearPrecision, ABC):
 
     def prepare_weights(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:
-            self.weight(weight)
+            self.get_weight(weight)
 
     def pin_weights(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:
-            cast = self.weight(weight)
+            cast = self.get_weight(weight)
             pinned = self._pinned.setdefault(id(weight), cast)
             if pinned is cast:
                 continue
@@ -100,7 +100,7 @@ class _Float8Linears(LinearPrecision, ABC):
                 )
             gemm.check_shape(name, tokens, weight.shape[1], weight.shape[0])
 
-    def weight(self, weight: Tensor) -> Float8:
+    def get_weight(self, weight: Tensor) -> Float8:
         """Return a weight [O, I] in float8, rows and columns, cast once after `invalidate_weights`."""
         entry = self._weights.get(id(weight))
         if entry is None:
@@ -116,17 +116,17 @@ class _Float8Linears(LinearPrecision, ABC):
         """Cast a weight [O, I] to float8, rows and columns."""
 
     @abstractmethod
-    def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
+    def get_rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
         """Return an operand's float8 rows [rows, N], of `kind`, and their scale [] or scales [rows, 1]."""
 
     def forward(
         self, x: Operand, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, add: bool = False
     ) -> Tensor:
-        w = self.weight(weight)
+        w = self.get_weight(weight)
         return self._multiply(x, E4M3, w.rows, w.rows_scale, weight.dtype, out, add, fast=True, bias=bias)
 
     def dgrad(self, dy: Operand, weight: Tensor, out: Tensor | None = None, add: bool = False) -> Tensor:
-        w = self.weight(weight)
+        w = self.get_weight(weight)
         return self._multiply(dy, self.gradient_format, w.columns, w.columns_scale, weight.dtype, out, add)
 
     def _multiply(
@@ -144,7 +144,7 @@ class _Float8Linears(LinearPrecision, ABC):
         """Multiply x @ w.T, into `out` if given."""
         assert w is not None
         assert w_scale is not None
-        rows, scale = self.rows(x, kind)
+        rows, scale = self.get_rows(x, kind)
         if out is None:
             y = gemm.matmul(rows, scale, w, w_scale, dtype=dtype, fast=fast, bias=bias)
             return y.view(*x.data.shape[:-1], -1)
@@ -153,23 +153,23 @@ class _Float8Linears(LinearPrecision, ABC):
     def count_casts(self, on: bool) -> None:
         self._is_counting = on
         self._counts = None
-        self._cast_numbers = 0
+        self._cast_count = 0
 
     def cast_counts(self) -> Tensor | None:
         if self._counts is None:
             return None
         counts = torch.zeros(3, dtype=torch.float64, device=self._counts.device)
         counts[:2] += self._counts
-        counts[2] = self._cast_numbers
+        counts[2] = self._cast_count
         return counts
 
-    def _counts_for(self, x: Tensor) -> Tensor | None:
+    def _get_counts(self, x: Tensor) -> Tensor | None:
         """Return the counts that a cast of x adds to, int64 [2], or None if casts are not counted."""
         if not self._is_counting:
             return None
         if self._counts is None:
             self._counts = torch.zeros(2, dtype=torch.int64, device=x.device)
-        self._cast_numbers += x.numel()
+        self._cast_count += x.numel()
         return self._counts
 
 
@@ -243,7 +243,7 @@ class TensorWiseFloat8(_Float8Linears):
             amax = compute_amax(x)
         amax = all_reduce_amax(amax, self.axis)
         for_gather = for_gather and self.axis.size > 1
-        q = cast_by_amax(x, kind, amax, columns=not for_gather, counts=self._counts_for(x))
+        q = cast_by_amax(x, kind, amax, columns=not for_gather, counts=self._get_counts(x))
         assert q.rows is not None
         assert q.rows_scale is not None
         rows = q.rows.view(x.shape)
@@ -262,7 +262,7 @@ class TensorWiseFloat8(_Float8Linears):
     def finish_gather(self, x: Operand) -> Operand:
         return Operand(transpose_rows(x.data.flatten(0, -2)), x.scale)
 
-    def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
+    def get_rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
         assert x.scale is not None
         return x.data.flatten(0, -2).view(kind.dtype), x.scale
 
@@ -286,7 +286,7 @@ class RowWiseFloat8(_Float8Linears):
         """Cast a weight; ranks that hold parts of a row, or of a column, agree on its amax."""
         if self.axis.size == 1:
             return self.cast_weight(weight.detach())
-        cut = spec_of(weight).cut_dimension
+        cut = get_spec(weight).cut_dimension
         values = weight.detach()
         row_amax = column_amax = None
         if cut == 1:
@@ -308,7 +308,7 @@ class RowWiseFloat8(_Float8Linears):
         row_amax = None
         if is_cut and self.axis.size > 1:
             row_amax = self._agree(compute_row_amaxes(x))
-        q = cast_rows(x, E4M3, row_amax=row_amax, counts=self._counts_for(x))
+        q = cast_rows(x, E4M3, row_amax=row_amax, counts=self._get_counts(x))
         assert q.rows is not None
         assert q.rows_scale is not None
         rows, scales = q.rows.view(torch.uint8).view(x.shape), q.rows_scale.view(*x.shape[:-1], 1)
@@ -328,7 +328,7 @@ class RowWiseFloat8(_Float8Linears):
     def prepare_recomputed(self, x: Tensor, weight: Tensor, for_gather: bool = False) -> Operand:
         return Operand(x.detach())
 
-    def rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
+    def get_rows(self, x: Operand, kind: Format) -> tuple[Tensor, Tensor]:
         assert x.scale is not None
         scales = x.scale.view(-1, 1)
         if scales.data_ptr() % ALIGNED:

@@ -50,7 +50,7 @@ class _Bucket:
     amax: torch.Tensor
     scales: torch.Tensor
     bytes: torch.Tensor
-    own_bytes: torch.Tensor
+    shard_bytes: torch.Tensor
     matrices: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     transposes: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 
@@ -131,8 +131,8 @@ class Float8Gather:
         data = self._bucket_data[bucket]
         self._amax_reductions.pop(bucket).wait()
         compute_shard_scales(data.amax, E4M3, data.scales)
-        cast_shard(data.shard, data.segments, data.scales, E4M3, data.own_bytes)
-        gathering = all_gather_into(data.bytes, data.own_bytes, self._axes.data)
+        cast_shard(data.shard, data.segments, data.scales, E4M3, data.shard_bytes)
+        gathering = all_gather_into(data.bytes, data.shard_bytes, self._axes.data)
         return Pending(data.bytes, finish=partial(self._finish_gather, data, gathering))
 
     def _finish_gather(self, data: _Bucket, gathering: Pending) -> None:
@@ -151,12 +151,12 @@ class Float8Gather:
             data = self._bucket_data[bucket]
             self._amax_reductions.pop(bucket).wait()
             compute_shard_scales(data.amax, E4M3, data.scales)
-            cast_shard(data.shard, data.segments, data.scales, E4M3, data.own_bytes)
+            cast_shard(data.shard, data.segments, data.scales, E4M3, data.shard_bytes)
 
     def gather_pair(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the memory of a bucket's gathered bytes, and this rank's shard of them."""
         data = self._bucket_data[bucket]
-        return data.bytes, data.own_bytes
+        return data.bytes, data.shard_bytes
 
     def transpose(self, bucket: int) -> None:
         """Transpose the gathered rows of a bucket in its slot, for the backward (ZeRO-3)."""
@@ -198,7 +198,7 @@ def _make_bucket(
     """Allocate the bytes of a bucket, or find them in its slot, and find its matrices in them."""
     span = buffer.layout.buckets[bucket]
     data = buffer.axes.data
-    start, stop = buffer.layout.shard(bucket, data.rank, data.size)
+    start, stop = buffer.layout.find_shard(bucket, data.rank, data.size)
     count = span.stop - span.start
     transposed = None
     if slot is None:
@@ -227,7 +227,7 @@ def _make_bucket(
         amax=amax,
         scales=scales,
         bytes=gathered,
-        own_bytes=own_bytes,
+        shard_bytes=own_bytes,
         matrices=matrices,
         transposes=transposes,
     )

@@ -29,15 +29,15 @@ class InputCopies:
     def __init__(self, device: torch.device, copies: InlineCopies | None = None) -> None:
         self._device = device
         self._copies = InlineCopies.of(device) if copies is None else copies
-        self._storing: deque[tuple[Any, Tensor]] = deque()  # copies that the compute stream has not waited for
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._pending_stores: deque[tuple[Any, Tensor]] = deque()  # copies that the compute stream has not waited for
+        self._free_memory: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
     def store(self, x: Tensor) -> Tensor:
         """Start to copy `x` to the host, and return the host memory."""
         self._release(DEVICE_INPUTS - 1)
         x = x.detach().contiguous()
         stored = self._take_host_memory(x)
-        self._storing.append((self._copies.store([stored], [x]), x))
+        self._pending_stores.append((self._copies.store([stored], [x]), x))
         return stored
 
     def fetch(self, stored: Tensor) -> tuple[Any, Tensor]:
@@ -55,20 +55,20 @@ class InputCopies:
         A store begins after the compute work before it, so after the fetch.
         """
         self._copies.wait(event)
-        self.give_back(stored)
+        self.release_host_memory(stored)
 
-    def give_back(self, stored: Tensor) -> None:
+    def release_host_memory(self, stored: Tensor) -> None:
         """Let later stores reuse host memory whose input is not needed; they follow a store that is under way."""
-        self._free[stored.shape, stored.dtype].append(stored)
+        self._free_memory[stored.shape, stored.dtype].append(stored)
 
     def _release(self, limit: int) -> None:
         """Release the oldest inputs under copy until at most `limit` are on the device."""
-        while len(self._storing) > limit:
-            event, _ = self._storing.popleft()
+        while len(self._pending_stores) > limit:
+            event, _ = self._pending_stores.popleft()
             self._copies.wait(event)
 
     def _take_host_memory(self, x: Tensor) -> Tensor:
-        free = self._free.setdefault((x.shape, x.dtype), [])
+        free = self._free_memory.setdefault((x.shape, x.dtype), [])
         if free:
             return free.pop()
         memory = torch.zeros(x.shape, dtype=x.dtype)
@@ -101,7 +101,7 @@ class InputStack:
             self._copies.finish_fetch(event, stored)
         for host_memory in self._stored:
             if host_memory is not None:
-                self._copies.give_back(host_memory)
+                self._copies.release_host_memory(host_memory)
 
     def store(self, x: Tensor) -> int:
         """Start to copy `x` to the host, and return its number."""

@@ -52,7 +52,7 @@ class WeightGradientQueue:
         self.peak_bytes = 0
         self._key = (0, 0)
         self._queue: deque[_QueuedGradient] = deque()
-        self._readers: Counter[int] = Counter()  # queued gradients that read the storage at each address
+        self._reader_counts: Counter[int] = Counter()  # queued gradients that read the storage at each address
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -85,7 +85,7 @@ class WeightGradientQueue:
             return
         self.nbytes = self._nbytes_with(storages)
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
-        self._readers.update(storages.keys())
+        self._reader_counts.update(storages.keys())
         self._queue.append(gradient)
 
     def flush(self, chunk: int | None = None, microbatch: int | None = None) -> None:
@@ -102,20 +102,20 @@ class WeightGradientQueue:
     def clear(self) -> None:
         """Drop all queued gradients, because their step has failed."""
         self._queue.clear()
-        self._readers.clear()
+        self._reader_counts.clear()
         self.nbytes = 0
 
     def _nbytes_with(self, storages: dict[int, int]) -> int:
         """Return the bytes that operands would hold with these storages among them."""
-        return self.nbytes + sum(nbytes for address, nbytes in storages.items() if not self._readers[address])
+        return self.nbytes + sum(nbytes for address, nbytes in storages.items() if not self._reader_counts[address])
 
     def _run(self, gradient: _QueuedGradient) -> None:
         """Compute a gradient that has left the queue."""
         self._accumulate(gradient)
         for address, nbytes in gradient.storages.items():
-            self._readers[address] -= 1
-            if not self._readers[address]:
-                del self._readers[address]
+            self._reader_counts[address] -= 1
+            if not self._reader_counts[address]:
+                del self._reader_counts[address]
                 self.nbytes -= nbytes
 
     @torch.no_grad()
