@@ -1,10 +1,16 @@
-"""Checksums of what one rank computes for one micro-batch, in the order of the computation.
+"""Traces: checksums of one rank's results for one micro-batch, in the order of the computation.
 
 Healthy devices of one kind compute the same bits from the same input, so two traces of a micro-batch are equal. The
-first entry that differs names the operator. A trace holds the sums of the inputs, outputs and gradients at the borders
-of chunks, of each GEMM's and each attention's result, of what a rank sends to its tensor- and context-parallel peers,
-and of each parameter's gradient. The faulty rank of a replica therefore differs before its peers, which see the
-fault after a collective. The sums are over bits as integers: any single flipped bit changes one.
+first entry that differs names the operator. A trace has checksums of
+
+- inputs, outputs and gradients at the boundaries of chunks;
+- the result of each GEMM and of each attention operator;
+- the data that a rank sends to its tensor- and context-parallel peers;
+- the gradient of each parameter.
+
+A wrong result reaches other ranks of a replica only through a collective. In the order of the trace, the faulty rank
+therefore differs before its peers. A checksum is the sum of the bits as integers, so that any single flipped bit
+changes it.
 """
 
 from __future__ import annotations
@@ -27,9 +33,9 @@ from megascale.parallel.parameters import get_spec
 from megascale.parallel.pipeline import EagerRunner
 from megascale.parallel.runtime import Runtime
 
-CAPACITY = 1 << 17  # entries of a trace: a chunk of 126 layers has some 6,000
+CAPACITY = 1 << 17  # largest number of entries of a trace; a chunk of 126 layers has some 6,000
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
-# Operators of the namespace aten whose results are traced.
+# Operators of the namespace aten whose results are traced: GEMMs and attention.
 _TRACED_OPERATORS = frozenset(
     (
         "mm",
@@ -55,6 +61,8 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.fl
 
 
 class _Entry(NamedTuple):
+    """A checksum's position in the computation, see `TracePoint`."""
+
     phase: Phase
     chunk: int
     collectives: int
@@ -73,7 +81,7 @@ class ComputeTrace:
         runtime: the rank's runtime.
 
     Attributes:
-        sums: int64 [CAPACITY], on the device; the last element counts the entries.
+        sums: checksums on the device, int64 [CAPACITY]; `finish` writes the number of entries into the last element.
     """
 
     def __init__(
@@ -113,12 +121,12 @@ class ComputeTrace:
         torch.sum(bits, dim=list(range(bits.dim())), dtype=torch.int64, out=self.sums[index])
 
     def count_collective(self) -> None:
-        """Note that ranks which share the micro-batch exchange what they have computed so far."""
+        """Count a collective, in which ranks that share the micro-batch exchange results."""
         self._collective_counts[self._section] = self._collective_counts.get(self._section, 0) + 1
 
     @contextmanager
     def record(self, phase: Phase, chunk: int) -> Iterator[None]:
-        """Trace the operators of a chunk's forward or backward that runs within."""
+        """Trace the operators of the enclosed forward or backward of a chunk."""
         self._section = phase, self._chunk_positions[chunk]
         observed = self._observe_sinks()
         self._runtime.sent_observer = self._add_exchanged
@@ -132,13 +140,13 @@ class ComputeTrace:
             self._runtime.stream.synchronize()
 
     def _add_exchanged(self, axis: Axis, kind: str, tensor: Tensor) -> None:
-        """Trace what leaves by an exchange to ranks that share the micro-batch."""
+        """Trace data that an exchange sends to ranks that share the micro-batch."""
         if any(member is axis for member in self._axes):
             self.add_checksum(f"input of {kind}", tensor)
             self.count_collective()
 
     def _observe_sinks(self) -> list[tuple[GradientSink, Callable[[], None]]]:
-        """Trace each gradient before a reduction can overwrite it. Return the sinks and what they called before."""
+        """Trace each gradient before a reduction can overwrite it. Return the sinks with their `ready` functions."""
         observed = []
         for buffer in self._buffers:
             for parameter, sink in zip(buffer.parameters, buffer.sinks, strict=True):
@@ -155,11 +163,11 @@ class ComputeTrace:
         return observe
 
     def finish(self) -> None:
-        """Write the number of entries behind the sums, so that it travels with them."""
+        """Write the number of entries into the last element of `sums`, so that both are sent together."""
         self.sums[-1].fill_(len(self._entries))
 
     def list_points(self) -> list[TracePoint]:
-        """Return where each sum was taken, with the names of parameters."""
+        """Return the position in the computation of each checksum, with names of parameters."""
         names = {}
         for buffer in self._buffers:
             for parameter in buffer.parameters:
@@ -181,7 +189,7 @@ class ComputeTrace:
 
 
 class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
-    """Adds the results of GEMMs and attention to a trace, and what leaves to ranks that share the micro-batch."""
+    """Adds results of GEMMs and attention to a trace, and data that is sent to ranks that share the micro-batch."""
 
     def __init__(self, trace: ComputeTrace, groups: Sequence[Any]) -> None:
         super().__init__()
@@ -194,17 +202,20 @@ class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
             self._add_sent(name, args)
         result = func(*args, **(kwargs or {}))
         if name in _TRACED_OPERATORS and func.namespace == "aten":
-            address = next((arg.data_ptr() for arg in reversed(args) if isinstance(arg, Tensor)), 0)
+            address = _find_last_address(args)  # of the weight, if a GEMM reads one
             results = result if isinstance(result, tuple | list) else (result,)
             if "attention" in name and not name.endswith("backward"):
-                results = results[:1]  # others may have padding that no kernel writes
+                results = results[:1]  # further results may have padding, which no kernel writes
             for tensor in results:
                 if isinstance(tensor, Tensor) and tensor.dtype in _FLOATS:
                     self._trace.add_checksum(name.strip("_"), tensor, address)
         return result
 
     def _add_sent(self, name: str, args: Any) -> None:
-        """Trace the inputs of a collective between ranks that share the micro-batch; others are in training only."""
+        """Trace the inputs of a collective between ranks that share the micro-batch.
+
+        Other collectives, such as reductions of gradients, run in training and not in a replay.
+        """
         if not self._is_traced_group(args):
             return
         inputs = args[0] if name.startswith("allreduce") else args[1]
@@ -214,13 +225,22 @@ class _OperatorTrace(torch_private.TorchDispatchMode):  # type: ignore[misc]
         self._trace.count_collective()
 
     def _is_traced_group(self, args: Any) -> bool:
+        """Return whether the process group among the arguments of a collective is a traced one."""
         for arg in args:
             if isinstance(arg, torch.ScriptObject):
                 try:
                     return dist.ProcessGroup.unbox(arg) in self._groups
                 except RuntimeError:
-                    continue  # another class, such as a reduction's operator
+                    continue  # an object of another class, such as a reduction's operator
         return False
+
+
+def _find_last_address(args: Sequence[Any]) -> int:
+    """Return the address of the last tensor among an operator's arguments, 0 without a tensor."""
+    for arg in reversed(args):
+        if isinstance(arg, Tensor):
+            return arg.data_ptr()
+    return 0
 
 
 class TracedRunner(EagerRunner):
@@ -228,8 +248,8 @@ class TracedRunner(EagerRunner):
 
     Args:
         runner: runs all micro-batches.
-        trace: takes the sums.
-        microbatch: number of the traced one.
+        trace: receives the checksums.
+        microbatch: index of the traced micro-batch.
     """
 
     def __init__(self, runner: EagerRunner, trace: ComputeTrace, microbatch: int = 0) -> None:
@@ -276,7 +296,7 @@ class TracedRunner(EagerRunner):
 
     @contextmanager
     def _trace_backward(self, chunk: int, grad: Tensor | None) -> Iterator[Callable[[Tensor | None], None]]:
-        """Trace a backward and the gradient of its output; the function that is yielded takes that of its input."""
+        """Trace the enclosed backward, and the gradient of its output. Yield a function that traces its result."""
 
         def add_result(x_grad: Tensor | None) -> None:
             if x_grad is not None:
