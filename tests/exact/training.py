@@ -22,7 +22,7 @@ from megascale.core.layout import lay_out
 from megascale.data.dataset.sample_fields import restart_positions
 from megascale.ops import side_stream
 from megascale.optim.learning_rate import learning_rate
-from megascale.parallel.buffers import extent_boxes
+from megascale.parallel.buffers import split_extent
 from megascale.rendezvous.groups import make_groups
 from megascale.train.engine import Engine
 
@@ -131,7 +131,7 @@ def observe(engine: Engine, report: Told) -> None:
         result = []
         for state in engine.optimizer.states:
             for extent in state.shard.extents:
-                for piece, offsets, view in extent_boxes(extent, state.shard.grads):
+                for piece, offsets, view in split_extent(extent, state.shard.grads):
                     result.append(Boxed(piece.name, piece.shape, offsets, view.numpy().copy()))
         report.gradients.append(result)
         return update(*args)
