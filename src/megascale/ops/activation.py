@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale import torch_private
-from megascale.config.row_programs import ACTIVATIONS, ActivationFacts
+from megascale.config.parts import ACTIVATIONS, ActivationFacts
 from megascale.config.registry import Registry
 from megascale.ops import dispatch
 from megascale.ops.amax import allocate_amax, attach_amax, compute_magnitude_bits, update_amax, view_as_int32
