@@ -45,7 +45,7 @@ class DriverLink:
         epoch: newest epoch of a driver that this agent has followed.
         channel: channel to the driver, or None without a driver.
         token: secret of the job, or empty before the first session.
-        alone_since: time.monotonic() when the last channel was lost.
+        channel_lost_time: time.monotonic() when the last channel was lost.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DriverLink:
         self.epoch = read_epoch(folder)
         self.channel: AgentChannel | None = None
         self.token = b""
-        self.alone_since = time.monotonic()
+        self.channel_lost_time = time.monotonic()
 
     async def run(self) -> None:
         """Keep a channel to the newest driver. Never returns."""
@@ -86,7 +86,7 @@ class DriverLink:
             if self.channel is not None:
                 self.channel.close()
                 self.channel = None
-                self.alone_since = time.monotonic()
+                self.channel_lost_time = time.monotonic()
                 self._lease.record_close(has_process_ended)
             await asyncio.sleep(RETRY_INTERVAL)
 
@@ -116,7 +116,7 @@ class DriverLink:
 
     @property
     def is_free(self) -> bool:
-        """Whether there is a driver and the queue has at most the bytes of one message."""
+        """Return whether there is a driver and the queue has at most the bytes of one message."""
         return self.channel is not None and self.channel.backlog <= MESSAGE_BYTES
 
     async def _run_session(self) -> None:

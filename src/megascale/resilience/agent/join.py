@@ -130,12 +130,12 @@ def join_job(
         TrainingError: no driver answers within `timeout` seconds.
     """
     if interface and not address:
-        own_address = get_interface_address(interface)
+        local_address = get_interface_address(interface)
     else:
-        own_address = address
-    if own_address:
-        _check_own_address(own_address)
-    admission = asyncio.run(_request_admission(driver_addresses, job, secret, node, own_address, timeout, report))
+        local_address = address
+    if local_address:
+        _check_local_address(local_address)
+    admission = asyncio.run(_request_admission(driver_addresses, job, secret, node, local_address, timeout, report))
     offer = admission.offer
     description = JobDescription(
         job,
@@ -160,7 +160,7 @@ def join_job(
     serve(node, node_folder, admission.address, pod or socket.gethostname())
 
 
-def _check_own_address(address: str) -> None:
+def _check_local_address(address: str) -> None:
     """Raise ConfigError if this machine does not have the address, at which its trainers must listen."""
     try:
         family, socket_type, protocol, _, endpoint = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -198,9 +198,9 @@ async def _request_admission(
             host, port = driver
             try:
                 async with asyncio.timeout(_ANSWER_TIMEOUT):
-                    own_address = address or find_local_address(host)
-                    offer = await _request_offer(driver, secret, fields | {"address": own_address})
-                return _Admission(driver, own_address, offer)
+                    local_address = address or find_local_address(host)
+                    offer = await _request_offer(driver, secret, fields | {"address": local_address})
+                return _Admission(driver, local_address, offer)
             except ProtocolError as error:
                 problem = f"{host}:{port}: {error}"
                 if "token" in str(error):

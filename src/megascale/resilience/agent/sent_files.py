@@ -132,7 +132,7 @@ class SentFiles:
             self._replaced.setdefault(f"{path.parent.name}/{path.name}", (0, 0))
         span_messages = self._take_spans(all_spans)
         messages = [self._read_new_data(name, file) for name, file in self._growing.items() if name not in self._spans]
-        messages += [self._read_whole_file(name) for name in self._replaced]
+        messages += [self._read_small_file(name) for name in self._replaced]
         return [message for message in messages if message is not None] + span_messages
 
     def _take_spans(self, all_spans: bool) -> list[FileData]:
@@ -203,7 +203,7 @@ class SentFiles:
         state.starts_anew = False
         return message
 
-    def _read_whole_file(self, name: str) -> FileData | None:
+    def _read_small_file(self, name: str) -> FileData | None:
         """Return a message with a whole file if it has changed since it was sent, or None."""
         try:
             with open(self._run / name, "rb", opener=open_regular) as file:

@@ -19,8 +19,8 @@ STACK_SIGNAL = signal.SIGRTMIN + 13  # no library is known to use it
 
 def _run_shadowed_module() -> None:
     """Run the sitecustomize of the environment, which this module shadows."""
-    own_folder = os.path.dirname(os.path.abspath(__file__))
-    folders = [folder for folder in sys.path if os.path.abspath(folder) != own_folder]
+    this_folder = os.path.dirname(os.path.abspath(__file__))
+    folders = [folder for folder in sys.path if os.path.abspath(folder) != this_folder]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", folders)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
