@@ -299,8 +299,8 @@ def _plan_child(path: Path, count: int, results: Any) -> None:
             "metadata_bytes": len(metadata),
             "offers_rss_gib": before / 2**20,
             "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-            "most_one_writes": max(part.size for part in plan.parts),
-            "least_one_writes": min(part.size for part in plan.parts),
+            "most_one_writes": max(part.size for part in plan.file_layouts),
+            "least_one_writes": min(part.size for part in plan.file_layouts),
         }
     )
 
