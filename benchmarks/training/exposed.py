@@ -125,7 +125,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     import torch.distributed as dist
 
     from benchmarks.harness.training_runs import describe_machine
-    from megascale.bench.train import random_rows
+    from megascale.bench.train import draw_tokens
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
     from megascale.rendezvous.start_job import initialise
@@ -139,7 +139,7 @@ def measure(config: Config, warmup: int) -> dict[str, Any] | None:
     )
     engine = Engine(lay_out(config, location.world), groups, location.device)
     model, train = config.model, config.train
-    rows = random_rows(config, engine.data_rank, location.device)
+    rows = draw_tokens(config, engine.data_rank, location.device)
     seconds: list[float] = []
     garbage = GarbageCollector(train.gc_interval)
 

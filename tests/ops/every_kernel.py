@@ -27,6 +27,7 @@ from megascale.ops.float8 import cast
 from megascale.ops.float8.formats import E4M3, E5M2, Format, scale_slots
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
 from megascale.ops.peer_max import WORD, PeerMax
+from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
 
@@ -135,12 +136,18 @@ def largest_over_peers() -> None:
     PeerMax(0, arguments)(torch.ones(()))
 
 
+def sums_over_peers() -> None:
+    sum_over_peers(torch.zeros(4096), torch.zeros(3, 8192)[:, :4096], 1)
+
+
 def grouped_gemms() -> None:
     x, dy = zeros(512, 2048).detach(), zeros(1024, 1536).detach()
     weights, main_grad = zeros(8, 1536, 2048).detach(), torch.zeros(8, 1536, 2048)
     offsets, index = torch.zeros(9, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
     grouped_gemm.multiply_groups(x, weights, offsets, index)
     grouped_gemm.multiply_groups(dy, weights, offsets, transposed=True)
+    grouped_gemm.multiply_groups(dy, weights.transpose(1, 2).contiguous(), offsets, by_blocks=True)
+    grouped_gemm.multiply_groups(dy, weights, offsets, transposed=True, by_blocks=True)
     grouped_gemm.accumulate_group_gradients(main_grad, dy, x, offsets, index)
     grouped_gemm.accumulate_group_gradients(main_grad, torch.zeros(512, 1536, dtype=BF16), dy, offsets, dy_index=index)
 
@@ -243,6 +250,7 @@ CASES: dict[str, Callable[[], None]] = {
     "float8 of shards": float8_shards,
     "largest over peers": largest_over_peers,
     "grouped GEMMs": grouped_gemms,
+    "sums over peers": sums_over_peers,
     "routing": routing,
     "optimizers": lambda: optimizer(False),
     "optimizers on device numbers": lambda: optimizer(True),

@@ -78,7 +78,7 @@ def test_adamw(table, on_device, scaled, skipped):
         assert distance(a, b) < 1e-6, name
     assert distance(state[4], exact[4]) < 8e-3
     inside = torch.zeros(n, dtype=torch.bool)
-    for row in segments.rows:
+    for row in segments.ranges:
         inside[row.start : row.stop] = True
     assert all(torch.equal(a[~inside], b[~inside]) for a, b in zip(state, before, strict=True)), "padding was touched"
 
@@ -127,7 +127,7 @@ def test_square_sums(table, dtype):
     segments, n = table
     flat = torch.randn(n).to(dtype)
     want = torch.zeros(4, dtype=torch.float64)
-    for row in segments.rows:
-        want[row.tensor] += flat[row.start : row.stop].double().square().sum()
+    for row in segments.ranges:
+        want[row.tensor_index] += flat[row.start : row.stop].double().square().sum()
     torch.testing.assert_close(square_sums(flat, segments), want, rtol=1e-6, atol=0)
     assert dispatch.active()["square sums"] == "triton"

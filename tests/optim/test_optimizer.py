@@ -161,7 +161,7 @@ def test_a_hold_keeps_queued_updates_from_changing_the_state(name):
     for held_steps in ((), (3, 4)):
         chunk, _, optimizer = make(OptimizerConfig(name=name))
         optimizer.hold = UpdateHold(torch.device("cpu"))
-        optimizer.hold.begin(10)
+        optimizer.hold.set_step(10)
         for step in (1, 2, *held_steps):
             fill(chunk, step)
             if step in held_steps:
@@ -184,8 +184,8 @@ def test_a_hold_keeps_queued_updates_from_changing_the_state(name):
 def test_an_aborted_update_with_collectives_of_its_own_leaves_no_whole_state_on_a_gpu(name, device, expected):
     """Its last collective comes after the hold was read, and a GPU works on with what the abort leaves."""
     hold = UpdateHold(torch.device("cpu"))
-    hold.begin(3)
-    hold.apply(torch.ones(()))
+    hold.set_step(3)
+    hold.mask_norm(torch.ones(()))
     settings = config.load(None, [f"--optimizer.name={name}"])
     engine: Any = SimpleNamespace(
         optimizer=SimpleNamespace(hold=hold),

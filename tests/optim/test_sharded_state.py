@@ -255,7 +255,7 @@ def test_tensors_are_numbered_alike_on_all_ranks():
     buffers = [make_buffer(model, range(2)), make_buffer(model, range(2, 4))]
     names = sorted(buffers[0].names | buffers[1].names)
     for order in (buffers, buffers[::-1]):
-        assert list(ShardedOptimizer(OptimizerConfig(), order).rule.shards.names) == names
+        assert list(ShardedOptimizer(OptimizerConfig(), order).rule.shards.tensor_names) == names
 
 
 def test_a_shard_has_as_few_parts_as_its_states_allow():
@@ -311,7 +311,7 @@ def test_large_matrices_get_owners_first():
 
 
 def test_batches_have_one_shape_and_bounded_size(monkeypatch):
-    monkeypatch.setattr(sharded_muon, "BATCH", 24)
+    monkeypatch.setattr(sharded_muon, "MAX_BATCH_ELEMENTS", 24)
     shapes = {f"small {i}": (2, 3) for i in range(5)} | {"large a": (5, 6), "large b": (5, 6)}
     assert batch_matrices(shapes) == [
         ((2, 3), [f"small {i}" for i in range(4)]),

@@ -548,3 +548,70 @@ def test_resident_memory_that_changes_without_a_meeting_is_found(monkeypatch: py
     for seed in range(60):
         right += all(torch.allclose(*pair) for pair in gather_rounds(3, [1, 2, 1], 0, seed))
     assert right < 60
+
+
+def reduce_rounds(
+    size: int, parts: list[int], piece: int, lag: int, seed: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Write gradients into slots, reduce and release them, again and again; (result, expected) of each reduction.
+
+    Args:
+        parts: elements of each rank's part, by round; rounds use `lag` + 1 slots in turn.
+        piece: elements of a piece.
+    """
+    devices, exchanges = exchanges_of(size)
+    generator = torch.Generator().manual_seed(seed)
+    slots = [[torch.zeros(size, max(parts), dtype=torch.float64) for _ in range(lag + 1)] for _ in range(size)]
+    data = [torch.randn(size, size, count, generator=generator, dtype=torch.float64) for count in parts]
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for rank, (device, ex) in enumerate(zip(devices, exchanges, strict=True)):
+        staging = torch.zeros(2, size - 1, piece, dtype=torch.float64)
+        pending: deque[tuple[torch.Tensor, torch.Tensor, Callable[[], None]]] = deque()
+
+        def take(device: Device, pending: deque[Any]) -> None:
+            part, values, wait = pending.popleft()
+            wait()
+            retained = torch.empty_like(part)
+            device.put("main", lambda: retained.copy_(part))
+            results.append((retained, values))
+
+        for number, values in enumerate(data):
+            slot = number % (lag + 1)
+            views = [slots[other][slot][rank][: values.shape[-1]] for other in range(size)]
+            own_slot = slots[rank][slot]
+            for other in range(size):
+                device.put(
+                    "main",
+                    lambda own_slot=own_slot, values=values, rank=rank, other=other: own_slot[other][  # type: ignore[misc]
+                        : values.shape[-1]
+                    ].copy_(values[rank, other]),
+                )
+            pending.append((views[rank], values[:, rank].sum(0), ex.reduce_resident(views, staging)))
+            while len(pending) > lag:
+                take(device, pending)
+        while pending:
+            take(device, pending)
+    run(devices, random.Random(seed))
+    return results
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(2, 4),
+    st.lists(st.integers(2, 9), min_size=1, max_size=4),
+    st.integers(2, 5),
+    st.integers(0, 1),
+    st.integers(0, 1 << 40),
+)
+def test_gradients_are_reduced_where_they_lie(size: int, parts: list[int], piece: int, lag: int, seed: int) -> None:
+    for result, expected_values in reduce_rounds(size, parts, piece, lag, seed):
+        torch.testing.assert_close(result, expected_values)
+
+
+def test_a_slot_that_is_released_before_peers_have_read_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail."""
+    monkeypatch.setattr(Exchange, "_meet", lambda self: None)
+    right = 0
+    for seed in range(60):
+        right += all(torch.allclose(*pair) for pair in reduce_rounds(3, [5, 7, 4], 3, 0, seed))
+    assert right < 60

@@ -111,8 +111,8 @@ def test_a_job_that_could_not_go_on_is_refused(tiny, words: list[str], ranks: in
     [
         (["--checkpoint.replicas=false"], "copies in other hosts' memory"),
         (["--checkpoint.memory_interval=0", "--checkpoint.memory_wait=false"], "copies in other hosts' memory"),
-        (["--resilience.replay_interval=5"], "replay_interval=5 compares replicas with equal shares"),
-        (["--foreign.command=['python', 'train.py']"], "foreign.command names another one"),
+        (["--resilience.replay_interval=5"], "replay_interval=5 compares replicas with equal"),
+        (["--foreign.command=['python', 'train.py']"], "foreign.command names another trainer"),
     ],
 )
 def test_settings_that_exclude_it_are_refused_by_name(tiny, words: list[str], message: str) -> None:

@@ -42,6 +42,6 @@ def test_ranges_cover_all_elements_once(shards, tiles):
                 copied.append((id(part), value, decay, tensor))
     expected = []
     for _, part in shards:
-        for row in part.segments.rows:
-            expected += [(id(part), value, int(row.decay), row.tensor) for value in range(row.start, row.stop)]
+        for row in part.segments.ranges:
+            expected += [(id(part), value, int(row.decay), row.tensor_index) for value in range(row.start, row.stop)]
     assert copied == expected

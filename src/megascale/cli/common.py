@@ -52,7 +52,7 @@ def load_for_gpus(file: Path | None, overrides: Sequence[str]) -> Config:
                 f"model.vocab_size is not set, and the data that would give it cannot be read: {error}; set "
                 "--model.vocab_size=N"
             ) from None
-    return resolve_precision(config, bfloat16=True)
+    return resolve_precision(config, has_bfloat16=True)
 
 
 def names_file(file: Path | None, overrides: Sequence[str]) -> bool:

@@ -1,8 +1,9 @@
 """Configuration: sections as typed models, and loading with overrides.
 
-Every package may import this one; it imports `errors` only. A key exists only if some code obeys it.
+Every package may import this package, which imports `megascale.errors` only.
 
-Names are imported on first use: the services of a host use registries, and start in half the time without the sections.
+The names below are imported on first use. Services of a host need only the registries, and start in half the time if
+the sections are not imported.
 """
 
 from __future__ import annotations

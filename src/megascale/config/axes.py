@@ -1,6 +1,7 @@
-"""Axes of the grid of ranks: what each axis cuts. Groups, sums and norms derive from these facts.
+"""Axes of the grid of ranks, and whether each axis divides the batch or the parameters.
 
-Built-in axes have a key of their own, `parallel.NAME`. A plugin's axis has its size in `parallel.axes`, as NAME=SIZE.
+Process groups, gradient sums and norms derive from these facts. Built-in axes have a key of their own, `parallel.NAME`.
+A plugin's axis has its size in `parallel.axes`, as NAME=SIZE.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ class AxisFacts:
     """Facts of an axis.
 
     Attributes:
-        cuts_batch: what ranks along the axis divide: the samples of the global batch, the tokens of each sample, or
-            "nothing": all of them see the same tokens. Gradients are summed over an axis that cuts the batch.
-        cuts_parameters: whether the ranks hold different parts of some parameters. Along other axes every parameter
-            is replicated.
-        has_group: whether parts of the model communicate along the axis in a group of its own.
+        cuts_batch: what ranks along the axis divide: "samples" of the global batch, "tokens" of each sample, or
+            "nothing", so that these ranks process the same tokens. Gradients are summed over an axis that cuts the
+            batch.
+        cuts_parameters: whether the ranks hold different parts of some parameters. If not, every parameter is
+            replicated along the axis.
+        has_group: whether the model communicates along the axis in a process group of this axis alone.
         fills_world: whether the axis takes all ranks that the other axes leave, unless its size is set.
         divides_loss: whether ranks along an axis that cuts tokens and parameters compute parts of the loss. Otherwise
             they gather the tokens before the loss.
-        copies_state: whether ranks along the axis hold copies of the shards. Gradients are summed over it once per
-            step, after they are reduced over the ranks that share the state.
-        key: setting of the size; "" for an axis in `parallel.axes`.
+        copies_state: whether ranks along the axis hold copies of the shards. Gradients are summed over this axis
+            once per step, after their reduction over the ranks that share the state.
+        key: setting with the size of the axis; "" for a plugin's axis, whose size is in `parallel.axes`.
     """
 
     cuts_batch: Literal["samples", "tokens", "nothing"] = "nothing"
@@ -40,14 +42,17 @@ class AxisFacts:
 
     @property
     def repeats_loss(self) -> bool:
-        """Whether ranks along the axis compute the same loss, and not parts of a sum."""
+        """True if ranks along the axis compute the same loss, False if they compute parts of a sum."""
         if self.cuts_batch == "tokens":
             return self.cuts_parameters and not self.divides_loss
         return self.cuts_batch == "nothing"
 
 
 class AxisRegistry(Registry[AxisFacts]):
-    """Facts of all axes by name, from the fastest axis, whose ranks are neighbours, to the slowest."""
+    """Facts of all axes by name, from the fastest axis, whose ranks are neighbours, to the slowest.
+
+    The properties are names of axes, in the same order.
+    """
 
     def register(self, name: str, entry: AxisFacts, after: str = "tensor") -> None:
         """Add an axis that is one step slower than the axis `after`. Raises ConfigError if the name is known.
@@ -57,22 +62,23 @@ class AxisRegistry(Registry[AxisFacts]):
         if after == "pipeline":
             raise ConfigError(f"the axis {name!r} cannot be slower than the pipeline; register it after another axis")
         self[after]  # raises ConfigError for an unknown axis
-        slower = {}
+        # A dictionary appends new keys: take the slower axes out, and put them back behind the new axis.
+        slower_axes = {}
         names = self.names()
-        for other in names[names.index(after) + 1 :]:
-            slower[other] = self.pop(other)
+        for slower_name in names[names.index(after) + 1 :]:
+            slower_axes[slower_name] = self.pop(slower_name)
         try:
             super().register(name, entry)
         finally:
-            self.update(slower)
+            self.update(slower_axes)
 
     def setting(self, name: str) -> str:
-        """Return what sets the size of an axis, before the equals sign."""
+        """Return the setting of an axis' size without `=SIZE`: its key, or `parallel.axes=NAME`."""
         return self[name].key or f"parallel.axes={name}"
 
     @property
     def filling(self) -> str:
-        """Name of the axis that fills the world."""
+        """Axis that takes the ranks which the other axes leave."""
         return next(name for name, facts in self.items() if facts.fills_world)
 
     @property
@@ -99,12 +105,12 @@ class AxisRegistry(Registry[AxisFacts]):
 
     @property
     def replica(self) -> tuple[str, ...]:
-        """Axes whose ranks hold one copy of a pipeline stage together."""
+        """Axes whose ranks together hold one copy of a pipeline stage's parameters."""
         return tuple(name for name in self.stage if name not in self.shards + self.copies)
 
     @property
     def state(self) -> tuple[str, ...]:
-        """Axes whose ranks hold one copy of a pipeline stage's state together."""
+        """Axes whose ranks together hold one copy of a pipeline stage's optimizer state."""
         return tuple(name for name in self.stage if name not in self.copies)
 
     @property
@@ -120,7 +126,7 @@ AXES = AxisRegistry(
         "context": AxisFacts("tokens", key="parallel.context"),
         # Takes the place of the context axis if its ranks divide the experts too (parallel.experts_over=context).
         "slice": AxisFacts("tokens", cuts_parameters=True, divides_loss=True, key="parallel.context"),
-        # Like data-parallel ranks for all parameters but those of experts, which these ranks divide.
+        # These ranks divide the parameters of experts. For all other parameters they are data-parallel ranks.
         "expert": AxisFacts("samples", cuts_parameters=True, key="parallel.expert"),
         "data": AxisFacts("samples", has_group=False, fills_world=True, key="parallel.data"),
         "replicate": AxisFacts("samples", copies_state=True, key="parallel.replicate"),

@@ -11,12 +11,11 @@ from pydantic_core import PydanticCustomError
 from megascale.errors import ConfigError
 
 # Upper bounds stop typing errors (2e9 for 2e3) from starting loops and allocations of that size. They are far above
-# practical values; core/preflight.py compares the remaining ones with the machine before anything starts.
+# practical values; core/preflight.py compares smaller values with the machine before anything starts.
 MAX_LAYERS = 10_000  # layers and pipeline stages
-MAX_COUNT = 1_000_000_000_000  # counts that need no memory themselves
+MAX_COUNT = 1_000_000_000_000  # counts that allocate nothing, such as steps
 
-
-# The value with which a file or the command line removes what a preset, or the file, gives.
+# Value that removes a key of a preset or a file, so that the default applies.
 UNSET = "unset"
 
 
@@ -28,22 +27,23 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _wrap_single_values(cls, tree: Any) -> Any:
-        """Accept one value for a list of values, except where text is split into names."""
+        """Accept one value for a list of values, except for a field whose own validator splits text into names."""
         if not isinstance(tree, dict):
             return tree
         wrapped = {}
         for key, value in tree.items():
             field = cls.model_fields.get(key)
             is_list = field is not None and "list[" in str(field.annotation)
-            is_split = field is not None and any(isinstance(item, BeforeValidator) for item in field.metadata)
-            wrapped[key] = wrap_single_value(value) if is_list and not is_split else value
+            # Before-validators of list fields split text, such as "attention.query,mlp.out".
+            has_splitter = field is not None and any(isinstance(item, BeforeValidator) for item in field.metadata)
+            wrapped[key] = wrap_single_value(value) if is_list and not has_splitter else value
         return wrapped
 
 
 def wrap_single_value(value: Any) -> Any:
-    """Return a list with a value that is not a list, which users write for a list of one.
+    """Return text or a number as a list with one item, and other values unchanged.
 
-    Empty text stays, and is refused: a shell writes it for a variable that is not set.
+    Empty text stays text, so that validation refuses it: in a shell it comes from a variable that is not set.
     """
     if isinstance(value, str | int | float) and not isinstance(value, bool) and value != "":
         return [value]

@@ -10,7 +10,7 @@ from megascale.config.base import MAX_COUNT, MAX_LAYERS, Section
 
 
 class ExpertsConfig(Section):
-    """Mixture of experts: a router sends each token to a few of many feed-forwards. No token is ever dropped."""
+    """Mixture of experts: a router sends each token to a few of many MLPs. No token is dropped."""
 
     number: int = Field(8, ge=1, le=65_536, description="experts per layer")
     top_k: int = Field(2, ge=1, le=65_536, description="experts per token")

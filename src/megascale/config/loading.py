@@ -26,7 +26,7 @@ from megascale.config.text_files import read_toml
 from megascale.config.tree import Config
 from megascale.errors import ConfigError
 
-# Settings that name parts which training needs and a trained model does not.
+# Registries by setting, for settings that name code which training needs and inference does not.
 TRAINING_PARTS: dict[str, Registry[Any]] = {
     registry.key: registry
     for registry in (OPTIMIZERS, LR_SCHEDULES, LINEAR_PRECISIONS, LOSSES, CALLBACKS, SINKS, SPAN_SINKS)
@@ -40,7 +40,7 @@ def list_presets() -> list[str]:
 
 
 def read_preset(name: str) -> dict[str, Any]:
-    """Return the `model` keys of a shipped shape. Raises ConfigError naming the nearest preset if it does not exist."""
+    """Return the keys of [model] in a preset. Raises ConfigError naming the nearest preset if there is none."""
     names = list_presets()
     if name not in names:
         nearest = difflib.get_close_matches(name, names, n=1)
@@ -54,7 +54,7 @@ def read_preset(name: str) -> dict[str, Any]:
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_unknown_parts: bool = False) -> Config:
-    """Read a TOML file, apply `section.key=value` overrides, resolve the preset and validate.
+    """Return the validated configuration of a TOML file and `section.key=value` overrides; a preset is resolved.
 
     Args:
         keep_unknown_parts: accept unknown names of callbacks, sinks, the loss and the optimizer, so that a trained
@@ -66,9 +66,11 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_
     if path is not None:
         file = Path(os.path.expanduser(path))
         if not os.path.exists(file):
-            nearby = sorted(str(p) for p in (*Path().glob("*.toml"), *Path().glob("examples/*.toml")))
-            if nearby:
-                hint = f"; available here: {', '.join(nearby[:4])}"
+            available = [
+                str(candidate) for pattern in ("*.toml", "examples/*.toml") for candidate in Path().glob(pattern)
+            ]
+            if available:
+                hint = f"; available here: {', '.join(sorted(available)[:4])}"
             elif file.parts[0] == "examples":
                 hint = "; `megascale examples examples` copies the shipped ones"
             else:
@@ -79,22 +81,30 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = (), *, keep_
         tree = read_toml(file, "configuration file")
     for override in overrides:
         section, key, value = _parse_override(override)
-        table = tree
-        *parents, name = [section] + key.split(".")
-        for parent in parents:
-            if isinstance(table, dict):
-                table = table.setdefault(parent, {})
-        if isinstance(table, dict):
-            table[name] = value
+        _set_nested_value(tree, [section, *key.split(".")], value)
     if keep_unknown_parts:
         return _validate_known_parts(tree)
     return from_tree(tree)
 
 
-def load_command_line(file: str | Path | None, extra: list[str]) -> Config:
-    """Load the arguments of a command line: an optional FILE, and overrides as `--a.b=c` or `--a.b c`.
+def _set_nested_value(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Set `tree[path[0]][path[1]]...`, making absent tables.
 
-    If overrides precede FILE, the first of them is passed as `file`. Raises ConfigError for other arguments.
+    A key on the path that is not a table is left as it is, so that validation refuses it.
+    """
+    table: Any = tree
+    for key in path[:-1]:
+        if isinstance(table, dict):
+            table = table.setdefault(key, {})
+    if isinstance(table, dict):
+        table[path[-1]] = value
+
+
+def load_command_line(file: str | Path | None, extra: list[str]) -> Config:
+    """Return the configuration of a command line: an optional FILE, and overrides as `--a.b=c` or `--a.b c`.
+
+    If overrides precede FILE, the argument parser passes the first override as `file`. Raises ConfigError for other
+    arguments.
     """
     if file is not None and str(file).startswith("--"):
         extra = [str(file)] + extra
@@ -132,34 +142,35 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
         tree["model"] = read_preset(model["preset"]) | model
     tree = _drop_unset(tree, Config)
     add_sections(tree)
-    known = len(PLUGIN_SETTINGS)
+    plugin_setting_count = len(PLUGIN_SETTINGS)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
         faults = error.errors()
-        # A plugin may own the key.
+        # A plugin that is not imported yet may own an unknown key.
         if any(fault["type"] == "extra_forbidden" for fault in faults) and load_new_settings():
             return from_tree(tree)
         raise ConfigError("\n".join(_explain(fault) for fault in faults)) from None
-    if len(PLUGIN_SETTINGS) > known:  # a name of a part imported plugins, whose settings have defaults
+    # Looking up a name imports plugins. Their settings are missing in `config` and need their defaults.
+    if len(PLUGIN_SETTINGS) > plugin_setting_count:
         return from_tree(tree)
     check_owners(config)
     return config
 
 
 def _drop_unset(tree: Mapping[str, Any], section_type: type[BaseModel] | None) -> dict[str, Any]:
-    """Return nested tables without the keys whose value is the word unset, so that their defaults apply.
+    """Return nested tables without the keys whose value is "unset", so that their defaults apply.
 
-    An unknown key of `section_type` keeps the word, so that validation refuses it.
+    Keys that `section_type` does not have stay, so that validation refuses them.
     """
-    kept: dict[str, Any] = {}
+    set_values: dict[str, Any] = {}
     for key, value in tree.items():
         field = section_type.model_fields.get(key) if section_type is not None else None
         if isinstance(value, dict):
-            kept[key] = _drop_unset(value, _find_table_type(field))
+            set_values[key] = _drop_unset(value, _find_table_type(field))
         elif value != UNSET or (section_type is not None and field is None):
-            kept[key] = value
-    return kept
+            set_values[key] = value
+    return set_values
 
 
 def _find_table_type(field: FieldInfo | None) -> type[BaseModel] | None:
@@ -173,7 +184,7 @@ def _find_table_type(field: FieldInfo | None) -> type[BaseModel] | None:
 
 
 def _move_imported_folder(tree: dict[str, Any]) -> None:
-    """Move model.from, the short name for a Hugging Face folder to start from, to checkpoint.imported."""
+    """Move model.from, which is a short name of checkpoint.imported, to [checkpoint]."""
     model = tree.get("model")
     if not isinstance(model, dict) or "from" not in model:
         return
@@ -185,27 +196,27 @@ def _move_imported_folder(tree: dict[str, Any]) -> None:
         raise ConfigError(f"model.from={folder!r} is wrong: it must name the folder of a Hugging Face model")
     if model.get("preset") not in (None, UNSET):
         raise ConfigError(
-            f"model.from={folder} and model.preset={model['preset']} both describe the model; give one of them"
+            f"model.from={folder} and model.preset={model['preset']} both describe the model; set only one of them"
         )
     table = tree.get("checkpoint", {})
     if not isinstance(table, dict):
         return
     if table.get("imported", folder) not in (folder, UNSET):
         raise ConfigError(
-            f"model.from={folder} and checkpoint.imported={table['imported']} name two models; give one of them"
+            f"model.from={folder} and checkpoint.imported={table['imported']} name two models; set only one of them"
         )
     if table.get("start_from") not in (None, UNSET):
         raise ConfigError(
-            f"model.from={folder} and checkpoint.start_from={table['start_from']} name two models; give one of them"
+            f"model.from={folder} and checkpoint.start_from={table['start_from']} name two models; set only one of them"
         )
     tree["model"] = {key: value for key, value in model.items() if key != "from"}
     tree["checkpoint"] = {**table, "imported": folder}
 
 
 def _validate_known_parts(tree: Mapping[str, Any]) -> Config:
-    """Validate like `from_tree`, but keep the names of training's parts that are not registered."""
+    """Validate like `from_tree`, but accept names in the settings of TRAINING_PARTS that are not registered."""
     tree = dict(tree)
-    unknown: dict[str, Any] = {}
+    unregistered: dict[str, Any] = {}
     for setting, registry in TRAINING_PARTS.items():
         section, _, key = setting.partition(".")
         table = tree.get(section)
@@ -213,20 +224,22 @@ def _validate_known_parts(tree: Mapping[str, Any]) -> Config:
             continue
         value = table[key]
         names = value if isinstance(value, list) else [value]
-        are_names = all(isinstance(name, str) for name in names)
-        if are_names and not all(name.partition("=")[0] in registry for name in names):
-            unknown[setting] = table.pop(key)
+        if not all(isinstance(name, str) for name in names):
+            continue  # validation refuses the type
+        # A span sink may have an argument: kafka=broker:9092.
+        if not all(name.partition("=")[0] in registry for name in names):
+            unregistered[setting] = table.pop(key)
     _drop_plugin_settings(tree)
     config = from_tree(tree)
-    for setting, value in unknown.items():
+    for setting, value in unregistered.items():
         section, _, key = setting.partition(".")
-        changed = getattr(config, section).model_copy(update={key: value})
-        config = config.model_copy(update={section: changed})
+        section_with_value = getattr(config, section).model_copy(update={key: value})
+        config = config.model_copy(update={section: section_with_value})
     return config
 
 
 def _drop_plugin_settings(tree: dict[str, Any]) -> None:
-    """Drop unknown keys of the sections of training's parts: a plugin that is not installed here may own them."""
+    """Drop unknown keys of the sections in TRAINING_PARTS: a plugin that is not installed here may own them."""
     for section in {setting.partition(".")[0] for setting in TRAINING_PARTS}:
         table = tree.get(section)
         if not isinstance(table, dict) or all(find_field(section, key) for key in table):
@@ -236,7 +249,7 @@ def _drop_plugin_settings(tree: dict[str, Any]) -> None:
 
 
 def _parse_override(override: str) -> tuple[str, str, Any]:
-    """Return section, key and value of `--section.key=value`, whose value is TOML or else text."""
+    """Return section, key and value of `--section.key=value`. The value is read as TOML, or else is text."""
     name, equals, text = override.removeprefix("--").partition("=")
     section, dot, key = name.partition(".")
     if not (equals and dot and section and key):
@@ -255,17 +268,17 @@ def _parse_override(override: str) -> tuple[str, str, Any]:
         if text and field is not None and "list" in str(field.annotation):
             return section, key, text.split(",")
         return section, key, text
-    if len(parsed) > 1:  # text of several lines may look like several keys
+    if len(parsed) > 1:  # text of several lines that looks like several TOML keys
         return section, key, text
     value = parsed["v"]
     if field is not None and field.annotation in (str, str | None) and not isinstance(value, str):
-        return section, key, text  # a run may be called 1 or true
+        return section, key, text  # such as a run with the name 1 or true
     return section, key, value
 
 
 def _explain(fault: Mapping[str, Any]) -> str:
-    """Return one paragraph for one pydantic error."""
-    path = [str(part) for part in fault["loc"]]
+    """Return the message for one of pydantic's errors."""
+    path = [str(key) for key in fault["loc"]]
     name = ".".join(path)
     if fault["type"] == "extra_forbidden":
         return _explain_unknown(path, fault["input"])
@@ -280,7 +293,7 @@ def _explain(fault: Mapping[str, Any]) -> str:
     message = fault["msg"][0].lower() + fault["msg"][1:]
     if fault["input"] == "" and field is not None:
         message += f"; write {name}={UNSET} for the default"
-    return f"{name}={fault['input']!r} is wrong: {message}{_describe(field)}"
+    return f"{name}={fault['input']!r} is wrong: {message}{_format_description(field)}"
 
 
 def _explain_unknown(path: Sequence[str], value: Any) -> str:
@@ -296,14 +309,14 @@ def _explain_unknown(path: Sequence[str], value: Any) -> str:
             "experts": ExpertsConfig,
         }
         table = tables.get(path[-2], LayerKind)
-        known = ", ".join(table.model_fields)
-        return f"there is no key {'.'.join(path)} (value {value!r}); keys of [{'.'.join(path[:-1])}]: {known}"
+        keys = ", ".join(table.model_fields)
+        return f"there is no key {'.'.join(path)} (value {value!r}); keys of [{'.'.join(path[:-1])}]: {keys}"
     hint = format_question(suggest_keys(key, section))
     listing = f"keys of [{section}]: {', '.join(list_keys(section))}"
     return f"there is no key {'.'.join(path)} (value {value!r}); {hint or listing}"
 
 
-def _describe(field: FieldInfo | None) -> str:
+def _format_description(field: FieldInfo | None) -> str:
     if field is not None and field.description:
         return f" ({field.description})"
     return ""

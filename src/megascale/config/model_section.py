@@ -44,7 +44,8 @@ class LayerKinds(dict[str, LayerKind]):
         return hash(frozenset(self.items()))
 
 
-# Kinds that exist without being defined.
+# Kinds of layers that need no table [model.layer_kinds.LETTER]: S is a layer as [model] describes it, L the same with
+# full attention instead of the sliding window.
 BUILTIN_KINDS = {"S": LayerKind(), "L": LayerKind(window=0)}
 
 
@@ -185,7 +186,7 @@ class ModelConfig(Section):
 
     @property
     def expert_settings(self) -> ExpertsConfig:
-        """Settings of layers of experts; the defaults without a table [model.experts]."""
+        """Settings in [model.experts], or their defaults if the table is absent."""
         return self.experts or ExpertsConfig()
 
     @property
@@ -213,8 +214,9 @@ class ModelConfig(Section):
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     def resolve_kind(self, letter: str) -> ModelConfig:
-        """Return the settings of the layers of a kind, as a model whose layers are all of it."""
+        """Return a copy of the model settings in which every layer is of the kind `letter`."""
         overrides: dict[str, Any] = {}
+        # Settings of [model.layer_kinds] override those of a built-in kind.
         for kind in (BUILTIN_KINDS.get(letter, LayerKind()), self.layer_kinds.get(letter, LayerKind())):
             overrides |= {key: value for key, value in kind if value is not None}
         if overrides.get("window") == 0:
@@ -222,7 +224,7 @@ class ModelConfig(Section):
         return self.model_copy(update={**overrides, "layer_pattern": "S", "layer_kinds": LayerKinds()})
 
     def layer_letters(self) -> Iterator[str]:
-        """Yield the kind of each layer."""
+        """Yield the letter of each layer's kind."""
         for layer in range(self.layers):
             yield self.layer_pattern[layer % len(self.layer_pattern)]
 
@@ -238,8 +240,8 @@ class ModelConfig(Section):
         for letter, kind in self.layer_kinds.items():
             self._check_kind(letter, kind)
         self._check_experts()
-        resolved = [self.resolve_kind(letter).positions for letter in set(self.layer_pattern)]
-        if self.rotary_scaling is not None and "rotary" not in resolved:
+        positions_of_kinds = [self.resolve_kind(letter).positions for letter in set(self.layer_pattern)]
+        if self.rotary_scaling is not None and "rotary" not in positions_of_kinds:
             raise ValueError(
                 f"model.rotary_scaling has no effect, since model.positions={self.positions}; set "
                 "model.positions=rotary, or remove [model.rotary_scaling]"
@@ -268,7 +270,7 @@ class ModelConfig(Section):
             return
         if self.mlp_bias:
             raise ValueError(
-                "model.mlp_bias=true with model.mlp=experts, which have biases by model.experts.biases; set "
+                "model.mlp_bias=true with model.mlp=experts, whose biases model.experts.biases sets; set "
                 "model.mlp_bias=false"
             )
         mlps = [self.resolve_kind(letter).mlp for letter in self.layer_letters()]
@@ -285,7 +287,7 @@ class ModelConfig(Section):
             )
 
     def _check_kind(self, letter: str, kind: LayerKind) -> None:
-        """Raise ValueError unless the pattern uses the kind and every setting of it has an effect."""
+        """Raise ValueError unless layer_pattern uses the kind and each of its settings has an effect."""
         name = f"model.layer_kinds.{letter}"
         if letter not in self.layer_pattern:
             raise ValueError(
@@ -294,7 +296,7 @@ class ModelConfig(Section):
             )
         if kind.positions is not None and self.positions == "learned":
             raise ValueError(
-                f"{name}.positions={kind.positions} with model.positions=learned, whose positions hold for all layers; "
+                f"{name}.positions={kind.positions} with model.positions=learned, which applies to all layers; "
                 "set model.positions to rotary or none"
             )
         resolved = self.resolve_kind(letter)
@@ -342,7 +344,7 @@ class ModelConfig(Section):
             self._check_rotary_factors()
 
     def _check_rotary_factors(self) -> None:
-        """Raise ValueError unless the scaling has a factor for each rotated pair, if it has any."""
+        """Raise ValueError unless rotary_scaling fits rotary_base (yarn) and the number of rotated pairs (longrope)."""
         if self.rotary_scaling is not None and self.rotary_scaling.method == "yarn" and self.rotary_base <= 1:
             raise ValueError(
                 f"model.rotary_base={self.rotary_base} gives all pairs the same angle or growing ones, which "

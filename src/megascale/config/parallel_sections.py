@@ -12,12 +12,13 @@ from megascale.config.base import MAX_COUNT, MAX_LAYERS, Section
 
 
 def _to_integer(count: float) -> int | float:
+    """Return a whole number as an integer, another number unchanged."""
     if count == round(count):
         return round(count)
     return count
 
 
-# A number of layers in halves; whole numbers become integers.
+# Layers of a model chunk: an integer, or a multiple of 0.5. `ParallelConfig.layer_split` explains the halves.
 Layers = Annotated[float, Field(allow_inf_nan=False, le=MAX_LAYERS), AfterValidator(_to_integer)]
 
 
@@ -115,19 +116,22 @@ class ParallelConfig(Section):
     @field_validator("axes")
     @classmethod
     def _check_axes(cls, axes: list[str]) -> list[str]:
-        for entry in axes:
-            name, _, size = entry.partition("=")
+        for assignment in axes:
+            name, _, size = assignment.partition("=")
             AXES.validate_name(name)
             if AXES[name].key:
-                raise ValueError(f"parallel.axes={entry!r} names a built-in axis; set {AXES[name].key} instead")
+                raise ValueError(f"parallel.axes={assignment!r} names a built-in axis; set {AXES[name].key} instead")
             if not size.isdecimal() or int(size) < 1:
-                raise ValueError(f"parallel.axes={entry!r} has no size of 1 or more; write it as {name}=2")
+                raise ValueError(f"parallel.axes={assignment!r} has no size of 1 or more; write it as {name}=2")
         return axes
 
     def axis_sizes(self) -> dict[str, int | None]:
-        """Return the ranks along each axis, from the fastest to the slowest; None for an axis that fills the world."""
+        """Return the number of ranks along each axis, fastest axis first; None for an unset axis that fills the world.
+
+        The axis slice takes the place of the axis context if parallel.experts_over is context.
+        """
         sizes: dict[str, int | None] = {}
-        plugin_sizes = dict(entry.split("=") for entry in self.axes)
+        plugin_sizes = dict(assignment.split("=") for assignment in self.axes)
         for name, facts in AXES.items():
             if name == "slice":
                 sizes[name] = 1
@@ -141,12 +145,12 @@ class ParallelConfig(Section):
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks other than tensor-parallel ones that divide the experts: of parallel.expert, or of parallel.context."""
+        """Ranks that divide the experts in addition to tensor-parallel ones: parallel.expert or parallel.context."""
         return self.context if self.experts_over == "context" else self.expert
 
     @property
     def model_ranks(self) -> int:
-        """Number of ranks without the axis that fills the world."""
+        """Product of the sizes of all axes except the axis that fills the world (data)."""
         return prod(size or 1 for axis, size in self.axis_sizes().items() if axis != AXES.filling)
 
 
@@ -186,6 +190,12 @@ class OverlapConfig(Section):
         "collectives",  # until long runs have used copies
         description="how ZeRO-3 gathers matrices; collectives: NCCL, whose kernels take SMs from GEMMs; copies: copy "
         "engines of one host's GPUs (needs parallel.zero=3, and each data-parallel group on one host)",
+    )
+    reductions: Literal["collectives", "copies"] = Field(
+        "collectives",  # until long runs have used copies
+        description="how ZeRO-2 and 3 reduce gradients of matrices; collectives: NCCL, whose kernels take SMs from "
+        "GEMMs; copies: copy engines of one host's GPUs, in float32 (needs parallel.zero of 2 or 3, and each "
+        "data-parallel group on one host)",
     )
     gemms: Literal["auto", "on", "off"] = Field(
         "auto",

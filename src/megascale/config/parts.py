@@ -1,9 +1,8 @@
-"""Parts of a model, of training and of its output that settings name, with their facts that need no torch.
+"""Registries of the parts that settings name: activations, norms, optimizers, losses, span sinks and others.
 
-The implementation of each part stands under the same name in a registry next to the code: ops/activation.py,
-model/norm.py, model/attention.py, model/mlp.py, model/block.py, parallel/linear.py, optim/rules.py,
-optim/learning_rate.py, observe/metrics.py.
-Memory, checkpoints and resuming derive from the facts of optimizers.
+An entry holds the facts of a part that can be known without torch. The implementation has the same name in a registry
+next to its code: ops/activation.py, model/norm.py, model/attention.py, model/mlp.py, model/block.py,
+parallel/linear.py, optim/rules.py, optim/learning_rate.py or observe/metrics.py.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ class ActivationFacts:
     """Facts of an activation.
 
     Attributes:
-        gated: whether it takes two input projections, [gate | up], and returns one.
+        gated: whether the activation takes two projections of the input, [gate | up], and returns one tensor of half
+            the width.
     """
 
     gated: bool = False
@@ -33,8 +33,8 @@ class NormFacts:
     """Facts of a norm.
 
     Attributes:
-        bias: whether it has a bias; such a norm subtracts the mean.
-        subtracts_mean: whether a norm without bias does.
+        bias: whether the norm has a bias. A norm with a bias always subtracts the mean.
+        subtracts_mean: whether a norm without a bias subtracts the mean.
         initial_weight: value of the weight that leaves the normed input as it is.
     """
 
@@ -44,7 +44,7 @@ class NormFacts:
 
     @property
     def moments(self) -> int:
-        """Statistics per token that it saves."""
+        """Number of statistics per token that forward saves for backward: mean and deviation, or root mean square."""
         if self.bias or self.subtracts_mean:
             return 2
         return 1
@@ -52,7 +52,7 @@ class NormFacts:
 
 @dataclass(frozen=True)
 class PartFacts:
-    """Facts of another part: its description, one line for people."""
+    """Description, in one line for people, of a part without other facts."""
 
     description: str
 
@@ -62,10 +62,11 @@ class AttentionFacts(PartFacts):
     """Facts of an attention.
 
     Attributes:
-        masks_documents: whether it keeps to `ForwardContext.documents`; samples with documents are refused otherwise.
-        bounds_scores: whether it applies `AttentionSpec.softcap`; model.attention_softcap is refused otherwise.
-        divides_tokens: whether it attends over the tokens of all context ranks; parallel.context above 1 is refused
-            otherwise.
+        masks_documents: whether attention stays within `ForwardContext.documents`; if not, samples with documents are
+            refused.
+        bounds_scores: whether attention applies `AttentionSpec.softcap`; if not, model.attention_softcap is refused.
+        divides_tokens: whether queries attend over the tokens of all context ranks; if not, parallel.context above 1 is
+            refused.
     """
 
     masks_documents: bool = False
@@ -79,7 +80,7 @@ class SinkFacts:
 
     Attributes:
         description: one line for people.
-        address_format: form of the address in NAME=ADDRESS; "" if the sink needs none.
+        address_format: form of ADDRESS in NAME=ADDRESS; "" if the sink needs no address.
     """
 
     description: str
@@ -92,10 +93,12 @@ class LinearFacts:
 
     Attributes:
         description: one line for people.
-        saved_input_bytes: bytes per element of the copy of a GEMM's input that backward saves; None: the input itself.
+        saved_input_bytes: bytes per element of the copy of a GEMM's input that forward saves for backward; None:
+            forward saves the input itself.
         weight_copy_bytes: bytes per element of the copies of weights that are made once per step.
         float8_gemms: GEMMs of a layer that run in float8.
-        gathered_weight_bytes: bytes per element in which data-parallel ranks can send weights; None: only as weights.
+        gathered_weight_bytes: bytes per element of quantised weights that data-parallel ranks can gather; None: they
+            can gather weights in train.precision only.
     """
 
     description: str
@@ -110,12 +113,13 @@ class OptimizerFacts:
     """Facts of an optimizer.
 
     Attributes:
-        state_names: maps (logical name, shape) to the names of the state tensors for this tensor. Each is as large as
-            the tensor and zero before the first step.
+        state_names: function of a parameter's logical name and shape that returns the names of its state tensors. Each
+            state tensor is as large as the parameter and zero before the first step.
         own_settings: keys of [optimizer] that only this optimizer reads.
-        default_peak: its own default of lr.peak; None: the general default.
-        has_matrix_norms: whether the update of a matrix depends on its norm, so that stacked matrices are told apart.
-        communicates: whether the update communicates with the ranks that share the state of a stage.
+        default_peak: default of lr.peak with this optimizer; None: the default in [lr].
+        has_matrix_norms: whether the update of a matrix depends on its norm, so that matrices stacked in one tensor
+            need one norm each.
+        communicates: whether the update needs collectives between the ranks that share the state of a pipeline stage.
     """
 
     state_names: Callable[[str, tuple[int, ...]], tuple[str, ...]]
@@ -142,7 +146,7 @@ class SpanSinks(Registry[SinkFacts]):
     """Registry of span sinks, which a setting names as NAME or NAME=ADDRESS."""
 
     def validate_setting(self, setting: str) -> str:
-        """Return `setting` if it names a sink with the address that it needs. Raises ValueError otherwise."""
+        """Return `setting` if it names a sink, with an address if the sink needs one. Raises ValueError otherwise."""
         name, _, address = setting.partition("=")
         facts = self[self.validate_name(name)]
         if facts.address_format and not address:
@@ -155,7 +159,8 @@ class SpanSinks(Registry[SinkFacts]):
         return setting
 
 
-# Half of the best value in dev/reports/convergence.md, which costs 0.05 to 0.16 of loss: those runs were short.
+# The best peak of the short runs in dev/reports/convergence.md is 1e-2. Half of it, which raised their held-out loss by
+# 0.05 to 0.16, leaves a margin for longer runs.
 LAMB_PEAK = 5e-3
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -165,9 +170,9 @@ def _moment_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a logical tensor is a matrix, or a stack of matrices, of a layer, not of embedding or output.
+    """Return whether a logical tensor is a matrix, or a stack of matrices, of a layer.
 
-    Biases of experts are stacked vectors.
+    Embedding and output matrices do not count, nor do the stacked bias vectors of experts.
     """
     return name.startswith("layers.") and len(shape) >= 2 and not name.endswith(".bias")
 
@@ -182,8 +187,15 @@ OPTIMIZERS: Registry[OptimizerFacts] = Registry(
     "optimizer.name",
     {
         "adamw": OptimizerFacts(_moment_names, communicates=False),
-        "lamb": OptimizerFacts(_moment_names, ("trust_min", "trust_max", "lamb_bias_correction"), LAMB_PEAK, True),
-        "muon": OptimizerFacts(_muon_state_names, ("muon_momentum", "muon_nesterov", "muon_steps", "muon_rms")),
+        "lamb": OptimizerFacts(
+            _moment_names,
+            own_settings=("trust_min", "trust_max", "lamb_bias_correction"),
+            default_peak=LAMB_PEAK,
+            has_matrix_norms=True,
+        ),
+        "muon": OptimizerFacts(
+            _muon_state_names, own_settings=("muon_momentum", "muon_nesterov", "muon_steps", "muon_rms")
+        ),
     },
     home="megascale.optim",
 )
@@ -195,7 +207,7 @@ LR_SCHEDULES: Registry[LrScheduleFacts] = Registry(
         "linear": LrScheduleFacts("a straight line from peak to min"),
         "wsd": LrScheduleFacts(
             "warm-up, stable, decay: peak until the last lr.decay_fraction of the steps",
-            ("decay_fraction", "decay_shape"),
+            own_settings=("decay_fraction", "decay_shape"),
         ),
         "constant": LrScheduleFacts("peak"),
         "inverse_sqrt": LrScheduleFacts("peak * sqrt(warmup_steps / step), at least min"),
@@ -240,7 +252,7 @@ MLPS: Registry[PartFacts] = Registry(
     "model.mlp",
     {
         "dense": PartFacts("one input projection (gated: two), one output projection"),
-        "experts": PartFacts("mixture of experts, of which each token passes a few"),
+        "experts": PartFacts("mixture of experts: each token passes a few of them"),
     },
     home=MODEL_PACKAGE,
 )
@@ -293,7 +305,7 @@ SINKS: Registry[PartFacts] = Registry(
     home="megascale.observe",
 )
 
-# Parts of a model, by their setting.
+# Registries of the parts of a model, by setting.
 MODEL_PARTS: dict[str, Registry[Any]] = {
     registry.key: registry for registry in (ACTIVATIONS, NORMS, ATTENTIONS, MLPS, BLOCKS, LINEAR_PRECISIONS)
 }

@@ -1,7 +1,7 @@
-"""Settings that a plugin owns: typed keys of existing sections, next to the part that reads them.
+"""Settings of plugins: typed keys that a plugin adds to existing sections.
 
-A module of the entry points' group `megascale.plugins` calls `register_setting`. The key then is a setting like the
-built-in ones: validated, described by `megascale config`, saved in config.toml and in checkpoints. Processes import the
+A plugin (a module in the entry points' group `megascale.plugins`) calls `register_setting`. The key then is validated,
+described by `megascale config`, and saved in config.toml and checkpoints, as built-in keys are. Processes import the
 plugins when a configuration has an unknown key.
 """
 
@@ -23,7 +23,7 @@ class PluginSetting:
 
     Attributes:
         key: section.key.
-        owner: the setting and the value that use it, such as optimizer.name=lion.
+        owner: setting and value that select the part which reads this setting, such as optimizer.name=lion.
         default: value if the key is not given.
     """
 
@@ -47,17 +47,17 @@ class PluginSetting:
 PLUGIN_SETTINGS: dict[str, PluginSetting] = {}
 
 
-def register_setting(key: str, kind: Any, default: Any, description: str, *, owner: str, **limits: Any) -> None:
+def register_setting(key: str, value_type: Any, default: Any, description: str, *, owner: str, **limits: Any) -> None:
     """Add a setting to a section.
 
     Args:
         key: section.key of an existing section.
-        kind: type, such as float, int, bool, str or a Literal.
+        value_type: type of the value, such as float, int, bool, str or a Literal.
         default: value if the key is not given.
         description: help text, without the default and the limits.
-        owner: the setting and the value that use it, such as optimizer.name=lion. Giving the key without them is an
-            error.
-        limits: of pydantic's Field, such as ge, gt, le, lt.
+        owner: setting and value that select the part which reads this setting, such as optimizer.name=lion. A
+            configuration that has the key without this value is an error.
+        limits: limits of the value as arguments of pydantic's Field, such as ge, gt, le, lt.
 
     Raises ConfigError if the section does not exist, the key does, the owner is not a setting with a value, or the
     default breaks the type or the limits.
@@ -69,7 +69,9 @@ def register_setting(key: str, kind: Any, default: Any, description: str, *, own
         raise ConfigError(f"{key} cannot be registered: there is no section {section!r}; name one of the sections")
     section_type: Any = Config.model_fields[section].annotation
     if name in section_type.model_fields or not name.isidentifier():
-        raise ConfigError(f"{key} cannot be registered: it is a setting already, or no name; choose another key")
+        raise ConfigError(
+            f"{key} cannot be registered: the key exists already, or is not a Python identifier; choose another key"
+        )
     owner_key, _, owner_value = owner.partition("=")
     owner_section, _, owner_name = owner_key.partition(".")
     owner_field = Config.model_fields.get(owner_section)
@@ -80,14 +82,14 @@ def register_setting(key: str, kind: Any, default: Any, description: str, *, own
             "optimizer.name=lion"
         )
     try:
-        default = TypeAdapter(Annotated[kind, Field(**limits)]).validate_python(default)
+        default = TypeAdapter(Annotated[value_type, Field(**limits)]).validate_python(default)
     except ValidationError as error:
         raise ConfigError(
             f"{key} cannot be registered: its default {default!r} is wrong ({error.errors()[0]['msg']}); choose a "
             "default of its type and within its limits"
         ) from None
     field = Field(default, description=f"{description}; only with {owner}", **limits)
-    section_type.model_fields[name] = FieldInfo.from_annotated_attribute(kind, field)
+    section_type.model_fields[name] = FieldInfo.from_annotated_attribute(value_type, field)
     _rebuild(section_type)
     PLUGIN_SETTINGS[key] = PluginSetting(key, owner, default)
 
@@ -104,7 +106,7 @@ def remove_setting(key: str) -> None:
 
 
 def _rebuild(section_type: Any) -> None:
-    """Make the validators of a section and of the configuration anew."""
+    """Rebuild the validators of a section and of the configuration after a change of the section's fields."""
     from megascale.config import Config
 
     section_type.model_rebuild(force=True)
@@ -112,20 +114,26 @@ def _rebuild(section_type: Any) -> None:
 
 
 def load_new_settings() -> bool:
-    """Import the plugins, and return whether they registered settings. Raises ConfigError as `load_plugins`."""
-    before = len(PLUGIN_SETTINGS)
+    """Import the plugins, and return whether they registered settings.
+
+    Raises ConfigError naming a plugin that cannot be imported.
+    """
+    previous_count = len(PLUGIN_SETTINGS)
     load_plugins()
-    return len(PLUGIN_SETTINGS) > before
+    return len(PLUGIN_SETTINGS) > previous_count
 
 
 def add_sections(tree: dict[str, Any]) -> None:
-    """Add absent sections that have plugins' settings: the default of a section was made before these existed."""
+    """Add an empty table to `tree` for each absent section that has plugins' settings.
+
+    pydantic made the default of such a section before the plugins registered their settings, so it lacks them.
+    """
     for key in PLUGIN_SETTINGS:
         tree.setdefault(key.partition(".")[0], {})
 
 
 def check_owners(config: Any) -> None:
-    """Raise ConfigError for a plugin's setting that is given without the part that reads it."""
+    """Raise ConfigError for a plugin's setting that has a value although its owner is not selected."""
     for setting in PLUGIN_SETTINGS.values():
         section, _, name = setting.key.partition(".")
         value = getattr(getattr(config, section), name, setting.default)

@@ -1,7 +1,7 @@
-"""Reference of all settings (description, type, default, range), made from the typed models.
+"""Reference of all settings (description, type, default, range), made from the typed sections.
 
-`megascale config` and docs/configuration.md show it. A key's text is its field's description, its range the field's
-bounds, so nothing is written twice.
+`megascale config` and docs/configuration.md show the reference. Description and range of a key come from its pydantic
+field.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ preset or the file gives: `--model.window=unset`, or `window = "unset"` in a fil
 `train = "x"`. `-` marks a setting that is unset by default. `megascale config KEY` prints the same on a terminal.
 `megascale config --schema` writes a JSON schema for editors. `megascale train FILE --dry-run` prints the resolved
 configuration of a run."""
-# Keywords of JSON Schema that judge a value, the others describe it.
-_JUDGING_KEYS = (
+# Keywords of JSON Schema that restrict a value. Other keywords, such as description, only annotate it.
+_VALIDATION_KEYWORDS = (
     "$ref",
     "additionalProperties",
     "const",
@@ -53,7 +53,7 @@ _JUDGING_KEYS = (
     "prefixItems",
     "type",
 )
-_UNBOUNDED = 1_000_000  # larger bounds only catch typing errors and are not shown
+_MAX_SHOWN_BOUND = 1_000_000  # larger bounds only catch typing errors and are not shown
 _TYPE_NAMES: dict[Any, str] = {bool: "true or false", int: "integer", float: "number", str: "text"}
 _BOUND_NAMES = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -65,12 +65,12 @@ class Setting:
     Attributes:
         key: section.key.
         description: effect of the setting.
-        type_name: its type, for people.
-        optional: whether it may be unset.
+        type_name: name of the value's type, for people.
+        optional: whether the setting may be unset.
         default: default in TOML; "" if it is unset or empty.
-        bounds: its bounds, such as "at least 1"; "" if there are none.
-        choices: its possible values, if they are few.
-        accepts_registered: whether packages may register more values.
+        bounds: range of the value, such as "at least 1"; "" without bounds.
+        choices: possible values, if they can be listed.
+        accepts_registered: whether plugins may register more values.
     """
 
     key: str
@@ -96,7 +96,8 @@ class Setting:
         return self.type_name
 
 
-def _section_models() -> Iterator[tuple[str, type[Section]]]:
+def _list_section_types() -> Iterator[tuple[str, type[Section]]]:
+    """Yield name and type of each section."""
     for name, field in Config.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield name, field.annotation
@@ -104,32 +105,32 @@ def _section_models() -> Iterator[tuple[str, type[Section]]]:
 
 def describe_sections() -> dict[str, str]:
     """Return the one-line description of each section."""
-    return {name: (model.__doc__ or "").strip().splitlines()[0] for name, model in _section_models()}
+    return {name: (model.__doc__ or "").strip().splitlines()[0] for name, model in _list_section_types()}
 
 
 def list_settings(section: str | None = None) -> list[Setting]:
     """Return all settings, or those of a section, in the order of the models."""
     settings = []
-    for name, model in _section_models():
+    for name, model in _list_section_types():
         if section in (None, name):
             settings += [_make_setting(f"{name}.{key}", field) for key, field in model.model_fields.items()]
     return settings
 
 
 def find_settings(query: str) -> list[Setting]:
-    """Return the settings that `query` names: section.key, a section, or a part of keys.
+    """Return the settings with the key `query`, else those of the section `query`, else those whose key contains it.
 
     Raises ConfigError with the nearest names if there are none.
     """
     settings = list_settings()
-    for matches in (
-        [setting for setting in settings if setting.key == query],
-        [setting for setting in settings if setting.key.partition(".")[0] == query],
-        [setting for setting in settings if any(part.startswith(query) for part in re.split("[._]", setting.key))],
-        [setting for setting in settings if query in setting.key and not is_alias(query)],
-    ):
-        if matches:
-            return matches
+    same_key = [setting for setting in settings if setting.key == query]
+    same_section = [setting for setting in settings if setting.key.partition(".")[0] == query]
+    word_starts = [s for s in settings if any(word.startswith(query) for word in re.split("[._]", s.key))]
+    matches = same_key or same_section or word_starts
+    if not matches and not is_alias(query):  # for another trainer's name, the suggestions below are better
+        matches = [setting for setting in settings if query in setting.key]
+    if matches:
+        return matches
     section, dot, key = query.partition(".")
     if dot:
         names = suggest_keys(key, section)
@@ -146,7 +147,7 @@ def list_differences(config: Config) -> list[tuple[str, str, str]]:
     """Return (key, value, default) of the settings that differ from their defaults, with values in TOML."""
     defaults = Config()
     differences = []
-    for name, model in _section_models():
+    for name, model in _list_section_types():
         for key, field in model.model_fields.items():
             value = getattr(getattr(config, name), key)
             default = getattr(getattr(defaults, name), key)
@@ -177,18 +178,20 @@ def make_json_schema() -> dict[str, Any]:
 
 def _accept_shorthands(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a key that also accepts the word unset and one value for a list."""
-    alternatives = list(schema.get("anyOf", [{key: value for key, value in schema.items() if key in _JUDGING_KEYS}]))
+    alternatives = list(
+        schema.get("anyOf", [{key: value for key, value in schema.items() if key in _VALIDATION_KEYWORDS}])
+    )
     for alternative in list(alternatives):
         if alternative.get("type") == "array" and "items" in alternative:
             alternatives.append(alternative["items"])
     alternatives.append({"const": UNSET})
-    described = {key: value for key, value in schema.items() if key not in (*_JUDGING_KEYS, "anyOf")}
-    return described | {"anyOf": alternatives}
+    annotations = {key: value for key, value in schema.items() if key not in (*_VALIDATION_KEYWORDS, "anyOf")}
+    return annotations | {"anyOf": alternatives}
 
 
 def render_markdown() -> str:
     """Return the page docs/configuration.md with all sections and keys."""
-    parts = [_PAGE_HEAD]
+    blocks = [_PAGE_HEAD]
     for name, description in describe_sections().items():
         lines = [f"## {name}", "", description, "", "| key | default | values | what it does |", "|---|---|---|---|"]
         for setting in list_settings(name):
@@ -198,8 +201,8 @@ def render_markdown() -> str:
                 default = "-"
             cells = (f"`{setting.key}`", default, setting.describe_values(), setting.description)
             lines.append(f"| {' | '.join(_escape(cell) for cell in cells)} |")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
 
 
 def _escape(text: str) -> str:
@@ -224,7 +227,7 @@ def _make_setting(key: str, field: FieldInfo) -> Setting:
 
 
 def _describe_type(annotation: Any) -> tuple[str, bool, tuple[str, ...]]:
-    """Return the type for people, whether it may be unset, and the values of a Literal."""
+    """Return the name of the type for people, whether it may be unset, and the values of a Literal."""
     origin = get_origin(annotation)
     arguments = get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -262,13 +265,13 @@ def _describe_bounds(field: FieldInfo) -> str:
     for item in field.metadata:
         for attribute, name in _BOUND_NAMES.items():
             bound = getattr(item, attribute, None)
-            if bound is not None and bound < _UNBOUNDED:
+            if bound is not None and bound < _MAX_SHOWN_BOUND:
                 bounds.append(f"{name} {bound:,}" if isinstance(bound, int) else f"{name} {bound:g}")
     return ", ".join(bounds)
 
 
 def _to_toml(value: Any) -> str:
-    """Return a value in TOML on one line, "" if it is unset."""
+    """Return a value in TOML on one line, or "" for an unset value."""
     if isinstance(value, list):
         return "[" + ", ".join(_to_toml(item) for item in value) + "]"
     if isinstance(value, Section):

@@ -1,11 +1,12 @@
-"""Registries of the names that a setting accepts, and the plugins that add entries.
+"""Registries of the names that a setting accepts, and the import of plugins, which add names.
 
-A name is registered by the module that defines the part: next to the registry, or in a module that is imported when the
-name is first used. That is the module of the same name in the part's own package (`model.mlp=experts`: module experts
-in model/), or a module of an installed package. A package names such a module in its entry points' group
-`megascale.plugins`, and importing it registers its parts (docs/architecture.md describes each kind). So a part may be
-one file. `megascale launch` imports all plugins, because no setting names a rule; other processes import them when a
-setting has an unknown name.
+The first use of an unknown name imports modules that may register it:
+
+1. The module of this name in the registry's home package: `model.mlp=experts` imports `experts` in megascale.model.
+2. All plugins, which are modules that installed packages list in the entry points' group `megascale.plugins`.
+
+`megascale launch` imports the plugins at every start, since they may add driver rules, which no setting names.
+docs/architecture.md lists the parts that plugins can add.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def load_plugins() -> None:
         if _plugins_loaded:
             return
         _plugins_loaded = True
-        from importlib.metadata import entry_points  # takes longer than the rest of this module
+        from importlib.metadata import entry_points  # its import takes longer than the rest of this module
 
         for point in entry_points(group=PLUGIN_GROUP):
             try:
@@ -47,15 +48,14 @@ def load_plugins() -> None:
 
 
 class Registry(dict[str, T]):
-    """Dictionary of the values of a setting, by name. Looking up an unknown name raises ConfigError with the known
-    ones.
+    """Entries by the names that a setting accepts. Looking up an unknown name raises ConfigError.
 
-    It is a dictionary because some registries are read several times per layer.
+    The class derives from dict because some registries are read several times per layer.
 
     Args:
         key: the setting, section.key, for error messages.
         entries: built-in entries.
-        home: package whose modules may register the name by which they are called.
+        home: package with modules that register the entry of their own name when they are imported; "" for none.
 
     Attributes:
         builtin_names: names of the built-in entries.
@@ -100,7 +100,7 @@ class Registry(dict[str, T]):
         return list(self)
 
     def validate_name(self, name: str) -> str:
-        """Return `name` if it is known; a validator for the setting. Raises ValueError otherwise."""
+        """Return `name` if it is known; pydantic's validator of the setting. Raises ValueError otherwise."""
         if name not in self:
             raise ValueError(self._describe_unknown(name))
         return name

@@ -10,13 +10,14 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from megascale.config.base import MAX_COUNT, Section, expand_home
 
-_Pair = Annotated[str, StringConstraints(pattern=r"^[^=\s]+=[^\s]*$")]
-_Assignment = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*=")]
-_Mount = Annotated[str, StringConstraints(pattern=r"^(host:/[^:]*|claim:[a-z0-9.-]+):/[^:]+(:ro)?$")]
-_Bind = Annotated[str, StringConstraints(pattern=r"^/[^:,\n]*:/[^:,\n]*(:ro)?$")]
-_SLURM_TIME = r"^([0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2})?$"
-_ADDRESS = r"^(|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5})$"  # HOST:PORT
-_Label = r"^(|([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)$"
+_KeyValue = Annotated[str, StringConstraints(pattern=r"^[^=\s]+=[^\s]*$")]
+_EnvironmentVariable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*=")]
+_VolumeMount = Annotated[str, StringConstraints(pattern=r"^(host:/[^:]*|claim:[a-z0-9.-]+):/[^:]+(:ro)?$")]
+_BindMount = Annotated[str, StringConstraints(pattern=r"^/[^:,\n]*:/[^:,\n]*(:ro)?$")]
+# MINUTES, MM:SS, HH:MM:SS, or DAYS-HH with optional minutes and seconds.
+_SLURM_TIME_PATTERN = r"^([0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2})?$"
+_ADDRESS_PATTERN = r"^(|(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):[0-9]{1,5})$"  # HOST:PORT
+_LABEL_PATTERN = r"^(|([a-z0-9.-]+/)?[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)$"
 
 
 class ResilienceConfig(Section):
@@ -32,14 +33,14 @@ class ResilienceConfig(Section):
         0,
         ge=0,
         le=MAX_COUNT,
-        description="steps between replays of a micro-batch of each data-parallel replica by another one, whose "
-        "results must be the same bits; needs parallel.data of 2 or more and kernels.deterministic; 0: off",
+        description="steps between replays: each data-parallel replica repeats a micro-batch of another replica, and "
+        "both results must be equal bit by bit; needs parallel.data of 2 or more and kernels.deterministic; 0: off",
     )
     replay_action: Literal["alert", "stop", "evict"] = Field(
         "evict",
-        description="action if a replay gives other bits: alert (record it and go on); stop (end and wait for a "
-        "person; a resume passes over states that no replay has confirmed); evict (end, pass over these states, and go "
-        "on without the node)",
+        description="action if a replay's results differ: alert (record the difference and continue); stop (end and "
+        "wait for a person; a resume skips checkpoints that no replay has confirmed); evict (end, skip these "
+        "checkpoints, and continue without the node)",
     )
     faults: bool = Field(False, description="allow `megascale faults inject` to inject faults into this run's trainers")
     cluster: str = Field(
@@ -91,8 +92,8 @@ class ResilienceConfig(Section):
     keep_seconds: float = Field(
         3.0,
         ge=0,
-        description="seconds in which ranks that outlive a fault must leave the failed attempt, so that they stay in "
-        "their processes with weights and optimizer state; 0: every recovery starts new processes",
+        description="seconds within which ranks that survive a fault must leave the failed attempt; those that do keep "
+        "their processes, weights and optimizer state. 0: every recovery starts new processes",
     )
     orphan: float = Field(
         600.0,
@@ -165,12 +166,12 @@ class ResilienceConfig(Section):
     )
     agent_metrics: str = Field(
         "",
-        pattern=_ADDRESS,
+        pattern=_ADDRESS_PATTERN,
         description="HOST:PORT on which each agent serves /metrics and /health without authentication; empty: off",
     )
     driver_metrics: str = Field(
         "",
-        pattern=_ADDRESS,
+        pattern=_ADDRESS_PATTERN,
         description="HOST:PORT on which the driver serves /metrics and /health without authentication; empty: off",
     )
     targets: str = Field(
@@ -208,9 +209,11 @@ class ResilienceConfig(Section):
         description="regular expressions; matching lines of trainers' logs are sent to the driver",
     )
 
-    _paths = field_validator("targets", "hosts", "placement", "environment", "tls_certificate", "tls_key")(expand_home)
+    _expand_paths = field_validator("targets", "hosts", "placement", "environment", "tls_certificate", "tls_key")(
+        expand_home
+    )
 
-    def metric_labels(self, run: str) -> dict[str, str]:
+    def make_metric_labels(self, run: str) -> dict[str, str]:
         """Return the labels of every metric of a run with this name."""
         return {"run": run, "job_name": self.job_name or run}
 
@@ -287,7 +290,7 @@ class ForeignConfig(Section):
         "longest usual step, at least 10",
     )
 
-    _paths = field_validator("folder")(expand_home)
+    _expand_paths = field_validator("folder")(expand_home)
 
     @model_validator(mode="after")
     def _check_patterns(self) -> ForeignConfig:
@@ -302,7 +305,7 @@ class ForeignConfig(Section):
             if expression.search("") is not None:
                 raise ValueError(
                     f"foreign.patterns has {pattern!r}, which matches an empty line and so hides the lines of other "
-                    "patterns; write + in place of * behind the digits"
+                    "patterns; write + instead of * after the digits"
                 )
             if "step" not in groups:
                 raise ValueError(
@@ -343,7 +346,7 @@ class SlurmConfig(Section):
     qos: str = Field("", description="quality of service; empty: the site's default")
     time: str = Field(
         "",
-        pattern=_SLURM_TIME,
+        pattern=_SLURM_TIME_PATTERN,
         description="time limit of one job: MINUTES, HH:MM:SS or DAYS-HH; empty: the partition's default",
     )
     constraint: str = Field("", description="features that nodes must have, such as `h100&ib`")
@@ -358,7 +361,7 @@ class SlurmConfig(Section):
         ge=1,
         le=10_000,
         description="jobs submitted as an array that run one after another, each up to the time limit, so that no job "
-        "has to submit another; those that are left are cancelled when training ends",
+        "has to submit another; the remaining jobs are cancelled when training ends",
     )
     container: Literal["", "pyxis", "apptainer"] = Field(
         "", description="container runtime of agents and trainers; the driver runs outside of it. Empty: none"
@@ -366,14 +369,14 @@ class SlurmConfig(Section):
     image: str = Field(
         "", description="image of the container: docker://NAME:TAG or a file; pyxis takes registry#NAME:TAG too"
     )
-    mounts: list[_Bind] = Field(
+    mounts: list[_BindMount] = Field(
         default_factory=list,
         description="mounts of the container, /HOST:/CONTAINER, with :ro for read-only; the run folder and the home "
         "folder are mounted always",
     )
     python: str = Field("python3", min_length=1, description="interpreter in the container")
 
-    _paths = field_validator("image")(expand_home)
+    _expand_paths = field_validator("image")(expand_home)
 
     @model_validator(mode="after")
     def _check_container(self) -> SlurmConfig:
@@ -441,21 +444,21 @@ class KubernetesConfig(Section):
         description="YAML file with metadata and spec that are merged into each node's pod; lists are merged by name "
         "(containers, env, volumes) or mountPath",
     )
-    mounts: list[_Mount] = Field(
+    mounts: list[_VolumeMount] = Field(
         default_factory=list,
         description="volumes of each node: host:/PATH:/MOUNT or claim:NAME:/MOUNT (a volume claim), with :ro for "
         "read-only",
     )
-    environment: list[_Assignment] = Field(
+    environment: list[_EnvironmentVariable] = Field(
         default_factory=list, description="NAME=VALUE for the environment of each node's processes"
     )
-    resources: list[_Pair] = Field(
+    resources: list[_KeyValue] = Field(
         default_factory=list,
         description="resources of a pod in addition to its GPUs, as requests and limits: cpu=90, memory=1500Gi, "
         "rdma/hca=8",
     )
     gpu_resource: str = Field(
-        "nvidia.com/gpu", pattern=_Label, description="name of the GPU resource of the device plugin"
+        "nvidia.com/gpu", pattern=_LABEL_PATTERN, description="name of the GPU resource of the device plugin"
     )
     shm: str = Field(
         "",
@@ -466,13 +469,13 @@ class KubernetesConfig(Section):
     host_network: bool = Field(
         False, description="pods use their machine's network, which RDMA without its own CNI requires"
     )
-    node_selector: list[_Pair] = Field(default_factory=list, description="labels that machines must have: pool=gpu")
+    node_selector: list[_KeyValue] = Field(default_factory=list, description="labels that machines must have: pool=gpu")
     tolerations: list[str] = Field(
         default_factory=list, description="taints that pods tolerate, in the form of kubectl: nvidia.com/gpu:NoSchedule"
     )
     switch_label: str = Field(
         "",
-        pattern=_Label,
+        pattern=_LABEL_PATTERN,
         description="label of machines that names their switch: pods use few switches, ranks are ordered by switch, "
         "and a spare under the same switch is preferred",
     )
@@ -486,4 +489,4 @@ class KubernetesConfig(Section):
         "take over the job; must exceed the longest outage of the API server",
     )
 
-    _paths = field_validator("kubeconfig", "pod")(expand_home)
+    _expand_paths = field_validator("kubeconfig", "pod")(expand_home)

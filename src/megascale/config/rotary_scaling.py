@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from megascale.config.base import MAX_COUNT, Section
 
-# Keys that each method requires, and keys that it may have.
+# Required and optional keys by method.
 REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
@@ -23,7 +23,7 @@ _OPTIONAL_KEYS = {
 
 
 class RotaryScaling(Section):
-    """Scaling of rotary positions; which keys it has depends on the method."""
+    """Scaling of rotary positions. The method decides which keys are required and allowed."""
 
     method: Literal["none", "linear", "llama3", "yarn", "longrope"] = Field(
         description="linear: divides all frequencies by factor; llama3: low frequencies only (Llama 3.1); yarn: low "
@@ -61,12 +61,14 @@ class RotaryScaling(Section):
     def _check_keys(self) -> RotaryScaling:
         name = f"model.rotary_scaling of method {self.method}"
         required = REQUIRED_KEYS[self.method]
-        known = (*required, *_OPTIONAL_KEYS.get(self.method, ()))
+        allowed = (*required, *_OPTIONAL_KEYS.get(self.method, ()))
         for key, value in self:
             if key in required and value is None:
                 raise ValueError(f"{name} has no {key}; set it, as config.json of the original model does")
-            if key != "method" and key not in known and value is not None:
-                raise ValueError(f"{name} has {key}={value}, which has no effect; remove it (keys: {', '.join(known)})")
+            if key != "method" and key not in allowed and value is not None:
+                raise ValueError(
+                    f"{name} has {key}={value}, which has no effect; remove it (keys: {', '.join(allowed)})"
+                )
         for key in ("short_factors", "long_factors"):
             for divisor in getattr(self, key) or ():
                 if divisor <= 0:

@@ -12,8 +12,9 @@ from megascale.config.parts import SINKS, SPAN_SINKS
 from megascale.config.plugin_settings import PLUGIN_SETTINGS
 from megascale.config.training_sections import OptimizerConfig
 
-# Keys that may change during a run only if checkpoint.accept_changes names them: afterwards windows are trained twice
-# or never, or trained differently. The model and the tokenizer may not change; keys that are not listed always may.
+# Keys whose values may differ between a start and the checkpoint only if checkpoint.accept_changes names them: a change
+# makes the run skip or repeat samples, or train them differently. The model and the tokenizer may not change at all.
+# Other keys may always change.
 CHANGEABLE_KEYS = (
     "run",
     "data.train",
@@ -99,7 +100,7 @@ class CheckpointConfig(Section):
         "saved in config.toml",
     )
 
-    _paths = field_validator("location", "imported", "start_from")(expand_home)
+    _expand_paths = field_validator("location", "imported", "start_from")(expand_home)
 
     @field_validator("accept_changes")
     @classmethod
@@ -137,7 +138,10 @@ class CheckpointConfig(Section):
                 key = f"memory_interval={self.memory_interval}"
             raise ValueError(f"checkpoint.{key} needs the checkpoint service; set checkpoint.background=true")
         if self.memory_wait and not self.memory_interval:
-            raise ValueError("checkpoint.memory_wait=true waits for no copy; set checkpoint.memory_interval, such as 1")
+            raise ValueError(
+                "checkpoint.memory_wait=true has no effect without copies to host memory; set "
+                "checkpoint.memory_interval, such as 1"
+            )
         return self
 
 
@@ -174,7 +178,7 @@ class RendezvousConfig(Section):
     group_timeout: float = Field(600.0, gt=0, description="seconds after which a hanging collective is aborted")
     expiry: float = Field(86400.0, ge=60, description="redis: seconds after which keys of a dead job expire")
 
-    _paths = field_validator("tls_ca", "tls_certificate", "tls_key")(expand_home)
+    _expand_paths = field_validator("tls_ca", "tls_certificate", "tls_key")(expand_home)
 
     @model_validator(mode="before")
     @classmethod

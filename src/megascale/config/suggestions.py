@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from megascale.config.tree import Config
 
-# Names of our keys in torchtitan, Megatron-LM, Hugging Face, Lightning, DeepSpeed, nanoGPT and papers.
+# Names in other programs by key: torchtitan, Megatron-LM, Hugging Face, Lightning, DeepSpeed, nanoGPT and papers.
 _ALIASES: dict[str, str] = {
     "model.layers": "n_layer n_layers num_layers num_hidden_layers depth",
     "model.hidden": "hidden_size hidden_dim d_model dim embed_dim n_embd n_embed embedding_size width",
@@ -113,13 +113,14 @@ _SECTION_ALIASES = {
     "checkpoint": "ckpt",
     "observe": "logging metrics log",
 }
-_CLOSE = 0.6  # similarity of names, 0 to 1
-_VERY_CLOSE = 0.8
+# Least similarity (difflib, 0 to 1) of a suggestion. A search over all sections has more chance hits and needs more.
+_MIN_SIMILARITY_IN_SECTION = 0.6
+_MIN_SIMILARITY_IN_ALL = 0.8
 
 
 @cache
-def _keys_by_alias() -> Mapping[str, list[str]]:
-    """Return our keys by their name in other trainers."""
+def _map_aliases_to_keys() -> Mapping[str, list[str]]:
+    """Return our keys by the name that they have in other trainers; several keys may have the same."""
     keys: dict[str, list[str]] = {}
     for key, aliases in _ALIASES.items():
         for alias in aliases.split():
@@ -129,7 +130,7 @@ def _keys_by_alias() -> Mapping[str, list[str]]:
 
 def is_alias(name: str) -> bool:
     """Return whether a setting has this name in other trainers."""
-    return name in _keys_by_alias()
+    return name in _map_aliases_to_keys()
 
 
 def list_keys(section: str) -> list[str]:
@@ -141,7 +142,7 @@ def list_keys(section: str) -> list[str]:
 
 
 def find_field(section: str, key: str) -> FieldInfo | None:
-    """Return the field of a setting, or None if it does not exist."""
+    """Return the pydantic field of a setting, or None if the setting does not exist."""
     field = Config.model_fields.get(section)
     if field is not None:
         return getattr(field.annotation, "model_fields", {}).get(key)
@@ -149,34 +150,49 @@ def find_field(section: str, key: str) -> FieldInfo | None:
 
 
 def suggest_keys(name: str, section: str = "") -> list[str]:
-    """Return the settings, as section.key, that an unknown `name` (of an existing `section`) most likely means."""
+    """Return the settings, as section.key, that the user most likely means by an unknown key.
+
+    Args:
+        name: the unknown key.
+        section: the section in which the user wrote it; "" if unknown.
+    """
     name = name.lower().replace("-", "_")
     section_keys = list_keys(section)
     if is_alias(name):
-        keys = _keys_by_alias()[name]
-        names_in_section = [key.partition(".")[2] for key in keys]
-        return [f"{section}.{key}" for key in names_in_section if key in section_keys] or keys
+        keys = _map_aliases_to_keys()[name]
+        # Prefer keys of the section that the user wrote.
+        names = [key.partition(".")[2] for key in keys]
+        suggestions = [f"{section}.{name}" for name in names if name in section_keys]
+        return suggestions or keys
     settings: dict[str, list[str]] = {}
     for section_name in Config.model_fields:
         for key in list_keys(section_name):
             settings.setdefault(key, []).append(f"{section_name}.{key}")
     if name in settings:
         return settings[name]
-    matches = difflib.get_close_matches(name, section_keys, n=1, cutoff=_CLOSE)
+    matches = difflib.get_close_matches(name, section_keys, n=1, cutoff=_MIN_SIMILARITY_IN_SECTION)
     if matches:
         return [f"{section}.{matches[0]}"]
-    candidates = settings | dict(_keys_by_alias())
-    matches = difflib.get_close_matches(name, candidates, n=1, cutoff=_VERY_CLOSE)
-    return candidates[matches[0]] if matches else []
+    candidates = settings | dict(_map_aliases_to_keys())
+    matches = difflib.get_close_matches(name, candidates, n=1, cutoff=_MIN_SIMILARITY_IN_ALL)
+    if matches:
+        return candidates[matches[0]]
+    return []
 
 
 def suggest_for_section(name: str, table: Any) -> list[str]:
-    """Return suggestions for an unknown section: settings for the keys of its `table`, or else a section."""
+    """Return suggestions for an unknown section: settings that resemble the keys in its `table`, or else a section."""
     aliases = {alias: section for section, names in _SECTION_ALIASES.items() for alias in names.split()}
-    matches = difflib.get_close_matches(name, list(Config.model_fields), n=1, cutoff=_CLOSE)
-    section = aliases.get(name) or (matches[0] if matches else "")
+    matches = difflib.get_close_matches(name, list(Config.model_fields), n=1, cutoff=_MIN_SIMILARITY_IN_SECTION)
+    if name in aliases:
+        section = aliases[name]
+    elif matches:
+        section = matches[0]
+    else:
+        section = ""
     suggestions: list[str] = []
-    for key in table if isinstance(table, Mapping) else ():
+    unknown_keys = list(table) if isinstance(table, Mapping) else []
+    for key in unknown_keys:
         if key in list_keys(section):
             suggestions.append(f"{section}.{key}")
         else:

@@ -26,11 +26,15 @@ def read_text(path: Path) -> str:
     return decode_text(path.read_bytes())
 
 
-def read_toml(path: Path, kind: str) -> dict[str, Any]:
-    """Return the tables of a TOML file. Raises ConfigError, which calls the file a `kind`."""
+def read_toml(path: Path, description: str) -> dict[str, Any]:
+    """Return the tables of a TOML file. Raises ConfigError if it cannot be read or parsed.
+
+    Args:
+        description: noun for the file in error messages, such as "cluster file".
+    """
     try:
         return tomllib.loads(read_text(path))
     except OSError as error:
-        raise ConfigError(f"{kind} {str(path)!r} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{description} {str(path)!r} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits is a plain ValueError
-        raise ConfigError(f"{kind} {str(path)!r} is not valid TOML: {error}") from None
+        raise ConfigError(f"{description} {str(path)!r} is not valid TOML: {error}") from None

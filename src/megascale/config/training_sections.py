@@ -66,7 +66,7 @@ class DataConfig(Section):
         "ends early. Default: one per 64 tokens of model.sequence_length, at least 16",
     )
 
-    _paths = field_validator("train", "valid", "tokenizer")(expand_home)
+    _expand_paths = field_validator("train", "valid", "tokenizer")(expand_home)
 
     @model_validator(mode="after")
     def _check_documents(self) -> DataConfig:
@@ -173,8 +173,8 @@ class LrConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _check_own_settings(self) -> LrConfig:
-        """Refuse a setting of another schedule, which would have no effect."""
+    def _check_schedule_settings(self) -> LrConfig:
+        """Refuse a setting that only another schedule reads."""
         for name, facts in LR_SCHEDULES.items():
             for key in facts.own_settings:
                 value = getattr(self, key)
@@ -220,6 +220,11 @@ class KernelsConfig(Section):
         ge=1,
         description="with CUDA graphs and model.mlp=experts on several tensor-parallel ranks, the tokens that a rank's "
         "experts have room for, relative to an even load; a step that needs more is redone without graphs",
+    )
+    expert_rows_gemm: Literal["pointers", "descriptors"] = Field(
+        "pointers",
+        description="how the GEMMs of experts' rows read their factors, forward and for the gradient of rows; "
+        "descriptors: whole blocks by the TMA of Hopper GPUs, where sizes permit, else pointers with a printed line",
     )
     deterministic: bool = Field(
         False,
@@ -318,4 +323,4 @@ class TrainConfig(Section):
         None, ge=1, le=MAX_COUNT, description="stop this process after this many steps (for tests)"
     )
 
-    _paths = field_validator("runs")(expand_home)
+    _expand_paths = field_validator("runs")(expand_home)

@@ -1,4 +1,4 @@
-"""The whole configuration: its sections, constraints between them, and writing it as TOML."""
+"""The configuration of a run: all sections, checks that concern several sections, and output as TOML."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megascale.errors import FitError
 
 
 class Config(Section):
-    """The whole configuration."""
+    """Configuration of a run."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -59,7 +59,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _set_default_peak(cls, tree: Any) -> Any:
-        """Set the optimizer's own default of lr.peak; with AdamW's, LAMB would train a fifteenth as fast."""
+        """Set an unset lr.peak to the optimizer's default, if the optimizer has one."""
         if not isinstance(tree, Mapping):
             return tree
         optimizer = tree.get("optimizer", {})
@@ -87,6 +87,9 @@ class Config(Section):
                 f"overlap.gathers=copies gathers the matrices of parallel.zero=3, and parallel.zero is "
                 f"{self.parallel.zero}; set --parallel.zero=3 or --overlap.gathers=collectives"
             )
+        if self.overlap.reductions == "copies":
+            self._check_copied_reductions()
+        # The key whose ranks exchange the tokens of experts.
         expert_key = "context" if self.parallel.experts_over == "context" else "expert"
         for axis, key, ranks in (
             ("context", "context", self.parallel.context),
@@ -94,8 +97,8 @@ class Config(Section):
         ):
             if getattr(self.overlap, axis) == "copies" and ranks == 1:
                 raise ValueError(
-                    f"overlap.{axis}=copies is for the ranks of parallel.{key}, and there is one; set "
-                    f"--parallel.{key}=2 or more, or --overlap.{axis}=auto"
+                    f"overlap.{axis}=copies exchanges data between the ranks of parallel.{key}, and there is only one; "
+                    f"set --parallel.{key}=2 or more, or --overlap.{axis}=auto"
                 )
         if self.parallel.replicate > 1 and self.parallel.zero == 0:
             raise ValueError(
@@ -109,8 +112,8 @@ class Config(Section):
             )
         if self.train.lora is not None and self.checkpoint.start_state == "continued":
             raise ValueError(
-                "checkpoint.start_state=continued needs the optimizer state of what is trained, and "
-                "checkpoint.start_from has none of adapters (train.lora); set --checkpoint.start_state=fresh"
+                "checkpoint.start_state=continued needs the optimizer state of the trained parameters, and "
+                "checkpoint.start_from has no state of adapters (train.lora); set --checkpoint.start_state=fresh"
             )
         if self.resilience.continue_replicas:
             self._check_continued_replicas()
@@ -122,24 +125,36 @@ class Config(Section):
         key = "resilience.continue_replicas=true"
         if self.foreign.command:
             raise ValueError(
-                f"{key} redistributes the samples of this package's trainer, and foreign.command names another one; "
-                "leave resilience.continue_replicas out"
+                f"{key} redistributes the samples of this package's trainer, and foreign.command names another "
+                "trainer; leave resilience.continue_replicas out"
             )
         if not self.checkpoint.replicas or not self.checkpoint.memory_interval:
             raise ValueError(
-                f"{key} takes the state of lost ranks from copies in other hosts' memory, and there are none; set "
-                "--checkpoint.background=true --checkpoint.replicas=true --checkpoint.memory_interval=1"
+                f"{key} takes the state of lost ranks from copies in other hosts' memory, which the settings do not "
+                "make; set --checkpoint.background=true --checkpoint.replicas=true --checkpoint.memory_interval=1"
             )
         if self.resilience.replay_interval:
             raise ValueError(
                 f"{key} changes the samples of replicas, and resilience.replay_interval="
-                f"{self.resilience.replay_interval} compares replicas with equal shares; set "
+                f"{self.resilience.replay_interval} compares replicas with equal numbers of samples; set "
                 "--resilience.replay_interval=0, or leave resilience.continue_replicas out"
             )
         if self.model.mlp == "experts" and self.kernels.graphs == "on":
             raise ValueError(
-                f"{key} runs blank micro-batches, whose tokens experts do not count, and kernels.graphs=on captures "
-                "none of them; set --kernels.graphs=auto, which captures steps with all replicas"
+                f"{key} runs blank micro-batches, whose tokens experts do not count, and kernels.graphs=on cannot "
+                "capture these; set --kernels.graphs=auto, which captures only steps with all replicas"
+            )
+
+    def _check_copied_reductions(self) -> None:
+        if self.parallel.zero < 2:
+            raise ValueError(
+                f"overlap.reductions=copies reduces the gradients of parallel.zero=2 and 3, and parallel.zero is "
+                f"{self.parallel.zero}; set --parallel.zero=2 or --overlap.reductions=collectives"
+            )
+        if self.parallel.reduce_dtype == "bfloat16":
+            raise ValueError(
+                "overlap.reductions=copies sends gradients unrounded, and parallel.reduce_dtype is bfloat16; "
+                "set --parallel.reduce_dtype=float32 or --overlap.reductions=collectives"
             )
 
     def _check_bfloat16_reduction(self) -> None:
@@ -169,9 +184,10 @@ class Config(Section):
             )
 
     def count_microbatches(self, data_parallel: int) -> int:
-        """Return the micro-batches per data-parallel rank and step. Raises FitError if the sizes do not divide.
+        """Return the micro-batches per data-parallel rank and step.
 
-        With resilience.continue_replicas some ranks may have one fewer.
+        With resilience.continue_replicas some ranks may have one fewer. Raises FitError if train.global_batch is not a
+        multiple of train.micro_batch x `data_parallel`.
         """
         sequences = self.train.micro_batch * data_parallel
         if self.resilience.continue_replicas and self.train.global_batch % self.train.micro_batch == 0:
@@ -189,8 +205,8 @@ class Config(Section):
     def to_toml(self) -> str:
         """Return the configuration as TOML that `load` can read.
 
-        Unset keys are left out. So is train.precision unless the user has set it, because the machine with the devices
-        decides it.
+        Unset keys are left out. train.precision is left out unless the user has set it, because its default depends on
+        the devices of the machine that trains.
         """
         tree = self.model_dump(exclude_none=True)
         if "precision" not in self.train.model_fields_set:
@@ -204,11 +220,15 @@ class Config(Section):
         file.write_text(self.to_toml(), encoding="utf-8")
 
 
-def resolve_precision(config: Config, bfloat16: bool) -> Config:
-    """Return the configuration with train.precision set: the user's choice, else bfloat16 if devices support it."""
+def resolve_precision(config: Config, has_bfloat16: bool) -> Config:
+    """Return the configuration with train.precision set: the user's choice, else bfloat16 if devices support it.
+
+    Args:
+        has_bfloat16: whether the devices of the run support bfloat16.
+    """
     if "precision" in config.train.model_fields_set:
         return config
-    if bfloat16:
+    if has_bfloat16:
         precision = "bfloat16"
     else:
         precision = config.train.precision

@@ -95,7 +95,7 @@ def adamw_apply_reference(
 ) -> None:
     """Compute `adamw_apply` in plain PyTorch, in master's type (float64 for differential tests)."""
     corrections = _bias_corrections(beta1, beta2, step)
-    for row in segments.rows:
+    for row in segments.ranges:
         direction = _adam_direction_reference(
             master,
             exp_avg,
@@ -142,7 +142,7 @@ def lamb_direction_reference(
 ) -> Tensor:
     """Compute `lamb_direction` in plain PyTorch."""
     corrections = _bias_corrections(beta1, beta2, step, bias_correction)
-    for row in segments.rows:
+    for row in segments.ranges:
         direction = _adam_direction_reference(
             master,
             exp_avg,
@@ -175,9 +175,9 @@ def lamb_apply_reference(
 ) -> None:
     """Compute `lamb_apply` in plain PyTorch."""
     ratio = trust_ratio(sums, trust_min, trust_max).to(master.dtype)
-    for row in segments.rows:
+    for row in segments.ranges:
         direction = update[row.start : row.stop].to(master.dtype)
-        _apply_reference(master, param_out, row, lr * ratio[row.tensor] * direction, skip)
+        _apply_reference(master, param_out, row, lr * ratio[row.tensor_index] * direction, skip)
 
 
 def trust_ratio(sums: Tensor, trust_min: float, trust_max: float) -> Tensor:
@@ -446,7 +446,7 @@ def adamw_apply(
         grad_scale: 0-d device tensor that multiplies grad (clipping), or None.
         skip: 0-d device tensor; if it is not 0 the step changes nothing (gradients that are not finite).
     """
-    if not (segments.rows and use_fused("adamw", master, exp_avg, exp_avg_sq, grad, param_out)):
+    if not (segments.ranges and use_fused("adamw", master, exp_avg, exp_avg_sq, grad, param_out)):
         adamw_apply_reference(
             master,
             exp_avg,
@@ -508,7 +508,7 @@ def lamb_direction(
     Returns:
         float64 sums of squares [2, tensors] of this shard: row 0 of the weights, row 1 of the updates.
     """
-    if not (segments.rows and use_fused("lamb", master, exp_avg, exp_avg_sq, grad, update)):
+    if not (segments.ranges and use_fused("lamb", master, exp_avg, exp_avg_sq, grad, update)):
         return lamb_direction_reference(
             master,
             exp_avg,
@@ -565,7 +565,7 @@ def lamb_apply(
     Args:
         sums: `lamb_direction`'s, summed over every rank that holds a part of the tensors.
     """
-    if not (segments.rows and use_fused("lamb", master, update, param_out)):
+    if not (segments.ranges and use_fused("lamb", master, update, param_out)):
         lamb_apply_reference(
             master,
             update,
@@ -591,7 +591,7 @@ def lamb_apply(
         0.0 if is_on_device else lr,
         trust_min,
         trust_max,
-        segments.tensors,
+        segments.tensor_count,
         HAS_OUT=param_out is not None,
         HAS_SKIP=skip is not None,
         LR_ON_DEVICE=is_on_device,

@@ -101,6 +101,7 @@ class Kernels:
     Args:
         mode: kernels.mode: "auto", "fused" (an error if unavailable) or "reference".
         deterministic: kernels.deterministic.
+        reads_expert_blocks: kernels.expert_rows_gemm is "descriptors" (ops/grouped_gemm.py).
 
     Attributes:
         wide_gemm: whether torch's CUDA GEMM adds into float32 (ops/linear.py); None until the first.
@@ -110,7 +111,7 @@ class Kernels:
     `deterministic` with a CUBLAS_WORKSPACE_CONFIG that is not deterministic.
     """
 
-    def __init__(self, mode: str = "auto", deterministic: bool = False) -> None:
+    def __init__(self, mode: str = "auto", deterministic: bool = False, reads_expert_blocks: bool = False) -> None:
         if mode == "fused" and not (HAVE_TRITON and (INTERPRET or torch.cuda.is_available())):
             missing = "no CUDA device is visible" if HAVE_TRITON else "Triton is not installed"
             raise ConfigError(
@@ -124,6 +125,7 @@ class Kernels:
             )
         self.mode = mode
         self.deterministic = deterministic
+        self.reads_expert_blocks = reads_expert_blocks
         self.choices: dict[str, str] = {}
         self.wide_gemm: bool | None = None
         self.amaxes: Any = None

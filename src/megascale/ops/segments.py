@@ -27,7 +27,7 @@ class Segment:
     start: int
     stop: int
     decay: bool
-    tensor: int
+    tensor_index: int
 
 
 class Segments:
@@ -40,12 +40,12 @@ class Segments:
     """
 
     def __init__(self, rows: Iterable[Segment | tuple[int, int, bool, int]], tensors: int, device: torch.device | str):
-        self.rows = [row if isinstance(row, Segment) else Segment(*row) for row in rows]
-        self.tensors = tensors
+        self.ranges = [row if isinstance(row, Segment) else Segment(*row) for row in rows]
+        self.tensor_count = tensors
         self.device = torch.device(device)
         self.stop = 0
-        for row in self.rows:
-            if row.start < self.stop or row.stop <= row.start or not 0 <= row.tensor < tensors:
+        for row in self.ranges:
+            if row.start < self.stop or row.stop <= row.start or not 0 <= row.tensor_index < tensors:
                 raise ValueError(
                     f"segment {row} overlaps the previous one, is empty, or its tensor is not below {tensors}"
                 )
@@ -55,11 +55,11 @@ class Segments:
     def tiles(self) -> Tensor:
         """Tiles in flat order, int32 [tiles, FIELDS] on the device."""
         blocks = [torch.empty((0, FIELDS), dtype=torch.int32)]
-        for row in self.rows:
+        for row in self.ranges:
             index = torch.arange(row.start // TILE, (row.stop - 1) // TILE + 1)
             low = (row.start - index * TILE).clamp(min=0)
             high = (row.stop - index * TILE).clamp(max=TILE)
-            flags = torch.tensor([int(row.decay), row.tensor]).expand(len(index), 2)
+            flags = torch.tensor([int(row.decay), row.tensor_index]).expand(len(index), 2)
             blocks.append(torch.cat((torch.stack((index, low, high), 1), flags), 1).int())
         return torch.cat(blocks).to(self.device)
 
@@ -67,8 +67,8 @@ class Segments:
     def by_tensor(self) -> tuple[Tensor, Tensor]:
         """Tiles in the order of their tensors, int32 [tiles], and the first tile of each, int32 [tensors + 1]."""
         tensor = self.tiles[:, 4].cpu().long()
-        begin = torch.zeros(self.tensors + 1, dtype=torch.int32)
-        begin[1:] = torch.bincount(tensor, minlength=self.tensors).cumsum(0)
+        begin = torch.zeros(self.tensor_count + 1, dtype=torch.int32)
+        begin[1:] = torch.bincount(tensor, minlength=self.tensor_count).cumsum(0)
         return tensor.argsort(stable=True).int().to(self.device), begin.to(self.device)
 
 
@@ -132,16 +132,18 @@ def sums_by_tensor(partial_FP: Tensor, segments: Segments) -> Tensor:
     """Return float64 sums [fields, tensors] of float32 partial sums [fields, tiles]."""
     fields, tiles = partial_FP.shape
     order, begin = segments.by_tensor
-    out = torch.empty((fields, segments.tensors), dtype=torch.float64, device=partial_FP.device)
-    _gather_kernel[(segments.tensors, fields)](partial_FP, order, begin, out, tiles, segments.tensors, BLOCK=1024)
+    out = torch.empty((fields, segments.tensor_count), dtype=torch.float64, device=partial_FP.device)
+    _gather_kernel[(segments.tensor_count, fields)](
+        partial_FP, order, begin, out, tiles, segments.tensor_count, BLOCK=1024
+    )
     return out
 
 
 def square_sums_reference(flat: Tensor, segments: Segments) -> Tensor:
     """Compute `square_sums` in plain PyTorch."""
-    sums = torch.zeros(segments.tensors, dtype=torch.float64, device=flat.device)
-    for row in segments.rows:
-        sums[row.tensor] += flat[row.start : row.stop].double().square().sum()
+    sums = torch.zeros(segments.tensor_count, dtype=torch.float64, device=flat.device)
+    for row in segments.ranges:
+        sums[row.tensor_index] += flat[row.start : row.stop].double().square().sum()
     return sums
 
 
@@ -150,7 +152,7 @@ def square_sums(flat: Tensor, segments: Segments) -> Tensor:
 
     One pass, float32 inside a tile and float64 between tiles, in a fixed order. For gradient norms and trust ratios.
     """
-    if not (segments.rows and use_fused("square sums", flat)):
+    if not (segments.ranges and use_fused("square sums", flat)):
         return square_sums_reference(flat, segments)
     tiles = segments.tiles
     partial = torch.empty((1, tiles.shape[0]), dtype=torch.float32, device=flat.device)

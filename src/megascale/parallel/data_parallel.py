@@ -29,6 +29,7 @@ from megascale.parallel.collectives import (
     reduce_scatter_in_place,
     reduce_scatter_rounded,
 )
+from megascale.parallel.copy_reduction import CopyReduction
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.float8_gather import Float8Gather
 from megascale.parallel.gradient_slots import GradientBucket, GradientSlots
@@ -100,6 +101,7 @@ class DataParallel:
         microbatches: micro-batches of a step, each of which ZeRO-2 reduces; 0 if unknown.
         chunk_slots: ZeRO-3: slot of each chunk if chunks are gathered as a whole (core/unit_slots.py).
         gather_exchange: ZeRO-3: gathers matrices by copy engines.
+        copy_reduction: ZeRO-2 and 3: reduces gradients of units by copy engines.
 
     Attributes:
         early_sink: sink of a gradient in a slot that a forward writes and completes; None without one.
@@ -114,6 +116,7 @@ class DataParallel:
         microbatches: int = 0,
         chunk_slots: Sequence[int] | None = None,
         gather_exchange: Exchange | None = None,
+        copy_reduction: CopyReduction | None = None,
     ) -> None:
         self.buffers = list(buffers)
         self.overlap = overlap
@@ -147,7 +150,9 @@ class DataParallel:
         self._microbatches = microbatches
         self.slots: GradientSlots | None = None
         if buffers[0].zero >= 2:
-            self.slots = GradientSlots(buffers, self._chunks, self._start_reduction, self._runtime)
+            start_reduction = copy_reduction or self._start_reduction
+            memory = None if copy_reduction is None else copy_reduction.memory
+            self.slots = GradientSlots(buffers, self._chunks, start_reduction, self._runtime, memory)
 
     def drop_communication(self) -> None:
         """Forget everything in flight, because the step has failed and the groups are gone.

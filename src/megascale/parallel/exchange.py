@@ -16,7 +16,8 @@ call n to 0, so no signal is lost. A capture has an even number of calls, the la
 has ended, no rank reads its memory, and the next capture begins with the same flag and the same memory.
 
 Memory that a rank changes rarely, such as its shard of the parameters, is gathered where it lies (`gather_resident`). A
-rank changes it only after `meet`, when every peer has ended its earlier calls.
+rank changes it only after `meet`, when every peer has ended its earlier calls. Gradients are reduced where they lie
+(`reduce_resident`); such a call ends when the peers have read them.
 
 A peer that dies or hangs sets no flag. The exchange's watch (peer_watch.py) then ends the waits of this rank, in graphs
 too, and the next call, replay or `check` raises TrainingError.
@@ -28,12 +29,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from megascale.core.spans import SpanAxis, SpanKind
 from megascale.ops.peer_max import PeerMax
+from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel.peer_watch import PeerWatch
 from megascale.parallel.runtime import Runtime
 
@@ -164,6 +167,7 @@ class Exchange:
         self._met_number = 0  # the call after which every peer had finished all earlier ones
         self._unread: set[int] = set()  # buffers of scatters whose result was not awaited
         self._views: dict[Any, list[torch.Tensor]] = {}
+        self._staging_sums: list[Any] = [None, None]  # the last sum of each half of the staging memory
 
     @staticmethod
     def bytes_needed(size: int, shard_bytes: int) -> int:
@@ -369,6 +373,48 @@ class Exchange:
         streams.copy(out[self.rank], shards[self.rank])
         last = self._end()
         return lambda: self._await(last)
+
+    def reduce_resident(self, parts: Sequence[torch.Tensor], staging: torch.Tensor) -> Callable[[], None]:
+        """Replace parts[rank] of this rank by the sum over ranks of their memory for it, views of `resident`.
+
+        It overlaps with later work. The returned function waits for the sum, and until the peers have read what this
+        rank has for them. Sums are in the order of ranks, on the side stream.
+
+        Args:
+            parts: every rank's memory of the part that this rank reduces [count].
+            staging: this rank's memory for two pieces of the other ranks' parts [2, size - 1, elements of a piece].
+        """
+        streams = self._streams
+        own = parts[self.rank]
+        number = self._begin(own.nbytes)
+        self._copy_waits_for_main()
+        for step in range(1, self.size):
+            streams.signal((self.rank - step) % self.size, number)
+        piece = staging.shape[-1]
+        for index, start in enumerate(range(0, len(own), piece)):
+            stop = min(start + piece, len(own))
+            half = index % 2
+            if self._staging_sums[half] is not None:
+                streams.stream_wait("copy", self._staging_sums[half])
+            received = staging[half, :, : stop - start]
+            for step in range(1, self.size):
+                peer = (self.rank + step) % self.size
+                if not start:
+                    streams.wait_for(peer, number)
+                row = peer if peer < self.rank else peer - 1
+                streams.copy(received[row], parts[peer][start:stop])
+            streams.stream_wait("side", streams.record_event("copy"))
+            streams.compute(partial(sum_over_peers, own[start:stop], received, self.rank), "side")
+            self._staging_sums[half] = streams.record_event("side")
+        summed = streams.record_event("side")
+        self._meet()
+        is_read = streams.record_event("copy")
+
+        def wait() -> None:
+            self._await(is_read)
+            streams.stream_wait("main", summed)
+
+        return wait
 
     def meet(self) -> None:
         """Let later work wait until every peer has ended its earlier calls, and so reads `resident` no more."""

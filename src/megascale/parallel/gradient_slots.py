@@ -177,6 +177,7 @@ class GradientSlots:
         states: the present backward of each chunk.
         start_reduction: starts to reduce a bucket's gradients over data-parallel ranks.
         runtime: the rank's runtime.
+        memory: memory of all slots, which peers read; None: memory of this rank alone.
 
     Attributes:
         memory: memory of all slots.
@@ -191,6 +192,7 @@ class GradientSlots:
         states: Sequence[BackwardState],
         start_reduction: Callable[[torch.Tensor, Axis], Pending],
         runtime: Runtime,
+        memory: torch.Tensor | None = None,
     ) -> None:
         self.runtime = runtime
         self.states = states
@@ -199,7 +201,9 @@ class GradientSlots:
         self.is_writable = False
         layouts = [buffer.layout for buffer in buffers]
         size, block_size = size_slots(layouts, [buffer.count_units() for buffer in buffers])
-        self.memory = torch.zeros(size, dtype=buffers[0].grad_dtype, device=buffers[0].params.device)
+        if memory is None:
+            memory = torch.zeros(size, dtype=buffers[0].grad_dtype, device=buffers[0].params.device)
+        self.memory = memory
         self.buckets: list[list[GradientBucket]] = []
         for chunk, buffer in enumerate(buffers):
             starts = find_slot_starts(buffer.layout, buffer.count_units(), block_size)

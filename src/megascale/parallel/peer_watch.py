@@ -1,9 +1,10 @@
 """A watch over the processes that a rank of one host waits for, because a process that has died sets no flag.
 
 A thread sleeps until the kernel reports the end of a peer's process, so that the watch costs nothing meanwhile. A peer
-that has closed its watch has ended in order, and this rank needs nothing more from it. After any other end the thread
-releases this rank's waits, and the rank's next check of its peers raises an error. The same happens if calls are in
-flight and none has begun or ended for the time-out of the group, because a peer hangs.
+that has closed its watch has ended in order, and this rank needs nothing more from it. After any other end this rank's
+waits are released, and the rank's next check of its peers raises an error. The same happens if calls are in flight and
+none has begun or ended for the time-out of the group, because a peer hangs. A process whose waits cannot be released is
+ended with a message.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _CLOSED = 1  # in a rank's byte of the page
 _POLL_SECONDS = 1.0  # between two looks at the progress of calls, or at processes without a descriptor
 _RELEASE_SECONDS = 0.001  # between two releases, because later calls wait as well
 _RAISE_SECONDS = 30.0  # from a failure to the end of a process whose host does not return to a check
+_BLOCKED_SECONDS = 5.0  # from the last release to the end of a process whose releases do not return
 
 
 class Member(NamedTuple):
@@ -90,14 +92,17 @@ class PeerWatch:
         self._is_idle = is_idle
         self._timeout = timeout
         self._has_raised = False
+        self._last_release = 0.0
         self._is_closing = threading.Event()
         self._check_namespaces()
         with Path(page).open("r+b") as file:
             self._page = mmap.mmap(file.fileno(), len(self._members))
         self._wake_reader, self._wake_writer = os.pipe()
         self._descriptors = self._open_processes()
-        self._thread = threading.Thread(target=self._run, name="peer watch", daemon=True)
-        self._thread.start()
+        self._interval = min(_POLL_SECONDS, timeout / 4)
+        self._threads: list[threading.Thread] = []
+        self._start_thread(self._run)
+        self._start_thread(self._watch_progress)
 
     def check(self) -> None:
         """Raise TrainingError if waits were released, since results are then undefined."""
@@ -121,9 +126,15 @@ class PeerWatch:
             return
         self._is_closing.set()
         os.write(self._wake_writer, b"\0")
-        self._thread.join()
+        for thread in tuple(self._threads):
+            thread.join()
         for descriptor in (self._wake_reader, self._wake_writer, *self._descriptors):
             os.close(descriptor)
+
+    def _start_thread(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=f"peer watch {target.__name__.strip('_')}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _check_namespaces(self) -> None:
         namespace = self._members[self._rank].namespace
@@ -146,17 +157,17 @@ class PeerWatch:
         return descriptors
 
     def _run(self) -> None:
-        """Wait for a failure or `close`; after a failure release waits until `close`."""
+        """Wait for a failure or `close`; after a failure release waits until `close`.
+
+        No call of CUDA is made here: a host that launches into a full queue holds a lock of the driver.
+        """
         poller = select.poll()
         poller.register(self._wake_reader, select.POLLIN)
         for descriptor in self._descriptors:
             poller.register(descriptor, select.POLLIN)
         polled_ranks = set(range(len(self._members))) - set(self._descriptors.values()) - {self._rank}
-        calls = self._count_calls()
-        progress_time = time.monotonic()
-        interval = min(_POLL_SECONDS, self._timeout / 4)
         while not self.failure and not self._is_closing.is_set():
-            for descriptor, _ in poller.poll(1000 * interval):
+            for descriptor, _ in poller.poll(1000 * self._interval):
                 if descriptor in self._descriptors:
                     poller.unregister(descriptor)
                     self._judge_end(self._descriptors[descriptor])
@@ -164,12 +175,20 @@ class PeerWatch:
                 if _has_ended(self._members[rank].pid):
                     polled_ranks.discard(rank)
                     self._judge_end(rank)
+        if self.failure:
+            self._watch_releases()
+
+    def _watch_progress(self) -> None:
+        """Fail if calls are in flight and none begins or ends for the time-out."""
+        calls = self._count_calls()
+        progress_time = time.monotonic()
+        while not self.failure and not self._is_closing.wait(self._interval):
             previous_calls, calls = calls, self._count_calls()
             if calls != previous_calls or self._is_idle():
                 progress_time = time.monotonic()
             elif time.monotonic() - progress_time > self._timeout:
                 self._fail(f"the exchange has made no progress for {self._timeout:g} seconds: a peer hangs")
-        self._release_waits()
+                os.write(self._wake_writer, b"\0")
 
     def _judge_end(self, rank: int) -> None:
         """Fail if a peer's process has ended without closing its watch."""
@@ -182,15 +201,31 @@ class PeerWatch:
     def _fail(self, reason: str) -> None:
         self.failure = self.failure or reason
 
+    def _watch_releases(self) -> None:
+        """Release waits until `close`. End the process if a release blocks, or its host does not return to a check.
+
+        A release needs a lock of the driver, which a host that launches into a full queue holds. That queue cannot
+        drain before the release.
+        """
+        begin = self._last_release = time.monotonic()
+        self._start_thread(self._release_waits)
+        while not self._is_closing.wait(_RELEASE_SECONDS * 50):
+            now = time.monotonic()
+            if now - self._last_release > _BLOCKED_SECONDS:
+                self._end_process(f"a release of its waits has not returned for {_BLOCKED_SECONDS:g} seconds")
+            if not self._has_raised and now - begin > _RAISE_SECONDS:
+                # The host waits for something else that the dead peer owes, such as a collective.
+                self._end_process(f"the host has made no check for {_RAISE_SECONDS:g} seconds")
+
     def _release_waits(self) -> None:
-        """Release waits until `close`. End the process if its host does not return to a check in time."""
-        deadline = time.monotonic() + _RAISE_SECONDS
         while not self._is_closing.wait(_RELEASE_SECONDS):
             self._release()
-            if not self._has_raised and time.monotonic() > deadline:
-                # The host waits for something else that the dead peer owes, such as a collective.
-                print(f"rank {self._members[self._rank].rank}: {self.failure}; ending", file=sys.stderr, flush=True)
-                os._exit(1)
+            self._last_release = time.monotonic()
+
+    def _end_process(self, reason: str) -> None:
+        message = f"rank {self._members[self._rank].rank}: {self.failure}; ending: {reason}"
+        print(message, file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _has_ended(pid: int) -> bool:

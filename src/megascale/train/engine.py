@@ -211,7 +211,10 @@ class Engine:
         self.gather_exchange, gather_line = engine_axes.choose_gathers(
             axes.data, config, self.flats, gathers_in_float8=gathers_in_float8, device=device
         )
-        self.active |= gather_line
+        copy_reduction, self.reduction_exchange, reduction_line = engine_axes.choose_reductions(
+            axes.reduce, config, self.flats, device
+        )
+        self.active |= gather_line | reduction_line
         reduce_dtype = REDUCE_DTYPES.get(config.parallel.reduce_dtype)
         self.data_parallel = DataParallel(
             self.flats,
@@ -221,6 +224,7 @@ class Engine:
             microbatches=layout.microbatches,
             chunk_slots=layout.chunk_slots(coordinate.pipeline),
             gather_exchange=self.gather_exchange,
+            copy_reduction=copy_reduction,
         )
         self.data_parallel.initialise(partial(initialise_parameter, seed=config.train.seed))
         self.optimizer = self._make_optimizer(axes, coordinate)
@@ -260,7 +264,8 @@ class Engine:
         """Set the runtime's kernels, streams and, if ranks have to agree, attention kernels; record the choices."""
         config, runtime = self.config, self.runtime
         runtime.attention.backend = config.kernels.attention
-        runtime.kernels = Kernels(config.kernels.mode, config.kernels.deterministic)
+        reads_expert_blocks = config.kernels.expert_rows_gemm == "descriptors"
+        runtime.kernels = Kernels(config.kernels.mode, config.kernels.deterministic, reads_expert_blocks)
         gemm_streams = runtime.use_side_stream(config.gemms_on_side_stream, self.device)
         self.attention_choices = earlier_choices or {}
         if groups is not None or earlier_choices is not None:
@@ -913,15 +918,15 @@ class Engine:
     def _list_exchanges(self) -> list[Exchange]:
         """Return the exchanges between GPUs that work."""
         axes = (self.tensor, self._context, self._experts_axis)
-        exchanges = [axis.exchange for axis in axes] + [self.gather_exchange]
+        exchanges = [axis.exchange for axis in axes] + [self.gather_exchange, self.reduction_exchange]
         return [exchange for exchange in exchanges if exchange is not None]
 
     def find_rejoin_obstacle(self) -> str:
         """Return why this engine cannot go on with other groups, "" if it can."""
         has_exchange = any(axis.exchange is not None for axis in rejoin.list_axes(self.runtime))
-        if has_exchange or self.gather_exchange is not None:
+        if has_exchange or self.gather_exchange is not None or self.reduction_exchange is not None:
             return "its peers' memory is mapped for the exchange between GPUs"
-        if self.optimizer.rule.exchanges_at_start:
+        if self.optimizer.rule.has_collective_init:
             return f"optimizer.name={self.config.optimizer.name} exchanges its layout when it is made"
         if self.config.optimizer.offload:
             return "optimizer.offload=true may have copies of the failed update under way"
@@ -954,7 +959,7 @@ class Engine:
         """Note that the optimizer has the state of `step`, before the first step of a start."""
         self.begun_update = self.ended_update = step
         if self.optimizer.hold is not None:
-            self.optimizer.hold.begin(step)
+            self.optimizer.hold.set_step(step)
 
     def find_whole_step(self) -> int:
         """Return the step whose state the optimizer has after its groups were aborted, -1 if an update broke off.

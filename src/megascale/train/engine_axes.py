@@ -21,6 +21,7 @@ from megascale.errors import ConfigError
 from megascale.parallel import symmetric
 from megascale.parallel.buffers import Axes, ParamAndGradBuffer
 from megascale.parallel.collectives import Axis
+from megascale.parallel.copy_reduction import CopyReduction, count_slot_elements
 from megascale.parallel.exchange import Exchange
 from megascale.parallel.pipeline import P2PStream, P2PStreams
 from megascale.parallel.resident_memory import count_resident_bytes
@@ -128,6 +129,32 @@ def choose_gathers(
             "data-parallel group on one host whose GPUs reach each other"
         )
     return exchange, {"matrices gathered by": "copy engines"}
+
+
+def choose_reductions(
+    axis: Axis, config: Config, buffers: Sequence[ParamAndGradBuffer], device: torch.device
+) -> tuple[CopyReduction | None, Exchange | None, dict[str, str]]:
+    """Return what reduces gradients of units by copies (overlap.reductions=copies), its exchange and start-up line.
+
+    Raises ConfigError if it does not work here.
+    """
+    if config.overlap.reductions != "copies" or axis.size == 1:
+        return None, None, {}
+    count = count_slot_elements(buffers)
+    dtype = buffers[0].grad_dtype
+    exchange = symmetric.make_exchange(
+        axis,
+        shard_bytes=0,
+        device=device,
+        timeout=config.rendezvous.group_timeout,
+        resident_bytes=count * dtype.itemsize,
+    )
+    if isinstance(exchange, str):
+        raise ConfigError(
+            f"overlap.reductions=copies is unavailable: {exchange}; set --overlap.reductions=collectives, or put each "
+            "data-parallel group on one host whose GPUs reach each other"
+        )
+    return CopyReduction(exchange, count, dtype), exchange, {"gradients of units reduced by": "copy engines"}
 
 
 def choose_context_exchange(

@@ -132,7 +132,7 @@ class UpdateCheck:
         parts_by_names: dict[StateNames, list[tuple[ShardState, StatePart]]] = {}
         for state in self._optimizer.states:
             for part in state.parts:
-                if part.segments.rows:
+                if part.segments.ranges:
                     parts_by_names.setdefault(tuple(part.state), []).append((state, part))
         local = []
         ranges_by_names = {}
@@ -251,7 +251,7 @@ class UpdateCheck:
     ) -> tuple[ShardState, StatePart]:
         """Return a received range as the rule updates it."""
         segments_rows = [Segment(start, stop, bool(decay), tensor) for start, stop, decay, tensor in rows if stop]
-        segments = Segments(segments_rows, len(self._rule.shards.names), tensors["master"].device)
+        segments = Segments(segments_rows, len(self._rule.shards.tensor_names), tensors["master"].device)
         state_tensors = {name: tensors[name] for name in (*kind.names, *self._rule.list_inputs(kind.names))}
         part = StatePart(0, kind.elements, [], segments, state_tensors)
         shard = FlatShard(tensors.get("weights", tensors["master"]), tensors["grads"], [])
@@ -279,7 +279,7 @@ class UpdateCheck:
                 name = _LABELS.get(names[index // tiles], names[index // tiles])
                 start = index % tiles * TILE
                 rows = [row for row in list_rows(copy.slices) if row[0] < start + TILE and row[1] > start]
-                tensors = list(dict.fromkeys(self._rule.shards.names[row[-1]] for row in rows))
+                tensors = list(dict.fromkeys(self._rule.shards.tensor_names[row[-1]] for row in rows))
                 if len(tensors) > 1:
                     return f"{name} from {tensors[0]} to {tensors[-1]}"
                 return f"{name} of {tensors[0]}" if tensors else name
@@ -323,11 +323,11 @@ def list_rows(slices: Sequence[_Slice]) -> list[tuple[int, int, int, int]]:
     """Return the segments of a range: start, stop, weight decay, tensor."""
     rows = []
     for item in slices:
-        for row in item.part.segments.rows:
+        for row in item.part.segments.ranges:
             start, stop = max(row.start, item.start), min(row.stop, item.stop)
             if start < stop:
                 shift = item.offset - item.start
-                rows.append((start + shift, stop + shift, int(row.decay), row.tensor))
+                rows.append((start + shift, stop + shift, int(row.decay), row.tensor_index))
     return rows
 
 

@@ -590,13 +590,13 @@ def compute_shard_amaxes(flat: Tensor, segments: Segments, out: Tensor) -> None:
     NaN if the part has one, 0 without a part. The segments' tensor ids are indices of matrices.
     """
     out.zero_()
-    if segments.rows and use_fused("float8 amax of shards", flat):
+    if segments.ranges and use_fused("float8 amax of shards", flat):
         tiles = segments.tiles
         # The integer view, because float32 maxima would lose NaN.
         _shard_amaxes_kernel[(tiles.shape[0],)](flat, tiles, out.view(torch.int32), TILE=SHARD_TILE, num_warps=8)
         return
-    for row in segments.rows:
-        out[row.tensor] = torch.maximum(out[row.tensor], amax_reference(flat[row.start : row.stop]))
+    for row in segments.ranges:
+        out[row.tensor_index] = torch.maximum(out[row.tensor_index], amax_reference(flat[row.start : row.stop]))
 
 
 def compute_shard_scales(amax: Tensor, kind: Format, out: Tensor) -> None:
@@ -614,7 +614,7 @@ def compute_shard_scales(amax: Tensor, kind: Format, out: Tensor) -> None:
 
 def cast_shard(flat: Tensor, segments: Segments, scales: Tensor, kind: Format, out: Tensor) -> None:
     """Cast each matrix's part of a shard by its scale into the bytes `out`; bytes outside matrices are unchanged."""
-    if not segments.rows:
+    if not segments.ranges:
         return
     if use_fused("float8 cast of shards", flat):
         tiles = segments.tiles
@@ -622,9 +622,9 @@ def cast_shard(flat: Tensor, segments: Segments, scales: Tensor, kind: Format, o
             flat, tiles, scales, out.view(kind.dtype), LARGEST=kind.largest, TILE=SHARD_TILE, num_warps=8
         )
         return
-    for row in segments.rows:
+    for row in segments.ranges:
         elements = slice(row.start, row.stop)
-        out[elements] = quantise_reference(flat[elements], scales[row.tensor], kind).view(torch.uint8)
+        out[elements] = quantise_reference(flat[elements], scales[row.tensor_index], kind).view(torch.uint8)
 
 
 def transpose_rows(rows: Tensor, out: Tensor | None = None) -> Tensor:

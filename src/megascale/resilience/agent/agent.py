@@ -114,7 +114,7 @@ class Agent:
         address = self.limits.agent_metrics
         if not address:
             return None
-        labels = self.limits.metric_labels(self.job) | {"node": self.node}
+        labels = self.limits.make_metric_labels(self.job) | {"node": self.node}
         page = node_metrics.make_page(lambda: self.telemetry.newest, lambda: self.link.channel is not None, labels)
         try:
             return await page.serve(address)

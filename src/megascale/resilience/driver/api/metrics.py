@@ -86,7 +86,7 @@ class JobMetrics:
     """
 
     def __init__(self, driver: Driver) -> None:
-        self.labels = driver.limits.metric_labels(driver.job.state.name)
+        self.labels = driver.limits.make_metric_labels(driver.job.state.name)
         self._driver = driver
         self.scrapes = Scrapes()
         self._started = time.time()
@@ -297,7 +297,7 @@ class ScrapeTargets:
         """Return groups of targets in the format of Prometheus' file-based discovery."""
         driver = self._driver
         limits = driver.limits
-        labels = limits.metric_labels(driver.job.state.name)
+        labels = limits.make_metric_labels(driver.job.state.name)
         groups = []
         if limits.driver_metrics:
             host, port = _split_address(limits.driver_metrics)
