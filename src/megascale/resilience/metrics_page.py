@@ -19,7 +19,7 @@ from megascale.services.door import Connection, ConnectionLimits, LimitedListene
 
 log = logging.getLogger("megascale.metrics")
 
-LIMITS = ConnectionLimits(connections=16, head_seconds=5.0)
+CONNECTION_LIMITS = ConnectionLimits(connections=16, head_seconds=5.0)
 _HEAD_BYTES = 8192
 _REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 _ACCEPT = re.compile(rb"^accept:(.*)$", re.IGNORECASE | re.MULTILINE)
@@ -46,23 +46,25 @@ class MetricsPage:
 
     async def serve(self, address: str) -> LimitedListener:
         """Listen at "HOST:PORT". Raises OSError if that fails."""
-        return LimitedListener(_bind(address), lambda connection: _Exchange(connection, self._answer), LIMITS)
+        return LimitedListener(
+            _bind(address), lambda connection: _Exchange(connection, self._answer), CONNECTION_LIMITS
+        )
 
     async def _answer(self, head: bytes) -> bytes:
         request_line = head.split(b"\n", 1)[0].split()
         method, path = [*request_line, b"", b""][:2]
         if method != b"GET":
-            return _response(405, "only GET is supported\n")
+            return _make_response(405, "only GET is supported\n")
         if path == b"/metrics":
             match = _ACCEPT.search(head)
             accept = match[1].decode("latin-1") if match else ""
-            return _response(200, *format_response(await self._read_families(), self._labels, accept))
+            return _make_response(200, *format_response(await self._read_families(), self._labels, accept))
         if path == b"/live":
-            return _response(200, "ok\n")
+            return _make_response(200, "ok\n")
         if path == b"/health":
             is_healthy, sentence = self._judge_health()
-            return _response(200 if is_healthy else 503, sentence + "\n")
-        return _response(404, "the pages are /metrics, /health and /live\n")
+            return _make_response(200 if is_healthy else 503, sentence + "\n")
+        return _make_response(404, "the pages are /metrics, /health and /live\n")
 
 
 class _Exchange(asyncio.Protocol):
@@ -120,7 +122,7 @@ def _bind(address: str) -> list[socket.socket]:
     return listeners
 
 
-def _response(code: int, text: str, content_type: str = "text/plain; charset=utf-8") -> bytes:
+def _make_response(code: int, text: str, content_type: str = "text/plain; charset=utf-8") -> bytes:
     body = text.encode()
     head = (
         f"HTTP/1.1 {code} {_REASONS[code]}\r\n"

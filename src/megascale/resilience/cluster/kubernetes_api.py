@@ -97,7 +97,7 @@ class KubernetesApi:
                 file = settings.kubeconfig or None
                 context = settings.context or None
                 config.load_kube_config(file, context, client_configuration=configuration)
-                namespace = _context_namespace(config, file, context)
+                namespace = _find_namespace(config, file, context)
         except (config.ConfigException, OSError) as error:
             raise ConfigError(
                 f"no way to a Kubernetes API server is known: {error}; set --kubernetes.kubeconfig=FILE, or KUBECONFIG"
@@ -106,7 +106,7 @@ class KubernetesApi:
         configuration.connection_pool_maxsize = 32
         self.namespace = settings.namespace or namespace or "default"
         self.host = urlsplit(configuration.host).hostname or ""
-        self.requests = 0
+        self.request_count = 0
         self._client = client.ApiClient(configuration)
         self._api_exception = client.ApiException
         self._rate_limit = _RateLimit()
@@ -154,7 +154,7 @@ class KubernetesApi:
 
     def _open(self, method: str, path: str, body: Json | None, timeout: float, query: Json) -> Any:
         self._rate_limit.wait()
-        self.requests += 1
+        self.request_count += 1
         if method == "PATCH":
             content_type = "application/strategic-merge-patch+json"
         else:
@@ -188,7 +188,7 @@ def _parse_refusal(method: str, path: str, error: Any) -> KubernetesError:
     return KubernetesError(int(error.status or 0), reason, message)
 
 
-def _context_namespace(config: Any, file: str | None, context: str | None) -> str:
+def _find_namespace(config: Any, file: str | None, context: str | None) -> str:
     contexts, active = config.list_kube_config_contexts(file)
     chosen = next((each for each in contexts if each["name"] == context), active)
     return str(chosen.get("context", {}).get("namespace") or "")
@@ -222,9 +222,9 @@ class Watch:
         self._query: dict[str, Any] = dict(query)
         self._stopped = threading.Event()
         self._retry = threading.Event()
-        self._refused = False
+        self._is_refused = False
         self.version = ""
-        self.lists = 0
+        self.list_count = 0
 
     def start(self) -> None:
         """Follow from now on."""
@@ -240,7 +240,7 @@ class Watch:
         """Try again without a pause, since the server answers."""
         self._retry.set()
 
-    def list(self) -> list[Json]:
+    def list_objects(self) -> list[Json]:
         """Return all objects. Raises KubernetesError."""
         objects: list[Json] = []
         query = self._query | {"limit": PAGE_OBJECTS}
@@ -250,7 +250,7 @@ class Watch:
             metadata = page.get("metadata") or {}
             self.version = str(metadata.get("resourceVersion") or "")
             if not metadata.get("continue"):
-                self.lists += 1
+                self.list_count += 1
                 return objects
             query["continue"] = metadata["continue"]
 
@@ -260,8 +260,8 @@ class Watch:
         while not self._stopped.is_set():
             try:
                 if not self.version:
-                    self._on_change(("all", self.list()))
-                self._refused = False
+                    self._on_change(("all", self.list_objects()))
+                self._is_refused = False
                 for event in self._open_watch():
                     pause = _FIRST_PAUSE
                     if self._stopped.is_set():
@@ -269,7 +269,7 @@ class Watch:
                     self._handle(event)
                 continue
             except KubernetesError as error:
-                self._refused = error.status in (401, 403)
+                self._is_refused = error.status in (401, 403)
                 if error.status in (400, 410):  # The version is too old, or another server's.
                     self.version = ""
             except Exception as error:  # of an unexpected object
@@ -277,7 +277,7 @@ class Watch:
                 self.version = ""
             self._retry.clear()
             self._retry.wait(pause * (0.5 + random.random()))
-            longest_pause = _LONGEST_REFUSED_PAUSE if self._refused else _LONGEST_PAUSE
+            longest_pause = _LONGEST_REFUSED_PAUSE if self._is_refused else _LONGEST_PAUSE
             pause = min(longest_pause, 2 * pause)
 
     def _open_watch(self) -> Iterator[Json]:
@@ -292,11 +292,11 @@ class Watch:
 
     def _handle(self, event: Json) -> None:
         kind = str(event.get("type"))
-        thing = event.get("object") or {}
+        obj = event.get("object") or {}
         if kind == "ERROR":
-            raise KubernetesError(int(thing.get("code") or 0), str(thing.get("reason")), str(thing.get("message")))
-        self.version = str((thing.get("metadata") or {}).get("resourceVersion") or self.version)
+            raise KubernetesError(int(obj.get("code") or 0), str(obj.get("reason")), str(obj.get("message")))
+        self.version = str((obj.get("metadata") or {}).get("resourceVersion") or self.version)
         if kind in ("ADDED", "MODIFIED"):
-            self._on_change(("changed", [thing]))
+            self._on_change(("changed", [obj]))
         elif kind == "DELETED":
-            self._on_change(("deleted", [thing]))
+            self._on_change(("deleted", [obj]))

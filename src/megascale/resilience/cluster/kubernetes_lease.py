@@ -23,18 +23,18 @@ GROUP = "coordination.k8s.io/v1"
 CHECK_INTERVAL = 1.0  # seconds between reads of a Lease that another driver holds
 
 
-def own_identity() -> str:
+def make_own_identity() -> str:
     """Return the identity of this driver in the Lease."""
     uid = os.environ.get("MEGASCALE_POD_UID")
     if uid:
         return f"pod={os.environ.get('MEGASCALE_POD', socket.gethostname())} uid={uid}"
-    return f"host={socket.gethostname()} boot={_boot_id()} pid={os.getpid()} born={read_birth_time(os.getpid())}"
+    return f"host={socket.gethostname()} boot={_read_boot_id()} pid={os.getpid()} born={read_birth_time(os.getpid())}"
 
 
-def is_dead(identity: str) -> bool:
+def has_certainly_ended(identity: str) -> bool:
     """Return True if a holder has certainly ended: an earlier life of this pod, or a process of this machine."""
     holder = _parse_identity(identity)
-    own_fields = _parse_identity(own_identity())
+    own_fields = _parse_identity(make_own_identity())
     if "uid" in holder:
         return holder["uid"] == own_fields.get("uid")  # a pod has one container, and this process is in it
     if holder.get("host") != own_fields.get("host") or holder.get("boot") != own_fields.get("boot"):
@@ -71,9 +71,9 @@ class DriverLease:
         self._seconds = seconds
         self._labels = labels
         self._clock = clock
-        self._identity = own_identity()
+        self._identity = make_own_identity()
         self._lease: Json = {}  # the object as this driver wrote it last
-        self.renewed = 0.0
+        self.renewed_at = 0.0
         self.new_holder = ""
 
     def acquire(self, report: Callable[[str], None], sleep: Callable[[float], None] = time.sleep) -> None:
@@ -90,7 +90,7 @@ class DriverLease:
         while True:
             try:
                 lease = self._read()
-                holder = _holder(lease)
+                holder = _get_holder(lease)
                 if lease is None or self._is_free(holder):
                     if self._write(lease):
                         return
@@ -122,13 +122,13 @@ class DriverLease:
         current_time = self._clock()
         try:
             if self._replace(self._lease, self._identity):
-                self.renewed = current_time
+                self.renewed_at = current_time
                 return
         except KubernetesError as error:
             if error.status != 404:
                 raise
         lease = self._read()
-        holder = _holder(lease)
+        holder = _get_holder(lease)
         if holder and holder != self._identity:
             self.new_holder = holder
         else:
@@ -140,7 +140,7 @@ class DriverLease:
             self._replace(self._lease, "")
 
     def _is_free(self, holder: str) -> bool:
-        return not holder or holder == self._identity or is_dead(holder) or self._has_ended(holder)
+        return not holder or holder == self._identity or has_certainly_ended(holder) or self._has_ended(holder)
 
     def _has_ended(self, holder: str) -> bool:
         """Return True if the holder is a pod whose containers have ended by its kubelet's report."""
@@ -175,7 +175,7 @@ class DriverLease:
             body = {"apiVersion": GROUP, "kind": "Lease", "metadata": metadata, "spec": spec}
             succeeded = self._send("POST", self._api.path("leases", "", GROUP), body)
         if succeeded:
-            self.renewed = current_time
+            self.renewed_at = current_time
         return succeeded
 
     def _replace(self, lease: Json, holder: str) -> bool:
@@ -209,7 +209,7 @@ class DriverLease:
         }
 
 
-def _holder(lease: Json | None) -> str:
+def _get_holder(lease: Json | None) -> str:
     spec = (lease or {}).get("spec") or {}
     return str(spec.get("holderIdentity") or "")
 
@@ -218,7 +218,7 @@ def _parse_identity(identity: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in identity.split() if "=" in word)
 
 
-def _boot_id() -> str:
+def _read_boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()[:13]
     except OSError:

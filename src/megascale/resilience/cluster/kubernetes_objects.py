@@ -22,15 +22,15 @@ from megascale.core.secrets import PASSWORD_VARIABLE, REPLICA_VARIABLE
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.base import format_address
 from megascale.resilience.cluster.kubernetes_api import Json, KubernetesApi, KubernetesError
-from megascale.resilience.cluster.kubernetes_table import SLOT
+from megascale.resilience.cluster.kubernetes_table import SLOT_LABEL
 from megascale.resilience.cluster.remote import INHERITED_PREFIXES
 
-JOB = "megascale.dev/job"  # labels
-ROLE = "megascale.dev/role"
-QUEUE = "kueue.x-k8s.io/queue-name"
-DRIVER = "megascale.dev/driver"  # annotations: the driver's address and epoch
-EPOCH = "megascale.dev/epoch"
-CONTAINER = "agent"
+JOB_LABEL = "megascale.dev/job"  # labels
+ROLE_LABEL = "megascale.dev/role"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+DRIVER_ANNOTATION = "megascale.dev/driver"  # annotations: the driver's address and epoch
+EPOCH_ANNOTATION = "megascale.dev/epoch"
+CONTAINER_NAME = "agent"
 AGENT_MODULE = "megascale.resilience.agent.pod"
 SECRET_FOLDER = "/etc/megascale/secret"
 ANNOTATIONS_FOLDER = "/etc/megascale/pod"
@@ -45,7 +45,7 @@ _PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 _TAINT = re.compile(r"(?P<key>[^=:\s]+)(=(?P<value>[^:\s]*))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?")
 
 
-def object_name(job: str) -> str:
+def make_object_name(job: str) -> str:
     """Return the name of a job's ConfigMap, Secret and Lease. Raises ConfigError for a name unfit for Kubernetes."""
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,45}[a-z0-9])?", job):
         raise ConfigError(
@@ -55,23 +55,23 @@ def object_name(job: str) -> str:
     return f"megascale-{job}"
 
 
-def labels(job: str, role: str) -> dict[str, str]:
+def make_labels(job: str, role: str) -> dict[str, str]:
     """Return the labels of a job's objects."""
     return {
         "app.kubernetes.io/name": "megascale",
         "app.kubernetes.io/managed-by": "megascale",
         "app.kubernetes.io/instance": job,
-        JOB: job,
-        ROLE: role,
+        JOB_LABEL: job,
+        ROLE_LABEL: role,
     }
 
 
-def inherited_secrets() -> list[str]:
+def list_inherited_secrets() -> list[str]:
     """Return the names of the secrets in this process's environment that nodes receive through the Secret."""
     return [name for name in SECRET_VARIABLES if os.environ.get(name)]
 
 
-def inherited_environment() -> dict[str, str]:
+def list_inherited_variables() -> dict[str, str]:
     """Return the variables of this process that nodes receive; all others are their image's own."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(INHERITED_PREFIXES)}
 
@@ -90,7 +90,7 @@ class JobObjects:
     def __init__(self, api: KubernetesApi, job: str) -> None:
         self._api = api
         self._job = job
-        self._name = object_name(job)
+        self._name = make_object_name(job)
         self.owner: Json | None = None
         self.blocked: dict[str, str] = {}
 
@@ -133,14 +133,14 @@ def make_config_map(job: str, controller: Json | None = None) -> Json:
 
 def make_secret(job: str, token: bytes, owner: Json | None = None) -> Json:
     """Return the Secret with the job's token and the secrets in this process's environment."""
-    values = {"token": token} | {name: os.environ[name].encode() for name in inherited_secrets()}
+    values = {"token": token} | {name: os.environ[name].encode() for name in list_inherited_secrets()}
     data = {name: base64.b64encode(value).decode() for name, value in values.items()}
     metadata = _make_metadata(job, owner)
     return {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "metadata": metadata, "data": data}
 
 
 def _make_metadata(job: str, owner: Json | None) -> Json:
-    metadata: Json = {"name": object_name(job), "labels": labels(job, "job")}
+    metadata: Json = {"name": make_object_name(job), "labels": make_labels(job, "job")}
     if owner is not None:
         metadata["ownerReferences"] = [owner]
     return metadata
@@ -215,15 +215,15 @@ def make_pod(
         patch: as returned by `read_patch`.
     """
     settings = config.kubernetes
-    pod_labels = labels(config.train.name, "agent")
+    pod_labels = make_labels(config.train.name, "agent")
     if slot:
-        pod_labels[SLOT] = slot
+        pod_labels[SLOT_LABEL] = slot
     if settings.queue:
-        pod_labels[QUEUE] = settings.queue
-    annotations = {DRIVER: "", EPOCH: str(epoch)}
+        pod_labels[QUEUE_LABEL] = settings.queue
+    annotations = {DRIVER_ANNOTATION: "", EPOCH_ANNOTATION: str(epoch)}
     if driver is not None:
-        annotations[DRIVER] = format_address(*driver)
-    annotations |= _prometheus_annotations(config.resilience.agent_metrics)
+        annotations[DRIVER_ANNOTATION] = format_address(*driver)
+    annotations |= _make_prometheus_annotations(config.resilience.agent_metrics)
     metadata: Json = {"name": name, "labels": pod_labels, "annotations": annotations}
     if owner is not None:
         metadata["ownerReferences"] = [owner]
@@ -249,7 +249,7 @@ def make_pod(
     if settings.pull_secrets:
         spec["imagePullSecrets"] = [{"name": secret} for secret in settings.pull_secrets]
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-    return merge(pod, patch or {})
+    return merge_patch(pod, patch or {})
 
 
 def _make_container(
@@ -260,10 +260,10 @@ def _make_container(
     if slot:
         node += f".{slot}"
     env: list[Json] = [
-        field_variable("MEGASCALE_MACHINE", "spec.nodeName"),
+        make_field_variable("MEGASCALE_MACHINE", "spec.nodeName"),
         {"name": "MEGASCALE_NODE", "value": node},
-        field_variable("MEGASCALE_POD", "metadata.name"),
-        field_variable("MEGASCALE_POD_ADDRESS", "status.podIP"),
+        make_field_variable("MEGASCALE_POD", "metadata.name"),
+        make_field_variable("MEGASCALE_POD_ADDRESS", "status.podIP"),
         {"name": "MEGASCALE_JOB", "value": config.train.name},
         {"name": "PYTHONUNBUFFERED", "value": "1"},
         {"name": "HOME", "value": TEMPORARY_FOLDER},  # The image's file system is read-only.
@@ -271,7 +271,7 @@ def _make_container(
     ]
     env += [{"name": name, "value": value} for name, value in environment.items()]
     for name in secrets:
-        reference = {"name": object_name(config.train.name), "key": name}
+        reference = {"name": make_object_name(config.train.name), "key": name}
         env.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
     for text in settings.environment:
         name, value = text.split("=", 1)
@@ -294,7 +294,7 @@ def _make_container(
     if any(name.startswith("rdma/") for name in resources):
         security["capabilities"]["add"] = ["IPC_LOCK"]  # RDMA locks the memory that network devices access.
     container: Json = {
-        "name": CONTAINER,
+        "name": CONTAINER_NAME,
         "image": settings.image,
         "imagePullPolicy": settings.pull_policy,
         "command": module_command(AGENT_MODULE, python=settings.python),
@@ -381,10 +381,10 @@ def _make_volumes(config: Config) -> list[Json]:
         memory["sizeLimit"] = settings.shm
     annotations = [
         {"path": path, "fieldRef": {"fieldPath": f"metadata.annotations['{key}']"}}
-        for path, key in (("driver", DRIVER), ("epoch", EPOCH))
+        for path, key in (("driver", DRIVER_ANNOTATION), ("epoch", EPOCH_ANNOTATION))
     ]
     secret = {
-        "secretName": object_name(config.train.name),
+        "secretName": make_object_name(config.train.name),
         "items": [{"key": "token", "path": "token"}],
         "defaultMode": 0o440,
     }
@@ -416,7 +416,7 @@ def _make_mount(number: int, text: str) -> Json:
 
 def _make_affinity(settings: KubernetesConfig, job: str, machine: str, avoid: Iterable[str]) -> Json:
     """Return the affinity: one pod per machine, not on the machines to avoid, and close together."""
-    same_job = {"matchLabels": {JOB: job, ROLE: "agent"}}
+    same_job = {"matchLabels": {JOB_LABEL: job, ROLE_LABEL: "agent"}}
     affinity: Json = {}
     fields = [_match_name("NotIn", name) for name in sorted(avoid)]  # a match has one value
     if machine:
@@ -452,7 +452,7 @@ def _parse_toleration(text: str) -> Json:
     return toleration
 
 
-def field_variable(name: str, path: str) -> Json:
+def make_field_variable(name: str, path: str) -> Json:
     """Return an environment variable with the value of a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
@@ -461,14 +461,14 @@ def _parse_port(address: str) -> int:
     return int(address.rpartition(":")[2]) if address else 0
 
 
-def _prometheus_annotations(address: str) -> dict[str, str]:
+def _make_prometheus_annotations(address: str) -> dict[str, str]:
     port = _parse_port(address)
     if not port:
         return {}
     return {"prometheus.io/scrape": "true", "prometheus.io/port": str(port), "prometheus.io/path": "/metrics"}
 
 
-def merge(base: Any, patch: Any) -> Any:
+def merge_patch(base: Any, patch: Any) -> Any:
     """Merge `patch` into `base` like kubectl's strategic merge.
 
     Objects are merged key by key, and null removes a key. Lists whose entries have mount paths or names are merged
@@ -480,7 +480,7 @@ def merge(base: Any, patch: Any) -> Any:
             if value is None:
                 merged.pop(key, None)
             elif key in base:
-                merged[key] = merge(base[key], value)
+                merged[key] = merge_patch(base[key], value)
             else:
                 merged[key] = value
         return merged
@@ -495,5 +495,5 @@ def _merge_lists(base: list[Any], patch: list[Any], key: str) -> list[Any]:
     if not all(isinstance(entry, dict) and key in entry for entry in base):
         return patch
     changes = {entry[key]: entry for entry in patch}
-    merged = [merge(entry, changes.pop(entry[key], {})) for entry in base]
+    merged = [merge_patch(entry, changes.pop(entry[key], {})) for entry in base]
     return merged + list(changes.values())

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megascale.resilience.cluster.kubernetes_api import Json
 
-SLOT = "megascale.dev/slot"  # label that distinguishes several pods of a job on one machine
+SLOT_LABEL = "megascale.dev/slot"  # label that distinguishes several pods of a job on one machine
 PULL_FAILURES = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"}
 )
@@ -55,29 +55,29 @@ class Pod:
     machine: str = ""
     node: str = ""
     address: str = ""
-    running: bool = False
-    ended: bool = False
+    is_running: bool = False
+    has_ended: bool = False
     is_over: bool = False
     problem: str = ""
     obstacle: Obstacle = NO_OBSTACLE
-    deleting: float = 0.0
+    deletion_seen: float = 0.0
     grace: float = 30.0
-    agent_ended: bool = False
-    absent: float = 0.0
+    has_agent_ended: bool = False
+    absent_since: float = 0.0
     driver: tuple[str, str] = ("", "")
     created: float = field(default_factory=time.monotonic)
 
     @property
     def is_living(self) -> bool:
         """True unless the pod has ended, its phase is final or it is being deleted."""
-        return not (self.is_over or self.ended or self.deleting)
+        return not (self.is_over or self.has_ended or self.deletion_seen)
 
-    def update(self, thing: Json, current_time: float) -> None:
+    def update(self, obj: Json, current_time: float) -> None:
         """Read a pod object that was received at time `now`."""
-        metadata = thing["metadata"]
-        spec = thing.get("spec") or {}
-        status = thing.get("status") or {}
-        slot = (metadata.get("labels") or {}).get(SLOT)
+        metadata = obj["metadata"]
+        spec = obj.get("spec") or {}
+        status = obj.get("status") or {}
+        slot = (metadata.get("labels") or {}).get(SLOT_LABEL)
         self.machine = spec.get("nodeName") or ""
         self.node = self.machine
         if self.machine and slot:
@@ -88,19 +88,19 @@ class Pod:
         containers = status.get("containerStatuses") or []
         states = [container.get("state") or {} for container in containers]
         runs_once = spec.get("restartPolicy") == "Never"
-        self.running = any("running" in state for state in states)
+        self.is_running = any("running" in state for state in states)
         self.is_over = status.get("phase") in ("Failed", "Succeeded")
         if containers:
             # The containers of a pod that was marked as failed, since its kubelet is silent, have not ended.
-            self.ended = all(_has_ended(container, runs_once) for container in containers)
+            self.has_ended = all(_has_ended(container, runs_once) for container in containers)
         else:
             was_rejected = str(status.get("reason", "")).startswith(_REJECTIONS)
-            self.ended = self.is_over and (not status.get("startTime") or was_rejected)
+            self.has_ended = self.is_over and (not status.get("startTime") or was_rejected)
         self.problem = _describe_end(status, states)
         self.obstacle = _find_obstacle(status, states)
-        if metadata.get("deletionTimestamp") and not self.deleting:
-            self.deleting = current_time
-        if self.deleting and metadata.get("deletionGracePeriodSeconds") is not None:
+        if metadata.get("deletionTimestamp") and not self.deletion_seen:
+            self.deletion_seen = current_time
+        if self.deletion_seen and metadata.get("deletionGracePeriodSeconds") is not None:
             self.grace = float(metadata["deletionGracePeriodSeconds"])
 
 
@@ -117,34 +117,34 @@ class Machine:
     """
 
     name: str
-    ready: float = 0.0
+    ready_since: float = 0.0
     problem: str = ""
     labels: dict[str, str] = field(default_factory=dict)
     devices: int | None = None
     capacity: int | None = None
-    drained: str = ""
+    drain_reason: str = ""
     is_off: bool = False
 
-    def update(self, thing: Json, resource: str, current_time: float) -> None:
+    def update(self, obj: Json, resource: str, current_time: float) -> None:
         """Read a node object that was received at time `now`."""
-        spec = thing.get("spec") or {}
-        status = thing.get("status") or {}
+        spec = obj.get("spec") or {}
+        status = obj.get("status") or {}
         conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
         ready = conditions.get("Ready") or {}
         if ready.get("status") == "True":
-            self.ready = self.ready or current_time
+            self.ready_since = self.ready_since or current_time
             self.problem = ""
         else:
-            self.ready = 0.0
+            self.ready_since = 0.0
             self.problem = f"machine {self.name} is not ready: {ready.get('message') or 'unknown'}"
-        self.labels = thing["metadata"].get("labels") or {}
+        self.labels = obj["metadata"].get("labels") or {}
         self.is_off = any(taint.get("key") == OUT_OF_SERVICE for taint in spec.get("taints") or ())
         if spec.get("unschedulable"):
-            self.drained = "it is unschedulable (cordoned or drained)"
+            self.drain_reason = "it is unschedulable (cordoned or drained)"
         else:
-            self.drained = ""
-        self.devices = _count(status.get("allocatable"), resource)
-        self.capacity = _count(status.get("capacity"), resource)
+            self.drain_reason = ""
+        self.devices = _parse_count(status.get("allocatable"), resource)
+        self.capacity = _parse_count(status.get("capacity"), resource)
 
 
 class Table:
@@ -166,46 +166,46 @@ class Table:
         self._clock = clock
         self.pods: dict[str, Pod] = {}
         self.uids: dict[str, str] = {}
-        self.unproven: dict[str, Pod] = {}
+        self.unproven_pods: dict[str, Pod] = {}
         self.machines: dict[str, Machine] = {}
 
     # pods -------------------------------------------------------------------------------------------------------------
 
     def set_pods(self, objects: Sequence[Json]) -> None:
         """Set the complete list of pods."""
-        uids = {thing["metadata"]["uid"] for thing in objects}
+        uids = {obj["metadata"]["uid"] for obj in objects}
         for pod in list(self.pods.values()):
             if pod.uid not in uids:
                 self._remove(pod)
         for thing in objects:
             self.update_pod(thing)
 
-    def update_pod(self, thing: Json) -> Pod:
+    def update_pod(self, obj: Json) -> Pod:
         """Add or update a pod."""
-        metadata = thing["metadata"]
+        metadata = obj["metadata"]
         current_time = self._clock()
         pod = self.pods.get(metadata["uid"])
         if pod is None:
             pod = Pod(metadata["name"], metadata["uid"], created=current_time)
             self.pods[pod.uid] = pod
             self.uids[pod.name] = pod.uid
-        pod.update(thing, current_time)
+        pod.update(obj, current_time)
         return pod
 
-    def remove_pod(self, thing: Json) -> None:
+    def remove_pod(self, obj: Json) -> None:
         """Remove a pod, whose last state shows whether it had ended."""
-        self._remove(self.update_pod(thing))
+        self._remove(self.update_pod(obj))
 
     def _remove(self, pod: Pod) -> None:
         self.pods.pop(pod.uid, None)
         self.uids.pop(pod.name, None)
-        if pod.machine and not (pod.ended or pod.agent_ended):
-            pod.absent = self._clock()
-            self.unproven[pod.uid] = pod
+        if pod.machine and not (pod.has_ended or pod.has_agent_ended):
+            pod.absent_since = self._clock()
+            self.unproven_pods[pod.uid] = pod
 
     def list_pods(self, node: str) -> list[Pod]:
         """Return the pods of a node of the job that have not ended."""
-        return [pod for pod in self.pods.values() if pod.node == node and not pod.ended]
+        return [pod for pod in self.pods.values() if pod.node == node and not pod.has_ended]
 
     def group_pods(self) -> dict[str, list[Pod]]:
         """Return the pods of each node of the job, ended ones included."""
@@ -220,7 +220,10 @@ class Table:
         return [
             pod
             for pod in self.pods.values()
-            if pod.deleting and pod.machine and not pod.ended and current_time > pod.deleting + pod.grace + margin
+            if pod.deletion_seen
+            and pod.machine
+            and not pod.has_ended
+            and current_time > pod.deletion_seen + pod.grace + margin
         ]
 
     def has_stopped(self, node: str, grace: float) -> bool:
@@ -230,46 +233,46 @@ class Table:
         """
         if self.list_pods(node):
             return False
-        for pod in [pod for pod in self.unproven.values() if pod.node == node]:
+        for pod in [pod for pod in self.unproven_pods.values() if pod.node == node]:
             machine = self.machines.get(pod.machine)
             is_off = machine is not None and machine.is_off
             waited = float("-inf")
-            if machine is not None and machine.ready:
-                waited = self._clock() - max(pod.absent, machine.ready)
+            if machine is not None and machine.ready_since:
+                waited = self._clock() - max(pod.absent_since, machine.ready_since)
             if not is_off and waited <= grace + _KUBELET_SECONDS:
                 return False
-            del self.unproven[pod.uid]
+            del self.unproven_pods[pod.uid]
         return True
 
     def record_agent_end(self, node: str) -> None:
         """Record that a node's agent reported its own end and that of its ranks; the kubelet need not confirm it."""
-        self.unproven = {uid: pod for uid, pod in self.unproven.items() if pod.node != node}
+        self.unproven_pods = {uid: pod for uid, pod in self.unproven_pods.items() if pod.node != node}
         for pod in self.pods.values():
-            if pod.node == node and (pod.is_over or pod.deleting > 0):
-                pod.agent_ended = True
+            if pod.node == node and (pod.is_over or pod.deletion_seen > 0):
+                pod.has_agent_ended = True
 
     # machines ---------------------------------------------------------------------------------------------------------
 
     def set_machines(self, objects: Sequence[Json]) -> None:
         """Set the complete list of machines."""
-        names = {thing["metadata"]["name"] for thing in objects}
+        names = {obj["metadata"]["name"] for obj in objects}
         self.machines = {name: machine for name, machine in self.machines.items() if name in names}
         for thing in objects:
             self.update_machine(thing)
 
-    def update_machine(self, thing: Json) -> Machine:
+    def update_machine(self, obj: Json) -> Machine:
         """Add or update a machine."""
-        name = thing["metadata"]["name"]
+        name = obj["metadata"]["name"]
         machine = self.machines.setdefault(name, Machine(name))
-        machine.update(thing, self._resource, self._clock())
+        machine.update(obj, self._resource, self._clock())
         return machine
 
-    def remove_machine(self, thing: Json) -> None:
+    def remove_machine(self, obj: Json) -> None:
         """Remove a machine; its processes may still run."""
-        self.machines.pop(thing["metadata"]["name"], None)
+        self.machines.pop(obj["metadata"]["name"], None)
 
 
-def _count(values: Json | None, resource: str) -> int | None:
+def _parse_count(values: Json | None, resource: str) -> int | None:
     text = str((values or {}).get(resource, ""))
     return int(text) if text.isdigit() else None
 

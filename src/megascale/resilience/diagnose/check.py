@@ -51,17 +51,17 @@ class SelfCheck:
     details: str = ""
 
     @property
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         """True unless the check failed; absent hardware does not fail."""
         return self.result != "failed"
 
 
-def failed_check(name: str, reason: str) -> SelfCheck:
+def make_failed_check(name: str, reason: str) -> SelfCheck:
     """Return a check that failed."""
     return SelfCheck(name, "failed", details=reason)
 
 
-def absent_hardware(name: str, reason: str) -> SelfCheck:
+def make_absent_check(name: str, reason: str) -> SelfCheck:
     """Return a check whose hardware is absent."""
     return SelfCheck(name, "absent", details=reason)
 
@@ -72,10 +72,10 @@ def run_guarded(name: str, check: Callable[[], Iterable[SelfCheck]]) -> list[Sel
         return list(check())
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        return [failed_check(name, f"{type(error).__name__}: {lines[0][:300]}")]
+        return [make_failed_check(name, f"{type(error).__name__}: {lines[0][:300]}")]
 
 
-def default_file() -> Path:
+def get_default_file() -> Path:
     """Return the default file of expectations."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(cache) / "megascale" / "expected.json"

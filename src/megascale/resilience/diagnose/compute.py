@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megascale.resilience.diagnose.check import SelfCheck, failed_check
+from megascale.resilience.diagnose.check import SelfCheck, make_failed_check
 
 GEMM_SECONDS = 0.5  # per measurement on a device
 _STEPS = 6
@@ -105,9 +105,9 @@ def _compare_gemm_bits(device: torch.device, a: torch.Tensor, b: torch.Tensor) -
         first = torch.mm(a, b)
         for number in range(repeats):
             if not torch.equal(torch.mm(a, b), first):
-                return failed_check(name, f"GEMM {number + 2} of the same matrices has other bits")
+                return make_failed_check(name, f"GEMM {number + 2} of the same matrices has other bits")
         if not torch.isfinite(first).all():
-            return failed_check(name, "a GEMM of finite matrices is not finite")
+            return make_failed_check(name, "a GEMM of finite matrices is not finite")
         return SelfCheck(name, "passed", digest=compute_digest(first), details=f"{repeats + 1} equal GEMMs")
 
 
@@ -130,9 +130,9 @@ def check_small_model() -> Iterator[SelfCheck]:
             repeated = _train(device)
         losses = f"{result.first_loss:.4f} to {result.last_loss:.4f}"
         if result.digest != repeated.digest:
-            yield failed_check(name, f"the same training gave weights {result.digest} and {repeated.digest}")
+            yield make_failed_check(name, f"the same training gave weights {result.digest} and {repeated.digest}")
         elif not result.last_loss < result.first_loss:
-            yield failed_check(name, f"training did not lower the loss: {losses}")
+            yield make_failed_check(name, f"training did not lower the loss: {losses}")
         else:
             details = f"loss {losses} in {_STEPS} steps, twice the same"
             yield SelfCheck(name, "passed", digest=result.digest, details=details)

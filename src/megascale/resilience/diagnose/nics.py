@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megascale.resilience.diagnose.check import Result, SelfCheck, absent_hardware, failed_check
+from megascale.resilience.diagnose.check import Result, SelfCheck, make_absent_check, make_failed_check
 
 _STREAM_BYTES = 256 << 20
 _BLOCK_BYTES = 1 << 20
@@ -45,7 +45,7 @@ def check_links() -> Iterator[SelfCheck]:
     """Check that every interface with an address has a carrier and few errors."""
     names = [name for name in sorted(list_addresses()) if name != "lo"]
     if not names:
-        yield absent_hardware("nic link", "no network interface but loopback has an address")
+        yield make_absent_check("nic link", "no network interface but loopback has an address")
     for name in names:
         yield _check_link(name)
 
@@ -54,11 +54,11 @@ def _check_link(name: str) -> SelfCheck:
     folder = _NET / name
     check_name = f"nic link {name}"
     if _read_text(folder / "carrier") == "0":
-        return failed_check(check_name, "no carrier: cable, transceiver or switch port")
+        return make_failed_check(check_name, "no carrier: cable, transceiver or switch port")
     errors = _sum_counters(folder, "rx_errors", "tx_errors")
     packets = _sum_counters(folder, "rx_packets", "tx_packets")
     if errors > 10 and errors * 1000 > packets:
-        return failed_check(check_name, f"{errors} errors in {packets} packets since boot")
+        return make_failed_check(check_name, f"{errors} errors in {packets} packets since boot")
     speed = _read_text(folder / "speed")  # Mbit/s, -1 if unknown
     rate = None
     if speed.isdigit() and int(speed) > 0:
@@ -74,7 +74,7 @@ def check_rdma_ports() -> Iterator[SelfCheck]:
     """Check the state of InfiniBand and RoCE ports."""
     ports = sorted(_RDMA.glob("*/ports/*"))
     if not ports:
-        yield absent_hardware("rdma port", "no RDMA device")
+        yield make_absent_check("rdma port", "no RDMA device")
     for port in ports:
         state = _read_text(port / "state")
         link_downs = _read_text(port / "counters" / "link_downed") or "0"
@@ -87,9 +87,9 @@ def check_rdma_loopback() -> Iterator[SelfCheck]:
     """Measure the bandwidth of each RDMA device to itself."""
     devices = sorted(path.name for path in _RDMA.glob("*"))
     if not devices:
-        yield absent_hardware("rdma loopback", "no RDMA device")
+        yield make_absent_check("rdma loopback", "no RDMA device")
     elif shutil.which("ib_write_bw") is None:
-        yield absent_hardware(
+        yield make_absent_check(
             "rdma loopback", f"{len(devices)} RDMA devices, but perftest's ib_write_bw is not installed"
         )
     else:
@@ -109,7 +109,7 @@ def _measure_rdma(device: str, port: int) -> SelfCheck:
         server.wait()
     rates = re.findall(r"^\s*\d+\s+\d+\s+[\d.]+\s+([\d.]+)", client.stdout, re.M)
     if client.returncode or not rates:
-        return failed_check(name, client.stderr.strip()[:300] or "no result")
+        return make_failed_check(name, client.stderr.strip()[:300] or "no result")
     return SelfCheck(name, "passed", float(rates[-1]) / 8, "GB/s", details="ib_write_bw, 1 s")
 
 
@@ -117,12 +117,12 @@ def check_streams() -> Iterator[SelfCheck]:
     """Measure a TCP stream from each address of the host to itself, and between each pair of its NICs."""
     addresses = list_addresses()
     if not addresses:
-        yield absent_hardware("nic loopback", "no interface has an address")
+        yield make_absent_check("nic loopback", "no interface has an address")
     for name, address in sorted(addresses.items()):
         yield _measure_stream(f"nic loopback {name}", address, address)
     nics = sorted(name for name in addresses if name != "lo")
     if len(nics) < 2:
-        yield absent_hardware("nic to nic", f"{len(nics)} NICs with an address")
+        yield make_absent_check("nic to nic", f"{len(nics)} NICs with an address")
     for source in nics:
         for target in nics:
             if source != target:
@@ -152,12 +152,12 @@ def _measure_stream(name: str, source: str, target: str) -> SelfCheck:
                 connection.sendall(block)
         thread.join(10)
     except OSError as error:
-        return failed_check(name, f"{source} to {target}: {error}")
+        return make_failed_check(name, f"{source} to {target}: {error}")
     finally:
         listener.close()
     rate = received_bytes / (time.perf_counter() - started) / 1e9
     if received_bytes != _STREAM_BYTES:
-        return failed_check(name, f"{received_bytes} of {_STREAM_BYTES} bytes arrived")
+        return make_failed_check(name, f"{received_bytes} of {_STREAM_BYTES} bytes arrived")
     details = f"TCP, {_STREAM_BYTES >> 20} MiB, {source} to {target}"
     return SelfCheck(name, "passed", rate, "GB/s", details=details)
 

@@ -32,7 +32,7 @@ _HOST_BYTES = 8 << 20
 # The fastest of at least so many all-reduces in at least so many seconds counts, since a node may be busy for a moment.
 _LEAST_REPEATS = 5
 _LEAST_SECONDS = 1.0
-_ROUNDS = 32  # including those that measure slow pairs again
+_ROUND_LIMIT = 32  # including those that measure slow pairs again
 
 Pair = tuple[int, int]
 # (pair, this node, number of the round) -> GB/s; raises if the measurement fails.
@@ -52,27 +52,27 @@ class Inquiry:
     """
 
     nodes: Sequence[int]
-    good: set[int] = field(default_factory=set)
-    bad: set[int] = field(default_factory=set)
+    good_nodes: set[int] = field(default_factory=set)
+    bad_nodes: set[int] = field(default_factory=set)
     failed_pairs: set[Pair] = field(default_factory=set)
-    tested: set[Pair] = field(default_factory=set)
+    tested_pairs: set[Pair] = field(default_factory=set)
 
     @property
     def suspects(self) -> list[int]:
         """Nodes that have neither passed nor been found bad, in order."""
-        return [node for node in self.nodes if node not in self.good and node not in self.bad]
+        return [node for node in self.nodes if node not in self.good_nodes and node not in self.bad_nodes]
 
     @property
     def bad_links(self) -> list[Pair]:
         """Failed pairs of two good nodes, whose link must be bad."""
-        return sorted(pair for pair in self.failed_pairs if set(pair) <= self.good)
+        return sorted(pair for pair in self.failed_pairs if set(pair) <= self.good_nodes)
 
     def choose_pairs(self) -> list[Pair]:
         """Return the pairs of the next round, no node twice; empty if nothing more can be learned."""
-        if not self.tested:
+        if not self.tested_pairs:
             # An odd last node is tested in the next round.
             return [_sorted_pair(a, b) for a, b in zip(self.nodes[::2], self.nodes[1::2], strict=False)]
-        witnesses = [node for node in self.nodes if node in self.good]
+        witnesses = [node for node in self.nodes if node in self.good_nodes]
         if witnesses:
             return self._pair_with_witnesses(witnesses)
         return self._pair_suspects()
@@ -83,7 +83,7 @@ class Inquiry:
         for suspect in self.suspects:
             location = self.nodes.index(suspect)
             for witness in sorted(witnesses, key=lambda node: abs(self.nodes.index(node) - location)):
-                if _sorted_pair(suspect, witness) not in self.tested:
+                if _sorted_pair(suspect, witness) not in self.tested_pairs:
                     witnesses.remove(witness)
                     pairs.append(_sorted_pair(suspect, witness))
                     break
@@ -96,7 +96,7 @@ class Inquiry:
         while len(unpaired) > 1:
             suspect = unpaired.pop(0)
             for partner in unpaired:
-                if _sorted_pair(suspect, partner) not in self.tested:
+                if _sorted_pair(suspect, partner) not in self.tested_pairs:
                     unpaired.remove(partner)
                     pairs.append(_sorted_pair(suspect, partner))
                     break
@@ -106,16 +106,16 @@ class Inquiry:
         """Record the results of a round: (pair, passed)."""
         for nodes, passed in results:
             pair = _sorted_pair(nodes[0], nodes[1])
-            self.tested.add(pair)
+            self.tested_pairs.add(pair)
             if passed:
-                self.good.update(pair)
+                self.good_nodes.update(pair)
             else:
                 self.failed_pairs.add(pair)
         for node in self.suspects:
             partners = {a + b - node for a, b in self.failed_pairs if node in (a, b)}
-            if len(partners & self.good) > 1:
-                self.bad.add(node)
-        self.bad -= self.good
+            if len(partners & self.good_nodes) > 1:
+                self.bad_nodes.add(node)
+        self.bad_nodes -= self.good_nodes
 
 
 def _sorted_pair(a: int, b: int) -> Pair:
@@ -134,10 +134,10 @@ class Findings:
         rates: GB/s by pair "A-B", None for a failed one.
     """
 
-    bad: tuple[int, ...]
-    links: tuple[Pair, ...]
-    undecided: tuple[int, ...]
-    rounds: int
+    bad_nodes: tuple[int, ...]
+    bad_links: tuple[Pair, ...]
+    undecided_nodes: tuple[int, ...]
+    round_count: int
     rates: dict[str, float | None]
 
     def to_self_check(self, node: int) -> SelfCheck:
@@ -145,15 +145,17 @@ class Findings:
         name = "all-reduce with neighbours"
         rates = [rate for pair, rate in self.rates.items() if str(node) in pair.split("-") and rate is not None]
         best = max(rates, default=None)
-        if node in self.bad:
+        if node in self.bad_nodes:
             return SelfCheck(name, "failed", best, "GB/s", details=f"node {node} fails with good nodes")
-        if node in self.undecided:
-            return SelfCheck(name, "failed", best, "GB/s", details=f"nodes {list(self.undecided)} fail with each other")
-        details = f"{self.rounds} rounds"
-        if self.bad:
-            details += f"; bad nodes: {list(self.bad)}"
-        if self.links:
-            details += f"; bad links: {[list(link) for link in self.links]}"
+        if node in self.undecided_nodes:
+            return SelfCheck(
+                name, "failed", best, "GB/s", details=f"nodes {list(self.undecided_nodes)} fail with each other"
+            )
+        details = f"{self.round_count} rounds"
+        if self.bad_nodes:
+            details += f"; bad nodes: {list(self.bad_nodes)}"
+        if self.bad_links:
+            details += f"; bad links: {[list(link) for link in self.bad_links]}"
         return SelfCheck(name, "passed", best, "GB/s", details=details)
 
 
@@ -166,26 +168,28 @@ def join_inquiry(store: Any, node: int, world: int, measure: Measure, seconds: f
         seconds: time for a measurement, after which a silent node has failed.
     """
     leader = _Leader(store, world, seconds) if node == 0 else None
-    for number in range(_ROUNDS):
+    for round_number in range(_ROUND_LIMIT):
         if leader is not None:
-            leader.announce(number)
-        store.wait([f"round/{number}"], timedelta(seconds=4 * seconds))
-        order = json.loads(store.get(f"round/{number}"))
+            leader.announce(round_number)
+        store.wait([f"round/{round_number}"], timedelta(seconds=4 * seconds))
+        order = json.loads(store.get(f"round/{round_number}"))
         if "findings" in order:
             findings = order["findings"]
             store.set(f"done/{node}", "1")
             if leader is not None:
                 leader.wait_for_readers()
             links = tuple((a, b) for a, b in findings["links"])
-            return Findings(tuple(findings["bad"]), links, tuple(findings["undecided"]), number, findings["rates"])
+            return Findings(
+                tuple(findings["bad"]), links, tuple(findings["undecided"]), round_number, findings["rates"]
+            )
         for a, b in order["pairs"]:
             if node in (a, b):
                 rate = None
                 with contextlib.suppress(Exception):  # a failed measurement is a result
-                    rate = measure((a, b), node, number)
-                store.set(f"result/{number}/{node}", json.dumps(rate))
+                    rate = measure((a, b), node, round_number)
+                store.set(f"result/{round_number}/{node}", json.dumps(rate))
         if leader is not None:
-            leader.collect(number)
+            leader.collect(round_number)
     raise AssertionError("an inquiry ends within its rounds")
 
 
@@ -200,70 +204,70 @@ class _Leader:
         self._pairs: list[Pair] = []
         self._rates: dict[str, float | None] = {}
         self._least_rate: float | None = None
-        self._slow: dict[Pair, float] = {}  # slow pairs of the last round, which are measured again
-        self._pending: dict[Pair, float | None] = {}  # the other pairs of the last round
+        self._slow_rates: dict[Pair, float] = {}  # slow pairs of the last round, which are measured again
+        self._pending_rates: dict[Pair, float | None] = {}  # the other pairs of the last round
 
-    def announce(self, number: int) -> None:
+    def announce(self, round_number: int) -> None:
         """Announce the pairs of a round, or the findings after the last one."""
         self._pairs = []
-        if number + 1 < _ROUNDS:
-            self._pairs = list(self._slow) or self._inquiry.choose_pairs()
+        if round_number + 1 < _ROUND_LIMIT:
+            self._pairs = list(self._slow_rates) or self._inquiry.choose_pairs()
         order: dict[str, Any] = {"pairs": self._pairs}
         if not self._pairs:
             inquiry = self._inquiry
             order = {
                 "findings": {
-                    "bad": sorted(inquiry.bad),
+                    "bad": sorted(inquiry.bad_nodes),
                     "links": inquiry.bad_links,
                     "undecided": inquiry.suspects,
                     "rates": self._rates,
                 }
             }
-        self._store.set(f"round/{number}", json.dumps(order))
+        self._store.set(f"round/{round_number}", json.dumps(order))
 
     def wait_for_readers(self) -> None:
         """Wait until the other nodes have read the findings, since the store ends with node 0."""
-        keys = [f"done/{node}" for node in range(self._world) if node not in self._inquiry.bad]
+        keys = [f"done/{node}" for node in range(self._world) if node not in self._inquiry.bad_nodes]
         with contextlib.suppress(RuntimeError):
             self._store.wait(keys, timedelta(seconds=min(10.0, self._seconds)))
 
-    def collect(self, number: int) -> None:
+    def collect(self, round_number: int) -> None:
         """Collect the results of a round; a silent node has failed."""
-        rates = self._read_rates(number)
+        rates = self._read_rates(round_number)
         valid_rates = [rate for rate in rates.values() if rate is not None]
         if self._least_rate is None and valid_rates:
             self._least_rate = LEAST_SHARE * statistics.median(valid_rates)
         least_rate = self._least_rate or 0.0
-        if not self._slow:
+        if not self._slow_rates:
             slow = {pair: rate for pair, rate in rates.items() if rate is not None and rate < least_rate}
             if slow:
-                self._slow = slow
-                self._pending = {pair: rate for pair, rate in rates.items() if pair not in slow}
+                self._slow_rates = slow
+                self._pending_rates = {pair: rate for pair, rate in rates.items() if pair not in slow}
                 return
-        for pair, earlier_rate in self._slow.items():
+        for pair, earlier_rate in self._slow_rates.items():
             rate = rates[pair]
             if rate is not None:
                 rates[pair] = max(rate, earlier_rate)
-        rates |= self._pending
-        self._slow = {}
-        self._pending = {}
+        rates |= self._pending_rates
+        self._slow_rates = {}
+        self._pending_rates = {}
         self._rates |= {f"{a}-{b}": rate for (a, b), rate in rates.items()}
         self._inquiry.record_results((pair, rate is not None and rate >= least_rate) for pair, rate in rates.items())
 
-    def _read_rates(self, number: int) -> dict[Pair, float | None]:
+    def _read_rates(self, round_number: int) -> dict[Pair, float | None]:
         """Return the lower of both nodes' rates for each pair, None for a failed pair."""
         deadline = time.monotonic() + self._seconds
         rates: dict[Pair, float | None] = {}
         for pair in self._pairs:
-            results = [self._read_result(number, node, deadline) for node in pair]
+            results = [self._read_result(round_number, node, deadline) for node in pair]
             valid = [rate for rate in results if rate is not None]
             rates[pair] = None
             if len(valid) == 2:
                 rates[pair] = min(valid)
         return rates
 
-    def _read_result(self, number: int, node: int, deadline: float) -> float | None:
-        key = f"result/{number}/{node}"
+    def _read_result(self, round_number: int, node: int, deadline: float) -> float | None:
+        key = f"result/{round_number}/{node}"
         try:
             self._store.wait([key], timedelta(seconds=max(0.05, deadline - time.monotonic())))
             rate = json.loads(self._store.get(key))

@@ -55,6 +55,6 @@ def make_report(kind: str, checks: Iterable[SelfCheck]) -> dict[str, Any]:
     checks = list(checks)
     return {
         "hardware": kind,
-        "passed": all(check.passed for check in checks),
-        "checks": [dataclasses.asdict(check) | {"passed": check.passed} for check in checks],
+        "passed": all(check.has_passed for check in checks),
+        "checks": [dataclasses.asdict(check) | {"passed": check.has_passed} for check in checks],
     }

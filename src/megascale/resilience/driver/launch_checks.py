@@ -17,7 +17,7 @@ from megascale.core.launch_files import read_environment, read_placement
 from megascale.errors import ConfigError, DataError
 from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.protocol.contact import driver_folder
-from megascale.resilience.rules.silence import FLOOR
+from megascale.resilience.rules.silence import HANG_FLOOR
 
 # Names in RUN/driver by key of [resilience].
 _COPY_NAMES = {"placement": "placement.json", "environment": "environment.env"}
@@ -43,7 +43,7 @@ def check_timeouts(config: Config) -> None:
         "rendezvous.timeout": config.rendezvous.timeout,
         "rendezvous.group_timeout": config.rendezvous.group_timeout,
         "checkpoint.linger": config.checkpoint.linger,
-        "the least time to wait on a hang": FLOOR,
+        "the least time to wait on a hang": HANG_FLOOR,
     }
     # (key, factor, other key, reason): `factor` times the first must not exceed the second.
     orders = [

@@ -25,7 +25,7 @@ from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobState, NodeEvent, NodeRecord, NodeState
 from megascale.resilience.protocol.agent_channel import AgentChannel
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
-from megascale.resilience.rules.view import HISTORY, RankView
+from megascale.resilience.rules.view import HISTORY_LENGTH, RankView
 
 log = logging.getLogger("megascale.driver")
 
@@ -89,7 +89,7 @@ class Node:
     acknowledged_order: int = 0
     port: int = 0
     heartbeat: Heartbeat | None = None
-    history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))
     self_check: SelfCheck = SelfCheck.NOT_RUN
 
     @property

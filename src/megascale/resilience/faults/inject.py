@@ -127,7 +127,7 @@ def inject(run: Path, kind: str, options: Options | None = None) -> list[str]:
         raise ConfigError(f"{kind} is injected into one node: name it with --node NAME; `megascale nodes` lists nodes")
     if fault.is_in_trainer:
         return _request_from_trainer(run, kind, options)
-    return _OUTSIDE[kind](run, options)
+    return _INJECTIONS_FROM_OUTSIDE[kind](run, options)
 
 
 def _request_from_trainer(run: Path, kind: str, options: Options) -> list[str]:
@@ -292,7 +292,7 @@ def _end_redis(run: Path, options: Options) -> list[str]:
     return [f"the Redis server at {url.hostname}:{url.port} was ordered to end without saving"]
 
 
-def _namespace_prefix(run: Path) -> str:
+def _make_namespace_prefix(run: Path) -> str:
     """Return a command prefix for the network namespace of the run's driver.
 
     Raises TrainingError if that is the machine's own namespace.
@@ -315,7 +315,7 @@ def _namespace_prefix(run: Path) -> str:
     return f"nsenter --net=/proc/{pid}/ns/net"
 
 
-def _node_address(run: Path, options: Options) -> str:
+def _find_node_address(run: Path, options: Options) -> str:
     """Return the address in the command line of a node's agent."""
     command_line = Path(f"/proc/{find_agent_process(run, str(options.node))}/cmdline").read_bytes()
     arguments = command_line.decode().split("\0")
@@ -342,13 +342,13 @@ def _run_for_duration(options: Options, begin: str, end: str) -> list[str]:
 
 
 def _partition_node(run: Path, options: Options) -> list[str]:
-    prefix = _namespace_prefix(run)
-    route = f"blackhole {_node_address(run, options)}/32 table local"
+    prefix = _make_namespace_prefix(run)
+    route = f"blackhole {_find_node_address(run, options)}/32 table local"
     return _run_for_duration(options, f"{prefix} ip route add {route}", f"{prefix} ip route del {route}")
 
 
 def _slow_network(run: Path, options: Options) -> list[str]:
-    prefix = f"{_namespace_prefix(run)} tc qdisc"
+    prefix = f"{_make_namespace_prefix(run)} tc qdisc"
     add = f"{prefix} add dev lo root"
     delete = f"{prefix} del dev lo root"
     try:
@@ -357,7 +357,7 @@ def _slow_network(run: Path, options: Options) -> list[str]:
         return _run_for_duration(options, f"{add} tbf rate 8mbit burst 128kb latency 2s", delete)
 
 
-_OUTSIDE: dict[str, Callable[[Path, Options], list[str]]] = {
+_INJECTIONS_FROM_OUTSIDE: dict[str, Callable[[Path, Options], list[str]]] = {
     "kill-rank": _kill_rank,
     "stop-rank": _stop_rank,
     "full-disk": _fill_disk,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import pkgutil
 from importlib import import_module
 
-from megascale.resilience.rules.table import QUICK, SLOW, Rule, judge, register_rule
+from megascale.resilience.rules.table import QUICK_RULES, SLOW_RULES, Rule, judge, register_rule
 from megascale.resilience.rules.view import Verdict, View
 
-__all__ = ["QUICK", "SLOW", "Rule", "Verdict", "View", "judge", "register_rule"]
+__all__ = ["QUICK_RULES", "SLOW_RULES", "Rule", "Verdict", "View", "judge", "register_rule"]
 
 # Of equally severe verdicts the first is acted upon: the end of a process tells more than silence.
 _FIRST = ("exits", "silence", "node_signals")

@@ -25,7 +25,7 @@ from megascale.errors import EXIT_BAD_DATA, EXIT_CANNOT_FIT, EXIT_INTERRUPTED, E
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.foreign_messages import END_MARK, EXCEPTION_LINE, Fault, find_fault
 from megascale.resilience.rules.silence import FIRST_STEP
-from megascale.resilience.rules.table import quick
+from megascale.resilience.rules.table import quick_rule
 from megascale.resilience.rules.view import Action, RankView, Verdict, View
 
 PORT_LIMIT = 5  # ports taken in a row after which a person is needed
@@ -70,7 +70,7 @@ INTERRUPTED = Cause(Event.PROCESS_EXIT, "its agent was ordered to end, and it ha
 CODE = Cause(Event.USER_ERROR, "an exception in Python code", "recover", "stop")
 UNKNOWN = Cause(Event.PROCESS_EXIT, "for an unknown reason", "recover", "recover")
 
-_BY_RECORD = {
+_CAUSES_BY_RECORD = {
     ExitKind.DISK_FULL: DISK_FULL,
     ExitKind.PORT_TAKEN: PORT_TAKEN,
     ExitKind.HOST_MEMORY: HOST_MEMORY,
@@ -80,7 +80,7 @@ _BY_RECORD = {
     ExitKind.NONFINITE_LOSS: LOSS,
     ExitKind.NONFINITE_GRADIENT: GRADIENTS,
 }
-_BY_FAULT = {
+_CAUSES_BY_FAULT = {
     Fault.OUT_OF_MEMORY: OUT_OF_MEMORY,
     Fault.CODE: CODE,
     Fault.DEVICE: DEVICE,
@@ -89,7 +89,7 @@ _BY_FAULT = {
 }
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 _END_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_BY_SIGNAL: dict[int, Cause] = {**dict.fromkeys(_CRASH_SIGNALS, CRASH), **dict.fromkeys(_END_SIGNALS, KILLED)}
+_CAUSES_BY_SIGNAL: dict[int, Cause] = {**dict.fromkeys(_CRASH_SIGNALS, CRASH), **dict.fromkeys(_END_SIGNALS, KILLED)}
 _REFUSALS = (EXIT_USAGE, EXIT_CANNOT_FIT, EXIT_BAD_DATA)
 # Events that another rank's end can bring about if they come after it.
 _CONSEQUENCES = frozenset({Event.PROCESS_KILLED, Event.NETWORK_ERROR, Event.PROCESS_EXIT})
@@ -98,8 +98,8 @@ _LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # which launchers send to t
 EndedRanks = list[tuple[RankView, Worker]]
 
 
-@quick
-def processes(view: View) -> list[Verdict]:
+@quick_rule
+def judge_ended_processes(view: View) -> list[Verdict]:
     """Return a verdict for each cause among the processes that failed; those that lost a peer are not to blame.
 
     Ranks that were ended by SIGTERM are not to blame either. The deletion of a pod, for example, ends all of them
@@ -136,9 +136,9 @@ def _group_by_cause(guilty: EndedRanks) -> dict[Cause, EndedRanks]:
         causes.setdefault(find_cause(member, worker), []).append((member, worker))
     if len(causes) > 1 and all(worker.code in _LAUNCHER_SIGNALS for _, worker in causes.get(KILLED, ())):
         causes.pop(KILLED, None)
-    first = min((_end_time(member, worker) for member, worker in guilty), default=0.0)
+    first = min((_compute_end_time(member, worker) for member, worker in guilty), default=0.0)
     for cause in list(causes):
-        is_later = all(_end_time(member, worker) > first for member, worker in causes[cause])
+        is_later = all(_compute_end_time(member, worker) > first for member, worker in causes[cause])
         is_abort = all(w.state == "signalled" and w.code == signal.SIGABRT for _, w in causes[cause])
         if is_later and (cause.kind in _CONSEQUENCES or is_abort):
             del causes[cause]
@@ -157,20 +157,20 @@ def _describe_innocent(worker: Worker) -> str:
 
 def find_cause(member: RankView, worker: Worker) -> Cause:
     """Return the cause of a process's end, from its record, messages of other programs, its signal and exit code."""
-    if worker.exit.kind in _BY_RECORD:
-        return _BY_RECORD[worker.exit.kind]
+    if worker.exit.kind in _CAUSES_BY_RECORD:
+        return _CAUSES_BY_RECORD[worker.exit.kind]
     if _was_interrupted(worker):
         return INTERRUPTED
-    end = _end_of_log(worker)
+    end = _find_end_message(worker)
     fault = find_fault(f"{worker.message}\n{end}")
     if fault is not None:
-        return _BY_FAULT[fault]
+        return _CAUSES_BY_FAULT[fault]
     if worker.state == "signalled":
-        if worker.code == signal.SIGKILL and _memory_share(member) > _FULL_MEMORY:
+        if worker.code == signal.SIGKILL and _compute_memory_share(member) > _FULL_MEMORY:
             return OUT_OF_MEMORY
         if worker.code == signal.SIGBUS and list_full_disks(member):
             return DISK_FULL  # A file that is mapped into memory needs space when it is first written.
-        return _BY_SIGNAL.get(worker.code, UNKNOWN)
+        return _CAUSES_BY_SIGNAL.get(worker.code, UNKNOWN)
     if worker.code in _REFUSALS:
         return CODE
     if list_full_disks(member):
@@ -184,7 +184,7 @@ def _has_end_mark(text: str) -> bool:
     return re.search(END_MARK.pattern, text) is not None
 
 
-def _end_of_log(worker: Worker) -> str:
+def _find_end_message(worker: Worker) -> str:
     """Return what a process said about its end: the exception that it reported, else the end of its log.
 
     Of the processes that a signal ended only an aborted one says why, on its last lines. The log before any other
@@ -205,7 +205,7 @@ def _end_of_log(worker: Worker) -> str:
     return "\n".join(lines[max(0, marks[-1] - before) :])
 
 
-def _end_time(member: RankView, worker: Worker) -> float:
+def _compute_end_time(member: RankView, worker: Worker) -> float:
     """Return when a process ended, on the driver's clock."""
     times = (time for time, heartbeat in reversed(member.history) if heartbeat is member.heartbeat)
     return next(times, member.last_seen) - worker.ended_age
@@ -222,16 +222,16 @@ def list_full_disks(member: RankView) -> list[str]:
     ]
 
 
-def judge_failed_start(node: str, ranks: tuple[int, ...], reason: str, number: int) -> Verdict:
+def judge_failed_start(node: str, ranks: tuple[int, ...], reason: str, errno_value: int) -> Verdict:
     """Return the verdict on a node whose agent could not start its ranks. `number`: errno, 0 if unknown."""
-    if number in DISK_FULL_ERRNOS:
+    if errno_value in DISK_FULL_ERRNOS:
         kind = Event.DISK_FULL
     else:
         kind = Event.PROCESS_EXIT
     return Verdict(kind, (node,), ranks, "recover", (reason,))
 
 
-def _memory_share(member: RankView) -> float:
+def _compute_memory_share(member: RankView) -> float:
     """Return the largest share of the node's memory that its trainers held in the last heartbeats, 0 if unknown."""
     try:
         if member.heartbeat:
@@ -251,12 +251,12 @@ def _memory_share(member: RankView) -> float:
 
 def _judge(view: View, cause: Cause, ended: EndedRanks) -> Verdict:
     nodes = tuple(dict.fromkeys(member.node for member, _ in ended))
-    texts = list(dict.fromkeys(last_message(worker) for _, worker in ended))
+    texts = list(dict.fromkeys(get_last_message(worker) for _, worker in ended))
     evidence = [_describe(member, worker, cause) for member, worker in ended[:8]]
     evidence += [f"its last message: {text}" for text in texts[:4] if text]
     if cause is DISK_FULL:
         evidence += dict.fromkeys(text for member, _ in ended for text in list_full_disks(member))
-    messages = tuple(dict.fromkeys(_normalise(worker) for _, worker in ended if last_message(worker)))
+    messages = tuple(dict.fromkeys(_normalise(worker) for _, worker in ended if get_last_message(worker)))
     action, sentence = _choose_action(view, cause, ended, nodes, messages)
     if sentence:
         evidence.append(sentence)
@@ -266,7 +266,7 @@ def _judge(view: View, cause: Cause, ended: EndedRanks) -> Verdict:
         ranks=tuple(worker.rank for _, worker in ended),
         action=action,
         evidence=tuple(evidence),
-        person=action == "stop",
+        needs_person=action == "stop",
         messages=messages,
     )
 
@@ -327,7 +327,7 @@ def _choose_replay_action(view: View, nodes: tuple[str, ...], is_repeated: bool)
 
 def _is_on_several_ranks(ended: EndedRanks) -> bool:
     """Return True if at least two ranks have the same message."""
-    messages = [_normalise(worker) for _, worker in ended if last_message(worker)]
+    messages = [_normalise(worker) for _, worker in ended if get_last_message(worker)]
     return len(set(messages)) < len(messages)
 
 
@@ -351,10 +351,10 @@ def _normalise(worker: Worker) -> str:
     """Return a process's last message without addresses, ranks and sizes, or the full disk that it recorded."""
     if worker.exit.kind is ExitKind.DISK_FULL and worker.exit.subject:
         return f"disk {worker.exit.subject}"
-    return re.sub(r"0x[0-9a-f]+|\brank \d+|\b\d+(\.\d+)? ?([KMGT]i?B|bytes)\b", "#", last_message(worker))
+    return re.sub(r"0x[0-9a-f]+|\brank \d+|\b\d+(\.\d+)? ?([KMGT]i?B|bytes)\b", "#", get_last_message(worker))
 
 
-def last_message(worker: Worker) -> str:
+def get_last_message(worker: Worker) -> str:
     """Return the last message of a process: its report, else the last line of its log that names an error; "" if none.
 
     Lines that this package's own logging marks as INFO or DEBUG report no fault.

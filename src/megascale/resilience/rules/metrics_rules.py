@@ -14,7 +14,7 @@ from statistics import median
 
 from megascale.config.axes import AXES
 from megascale.core.events import Event
-from megascale.resilience.rules.table import slow
+from megascale.resilience.rules.table import slow_rule
 from megascale.resilience.rules.view import Action, Metric, RankView, SlowFinding, Verdict, View
 
 # A loss is a spike if it exceeds the recent median by so many median deviations and by this share of it.
@@ -45,8 +45,8 @@ CONFIDENCE = 0.9999
 _OTHER_PROCESSES = "host: processes"  # Other processes on a shared machine are not a defect.
 
 
-@slow
-def losses(view: View) -> list[Verdict]:
+@slow_rule
+def judge_losses(view: View) -> list[Verdict]:
     """Return verdicts on gradients that are not finite, and on losses and norms that jump."""
     # Another trainer may print them in some steps only.
     metrics = [metric for metric in view.metrics if metric.loss or metric.grad_norm]
@@ -86,8 +86,8 @@ def _judge_gradients(metrics: list[Metric]) -> list[Verdict]:
     return [Verdict(Event.NONFINITE_GRADIENT, action=action, evidence=(text,))]
 
 
-@slow
-def throughput(view: View) -> list[Verdict]:
+@slow_rule
+def judge_throughput(view: View) -> list[Verdict]:
     """Return a verdict if steps have become slower for good."""
     seconds = [metric.seconds for metric in view.metrics]
     if len(seconds) < 3 * SLOW_STEPS:
@@ -121,7 +121,7 @@ class _Usual:
 
     typical: float
     noise: float
-    peers: int
+    peer_count: int
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class _Slowness:
     sentence: str
 
 
-@slow
-def slow_nodes(view: View) -> list[Verdict]:
+@slow_rule
+def judge_slow_nodes(view: View) -> list[Verdict]:
     """Return a verdict for each node whose ranks compute longer than those of the same pipeline stage elsewhere."""
     if view.phase != "running":
         return []
@@ -188,7 +188,7 @@ def _compare_with_peers(ranks: list[int], series: dict[int, _Series]) -> Iterato
     if len(ranks) >= POOLED_RANKS:
         # A node's few ranks change no median of so many, so the usual time is computed once for thousands.
         pooled = sorted(seconds for rank in ranks for seconds in series[rank].seconds)
-        usual = _Usual(median(medians.values()), _ninth_decile(pooled), len(ranks) - 1)
+        usual = _Usual(median(medians.values()), _compute_ninth_decile(pooled), len(ranks) - 1)
         yield from ((rank, usual) for rank in ranks)
         return
     for rank in ranks:
@@ -202,11 +202,11 @@ def _compare_with_peers(ranks: list[int], series: dict[int, _Series]) -> Iterato
             noise = max(tail[int(0.9 * (len(tail) - 1))] for tail in tails)
         else:
             typical = median(medians[peer] for peer in peers)
-            noise = _ninth_decile(sorted(seconds for tail in tails for seconds in tail))
+            noise = _compute_ninth_decile(sorted(seconds for tail in tails for seconds in tail))
         yield rank, _Usual(typical, noise, len(peers))
 
 
-def _ninth_decile(ordered: list[float]) -> float:
+def _compute_ninth_decile(ordered: list[float]) -> float:
     """Return the value that one in ten exceeds. Peers that vary as much on busy machines hide a slow rank."""
     return ordered[int(0.9 * len(ordered))]
 
@@ -223,7 +223,7 @@ def _judge_slowness(rank: int, series: _Series, usual: _Usual, least: float) -> 
         return None
     sentence = (
         f"rank {rank} on {series.member.node} computes {seconds:.3g} s per step, {seconds / typical:.2f} x the "
-        f"{typical:.3g} s of {usual.peers} rank{'s' * (usual.peers > 1)} with the same work elsewhere, over "
+        f"{typical:.3g} s of {usual.peer_count} rank{'s' * (usual.peer_count > 1)} with the same work elsewhere, over "
         f"{len(series.seconds)} heartbeats"
     )
     return _Slowness(rank, seconds / typical if typical else math.inf, sentence)
@@ -232,8 +232,8 @@ def _judge_slowness(rank: int, series: _Series, usual: _Usual, least: float) -> 
 # weights --------------------------------------------------------------------------------------------------------------
 
 
-@slow
-def checksums(view: View) -> list[Verdict]:
+@slow_rule
+def judge_checksums(view: View) -> list[Verdict]:
     """Return a verdict if weights differ between data-parallel copies: a bit has flipped, or a kernel is wrong."""
     sums: dict[tuple[int, int, int], dict[int, str]] = defaultdict(dict)
     nodes_by_rank: dict[int, str] = {}
@@ -273,8 +273,8 @@ def checksums(view: View) -> list[Verdict]:
 # slow machines by spans -----------------------------------------------------------------------------------------------
 
 
-@slow
-def slow_machines(view: View) -> list[Verdict]:
+@slow_rule
+def judge_slow_machines(view: View) -> list[Verdict]:
     """Return a verdict for each node with slow ranks or a slow link by recorded spans.
 
     The action is resilience.slow_action, by the size of the slowdown. `slow_nodes` evicts a node that is 1.25 times

@@ -9,7 +9,7 @@ from megascale.core.events import Event
 from megascale.core.gpus import FATAL_XIDS, UNUSABLE_ACTIONS
 from megascale.resilience.protocol.heartbeat import GpuReport, NetworkTraffic
 from megascale.resilience.rules.foreign_messages import BROKEN_HARDWARE, find_fault
-from megascale.resilience.rules.table import quick, slow
+from megascale.resilience.rules.table import quick_rule, slow_rule
 from megascale.resilience.rules.view import Action, RankView, Verdict, View
 
 HOT = 90.0  # degrees Celsius
@@ -23,8 +23,8 @@ _LOOPBACK = frozenset({"lo", "lo0"})  # Processes of one machine exchange data o
 _LEAST_RATE = 1e6  # bytes/s; below it an interface carries nothing that training needs
 
 
-@quick
-def log_lines(view: View) -> list[Verdict]:
+@quick_rule
+def judge_log_lines(view: View) -> list[Verdict]:
     """Return a verdict for each matching line of trainers' logs: self-checks for broken hardware, else an alert."""
     verdicts = []
     for member, heartbeat in view.heartbeats():
@@ -36,8 +36,8 @@ def log_lines(view: View) -> list[Verdict]:
     return verdicts
 
 
-@slow
-def devices(view: View) -> list[Verdict]:
+@slow_rule
+def judge_devices(view: View) -> list[Verdict]:
     """Return a verdict for each device that reports errors (self-checks or eviction) or runs hot or slowed (alert)."""
     verdicts = []
     for member, heartbeat in view.heartbeats():
@@ -54,12 +54,12 @@ def _judge_device(member: RankView, gpu: GpuReport, first: GpuReport) -> Verdict
     name = f"GPU {gpu.index} ({gpu.name}) of {member.node}"
     # An Xid counts whenever it came in this agent's life: one from the end of an attempt is there in the next one.
     if gpu.xid in FATAL_XIDS:
-        return _device_fault(member, "evict", f"{name} reported Xid {gpu.xid}, which needs a reset or a repair")
+        return _make_device_fault(member, "evict", f"{name} reported Xid {gpu.xid}, which needs a reset or a repair")
     if gpu.recovery in UNUSABLE_ACTIONS:
-        return _device_fault(member, "evict", f"{name} needs a {gpu.recovery} according to its driver")
+        return _make_device_fault(member, "evict", f"{name} needs a {gpu.recovery} according to its driver")
     if gpu.ecc_errors > first.ecc_errors:
         more = gpu.ecc_errors - first.ecc_errors
-        return _device_fault(member, "diagnose", f"{name} counted {more} more uncorrected memory errors")
+        return _make_device_fault(member, "diagnose", f"{name} counted {more} more uncorrected memory errors")
     if gpu.xid and gpu.xid != first.xid:
         text = f"{name} reported Xid {gpu.xid}"
     elif gpu.recovery:
@@ -75,12 +75,12 @@ def _judge_device(member: RankView, gpu: GpuReport, first: GpuReport) -> Verdict
     return Verdict(Event.DEVICE_WARNING, (member.node,), (), "alert", (text,))
 
 
-def _device_fault(member: RankView, action: Action, text: str) -> Verdict:
+def _make_device_fault(member: RankView, action: Action, text: str) -> Verdict:
     return Verdict(Event.DEVICE_FAULT, (member.node,), (), action, (text,))
 
 
-@slow
-def traffic(view: View) -> list[Verdict]:
+@slow_rule
+def judge_traffic(view: View) -> list[Verdict]:
     """Return verdicts on network traffic, which is periodic in training: recovery after a stop, an alert after a drop.
 
     (MegaScale section 4.2.) Traffic is judged only over a time in which all ranks of the node were in a training step.
@@ -122,8 +122,8 @@ def _judge_interface(member: RankView, interface: str) -> list[Verdict]:
     if usual < _LEAST_RATE:
         return verdicts
     quiet = _count_trailing_quiet(rates, usual)
-    longest = _longest_quiet(before, usual)
-    has_stopped = quiet >= max(QUIET_BEATS, 3 * longest) and _peak(samples[-1]) < usual * _STOPPED
+    longest = _find_longest_quiet(before, usual)
+    has_stopped = quiet >= max(QUIET_BEATS, 3 * longest) and _compute_peak(samples[-1]) < usual * _STOPPED
     # Steps are reported late: the step under way when traffic stopped may be reported a few heartbeats later.
     if has_stopped and not _has_stepped(member, quiet // 2):
         evidence = (
@@ -131,7 +131,7 @@ def _judge_interface(member: RankView, interface: str) -> list[Verdict]:
             f"its longest quiet stretch before was {longest} heartbeats",
         )
         verdicts.append(Verdict(Event.TRAFFIC_STOPPED, nodes, member.ranks, "recover", evidence))
-    elif max(recent) < _DROPPED * min(_low_rate(before), usual):
+    elif max(recent) < _DROPPED * min(_compute_low_rate(before), usual):
         text = f"traffic on {name} fell to {median(recent) / 1e6:.1f} MB/s from {usual / 1e6:.1f} MB/s"
         verdicts.append(Verdict(Event.TRAFFIC_DROPPED, nodes, (), "alert", (text,)))
     return verdicts
@@ -144,16 +144,16 @@ def _has_stepped(member: RankView, beats: int) -> bool:
     return any(worker.step > first.get(worker.rank, worker.step) for worker in recent[-1])
 
 
-def _low_rate(rates: list[float]) -> float:
+def _compute_low_rate(rates: list[float]) -> float:
     """Return a rate that most heartbeats exceed: steps may be longer than a heartbeat, so rates oscillate."""
     return sorted(rates)[len(rates) // 4]
 
 
-def _peak(sample: NetworkTraffic) -> float:
+def _compute_peak(sample: NetworkTraffic) -> float:
     return max(sample.rx_max, sample.tx_max, sample.rx_bytes_per_s, sample.tx_bytes_per_s)
 
 
-def _quiet_stretches(rates: list[float], usual: float) -> list[int]:
+def _measure_quiet_stretches(rates: list[float], usual: float) -> list[int]:
     """Return the lengths of the stretches without traffic, in heartbeats, and 0 if the last heartbeat had traffic."""
     groups = [(is_quiet, len(list(group))) for is_quiet, group in groupby(rates, lambda r: r < usual * _STOPPED)]
     stretches = [length for is_quiet, length in groups if is_quiet]
@@ -164,12 +164,12 @@ def _quiet_stretches(rates: list[float], usual: float) -> list[int]:
 
 
 def _count_trailing_quiet(rates: list[float], usual: float) -> int:
-    return _quiet_stretches(rates, usual)[-1]
+    return _measure_quiet_stretches(rates, usual)[-1]
 
 
-def _longest_quiet(rates: list[float], usual: float) -> int:
+def _find_longest_quiet(rates: list[float], usual: float) -> int:
     """Return the longest stretch without traffic. One that lasts up to the end may be the stop itself."""
-    stretches = _quiet_stretches(rates, usual)
+    stretches = _measure_quiet_stretches(rates, usual)
     last = stretches[-1]
     longest = max(stretches)
     if last == longest:

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from megascale.core.events import Event
 from megascale.core.status import FAILED_IN_STEP, UNOBSERVED
 from megascale.resilience.protocol.heartbeat import Worker
-from megascale.resilience.rules.table import quick
+from megascale.resilience.rules.table import quick_rule
 from megascale.resilience.rules.view import RankView, Verdict, View
 
 # Another trainer's phase may go without change for this many times its longest usual duration. Its ranks are then asked
 # whether they move, so the limit can be shorter than for this package's trainer.
 FOREIGN_GRACE_PERIOD = 2.5
-FLOOR = 10.0  # seconds; a hang must be known within 15
-LONG_FLOOR = 60.0  # seconds; a larger checkpoint or evaluation than the last one is not a hang
+HANG_FLOOR = 10.0  # seconds; a hang must be known within 15
+LONG_PHASE_FLOOR = 60.0  # seconds; a larger checkpoint or evaluation than the last one is not a hang
 _LONG_PHASES = ("save", "evaluate", "load")
-AHEAD = 2  # steps by which a rank may be ahead of the last step that all have done
-WITNESSES = 4  # nodes whose history is searched if another is silent
+MAX_STEPS_AHEAD = 2  # steps by which a rank may be ahead of the last step that all have done
+WITNESS_LIMIT = 4  # nodes whose history is searched if another is silent
 FIRST_STEP = "first step"  # an attempt's first step is a phase of its own: it compiles and warms up
 
 
-@quick
-def heartbeats(view: View) -> list[Verdict]:
+@quick_rule
+def judge_heartbeats(view: View) -> list[Verdict]:
     """Return a verdict for each node with ranks that has been silent for longer than the window."""
     holders = [member for member in view.members if member.ranks]
     silent = [member for member in holders if view.time - member.last_seen > view.window]
@@ -66,14 +66,14 @@ def _find_training_time(view: View, peers: list[RankView]) -> float | None:
     times: list[float] = []
     if view.phase != "running":
         return None
-    for member in peers[:WITNESSES]:
-        steps = [(time, _training_step(heartbeat.workers)) for time, heartbeat in member.history]
+    for member in peers[:WITNESS_LIMIT]:
+        steps = [(time, _find_training_step(heartbeat.workers)) for time, heartbeat in member.history]
         steps = [(time, step) for time, step in steps if step >= 0]
-        times += [time for time, step in steps if step < steps[-1][1] - AHEAD][-1:]
+        times += [time for time, step in steps if step < steps[-1][1] - MAX_STEPS_AHEAD][-1:]
     return max(times, default=None)
 
 
-def _training_step(workers: Sequence[Worker]) -> int:
+def _find_training_step(workers: Sequence[Worker]) -> int:
     """Return the step in which a node's ranks train, save or evaluate; -1 if one is in another phase."""
     is_training = all(w.phase in ("train", "save", "evaluate") and w.state == "running" for w in workers)
     if is_training:
@@ -81,8 +81,8 @@ def _training_step(workers: Sequence[Worker]) -> int:
     return -1
 
 
-@quick
-def slow_start(view: View) -> list[Verdict]:
+@quick_rule
+def judge_slow_start(view: View) -> list[Verdict]:
     """Return a verdict if no step came within the time for a start; it names the ranks that are furthest behind."""
     if view.phase != "starting" or view.time - view.started <= view.first_step:
         return []
@@ -104,7 +104,7 @@ def slow_start(view: View) -> list[Verdict]:
 
 def _judge_unobserved_start(view: View) -> list[Verdict]:
     """Judge the start of another trainer's ranks of which none shows a step: it may be fine, or hang without output."""
-    ages = [status_age(view, member, worker) for member, worker in view.workers()]
+    ages = [compute_status_age(view, member, worker) for member, worker in view.workers()]
     text = (
         f"no step was seen within resilience.first_step={view.first_step:g} s: no line of the logs matched "
         "a progress pattern; set foreign.patterns, or call megascale.watch.step in the trainer"
@@ -116,8 +116,8 @@ def _judge_unobserved_start(view: View) -> list[Verdict]:
     return [Verdict(Event.HANG, (), (), "recover", (text, still))]
 
 
-@quick
-def hang(view: View) -> list[Verdict]:
+@quick_rule
+def judge_hang(view: View) -> list[Verdict]:
     """Return a verdict if every rank's last status is older than its phase may go without a new one.
 
     A rank in a long computation changes no status, but its peers stop too, so only a halt of all ranks is a hang. The
@@ -137,9 +137,11 @@ def hang(view: View) -> list[Verdict]:
         # Another trainer's ranks that print nothing move with those that print their steps.
         running = [(member, worker) for member, worker in running if worker.phase != UNOBSERVED]
     # The others may wait for a stopped process in any phase, a save for example.
-    is_stopped = view.phase == "running" and any(w.stopped and status_age(view, m, w) > FLOOR for m, w in running)
-    ages = [status_age(view, member, worker) for member, worker in running]
-    limits = [FLOOR if is_stopped else allowed_age(view, worker) for _, worker in running]
+    is_stopped = view.phase == "running" and any(
+        w.stopped and compute_status_age(view, m, w) > HANG_FLOOR for m, w in running
+    )
+    ages = [compute_status_age(view, member, worker) for member, worker in running]
+    limits = [HANG_FLOOR if is_stopped else compute_allowed_age(view, worker) for _, worker in running]
     if any(age <= limit for age, limit in zip(ages, limits, strict=True)):
         return []
     exceeding = max(range(len(running)), key=lambda i: ages[i] - limits[i])
@@ -161,25 +163,25 @@ def hang(view: View) -> list[Verdict]:
     return [Verdict(Event.HANG, (), (), "recover", tuple(evidence))]
 
 
-def status_age(view: View, member: RankView, worker: Worker) -> float:
+def compute_status_age(view: View, member: RankView, worker: Worker) -> float:
     """Return the seconds since a worker's status changed: the agent's count, and the time since its heartbeat."""
     return worker.status_age + max(0.0, view.time - member.last_seen - view.interval)
 
 
-def allowed_age(view: View, worker: Worker) -> float:
+def compute_allowed_age(view: View, worker: Worker) -> float:
     """Return the seconds that a worker's phase may go without change; an unseen phase may last as a first step."""
     if worker.phase in ("start", "", "done", "failed", FAILED_IN_STEP, UNOBSERVED):
         return view.first_step
     if view.phase == "starting":
         usual = view.usual_durations.get(FIRST_STEP, view.first_step)
-        return min(view.first_step, max(LONG_FLOOR, view.grace_period * usual))
+        return min(view.first_step, max(LONG_PHASE_FLOOR, view.grace_period * usual))
     longest = view.usual_durations.get(worker.phase)
     if longest is None:
         return view.first_step
     if worker.phase in _LONG_PHASES:
-        floor = LONG_FLOOR
+        floor = LONG_PHASE_FLOOR
     else:
-        floor = FLOOR
+        floor = HANG_FLOOR
     return max(floor, view.grace_period * longest)
 
 

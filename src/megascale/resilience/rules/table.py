@@ -14,11 +14,11 @@ from megascale.resilience.rules.view import SEVERITY, Verdict, View
 
 Rule = Callable[[View], list[Verdict]]
 
-QUICK: list[Rule] = []  # applied at each look, to the newest heartbeats only
-SLOW: list[Rule] = []  # applied about once per second, in a thread, to the history of all nodes
+QUICK_RULES: list[Rule] = []  # applied at each look, to the newest heartbeats only
+SLOW_RULES: list[Rule] = []  # applied about once per second, in a thread, to the history of all nodes
 
 OFFENCE_LIMIT = 3  # with the present one
-MEMORY = 24 * 3600.0  # seconds after which an offence is forgotten
+OFFENCE_MEMORY_SECONDS = 24 * 3600.0  # seconds after which an offence is forgotten
 # Faults of machines. A user's mistake or a full disk does not count against a node.
 _MACHINE_FAULTS = frozenset(
     {
@@ -44,18 +44,18 @@ def register_rule(rule: Rule, quick: bool = False) -> None:
         rule: a pure function.
         quick: apply it at each look, to the newest heartbeats only.
     """
-    rules = QUICK if quick else SLOW
+    rules = QUICK_RULES if quick else SLOW_RULES
     if rule not in rules:
         rules.append(rule)
 
 
-def quick(rule: Rule) -> Rule:
+def quick_rule(rule: Rule) -> Rule:
     """Register a rule that is applied at each look; a decorator."""
     register_rule(rule, quick=True)
     return rule
 
 
-def slow(rule: Rule) -> Rule:
+def slow_rule(rule: Rule) -> Rule:
     """Register a rule for the history of all nodes; a decorator."""
     register_rule(rule)
     return rule
@@ -63,7 +63,7 @@ def slow(rule: Rule) -> Rule:
 
 def judge(view: View, rules: Sequence[Rule] | None = None) -> list[Verdict]:
     """Return the verdicts of some rules (None: all) on `view`, unordered. Repeat offenders are judged more severely."""
-    rules = QUICK + SLOW if rules is None else rules
+    rules = QUICK_RULES + SLOW_RULES if rules is None else rules
     return evict_repeat_offenders(view, [verdict for rule in rules for verdict in rule(view)])
 
 
@@ -77,7 +77,7 @@ def _evict_if_repeated(view: View, verdict: Verdict) -> Verdict:
     if verdict.kind not in _MACHINE_FAULTS or len(verdict.nodes) != 1 or not is_recoverable:
         return verdict
     node = verdict.nodes[0]
-    recent = [i for i in view.incidents if i.kind in _MACHINE_FAULTS and view.time - i.time < MEMORY]
+    recent = [i for i in view.incidents if i.kind in _MACHINE_FAULTS and view.time - i.time < OFFENCE_MEMORY_SECONDS]
     times = [incident.time for incident in recent if incident.node == node]
     offences_elsewhere = Counter(incident.node for incident in recent if incident.node != node)
     most_of_others = max(offences_elsewhere.values(), default=0)

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 from megascale.core.grid import Grid
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 
-HISTORY = 60  # heartbeats of a node
-PAUSE_AFTER = 8  # members, whose judging takes about 2 ms
-PAUSE = 0.005  # seconds
+HISTORY_LENGTH = 60  # heartbeats of a node
+PAUSE_MEMBERS = 8  # members, whose judging takes about 2 ms
+PAUSE_SECONDS = 0.005  # seconds
 
 Action = Literal["none", "alert", "diagnose", "recover", "evict", "stop"]
 
@@ -42,7 +42,7 @@ class Verdict:
     ranks: tuple[int, ...] = ()
     action: Action = "none"
     evidence: tuple[str, ...] = ()
-    person: bool = False
+    needs_person: bool = False
     cause: str = ""
     messages: tuple[str, ...] = ()
 
@@ -105,11 +105,11 @@ class RankView:
     ranks: tuple[int, ...] = ()
     last_seen: float = 0.0
     heartbeat: Heartbeat | None = None
-    history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY_LENGTH))
     connected: bool = True
 
 
-class Paced(list[RankView]):
+class PacedMembers(list[RankView]):
     """Members whose iteration rests at intervals.
 
     A thread that computes without rest holds the interpreter for 5 ms each time that another one waits for a socket,
@@ -118,8 +118,8 @@ class Paced(list[RankView]):
 
     def __iter__(self) -> Iterator[RankView]:
         for number, member in enumerate(super().__iter__()):
-            if number % PAUSE_AFTER == PAUSE_AFTER - 1:
-                time.sleep(PAUSE)
+            if number % PAUSE_MEMBERS == PAUSE_MEMBERS - 1:
+                time.sleep(PAUSE_SECONDS)
             yield member
 
 
@@ -175,7 +175,9 @@ class View:
 
     def snapshot(self) -> View:
         """Return a copy whose histories do not grow while another thread reads them."""
-        return replace(self, members=Paced(replace(m, history=deque(m.history, HISTORY)) for m in self.members))
+        return replace(
+            self, members=PacedMembers(replace(m, history=deque(m.history, HISTORY_LENGTH)) for m in self.members)
+        )
 
     def heartbeats(self) -> list[tuple[RankView, Heartbeat]]:
         """Return the newest heartbeat of each member that has sent one."""

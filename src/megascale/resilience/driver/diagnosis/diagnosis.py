@@ -23,7 +23,7 @@ from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.driver.state.job_state import JobEvent
 from megascale.resilience.protocol.heartbeat import Worker
-from megascale.resilience.rules.silence import LONG_FLOOR, allowed_age, status_age
+from megascale.resilience.rules.silence import LONG_PHASE_FLOOR, compute_allowed_age, compute_status_age
 from megascale.resilience.rules.table import evict_repeat_offenders
 from megascale.resilience.rules.view import Action, Verdict, View
 
@@ -81,7 +81,7 @@ class Diagnosis:
         if not self._is_judging_history and current_time - self._history_judged > interval:
             self._is_judging_history = True
             self.tasks.spawn(self._judge_history(view.snapshot()))
-        verdicts = rules.judge(view, rules.QUICK)
+        verdicts = rules.judge(view, rules.QUICK_RULES)
         hangs = [verdict for verdict in verdicts if verdict.kind == Event.HANG]
         if hangs and not self._is_explaining and current_time >= self._pause_end:
             self._is_explaining = True
@@ -101,7 +101,7 @@ class Diagnosis:
     async def _judge_history(self, view: View) -> None:
         """Judge the history of all nodes in a thread, so that the loop reads heartbeats meanwhile."""
         try:
-            verdicts = await asyncio.to_thread(rules.judge, view, rules.SLOW)
+            verdicts = await asyncio.to_thread(rules.judge, view, rules.SLOW_RULES)
         finally:
             self._is_judging_history = False
             self._history_judged = time.monotonic()
@@ -124,8 +124,11 @@ class Diagnosis:
 
 def _may_be_a_pause(view: View) -> bool:
     """Return True if another trainer may be in an evaluation: a rank has paused for less than its limit."""
-    ages = [(status_age(view, member, worker), allowed_age(view, worker)) for member, worker in view.workers()]
-    return any(age < max(LONG_FLOOR, PAUSE_FACTOR * limit) for age, limit in ages)
+    ages = [
+        (compute_status_age(view, member, worker), compute_allowed_age(view, worker))
+        for member, worker in view.workers()
+    ]
+    return any(age < max(LONG_PHASE_FLOOR, PAUSE_FACTOR * limit) for age, limit in ages)
 
 
 def refine_hang(verdict: Verdict, view: View, scene: Scene, layout: Layout | None) -> Verdict:
@@ -159,7 +162,7 @@ def refine_hang(verdict: Verdict, view: View, scene: Scene, layout: Layout | Non
         ranks=hang.ranks,
         action=action,
         evidence=evidence,
-        person=needs_person,
+        needs_person=needs_person,
         cause=hang.kind,
     )
     return evict_repeat_offenders(view, [refined])[0]

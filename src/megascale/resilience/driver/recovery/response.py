@@ -76,7 +76,7 @@ class Response:
                 nodes=verdict.nodes,
                 ranks=verdict.ranks,
                 evidence=verdict.evidence,
-                person=verdict.person,
+                person=verdict.needs_person,
             )
             if verdict.evidence:
                 reason = f"{verdict.kind}: {verdict.evidence[0]}"
