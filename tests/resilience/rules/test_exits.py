@@ -257,7 +257,7 @@ def test_a_node_that_lacks_memory_where_the_job_has_trained_is_met_by_another():
     for peers in ((), (report,)):
         verdict = one(ended(of_it, *peers, **trained), "out_of_memory")
         assert (verdict.nodes, verdict.action, verdict.needs_person) == (("node-1",), "recover", False)
-        assert any("something else holds its memory" in line for line in verdict.evidence)
+        assert any("another program holds its memory" in line for line in verdict.evidence)
     repeated = [(900.0, verdict)]
     assert one(ended(of_it, report, past=repeated, **trained), "out_of_memory").action == "evict"
     # Elsewhere it is the first time; alone there is no other node to say whose it is.

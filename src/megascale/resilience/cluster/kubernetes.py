@@ -3,8 +3,8 @@
 Watches follow pods and machines in threads, and requests run in threads too. So the driver's loop never waits for the
 API server, and training continues while the server is unavailable. A Lease decides which driver leads
 (kubernetes_lease.py). A node has the name of its machine. A pod that has ended is replaced by a new one, on the same
-machine if the driver wants that node again. The processes on an unreachable machine count as ended when its kubelet
-has reported it or the agent's lease has expired, never because an object was deleted.
+machine if the driver starts that node again. The processes on an unreachable machine count as ended when the kubelet
+has reported their end or the agent's lease has expired, never because an object was deleted.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ log = logging.getLogger("megascale.driver")
 
 AGENT_LEASE = 8.0  # seconds, default of resilience.agent_lease
 END_TIMEOUT = 20.0  # seconds for a deleted pod to end, after which it is deleted by force
-POD_GRACE = 5  # seconds for a pod to end whose ranks have ended or must end
+POD_GRACE = 5  # seconds in which a pod must end whose ranks have ended or must end
 START_TIMEOUT = 60.0  # seconds for a pod to start
-WITHDRAW_SHARE = 0.8  # of the Lease's duration, after which a driver that cannot renew it ends
-FORCE_SECONDS = 3.0  # between ordering the agent of a stuck pod to end and deleting the pod by force
+WITHDRAW_SHARE = 0.8  # fraction of the Lease's duration after which a driver that cannot renew the Lease ends
+FORCE_SECONDS = 3.0  # between the order to the agent of a stuck pod to end and the deletion of the pod by force
 JUDGE_INTERVAL = 2.0  # seconds between checks of waiting pods
 POLL_INTERVAL = 0.1  # seconds between reads of the table
 _FAILED = object()  # result of a request that failed
@@ -95,7 +95,7 @@ class KubernetesCluster(Cluster):
 
     @classmethod
     def on_other_machines(cls, config: Config) -> tuple[int, str]:
-        """Return GPUs per pod and the driver's address. Raises ConfigError without an image or a usable job name."""
+        """Return (GPUs per pod, address of the driver). Raises ConfigError without an image or a usable job name."""
         make_object_name(config.train.name)
         if not config.kubernetes.image:
             raise ConfigError("cluster kubernetes needs the image of the nodes: --kubernetes.image=REGISTRY/NAME:TAG")
@@ -111,7 +111,10 @@ class KubernetesCluster(Cluster):
                 controller = find_controller(self.api, pod)
             self.objects.prepare(controller)
             if not self.view.list_objects():
-                self._report("driver", "machines are not visible (no ClusterRole for nodes): losses show by silence")
+                self._report(
+                    "driver",
+                    "machines are not visible (no ClusterRole for nodes): a lost machine is noticed by its silence",
+                )
         except KubernetesError as error:
             raise TrainingError(
                 f"the Kubernetes API server {self.api.host} refused or did not answer: {error}"
@@ -148,7 +151,7 @@ class KubernetesCluster(Cluster):
 
     @property
     def removed_nodes(self) -> frozenset[str]:
-        """Nodes whose pods are deleted and do not end."""
+        """Nodes whose pods were deleted and do not end."""
         return self.view.list_removed_nodes()
 
     @property
@@ -178,7 +181,7 @@ class KubernetesCluster(Cluster):
             return False
         await self._remove_pods(name, END_TIMEOUT)
         if self.view.table.list_pods(name):
-            return False  # The old pod does not end and holds the devices.
+            return False  # The old pod does not end, and still holds the devices.
         slot = name.removeprefix(machine).removeprefix(".")
         pod_name = await self._create_pod(slot, machine, self._list_machines_to_avoid())
         if pod_name is None:
@@ -188,12 +191,12 @@ class KubernetesCluster(Cluster):
         return pod is not None
 
     async def fence(self, name: str) -> bool:
-        """Return True once the kubelet has reported the pod's end or must have ended it."""
+        """Return True once the kubelet has reported the pod's end, or must have ended the pod."""
         await self._remove_pods(name, END_TIMEOUT)
         return self.has_stopped(name)
 
     async def request(self) -> str | None:
-        """Return a node with a running pod, None if no pod starts; a verdict then tells the reason."""
+        """Return a node with a running pod, None if no pod starts. A verdict then has the reason."""
         slot = "" if self._config.kubernetes.one_a_node else secrets.token_hex(2)
         deadline = time.monotonic() + (self._config.resilience.replenish_wait or START_TIMEOUT)
         while True:
@@ -233,6 +236,7 @@ class KubernetesCluster(Cluster):
     # the driver -------------------------------------------------------------------------------------------------------
 
     def _choose_advertised_host(self, listen: str) -> str:
+        """Return the host at which agents reach this driver."""
         if self._config.resilience.advertise:
             return self._config.resilience.advertise
         return listen if listen not in ("0.0.0.0", "::") else find_own_address(self.api)
@@ -250,7 +254,7 @@ class KubernetesCluster(Cluster):
                 self._spawn(self._try_call(self.api.call, "PATCH", self.api.path("pods", pod.name), patch))
 
     async def _renew_lease(self) -> None:
-        """Renew the Lease; this driver ends if that fails for too long or another driver holds it."""
+        """Renew the Lease repeatedly. This driver ends if that fails for too long or another driver holds the Lease."""
         seconds = self._config.kubernetes.lease_seconds
         while not self.replaced:
             await asyncio.sleep(min(5.0, seconds / 6))
@@ -278,7 +282,7 @@ class KubernetesCluster(Cluster):
             self.view.retry_now()
 
     async def _judge_pods(self) -> None:
-        """Judge waiting and stuck pods repeatedly, since some problems show only by their duration."""
+        """Judge waiting and stuck pods repeatedly, since the duration of a state may show a problem."""
         while True:
             await asyncio.sleep(JUDGE_INTERVAL)
             self.view.judge()
@@ -301,13 +305,13 @@ class KubernetesCluster(Cluster):
         return frozenset(avoid - {""})
 
     def _is_outdated(self, avoid: frozenset[str], pod: Pod) -> bool:
-        """Return True if an unschedulable pod avoids a machine that is free now; its affinity cannot be changed."""
+        """Return True if an unschedulable pod avoids a machine that is free now, since affinities cannot be changed."""
         return not pod.machine and bool(pod.obstacle.reason) and not avoid <= self._list_machines_to_avoid()
 
     async def _create_pod(self, slot: str, machine: str, avoid: frozenset[str]) -> str | None:
         """Create a pod and return its name, None if the server refused."""
         name = f"{self._job}-{secrets.token_hex(3)}"
-        self._requested_pods.add(name)  # before the pod can exist
+        self._requested_pods.add(name)  # `close` may run before the answer to the request.
         pod = make_pod(
             self._config,
             name,
@@ -333,9 +337,9 @@ class KubernetesCluster(Cluster):
     async def _wait_until_running(
         self, name: str, timeout: float, is_hopeless: Callable[[Pod], bool] = lambda pod: False
     ) -> Pod | None:
-        """Return a pod once its container runs, None if it ends first, is hopeless or is too late."""
+        """Return a pod once its container runs, None if the pod ends first, is hopeless or does not start in time."""
         deadline = time.monotonic() + timeout
-        was_seen = False  # the watch may report the pod later than the answer to its creation
+        was_seen = False  # The watch may report the pod after the answer to its creation.
         while time.monotonic() < deadline:
             pod = self.view.find_pod(name)
             if pod is None and was_seen:
@@ -350,7 +354,7 @@ class KubernetesCluster(Cluster):
         return None
 
     async def _remove_pods(self, node: str, timeout: float) -> None:
-        """Delete a node's pods; those that do not end are deleted by force and count as unproven."""
+        """Delete a node's pods, by force if they do not end. The latter are then in `Table.unproven_pods`."""
         for pod in self.view.table.list_pods(node):
             await self._delete_pod(pod.name, POD_GRACE)
         deadline = time.monotonic() + timeout
@@ -390,7 +394,7 @@ class KubernetesCluster(Cluster):
 
 
 def find_own_address(api: KubernetesApi) -> str:
-    """Return the address at which pods reach this driver: its own pod's, else the one that leads to the API server."""
+    """Return the address at which pods reach this driver: that of its pod, else that of the route to the API server."""
     address = os.environ.get("MEGASCALE_POD_ADDRESS")
     if address:
         return address

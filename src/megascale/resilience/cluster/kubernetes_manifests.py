@@ -1,8 +1,8 @@
 """The objects that `megascale launch --cluster kubernetes --dry-run` prints for `kubectl apply`, in one of three forms.
 
-nodes: the objects that a driver on this machine would create: ConfigMap, Secret, and a pod like each node's.
-driver: the driver as a Job in the cluster, with its rights, its settings and the network policy; it creates the nodes.
-jobset: driver and nodes as one JobSet, which a queue such as Kueue admits as a whole; its nodes join the driver.
+nodes: the objects that a driver on this machine would create: ConfigMap, Secret, and the pod of one node.
+driver: the driver as a Job in the cluster, with its rights, settings and network policy. This driver creates the nodes.
+jobset: driver and nodes as one JobSet, which a queue such as Kueue admits as a whole. The nodes join the driver.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ FORMS: tuple[Form, ...] = ("nodes", "driver", "jobset")
 SETTINGS_FOLDER = "/etc/megascale/job"  # where the driver's pod finds job.toml
 TOKEN_FOLDER = "/etc/megascale/secret"  # where a JobSet's driver finds the token
 RBAC = "rbac.authorization.k8s.io/v1"
-AGENTS_PORT = 29400  # of a JobSet's driver
-DRIVER_RESTARTS = 6
-# Parts of a node's pod spec that the driver's pod has too.
+AGENTS_PORT = 29400  # at which the driver of a JobSet accepts agents
+DRIVER_RESTARTS = 6  # after which the job counts as failed
+# Fields of a node's pod spec that the driver's pod has too.
 _SHARED_SPEC = (
     "nodeSelector",
     "tolerations",
@@ -65,7 +65,8 @@ def make_manifests(config: Config, form: Form, gpus: int, run: str) -> list[Json
 
     Args:
         config: the resolved configuration.
-        gpus: GPUs per node.
+        form: one of FORMS.
+        gpus: number of GPUs per node.
         run: absolute path of the run folder in the driver's pod.
     """
     job = config.train.name
@@ -122,9 +123,13 @@ def _add_namespace(config: Config, obj: Json) -> Json:
 
 
 def make_rights(job: str = "", namespace: str = "") -> list[Json]:
-    """Return the driver's rights: pods and its own objects in its namespace, and listing machines.
+    """Return the driver's rights: to manage pods and the objects of its job in its namespace, and to list machines.
 
-    The driver never reads Secrets. job: the job whose objects it may change, "" for all.
+    The driver never reads Secrets.
+
+    Args:
+        job: the job whose objects the driver may change, "" for all jobs.
+        namespace: namespace of the driver, "" for "default".
     """
     account = "megascale-driver"
     sees_nodes = "megascale-sees-nodes"
@@ -162,9 +167,9 @@ def _make_binding(kind: str, role_kind: str, name: str, subject: Json) -> Json:
 
 
 def make_network_policy(job: str = "") -> Json:
-    """Return a policy that lets only the job's own pods reach its pods, and any client the port "metrics".
+    """Return a policy by which only the job's pods reach each other; any client reaches the port "metrics".
 
-    job: "" for all jobs of the namespace together.
+    job: the job, "" for all jobs of the namespace together.
     """
     metadata = _make_metadata("megascale")
     own_labels = {"app.kubernetes.io/name": "megascale"}
@@ -189,7 +194,7 @@ def _make_pod_monitor(config: Config) -> Json:
     role = {"sourceLabels": ["__meta_kubernetes_pod_label_megascale_dev_role"], "targetLabel": "role"}
     endpoint = {"port": "metrics", "honorLabels": True, "relabelings": [role]}
     spec = {
-        "jobLabel": "app.kubernetes.io/name",  # job="megascale", as the alerts expect
+        "jobLabel": "app.kubernetes.io/name",  # The alerts expect job="megascale".
         "selector": {"matchLabels": {JOB_LABEL: job}},
         "podMetricsEndpoints": [endpoint],
     }
@@ -198,7 +203,7 @@ def _make_pod_monitor(config: Config) -> Json:
 
 
 def _make_disruption_budget(config: Config) -> Json:
-    """Return a budget that lets drains evict as many pods at the same time as there are spares."""
+    """Return a budget by which drains may evict as many pods at the same time as the job has spares."""
     job = config.train.name
     # Pods without a controller allow only minAvailable with a number.
     pods = {"matchLabels": {JOB_LABEL: job, ROLE_LABEL: "agent"}}
@@ -211,9 +216,9 @@ def _make_disruption_budget(config: Config) -> Json:
 
 
 def make_settings_objects(config: Config) -> list[Json]:
-    """Return the contents of SETTINGS_FOLDER in the driver's pod.
+    """Return the objects whose contents appear in SETTINGS_FOLDER of the driver's pod.
 
-    A ConfigMap has the settings and the files that they name, and a Secret has the environment, which may hold keys.
+    A ConfigMap has the settings and the files that they name. A Secret has the environment, which may contain keys.
     Raises DataError if a file cannot be read or is malformed.
     """
     limits = config.resilience
@@ -249,18 +254,19 @@ def make_settings_objects(config: Config) -> list[Json]:
 
 
 def _format_changes(config: Config) -> str:
-    """Return the settings that differ from their defaults as TOML, so that people can read the ConfigMap."""
+    """Return the settings that differ from their defaults as TOML, which keeps the ConfigMap short."""
     defaults = tomllib.loads(Config().to_toml())
     tree = tomllib.loads(config.to_toml())
-    changes = {
-        section: {key: value for key, value in settings.items() if defaults[section].get(key) != value}
-        for section, settings in tree.items()
-    }
-    return tomli_w.dumps({section: settings for section, settings in changes.items() if settings})
+    changes = {}
+    for section, settings in tree.items():
+        changed = {key: value for key, value in settings.items() if defaults[section].get(key) != value}
+        if changed:
+            changes[section] = changed
+    return tomli_w.dumps(changes)
 
 
 def _make_driver_pod(config: Config, run: str, overrides: Sequence[str]) -> Json:
-    """Return the template of the driver's pod, with the mounts and the patch of nodes but without devices."""
+    """Return the template of the driver's pod, with the mounts and the patch of a node's pod but without devices."""
     settings = config.kubernetes
     job = config.train.name
     node = merge_patch(make_pod(config, job, 0), read_patch(settings))
@@ -320,8 +326,8 @@ def make_driver_job(config: Config, run: str) -> Json:
 def make_jobset(config: Config, gpus: int, run: str) -> Json:
     """Return driver and nodes as one JobSet (jobset.x-k8s.io/v1alpha2), which Kueue admits as a whole.
 
-    The driver does not create the nodes: they join it (`--cluster manual`), spares included, and the JobSet's
-    controller replaces lost ones.
+    The driver does not create the nodes. All nodes, spares included, join the driver (`--cluster manual`), and the
+    JobSet's controller replaces lost nodes.
     """
     job = config.train.name
     limits = config.resilience
@@ -347,7 +353,7 @@ def make_jobset(config: Config, gpus: int, run: str) -> Json:
 
 
 def _make_jobset_driver(config: Config, run: str) -> Json:
-    """Return the template of a driver that nodes join. It copies the token into the run folder before it starts."""
+    """Return the template of a driver that nodes join. The pod first copies the token into the run folder."""
     overrides = ["--cluster=manual", "--resilience.listen=0.0.0.0", f"--resilience.port={AGENTS_PORT}"]
     driver = _make_driver_pod(config, run, overrides)
     spec = driver["spec"]

@@ -1,7 +1,7 @@
-"""The objects of a job in Kubernetes: the pod of a node, the ConfigMap that owns all of them, and the Secret.
+"""The objects of a job in Kubernetes: the pods of nodes, the Secret, and the ConfigMap that owns all objects.
 
-The ConfigMap also holds the block list. An agent learns everything about its job from its pod's spec, the Secret and
-the downward API.
+The ConfigMap also has the block list. An agent reads all facts about its job from its pod's spec, the Secret and the
+downward API.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megascale.resilience.cluster.kubernetes_api import Json, KubernetesApi, Kub
 from megascale.resilience.cluster.kubernetes_table import SLOT_LABEL
 from megascale.resilience.cluster.remote import INHERITED_PREFIXES
 
-JOB_LABEL = "megascale.dev/job"  # labels
+JOB_LABEL = "megascale.dev/job"
 ROLE_LABEL = "megascale.dev/role"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-DRIVER_ANNOTATION = "megascale.dev/driver"  # annotations: the driver's address and epoch
-EPOCH_ANNOTATION = "megascale.dev/epoch"
+DRIVER_ANNOTATION = "megascale.dev/driver"  # address of the driver
+EPOCH_ANNOTATION = "megascale.dev/epoch"  # epoch of the driver
 CONTAINER_NAME = "agent"
 AGENT_MODULE = "megascale.resilience.agent.pod"
 SECRET_FOLDER = "/etc/megascale/secret"
 ANNOTATIONS_FOLDER = "/etc/megascale/pod"
 STATE_FOLDER = "/var/lib/megascale"
-TEMPORARY_FOLDER = "/tmp"  # also the home folder, with the caches of compilers
+TEMPORARY_FOLDER = "/tmp"  # also the home folder, where compilers write their caches
 EXTRA_GRACE = 15  # seconds that a pod has to end beyond resilience.grace_period
 BLOCKED_KEY = "blocked.json"  # key of the ConfigMap with {machine: reason}
 SECRET_VARIABLES = (PASSWORD_VARIABLE, REPLICA_VARIABLE)
@@ -72,7 +72,7 @@ def list_inherited_secrets() -> list[str]:
 
 
 def list_inherited_variables() -> dict[str, str]:
-    """Return the variables of this process that nodes receive; all others are their image's own."""
+    """Return the variables of this process that nodes receive; all other variables are those of their image."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(INHERITED_PREFIXES)}
 
 
@@ -84,7 +84,7 @@ class JobObjects:
 
     Attributes:
         owner: reference to the ConfigMap; all objects of the job are deleted with it.
-        blocked: machines that the job must not get, with the reason.
+        blocked: reasons by the names of machines that the job must not get.
     """
 
     def __init__(self, api: KubernetesApi, job: str) -> None:
@@ -147,7 +147,7 @@ def _make_metadata(job: str, owner: Json | None) -> Json:
 
 
 def _parse_blocked(config_map: Json) -> dict[str, str]:
-    """Return the block list of a ConfigMap, {} if a person has made it malformed."""
+    """Return the block list of a ConfigMap, {} if a user has made it malformed."""
     try:
         blocked = json.loads((config_map.get("data") or {}).get(BLOCKED_KEY) or "{}")
         return {str(name): str(reason) for name, reason in blocked.items()}
@@ -158,10 +158,10 @@ def _parse_blocked(config_map: Json) -> dict[str, str]:
 def find_controller(api: KubernetesApi, pod: str) -> Json | None:
     """Return a reference to the Job, StatefulSet or JobSet that controls the driver's pod, None if there is none."""
     try:
-        config_map = api.call("GET", api.path("pods", pod))
+        pod_object = api.call("GET", api.path("pods", pod))
     except KubernetesError:
         return None
-    for owner in config_map["metadata"].get("ownerReferences") or ():
+    for owner in pod_object["metadata"].get("ownerReferences") or ():
         if owner.get("controller") and owner.get("kind") in ("Job", "StatefulSet", "JobSet"):
             return {key: owner[key] for key in ("apiVersion", "kind", "name", "uid")}
     return None
@@ -181,7 +181,9 @@ def read_patch(settings: KubernetesConfig) -> Json:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise DataError(f"kubernetes.pod={settings.pod} cannot be read: {error}") from None
     if not isinstance(patch, dict) or not set(patch) <= {"metadata", "spec", "apiVersion", "kind"}:
-        raise DataError(f"kubernetes.pod={settings.pod} is no part of a pod: it must have metadata or spec, or both")
+        raise DataError(
+            f"kubernetes.pod={settings.pod} is not a patch of a pod: it must have metadata or spec, or both"
+        )
     return {key: value for key, value in patch.items() if key in ("metadata", "spec")}
 
 
@@ -205,12 +207,13 @@ def make_pod(
     Args:
         name: name of the pod.
         gpus: number of GPUs.
-        slot: distinguishes pods on one machine, "" if there is one per machine.
-        machine: machine on which it must run, "" for any.
-        avoid: machines on which it must not run.
-        driver: address of the driver, None if it is unknown.
-        owner: reference to the object that it is deleted with.
-        environment: variables of its processes.
+        slot: text that distinguishes pods on one machine, "" with one pod per machine.
+        machine: machine on which the pod must run, "" for any.
+        avoid: machines on which the pod must not run.
+        driver: (host, port) of the driver, None if unknown.
+        epoch: epoch of the driver.
+        owner: reference to the object with which the pod is deleted.
+        environment: variables of the pod's processes.
         secrets: names of variables in the job's Secret.
         patch: as returned by `read_patch`.
     """
@@ -267,7 +270,7 @@ def _make_container(
         {"name": "MEGASCALE_JOB", "value": config.train.name},
         {"name": "PYTHONUNBUFFERED", "value": "1"},
         {"name": "HOME", "value": TEMPORARY_FOLDER},  # The image's file system is read-only.
-        {"name": "USER", "value": "megascale"},  # PyTorch asks for a name, and the image may have none for the user.
+        {"name": "USER", "value": "megascale"},  # PyTorch requires a user name, and the image may lack one.
     ]
     env += [{"name": name, "value": value} for name, value in environment.items()]
     for name in secrets:
@@ -292,7 +295,7 @@ def _make_container(
     mounts += own_mounts
     security = make_container_security()
     if any(name.startswith("rdma/") for name in resources):
-        security["capabilities"]["add"] = ["IPC_LOCK"]  # RDMA locks the memory that network devices access.
+        security["capabilities"]["add"] = ["IPC_LOCK"]  # RDMA must lock the memory that network devices access.
     container: Json = {
         "name": CONTAINER_NAME,
         "image": settings.image,
@@ -311,7 +314,7 @@ def make_pod_security(user: int) -> Json:
     context: Json = {"seccompProfile": {"type": "RuntimeDefault"}}
     if user:
         context |= {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": user, "fsGroup": user}
-        # Otherwise each mount would change the owner of every checkpoint.
+        # By default each mount would change the owner of every checkpoint.
         context["fsGroupChangePolicy"] = "OnRootMismatch"
     return context
 
@@ -328,7 +331,8 @@ def make_container_security() -> Json:
 def make_probes(address: str) -> Json:
     """Return the port and probes of a container with metrics at HOST:PORT, {} if the kubelet cannot reach it.
 
-    Liveness only asks whether the process answers: an agent without a driver is not ready, and its trainers go on.
+    The liveness probe only tests whether the process answers: an agent without a driver is not ready, but its trainers
+    continue.
     """
     host, _, port = address.rpartition(":")
     if not address or is_loopback(host.strip("[]")):
@@ -348,7 +352,7 @@ def _make_probe(path: str, *, period: int, failures: int) -> Json:
 
 
 def _make_resources(resources: Mapping[str, str], shm: str) -> Json:
-    """Return requests and limits. Without a request for memory the pod requests its shared memory and 1 GiB."""
+    """Return requests and limits. Without configured memory the pod requests its shared memory and 1 GiB."""
     memory = f"{(_parse_bytes(shm) >> 20) + 1024}Mi"
     requests = {"cpu": "100m", "memory": memory} | dict(resources)
     if resources:
@@ -357,7 +361,7 @@ def _make_resources(resources: Mapping[str, str], shm: str) -> Json:
 
 
 def _check_shared_memory(shm: str, memory: str) -> None:
-    """Raise ConfigError if /dev/shm is larger than the memory to which Kubernetes counts it."""
+    """Raise ConfigError if /dev/shm leaves no memory, since Kubernetes counts it as memory of the pod."""
     if shm and memory and _parse_bytes(shm) >= _parse_bytes(memory):
         raise ConfigError(
             f"kubernetes.shm={shm} leaves nothing of memory={memory} in kubernetes.resources, since shared memory "
@@ -366,12 +370,13 @@ def _check_shared_memory(shm: str, memory: str) -> None:
 
 
 def _parse_bytes(quantity: str) -> int:
-    """Return the bytes of a quantity such as 64Gi, 0 for an empty text. Raises ConfigError for another text."""
+    """Return the bytes of a quantity such as 64Gi, 0 for an empty text. Raises ConfigError for a malformed one."""
     match = re.fullmatch(r"(\d*)([KkMGT]?)(i?)", quantity)
     if match is None or (quantity and not match[1]):
         raise ConfigError(f"kubernetes.resources has memory={quantity}; write whole numbers, such as memory=1500Gi")
     base = 1024 if match[3] else 1000
-    return int(match[1] or 0) * base ** " KMGT".index(match[2].upper() or " ")
+    exponent = " KMGT".index(match[2].upper() or " ")
+    return int(match[1] or 0) * base**exponent
 
 
 def _make_volumes(config: Config) -> list[Json]:
@@ -399,7 +404,7 @@ def _make_volumes(config: Config) -> list[Json]:
 
 
 def _make_mounted_volume(number: int, text: str) -> Json:
-    """Return the volume of an entry of kubernetes.mounts, KIND:SOURCE:PATH[:ro]."""
+    """Return the volume of an entry of kubernetes.mounts, which is KIND:SOURCE:PATH[:ro]."""
     kind, source, _ = text.removesuffix(":ro").split(":")
     if kind == "claim":
         return {"name": f"mount-{number}", "persistentVolumeClaim": {"claimName": source}}
@@ -415,10 +420,10 @@ def _make_mount(number: int, text: str) -> Json:
 
 
 def _make_affinity(settings: KubernetesConfig, job: str, machine: str, avoid: Iterable[str]) -> Json:
-    """Return the affinity: one pod per machine, not on the machines to avoid, and close together."""
+    """Return the affinity: one pod per machine, on no machine to avoid, and pods near each other."""
     same_job = {"matchLabels": {JOB_LABEL: job, ROLE_LABEL: "agent"}}
     affinity: Json = {}
-    fields = [_match_name("NotIn", name) for name in sorted(avoid)]  # a match has one value
+    fields = [_match_name("NotIn", name) for name in sorted(avoid)]  # Kubernetes allows one value per match.
     if machine:
         fields = [_match_name("In", machine)]
     if fields:
@@ -426,11 +431,11 @@ def _make_affinity(settings: KubernetesConfig, job: str, machine: str, avoid: It
     if settings.one_a_node:
         affinity["podAntiAffinity"] = {_REQUIRED: [{"labelSelector": same_job, "topologyKey": _HOSTNAME}]}
     if settings.switch_label and not machine:
-        near: Json = {"labelSelector": same_job, "topologyKey": settings.switch_label}
+        near_term: Json = {"labelSelector": same_job, "topologyKey": settings.switch_label}
         if settings.switch_required:
-            affinity["podAffinity"] = {_REQUIRED: [near]}
+            affinity["podAffinity"] = {_REQUIRED: [near_term]}
         else:
-            affinity["podAffinity"] = {_PREFERRED: [{"weight": 100, "podAffinityTerm": near}]}
+            affinity["podAffinity"] = {_PREFERRED: [{"weight": 100, "podAffinityTerm": near_term}]}
     return affinity
 
 
@@ -471,8 +476,8 @@ def _make_prometheus_annotations(address: str) -> dict[str, str]:
 def merge_patch(base: Any, patch: Any) -> Any:
     """Merge `patch` into `base` like kubectl's strategic merge.
 
-    Objects are merged key by key, and null removes a key. Lists whose entries have mount paths or names are merged
-    entry by entry. Other values are replaced.
+    Objects are merged by key, and null removes a key. Lists whose entries have mount paths or names are merged by them.
+    Other values are replaced.
     """
     if isinstance(base, dict) and isinstance(patch, dict):
         merged = dict(base)

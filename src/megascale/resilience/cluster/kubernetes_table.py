@@ -1,4 +1,4 @@
-"""The state of a job's pods and of the machines in a Kubernetes cluster, updated from watched objects without I/O."""
+"""The state of a job's pods and of the machines in a Kubernetes cluster, which watched objects update without I/O."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PULL_FAILURES = frozenset(
 )
 CONTAINER_FAILURES = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"  # taint by which a person states that a machine is off
-# Prefixes of the reason for which a kubelet refuses a pod before it runs.
+# Prefixes of the reasons for which a kubelet refuses a pod before the pod runs.
 _REJECTIONS = ("OutOf", "NodeAffinity", "Unexpected", "Admission", "Topology")
 # Seconds beyond the grace period in which a connected kubelet ends the processes of a pod that was deleted by force.
 _KUBELET_SECONDS = 15.0
 
 
 class Obstacle(NamedTuple):
-    """Reason and message for which a container or a pod cannot start; empty if it can."""
+    """Reason and message why a container or a pod cannot start, both empty if it can."""
 
     reason: str = ""
     message: str = ""
@@ -36,18 +36,19 @@ class Pod:
     """A pod of the job.
 
     Attributes:
-        machine: name of its machine, "" before it is scheduled.
-        node: name of its node in the job, "" before it is scheduled.
-        running: its container runs.
-        ended: its container has ended for certain, or will never run.
-        is_over: its phase is final; a silent kubelet's pods get such a phase while they may still run.
+        machine: name of its machine, "" before the pod is scheduled.
+        node: name of its node in the job, "" before the pod is scheduled.
+        is_running: its container runs.
+        has_ended: its container must have ended, or will never run.
+        is_over: its phase is final. Pods of a silent kubelet get such a phase although they may still run.
         problem: description of its end.
-        obstacle: the reason for which it cannot start.
-        deleting: time at which its deletion was seen, on the monotonic clock, 0 if it is not deleted.
-        grace: seconds that it has to end after its deletion.
-        agent_ended: its agent reported its own end and that of its ranks.
-        absent: time at which the object disappeared without an observed end, 0 while it exists.
+        obstacle: the reason why it cannot start.
+        deletion_seen: when its deletion was seen, on the monotonic clock; 0 if it is not deleted.
+        grace: seconds in which it must end after its deletion.
+        has_agent_ended: its agent reported the end of itself and of its ranks.
+        absent_since: when the object disappeared without an observed end, on the monotonic clock; 0 while it exists.
         driver: (address, epoch) of the driver in its annotations.
+        created: when it was first seen, on the monotonic clock.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Pod:
         return not (self.is_over or self.has_ended or self.deletion_seen)
 
     def update(self, obj: Json, current_time: float) -> None:
-        """Read a pod object that was received at time `now`."""
+        """Read a pod object that was received at `current_time`."""
         metadata = obj["metadata"]
         spec = obj.get("spec") or {}
         status = obj.get("status") or {}
@@ -91,7 +92,7 @@ class Pod:
         self.is_running = any("running" in state for state in states)
         self.is_over = status.get("phase") in ("Failed", "Succeeded")
         if containers:
-            # The containers of a pod that was marked as failed, since its kubelet is silent, have not ended.
+            # A pod is marked as failed if its kubelet is silent, but its containers may still run.
             self.has_ended = all(_has_ended(container, runs_once) for container in containers)
         else:
             was_rejected = str(status.get("reason", "")).startswith(_REJECTIONS)
@@ -109,10 +110,10 @@ class Machine:
     """A node of the Kubernetes cluster.
 
     Attributes:
-        ready: time since when it is ready, on the monotonic clock, 0 if it is not.
-        problem: description of why it is not ready.
+        ready_since: when it became ready, on the monotonic clock; 0 if it is not ready.
+        problem: why it is not ready.
         devices, capacity: number of allocatable and of all devices, None if the machine reports none.
-        drained: description of why it receives no new pods, "" if it does.
+        drain_reason: why it receives no new pods, "" if it does.
         is_off: a person has stated that the machine is off.
     """
 
@@ -126,7 +127,7 @@ class Machine:
     is_off: bool = False
 
     def update(self, obj: Json, resource: str, current_time: float) -> None:
-        """Read a node object that was received at time `now`."""
+        """Read a node object that was received at `current_time`."""
         spec = obj.get("spec") or {}
         status = obj.get("status") or {}
         conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
@@ -148,7 +149,7 @@ class Machine:
 
 
 class Table:
-    """The pods and machines.
+    """The pods of a job and the machines of the cluster.
 
     Args:
         resource: name of the devices that machines count.
@@ -157,7 +158,7 @@ class Table:
     Attributes:
         pods: existing pods by uid.
         uids: uid of each pod by name.
-        unproven: pods by uid that disappeared without an observed end, so their processes may still run.
+        unproven_pods: pods by uid that disappeared without an observed end, so that their processes may still run.
         machines: machines by name, empty if the driver may not list them.
     """
 
@@ -193,7 +194,7 @@ class Table:
         return pod
 
     def remove_pod(self, obj: Json) -> None:
-        """Remove a pod, whose last state shows whether it had ended."""
+        """Remove a deleted pod. Its last state shows whether its container has ended."""
         self._remove(self.update_pod(obj))
 
     def _remove(self, pod: Pod) -> None:
@@ -208,14 +209,14 @@ class Table:
         return [pod for pod in self.pods.values() if pod.node == node and not pod.has_ended]
 
     def group_pods(self) -> dict[str, list[Pod]]:
-        """Return the pods of each node of the job, ended ones included."""
+        """Return the pods of each node of the job, including pods that have ended."""
         groups: dict[str, list[Pod]] = {}
         for pod in self.pods.values():
             groups.setdefault(pod.node, []).append(pod)
         return groups
 
     def list_stuck_pods(self, margin: float) -> list[Pod]:
-        """Return the scheduled pods that should have ended `margin` seconds ago by their deletion."""
+        """Return the deleted pods that should have ended at least `margin` seconds ago."""
         current_time = self._clock()
         return [
             pod
@@ -227,9 +228,11 @@ class Table:
         ]
 
     def has_stopped(self, node: str, grace: float) -> bool:
-        """Return True if no process of a node of the job can still run, as its kubelet reported or must have ensured.
+        """Return True if no process of a node of the job can still run.
 
-        grace: seconds that pods have to end.
+        The kubelet has reported their end, or must have ended them.
+
+        grace: seconds in which pods must end.
         """
         if self.list_pods(node):
             return False
@@ -245,7 +248,7 @@ class Table:
         return True
 
     def record_agent_end(self, node: str) -> None:
-        """Record that a node's agent reported its own end and that of its ranks; the kubelet need not confirm it."""
+        """Record that a node's agent reported the end of itself and its ranks, which the kubelet need not confirm."""
         self.unproven_pods = {uid: pod for uid, pod in self.unproven_pods.items() if pod.node != node}
         for pod in self.pods.values():
             if pod.node == node and (pod.is_over or pod.deletion_seen > 0):
@@ -268,11 +271,12 @@ class Table:
         return machine
 
     def remove_machine(self, obj: Json) -> None:
-        """Remove a machine; its processes may still run."""
+        """Remove a machine, whose processes may still run."""
         self.machines.pop(obj["metadata"]["name"], None)
 
 
 def _parse_count(values: Json | None, resource: str) -> int | None:
+    """Return the number of a machine's devices, None if the machine reports none."""
     text = str((values or {}).get(resource, ""))
     return int(text) if text.isdigit() else None
 
@@ -280,8 +284,8 @@ def _parse_count(values: Json | None, resource: str) -> int | None:
 def _has_ended(container: Json, runs_once: bool) -> bool:
     """Return True if a container has ended for good.
 
-    A kubelet that lost a container before it saw the end reports `waiting` with a last state; a container that runs
-    once is not started again after that.
+    A kubelet that lost a container before it saw the container's end reports `waiting` with a last state. A container
+    that runs once is not started again after that.
     """
     state = container.get("state") or {}
     last = container.get("lastState") or {}
@@ -289,6 +293,7 @@ def _has_ended(container: Json, runs_once: bool) -> bool:
 
 
 def _describe_end(status: Json, states: list[Json]) -> str:
+    """Return how a pod or its container ended, "" before the end."""
     if status.get("phase") == "Failed" and status.get("reason"):
         return f"{status['reason']}: {status.get('message') or 'no message'}"
     for state in states:
@@ -302,6 +307,7 @@ def _describe_end(status: Json, states: list[Json]) -> str:
 
 
 def _find_obstacle(status: Json, states: list[Json]) -> Obstacle:
+    """Return why a pod or its container cannot start, NO_OBSTACLE if it can."""
     for state in states:
         waiting = state.get("waiting") or {}
         reason = waiting.get("reason", "")
