@@ -1,8 +1,8 @@
-"""/metrics and /health without a token: of a node by its agent, of a job by its driver.
+"""The pages /metrics and /health without a token, which an agent serves for its node and a driver for its job.
 
-The addresses are `resilience.agent_metrics` and `resilience.driver_metrics`. Every client that reaches one may read;
-there is no token, no order and no request body. A LimitedListener limits the number of connections, and each connection
-to one request of few bytes and seconds.
+The addresses are `resilience.agent_metrics` and `resilience.driver_metrics`. Every client that reaches an address may
+read; the pages accept no order and no request body. A LimitedListener limits the number of connections, and each
+connection to one request of few bytes and seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MetricsPage:
     Args:
         read_families: returns the current metrics.
         judge_health: returns (True if healthy, a sentence).
-        labels: of every series.
+        labels: labels of every series.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class MetricsPage:
 
     async def _answer(self, head: bytes) -> bytes:
         request_line = head.split(b"\n", 1)[0].split()
-        method, path = [*request_line, b"", b""][:2]
+        method, path = (request_line + [b"", b""])[:2]  # A malformed line may lack both.
         if method != b"GET":
             return _make_response(405, "only GET is supported\n")
         if path == b"/metrics":

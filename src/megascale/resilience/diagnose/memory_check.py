@@ -9,9 +9,9 @@ import torch
 from megascale.resilience.diagnose.check import Result, SelfCheck, make_absent_check, make_failed_check
 from megascale.resilience.diagnose.compute import list_devices, measure_seconds
 
-_HOST_BYTES = 128 << 20
-_DEVICE_BYTES = 2 << 30
-_LINK_BYTES = 512 << 20
+_HOST_BYTES = 128 << 20  # of a test of host memory
+_DEVICE_BYTES = 2 << 30  # of a test of GPU memory
+_LINK_BYTES = 512 << 20  # of a copy between memories
 _PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
 
 
@@ -24,7 +24,7 @@ def _list_memories() -> list[torch.device]:
 
 
 def _choose_test_bytes(device: torch.device) -> int:
-    """Return the size of a test, a multiple of 8 bytes."""
+    """Return the number of bytes for a test of a memory, a multiple of 8."""
     if device.type == "cpu":
         return _HOST_BYTES
     free, _ = torch.cuda.mem_get_info(device)
@@ -32,7 +32,7 @@ def _choose_test_bytes(device: torch.device) -> int:
 
 
 def check_bandwidth() -> Iterator[SelfCheck]:
-    """Measure the bytes per second that a copy within each memory reads and writes."""
+    """Measure a copy within each memory, in bytes per second that are read and written."""
     for device in _list_memories():
         size = _choose_test_bytes(device)
         source = torch.ones(size // 8, dtype=torch.int64, device=device)
@@ -47,7 +47,7 @@ def _measure_copy(device: torch.device, source: torch.Tensor, target: torch.Tens
 
 
 def check_patterns() -> Iterator[SelfCheck]:
-    """Write patterns of bits and each word's own address into each memory, and compare them."""
+    """Write patterns of bits, and each word's inverted address, into each memory, and compare them."""
     for device in _list_memories():
         name = f"memory pattern {device}"
         word_count = _choose_test_bytes(device) // 8
@@ -60,7 +60,7 @@ def check_patterns() -> Iterator[SelfCheck]:
 
 
 def _find_wrong_words(device: torch.device, word_count: int) -> str:
-    """Return a description of words that do not hold what was written, "" if all do."""
+    """Return a description of words that do not have the written value, "" if all words do."""
     memory = torch.empty(word_count, dtype=torch.int64, device=device)
     for pattern in _PATTERNS:
         memory.view(torch.uint8).fill_(pattern)
@@ -129,6 +129,7 @@ def _make_random_words(device: torch.device) -> torch.Tensor:
     return torch.randint(-(2**62), 2**62, (_LINK_BYTES // 8,), device=device)
 
 
-def _make_link_check(name: str, seconds: float, passed: bool, details: str) -> SelfCheck:
-    result: Result = "passed" if passed else "failed"
+def _make_link_check(name: str, seconds: float, has_passed: bool, details: str) -> SelfCheck:
+    """Return the check of a copy of _LINK_BYTES between two memories."""
+    result: Result = "passed" if has_passed else "failed"
     return SelfCheck(name, result, _LINK_BYTES / seconds / 1e9, "GB/s", details=details)

@@ -1,7 +1,7 @@
 """Checks of the host's NICs: link state, streams to and between the host's own addresses, and RDMA loopback.
 
-Linux carries traffic between addresses of one host through memory. So a TCP stream tests sockets, addresses and memory,
-but not the NIC's link. RDMA loopback (perftest's ib_write_bw) goes through the NIC and is used if it is installed.
+Linux passes traffic between addresses of one host through memory. So a TCP stream tests sockets, addresses and memory,
+but not the NIC's link. RDMA loopback goes through the NIC, and is measured if perftest's ib_write_bw is installed.
 MegaScale section 4.3 tests loopback from every NIC to memory and GPUs, and from NIC to NIC.
 """
 
@@ -23,26 +23,26 @@ from megascale.resilience.diagnose.check import Result, SelfCheck, make_absent_c
 _STREAM_BYTES = 256 << 20
 _BLOCK_BYTES = 1 << 20
 _RDMA_PORT = 18600  # first port of ib_write_bw
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR = 0x8915  # Linux' ioctl for the address of an interface
 _NET = Path("/sys/class/net")
 _RDMA = Path("/sys/class/infiniband")
 
 
 def list_addresses() -> dict[str, str]:
-    """Return the IPv4 address of each interface that is up, loopback included."""
+    """Return the IPv4 address of each interface that has one, loopback included, by name."""
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 data = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                continue  # the interface has no address
+                continue  # The interface has no address.
             addresses[name] = socket.inet_ntoa(data[20:24])
     return addresses
 
 
 def check_links() -> Iterator[SelfCheck]:
-    """Check that every interface with an address has a carrier and few errors."""
+    """Check that every interface with an address has a carrier, and few errors since the boot."""
     names = [name for name in sorted(list_addresses()) if name != "lo"]
     if not names:
         yield make_absent_check("nic link", "no network interface but loopback has an address")
@@ -57,7 +57,7 @@ def _check_link(name: str) -> SelfCheck:
         return make_failed_check(check_name, "no carrier: cable, transceiver or switch port")
     errors = _sum_counters(folder, "rx_errors", "tx_errors")
     packets = _sum_counters(folder, "rx_packets", "tx_packets")
-    if errors > 10 and errors * 1000 > packets:
+    if errors > 10 and errors * 1000 > packets:  # more than one error per thousand packets
         return make_failed_check(check_name, f"{errors} errors in {packets} packets since boot")
     speed = _read_text(folder / "speed")  # Mbit/s, -1 if unknown
     rate = None
@@ -98,6 +98,7 @@ def check_rdma_loopback() -> Iterator[SelfCheck]:
 
 
 def _measure_rdma(device: str, port: int) -> SelfCheck:
+    """Run ib_write_bw as server and client on one device."""
     name = f"rdma loopback {device}"
     command = ["ib_write_bw", "-d", device, "-p", str(port), "--report_gbits", "-D", "1"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -130,6 +131,7 @@ def check_streams() -> Iterator[SelfCheck]:
 
 
 def _measure_stream(name: str, source: str, target: str) -> SelfCheck:
+    """Send _STREAM_BYTES from one address of this host to another by TCP."""
     listener = socket.create_server((target, 0))
     received_bytes = 0
 

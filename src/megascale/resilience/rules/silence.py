@@ -59,11 +59,11 @@ def _judge_silent_agent(view: View, member: RankView) -> Verdict:
 
 
 def _find_training_time(view: View, peers: list[RankView]) -> float | None:
-    """Return a time after which all ranks must have trained, by the history of reachable nodes; None: unknown.
+    """Return a time after which all ranks must have trained, by the history of reachable nodes; None if unknown.
 
-    A step needs every rank, and a rank begins step n only with the result of step n - 2 (train/loop.py). So if a node is
-    in step n, all ranks have completed step n - 2. They did so after the last heartbeat in which the node was in a step
-    below n - 2, whose time is returned.
+    A step needs every rank, and a rank begins step n only with the result of step n - 2 (train/loop.py). So if a node
+    is in step n, all ranks have completed step n - 2. They did so after the last heartbeat in which the node was in a
+    step below n - 2, whose time is returned.
     """
     times: list[float] = []
     if view.phase != "running":
