@@ -302,9 +302,10 @@ def interleaved_1f1b(
 
     The micro-batches run in groups of p micro-batches, or of about `micro_batch_group_size` (see `group_sizes`). Within
     a group a stage runs one chunk after another, each for all micro-batches of the group: forwards with rising chunk
-    index, backwards with falling. If g is the size of the largest group, stage s warms up with (v-1) g + 2 (p-1-s) forwards, then alternates. In flight on stage s: min(v m, (v-1) g +
-    2 (p-1-s) + 1) chunk-forwards. Bubble (p-1)/(v m) for any m >= p when stages are equal. Where g > p, the wrap-around
-    transfers from the last stage arrive g - p forwards before stage 0 needs them, and are received then.
+    index, backwards with falling. If g is the size of the largest group, stage s warms up with (v-1) g + 2 (p-1-s)
+    forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) + 1) chunk-forwards. Bubble (p-1)/(v
+    m) for any m >= p when stages are equal. Where g > p, the wrap-around transfers from the last stage arrive g - p
+    forwards before stage 0 needs them, and are received then.
 
     Large groups are for slow networks: the reduction of a chunk's gradients overlaps the next chunk's g backwards;
     parameter gathers overlap forwards in the same way. One group of all m is the breadth-first schedule of
@@ -428,8 +429,8 @@ def _order_computes(
     computes = np.empty((2 * n, 3), dtype=np.int32)
     computes[forward_slot] = np.insert(forwards[:, :2], 0, ActionKind.FORWARD, axis=1)
     computes[backward_slot] = np.insert(backwards[:, :2], 0, ActionKind.BACKWARD, axis=1)
-    # A wrap-around transfer comes from the previous chunk of the group and may arrive `lead` computes of its pass early.
-    # It ends on stage 0 in forward and on the last stage in backward. All other transfers have no lead.
+    # A wrap-around transfer comes from the previous chunk of the group and may arrive `lead` computes of its pass
+    # early. It ends on stage 0 in forward and on the last stage in backward. All other transfers have no lead.
     forward_chunk, forward_lead = forwards[:, 0], forwards[:, 2]
     backward_chunk, backward_lead = backwards[:, 0], backwards[:, 2]
     wraps_forward = (s == 0) & (forward_chunk > 0)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megascale.ops import dispatch
-from megascale.ops.dispatch import HAVE_TRITON, cdiv, jit, next_power_of_2, tl, use_fused
+from megascale.ops.dispatch import HAS_TRITON, cdiv, jit, next_power_of_2, tl, use_fused
 
-if HAVE_TRITON:
+if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -382,7 +382,7 @@ def multiply_groups(
     if by_blocks:
         block_tiling = tiling or BLOCK_ROWS_TILING
         obstacle = _find_block_obstacle(x, weights, index, transposed, block_tiling)
-        dispatch.note("experts' rows", obstacle or "by tensor descriptors")
+        dispatch.record_choice("experts' rows", obstacle or "by tensor descriptors")
         if not obstacle:
             row_factors = x if index is None else gather_rows(x, index, offsets)
             return _multiply_blocks(row_factors, weights, offsets, transposed, tiles, block_tiling)
@@ -436,7 +436,7 @@ def _find_block_obstacle(x: Tensor, weights: Tensor, index: Tensor | None, trans
         return f"by pointers (a copy of rows does not pay for fewer than {COLUMNS_WORTH_COPY} columns)"
     if x.stride(-1) != 1 or x.data_ptr() % DESCRIPTOR_ALIGN or x.stride(0) % 8:
         return f"by pointers (descriptors need rows at multiples of {DESCRIPTOR_ALIGN} bytes)"
-    if not dispatch.INTERPRET and torch.cuda.get_device_capability(x.device) < (9, 0):
+    if not dispatch.IS_INTERPRETED and torch.cuda.get_device_capability(x.device) < (9, 0):
         return "by pointers (only GPUs from Hopper on read by descriptors)"
     return ""
 
@@ -511,7 +511,7 @@ def copies_rows(x: Tensor, columns: int) -> bool:
     """
     if x.element_size() != 2 or x.shape[1] % 8 or columns % 8 or not use_fused("grouped GEMM", x):
         return False
-    return dispatch.INTERPRET or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return dispatch.IS_INTERPRETED or torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def gather_rows(x: Tensor, index: Tensor, offsets: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from megascale.data.dataset.read_checksum import ReadChecksum
 from megascale.data.dataset.sample_fields import Samples
 from megascale.data.dataset.samples import SampleSource, hash_ids
 from megascale.data.loader import host_loader
-from megascale.data.loader.host_loader import LoaderReader
+from megascale.data.loader.host_loader import LoaderReader, StartedLoader
 from megascale.data.loader.host_plan import HostPlan, plan_host
 from megascale.data.loader.ring import MEASURES
 
@@ -173,9 +173,9 @@ class HostFeed:
         plan: HostPlan,
         folder: Path,
         rank: int,
-        local_rank: int,
         device: torch.device,
         check_data: CheckData | None = None,
+        loader: StartedLoader | None = None,
     ) -> None:
         self.plan = plan
         self.fields = plan.shape.fields
@@ -186,7 +186,7 @@ class HostFeed:
         self.reader: LoaderReader | None = None
         self.checksum = ReadChecksum()
         self._check_data = check_data
-        self._owns_folder = local_rank == 0 and host_loader.VARIABLE not in os.environ
+        self._loader = loader
         self._pinned: Any = None
         self._copies: deque[torch.cuda.Event] = deque()
         self._ids = 0
@@ -200,7 +200,7 @@ class HostFeed:
 
         Raises DataError if files have changed, and the loader's errors.
         """
-        self._owns_folder = False
+        self._loader = None  # it ends with its last reader
         if self._check_data:
             notes = self._check_data(first)
         else:
@@ -313,8 +313,8 @@ class HostFeed:
             self._unpin()
             self.reader.close()
             self.reader = None
-        elif self._owns_folder:
-            host_loader.kill_loader(self.folder)  # no reader has joined, so no other process removes it
+        elif self._loader is not None:
+            self._loader.stop()  # no reader has joined, so no other process removes its folder
 
 
 Feed = LocalFeed | HostFeed
@@ -338,15 +338,18 @@ def open_feed(
     if not plan.needs_loader(gpus=device.type == "cuda"):
         return LocalFeed(plan, layout.shares, layout.grid.replica(rank), device, check_data)
     folder = os.environ.get(host_loader.VARIABLE)
+    loader: StartedLoader | None = None
     if folder is None:
         key = f"loader/{rank - local_rank}"
         if local_rank == 0:
-            folder = str(host_loader.prepare_folder(plan))
+            # It starts while the engine is made and the state is loaded.
+            loader = host_loader.start_planned_loader(plan)
+            folder = str(loader.folder)
             if store is not None:
                 store.set(key, folder)
         else:
             folder = store.get(key).decode()
-    return HostFeed(plan, Path(folder), rank, local_rank, device, check_data)
+    return HostFeed(plan, Path(folder), rank, device, check_data, loader)
 
 
 class LoaderWatch:

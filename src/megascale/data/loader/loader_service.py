@@ -27,14 +27,14 @@ from megascale.data.loader import ring as rings
 from megascale.data.loader.host_plan import FROM_LOADER, FROM_READER, SERVICE, Attach, Attached, HostPlan, Seated
 from megascale.errors import MegascaleError, error_class_name
 from megascale.services import host_service
+from megascale.services.connection_server import ConnectionServer
 from megascale.services.conversation import Conversation, ErrorReply
 from megascale.services.host_service import ReadySignal, ServiceLocation
-from megascale.services.reception import ConnectionServer
 
 log = logging.getLogger("megascale.data.loader")
 
 PLAN, SEGMENT = "plan.json", "segment"
-_FIRST_READER_SECONDS = 900.0  # to wait for the first reader
+_FIRST_FULL_BUFFER_SECONDS = 900.0  # to wait for the first reader
 _LINGER_SECONDS = 2.0  # after the last connection has ended without a word
 
 
@@ -197,7 +197,7 @@ class LoaderService:
         if self.has_readers:
             return self.reception.is_idle(_LINGER_SECONDS)
         # Until the first reader joins, the loader ends with the process that started it.
-        return os.getppid() != self.parent or self.reception.is_idle(_FIRST_READER_SECONDS)
+        return os.getppid() != self.parent or self.reception.is_idle(_FIRST_FULL_BUFFER_SECONDS)
 
     def talk(self, reader: Conversation) -> None:
         """Serve one reader until it leaves or dies; the ring then no longer waits for it."""
@@ -294,9 +294,9 @@ def serve(folder: Path, parent: int, ready: ReadySignal) -> None:
         return
     (service,) = services
     try:
-        service.serve(owned.reception)
+        service.serve(owned.server)
     finally:
-        owned.reception.stop()
+        owned.server.stop()
         service.close()
 
 

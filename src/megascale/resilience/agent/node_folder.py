@@ -119,7 +119,7 @@ def end_checkpoint_services(run: Path, node: str) -> list[int]:
 def _remove_service_files(location: ServiceLocation) -> None:
     """Remove the files of a killed service and its folder, unless another service has started there meanwhile."""
     deadline = time.monotonic() + _KILL_TIMEOUT
-    while location.lock.exists() and time.monotonic() < deadline:
+    while location.lock_path.exists() and time.monotonic() < deadline:
         lock = location.acquire_lock(make=False)
         if lock is not None:
             location.release(lock)

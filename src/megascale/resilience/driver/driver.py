@@ -335,6 +335,7 @@ class Driver:
 
     def step(self, current_time: float) -> None:
         """Examine the whole job once, and act on it."""
+        self.nodes.iteration_time = current_time
         self.cluster_notices.handle()
         if self.adoption.is_waiting and not self.adoption.decide(current_time):
             return

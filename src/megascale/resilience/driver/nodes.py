@@ -227,6 +227,8 @@ class Nodes:
         leases: leases of the agents.
         pending_requests: number of requested nodes that the cluster has not provided yet.
         last_request_time: when all missing nodes were last requested, on the monotonic clock.
+        iteration_time: begin of the loop's present iteration, on the monotonic clock. The driver has read what agents
+            sent before it.
     """
 
     def __init__(
@@ -242,6 +244,7 @@ class Nodes:
         self.leases = AgentLeases(limits, cluster)
         self.pending_requests = 0
         self.last_request_time = 0.0
+        self.iteration_time = time.monotonic()
         self._joining_count = 0  # agents that were started and have not connected
 
     def __getitem__(self, name: str) -> Node:

@@ -44,7 +44,7 @@ from megascale.resilience.protocol import contact
 
 if TYPE_CHECKING:
     from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes, ScrapeTargets, TelemetryExport
-    from megascale.services.door import LimitedListener
+    from megascale.services.limited_listener import LimitedListener
 
 log = logging.getLogger("megascale.driver")
 

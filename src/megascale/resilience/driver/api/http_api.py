@@ -29,8 +29,8 @@ from megascale.resilience.driver.api.access import LOG_PIECE, create_server_cont
 from megascale.resilience.driver.api.http_limits import Guard
 from megascale.resilience.driver.process import raise_file_limit
 from megascale.resilience.driver.recovery import hot_update
-from megascale.services.door import ConnectionLimits, LimitedListener
 from megascale.services.http_protocol import make_http_protocol
+from megascale.services.limited_listener import ConnectionLimits, LimitedListener
 
 log = logging.getLogger("megascale.driver")
 
@@ -400,12 +400,14 @@ async def serve(driver: Driver, host: str, port: int, job_metrics: metrics.JobMe
     log_failure(task, "the API's server", log)
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
-    door_limits = ConnectionLimits(http_limits.CONNECTIONS, http_limits.HEAD_SECONDS)
-    door = LimitedListener([listener], make_http_protocol(settings, server.server_state), door_limits, context)
+    connection_limits = ConnectionLimits(http_limits.CONNECTIONS, http_limits.HEAD_SECONDS)
+    limited_listener = LimitedListener(
+        [listener], make_http_protocol(settings, server.server_state), connection_limits, context
+    )
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     async def close() -> None:
-        await door.close()
+        await limited_listener.close()
         server.should_exit = True
         await task
 

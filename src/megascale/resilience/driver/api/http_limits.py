@@ -1,11 +1,11 @@
 """Limits of the driver's HTTP API: connections, time and bytes are bounded before a token is shown.
 
 uvicorn bounds the size of a head (h11_max_incomplete_event_size) and closes each connection after one answer
-(headers). It lacks the other limits, so connections come through a Door (services/door.py):
+(headers). It lacks other limits, so a LimitedListener (services/limited_listener.py) accepts the connections:
 
 - A deadline for TLS and the head: uvicorn's timeout_keep_alive begins after the first answer only.
 - Room for new connections: at uvicorn's limit_concurrency, silent connections make it answer 503 to all other clients.
-  A Door closes the oldest unauthenticated connection instead.
+  A LimitedListener closes the oldest unauthenticated connection instead.
 - A pace of accepting: a flood must not keep the loop from the agents' heartbeats.
 
 `Guard` admits or refuses a request by its head alone, so that no byte of an unauthenticated request's body is read.
@@ -68,7 +68,7 @@ class Guard:
             return
         connection = scope.get("state", {}).get("connection")
         if connection is not None:
-            connection.let_in(REQUEST_SECONDS)
+            connection.mark_authenticated(REQUEST_SECONDS)
         body = b""
         is_complete = False
         while not is_complete:

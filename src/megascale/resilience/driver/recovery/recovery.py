@@ -85,7 +85,8 @@ class Recovery:
         infos = {info.name: info for info in self.nodes.cluster.nodes()}
         spares = self.nodes.spares()
         current_time = time.monotonic()
-        is_silent = node is not None and current_time - node.last_seen > self.settings.limits.window
+        # A write of this look may have waited for the disk since; agents that sent meanwhile are not silent.
+        is_silent = node is not None and self.nodes.iteration_time - node.last_seen > self.settings.limits.window
         return Situation(
             node=name,
             must_evict=evict,
