@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints the driver's transitions of jobs and nodes as Markdown tables, from `driver/state/transitions.py`.
+"""Prints the driver's transitions of jobs and nodes as Markdown tables, from `driver/state/job_state.py`.
 
 A row is an event, a column a state in which it may occur, a cell the state that follows; "=" leaves the state as it is.
 """
@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from megascale.resilience.driver.state.job_state import NodeState, Phase
-from megascale.resilience.driver.state.transitions import JOB, NODE, UNCHANGED
+from megascale.resilience.driver.state.job_state import JOB_TRANSITIONS, NODE_TRANSITIONS, UNCHANGED, NodeState, Phase
 
 
 def format_table(
@@ -36,9 +35,9 @@ def _format_follower(state: object, following: object) -> str:
 
 def main() -> None:
     """Print both tables."""
-    print(format_table(JOB, list(Phase)))
+    print(format_table(JOB_TRANSITIONS, list(Phase)))
     print()
-    print(format_table(NODE, [None, *NodeState], {None: "unknown"}))
+    print(format_table(NODE_TRANSITIONS, [None, *NodeState], {None: "unknown"}))
 
 
 if __name__ == "__main__":

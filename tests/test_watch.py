@@ -14,7 +14,7 @@ from megascale import watch
 from megascale.core.status import read_status
 from megascale.resilience.agent.progress_patterns import ProgressReader, Reading
 from megascale.torch_private import autograd_engine
-from megascale.watch.waits import READ_INTERVAL, DeviceClock, HostClock
+from megascale.watch.waits import READ_INTERVAL_SECONDS, DeviceClock, HostClock
 
 
 @pytest.fixture
@@ -84,13 +84,13 @@ def test_durations_of_calls_on_a_device_are_not_own_time(monkeypatch):
     assert clock.measure_step(0.5) == 0.0
     for step in range(1, 11):
         entries.append({"record_id": step, "duration_ms": 200.0})
-        current_time += READ_INTERVAL / 10 + 1e-6
+        current_time += READ_INTERVAL_SECONDS / 10 + 1e-6
         compute_seconds = clock.measure_step(0.5)
         assert (compute_seconds > 0) == (step == 10)
     assert compute_seconds == pytest.approx(0.3, abs=1e-3)
     # Calls that the recorder has dropped make the period unknown, so the last value stays.
     entries[:] = [{"record_id": 5000, "duration_ms": 1.0}]
-    current_time += 2 * READ_INTERVAL
+    current_time += 2 * READ_INTERVAL_SECONDS
     assert clock.measure_step(0.5) == compute_seconds
 
 

@@ -348,8 +348,8 @@ def _flat_cuts(
         module = Chunk(
             config.model,
             layers,
-            first=location == 0,
-            last=location == last,
+            is_first=location == 0,
+            is_last=location == last,
             axis=Axis(None, tensor, rank),
             dtype=torch.float32,
             recompute=config.parallel.recompute,

@@ -313,7 +313,7 @@ def _rank(
     config = configuration.from_tree(tree)
     plan = plan_host(lay_out(config, ranks), 0, ranks)
     if location:
-        feed = HostFeed(plan, Path(location), rank, 1, torch.device("cpu"))
+        feed = HostFeed(plan, Path(location), rank, torch.device("cpu"))
     else:
         feed = None
     end.send("here")

@@ -113,7 +113,7 @@ class End:
 
 
 def run_ranks(scenario: str, world: int, seconds: float) -> list[dict[str, Any]]:
-    """Run a process per rank, and return what each has written; a rank that wrote nothing has its exit code."""
+    """Run a process per rank, and return the record of each; a rank without a record has its exit code."""
     with tempfile.TemporaryDirectory(prefix="bench-exchange-") as folder:
         command = [
             sys.executable,
@@ -124,22 +124,35 @@ def run_ranks(scenario: str, world: int, seconds: float) -> list[dict[str, Any]]
             str(find_free_port()),
             str(world),
         ]
-        processes = [subprocess.Popen([*command, str(rank)]) for rank in range(world)]
+        processes = []
+        for rank in range(world):
+            with (Path(folder) / f"rank-{rank}.err").open("w") as errors:
+                processes.append(subprocess.Popen([*command, str(rank)], stderr=errors))
         survivors = processes
         if scenario in SCENARIOS:
             survivors = processes[:-1]
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and any(process.poll() is None for process in survivors):
-            time.sleep(0.1)
+        end_times: dict[int, float] = {}
+        while time.monotonic() < deadline and len(end_times) < len(survivors):
+            time.sleep(0.05)
+            for rank, process in enumerate(survivors):
+                if process.poll() is not None:
+                    end_times.setdefault(rank, time.time())
         for process in processes:
             process.kill()
         codes = [process.wait() for process in processes]
         records = []
         for rank, code in enumerate(codes):
             file = Path(folder) / f"rank-{rank}.json"
+            errors_text = file.with_suffix(".err").read_text()
             if file.exists():
                 records.append(strict_json.loads(file.read_text()))
+            elif rank in end_times and "; ending: " in errors_text:
+                # The watch of peers ended a process that could not come to a check.
+                messages = [line for line in errors_text.splitlines() if "; ending: " in line]
+                records.append({"raised": end_times[rank], "message": messages[0]})
             else:
+                sys.stderr.write(errors_text[-2000:])
                 records.append({"error": f"rank {rank} ended with code {code} and no result"})
         return records
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megascale.bench import timing
-from megascale.bench.kernel_cases import TINY, Bench, KernelRow, Sizes, distance, head_inputs
+from megascale.bench.kernel_cases import TINY, Bench, KernelRow, Sizes, compute_distance, make_head_inputs
 from megascale.bench.kernel_measures import start_bench
 from megascale.errors import ConfigError
 from megascale.ops import activation, norm
-from megascale.ops.cross_entropy import linear_cross_entropy, loss_and_gradient_
+from megascale.ops.cross_entropy import compute_loss_and_gradient_, linear_cross_entropy
 
 PACKAGES = {"liger": "liger-kernel", "quack": "quack-kernels", "torch": "torch"}
 WITHIN = 2e-2  # norm-wise, in bfloat16: packages round at different steps
@@ -63,7 +63,7 @@ def measure(bench: Bench) -> None:
     """Measure a row for each operator."""
     bench.facts["packages"] = versions()
     for op, shape, inputs, ours, peers in _cases(bench.sizes, bench.device):
-        bench.guard(op, shape, functools.partial(_measure, bench, op, shape, inputs, ours, peers))
+        bench.run_guarded(op, shape, functools.partial(_measure, bench, op, shape, inputs, ours, peers))
 
 
 def show(bench: Bench) -> None:
@@ -118,7 +118,7 @@ def _measure(
     bench.rows.append(row)
     expected = ours(*inputs())
     tensors = inputs()
-    bench.seconds(row, "fused", lambda: ours(*tensors))
+    bench.measure_seconds(row, "fused", lambda: ours(*tensors))
     for name, make_passes in peers.items():
         try:
             passes = make_passes()
@@ -129,10 +129,10 @@ def _measure(
             row.notes[name] = f"{type(error).__name__}: {str(error).strip()[:200]}"
             continue
         try:
-            away = max(distance(a, b) for a, b in zip(passes(*inputs()), expected, strict=True))
+            away = max(compute_distance(a, b) for a, b in zip(passes(*inputs()), expected, strict=True))
             if not away <= WITHIN:
                 raise ValueError(f"{away:.1e} away from MegaScale's")
-            row.peers[name] = timing.device_seconds(functools.partial(passes, *tensors))
+            row.peers[name] = timing.measure_device_seconds(functools.partial(passes, *tensors))
         except Exception as error:  # a package may fail in many ways; the others are still measured
             row.notes[name] = f"{type(error).__name__}: {str(error).strip()[:200]}"
 
@@ -254,7 +254,7 @@ def _loss(sizes: Sizes, device: torch.device) -> Any:
         return [torch.randn(T, V, device=device, generator=g).to(torch.bfloat16)]
 
     def ours(logits: Tensor) -> tuple[Tensor, ...]:
-        _, loss = loss_and_gradient_(logits, targets, scale, -100, V)
+        _, loss = compute_loss_and_gradient_(logits, targets, scale, -100, V)
         return loss.mean(), logits
 
     def by(function: Callable[[Tensor], Tensor]) -> Passes:
@@ -289,11 +289,11 @@ def _head(sizes: Sizes, device: torch.device) -> Any:
     T = sizes.head_tokens
     V = sizes.vocab
     H = sizes.hidden
-    targets = head_inputs(sizes, device, T)[2]
+    targets = make_head_inputs(sizes, device, T)[2]
     token_grad = torch.tensor(1 / T, device=device)
 
     def inputs() -> list[Tensor]:
-        x, w = head_inputs(sizes, device, T)[:2]
+        x, w = make_head_inputs(sizes, device, T)[:2]
         return [x, w.detach()[:V].contiguous().requires_grad_()]
 
     def by(function: Callable[[Tensor, Tensor], Tensor]) -> Passes:

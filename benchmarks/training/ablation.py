@@ -308,9 +308,9 @@ def _sustained(seconds: float = 2.0) -> float:
     import sys
 
     code = (
-        "import torch, concurrent.futures as f; from megascale.bench.timing import sustained_gemm_rate; "
+        "import torch, concurrent.futures as f; from megascale.bench.timing import measure_sustained_gemm_rate; "
         "n = torch.cuda.device_count(); "
-        f"rate = lambda i: sustained_gemm_rate(torch.device('cuda', i), {seconds}); "
+        f"rate = lambda i: measure_sustained_gemm_rate(torch.device('cuda', i), {seconds}); "
         "print(sum(f.ThreadPoolExecutor(n).map(rate, range(n))) / n)"
     )
     return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)

@@ -137,8 +137,8 @@ def measure(
     from rich.progress import Progress
 
     from benchmarks.harness.training_runs import describe_machine
-    from megascale.bench.timing import sustained_gemm_rate
-    from megascale.bench.train import join_groups, random_rows
+    from megascale.bench.timing import measure_sustained_gemm_rate
+    from megascale.bench.train import draw_tokens, join_groups
     from megascale.core.flops import CONVENTION, device_peak_tflops, mfu
     from megascale.core.layout import lay_out
     from megascale.rendezvous.groups import shutdown
@@ -149,7 +149,7 @@ def measure(
     cuda = location.device.type == "cuda"
     engine = Engine(lay_out(config, location.world), groups, location.device)
     model, train = config.model, config.train
-    rows = random_rows(config, engine.data_rank, location.device)
+    rows = draw_tokens(config, engine.data_rank, location.device)
     garbage = GarbageCollector(train.gc_interval)
     set_to, built = change(engine, key, location.rank), 0
     output = {value: Value(value) for value in values}
@@ -172,7 +172,7 @@ def measure(
         step()
         step()
     if cuda:
-        before = sustained_gemm_rate(location.device, 2.0)
+        before = measure_sustained_gemm_rate(location.device, 2.0)
     else:
         before = None
     with Progress(transient=True, disable=location.rank > 0) as progress:
@@ -192,7 +192,7 @@ def measure(
             if cuda:
                 item.memory_gib = max(item.memory_gib or 0.0, torch.cuda.max_memory_allocated(location.device) / 2**30)
     if cuda:
-        after = sustained_gemm_rate(location.device, 2.0)
+        after = measure_sustained_gemm_rate(location.device, 2.0)
     else:
         after = None
     garbage.close()

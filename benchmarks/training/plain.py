@@ -22,7 +22,7 @@ from megascale.config import Config, ModelConfig, load
 from megascale.core import strict_json
 from megascale.data.dataset.samples import IGNORE, HeldOut, SampleSource
 from megascale.errors import ConfigError, MegascaleError
-from megascale.ops.attention_backends import causal_mask
+from megascale.ops.attention_backends import make_causal_mask
 from megascale.optim.learning_rate import learning_rate
 from megascale.parallel.parameters import draw_initial_values
 
@@ -109,7 +109,7 @@ class PlainGPT(nn.Module):
         if window is None or window >= S:
             mask = None
         else:
-            mask = causal_mask(S, S, window, x.device)
+            mask = make_causal_mask(S, S, window, x.device)
         for layer in self.layers:
             x = layer(x, mask)
         if self.head is None:

@@ -58,7 +58,7 @@ def test_samples_are_taken_until_the_end_and_the_child_is_gone(smi):
     with gpu_watch.GpuWatch("GPU-abc") as watched:
         assert not has_ended(folder)
     assert has_ended(folder)
-    assert watched.problem is None
+    assert watched.error is None
     result = watched.list_samples(began)
     assert [sample[1:] for sample in result] == [[1755.0, 690.1, 45.0], [1740.0, None, 61.0]]
     assert 0 <= result[0][0] <= result[1][0]
@@ -87,8 +87,8 @@ def test_a_child_that_ends_early_is_told(smi):
     with gpu_watch.GpuWatch("GPU-abc") as watched:
         watched._thread.join()
         watched._process.wait()
-    assert watched.problem is not None
-    assert "Lost the GPU" in watched.problem
+    assert watched.error is not None
+    assert "Lost the GPU" in watched.error
     assert len(watched.list_samples(0.0)) == 1
 
 

@@ -14,7 +14,7 @@ from megascale.errors import ConfigError
 def test_each_rank_has_cores_of_its_own(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 5, 8, 9}, raising=False)
     assert [train_bench.find_cores(2, rank) for rank in range(2)] == [{2, 3}, {5, 8}]
-    with pytest.raises(ConfigError, match=r"--cores=2: 5 cores may be used here, and 3 ranks would take 6"):
+    with pytest.raises(ConfigError, match=r"--cores=2: this process may use 5 cores, and 3 ranks need 6"):
         train_bench.find_cores(2, 2)
 
 
@@ -43,7 +43,7 @@ def test_what_the_host_takes_is_without_its_waits_for_the_device(monkeypatch):
             return type("Result", (), {"loss": 0.0})
 
     samples = train_bench.RandomSamples(Batch(torch.zeros(2, 1), torch.zeros(2, 1)))
-    assert train_bench._host_seconds(Engine(), samples, 4) == 2.0
+    assert train_bench._measure_host_seconds(Engine(), samples, 4) == 2.0
 
 
 def test_random_documents_fill_the_samples(capsys):
@@ -59,7 +59,7 @@ def test_random_documents_fill_the_samples(capsys):
     assert rates[0] > rates[1]  # fewer FLOPs per token
     train_bench.show(result)
     output = capsys.readouterr().out
-    assert "in a micro-batch, of" in output
+    assert "per micro-batch, with" in output
     assert "documents as sequences of their own" in output
     with pytest.raises(ConfigError, match=r"--mean-document=1: .*--data.max_documents="):
         train_bench.measure(config, 1, 1, None, mean_document=1)

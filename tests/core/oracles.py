@@ -35,7 +35,7 @@ def explore(
         moves = [s for s in range(stages) if machine.can_step(at, done, s)]
         moves += [~c for c in range(len(done)) if machine.can_complete(at, done, c)]
         if not moves:
-            outcomes.add(machine.finished(at, done))
+            outcomes.add(machine.is_finished(at, done))
         for subject in moves:
             after = (at.copy(), done.copy())
             after[subject < 0][~subject if subject < 0 else subject] += 1

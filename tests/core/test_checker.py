@@ -106,7 +106,7 @@ def test_one_run_decides_as_all_interleavings_do(sizes, slots, communicator, swa
         machine = Machine(damaged, communicator, slots)
         state = machine.start()
         machine.run(*state, random.Random(seed) if seed is not None else None)
-        return machine.finished(*state)
+        return machine.is_finished(*state)
 
     def all_runs() -> bool:
         _, outcomes = explore(damaged, communicator, slots)

@@ -71,7 +71,7 @@ def test_one_run_decides_as_all_interleavings_do(sizes, overlap, rng):
         machine = Machine(schedule, channel_communicator)
         state = machine.start()
         machine.run(*state, random.Random(seed) if seed is not None else None)
-        return machine.finished(*state)
+        return machine.is_finished(*state)
 
     everywhere = verdict(lambda: min(explore(schedule)[1]))
     assert {verdict(lambda: one_run(seed)) for seed in (None, 1, 2)} == {everywhere}  # noqa: B023

@@ -64,7 +64,7 @@ def test_a_disk_that_has_room_again_gets_the_lines_that_follow(tmp_path):
 
 
 def test_a_reader_that_is_behind_loses_lines_and_stops_nothing(monkeypatch):
-    monkeypatch.setattr(terminal, "_READER_SECONDS", 0.01)
+    monkeypatch.setattr(terminal, "_FULL_BUFFER_SECONDS", 0.01)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     file = terminal._OutputFile(writer, required=False)

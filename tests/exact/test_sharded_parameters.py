@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megascale.config import from_tree
 from megascale.core.memory import count_stage_parameters, count_stage_units
@@ -104,11 +105,11 @@ class GlooExchange:
     """Stands in for the exchange of a host's GPUs: peers' memory is read by a collective."""
 
     def __init__(self, axis: Axis, resident_bytes: int) -> None:
-        self.rank = axis.rank
+        self.rank, self.size = axis.rank, axis.size
         # Only this rank's memory exists here; the counterparts of others are garbage.
         self.resident = [torch.full((resident_bytes,), 255, dtype=torch.uint8) for _ in range(axis.size)]
         self._axis = axis
-        self.gather_count = self.meet_count = 0
+        self.gather_count = self.meet_count = self.reduction_count = 0
 
     def gather_resident(self, out: torch.Tensor, shards: Sequence[torch.Tensor]) -> Callable[[], None]:
         self.gather_count += 1
@@ -116,6 +117,23 @@ class GlooExchange:
 
         def wait() -> None:
             pending.wait()
+
+        return wait
+
+    def reduce_resident(self, parts: Sequence[torch.Tensor], staging: torch.Tensor) -> Callable[[], None]:
+        """Exchange parts; this rank's own memory for all ranks lies around its part, in slices of equal size."""
+        self.reduction_count += 1
+        own = parts[self.rank]
+        start = (own.data_ptr() - self.resident[self.rank].data_ptr()) // own.itemsize - self.rank * len(own)
+        whole = self.resident[self.rank].view(own.dtype)[start : start + self._axis.size * len(own)]
+        received = torch.empty_like(whole)
+        work = dist.all_to_all_single(received, whole, group=self._axis.group, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+            summed = received.view(self._axis.size, -1).sum(0)
+            whole.fill_(float("nan"))  # nothing reads the slot afterwards
+            own.copy_(summed)
 
         return wait
 
@@ -279,3 +297,36 @@ def test_gathers_of_a_step_are_those_of_the_planner(layout, counts, pool):
         if counts is not None:
             assert [count] == counts
         assert nbytes == pytest.approx(planned, rel=0.03)  # buckets are padded
+
+
+def train_with_copied_reductions(rank: int, world: int, tree: dict[str, Any], steps: int) -> tuple[Told, int]:
+    """Train with the stand-in; return also the reductions by copies."""
+    made: list[GlooExchange] = []
+
+    def make(axis: Axis, resident_bytes: int, **options: Any) -> GlooExchange:
+        made.append(GlooExchange(axis, resident_bytes))
+        return made[0]
+
+    tree = {**tree, "overlap": {**tree["overlap"], "reductions": "copies"}}
+    with mock.patch.object(symmetric, "make_exchange", make):
+        report = train(rank, world, tree, steps, poisoned_slots)
+    return report, made[0].reduction_count
+
+
+REDUCTION_LAYOUTS = {
+    "ZeRO-2": case(data=2, microbatches=3, zero=2, model=UNTIED),
+    "ZeRO-2, small buckets, pipeline": case(
+        1, 2, 2, microbatches=2, zero=2, model=UNTIED, parallel={"bucket_elements": 1}
+    ),
+    "ZeRO-3, tied": CASES["accumulation, tied"],
+    "ZeRO-3, chunks": CASES["two stages of five chunks"],
+}
+
+
+@pytest.mark.parametrize("name", REDUCTION_LAYOUTS)
+def test_reductions_by_copies_are_exact(name, pool, one_process):
+    layout = REDUCTION_LAYOUTS[name]
+    results = pool.run(train_with_copied_reductions, layout.world, layout.tree, FEW_STEPS)
+    assert all(count > 0 for _, count in results)
+    reports = [report for report, _ in results]
+    assert_equal(one_process(layout.twin, FEW_STEPS), reports, from_tree(layout.tree).model)

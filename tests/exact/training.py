@@ -66,7 +66,7 @@ class Late(side_stream.InlineStream):
 
     def run(self, work: Callable[[], Any], after: Any = None) -> None:
         self.open.append(work)
-        self._close(side_stream.UNDER_WAY)
+        self._close(side_stream.MAX_IN_FLIGHT)
 
     def synchronize(self) -> None:
         self._close(0)
@@ -99,7 +99,7 @@ def train(
         observe(engine, report)
         for step in range(1, steps + 1):
             run_step(engine, step, report)
-        report.state, report.active = state_of(engine), engine.runtime.kernels.active()
+        report.state, report.active = state_of(engine), engine.runtime.kernels.list_choices()
     return report
 
 

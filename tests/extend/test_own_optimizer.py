@@ -33,7 +33,7 @@ class Lion(UpdateRule):
             for part in s.parts:
                 stored, grad = part.state["average"], part.view(s.shard.grads)
                 grad = grad if step.grad_scale is None else grad * step.grad_scale.to(grad.dtype)
-                for row in part.segments.rows:
+                for row in part.segments.ranges:
                     where = slice(row.start, row.stop)
                     w = part.view(s.master)[where]
                     m = stored[where]

@@ -111,7 +111,7 @@ def run_rank(inputs: argparse.Namespace) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         return finish(groups)
     hold = UpdateHold(groups.device)
-    hold.begin(7)
+    hold.set_step(7)
     weight = torch.ones(1 << 20, device=groups.device)
     graph = capture_call(groups) if device == "cuda" and not inputs.no_graph else None
     threading.Timer(3.0, leave, (hold, groups)).start()
@@ -175,7 +175,7 @@ def queue_step(
         total += x.sum()
     packed = total.reshape(1).double()
     dist.all_reduce(packed)
-    norm = hold.apply(packed[0])
+    norm = hold.mask_norm(packed[0])
     weight.copy_(torch.where(torch.isfinite(norm), weight + 1, weight))
     return norm
 

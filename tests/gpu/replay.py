@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megascale import config as configuration
-from megascale.bench.train import join_groups, random_rows
+from megascale.bench.train import draw_tokens, join_groups
 from megascale.checkpoint.object_collectives import Peers, forget_groups
 from megascale.core.batch import Batch
 from megascale.core.layout import lay_out
@@ -191,7 +191,7 @@ class Runner:
         if case.fault and location.rank == FAULTY_RANK:
             flip = BitFlip(case.fault, FAULTY_RANK, FAULTY_STEP, is_persistent=False, position=4, bit=5)
             corruption = Corruption(engine, flip)
-        rows = random_rows(config, engine.data_rank, location.device)
+        rows = draw_tokens(config, engine.data_rank, location.device)
         start = 0.0
         with corruption.inject() if corruption is not None else nullcontext():
             for step in range(1, steps + 2):

@@ -58,7 +58,7 @@ def make_config(experts: dict[str, Any], **sections: Any) -> Any:
 def make_chunk(experts: dict[str, Any], dtype: torch.dtype = torch.float64, **options: Any) -> Chunk:
     """Return the whole model in one chunk."""
     model = make_config(experts).model
-    chunk = Chunk(model, range(model.layers), first=True, last=True, dtype=dtype, **options)
+    chunk = Chunk(model, range(model.layers), is_first=True, is_last=True, dtype=dtype, **options)
     materialise(chunk, {param: torch.empty(param.shape, dtype=param.dtype) for param in chunk.parameters()})
     initialise(chunk, 1)
     for layer in list_expert_layers([chunk]):
@@ -335,11 +335,11 @@ def test_lamb_has_a_norm_per_expert_and_adamw_one_segment():
     names = list_matrix_names(piece.name, piece.shape)
     ids = {name: number for number, name in enumerate(list(names) + [piece.name])}
     [lamb] = make_state_parts(shard, master, OPTIMIZERS["lamb"], ids)
-    rows = [(row.start, row.stop, names[row.tensor]) for row in lamb.segments.rows]
+    rows = [(row.start, row.stop, names[row.tensor_index]) for row in lamb.segments.ranges]
     stem = "layers.0.mlp.experts.in.weight"
     assert rows == [(0, 5, f"{stem}[4]"), (5, 20, f"{stem}[5]"), (20, 35, f"{stem}[6]"), (35, 40, f"{stem}[7]")]
     [adamw] = make_state_parts(shard, master, OPTIMIZERS["adamw"], ids)
-    assert [(row.start, row.stop) for row in adamw.segments.rows] == [(0, 40)]
+    assert [(row.start, row.stop) for row in adamw.segments.ranges] == [(0, 40)]
 
 
 def test_flops_count_active_experts_only():

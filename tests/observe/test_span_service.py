@@ -64,7 +64,7 @@ def steps_of(out: Path) -> dict[int, list[int]]:
 def out(tmp_path):
     folder = tmp_path / "spans" / "host=0"
     yield folder
-    pid = service_place(folder).owner_pid()
+    pid = service_place(folder).find_service_pid()
     if pid is not None:
         os.kill(pid, signal.SIGKILL)
 
@@ -76,12 +76,12 @@ def test_two_ranks_one_service_and_a_kill(out, monkeypatch):
     for ring in rings:
         write(ring, 1)
     wait_for(lambda: out.exists() and all(not ring.read() for ring in rings), "taking over")
-    pid = service_place(out).owner_pid()
+    pid = service_place(out).find_service_pid()
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     for ring in rings:
         write(ring, 2)
-    wait_for(lambda: service_place(out).owner_pid() not in (None, pid), "another service")
+    wait_for(lambda: service_place(out).find_service_pid() not in (None, pid), "another service")
     wait_for(lambda: all(not ring.read() for ring in rings), "taking over")
     (out.parent / "asked.json").write_text(strict_json.dumps({"first": 7, "last": 8}))
     wait_for(lambda: all(ring.is_requested(7) for ring in rings), "being asked")
@@ -107,7 +107,7 @@ def test_a_short_run_starts_no_service_and_leaves_its_frames(out):
     single = link(ring, out, wait=100.0)
     write(ring, 1)
     single.close()
-    assert service_place(out).owner_pid() is None
+    assert service_place(out).find_service_pid() is None
     assert not service_place(out).folder.exists()
     assert steps_of(out) == {2: [1]}
     with SpanTables(out.parent) as tables:

@@ -267,7 +267,7 @@ def test_a_kafka_that_is_away_is_told_later(tmp_path, monkeypatch):
     ingest = fed(tmp_path / "spans", ["parquet", f"kafka=127.0.0.1:{closed_port()}"])
     ingest.tick(1e9)
     assert ingest.failures == 1
-    assert "has not taken segment 0" in ingest.error
+    assert "has not accepted segment 0" in ingest.error
     assert list((tmp_path / "spans").glob("spool-*.bin"))
     file.write_text("message.timeout.mss = 300\n")
     with pytest.raises(ConfigError, match=r"message\.timeout\.mss"):

@@ -21,12 +21,13 @@ from megascale.ops import (
     routing_kernels,
     segments,
 )
-from megascale.ops.amax import AmaxSlots
+from megascale.ops.amax import AmaxPool
 from megascale.ops.embedding import add_rows
 from megascale.ops.float8 import cast
 from megascale.ops.float8.formats import E4M3, E5M2, Format, scale_slots
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
-from megascale.ops.peer_max import WORD, PeerMax
+from megascale.ops.peer_max import WORD_BYTES, PeerMax
+from megascale.ops.peer_sum import sum_over_peers
 from megascale.parallel.linear import DEFAULT_PRECISION
 from megascale.parallel.tensor import linear_scatter
 
@@ -51,12 +52,12 @@ def both_passes(function: Callable[..., object], *inputs: torch.Tensor) -> None:
 
 
 def rotary(interleaved: bool) -> None:
-    cos, sin = rope.rotary_tables(8, 128, 1e4, torch.get_default_device())
+    cos, sin = rope.make_rotary_tables(8, 128, 1e4, torch.get_default_device())
     both_passes(lambda qkv: rope.split_qkv(qkv, 32, 8, cos, sin, interleaved), zeros(8, 2, 48 * 128))
 
 
 def norm_rotary_split() -> None:
-    cos, sin = rope.rotary_tables(8, 128, 1e4, torch.get_default_device())
+    cos, sin = rope.make_rotary_tables(8, 128, 1e4, torch.get_default_device())
     both_passes(
         lambda qkv, q, k: norm_rotary.split_norm_rotary(qkv, 32, 8, q, k, 1e-6, cos, sin),
         zeros(8, 2, 48 * 128),
@@ -108,7 +109,7 @@ def with_amax(call: Callable[[], None]) -> Callable[[], None]:
 
     def capture() -> None:
         kernels = dispatch.CURRENT.get()
-        kernels.amaxes = AmaxSlots()
+        kernels.amaxes = AmaxPool()
         try:
             call()
         finally:
@@ -131,8 +132,12 @@ def float8_casts(kind: Format) -> None:
 
 
 def largest_over_peers() -> None:
-    arguments = [torch.zeros(PeerMax.bytes_needed(2) // WORD, dtype=torch.int64) for _ in range(2)]
+    arguments = [torch.zeros(PeerMax.bytes_needed(2) // WORD_BYTES, dtype=torch.int64) for _ in range(2)]
     PeerMax(0, arguments)(torch.ones(()))
+
+
+def sums_over_peers() -> None:
+    sum_over_peers(torch.zeros(4096), torch.zeros(3, 8192)[:, :4096], 1)
 
 
 def grouped_gemms() -> None:
@@ -141,6 +146,8 @@ def grouped_gemms() -> None:
     offsets, index = torch.zeros(9, dtype=torch.int32), torch.zeros(1024, dtype=torch.int32)
     grouped_gemm.multiply_groups(x, weights, offsets, index)
     grouped_gemm.multiply_groups(dy, weights, offsets, transposed=True)
+    grouped_gemm.multiply_groups(dy, weights.transpose(1, 2).contiguous(), offsets, by_blocks=True)
+    grouped_gemm.multiply_groups(dy, weights, offsets, transposed=True, by_blocks=True)
     grouped_gemm.accumulate_group_gradients(main_grad, dy, x, offsets, index)
     grouped_gemm.accumulate_group_gradients(main_grad, torch.zeros(512, 1536, dtype=BF16), dy, offsets, dy_index=index)
 
@@ -243,6 +250,7 @@ CASES: dict[str, Callable[[], None]] = {
     "float8 of shards": float8_shards,
     "largest over peers": largest_over_peers,
     "grouped GEMMs": grouped_gemms,
+    "sums over peers": sums_over_peers,
     "routing": routing,
     "optimizers": lambda: optimizer(False),
     "optimizers on device numbers": lambda: optimizer(True),

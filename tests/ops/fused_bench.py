@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.kernels import peers
 from megascale.bench import kernel_float8
-from megascale.bench.kernel_cases import TINY, Bench, cases
-from megascale.bench.kernel_measures import PARTS, measure_case, run, start_bench
+from megascale.bench.kernel_cases import TINY, Bench, list_cases
+from megascale.bench.kernel_measures import MEASUREMENTS, measure_case, run, start_bench
 from megascale.bench.kernels import main, show
 from megascale.errors import ConfigError
 from megascale.ops import dispatch
@@ -27,8 +27,8 @@ def _fused():
 
 
 def test_every_operator_is_checked_and_timed(capsys, tmp_path):
-    parts = [part for part in PARTS if part != "float8"]
-    result = run(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json", parts)
+    measurements = [name for name in MEASUREMENTS if name != "float8"]
+    result = run(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json", measurements)
     assert [row for row in result["rows"] if row["error"]] == []
     assert len(result["rows"]) >= 29
     assert all(row["fused"] for row in result["rows"])
@@ -61,31 +61,31 @@ def test_a_wrong_float8_cast_is_a_row(tmp_path, monkeypatch):
 
 
 def test_a_device_without_float8_is_a_printed_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(kernel_float8, "refusal", lambda device: "A100 has 8.0")
+    monkeypatch.setattr(kernel_float8, "explain_missing_float8", lambda device: "A100 has 8.0")
     result = run(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json", ["float8"])
     assert result["rows"] == []
     show(result)
     assert "float8 is not measured: A100 has 8.0" in capsys.readouterr().out
 
 
-def test_a_part_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="no part is called 'float9'; the parts are operators,"):
+def test_an_unknown_measurement_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="'float9' is unknown; choose from operators,"):
         main(tmp_path / "kernels.json", tiny=True, compile_until=0.0, only="float8,float9")
 
 
 def test_a_wrong_kernel_and_a_crash_are_rows(tmp_path):
     bench = Bench(TINY, torch.device("cpu"), 0.0, tmp_path / "kernels.json")
     bench.facts["copy_bytes_per_s"] = 1e9
-    case = cases(TINY, bench.device)[0]
+    case = list_cases(TINY, bench.device)[0]
     right = case.fused
     case.fused = lambda *tensors: right(*tensors) * 1.1
     measure_case(bench, case)
-    assert "away from the float64 reference" in bench.rows[0].error
+    assert "norm-wise error" in bench.rows[0].error
 
     def broken(bench, case):
         raise RuntimeError("out of shared memory")
 
-    bench.guard("layer norm", "64", lambda: broken(bench, case))
+    bench.run_guarded("layer norm", "64", lambda: broken(bench, case))
     assert bench.rows[-1].error == "RuntimeError: out of shared memory"
 
 

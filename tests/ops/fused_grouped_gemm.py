@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascale.ops import dispatch
+from megascale.ops import dispatch, grouped_gemm
 from megascale.ops.grouped_gemm import (
     Tiling,
     accumulate_group_gradients,
@@ -76,7 +76,43 @@ def test_rows_meet_the_matrix_of_their_group(counts, spare, columns, inner, dtyp
     used = sum(counts)
     assert result.dtype == dtype
     assert distance(result[:used], expected[:used]) <= TOLERANCE[dtype]
-    assert dispatch.active()["grouped GEMM"] == "triton"
+    assert dispatch.list_choices()["grouped GEMM"] == "triton"
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    counts=COUNTS,
+    spare=st.sampled_from([0, 7]),
+    sizes=st.sampled_from([(16, 32), (24, 40), (48, 16)]),
+    gathered=st.booleans(),
+    transposed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_blocks_of_rows_meet_the_matrix_of_their_group(counts, spare, sizes, gathered, transposed, seed):
+    columns, inner = sizes
+    generator = torch.Generator().manual_seed(seed)
+    offsets, rows = make_offsets(counts), sum(counts) + spare
+    index = torch.randint(0, 11, (rows,), generator=generator) if gathered else None
+    x = torch.randn(11 if gathered else rows, inner, generator=generator).bfloat16()
+    shape = (len(counts), inner, columns) if transposed else (len(counts), columns, inner)
+    weights = torch.randn(shape, generator=generator).bfloat16()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_gemm, "COLUMNS_WORTH_COPY", 16)
+        result = multiply_groups(x, weights, offsets, index, transposed, tiling=TILING, by_blocks=True)
+    expected = multiply_groups_reference(x.double(), weights.double(), offsets, index, transposed)
+    used = sum(counts)
+    assert distance(result[:used], expected[:used]) <= TOLERANCE[torch.bfloat16]
+    is_by_pointers = transposed and inner % TILING.inner
+    assert dispatch.list_choices()["experts' rows"].startswith(
+        "by pointers" if is_by_pointers else "by tensor descriptors"
+    )
+
+
+def test_blocks_of_rows_are_refused_where_a_copy_of_rows_does_not_pay():
+    offsets = make_offsets([5, 4])
+    x, weights = torch.randn(9, 16).bfloat16(), torch.randn(2, 32, 16).bfloat16()
+    multiply_groups(x, weights, offsets, torch.arange(9), tiling=TILING, by_blocks=True)
+    assert "fewer than 8192 columns" in dispatch.list_choices()["experts' rows"]
 
 
 @settings(max_examples=12, deadline=None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megascale.config import ModelConfig, OptimizerConfig, from_tree
 from megascale.core.tensors import Piece
 from megascale.model.transformer import Chunk
-from megascale.ops.gradient_sink import main_grad_of
+from megascale.ops.gradient_sink import get_main_grad
 from megascale.optim import sharded_muon
 from megascale.optim.optimizer import ShardedOptimizer, _merge_ranges
 from megascale.optim.sharded_muon import assign_owners, batch_matrices
@@ -41,7 +41,7 @@ def make_buffer(
 ) -> ParamAndGradBuffer:
     """Return the buffers of a chunk with initial weights, by default in several buckets."""
     is_first, is_last = layers.start == 0, layers.stop == model.layers
-    chunk = Chunk(model, layers, first=is_first, last=is_last, dtype=dtype)
+    chunk = Chunk(model, layers, is_first=is_first, is_last=is_last, dtype=dtype)
     buffer = ParamAndGradBuffer(chunk, torch.device("cpu"), axes, bucket_elements=bucket_elements)
     initialise(chunk, 1)
     return buffer
@@ -52,8 +52,8 @@ def fill_grads(buffer: ParamAndGradBuffer, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     grads = {}
     for param in buffer.parameters:
-        main_grad_of(param).zero_()
-        for piece, view in piece_views(spec_of(param), main_grad_of(param)):
+        get_main_grad(param).zero_()
+        for piece, view in piece_views(spec_of(param), get_main_grad(param)):
             grads[piece.name] = view.normal_(0, 0.1, generator=generator).clone()
     return grads
 
@@ -255,7 +255,7 @@ def test_tensors_are_numbered_alike_on_all_ranks():
     buffers = [make_buffer(model, range(2)), make_buffer(model, range(2, 4))]
     names = sorted(buffers[0].names | buffers[1].names)
     for order in (buffers, buffers[::-1]):
-        assert list(ShardedOptimizer(OptimizerConfig(), order).rule.shards.names) == names
+        assert list(ShardedOptimizer(OptimizerConfig(), order).rule.shards.tensor_names) == names
 
 
 def test_a_shard_has_as_few_parts_as_its_states_allow():
@@ -311,7 +311,7 @@ def test_large_matrices_get_owners_first():
 
 
 def test_batches_have_one_shape_and_bounded_size(monkeypatch):
-    monkeypatch.setattr(sharded_muon, "BATCH", 24)
+    monkeypatch.setattr(sharded_muon, "MAX_BATCH_ELEMENTS", 24)
     shapes = {f"small {i}": (2, 3) for i in range(5)} | {"large a": (5, 6), "large b": (5, 6)}
     assert batch_matrices(shapes) == [
         ((2, 3), [f"small {i}" for i in range(4)]),

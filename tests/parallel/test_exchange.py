@@ -300,7 +300,7 @@ def test_captured_calls_are_replayed_between_others_in_every_order_of_queues(
 @pytest.mark.parametrize(
     ("subject", "wrong"),
     [
-        pytest.param("_meet", lambda self: None, id="nobody waits until all have done what they did"),
+        pytest.param("_make_empty_call", lambda self: None, id="nobody waits until all have done what they did"),
         pytest.param("before_replay", lambda self: None, id="a replay takes memory that a peer still reads"),
     ],
 )
@@ -394,7 +394,7 @@ def test_a_call_within_what_another_computes_is_refused(call: str) -> None:
         ex.gather_and_consume(like, lambda part, rank: ex.gather(like), keep_own=False)
     else:
         getattr(ex, call)(lambda out, rank: ex.gather(like), SHAPE, like)
-    with pytest.raises(RuntimeError, match="within the work that another call computes"):
+    with pytest.raises(RuntimeError, match="within the work of another call"):
         run(devices[:1], random.Random(0))
 
 
@@ -507,7 +507,7 @@ def gather_rounds(size: int, gathers: list[int], lag: int, seed: int) -> list[tu
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
     for rank, (device, ex) in enumerate(zip(devices, exchanges, strict=True)):
         for count_of_round, values in zip(gathers, data, strict=True):
-            ex.meet()
+            ex.wait_for_peer_reads()
             device.put("main", lambda values=values, rank=rank: resident[rank].copy_(values[rank]))  # type: ignore[misc]
             pending: deque[tuple[torch.Tensor, Callable[[], None]]] = deque()
 
@@ -543,8 +543,75 @@ def test_resident_memory_is_gathered_as_it_was_in_its_round(size: int, gathers: 
 
 def test_resident_memory_that_changes_without_a_meeting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
-    monkeypatch.setattr(Exchange, "meet", lambda self: None)
+    monkeypatch.setattr(Exchange, "wait_for_peer_reads", lambda self: None)
     right = 0
     for seed in range(60):
         right += all(torch.allclose(*pair) for pair in gather_rounds(3, [1, 2, 1], 0, seed))
+    assert right < 60
+
+
+def reduce_rounds(
+    size: int, parts: list[int], piece: int, lag: int, seed: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Write gradients into slots, reduce and release them, again and again; (result, expected) of each reduction.
+
+    Args:
+        parts: elements of each rank's part, by round; rounds use `lag` + 1 slots in turn.
+        piece: elements of a piece.
+    """
+    devices, exchanges = exchanges_of(size)
+    generator = torch.Generator().manual_seed(seed)
+    slots = [[torch.zeros(size, max(parts), dtype=torch.float64) for _ in range(lag + 1)] for _ in range(size)]
+    data = [torch.randn(size, size, count, generator=generator, dtype=torch.float64) for count in parts]
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for rank, (device, ex) in enumerate(zip(devices, exchanges, strict=True)):
+        staging = torch.zeros(2, size - 1, piece, dtype=torch.float64)
+        pending: deque[tuple[torch.Tensor, torch.Tensor, Callable[[], None]]] = deque()
+
+        def take(device: Device, pending: deque[Any]) -> None:
+            part, values, wait = pending.popleft()
+            wait()
+            retained = torch.empty_like(part)
+            device.put("main", lambda: retained.copy_(part))
+            results.append((retained, values))
+
+        for number, values in enumerate(data):
+            slot = number % (lag + 1)
+            views = [slots[other][slot][rank][: values.shape[-1]] for other in range(size)]
+            own_slot = slots[rank][slot]
+            for other in range(size):
+                device.put(
+                    "main",
+                    lambda own_slot=own_slot, values=values, rank=rank, other=other: own_slot[other][  # type: ignore[misc]
+                        : values.shape[-1]
+                    ].copy_(values[rank, other]),
+                )
+            pending.append((views[rank], values[:, rank].sum(0), ex.reduce_resident(views, staging)))
+            while len(pending) > lag:
+                take(device, pending)
+        while pending:
+            take(device, pending)
+    run(devices, random.Random(seed))
+    return results
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(2, 4),
+    st.lists(st.integers(2, 9), min_size=1, max_size=4),
+    st.integers(2, 5),
+    st.integers(0, 1),
+    st.integers(0, 1 << 40),
+)
+def test_gradients_are_reduced_where_they_lie(size: int, parts: list[int], piece: int, lag: int, seed: int) -> None:
+    for result, expected_values in reduce_rounds(size, parts, piece, lag, seed):
+        torch.testing.assert_close(result, expected_values)
+
+
+def test_a_slot_that_is_released_before_peers_have_read_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail."""
+    monkeypatch.setattr(Exchange, "_make_empty_call", lambda self: None)
+    right = 0
+    for seed in range(60):
+        right += all(torch.allclose(*pair) for pair in reduce_rounds(3, [5, 7, 4], 3, 0, seed))
     assert right < 60

@@ -69,7 +69,7 @@ def test_memory_is_unlocked_after_its_last_user_and_before_it_is_freed(runtime: 
 def test_state_of_an_optimizer_is_unlocked_with_the_last_tensor(runtime: CudaRuntime) -> None:
     """A second engine of a process may get the same addresses, which CUDA refuses to lock twice."""
     host = HostMemory(ELEMENTS, torch.float32, CUDA)
-    parts = [host.take(ELEMENTS // 2), host.take(ELEMENTS // 2)]
+    parts = [host.allocate(ELEMENTS // 2), host.allocate(ELEMENTS // 2)]
     del host
     parts.pop()
     assert len(runtime.locked) == 1

@@ -154,29 +154,43 @@ def test_a_peer_out_of_reach_is_refused(peer, page):
 
 
 STUCK = """
-import sys, time
+import sys, threading, time
 from megascale.data.loader.host_loader import _measure_work
 from megascale.parallel import peer_watch
-peer_watch._RAISE_SECONDS = 0.1
+limit, blocked = sys.argv[3:]
+setattr(peer_watch, limit, 0.1)
+peer_watch._POLL_SECONDS = 0.05
+driver = threading.Event()
+block = lambda *_: driver.wait()
+release = block if "release" in blocked else lambda: None
+is_idle = block if "is_idle" in blocked else lambda: True
 local = peer_watch.describe_process(0)
 members = [local, peer_watch.Member(1, int(sys.argv[1]), local.namespace)]
-watch = peer_watch.PeerWatch(0, members, sys.argv[2], lambda: None, lambda: 0, lambda: True, 600.0)
+watch = peer_watch.PeerWatch(0, members, sys.argv[2], release, lambda: 0, is_idle, timeout=4.0)
 print("watching", flush=True)
 time.sleep(600)  # as in a collective that the dead peer would have to join
 """
 
 
-def test_a_process_whose_host_does_not_return_is_ended(peer, page):
-    command = [sys.executable, "-c", STUCK, str(peer.process.pid), page]
+@pytest.mark.parametrize(
+    ("limit", "blocked", "reason"),
+    [
+        ("_RAISE_SECONDS", "", "the host has made no check for 0.1 seconds"),
+        # A host that launches into a full queue blocks other threads' calls of the driver.
+        ("_BLOCKED_SECONDS", "release is_idle", "a release of its waits has not returned for 0.1 seconds"),
+    ],
+)
+def test_a_process_that_cannot_go_on_is_ended(peer, page, limit, blocked, reason):
+    command = [sys.executable, "-c", STUCK, str(peer.process.pid), page, limit, blocked]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as stuck:
         assert stuck.stdout.readline() == "watching\n"
         peer.kill()
         _, errors = stuck.communicate(timeout=60)
     assert stuck.returncode == 1
-    assert f"rank 0: rank 1 (process {peer.process.pid}) has ended during the exchange with it; ending" in errors
+    failure = f"rank 0: rank 1 (process {peer.process.pid}) has ended during the exchange with it"
+    assert f"{failure}; ending: {reason}" in errors
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc of Linux")
 def test_a_process_whose_name_is_not_unicode_is_read():
     code = "open('/proc/self/comm', 'wb').write(b'\\xff\\xfe'); print('named', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megascale.core.status import read_status
-from megascale.resilience.process_birth import born
+from megascale.resilience.process_birth import read_birth_time
 from tests.forked import COMMAND, PACED, Forked
 from tests.resilience.job_events import JobEvents
 
@@ -122,7 +122,7 @@ class Launched(JobEvents):
             self.process.wait()
         for state in self.run.glob("nodes/*/agent.json"):
             record = json.loads(state.read_text())
-            if born(record["pid"]) == record["born"] != 0:
+            if read_birth_time(record["pid"]) == record["born"] != 0:
                 os.kill(record["pid"], signal.SIGKILL)
 
 

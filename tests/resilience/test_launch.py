@@ -16,7 +16,7 @@ import torch
 from megascale import checkpoint
 from megascale.core.addresses import find_free_port
 from megascale.resilience.driver.state.journal_reader import JournalReader
-from megascale.resilience.process_birth import born
+from megascale.resilience.process_birth import read_birth_time
 from megascale.train.restore import restore_engine
 from tests.conftest import lines
 from tests.forked import Forked
@@ -76,7 +76,7 @@ def test_killed_rank_driver_agent_and_node_leave_the_weights_of_an_undisturbed_r
     assert job.events()[-2].kind == "job_done"
     # Nothing is left behind.
     for node in ("n0", "n1", "n2"):
-        assert not born(job.agent(node))
+        assert not read_birth_time(job.agent(node))
 
     calm = megascale("train", tiny, *steps, "--train.name=calm", "--parallel.data=2")
     assert calm.returncode == 0, calm.stderr
@@ -245,9 +245,9 @@ def test_agents_end_when_no_driver_comes_back(launch):
     job.process.kill()
     job.process.wait()
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and born(agent):
+    while time.monotonic() < deadline and read_birth_time(agent):
         time.sleep(0.05)
-    assert not born(agent)
+    assert not read_birth_time(agent)
     assert checkpoint.latest(job.run / "checkpoints")  # the trainers saved first
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from megascale.config import Config, ResilienceConfig, TrainConfig
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.cluster_registry import CLUSTERS
-from megascale.resilience.driver.api.tls import create_agents_tls
+from megascale.resilience.driver.api.access import create_agents_tls
 from megascale.resilience.driver.telemetry.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.job_description import JobDescription

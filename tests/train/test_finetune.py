@@ -209,7 +209,7 @@ def test_exports_for_peft_and_merged_have_equal_logits(work, adapted) -> None:
     tokens = torch.arange(40).reshape(2, 20) * 7 % 290
     ours, _ = restore_model(adapted)
     with torch.no_grad():
-        expected = ours.logits(ours(tokens.t())).transpose(0, 1)
+        expected = ours.compute_logits(ours(tokens.t())).transpose(0, 1)
         merged = transformers.AutoModelForCausalLM.from_pretrained(work / "merged-hf")(tokens).logits
         base = transformers.AutoModelForCausalLM.from_pretrained(work / "base-hf")
         assert (base(tokens).logits - expected).abs().max() > 1e-2
@@ -243,7 +243,7 @@ def test_peft_loads_the_folder(work, adapted) -> None:
     ours, _ = restore_model(adapted)
     tokens = torch.arange(40).reshape(2, 20) * 7 % 290
     with torch.no_grad():
-        expected = ours.logits(ours(tokens.t())).transpose(0, 1)
+        expected = ours.compute_logits(ours(tokens.t())).transpose(0, 1)
         assert (model(tokens).logits - expected).abs().max() < 1e-4
 
 
@@ -259,7 +259,7 @@ def test_the_plan_has_the_memory_of_adapters() -> None:
     weights = sum(parameter.numel() * 2 for parameter in engine.chunks[0].parameters())
     trained = sum(flat.numel() for flat in (state.master for state in engine.optimizer.states))
     assert memory.weights == weights
-    padding = sum(flat.layout.size for flat in engine.flats) / memory.gradients * 4
+    padding = sum(flat.layout.size for flat in engine.buffers) / memory.gradients * 4
     assert 1 <= padding < 1.1
     assert memory.optimizer * padding == pytest.approx(4 * 3 * trained)
     plain = from_tree({**tree, "train": {**tree["train"], "lora": None}})

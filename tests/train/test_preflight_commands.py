@@ -19,9 +19,8 @@ from megascale.resilience.cluster.base import Cluster, NodeInfo
 from megascale.resilience.driver import nodes
 from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import JobState, NodeState
+from megascale.resilience.driver.state.job_state import JobState, NodeEvent, NodeState
 from megascale.resilience.driver.state.journal import Journal
-from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.resilience.protocol.job_description import JobDescription
 from megascale.train import launcher
 from tests.forked import Forked
@@ -178,27 +177,27 @@ class _Agents(Cluster):
 
 
 def test_agents_start_in_waves(monkeypatch, tmp_path):
-    monkeypatch.setattr(nodes, "WAVE", 3)
+    monkeypatch.setattr(nodes, "MAX_STARTING_AGENTS", 3)
 
     async def begin() -> _Agents:
         agents = _Agents(tmp_path, {"n4"})
         table = agents.table
         for number in range(10):
             table.ensure_known(f"n{number}")
-        table.requests = 4
+        table.pending_requests = 4
         works = [table.start_agent(node) for node in table.all()]
         await asyncio.wait_for(asyncio.gather(*works, *(table.wait_for_new_node() for _ in range(4))), 60)
         return agents
 
     agents = asyncio.run(begin())
     assert agents.most <= 3
-    assert agents.table._joining_agents == agents.table.requests == 0
+    assert agents.table._joining_agents == agents.table.pending_requests == 0
     assert [node.name for node in agents.table.all() if node.state is not NodeState.UP] == ["n4"]
     assert agents.table["n4"].deadline == 0.0
 
 
 def test_an_agent_started_again_gives_its_place_in_the_wave_back(monkeypatch, tmp_path):
-    monkeypatch.setattr(nodes, "WAVE", 1)
+    monkeypatch.setattr(nodes, "MAX_STARTING_AGENTS", 1)
 
     async def begin() -> None:
         agents = _Agents(tmp_path, set())

@@ -1,7 +1,8 @@
-"""Cases and rows of `megascale bench kernels`: each operator with its reference, inputs and bytes, and its figures."""
+"""Operators that `megascale bench kernels` measures, with reference and inputs, and the rows of its table."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -21,20 +22,20 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Sizes:
-    """Widths of the measured shapes; the defaults are those of gpt-13b, llama-8b and (small) gpt2-124m."""
+    """Sizes of the measured tensors. The defaults are those of gpt-13b, llama-8b and gpt2-124m."""
 
     tokens: int = 8192
     batch: int = 4
-    hidden: int = 5120
+    hidden: int = 5120  # gpt-13b's
     llama_hidden: int = 4096
     llama_ffn: int = 14336
-    heads: int = 32
-    groups: int = 8
+    heads: int = 32  # attention heads
+    groups: int = 8  # key-value heads
     head_size: int = 128
     vocab: int = 64000
-    head_tokens: int = 4096
-    elements: int = 256 << 20
-    small: int = 768
+    head_tokens: int = 4096  # tokens of the language-model head
+    elements: int = 256 << 20  # of the optimizer's flat shard
+    small_hidden: int = 768  # gpt2-124m's
 
 
 TINY = Sizes(8, 2, 32, 32, 24, 2, 1, 16, 100, 8, 5000, 20)
@@ -45,75 +46,87 @@ class KernelCase:
     """One operator at one shape.
 
     Attributes:
-        fused, reference: functions of `inputs(tokens)` that return a tensor or a tuple of tensors.
-        forward_bytes, backward_bytes: bytes that must be read and written at least.
+        fused, reference: functions of the tensors of `make_inputs`. They return a tensor or a tuple of tensors.
+        make_inputs: returns random input tensors for a number of tokens.
+        forward_bytes, backward_bytes: fewest bytes that the pass must read and write.
     """
 
     op: str
     shape: str
     fused: Callable[..., Any]
     reference: Callable[..., Any]
-    inputs: Callable[[int], list[Tensor]]
+    make_inputs: Callable[[int], list[Tensor]]
     forward_bytes: float
     backward_bytes: float
     tokens: int
 
 
-def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list[KernelCase]:
-    """Return the operators with a forward and a backward pass over activations."""
+def list_cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list[KernelCase]:
+    """Return the operators with a forward and a backward pass over activations.
+
+    Arguments of each case: name, width, fused operator, reference, input widths, forward bytes, backward bytes.
+    """
     T, B = sizes.tokens, sizes.batch
-    H, E = sizes.hidden, sizes.small
+    H, small_H = sizes.hidden, sizes.small_hidden
     L, F = sizes.llama_hidden, sizes.llama_ffn
-    item = dtype.itemsize
 
-    def rows(*widths: int) -> Callable[[int], list[Tensor]]:
-        """Return activations [tokens / batch, batch, width] for positive widths, vectors for negative ones."""
+    def inputs_of(*widths: int) -> Callable[[int], list[Tensor]]:
+        """Return a function that draws one input per width for a number of tokens.
 
-        def make(tokens: int) -> list[Tensor]:
-            g = torch.Generator(device).manual_seed(1)
-            shapes = [(tokens // B, B, w) if w > 0 else (-w,) for w in widths]
-            return [torch.randn(s, device=device, generator=g).to(dtype).requires_grad_() for s in shapes]
+        A positive width gives activations [tokens / batch, batch, width], a negative width a parameter [-width].
+        """
 
-        return make
+        def make_inputs(tokens: int) -> list[Tensor]:
+            generator = torch.Generator(device).manual_seed(1)
+            inputs = []
+            for width in widths:
+                shape = (tokens // B, B, width) if width > 0 else (-width,)
+                tensor = torch.randn(shape, device=device, generator=generator)
+                inputs.append(tensor.to(dtype).requires_grad_())
+            return inputs
 
-    def moved(*widths: int) -> float:
-        return float(sum(widths)) * T * item
+        return make_inputs
+
+    def count_bytes(*widths: int) -> float:
+        """Return the bytes of activations [T, width] of these widths."""
+        return float(sum(widths)) * T * dtype.itemsize
 
     def case(
-        op: str, width: int, fused: Any, reference: Any, inputs: Any, forward: float, backward: float
+        op: str, width: int, fused: Any, reference: Any, make_inputs: Any, forward_bytes: float, backward_bytes: float
     ) -> KernelCase:
-        return KernelCase(op, f"{T} x {width}", fused, reference, inputs, forward, backward, T)
+        return KernelCase(op, f"{T} x {width}", fused, reference, make_inputs, forward_bytes, backward_bytes, T)
 
     eps, p = 1e-5, 0.1
-    key = dropout.dropout_key(1, 2, 3)
+    key = dropout.make_dropout_key(1, 2, 3)
     N, G = sizes.heads, sizes.groups
     D = sizes.head_size
-    C = (N + 2 * G) * D
-    rotated = (N + G) * D
+    qkv_width = (N + 2 * G) * D
+    rotated_width = (N + G) * D  # queries and keys
     M = H // D
-    W = 3 * M * D + 4 * H
-    cos, sin = rope.rotary_tables(T // B, D, 1e4, device)
+    fused_width = 3 * M * D + 4 * H  # QKV and MLP input of a parallel block
+    cos, sin = rope.make_rotary_tables(T // B, D, 1e4, device)
 
     def rotary(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x: function(x.unflatten(-1, (N, D)), cos[: x.shape[0]], sin[: x.shape[0]], False)
 
-    def split(function: Callable[..., Any], with_tables: bool) -> Callable[..., Any]:
-        if not with_tables:
-            return lambda qkv: function(qkv, N, G, None, None, False)
+    def split(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda qkv: function(qkv, N, G, None, None, False)
+
+    def split_rotary(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda qkv: function(qkv, N, G, cos[: qkv.shape[0]], sin[: qkv.shape[0]], False)
 
-    def split_norm(function: Callable[..., Any]) -> Callable[..., Any]:
+    def split_norm_rotary(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda qkv, q, k: function(qkv, N, G, q, k, eps, cos[: qkv.shape[0]], sin[: qkv.shape[0]], False)
 
-    def added(width: int) -> KernelCase:
+    def add_layer_norm(width: int) -> KernelCase:
         return case(
             "add + layer norm",
             width,
             lambda x, r, c, w, b: norm.add_norm(x, r, w, b, eps, "layernorm", c),
             lambda x, r, c, w, b: norm.add_norm_reference(x, r, w, b, eps, "layernorm", c),
-            rows(width, width, -width, -width, -width),
-            moved(width, width, width, width),
-            moved(width, width, width, width),
+            inputs_of(width, width, -width, -width, -width),
+            count_bytes(width, width, width, width),
+            count_bytes(width, width, width, width),
         )
 
     return [
@@ -122,159 +135,172 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype = BF16) -> list
             H,
             lambda x, w, b: norm.layer_norm(x, w, b, eps),
             lambda x, w, b: norm.layer_norm_reference(x, w, b, eps),
-            rows(H, -H, -H),
-            moved(H, H),
-            moved(H, H, H),
+            inputs_of(H, -H, -H),
+            count_bytes(H, H),
+            count_bytes(H, H, H),
         ),
         case(
             "rms norm",
             L,
             lambda x, w: norm.rms_norm(x, w, eps),
             lambda x, w: norm.rms_norm_reference(x, w, eps),
-            rows(L, -L),
-            moved(L, L),
-            moved(L, L, L),
+            inputs_of(L, -L),
+            count_bytes(L, L),
+            count_bytes(L, L, L),
         ),
-        added(H),
-        added(E),
+        add_layer_norm(H),
+        add_layer_norm(small_H),
         case(
             "add + rms norm",
             L,
             lambda x, r, w: norm.add_norm(x, r, w, None, eps, "rmsnorm"),
             lambda x, r, w: norm.add_norm_reference(x, r, w, None, eps, "rmsnorm", None),
-            rows(L, L, -L),
-            moved(L, L, L, L),
-            moved(L, L, L, L),
+            inputs_of(L, L, -L),
+            count_bytes(L, L, L, L),
+            count_bytes(L, L, L, L),
         ),
         case(
             "gelu + bias",
             4 * H,
             activation.gelu,
             activation.gelu_reference,
-            rows(4 * H, -4 * H),
-            moved(4 * H, 4 * H),
-            moved(4 * H, 4 * H, 4 * H),
+            inputs_of(4 * H, -4 * H),
+            count_bytes(4 * H, 4 * H),
+            count_bytes(4 * H, 4 * H, 4 * H),
         ),
         case(
             "gelu, GEMM's bias",
             4 * H,
             lambda x, b: activation.gelu(x, b, is_bias_added=True),
             lambda x, b: activation.gelu_reference(activation.add_bias_to_graph(x, b)),
-            rows(4 * H, -4 * H),
-            moved(4 * H, 4 * H),
-            moved(4 * H, 4 * H, 4 * H),
+            inputs_of(4 * H, -4 * H),
+            count_bytes(4 * H, 4 * H),
+            count_bytes(4 * H, 4 * H, 4 * H),
         ),
         case(
             "gelu tanh",
             4 * H,
             lambda x: activation.gelu(x, None, "tanh"),
             lambda x: activation.gelu_reference(x, None, "tanh"),
-            rows(4 * H),
-            moved(4 * H, 4 * H),
-            moved(4 * H, 4 * H, 4 * H),
+            inputs_of(4 * H),
+            count_bytes(4 * H, 4 * H),
+            count_bytes(4 * H, 4 * H, 4 * H),
         ),
         case(
             "swiglu",
             2 * F,
             activation.swiglu,
             activation.swiglu_reference,
-            rows(2 * F),
-            moved(2 * F, F),
-            moved(2 * F, F, 2 * F),
+            inputs_of(2 * F),
+            count_bytes(2 * F, F),
+            count_bytes(2 * F, F, 2 * F),
         ),
         case(
             "rotary q",
             N * D,
             rotary(rope.apply_rotary),
             rotary(rope.apply_rotary_reference),
-            rows(N * D),
-            moved(N * D, N * D),
-            moved(N * D, N * D),
+            inputs_of(N * D),
+            count_bytes(N * D, N * D),
+            count_bytes(N * D, N * D),
         ),
         case(
             "split qkv rotary",
-            C,
-            split(rope.split_qkv, True),
-            split(rope.split_qkv_reference, True),
-            rows(C),
-            moved(rotated, rotated),
-            moved(C, C),
+            qkv_width,
+            split_rotary(rope.split_qkv),
+            split_rotary(rope.split_qkv_reference),
+            inputs_of(qkv_width),
+            count_bytes(rotated_width, rotated_width),
+            count_bytes(qkv_width, qkv_width),
         ),
         case(
             "split qkv",
-            C,
-            split(rope.split_qkv, False),
-            split(rope.split_qkv_reference, False),
-            rows(C),
+            qkv_width,
+            split(rope.split_qkv),
+            split(rope.split_qkv_reference),
+            inputs_of(qkv_width),
             0.0,
-            moved(C, C),
+            count_bytes(qkv_width, qkv_width),
         ),
         case(
             "split qkv, norms and rotary",
-            C,
-            split_norm(norm_rotary.split_norm_rotary),
-            split_norm(norm_rotary.split_norm_rotary_reference),
-            rows(C, -D, -D),
-            moved(2 * (N + G) * D),
-            moved(C, C, (N + G) * D),
+            qkv_width,
+            split_norm_rotary(norm_rotary.split_norm_rotary),
+            split_norm_rotary(norm_rotary.split_norm_rotary_reference),
+            inputs_of(qkv_width, -D, -D),
+            count_bytes(rotated_width, rotated_width),
+            count_bytes(qkv_width, qkv_width, rotated_width),
         ),
         case(
             "split fused projection gelu",
-            W,
+            fused_width,
             lambda x: fused_projection.split_fused_projection(x, M, M, D, "gelu")[:4],
             lambda x: fused_projection.split_fused_projection_reference(x, M, M, D, "gelu", None, None, None, False),
-            rows(W),
-            moved(4 * H, 4 * H),
-            moved(W, W, 4 * H),
+            inputs_of(fused_width),
+            count_bytes(4 * H, 4 * H),
+            count_bytes(fused_width, fused_width, 4 * H),
         ),
         case(
             "dropout",
             H,
             lambda x: dropout.dropout(x, p, key, 0, 0),
             lambda x: dropout._DropoutReference.apply(x, p, key, 0, 0),
-            rows(H),
-            moved(H, H),
-            moved(H, H),
+            inputs_of(H),
+            count_bytes(H, H),
+            count_bytes(H, H),
         ),
         case(
             "bias + dropout + add",
             H,
             lambda x, b, r: dropout.dropout_add(x, b, r, p, key, 0, 0),
             lambda x, b, r: r + dropout._DropoutReference.apply(x + b, p, key, 0, 0),
-            rows(H, -H, H),
-            moved(H, H, H),
-            moved(H, H),
+            inputs_of(H, -H, H),
+            count_bytes(H, H, H),
+            count_bytes(H, H),
         ),
         case(
             "bias + add",
             H,
             lambda x, b, r: dropout.dropout_add(x, b, r, 0.0, key, 0, 0),
             lambda x, b, r: r + (x + b),
-            rows(H, -H, H),
-            moved(H, H, H),
-            moved(H),
+            inputs_of(H, -H, H),
+            count_bytes(H, H, H),
+            count_bytes(H),
         ),
     ]
 
 
-def head_inputs(sizes: Sizes, device: torch.device, tokens: int, dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
-    """Return x [tokens, hidden], weight [padded vocab, hidden], targets [tokens], token_grad (0-d)."""
-    g = torch.Generator(device).manual_seed(2)
-    padded = -(-sizes.vocab // 128) * 128
-    x = torch.randn(tokens, sizes.hidden, device=device, generator=g).to(dtype).requires_grad_()
-    w = (0.02 * torch.randn(padded, sizes.hidden, device=device, generator=g)).to(dtype).requires_grad_()
-    targets = torch.randint(0, sizes.vocab, (tokens,), device=device, generator=g)
+def make_head_inputs(sizes: Sizes, device: torch.device, tokens: int, dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
+    """Return random inputs of the language-model head.
+
+    Returns: x [tokens, hidden], weight [padded vocab, hidden], targets [tokens], and the gradient of a token's loss [].
+    """
+    generator = torch.Generator(device).manual_seed(2)
+    padded_vocab = math.ceil(sizes.vocab / 128) * 128
+    x = torch.randn(tokens, sizes.hidden, device=device, generator=generator).to(dtype).requires_grad_()
+    w = 0.02 * torch.randn(padded_vocab, sizes.hidden, device=device, generator=generator)
+    w = w.to(dtype).requires_grad_()
+    targets = torch.randint(0, sizes.vocab, (tokens,), device=device, generator=generator)
     return x, w, targets, torch.tensor(1.0 / tokens, device=device)
 
 
-def plain_head(x: Tensor, w: Tensor, targets: Tensor, vocab: int) -> Tensor:
-    """Compute the per-token loss from all logits at once."""
+def compute_head_reference(x: Tensor, w: Tensor, targets: Tensor, vocab: int) -> Tensor:
+    """Return the loss of each token [tokens], computed from all logits at once."""
     return cross_entropy.cross_entropy(torch.nn.functional.linear(x, w), targets, vocab)
 
 
 @dataclass
 class KernelRow:
-    """One line of the table: seconds, None if not measured. error: why a figure is missing or wrong."""
+    """One row of the table.
+
+    Attributes:
+        fused, eager, compiled: device seconds per call of each implementation; None if not measured.
+        bound: seconds that the operator's bytes take at the copy rate.
+        distance: norm-wise distance from the float64 reference.
+        tflops: TFLOP/s of the fused kernel.
+        host: seconds that the host takes to launch the fused kernel.
+        error: why a figure is missing or wrong.
+    """
 
     op: str
     shape: str
@@ -295,7 +321,17 @@ class KernelRow:
 
 
 class Bench:
-    """Collects rows. A failure becomes a row, and the next operator is measured."""
+    """Collects the rows of the table and writes them to a JSON file.
+
+    If a measurement fails, the error is a row, and the next operator is measured.
+
+    Args:
+        compile_until: seconds after the start when compiling of references ends.
+        out: JSON file.
+
+    Attributes:
+        facts: properties and rates of the machine, by key of the JSON file.
+    """
 
     def __init__(self, sizes: Sizes, device: torch.device, compile_until: float, out: Path) -> None:
         self.sizes = sizes
@@ -306,50 +342,50 @@ class Bench:
         self.rows: list[KernelRow] = []
         self.facts: dict[str, Any] = {}
 
-    def guard(self, op: str, shape: str, function: Callable[[], Any]) -> None:
-        """Run a measurement; an exception becomes a row."""
+    def run_guarded(self, op: str, shape: str, function: Callable[[], Any]) -> None:
+        """Run a measurement; an exception becomes a row of the table."""
         print(f"{time.monotonic() - self.start:6.1f} s  {op} {shape}", file=sys.stderr, flush=True)
         try:
             function()
-        except Exception as error:  # one failing operator must not end the table
+        except Exception as error:  # The remaining operators are still measured.
             self.rows.append(KernelRow(op, shape, error=f"{type(error).__name__}: {str(error).strip()[:300]}"))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self.save()
 
     def add(self, row: KernelRow, limit: float) -> None:
-        """Add a row, with an error if it is further than `limit` from the reference."""
+        """Add a row. Set its `error` if its distance from the reference is above `limit`, or NaN."""
         self.rows.append(row)
         if row.distance is not None and not row.distance <= limit:
-            row.error = f"{row.distance:.1e} away from the float64 reference"
+            row.error = f"norm-wise error {row.distance:.1e}, limit {limit:.1e}"
 
     def save(self) -> None:
-        """Write the present results, so that an interrupted bench leaves them."""
-        self.out.write_text(strict_json.dumps(self.result(), indent=1))
+        """Write the results so far, so that the file exists even if the bench is interrupted."""
+        self.out.write_text(strict_json.dumps(self.make_result(), indent=1))
 
-    def result(self) -> dict[str, Any]:
+    def make_result(self) -> dict[str, Any]:
         """Return the content of the JSON file."""
         return {**self.facts, "rows": [asdict(row) for row in self.rows]}
 
-    def compiled(self, function: Callable[..., Any], op: str) -> Callable[..., Any] | None:
-        """Return torch.compile of a reference, or None after `compile_until`.
+    def compile(self, function: Callable[..., Any], op: str) -> Callable[..., Any] | None:
+        """Return a reference compiled by torch.compile, or None after `compile_until` seconds and for dropout.
 
-        Philox's rounds of integer arithmetic keep the compiler busy for minutes, so dropout is not compiled.
+        Dropout is not compiled, since the integer arithmetic of Philox takes the compiler minutes.
         """
         if "dropout" in op or time.monotonic() - self.start > self.compile_until:
             return None
         torch.compiler.reset()
         return torch.compile(function, dynamic=False)
 
-    def seconds(self, row: KernelRow, field: str, function: Callable[[], Any]) -> None:
-        """Measure one figure of a row, or add the error to the row."""
+    def measure_seconds(self, row: KernelRow, field: str, function: Callable[[], Any]) -> None:
+        """Set `field` of a row to the device seconds of a call, or add the exception to the row's error."""
         try:
-            setattr(row, field, timing.device_seconds(function))
+            setattr(row, field, timing.measure_device_seconds(function))
         except Exception as error:
             row.error += f"{field}: {type(error).__name__}: {str(error).strip()[:160]} "
 
 
-def distance(value: Tensor, reference: Tensor) -> float:
-    """Return the norm of the difference over the norm of the reference."""
+def compute_distance(value: Tensor, reference: Tensor) -> float:
+    """Return the norm of the difference divided by the norm of the reference, computed in float64."""
     reference = reference.double()
     return ((value.double() - reference).norm() / reference.norm().clamp(min=1e-300)).item()

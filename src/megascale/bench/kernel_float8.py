@@ -1,4 +1,8 @@
-"""Float8 in `megascale bench kernels`: casts compared with a copy's bytes, and GEMMs compared with bfloat16."""
+"""Float8 in `megascale bench kernels`: casts compared with the copy rate, and GEMMs compared with bfloat16.
+
+A cast takes its scale from the caller ("given scale"), from the tensor's own amax ("current"), or from the amax of each
+row ("row-wise"). A collecting cast adds the amax and the counts of clipped and flushed numbers to running tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megascale.bench import timing
-from megascale.bench.kernel_cases import Bench, KernelRow, distance
+from megascale.bench.kernel_cases import Bench, KernelRow, compute_distance
 from megascale.errors import ConfigError
 from megascale.ops import linear
 from megascale.ops.float8 import cublaslt, gemm
@@ -28,7 +32,8 @@ from megascale.ops.float8.formats import (
 )
 
 BF16 = torch.bfloat16
-# Tokens, inputs, outputs of each linear layer. wide: the parallel block's QKV and MLP input in one.
+# Tokens, input features and output features of each linear layer. "wide" is the parallel block's projection to QKV and
+# the MLP's hidden layer in one.
 LINEARS = {
     "gpt-1.3b qkv": (8192, 2048, 6144),
     "gpt-1.3b attention out": (8192, 2048, 2048),
@@ -45,18 +50,19 @@ LINEARS = {
     "llama-8b gate + up": (8192, 4096, 28672),
     "llama-8b down": (8192, 14336, 4096),
 }
+# Shapes [M, N] of the tensors that are cast.
 CASTS = [(4096, 5120), (4096, 20480), (4096, 35840), (8192, 2048), (8192, 28672)]
 TINY_LINEARS = {"tiny": (16, 32, 48)}
 TINY_CASTS = [(16, 32)]
-# Norm-wise, measured: precise sums 1.3e-4 in float32 and 1.7e-3 in bfloat16, fast ones (14 bits) 2.3e-3 at K = 5,120
-# and more with K.
-ADDED, ROUNDED, FAST = 1e-3, 3e-3, 2e-2
+# Limits of the norm-wise distance from a GEMM of the dequantised matrices. Measured distances: 1.3e-4 for precise sums
+# with a float32 result and 1.7e-3 with a bfloat16 result; 2.3e-3 for fast sums (14 bits) at K = 5,120, growing with K.
+FLOAT32_LIMIT, BF16_LIMIT, FAST_LIMIT = 1e-3, 3e-3, 2e-2
 
 
-def refusal(device: torch.device) -> str:
-    """Return why this device has no float8, or "" if it has."""
+def explain_missing_float8(device: torch.device) -> str:
+    """Return why this device lacks float8, or an empty string if it has float8."""
     if device.type != "cuda":
-        return ""  # the references, which --tiny checks
+        return ""  # --tiny runs the references on the CPU
     try:
         gemm.check_device(device)
     except ConfigError as error:
@@ -64,34 +70,40 @@ def refusal(device: torch.device) -> str:
     return ""
 
 
-def _gauss(device: torch.device, *shape: int, size: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
-    return (torch.randn(shape, device=device) * size).to(dtype)
+def _draw_normal(device: torch.device, *shape: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
+    return (torch.randn(shape, device=device) * scale).to(dtype)
 
 
-def _in_turn(xs: list[Tensor]) -> Callable[[], Tensor]:
-    """Return a function that returns one tensor after the other, so that none is in the cache."""
-    tensors = itertools.cycle(xs)
-    return lambda: next(tensors)
+def _rotate(tensors: list[Tensor]) -> Callable[[], Tensor]:
+    """Return a function that returns the tensors in turn. With many tensors, each has left the L2 cache at its turn."""
+    cycle = itertools.cycle(tensors)
+    return lambda: next(cycle)
 
 
-def _bytes(x: Tensor) -> Tensor:
+def _view_bytes(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
 def check_casts(bench: Bench, M: int, N: int) -> None:
-    """Check every cast's bytes, scales, amax and counts against the reference's, from bfloat16 and float32."""
+    """Compare all results of every cast with the references byte by byte, for bfloat16 and float32 tensors [M, N].
 
-    def cast_all(kind: Format, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the actual and the expected tensor by name."""
-        x = _gauss(bench.device, M, N + 16, dtype=dtype)[:, :N]
+    Adds one row per format and dtype; its distance is the number of wrong results.
+    """
+
+    def cast_all(float8_format: Format, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the actual and the expected tensor of each result, by the result's name."""
+        x = _draw_normal(bench.device, M, N + 16, dtype=dtype)[:, :N]  # a view, since casts accept strided rows
         scale, amax = torch.full((), 0.013, device=x.device), torch.zeros((), device=x.device)
-        counts, expected_counts = (torch.zeros(2, dtype=torch.int64, device=x.device) for _ in range(2))
-        by_scale, current = cast_by_scale(x, kind, scale), cast_by_amax(x, kind)
-        collecting = cast_by_scale(x, kind, scale, amax=amax, counts=counts)
-        by_row = cast_rows(x, kind, columns=True)
-        current_scale = scale_from_amax(amax_reference(x), kind)
-        rows, columns = (scale_from_amax(amax_reference(x, dim), kind, power_of_2=True) for dim in (1, 0))
-        q, q_current = quantise_reference(x, scale, kind, expected_counts), quantise_reference(x, current_scale, kind)
+        counts = torch.zeros(2, dtype=torch.int64, device=x.device)
+        expected_counts = torch.zeros_like(counts)
+        by_scale, current = cast_by_scale(x, float8_format, scale), cast_by_amax(x, float8_format)
+        collecting = cast_by_scale(x, float8_format, scale, amax=amax, counts=counts)
+        by_row = cast_rows(x, float8_format, columns=True)
+        current_scale = scale_from_amax(amax_reference(x), float8_format)
+        row_scales = scale_from_amax(amax_reference(x, 1), float8_format, power_of_2=True)
+        column_scales = scale_from_amax(amax_reference(x, 0), float8_format, power_of_2=True)
+        q = quantise_reference(x, scale, float8_format, expected_counts)
+        q_current = quantise_reference(x, current_scale, float8_format)
         pairs = {
             "given scale": (by_scale.rows, q),
             "given scale, transposed": (by_scale.columns, q.t()),
@@ -102,48 +114,51 @@ def check_casts(bench: Bench, M: int, N: int) -> None:
             "current": (current.rows, q_current),
             "current, transposed": (current.columns, q_current.t()),
             "current scale": (current.rows_scale, current_scale),
-            "row-wise": (by_row.rows, quantise_reference(x, rows, kind)),
-            "row-wise scales": (by_row.rows_scale, rows),
-            "row-wise, transposed": (by_row.columns, quantise_reference(x, columns, kind).t()),
-            "row-wise scales, transposed": (by_row.columns_scale, columns.t()),
+            "row-wise": (by_row.rows, quantise_reference(x, row_scales, float8_format)),
+            "row-wise scales": (by_row.rows_scale, row_scales),
+            "row-wise, transposed": (by_row.columns, quantise_reference(x, column_scales, float8_format).t()),
+            "row-wise scales, transposed": (by_row.columns_scale, column_scales.t()),
         }
-        return {name: (got, want) for name, (got, want) in pairs.items() if got is not None}
+        return {name: (actual, expected) for name, (actual, expected) in pairs.items() if actual is not None}
 
-    for kind in (E4M3, E5M2):
+    for float8_format in (E4M3, E5M2):
         for dtype in (BF16, torch.float32):
-            wrong = []
-            for name, (got, want) in cast_all(kind, dtype).items():
-                share = (_bytes(got) != _bytes(want)).float().mean()
-                if share:
-                    wrong.append(f"{name} ({share:.1%} of bytes)")
-            if wrong:
-                error = f"not the reference's bytes: {', '.join(wrong)}"
+            differences = []
+            for name, (actual, expected) in cast_all(float8_format, dtype).items():
+                wrong_fraction = (_view_bytes(actual) != _view_bytes(expected)).float().mean()
+                if wrong_fraction:
+                    differences.append(f"{name} ({wrong_fraction:.1%} of bytes)")
+            if differences:
+                error = f"bytes differ from the reference's bytes: {', '.join(differences)}"
             else:
                 error = ""
-            name = f"float8 casts, {str(kind.dtype)[13:17]}: check"
-            bench.rows.append(KernelRow(name, f"{M} x {N}", str(dtype)[6:], distance=float(len(wrong)), error=error))
+            format_name = str(float8_format.dtype).removeprefix("torch.float8_")[:4]  # e4m3 or e5m2
+            op = f"float8 casts, {format_name}: check"
+            dtype_name = str(dtype).removeprefix("torch.")
+            bench.rows.append(KernelRow(op, f"{M} x {N}", dtype_name, distance=float(len(differences)), error=error))
 
 
 def measure_casts(bench: Bench, M: int, N: int) -> None:
-    """Measure casts of a bfloat16 [M, N]; the bound is the time of the bytes at the copy rate."""
+    """Measure casts of a bfloat16 [M, N]; the bound is the time that the bytes take at the copy rate."""
     device = bench.device
     if device.type == "cuda":
-        count = max(2, int(4e8 / (2 * M * N)))
+        tensor_count = max(2, int(4e8 / (2 * M * N)))  # 400 MB in total, which no L2 cache holds
     else:
-        count = 1
-    x = _in_turn([_gauss(device, M, N) for _ in range(count)])
+        tensor_count = 1
+    x = _rotate([_draw_normal(device, M, N) for _ in range(tensor_count)])
     scale, amax = torch.full((), 0.013, device=device), torch.zeros((), device=device)
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     compute_amax(x(), amax)
 
-    def plain() -> tuple[Tensor, Tensor]:
+    def cast_eager() -> tuple[Tensor, Tensor]:
         q = quantise_reference(x(), scale, E4M3)
         return q, q.t().contiguous()
 
+    # Name, bytes read and written per element, the fused cast and, if it is measured, the eager one.
     cases: list[tuple[str, int, Callable[[], Any], Callable[[], Any] | None]] = [
         ("amax", 2, lambda: compute_amax(x(), amax), lambda: amax_reference(x())),
         ("cast, given scale", 3, lambda: cast_by_scale(x(), E4M3, scale, columns=False), None),
-        ("cast + transpose, given scale", 4, lambda: cast_by_scale(x(), E4M3, scale), plain),
+        ("cast + transpose, given scale", 4, lambda: cast_by_scale(x(), E4M3, scale), cast_eager),
         ("cast + transpose + amax", 4, lambda: cast_by_scale(x(), E4M3, scale, amax=amax), None),
         (
             "cast + transpose + amax + counts",
@@ -156,102 +171,127 @@ def measure_casts(bench: Bench, M: int, N: int) -> None:
         ("row-wise cast", 3, lambda: cast_rows(x(), E4M3), None),
         ("row-wise cast, both ways (a weight)", 8, lambda: cast_rows(x(), E4M3, columns=True), None),
     ]
-    for name, bytes_each, fused, eager in cases:
-        row = KernelRow(f"float8 {name}", f"{M} x {N}", bound=bytes_each * M * N / bench.facts["copy_bytes_per_s"])
+    for name, element_bytes, fused, eager in cases:
+        row = KernelRow(f"float8 {name}", f"{M} x {N}", bound=element_bytes * M * N / bench.facts["copy_bytes_per_s"])
         bench.rows.append(row)
-        bench.seconds(row, "fused", fused)
+        bench.measure_seconds(row, "fused", fused)
         if eager is not None:
-            bench.seconds(row, "eager", eager)
-        row.host = timing.launch_seconds(fused)
+            bench.measure_seconds(row, "eager", eager)
+        row.host = timing.measure_launch_seconds(fused)
 
 
-def _timed(bench: Bench, row: KernelRow, flops: float, function: Callable[[], Any]) -> None:
+def _add_timed_row(bench: Bench, row: KernelRow, flops: float, function: Callable[[], Any]) -> None:
     bench.rows.append(row)
-    bench.seconds(row, "fused", function)
+    bench.measure_seconds(row, "fused", function)
     row.set_tflops(flops)
 
 
 def measure_gemms(bench: Bench, name: str, T: int, I: int, O: int) -> None:  # noqa: E741
-    """Measure y, dx and dw of one linear layer in bfloat16, then in float8 with fast and precise sums."""
+    """Measure y, dx and dw of one linear layer in bfloat16, then in float8 with fast and precise sums.
+
+    T, I and O are tokens, input features and output features. A suffix 8 marks a matrix in float8 with one scale, a
+    suffix r one with a scale per row.
+    """
     device = bench.device
     flops, shape = 2.0 * T * I * O, f"{T} x {I} x {O}"
-    x, dy = _gauss(device, T, I), _gauss(device, T, O, size=1e-4)
-    w = _gauss(device, O, I, size=I**-0.5)
+    x, dy = _draw_normal(device, T, I), _draw_normal(device, T, O, scale=1e-4)
+    w = _draw_normal(device, O, I, scale=I**-0.5)
     x8, w8 = cast_by_amax(x, E4M3), cast_by_amax(w, E4M3)
-    d8 = cast_by_amax(dy, E5M2)
-    xr, dr = cast_rows(x, E4M3), cast_rows(dy, E4M3)
+    dy8 = cast_by_amax(dy, E5M2)
+    xr, dyr = cast_rows(x, E4M3), cast_rows(dy, E4M3)
     wr = cast_rows(w, E4M3, columns=True)
-    main = torch.zeros(O, I, device=device)
+    main_grad = torch.zeros(O, I, device=device)
     y, dx = torch.empty(T, O, dtype=BF16, device=device), torch.empty(T, I, dtype=BF16, device=device)
 
-    def row(
-        gemm_name: str, dtype: str = "float8", result: Tensor | None = None, want: Tensor | None = None
+    def make_row(
+        gemm_name: str, dtype: str = "float8", result: Tensor | None = None, expected: Tensor | None = None
     ) -> KernelRow:
         row = KernelRow(f"{name} {gemm_name}", shape, dtype)
-        if result is not None and want is not None:
-            row.distance = distance(result, want)
-            if result.dtype == torch.float32:
-                limit = ADDED
-            else:
-                limit = ROUNDED
-            if not row.distance <= (FAST if "fast" in gemm_name else limit):
-                row.error = f"{row.distance:.1e} away from the GEMM of the dequantised numbers"
+        if result is None or expected is None:
+            return row
+        row.distance = compute_distance(result, expected)
+        if "fast" in gemm_name:
+            limit = FAST_LIMIT
+        elif result.dtype == torch.float32:
+            limit = FLOAT32_LIMIT
+        else:
+            limit = BF16_LIMIT
+        if not row.distance <= limit:
+            row.error = f"norm-wise error {row.distance:.1e} against the GEMM of the dequantised matrices"
         return row
 
-    def operands(a: Float8, b: Float8, transposed: str) -> tuple[Any, ...]:
-        """Return the tensors of a GEMM. transposed: those of "a" and "b" whose transposed copy is read."""
-        tensors: list[Any] = []
-        for key, t in (("a", a), ("b", b)):
-            tensors += [t.columns, t.columns_scale] if key in transposed else [t.rows, t.rows_scale]
-        return tuple(tensors)
+    def list_operands(a: Float8, b: Float8, a_transposed: bool = False, b_transposed: bool = False) -> tuple[Any, ...]:
+        """Return the arguments of a GEMM: matrix and scale of `a`, matrix and scale of `b`."""
+        if a_transposed:
+            a_operands = (a.columns, a.columns_scale)
+        else:
+            a_operands = (a.rows, a.rows_scale)
+        if b_transposed:
+            b_operands = (b.columns, b.columns_scale)
+        else:
+            b_operands = (b.rows, b.rows_scale)
+        return a_operands + b_operands
 
-    variants: list[tuple[str, Callable[[], Any], Tensor, Float8, Float8, str, Float8, Float8]] = [
-        ("y", lambda: torch.mm(x, w.t(), out=y), y, x8, w8, "", xr, wr),
-        ("dx", lambda: torch.mm(dy, w, out=dx), dx, d8, w8, "b", dr, wr),
+    # Name, bfloat16 GEMM, its result, operands with one scale per matrix, and operands with one scale per row.
+    variants: list[tuple[str, Callable[[], Any], Tensor, tuple[Any, ...], tuple[Any, ...]]] = [
+        ("y", lambda: torch.mm(x, w.t(), out=y), y, list_operands(x8, w8), list_operands(xr, wr)),
+        (
+            "dx",
+            lambda: torch.mm(dy, w, out=dx),
+            dx,
+            list_operands(dy8, w8, b_transposed=True),
+            list_operands(dyr, wr, b_transposed=True),
+        ),
     ]
-    for gemm_name, bf16, out, a, b, transposed, by_row, w_row in variants:
-        _timed(bench, row(gemm_name, "bfloat16"), flops, bf16)
-        tensors = operands(a, b, transposed)
-        want = dequantise(tensors[0], tensors[1]) @ dequantise(tensors[2], tensors[3]).t()
+    for gemm_name, bf16_gemm, out, operands, row_wise_operands in variants:
+        _add_timed_row(bench, make_row(gemm_name, "bfloat16"), flops, bf16_gemm)
+        expected = dequantise(operands[0], operands[1]) @ dequantise(operands[2], operands[3]).t()
         for sums, fast in (("fast", True), ("precise", False)):
-            call = functools.partial(gemm.matmul, *tensors, fast=fast)
-            _timed(bench, row(f"{gemm_name}, {sums}", result=call(), want=want), flops, call)
+            call = functools.partial(gemm.matmul, *operands, fast=fast)
+            row = make_row(f"{gemm_name}, {sums}", result=call(), expected=expected)
+            _add_timed_row(bench, row, flops, call)
             if device.type == "cuda":
-                alone = functools.partial(cublaslt.matmul_into, out, *tensors, overwrite=True, fast=fast)
-                _timed(bench, row(f"{gemm_name}, {sums}, cuBLASLt called directly"), flops, alone)
-        tensors = operands(by_row, w_row, transposed)
-        _timed(bench, row(f"{gemm_name}, row-wise, fast"), flops, functools.partial(gemm.matmul, *tensors, fast=True))
-        del want
-    tensors = operands(d8, x8, "ab")
-    want = dequantise(tensors[0], tensors[1]) @ dequantise(tensors[2], tensors[3]).t()
-    _timed(bench, row("dw += float32", "bfloat16"), flops, lambda: linear.accumulate_mm(main, dy.t(), x))
-    accumulate = functools.partial(gemm.matmul_into, main, *tensors)
+                direct_call = functools.partial(cublaslt.matmul_into, out, *operands, overwrite=True, fast=fast)
+                _add_timed_row(bench, make_row(f"{gemm_name}, {sums}, cuBLASLt called directly"), flops, direct_call)
+        call = functools.partial(gemm.matmul, *row_wise_operands, fast=True)
+        _add_timed_row(bench, make_row(f"{gemm_name}, row-wise, fast"), flops, call)
+        del expected
+    operands = list_operands(dy8, x8, a_transposed=True, b_transposed=True)
+    expected = dequantise(operands[0], operands[1]) @ dequantise(operands[2], operands[3]).t()
+    row = make_row("dw += float32", "bfloat16")
+    _add_timed_row(bench, row, flops, lambda: linear.accumulate_mm(main_grad, dy.t(), x))
+    accumulate = functools.partial(gemm.matmul_into, main_grad, *operands)
     accumulate(overwrite=True)
-    into = row("dw = float32, precise", result=main, want=want)
+    overwrite_row = make_row("dw = float32, precise", result=main_grad, expected=expected)
     accumulate()
-    added_to = row("dw += float32, precise", result=main / 2, want=want)
-    del want
-    _timed(bench, into, flops, functools.partial(accumulate, overwrite=True))
-    _timed(bench, added_to, flops, accumulate)
-    _timed(bench, row("dw += float32, fast"), flops, functools.partial(accumulate, fast=True))
-    added = lambda: main.add_(gemm.matmul(*tensors, dtype=torch.float32))
-    _timed(bench, row("dw, float32, precise, and an addition"), flops, added)
+    accumulate_row = make_row("dw += float32, precise", result=main_grad / 2, expected=expected)
+    del expected
+    _add_timed_row(bench, overwrite_row, flops, functools.partial(accumulate, overwrite=True))
+    _add_timed_row(bench, accumulate_row, flops, accumulate)
+    _add_timed_row(bench, make_row("dw += float32, fast"), flops, functools.partial(accumulate, fast=True))
+    multiply_then_add = lambda: main_grad.add_(gemm.matmul(*operands, dtype=torch.float32))
+    _add_timed_row(bench, make_row("dw, float32, precise, and an addition"), flops, multiply_then_add)
     if device.type == "cuda":
-        best = cublaslt.tune(main, *tensors)
-        if best:
-            tuned = row(f"dw += float32, precise, proposal {best + 1}")
-            _timed(bench, tuned, flops, accumulate)
+        # cuBLASLt proposes several algorithms; 0 is its first proposal, which the rows above measured.
+        proposal = cublaslt.tune(main_grad, *operands)
+        if proposal:
+            row = make_row(f"dw += float32, precise, proposal {proposal + 1}")
+            _add_timed_row(bench, row, flops, accumulate)
         cublaslt.set_algorithms({})
 
 
 def measure(bench: Bench, tiny: bool) -> None:
-    """Measure all float8 rows, or record why there are none."""
-    reason = refusal(bench.device)
+    """Measure all float8 rows, or store in `bench.facts` why this device has none."""
+    reason = explain_missing_float8(bench.device)
     if reason:
         bench.facts["float8"] = f"float8 is not measured: {reason}"
         return
-    bench.guard("float8 casts", "check", lambda: check_casts(bench, *((24, 40) if tiny else (400, 1040))))
-    for M, N in TINY_CASTS if tiny else CASTS:
-        bench.guard("float8 casts", f"{M} x {N}", functools.partial(measure_casts, bench, M, N))
-    for name, sizes in (TINY_LINEARS if tiny else LINEARS).items():
-        bench.guard(name, "float8 GEMMs", functools.partial(measure_gemms, bench, name, *sizes))
+    if tiny:
+        check_shape, cast_shapes, linears = (24, 40), TINY_CASTS, TINY_LINEARS
+    else:
+        check_shape, cast_shapes, linears = (400, 1040), CASTS, LINEARS
+    bench.run_guarded("float8 casts", "check", functools.partial(check_casts, bench, *check_shape))
+    for M, N in cast_shapes:
+        bench.run_guarded("float8 casts", f"{M} x {N}", functools.partial(measure_casts, bench, M, N))
+    for name, sizes in linears.items():
+        bench.run_guarded(name, "float8 GEMMs", functools.partial(measure_gemms, bench, name, *sizes))

@@ -1,4 +1,7 @@
-"""Measurements of `megascale bench kernels`: checks against float64 first, then device time; a failure is a row."""
+"""Measurements of `megascale bench kernels`: each checks an operator against float64, then measures its device time.
+
+Names of sizes: T tokens, H hidden width, V vocabulary, S sequence, B batch, N heads, G key-value groups, D head width.
+"""
 
 from __future__ import annotations
 
@@ -21,80 +24,83 @@ from megascale.bench.kernel_cases import (
     KernelCase,
     KernelRow,
     Sizes,
-    cases,
-    distance,
-    head_inputs,
-    plain_head,
+    compute_distance,
+    compute_head_reference,
+    list_cases,
+    make_head_inputs,
 )
 from megascale.errors import TrainingError
 from megascale.ops import attention, dispatch, linear
 from megascale.ops.adam import adamw_apply, adamw_apply_reference, lamb_apply, lamb_direction, lamb_direction_reference
-from megascale.ops.attention_backends import BACKENDS, candidates
-from megascale.ops.cross_entropy import linear_cross_entropy, loss_and_gradient_
-from megascale.ops.dropout import dropout, keep_mask_reference
+from megascale.ops.attention_backends import BACKENDS, list_candidates
+from megascale.ops.cross_entropy import compute_loss_and_gradient_, linear_cross_entropy
+from megascale.ops.dropout import dropout, make_keep_mask_reference
 from megascale.ops.gradient_sink import GradientSink, SinkParameter, attach
-from megascale.ops.reduce import column_sum
+from megascale.ops.reduce import sum_columns
 from megascale.ops.rope import split_qkv
 from megascale.ops.segments import Segments, square_sums
 
-TOLERANCE = 8e-3  # norm-wise against float64 on the same bfloat16 numbers; rounding the result alone gives 1.7e-3
-CHECK_TOKENS = 256
+# Limits of the norm-wise distance from float64 on the same inputs. Rounding a result to bfloat16 alone gives 1.7e-3.
+TOLERANCE = 8e-3
+FLOAT32_TOLERANCE = 1e-5  # the same for results that are summed or updated in float32
+ATTENTION_TOLERANCE = 2e-2  # the same for attention, which rounds its probabilities to bfloat16
+CHECK_TOKENS = 256  # tokens of a check, since float64 is slow on GPUs
 
 
-def _tuple(value: Any) -> tuple[Tensor, ...]:
+def _as_tuple(value: Any) -> tuple[Tensor, ...]:
     if isinstance(value, (tuple, list)):
         return tuple(value)
     return (value,)
 
 
-def check(case: KernelCase, tokens: int) -> float:
+def measure_distance(case: KernelCase, tokens: int) -> float:
     """Return the largest norm-wise distance of outputs and gradients from the float64 reference."""
-    inputs = case.inputs(tokens)
-    wide = [t.detach().double().requires_grad_() for t in inputs]
-    expected = _tuple(case.reference(*wide))
+    inputs = case.make_inputs(tokens)
+    inputs64 = [t.detach().double().requires_grad_() for t in inputs]
+    expected = _as_tuple(case.reference(*inputs64))
     upstream = [torch.randn_like(t).to(inputs[0].dtype) for t in expected]
-    expected += torch.autograd.grad(expected, wide, [u.double() for u in upstream])
+    expected += torch.autograd.grad(expected, inputs64, [u.double() for u in upstream])
     # A copy of the first input, because an operator may overwrite a projection's output.
-    actual = _tuple(case.fused(inputs[0] * 1, *inputs[1:]))
+    actual = _as_tuple(case.fused(inputs[0] * 1, *inputs[1:]))
     actual += torch.autograd.grad(actual, inputs, upstream)
-    return max(distance(a, b) for a, b in zip(actual, expected, strict=True))
+    return max(compute_distance(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def measure_case(bench: Bench, case: KernelCase) -> None:
-    """Measure forward and backward rows of one operator."""
-    away = check(case, min(case.tokens, CHECK_TOKENS))
-    forward = KernelRow(case.op, case.shape, distance=away)
-    backward = KernelRow(f"{case.op}, backward", case.shape, distance=away)
+    """Add a forward and a backward row of one operator."""
+    distance = measure_distance(case, min(case.tokens, CHECK_TOKENS))
+    forward = KernelRow(case.op, case.shape, distance=distance)
+    backward = KernelRow(f"{case.op}, backward", case.shape, distance=distance)
     bench.add(forward, TOLERANCE)
     bench.add(backward, TOLERANCE)
     rate = bench.facts["copy_bytes_per_s"]
     forward.bound, backward.bound = case.forward_bytes / rate, case.backward_bytes / rate
-    inputs = case.inputs(case.tokens)
-    variants = {"fused": case.fused, "eager": case.reference, "compiled": bench.compiled(case.reference, case.op)}
-    for name, function in variants.items():
+    inputs = case.make_inputs(case.tokens)
+    implementations = {"fused": case.fused, "eager": case.reference, "compiled": bench.compile(case.reference, case.op)}
+    for name, function in implementations.items():
         if function is None:
             continue
         call = functools.partial(function, *inputs)
-        bench.seconds(forward, name, call)
+        bench.measure_seconds(forward, name, call)
         try:
-            out = _tuple(call())
+            out = _as_tuple(call())
         except Exception as error:
             backward.error += f"{name}: {error}"
             continue
         upstream = [torch.randn_like(t) for t in out]
         gradients = functools.partial(torch.autograd.grad, out, inputs, upstream, retain_graph=True)
-        bench.seconds(backward, name, gradients)
+        bench.measure_seconds(backward, name, gradients)
         if name == "fused":
-            forward.host = timing.launch_seconds(call)
-            backward.host = timing.launch_seconds(gradients)
+            forward.host = timing.measure_launch_seconds(call)
+            backward.host = timing.measure_launch_seconds(gradients)
         del out, upstream, gradients
 
 
 def measure_dropout_bits(bench: Bench) -> None:
-    """Check that the device draws the mask that the CPU draws."""
+    """Check that the device draws the same dropout mask as the CPU. Raises TrainingError if the masks differ."""
     shape, key = (33, 5, 130), 123456789012345
     y = dropout(torch.ones(shape, device=bench.device), 0.3, key, 70, 2**31 - 9)
-    mask = keep_mask_reference(torch.Size(shape), 0.3, key, 70, 2**31 - 9, torch.device("cpu"))
+    mask = make_keep_mask_reference(torch.Size(shape), 0.3, key, 70, 2**31 - 9, torch.device("cpu"))
     is_equal = torch.equal((y != 0).cpu(), mask)
     bench.facts["dropout_bits_equal_cpu"] = is_equal
     if not is_equal:
@@ -102,35 +108,37 @@ def measure_dropout_bits(bench: Bench) -> None:
 
 
 def measure_head(bench: Bench) -> None:
-    """Measure the cross-entropy kernel alone, and the head with gradients in the forward pass."""
+    """Measure the cross-entropy kernel alone, then the language-model head: projection and loss with gradients."""
     sizes, device = bench.sizes, bench.device
     T, V = sizes.head_tokens, sizes.vocab
     H = sizes.hidden
-    x, w, targets, token_grad = head_inputs(sizes, device, min(T, CHECK_TOKENS))
+    x, w, targets, token_grad = make_head_inputs(sizes, device, min(T, CHECK_TOKENS))
     loss = linear_cross_entropy(x, w, targets, vocab=V, token_grad=token_grad)
     grads = torch.autograd.grad(loss, (x, w), token_grad.expand(loss.shape))
-    wide = [t.detach().double().requires_grad_() for t in (x, w)]
-    exact = plain_head(wide[0], wide[1], targets, V)
-    exact_grads = torch.autograd.grad(exact, wide, token_grad.double().expand(exact.shape))
-    away = max(distance(a, b) for a, b in zip((loss, *grads), (exact, *exact_grads), strict=True))
-    del wide, exact, exact_grads, loss, grads
+    inputs64 = [t.detach().double().requires_grad_() for t in (x, w)]
+    exact = compute_head_reference(inputs64[0], inputs64[1], targets, V)
+    exact_grads = torch.autograd.grad(exact, inputs64, token_grad.double().expand(exact.shape))
+    distance = max(compute_distance(a, b) for a, b in zip((loss, *grads), (exact, *exact_grads), strict=True))
+    del inputs64, exact, exact_grads, loss, grads
 
-    x, w, targets, token_grad = head_inputs(sizes, device, T)
+    x, w, targets, token_grad = make_head_inputs(sizes, device, T)
     logits = (x @ w.t()).detach()
     scale = token_grad.expand(T).contiguous()
     rate = bench.facts["copy_bytes_per_s"]
-    row = KernelRow("cross entropy kernel", f"{T} x {V}", distance=away, bound=2 * logits.numel() * 2 / rate)
+    # The kernel reads each bfloat16 logit and overwrites it with its gradient.
+    row = KernelRow("cross entropy kernel", f"{T} x {V}", distance=distance, bound=2 * logits.nbytes / rate)
     bench.add(row, TOLERANCE)
 
-    def plain(leaf: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(leaf.float(), targets, reduction="sum")
+    def compute_plain_loss(logits: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="sum")
 
-    leaf = logits.clone().requires_grad_()
-    bench.seconds(row, "fused", lambda: loss_and_gradient_(logits, targets, scale, -100, V))
-    bench.seconds(row, "eager", lambda: torch.autograd.grad(plain(leaf), leaf))
-    compiled = bench.compiled(plain, "cross entropy")
+    tracked_logits = logits.clone().requires_grad_()
+    bench.measure_seconds(row, "fused", lambda: compute_loss_and_gradient_(logits, targets, scale, -100, V))
+    bench.measure_seconds(row, "eager", lambda: torch.autograd.grad(compute_plain_loss(tracked_logits), tracked_logits))
+    compiled = bench.compile(compute_plain_loss, "cross entropy")
     if compiled is not None:
-        bench.seconds(row, "compiled", lambda: torch.autograd.grad(compiled(leaf), leaf))
+        bench.measure_seconds(row, "compiled", lambda: torch.autograd.grad(compiled(tracked_logits), tracked_logits))
+    # The fused head adds the weight's gradient to its float32 sink, as in training.
     w = SinkParameter(w.detach())
     attach(w, GradientSink(torch.zeros(w.shape, device=device)))
     flops = 6 * T * H * w.shape[0]
@@ -140,12 +148,12 @@ def measure_head(bench: Bench) -> None:
         return torch.autograd.grad(loss, x, token_grad.expand(T), allow_unused=True)
 
     def eager_head() -> Any:
-        return torch.autograd.grad(plain_head(x, w, targets, V), (x, w), token_grad.expand(T))
+        return torch.autograd.grad(compute_head_reference(x, w, targets, V), (x, w), token_grad.expand(T))
 
-    row = KernelRow("head: GEMMs + loss, both passes", f"{T} x {H} x {V}", distance=away)
+    row = KernelRow("head: GEMMs + loss, both passes", f"{T} x {H} x {V}", distance=distance)
     bench.rows.append(row)
-    bench.seconds(row, "fused", fused_head)
-    bench.seconds(row, "eager", eager_head)
+    bench.measure_seconds(row, "fused", fused_head)
+    bench.measure_seconds(row, "eager", eager_head)
     row.set_tflops(flops)
 
 
@@ -153,69 +161,76 @@ def measure_linear(bench: Bench) -> None:
     """Measure the weight gradient's GEMM that adds into float32, and the bias gradient's sum."""
     sizes, device = bench.sizes, bench.device
     T, H = sizes.tokens, sizes.hidden
-    x, dy = (torch.randn(T, n, device=device).to(torch.bfloat16) for n in (H, 4 * H))
+    x = torch.randn(T, H, device=device).to(torch.bfloat16)
+    dy = torch.randn(T, 4 * H, device=device).to(torch.bfloat16)
     small_x, small_dy = x[:CHECK_TOKENS], dy[:CHECK_TOKENS]
-    main = torch.ones(4 * H, H, device=device)
-    linear.accumulate_mm(main, small_dy.t(), small_x)
-    away = distance(main, 1 + small_dy.double().t() @ small_x.double())
-    row = KernelRow("weight gradient += float32", f"{4 * H} x {T} x {H}", distance=away)
-    bench.add(row, 1e-5)
-    bench.seconds(row, "fused", lambda: linear.accumulate_mm(main, dy.t(), x))
-    bench.seconds(row, "eager", lambda: main.add_(dy.t() @ x))
+    main_grad = torch.ones(4 * H, H, device=device)
+    linear.accumulate_mm(main_grad, small_dy.t(), small_x)
+    distance = compute_distance(main_grad, 1 + small_dy.double().t() @ small_x.double())
+    row = KernelRow("weight gradient += float32", f"{4 * H} x {T} x {H}", distance=distance)
+    bench.add(row, FLOAT32_TOLERANCE)
+    bench.measure_seconds(row, "fused", lambda: linear.accumulate_mm(main_grad, dy.t(), x))
+    bench.measure_seconds(row, "eager", lambda: main_grad.add_(dy.t() @ x))
     row.set_tflops(2 * T * H * 4 * H)
 
     dy = torch.randn(T, 3 * H, device=device).to(torch.bfloat16)
     bias = torch.ones(3 * H, device=device)
-    column_sum(dy, bias)
-    away = distance(bias, 1 + dy.double().sum(0))
+    sum_columns(dy, bias)
+    distance = compute_distance(bias, 1 + dy.double().sum(0))
     bound = dy.numel() * dy.element_size() / bench.facts["copy_bytes_per_s"]
-    row = KernelRow("bias gradient += float32", f"{T} x {3 * H}", distance=away, bound=bound)
-    bench.add(row, 1e-5)
-    bench.seconds(row, "fused", lambda: column_sum(dy, bias))
-    bench.seconds(row, "eager", lambda: bias.add_(dy.sum(0, dtype=torch.float32)))
+    row = KernelRow("bias gradient += float32", f"{T} x {3 * H}", distance=distance, bound=bound)
+    bench.add(row, FLOAT32_TOLERANCE)
+    bench.measure_seconds(row, "fused", lambda: sum_columns(dy, bias))
+    bench.measure_seconds(row, "eager", lambda: bias.add_(dy.sum(0, dtype=torch.float32)))
 
 
 def measure_optimizers(bench: Bench) -> None:
     """Measure AdamW, both LAMB passes and the norm on a flat shard."""
     device, n = bench.device, bench.sizes.elements
     rate = bench.facts["copy_bytes_per_s"]
+    # Four tensors of different sizes; the second has no weight decay.
     edges = [0, n // 2, n // 2 + n // 64, n - n // 4, n]
     segments = Segments([(a, b, i != 1, i) for i, (a, b) in enumerate(itertools.pairwise(edges))], 4, device)
     adam: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "segments": segments}
     adam |= {"grad_scale": torch.tensor(0.5, device=device), "skip": torch.tensor(False, device=device), "step": 3}
 
-    def state(count: int, dtype: torch.dtype) -> list[Tensor]:
-        g = torch.Generator(device).manual_seed(3)
-        w, m, grad = (torch.randn(count, device=device, generator=g) for _ in range(3))
+    def draw_state(element_count: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return random weights, first and second moments, and gradients."""
+        generator = torch.Generator(device).manual_seed(3)
+        w, m, grad = (torch.randn(element_count, device=device, generator=generator) for _ in range(3))
         return [t.to(dtype) for t in (w, 0.1 * m, m.square() + 0.01, grad)]
 
-    small = Segments([(0, 5000, True, 0), (5001, 20000, False, 1)], 2, device)
-    small_adam = adam | {"segments": small}
-    w, m, v, grad = state(20000, torch.float32)
-    wide = state(20000, torch.float64)
+    small_segments = Segments([(0, 5000, True, 0), (5001, 20000, False, 1)], 2, device)
+    small_adam = adam | {"segments": small_segments}
+    w, m, v, grad = draw_state(20000, torch.float32)
+    w64, m64, v64, grad64 = draw_state(20000, torch.float64)
     adamw_apply(w, m, v, grad, None, lr=0.1, **small_adam)
-    adamw_apply_reference(wide[0], wide[1], wide[2], wide[3], None, lr=0.1, **small_adam)
-    away = max(distance(x, y) for x, y in zip((w, m, v, grad), wide, strict=True))
-    sums = lamb_direction(w, m, v, grad, grad, **small_adam)
-    exact = lamb_direction_reference(wide[0], wide[1], wide[2], wide[3], wide[3], **small_adam)
-    lamb_away = max(distance(sums, exact), distance(grad, wide[3]))
+    adamw_apply_reference(w64, m64, v64, grad64, None, lr=0.1, **small_adam)
+    pairs = [(w, w64), (m, m64), (v, v64), (grad, grad64)]
+    adamw_distance = max(compute_distance(value, exact) for value, exact in pairs)
+    square_sums32 = lamb_direction(w, m, v, grad, grad, **small_adam)
+    square_sums64 = lamb_direction_reference(w64, m64, v64, grad64, grad64, **small_adam)
+    lamb_distance = max(compute_distance(square_sums32, square_sums64), compute_distance(grad, grad64))
 
-    w, m, v, grad = state(n, torch.float32)
+    w, m, v, grad = draw_state(n, torch.float32)
     out = torch.empty(n, dtype=torch.bfloat16, device=device)
     shape = f"{n >> 20} Mi" if n >= 1 << 20 else str(n)
+    # Bytes per element, of float32 weights, moments and gradient that are read and written and of a bfloat16 copy:
+    # AdamW reads 4 arrays and writes 3 and the copy, the direction reads 4 and writes 3, its application reads 2 and
+    # writes 1 and the copy.
     rows = [
-        KernelRow("adamw", shape, "float32", distance=away, bound=30 * n / rate),
-        KernelRow("lamb, direction", shape, "float32", distance=lamb_away, bound=28 * n / rate),
+        KernelRow("adamw", shape, "float32", distance=adamw_distance, bound=30 * n / rate),
+        KernelRow("lamb, direction", shape, "float32", distance=lamb_distance, bound=28 * n / rate),
         KernelRow("lamb, apply", shape, "float32", bound=14 * n / rate),
         KernelRow("square sums", shape, "float32", bound=4 * n / rate),
     ]
     for row in rows:
-        bench.add(row, 1e-5)
-    bench.seconds(rows[0], "fused", lambda: adamw_apply(w, m, v, grad, out, lr=1e-6, **adam))
-    bench.seconds(rows[0], "eager", lambda: adamw_apply_reference(w, m, v, grad, out, lr=1e-6, **adam))
+        bench.add(row, FLOAT32_TOLERANCE)
+    bench.measure_seconds(rows[0], "fused", lambda: adamw_apply(w, m, v, grad, out, lr=1e-6, **adam))
+    bench.measure_seconds(rows[0], "eager", lambda: adamw_apply_reference(w, m, v, grad, out, lr=1e-6, **adam))
     step = torch.tensor(3.0, device=device)
 
-    def torch_fused() -> None:
+    def run_torch_adamw() -> None:
         torch_private.fused_adamw_(
             [w],
             [grad],
@@ -234,18 +249,19 @@ def measure_optimizers(bench: Bench) -> None:
         out.copy_(w)
 
     if device.type == "cuda":
-        torch_adam = KernelRow("adamw by torch (fused) + copy to bf16", shape, "float32")
-        bench.rows.insert(-3, torch_adam)
-        bench.seconds(torch_adam, "eager", torch_fused)
-    bench.seconds(rows[1], "fused", lambda: lamb_direction(w, m, v, grad, grad, **adam))
-    total = torch.ones(2, 4, dtype=torch.float64, device=device)
+        torch_row = KernelRow("adamw by torch (fused) + copy to bf16", shape, "float32")
+        bench.rows.insert(-3, torch_row)  # after the row of adamw, before the three below it
+        bench.measure_seconds(torch_row, "eager", run_torch_adamw)
+    bench.measure_seconds(rows[1], "fused", lambda: lamb_direction(w, m, v, grad, grad, **adam))
+    norm_sums = torch.ones(2, 4, dtype=torch.float64, device=device)  # squared norms of weights and directions
     trust: dict[str, Any] = {"lr": 1e-9, "trust_min": 0.0, "trust_max": 10.0, "segments": segments}
-    bench.seconds(rows[2], "fused", lambda: lamb_apply(w, grad, out, total, **trust))
-    bench.seconds(rows[3], "fused", lambda: square_sums(grad, segments))
-    bench.seconds(rows[3], "eager", lambda: torch.linalg.vector_norm(grad))
+    bench.measure_seconds(rows[2], "fused", lambda: lamb_apply(w, grad, out, norm_sums, **trust))
+    bench.measure_seconds(rows[3], "fused", lambda: square_sums(grad, segments))
+    bench.measure_seconds(rows[3], "eager", lambda: torch.linalg.vector_norm(grad))
 
 
-ATTENTION = [
+# Arguments S, B, N, G, D and window of AttentionChooser.choose, from the presets.
+ATTENTION_SHAPES = [
     (2048, 2, 40, 40, 128, None),
     (2048, 2, 40, 40, 128, 512),
     (2048, 1, 40, 40, 128, None),
@@ -258,82 +274,96 @@ ATTENTION = [
 ]
 
 
-def check_attention(name: str, window: int | None, device: torch.device) -> float:
-    """Return the largest norm-wise distance of output and QKV gradient from the explicit float64 mask."""
+def measure_attention_distance(name: str, window: int | None, device: torch.device) -> float:
+    """Return the largest norm-wise distance of output and QKV gradient from float64 attention with an explicit mask.
+
+    Args:
+        name: attention backend.
+        window: None for full causal attention; otherwise several windows are checked, whatever its value.
+    """
     S, B = 384, 2
     N, G = 4, 2
     D = 128
-    g = torch.Generator(device).manual_seed(4)
-    qkv = torch.randn(S, B, (N + 2 * G) * D, device=device, generator=g).to(torch.bfloat16).requires_grad_()
-    worst = 0.0
-    windows = [None] if window is None else [1, 129, S - 1]  # with the edges of tiles
+    generator = torch.Generator(device).manual_seed(4)
+    qkv = torch.randn(S, B, (N + 2 * G) * D, device=device, generator=generator).to(torch.bfloat16).requires_grad_()
+    largest = 0.0
+    # One token, one more than a tile of 128, and one less than the sequence.
+    windows = [None] if window is None else [1, 129, S - 1]
     for w in windows:
         out = BACKENDS[name](*split_qkv(qkv, N, G), w)
-        upstream = torch.randn(out.shape, device=device, generator=g).to(out.dtype)
+        upstream = torch.randn(out.shape, device=device, generator=generator).to(out.dtype)
         (grad,) = torch.autograd.grad(out, qkv, upstream)
-        wide = qkv.detach().double().requires_grad_()
-        heads = wide.unflatten(-1, (N + 2 * G, D)).split((N, G, G), dim=2)
-        exact = attention.attention_reference(*heads, window=w)
-        (exact_grad,) = torch.autograd.grad(exact, wide, upstream.double())
-        worst = max(worst, distance(out, exact), distance(grad, exact_grad))
-    return worst
+        qkv64 = qkv.detach().double().requires_grad_()
+        q, k, v = qkv64.unflatten(-1, (N + 2 * G, D)).split((N, G, G), dim=2)
+        exact = attention.attention_reference(q, k, v, window=w)
+        (exact_grad,) = torch.autograd.grad(exact, qkv64, upstream.double())
+        largest = max(largest, compute_distance(out, exact), compute_distance(grad, exact_grad))
+    return largest
 
 
 def measure_attention(bench: Bench) -> None:
-    """Check every backend against the explicit mask, then run the start-up probe at the presets' shapes."""
+    """Check every backend against the explicit mask, then measure the backends at the presets' shapes.
+
+    The second part runs `AttentionChooser`, which training runs at its start to choose a backend.
+    """
     distances = {}
     for window in (None, 1):
-        for name in candidates(window):
-            kind = "full" if window is None else "windows"
+        for name in list_candidates(window):
+            mask = "full" if window is None else "windows"
             try:
-                away = check_attention(name, window, bench.device)
-                distances[f"{name} ({kind})"] = away
-                if away <= 2e-2:
+                distance = measure_attention_distance(name, window, bench.device)
+                distances[f"{name} ({mask})"] = distance
+                if distance <= ATTENTION_TOLERANCE:
                     error = ""
                 else:
-                    error = f"{away:.1e} away from the explicit mask"
+                    error = f"norm-wise error {distance:.1e}, limit {ATTENTION_TOLERANCE:.1e}"
             except ImportError as reason:
                 bench.facts[f"attention {name}"] = f"not measured: {reason}"
                 continue
             except Exception as reason:
-                away, error = None, f"{type(reason).__name__}: {str(reason).strip()[:200]}"
-            bench.rows.append(KernelRow(f"attention {name}, {kind}: check", "384 x 2", distance=away, error=error))
+                distance, error = None, f"{type(reason).__name__}: {str(reason).strip()[:200]}"
+            bench.rows.append(KernelRow(f"attention {name}, {mask}: check", "384 x 2", distance=distance, error=error))
     bench.facts["attention_distance"] = distances
     chooser = attention.AttentionChooser()
-    for sizes in ATTENTION:
-        chooser.choose(*sizes)
+    for shape_arguments in ATTENTION_SHAPES:
+        chooser.choose(*shape_arguments)
     bench.facts["attention"] = chooser.describe()
     for shape, choice in chooser.choices.items():
-        area = shape.S * (shape.S + 1) / 2
+        score_count = shape.S * (shape.S + 1) / 2  # scores within the mask, per head
         if shape.window is not None:
-            area -= (shape.S - shape.window) * (shape.S - shape.window + 1) / 2
-        flops = 14 * area * shape.B * shape.N * shape.D  # 2 GEMMs forward, 5 backward, of the scores within the mask
+            score_count -= (shape.S - shape.window) * (shape.S - shape.window + 1) / 2
+        flops = 14 * score_count * shape.B * shape.N * shape.D  # 2 GEMMs forward and 5 backward, 2 FLOPs each
+        shape_text = str(shape).rpartition(",")[0]  # without the data type, which is a column of the table
         for name, ms in choice.milliseconds.items():
-            mark = " *" if name == choice.name else ""
-            row = KernelRow(f"attention {name}{mark}, both passes", str(shape).rpartition(",")[0], fused=ms / 1e3)
+            chosen_mark = " *" if name == choice.name else ""
+            row = KernelRow(f"attention {name}{chosen_mark}, both passes", shape_text, fused=ms / 1e3)
             row.tflops = flops / ms / 1e9
             bench.rows.append(row)
 
 
-PARTS = ("operators", "head", "linear", "grouped", "optimizers", "attention", "float8")
+# Values of --only. "head" is the language-model head, "grouped" the GEMMs of experts.
+MEASUREMENTS = ("operators", "head", "linear", "grouped", "optimizers", "attention", "float8")
 
 
 def start_bench(sizes: Sizes, device: torch.device, compile_until: float, out: Path) -> Bench:
-    """Return a bench with the facts and rates of the machine."""
+    """Return a bench whose `facts` hold the device, the versions and the measured rates of the machine.
+
+    On a GPU it makes a new stream the current one.
+    """
     bench = Bench(sizes, device, compile_until, out)
     is_cuda = device.type == "cuda"
     if is_cuda:
-        # Backward passes run on their forward's stream, and the default stream cannot be captured.
+        # A backward pass runs on the stream of its forward pass, and the default stream cannot be captured.
         torch.cuda.set_stream(torch.cuda.Stream())
     rates = _measure_gemm_rates(device)
     bench.facts = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "device": torch.cuda.get_device_name(device) if is_cuda else platform.processor() or "cpu",
         "torch": torch.__version__,
-        "triton": dispatch.triton.__version__ if dispatch.HAVE_TRITON else None,
+        "triton": dispatch.triton.__version__ if dispatch.HAS_TRITON else None,
         "gemm_burst_flop_per_s": rates.burst,
         "gemm_held_flop_per_s": rates.sustained,
-        "copy_bytes_per_s": timing.copy_rate(device, 1 << 30 if is_cuda else 1 << 16),
+        "copy_bytes_per_s": timing.measure_copy_rate(device, 1 << 30 if is_cuda else 1 << 16),
     }
     return bench
 
@@ -345,28 +375,32 @@ def _measure_gemm_rates(device: torch.device) -> timing.GemmRates:
 
 
 def run(
-    sizes: Sizes, device: torch.device, compile_until: float, out: Path, parts: Collection[str] = PARTS
+    sizes: Sizes, device: torch.device, compile_until: float, out: Path, measurements: Collection[str] = MEASUREMENTS
 ) -> dict[str, Any]:
-    """Measure these parts; writes `out` after each measurement and returns its content."""
+    """Run the named measurements and return the content of the JSON file `out`, which is written after each operator.
+
+    Args:
+        compile_until: seconds after the start when compiling of references ends.
+    """
     bench = start_bench(sizes, device, compile_until, out)
-    if "operators" in parts:
-        for case in cases(sizes, device):
-            bench.guard(case.op, case.shape, functools.partial(measure_case, bench, case))
-        bench.guard("dropout bits", "", functools.partial(measure_dropout_bits, bench))
-    if "head" in parts:
-        bench.guard("cross entropy", "", functools.partial(measure_head, bench))
-    if "linear" in parts:
-        bench.guard("weight gradient", "", functools.partial(measure_linear, bench))
-    if "grouped" in parts:
+    if "operators" in measurements:
+        for case in list_cases(sizes, device):
+            bench.run_guarded(case.op, case.shape, functools.partial(measure_case, bench, case))
+        bench.run_guarded("dropout bits", "", functools.partial(measure_dropout_bits, bench))
+    if "head" in measurements:
+        bench.run_guarded("cross entropy", "", functools.partial(measure_head, bench))
+    if "linear" in measurements:
+        bench.run_guarded("weight gradient", "", functools.partial(measure_linear, bench))
+    if "grouped" in measurements:
         kernel_grouped.measure(bench, sizes == TINY)
-    if "optimizers" in parts:
-        bench.guard("optimizers", "", functools.partial(measure_optimizers, bench))
-    if "attention" in parts and device.type == "cuda":
-        bench.guard("attention", "", functools.partial(measure_attention, bench))
-    if "float8" in parts:
+    if "optimizers" in measurements:
+        bench.run_guarded("optimizers", "", functools.partial(measure_optimizers, bench))
+    if "attention" in measurements and device.type == "cuda":
+        bench.run_guarded("attention", "", functools.partial(measure_attention, bench))
+    if "float8" in measurements:
         kernel_float8.measure(bench, sizes == TINY)
     bench.facts["gemm_held_again_flop_per_s"] = _measure_gemm_rates(device).sustained
     bench.facts["seconds"] = time.monotonic() - bench.start
-    bench.facts["active"] = dispatch.active()
+    bench.facts["active"] = dispatch.list_choices()
     bench.save()
-    return bench.result()
+    return bench.make_result()

@@ -1,6 +1,7 @@
 """`megascale bench kernels`: check every fused operator against its float64 reference, then time it.
 
-Its time is compared with eager PyTorch, torch.compile and the time its bytes need at the copy rate of the same run.
+The command compares each operator's time with eager PyTorch, with torch.compile and with a bound: the time that
+reading and writing the operator's bytes takes at the copy rate of the same run.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import typer
 
 from megascale.errors import ConfigError, TrainingError
 
-COMPILE_UNTIL = 130.0  # seconds after which no reference is compiled, so that the bench ends in time
+COMPILE_UNTIL = 130.0  # seconds after the start when compiling of references ends, since compiling takes most time
 
 
-def _us(seconds: float | None) -> str:
+def _format_us(seconds: float | None) -> str:
     if seconds is None:
         return ""
     return f"{seconds * 1e6:.1f}"
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the table, its errors, and the rates of the machine."""
+    """Print the table of `kernel_measures.run`'s result, the errors of its rows, and the rates of the machine."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -32,29 +33,29 @@ def show(result: dict[str, Any]) -> None:
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1))
     for name in ("op", "shape", "dtype"):
         table.add_column(name, no_wrap=True)
-    for name in ("fused us", "eager us", "compile us", "bound us", "of bound", "TFLOP/s", "host us", "away"):
+    for name in ("fused us", "eager us", "compile us", "bound us", "of bound", "TFLOP/s", "host us", "error"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in result["rows"]:
         if row["bound"] and row["fused"]:
-            share = f"{row['bound'] / row['fused']:.0%}"
+            bound_ratio = f"{row['bound'] / row['fused']:.0%}"
         else:
-            share = ""
+            bound_ratio = ""
         if row["distance"] is None:
-            away = ""
+            distance = ""
         else:
-            away = f"{row['distance']:.1e}"
+            distance = f"{row['distance']:.1e}"
         table.add_row(
             row["op"],
             row["shape"],
             row["dtype"],
-            _us(row["fused"]),
-            _us(row["eager"]),
-            _us(row["compiled"]),
-            _us(row["bound"]),
-            share,
+            _format_us(row["fused"]),
+            _format_us(row["eager"]),
+            _format_us(row["compiled"]),
+            _format_us(row["bound"]),
+            bound_ratio,
             "" if row["tflops"] is None else f"{row['tflops']:.0f}",
-            _us(row["host"]),
-            f"{away} !" if row["error"] else away,
+            _format_us(row["host"]),
+            f"{distance} !" if row["error"] else distance,
         )
     if table.row_count:
         console.print(table)
@@ -63,8 +64,8 @@ def show(result: dict[str, Any]) -> None:
             console.print(f"! {row['op']}: {row['error']}", soft_wrap=True, markup=False)
     console.print(
         f"copy {result['copy_bytes_per_s'] / 1e12:.2f} TB/s; bf16 GEMM {result['gemm_burst_flop_per_s'] / 1e12:.0f} "
-        f"TFLOP/s in a burst, {result['gemm_held_flop_per_s'] / 1e12:.0f} held, "
-        f"{result['gemm_held_again_flop_per_s'] / 1e12:.0f} held at the end; {result['seconds']:.0f} s in all"
+        f"TFLOP/s in a burst, {result['gemm_held_flop_per_s'] / 1e12:.0f} sustained before the measurements and "
+        f"{result['gemm_held_again_flop_per_s'] / 1e12:.0f} after; the bench took {result['seconds']:.0f} s"
     )
     for line in result.get("attention", []) + [result.get("float8")]:
         if line:
@@ -81,16 +82,17 @@ def main(
     tiny: bool = typer.Option(False, "--tiny", help="Small shapes: the checks, on any machine; no meaningful times."),
     compile_until: float = typer.Option(COMPILE_UNTIL, help="Seconds after which torch.compile is not measured."),
     only: str = typer.Option(
-        "", help="Parts to measure: operators, head, linear, grouped, optimizers, attention, float8 (with commas)."
+        "", help="What to measure, with commas: operators, head, linear, grouped, optimizers, attention, float8."
     ),
 ) -> None:
     """Check every fused operator against float64, then time it.
 
-    Columns: the fused kernel, the plain PyTorch reference (eager and compiled), and the time its bytes take at the
-    copy rate measured in the same run. Device time, from replayed CUDA graphs; "host us" is what issuing a call
-    costs; "away" is the norm-wise distance from the float64 reference.
+    Columns of device time, from replayed CUDA graphs: the fused kernel, and the plain PyTorch reference (eager and
+    compiled). "bound" is the time that the operator's bytes take at the copy rate of the same run, and "of bound" the
+    ratio of that time to the fused kernel's. "host us" is the host's time to launch a call. "error" is the norm-wise
+    distance from the float64 reference.
 
-    Float8 rows (on devices that have it): casts, and the GEMMs y, dx and dw of each linear layer of gpt-1.3b, half of
+    Float8 rows (on devices with float8): casts, and the GEMMs y, dx and dw of each linear layer of gpt-1.3b, half of
     gpt-13b (DP2, TP2) and llama-8b with fast and precise sums, compared with bfloat16.
 
     Grouped rows: GEMMs of experts for each tiling, compared with a loop of GEMMs and with torch._grouped_mm.
@@ -100,21 +102,24 @@ def main(
     import torch
 
     from megascale.bench.kernel_cases import TINY, Sizes
-    from megascale.bench.kernel_measures import PARTS, run
+    from megascale.bench.kernel_measures import MEASUREMENTS, run
 
     if only:
-        parts = tuple(part.strip() for part in only.split(","))
+        measurements = tuple(name.strip() for name in only.split(","))
     else:
-        parts = PARTS
-    unknown = [part for part in parts if part not in PARTS]
+        measurements = MEASUREMENTS
+    unknown = [name for name in measurements if name not in MEASUREMENTS]
     if unknown:
-        raise ConfigError(f"--only={only!r}: no part is called {unknown[0]!r}; the parts are {', '.join(PARTS)}")
-    cuda = torch.cuda.is_available()
-    if not cuda and not tiny:
+        raise ConfigError(f"--only={only!r}: {unknown[0]!r} is unknown; choose from {', '.join(MEASUREMENTS)}")
+    has_cuda = torch.cuda.is_available()
+    if not has_cuda and not tiny:
         raise ConfigError("megascale bench kernels measures a CUDA device and none is visible; --tiny runs the checks")
-    device = torch.device("cuda" if cuda else "cpu")
-    result = run(TINY if tiny else Sizes(), device, 0.0 if tiny else compile_until, out, parts)
+    device = torch.device("cuda" if has_cuda else "cpu")
+    if tiny:
+        result = run(TINY, device, compile_until=0.0, out=out, measurements=measurements)
+    else:
+        result = run(Sizes(), device, compile_until=compile_until, out=out, measurements=measurements)
     show(result)
-    wrong = [row["op"] for row in result["rows"] if row["error"]]
-    if wrong:
-        raise TrainingError(f"{len(wrong)} rows are wrong or incomplete, see above: {', '.join(wrong)}")
+    failed_ops = [row["op"] for row in result["rows"] if row["error"]]
+    if failed_ops:
+        raise TrainingError(f"{len(failed_ops)} rows are wrong or incomplete, see above: {', '.join(failed_ops)}")

@@ -1,4 +1,7 @@
-"""Device time of small functions, captured in a CUDA graph and replayed, so that launch time does not count."""
+"""Measurements of device time and of GEMM and copy rates.
+
+Small functions are captured in a CUDA graph and replayed, so that their time excludes the launches by the host.
+"""
 
 from __future__ import annotations
 
@@ -19,37 +22,37 @@ class GemmRates(NamedTuple):
     sustained: float
 
 
-def device_seconds(function: Callable[[], Any], replay_seconds: float = 2e-3) -> float:
-    """Return seconds of device time of one call, the median of REPEATS replays of a graph of several calls.
+def measure_device_seconds(function: Callable[[], Any], replay_seconds: float = 2e-3) -> float:
+    """Return the device seconds of one call: the median over REPEATS replays of a graph of several calls.
 
-    A function that cannot be captured is timed call after call; on CPU one call is timed. The current stream must not
-    be the default one, which cannot be captured.
+    A function that cannot be captured is timed call after call; without a GPU one call is timed. The current stream
+    must not be the default stream, which cannot be captured.
 
     Args:
-        replay_seconds: approximate duration of one replay (at most 64 calls).
+        replay_seconds: approximate duration of one replay, which has at most 64 calls.
     """
     if not torch.cuda.is_available():
-        return _cpu_seconds(function)
+        return _measure_cpu_seconds(function)
     for _ in range(3):
         function()
     torch.cuda.synchronize()
-    calls = max(1, min(64, round(replay_seconds / max(_seconds_per_call(function, 3), 1e-7))))
+    calls = max(1, min(64, round(replay_seconds / max(_measure_seconds_per_call(function, 3), 1e-7))))
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             for _ in range(calls):
                 function()
-    except Exception:  # it synchronizes with the device
+    except Exception:  # The function cannot be captured, for example because it synchronizes with the device.
         torch.cuda.synchronize()
-        return _seconds_per_call(function, REPEATS)
+        return _measure_seconds_per_call(function, REPEATS)
     graph.replay()
-    return statistics.median(_seconds_per_call(graph.replay, 1) for _ in range(REPEATS)) / calls
+    return statistics.median(_measure_seconds_per_call(graph.replay, 1) for _ in range(REPEATS)) / calls
 
 
-def launch_seconds(function: Callable[[], Any], calls: int = 20) -> float | None:
-    """Return the host time to launch one call in seconds, None on CPU.
+def measure_launch_seconds(function: Callable[[], Any], calls: int = 20) -> float | None:
+    """Return the seconds that the host takes to launch one call, or None without a GPU.
 
-    It limits small micro-batches when CUDA graphs are off.
+    Without CUDA graphs, this time limits the speed of small micro-batches.
     """
     if not torch.cuda.is_available():
         return None
@@ -63,8 +66,9 @@ def launch_seconds(function: Callable[[], Any], calls: int = 20) -> float | None
     return elapsed / calls
 
 
-def _seconds_per_call(function: Callable[[], Any], calls: int) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def _measure_seconds_per_call(function: Callable[[], Any], calls: int) -> float:
+    start = torch.cuda.Event(enable_timing=True)
+    stop = torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(calls):
         function()
@@ -73,42 +77,44 @@ def _seconds_per_call(function: Callable[[], Any], calls: int) -> float:
     return start.elapsed_time(stop) / calls / 1e3
 
 
-def _cpu_seconds(function: Callable[[], Any]) -> float:
+def _measure_cpu_seconds(function: Callable[[], Any]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
-def copy_rate(device: torch.device, size: int = 1 << 30) -> float:
-    """Return bytes/s (read + written) of a device copy of `size` bytes, the upper limit for memory-bound kernels.
+def measure_copy_rate(device: torch.device, byte_count: int = 1 << 30) -> float:
+    """Return the bytes/s, read plus written, of a device copy of `byte_count` bytes: the limit of memory-bound kernels.
 
-    It is the larger rate of a copy and of a kernel that reads and writes. A copy inside a graph may go to a copy
-    engine, whose rate on an H200 is two thirds of a kernel's.
+    The result is the rate of a copy or of an elementwise kernel, whichever is larger. A copy inside a graph may use a
+    copy engine, whose rate on an H200 is two thirds of a kernel's.
     """
-    source = torch.zeros(size // 4, dtype=torch.float32, device=device)
+    source = torch.zeros(byte_count // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    copy_seconds = device_seconds(lambda: target.copy_(source))
-    kernel_seconds = device_seconds(lambda: torch.neg(source, out=target))
+    copy_seconds = measure_device_seconds(lambda: target.copy_(source))
+    kernel_seconds = measure_device_seconds(lambda: torch.neg(source, out=target))
     return 2 * source.nbytes / min(copy_seconds, kernel_seconds)
 
 
 def measure_gemm_rates(device: torch.device, seconds: float = 2.0, size: int = 8192) -> GemmRates:
-    """Measure a square bfloat16 GEMM in a burst of milliseconds, and sustained for `seconds`."""
-    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    """Measure a bfloat16 GEMM of [size, size] matrices in a burst of milliseconds, and sustained for `seconds`."""
+    a = torch.randn(size, size, device=device).bfloat16()
+    b = torch.randn(size, size, device=device).bfloat16()
     out = torch.empty_like(a)
     flops = 2 * size**3
-    burst = flops / device_seconds(lambda: torch.mm(a, b, out=out), 1e-2)
-    return GemmRates(burst, sustained_gemm_rate(device, seconds, size))
+    burst_rate = flops / measure_device_seconds(lambda: torch.mm(a, b, out=out), replay_seconds=1e-2)
+    return GemmRates(burst_rate, measure_sustained_gemm_rate(device, seconds, size))
 
 
-def sustained_gemm_rate(device: torch.device, seconds: float, size: int = 8192) -> float:
-    """Return FLOP/s of a square bfloat16 GEMM that runs for `seconds`."""
-    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+def measure_sustained_gemm_rate(device: torch.device, seconds: float, size: int = 8192) -> float:
+    """Return the FLOP/s of a bfloat16 GEMM of [size, size] matrices, repeated for `seconds`."""
+    a = torch.randn(size, size, device=device).bfloat16()
+    b = torch.randn(size, size, device=device).bfloat16()
     out = torch.empty_like(a)
     calls = 0
     start = time.perf_counter()
     while time.perf_counter() - start < seconds:
-        for _ in range(20):
+        for _ in range(20):  # A batch of launches keeps the device busy while the host synchronizes.
             torch.mm(a, b, out=out)
         if device.type == "cuda":
             torch.cuda.synchronize(device)

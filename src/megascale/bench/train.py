@@ -1,7 +1,7 @@
 """`megascale bench train`: time steps of a model on random tokens through the engine that training uses.
 
 It prints tokens/s and MFU with its convention, and the rate that plain GEMMs sustain on the same GPUs right before
-and after. GPUs and power limits differ, so only the share of that rate is comparable.
+and after the steps. GPUs and power limits differ, so compare machines by the ratio of the model's rate to the GEMMs'.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ if TYPE_CHECKING:
     from megascale.train.engine import Engine
     from megascale.train.rank_info import RankInfo
 
-# Sections that a step depends on; none has an address or a secret.
+# Configuration sections that determine a step's time. The result includes them; they hold no address and no secret.
 REPORTED_SECTIONS = {"model", "optimizer", "parallel", "overlap", "kernels", "train"}
-VOCABULARY = 50304  # tokens of a model that is only timed
-HOST_STEPS = 3  # steps that measure the host's own time
-OVERRIDES = {"allow_extra_args": True, "ignore_unknown_options": True}
+DEFAULT_VOCABULARY = 50304  # vocabulary size of a model shape that has none: GPT-2's, rounded up to a multiple of 128
+LEARNING_RATE = 1e-4  # small, so that the loss stays finite; the time of a step does not depend on it
+HOST_STEPS = 3  # steps that measure the host's launch time
+SEED = 7  # arbitrary; each data rank adds its number, so that replicas train on different tokens
+OVERRIDE_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}  # accept --section.key=value
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
 
-    @app.command(context_settings=OVERRIDES)
+    @app.command(context_settings=OVERRIDE_SETTINGS)
     def train(
         context: typer.Context,
         preset: str = typer.Argument(..., help="A shipped model shape, such as gpt-1.3b."),
         steps: int = typer.Option(20, min=1, help="Timed steps."),
-        warmup: int = typer.Option(5, min=1, help="Steps before them."),
+        warmup: int = typer.Option(5, min=1, help="Untimed steps before the timed steps."),
         profile: Path | None = typer.Option(None, help="Write a Chrome trace of one step and a table of its kernels."),
         cores: int | None = typer.Option(
-            None, min=1, help="Cores per rank, each rank on cores of its own, as with taskset. \\[default: all]"
+            None, min=1, help="Cores per rank; ranks share no core, as with taskset. \\[default: all]"
         ),
         watch: bool = typer.Option(
             False, "--watch", help="Sample clock, power and temperature of the first GPU by nvidia-smi, also for --out."
@@ -59,7 +61,7 @@ def register(app: typer.Typer) -> None:
             512, min=1, help="With --data.document_mask=true: mean length of the random documents, in tokens."
         ),
         even_experts: bool = typer.Option(
-            False, "--even-experts", help="With model.mlp=experts: send each expert equally many tokens, by turns."
+            False, "--even-experts", help="With model.mlp=experts: assign experts in turn, equally many tokens to each."
         ),
         out: Path | None = typer.Option(None, help="Write the figures as JSON."),
     ) -> None:
@@ -93,7 +95,7 @@ def register(app: typer.Typer) -> None:
                 gpu_watch.check_watch(uses_gpu=torch.cuda.is_available() and config.train.device != "cpu")
             world = launcher.count_processes(config, torch.cuda.device_count())
             if cores is not None:
-                find_cores(cores, world - 1)
+                find_cores(cores, world - 1)  # Without enough cores for the last rank, fail before ranks are started.
             if world > 1:
                 layout = lay_out(config, world)
                 arguments = sys.argv[sys.argv.index("train") :]
@@ -112,33 +114,40 @@ def register(app: typer.Typer) -> None:
                 out.write_text(strict_json.dumps(result, indent=2) + "\n")
 
 
-def find_cores(cores: int, local_rank: int) -> set[int]:
-    """Return the `cores` cores of a rank of this host. Raises ConfigError if there are too few, or without Linux."""
+def find_cores(cores_per_rank: int, local_rank: int) -> set[int]:
+    """Return the numbers of the cores of one rank of this host.
+
+    Raises ConfigError if this process may use too few cores, or if the system is not Linux.
+    """
     if not hasattr(os, "sched_getaffinity"):
-        raise ConfigError(f"--cores={cores}: only Linux keeps threads to cores; leave it out")
+        raise ConfigError(f"--cores={cores_per_rank}: only Linux binds threads to cores; leave --cores out")
     available = sorted(os.sched_getaffinity(0))
-    rank_cores = set(available[cores * local_rank : cores * (local_rank + 1)])
-    if len(rank_cores) < cores:
+    end = cores_per_rank * (local_rank + 1)
+    rank_cores = set(available[end - cores_per_rank : end])
+    if len(rank_cores) < cores_per_rank:
         raise ConfigError(
-            f"--cores={cores}: {len(available)} cores may be used here, and {local_rank + 1} ranks would take "
-            f"{cores * (local_rank + 1)}; give each fewer"
+            f"--cores={cores_per_rank}: this process may use {len(available)} cores, and {local_rank + 1} ranks need "
+            f"{end}; lower --cores"
         )
     return rank_cores
 
 
 def load_shape(overrides: list[str]) -> Config:
-    """Return the configuration of overrides alone, with a vocabulary if the model shape has none."""
+    """Return the configuration that `overrides` (--section.key=value) give without a file.
+
+    A model shape without a vocabulary size gets DEFAULT_VOCABULARY.
+    """
     from megascale.api import adopt_imported_model
     from megascale.config import load_command_line
 
     config = adopt_imported_model(load_command_line(None, overrides))
     if config.model.vocab_size is not None:
         return config
-    return load_command_line(None, overrides + [f"--model.vocab_size={VOCABULARY}"])
+    return load_command_line(None, overrides + [f"--model.vocab_size={DEFAULT_VOCABULARY}"])
 
 
 def join_groups(config: Config) -> tuple[RankInfo, Groups | None]:
-    """Return this process's rank information, and its groups if it is not alone; collective."""
+    """Return this process's rank information and its process groups; None for a single process. Collective."""
     from megascale.core.layout import lay_out
     from megascale.rendezvous.start_job import initialise
     from megascale.train.rank_info import check_local_ranks, find_rank_info
@@ -153,33 +162,36 @@ def join_groups(config: Config) -> tuple[RankInfo, Groups | None]:
     return rank_info, groups
 
 
-def random_rows(config: Config, data_rank: int, device: torch.device) -> torch.Tensor:
-    """Return one random micro-batch and the token after each, int64 [sequence + 1, micro_batch]."""
+def draw_tokens(config: Config, data_rank: int, device: torch.device) -> torch.Tensor:
+    """Return random tokens of one micro-batch, int64 [sequence + 1, micro_batch].
+
+    Inputs are the rows [:-1], targets the rows [1:].
+    """
     import torch
 
     shape = (config.model.sequence_length + 1, config.train.micro_batch)
-    generator = torch.Generator().manual_seed(7 + data_rank)
+    generator = torch.Generator().manual_seed(SEED + data_rank)
     return torch.randint(0, config.model.vocab, shape, generator=generator).to(device)
 
 
 @dataclass(frozen=True)
 class RandomSamples:
-    """The micro-batch that a rank trains on in every step.
+    """The random micro-batch that a rank trains on in every step, again and again.
 
     Attributes:
-        batch: on the device.
-        fields: its optional fields.
-        weight_sum: sum of the loss weights of the rank's micro-batches in a step.
-        lengths: lengths of its documents; empty without data.document_mask.
+        batch: the micro-batch, on the device.
+        fields: the optional fields of `batch`.
+        weight_sum: sum of the loss weights of all micro-batches of the rank in a step.
+        document_lengths: tokens of each document of `batch`; empty without data.document_mask.
     """
 
     batch: Batch[torch.Tensor]
     fields: SampleFields = NO_FIELDS
     weight_sum: float = 0.0
-    lengths: tuple[int, ...] = ()
+    document_lengths: tuple[int, ...] = ()
 
     def read_batch(self, i: int) -> Batch[torch.Tensor]:
-        """Return micro-batch `i` of a step."""
+        """Return micro-batch `i` of a step, which is the same for all `i`."""
         return self.batch
 
     def sum_weights(self) -> float:
@@ -190,46 +202,52 @@ class RandomSamples:
 def make_samples(
     config: Config, data_rank: int, microbatches: int, mean_document: int, device: torch.device
 ) -> RandomSamples:
-    """Return random tokens, under data.document_mask in documents of random lengths.
+    """Return random tokens; under data.document_mask they form documents of random lengths.
 
-    Lengths are exponential with the given mean, at least 1; a sample's last document is cut at its end. Raises
-    ConfigError if a sample has more documents than data.max_documents.
+    Lengths are exponentially distributed with mean `mean_document`, at least 1. The end of a sample cuts its last
+    document. Raises ConfigError if a sample has more documents than data.max_documents.
+
+    Args:
+        microbatches: micro-batches of the rank per step.
     """
     import numpy as np
     import torch
 
     from megascale.data.dataset.sample_fields import restart_positions
 
-    rows = random_rows(config, data_rank, device)
+    tokens = draw_tokens(config, data_rank, device)
     if not config.data.document_mask:
-        return RandomSamples(Batch(rows[:-1], rows[1:]))
-    length, samples = config.model.sequence_length, config.train.micro_batch
-    limit = config.data.count_max_documents(length)
-    draw = np.random.default_rng(7 + data_rank)
-    boundaries = np.full((limit + 2, samples), length, np.int32)
-    for sample in range(samples):
-        stops = np.cumsum(np.maximum(1, draw.exponential(mean_document, length).round()))
-        inner = stops[stops < length]
-        if len(inner) >= limit:
+        return RandomSamples(Batch(tokens[:-1], tokens[1:]))
+    length, sample_count = config.model.sequence_length, config.train.micro_batch
+    max_documents = config.data.count_max_documents(length)
+    generator = np.random.default_rng(SEED + data_rank)
+    # One column per sample: the first token of each document, then the sample's end until the column is full.
+    boundaries = np.full((max_documents + 2, sample_count), length, np.int32)
+    for sample in range(sample_count):
+        ends = np.cumsum(np.maximum(1, generator.exponential(mean_document, length).round()))
+        ends = ends[ends < length]
+        if len(ends) >= max_documents:
             raise ConfigError(
-                f"--mean-document={mean_document}: a sample has {len(inner) + 1} documents and data.max_documents="
-                f"{limit} allows fewer; set --data.max_documents={2 * len(inner)}"
+                f"--mean-document={mean_document}: a sample has {len(ends) + 1} documents and data.max_documents="
+                f"{max_documents} allows fewer; set --data.max_documents={2 * len(ends)}"
             )
-        boundaries[: len(inner) + 1, sample] = [0, *inner]
-    weights = np.ones((length, samples), np.float32)
-    for sample, edges in enumerate(boundaries.T):
-        weights[edges[1:] - 1, sample] = 0  # the last token of a document predicts nothing
-    positions = np.stack([restart_positions(edges) for edges in boundaries.T], axis=1)
+        boundaries[0, sample] = 0
+        boundaries[1 : len(ends) + 1, sample] = ends
+    weights = np.ones((length, sample_count), np.float32)
+    for sample, sample_boundaries in enumerate(boundaries.T):
+        weights[sample_boundaries[1:] - 1, sample] = 0  # the last token of a document has no target
+    positions = np.stack([restart_positions(sample_boundaries) for sample_boundaries in boundaries.T], axis=1)
     batch = Batch(
-        rows[:-1],
-        rows[1:],
+        tokens[:-1],
+        tokens[1:],
         loss_weights=torch.from_numpy(weights).to(device),
         positions=torch.from_numpy(positions).long().to(device),
         document_boundaries=torch.from_numpy(boundaries).to(device),
     )
-    sizes = np.diff(boundaries, axis=0)
-    fields = SampleFields(loss_weights=True, positions=True, max_documents=limit + 1)
-    return RandomSamples(batch, fields, float(weights.sum()) * microbatches, tuple(sizes[sizes > 0].tolist()))
+    lengths = np.diff(boundaries, axis=0)
+    document_lengths = tuple(lengths[lengths > 0].tolist())
+    fields = SampleFields(loss_weights=True, positions=True, max_documents=len(boundaries) - 1)
+    return RandomSamples(batch, fields, float(weights.sum()) * microbatches, document_lengths)
 
 
 def measure(
@@ -242,17 +260,23 @@ def measure(
     mean_document: int = 512,
     even_experts: bool = False,
 ) -> dict[str, Any] | None:
-    """Run the steps; returns the figures on rank 0, None elsewhere.
+    """Run the steps; returns the content of the JSON result on rank 0, None on other ranks.
+
+    Raises ConfigError for `even_experts` if the model has no experts.
 
     Args:
-        mean_document: mean length of random documents under data.document_mask.
-        even_experts: select experts by turns instead of by score. Raises ConfigError if the model has no experts.
+        steps: timed steps.
+        warmup: untimed steps before the timed steps.
+        profile: file of the Chrome trace of one step, or None.
+        watch: sample clock, power and temperature of rank 0's GPU.
+        mean_document: mean tokens of a random document under data.document_mask.
+        even_experts: select experts in turn instead of by score.
     """
     import torch
 
     import megascale
     from megascale.bench.gpu_watch import GpuWatch
-    from megascale.bench.timing import sustained_gemm_rate
+    from megascale.bench.timing import measure_sustained_gemm_rate
     from megascale.core.flops import CONVENTION, DOCUMENT_CONVENTION, device_peak_tflops, document_flops, mfu
     from megascale.core.inventory import resolve_layers
     from megascale.core.layer_spec import ExpertsSpec
@@ -268,7 +292,7 @@ def measure(
     device, world = rank_info.device, rank_info.world
     is_cuda = device.type == "cuda"
     if is_cuda:
-        gemm_rates = [sustained_gemm_rate(device, 2.0)]
+        gemm_rates = [measure_sustained_gemm_rate(device, 2.0)]
     else:
         gemm_rates = None
     start = time.perf_counter()
@@ -282,58 +306,64 @@ def measure(
         for layer in list_expert_layers(engine.chunks):
             layer.select = select_evenly
     start_seconds = time.perf_counter() - start
-    seconds, losses = [], []
-    loads: list[float] = []
+    all_step_seconds = []
+    losses = []
+    largest_loads: list[float] = []
     redone_steps = 0
-    first_start = 0.0  # of the first timed step
+    first_timed_start = 0.0
     watcher = None
-    if watch and not rank_info.rank:
+    if watch and rank_info.rank == 0:
         watcher = GpuWatch(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    garbage = GarbageCollector(train.gc_interval)
+    garbage_collector = GarbageCollector(train.gc_interval)
     with watcher or contextlib.nullcontext():
         for step in range(1, warmup + steps + 1):
             start = time.perf_counter()
             if step == warmup + 1:
-                first_start = start
+                first_timed_start = start
             engine.start_gather()
-            result = engine.step(samples.read_batch, step, 1e-4, has_next_step=True, sum_weights=samples.sum_weights)
-            garbage.collect(step)  # as in training
+            result = engine.step(
+                samples.read_batch, step, LEARNING_RATE, has_next_step=True, sum_weights=samples.sum_weights
+            )
+            garbage_collector.collect(step)  # as in training
             losses.append(float(result.loss))  # waits for the update, not for work that overlaps the next step
             if step > warmup:
-                seconds.append(time.perf_counter() - start)
+                all_step_seconds.append(time.perf_counter() - start)
             if result.expert_counts is not None and step > warmup:
-                loads.append(result.expert_counts.summarise()["expert_rank_load_max"])
-                redone_steps += result.expert_counts.redone
-    garbage.close()
+                largest_loads.append(result.expert_counts.summarise()["expert_rank_load_max"])
+                redone_steps += result.expert_counts.is_repeated
+    garbage_collector.close()
     next_step = warmup + steps + 1
-    peak_memory, device_memory = None, None
+    peak_memory_gib, device_memory_gib = None, None
     host_seconds: list[float] = []
     if gemm_rates is not None:
-        peak_memory = torch.cuda.max_memory_allocated(device) / 2**30
-        free, total = torch.cuda.mem_get_info(device)
-        device_memory = (total - free) / 2**30
-        gemm_rates.append(sustained_gemm_rate(device, 2.0))
+        peak_memory_gib = torch.cuda.max_memory_allocated(device) / 2**30
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        device_memory_gib = (total_bytes - free_bytes) / 2**30
+        gemm_rates.append(measure_sustained_gemm_rate(device, 2.0))
         if config.parallel.pipeline == 1:
-            host_seconds = [_host_seconds(engine, samples, next_step + i) for i in range(HOST_STEPS)]
+            host_seconds = [_measure_host_seconds(engine, samples, next_step + i) for i in range(HOST_STEPS)]
             next_step += HOST_STEPS
     if profile is not None:
-        _profile(engine, samples, next_step, profile, rank_info.rank, is_cuda)
+        _profile_step(engine, samples, next_step, out=profile, rank=rank_info.rank, is_cuda=is_cuda)
     engine.synchronize()
     engine.close()
     if groups is not None:
         shutdown(groups)
-    if rank_info.rank:
+    if rank_info.rank != 0:
         return None
-    step_seconds = statistics.median(seconds)
-    rate = train.global_batch * model.sequence_length / step_seconds
+    step_seconds = statistics.median(all_step_seconds)
+    tokens_per_second = train.global_batch * model.sequence_length / step_seconds
     if is_cuda:
-        name = torch.cuda.get_device_name(device)
+        device_name = torch.cuda.get_device_name(device)
     else:
-        name = "CPU"
-    peak = config.observe.peak_tflops or device_peak_tflops(name)
-    flops, convention = None, CONVENTION
-    if samples.lengths:
-        flops, convention = document_flops(model, Counter(samples.lengths)), DOCUMENT_CONVENTION
+        device_name = "CPU"
+    peak_tflops = config.observe.peak_tflops or device_peak_tflops(device_name)
+    if samples.document_lengths:
+        flop_count = document_flops(model, Counter(samples.document_lengths))
+        convention = DOCUMENT_CONVENTION
+    else:
+        flop_count = None  # `mfu` counts attention over the whole sequence
+        convention = CONVENTION
     return {
         "model": model.preset,
         "settings": config.model_dump(mode="json", exclude_none=True, include=REPORTED_SECTIONS),
@@ -341,125 +371,128 @@ def measure(
         "global_batch": train.global_batch,
         "sequence_length": model.sequence_length,
         "date": date.today().isoformat(),
-        "device": f"{world} x {name}",
+        "device": f"{world} x {device_name}",
         "versions": {"megascale": megascale.__version__, "torch": torch.__version__},
         "step_seconds": step_seconds,
-        "all_step_seconds": seconds,
-        "step_seconds_min_max": [min(seconds), max(seconds)],
+        "all_step_seconds": all_step_seconds,
+        "step_seconds_min_max": [min(all_step_seconds), max(all_step_seconds)],
         "host_seconds": statistics.median(host_seconds) if host_seconds else None,
-        "tokens_per_second_per_device": rate / world,
-        "mfu": mfu(model, rate, world, peak, flops) if peak else None,
-        "mfu_convention": f"{convention}; peak {peak} TFLOP/s",
-        "documents": len(samples.lengths) or None,
-        "expert_rank_load_max": statistics.median(loads) if loads else None,
-        "redone_steps": redone_steps if loads else None,
+        "tokens_per_second_per_device": tokens_per_second / world,
+        "mfu": mfu(model, tokens_per_second, world, peak_tflops, flop_count) if peak_tflops else None,
+        "mfu_convention": f"{convention}; peak {peak_tflops} TFLOP/s",
+        "documents": len(samples.document_lengths) or None,
+        "expert_rank_load_max": statistics.median(largest_loads) if largest_loads else None,
+        "redone_steps": redone_steps if largest_loads else None,
         "gemm_flop_per_s": gemm_rates,
-        "peak_memory_gib": peak_memory,
-        "device_memory_gib": device_memory,
-        "watched": None if watcher is None else watcher.list_samples(first_start),
-        "watch_trouble": None if watcher is None else watcher.problem,
+        "peak_memory_gib": peak_memory_gib,
+        "device_memory_gib": device_memory_gib,
+        "watched": None if watcher is None else watcher.list_samples(first_timed_start),
+        "watch_trouble": None if watcher is None else watcher.error,
         "start_seconds": start_seconds,
         "losses": [losses[0], losses[-1]],
-        "active": engine.active | engine.runtime.kernels.active(),
+        "active": engine.active | engine.runtime.kernels.list_choices(),
     }
 
 
 def select_evenly(scores: torch.Tensor, settings: ExpertsConfig, _: torch.Tensor | None) -> torch.Tensor:
-    """Return experts by turns [..., top_k], where `ops.routing.select_experts` returns the best."""
+    """Return expert numbers in turn [..., top_k], whatever the scores are.
+
+    Layers call it in place of `ops.routing.select_experts`, which returns the experts with the highest scores.
+    """
     import torch
 
     choices = torch.arange(scores.shape[:-1].numel() * settings.top_k, device=scores.device)
     return (choices % settings.number).view(*scores.shape[:-1], settings.top_k)
 
 
-def _host_seconds(engine: Engine, samples: RandomSamples, step: int) -> float:
-    """Return the host's seconds to launch a step, without its waits for the device before each micro-batch.
+def _measure_host_seconds(engine: Engine, samples: RandomSamples, step: int) -> float:
+    """Return the seconds that the host takes to launch a step.
 
-    Without these waits full queues would block the host, which is no work of its own.
+    The host waits for the device before each micro-batch, because a full launch queue would block it. These waits are
+    subtracted.
     """
     import torch
 
-    waited = 0.0
+    wait_seconds = 0.0
     assert samples.batch.tokens is not None
     device = samples.batch.tokens.device
 
     def read_batch(i: int) -> Batch[torch.Tensor]:
-        nonlocal waited
+        nonlocal wait_seconds
         start = time.perf_counter()
         torch.cuda.synchronize(device)
-        waited += time.perf_counter() - start
+        wait_seconds += time.perf_counter() - start
         return samples.batch
 
     torch.cuda.synchronize(device)
     start = time.perf_counter()
     engine.start_gather()
-    result = engine.step(read_batch, step, 1e-4, has_next_step=True, sum_weights=samples.sum_weights)
-    elapsed = time.perf_counter() - start - waited
-    float(result.loss)
+    result = engine.step(read_batch, step, LEARNING_RATE, has_next_step=True, sum_weights=samples.sum_weights)
+    elapsed = time.perf_counter() - start - wait_seconds
+    float(result.loss)  # waits for the step's end
     return elapsed
 
 
-def _profile(engine: Any, samples: RandomSamples, step: int, out: Path, rank: int, cuda: bool) -> None:
+def _profile_step(engine: Any, samples: RandomSamples, step: int, *, out: Path, rank: int, is_cuda: bool) -> None:
+    """Profile one step on all ranks; rank 0 writes a table of kernels (.txt) and the Chrome trace `out`."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]
-    if cuda:
+    if is_cuda:
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as recorded:
+    with profile(activities=activities) as profiler:
         engine.start_gather()
-        engine.step(samples.read_batch, step, 1e-4, has_next_step=True, sum_weights=samples.sum_weights)
-        if cuda:
+        engine.step(samples.read_batch, step, LEARNING_RATE, has_next_step=True, sum_weights=samples.sum_weights)
+        if is_cuda:
             torch.cuda.synchronize()
-    if rank:
+    if rank != 0:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
-    if cuda:
-        key = "self_cuda_time_total"
+    if is_cuda:
+        sort_key = "self_cuda_time_total"
     else:
-        key = "self_cpu_time_total"
-    table = recorded.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=70)
+        sort_key = "self_cpu_time_total"
+    table = profiler.key_averages().table(sort_by=sort_key, row_limit=40, max_name_column_width=70)
     out.with_suffix(".txt").write_text(table)
-    if not os.environ.get("MEGASCALE_NO_TRACE"):
-        recorded.export_chrome_trace(str(out))
+    if not os.environ.get("MEGASCALE_NO_TRACE"):  # a trace of a large model has hundreds of megabytes
+        profiler.export_chrome_trace(str(out))
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the figures."""
+    """Print the figures of `measure`'s result as a table."""
     from rich.console import Console
     from rich.table import Table
 
     from megascale.bench.gpu_watch import summarize_samples
 
     table = Table.grid(padding=(0, 2))
-    low, high = result["step_seconds_min_max"]
+    shortest, longest = result["step_seconds_min_max"]
     rows = [
         ("model", f"{result['model']}, {result['global_batch']} x {result['sequence_length']} tokens per step"),
         ("device", f"{result['device']}, torch {result['versions']['torch']}, {result['date']}"),
-        ("step", f"{result['step_seconds']:.4f} s (median; {low:.4f} to {high:.4f})"),
+        ("step", f"{result['step_seconds']:.4f} s (median; {shortest:.4f} to {longest:.4f})"),
         ("tokens/s per device", f"{result['tokens_per_second_per_device']:,.0f}"),
         ("loss", f"{result['losses'][0]:.4f} -> {result['losses'][1]:.4f}"),
     ]
     if result.get("documents"):
         tokens = result["settings"]["train"]["micro_batch"] * result["sequence_length"]
-        mean = tokens / result["documents"]
-        rows.append(("documents", f"{result['documents']} in a micro-batch, of {mean:,.0f} tokens each in the mean"))
+        mean_length = tokens / result["documents"]
+        rows.append(("documents", f"{result['documents']} per micro-batch, with {mean_length:,.0f} tokens on average"))
     if result.get("expert_rank_load_max") is not None:
-        load, redone = result["expert_rank_load_max"], result["redone_steps"]
         steps = len(result["all_step_seconds"])
-        rows.append(
-            ("experts", f"{load:.2f} times the mean load on the slowest rank; {redone} of {steps} steps redone")
-        )
+        load = f"the most loaded rank has {result['expert_rank_load_max']:.2f} times the mean load"
+        rows.append(("experts", f"{load}; {result['redone_steps']} of {steps} steps were recomputed"))
     if result["mfu"] is not None:
         rows.append(("MFU", f"{100 * result['mfu']:.1f}% ({result['mfu_convention']})"))
     if result["gemm_flop_per_s"] is not None:
         host = result["host_seconds"]
         if host is not None:
-            rows.append(("host", f"launches a step in {host:.4f} s, {host / result['step_seconds']:.1%} of it"))
-        before, after = (x / 1e12 for x in result["gemm_flop_per_s"])
+            rows.append(("host", f"launches a step in {host:.4f} s, {host / result['step_seconds']:.1%} of its time"))
+        before, after = (rate / 1e12 for rate in result["gemm_flop_per_s"])
         rows.append(("sustained GEMM", f"{before:.0f} TFLOP/s before, {after:.0f} after, in the same run"))
         memory = f"{result['peak_memory_gib']:.1f} GiB in tensors, {result['device_memory_gib']:.1f} GiB of the device"
-        rows.append(("peak memory", f"{memory} (as NVML has it: the allocator's reserve, CUDA, NCCL)"))
+        rows.append(("peak memory", f"{memory} (NVML's figure: includes the allocator's reserve, CUDA and NCCL)"))
     if result["watched"] is not None:
         rows.append(("watched", f"{summarize_samples(result['watched'])} (medians of the first and last tenth)"))
         if result["watch_trouble"]:

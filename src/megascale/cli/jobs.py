@@ -55,11 +55,11 @@ def jobs(
 
     Works with and without a running driver. Example: megascale jobs
     """
-    from megascale.resilience.driver.state.journal import FILE
+    from megascale.resilience.driver.state.journal import JOURNAL_FILE
 
     folders = [runs]
-    if not (runs / FILE).exists():
-        folders = sorted(file.parent for file in runs.glob(f"*/{FILE}"))
+    if not (runs / JOURNAL_FILE).exists():
+        folders = sorted(file.parent for file in runs.glob(f"*/{JOURNAL_FILE}"))
     if not folders:
         raise DataError(f"{runs} holds no run that was started with `megascale launch`")
     rows = [row for row in map(_describe_job, folders) if row is not None]
@@ -90,7 +90,7 @@ def _describe_job(folder: Path) -> dict[str, Any] | None:
     from megascale.resilience.driver.state.journal_reader import JournalReader
 
     with contextlib.closing(JournalReader(folder)) as reader:
-        job, is_driver_alive = reader.job, reader.driver_alive()
+        job, is_driver_alive = reader.job, reader.is_driver_alive()
     if job is None:
         return None
     status = read_status(folder / "status" / "rank-0.status")
@@ -169,7 +169,7 @@ def _list_nodes(run: Path) -> tuple[list[dict[str, Any]], str]:
         return send_request(run, "GET", "/v1/nodes"), ""
     with contextlib.closing(JournalReader(run)) as reader:
         journal_nodes = list_stored_nodes(reader)
-        is_driver_alive = reader.driver_alive()
+        is_driver_alive = reader.is_driver_alive()
     if not is_driver_alive:
         return journal_nodes, "no driver is running"
     try:

@@ -1,8 +1,8 @@
-"""Low-rank adapters as logical tensors: which matrices have one, its shapes and cuts, and what excludes it. No torch.
+"""Low-rank adapters as logical tensors: adapted matrices, shapes and cuts of factors, unsupported settings. No torch.
 
-The adapter of a matrix W [O, I] is A [rank, I] and B [O, rank], with W x + alpha / rank * B A x. Where tensor-parallel
-ranks divide the rows of W, they divide the rows of B; where they divide its columns, they divide the columns of A. The
-other factor is replicated.
+The adapter of a matrix W [O, I] has two factors, A [rank, I] and B [O, rank]: the layer computes
+W x + alpha / rank * B A x. If tensor-parallel ranks divide the rows of W, they divide the rows of B and replicate A. If
+they divide the columns of W, they divide the columns of A and replicate B.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class AdapterSpec:
     """Settings of the adapters of a run.
 
     Attributes:
-        targets: names of matrices within a layer; empty: all matrices.
+        rank: width between the two factors.
+        alpha: scale of the adapters, see `scale`.
+        targets: names within a layer of the matrices with adapters; empty: all matrices.
     """
 
     rank: int
@@ -68,7 +70,7 @@ class AdapterSpec:
 
 
 def can_adapt(tensor: LogicalTensor) -> bool:
-    """Return whether a tensor is a layer's matrix that tensor-parallel ranks divide and no other axis does."""
+    """Return whether a tensor is a matrix that tensor-parallel ranks divide and ranks of other axes do not."""
     return (
         tensor.is_gemm_weight and len(tensor.shape) == 2 and tensor.partition_dim is not None and not tensor.other_cuts
     )
@@ -104,7 +106,7 @@ def list_adapters(
 
 def count_adapter_elements(model: ModelConfig, spec: AdapterSpec, layers: ChunkLayers, tensor: int = 1) -> int:
     """Return the elements of the adapters of a chunk on one tensor-parallel rank."""
-    return sum(prod(factor.local_shape(tensor)) for factor in _chunk_factors(model, spec, layers))
+    return sum(prod(factor.local_shape(tensor)) for factor in _list_chunk_factors(model, spec, layers))
 
 
 def count_adapter_state(
@@ -113,37 +115,39 @@ def count_adapter_state(
     """Return the elements of optimizer state of a chunk's adapters, without master weights, before sharding."""
     state_names = OPTIMIZERS[optimizer].state_names
     total = 0
-    for factor in _chunk_factors(model, spec, layers):
+    for factor in _list_chunk_factors(model, spec, layers):
         total += prod(factor.local_shape(tensor)) * len(state_names(factor.name, factor.shape))
     return total
 
 
-def _chunk_factors(model: ModelConfig, spec: AdapterSpec, layers: ChunkLayers) -> list[LogicalTensor]:
+def _list_chunk_factors(model: ModelConfig, spec: AdapterSpec, layers: ChunkLayers) -> list[LogicalTensor]:
+    """Return the factors A and B of all adapters in a chunk."""
     factors: list[LogicalTensor] = []
     specs = resolve_layers(model)
     for index, half in layers:
         attention, mlp = layer_inventory(specs[index], index).halves
-        tensors = {"attention": attention, "mlp": mlp, "both": attention + mlp}[half]
-        for matrix in tensors:
+        tensors_by_half = {"attention": attention, "mlp": mlp, "both": attention + mlp}
+        for matrix in tensors_by_half[half]:
             if spec.is_target(matrix):
                 factors += spec.make_pair(matrix)
     return factors
 
 
 def list_adapter_faults(config: Config, layers: Sequence[ChunkLayers] | None) -> list[str]:
-    """Return why a configuration cannot train its adapters, a sentence per fault; empty without adapters."""
+    """Return why a configuration cannot train its adapters, one sentence per fault; empty without adapters.
+
+    Args:
+        layers: layers of each model chunk; None if the configuration has no valid split.
+    """
     spec = AdapterSpec.from_config(config.train)
     if spec is None:
         return []
     faults = []
-    available = list(
-        dict.fromkeys(
-            name_within_layer(tensor)
-            for index, layer in enumerate(resolve_layers(config.model))
-            for tensor in layer_inventory(layer, index)
-            if can_adapt(tensor)
-        )
-    )
+    available: list[str] = []
+    for index, layer in enumerate(resolve_layers(config.model)):
+        for tensor in layer_inventory(layer, index):
+            if can_adapt(tensor) and name_within_layer(tensor) not in available:
+                available.append(name_within_layer(tensor))
     unknown = sorted(spec.targets - set(available))
     if unknown:
         faults.append(
@@ -168,10 +172,10 @@ def list_adapter_faults(config: Config, layers: Sequence[ChunkLayers] | None) ->
             "--parallel.gather_precision=default"
         )
     if not unknown and layers is not None:
-        for number, chunk in enumerate(layers):
-            if not _chunk_factors(config.model, spec, chunk):
+        for position, chunk in enumerate(layers):
+            if not _list_chunk_factors(config.model, spec, chunk):
                 faults.append(
-                    f"model chunk {number} has no matrix of train.lora.targets={','.join(sorted(spec.targets))}, so "
+                    f"model chunk {position} has no matrix of train.lora.targets={','.join(sorted(spec.targets))}, so "
                     "nothing in it would be trained; name more targets, or set another parallel.layer_split"
                 )
     return faults

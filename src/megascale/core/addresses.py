@@ -13,7 +13,8 @@ from pathlib import Path
 
 from megascale.errors import ConfigError
 
-# Environment variable of rank 0: file descriptor of the listening socket that its launcher holds for the rank's store.
+# Environment variable of rank 0 with the file descriptor of a listening socket, which the launcher opened for the
+# rendezvous store.
 STORE_LISTENER_VARIABLE = "MEGASCALE_STORE_LISTENER"
 _SIOCGIFADDR = 0x8915  # Linux: ioctl that returns the first IPv4 address of an interface
 _LINK_LOCAL_SCOPE = "20"
@@ -21,7 +22,7 @@ _PORT_ATTEMPTS = 1000
 
 
 def find_local_address(host: str) -> str:
-    """Return the address of this machine from which its kernel would talk to `host`; nothing is sent.
+    """Return the local address from which the kernel would send to `host`. Nothing is sent.
 
     Raises OSError if the name does not resolve or no route leads to it.
     """
@@ -32,7 +33,7 @@ def find_local_address(host: str) -> str:
 
 
 def list_interface_addresses() -> dict[str, str]:
-    """Return the first address of each interface that has one, IPv4 before IPv6."""
+    """Return an address by interface, IPv4 rather than IPv6. Interfaces without an address are left out."""
     addresses: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
@@ -67,7 +68,7 @@ def find_interface(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches `host`; of a name, all addresses must be loopback."""
+    """Return whether all addresses of `host` are loopback addresses, which only this machine reaches."""
     try:
         results = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -79,8 +80,8 @@ def is_loopback(host: str) -> bool:
 def find_free_port(address: str = "127.0.0.1", avoid: Container[int] = ()) -> int:
     """Return a port of `address` that is free now and not in `avoid`.
 
-    The port lies below the range from which the kernel serves outgoing connections and port 0. Only a process that asks
-    for this very port can take it before its user listens. Raises OSError if none of 1,000 attempts succeeds.
+    The port lies below the range from which the kernel assigns ports itself. So only a process that requests this very
+    port can take it before the caller listens. Raises OSError if none of 1,000 attempts finds a free port.
     """
     outgoing_range = Path("/proc/sys/net/ipv4/ip_local_port_range")
     if outgoing_range.exists():

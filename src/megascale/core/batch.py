@@ -1,6 +1,6 @@
-"""The record of a micro-batch that loader, feed, engine, model and loss pass on, and the optional fields of a run.
+"""The record of a micro-batch, which loader, feed, engine, model and loss share, and its optional fields. No torch.
 
-The record is generic in its arrays: NumPy arrays on the host, torch tensors on a device. No torch.
+The record is generic in the type of its arrays: NumPy arrays on the host, torch tensors on a device.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ ArrayT = TypeVar("ArrayT")
 
 @dataclass(frozen=True)
 class SampleFields:
-    """The optional fields that every sample of a run carries, known before the first sample is read.
+    """Which optional fields all samples of a run have; known before the first sample is read.
 
     Attributes:
-        loss_weights: each target has a weight in the loss.
-        positions: each token has a position of its own.
-        max_documents: largest number of documents in a sample; 0: samples carry no document boundaries.
+        loss_weights: whether each target has a weight in the loss.
+        positions: whether each token has a given position.
+        max_documents: largest number of documents in a sample; 0: samples have no document boundaries.
     """
 
     loss_weights: bool = False
@@ -31,6 +31,7 @@ class SampleFields:
     max_documents: int = 0
 
     def __or__(self, fields: SampleFields) -> SampleFields:
+        """Return the fields that either operand has."""
         return SampleFields(
             self.loss_weights or fields.loss_weights,
             self.positions or fields.positions,
@@ -39,7 +40,7 @@ class SampleFields:
 
     @property
     def concerns_blocks(self) -> bool:
-        """True if blocks read a field, so that every pipeline stage needs the samples."""
+        """True if the model's layers read a field, so that every pipeline stage needs the samples."""
         return self.positions or self.max_documents > 0
 
 
@@ -48,15 +49,15 @@ NO_FIELDS = SampleFields()
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[ArrayT]):
-    """A micro-batch. A field that is absent, or that its reader does not need, is None.
+    """A micro-batch. A field that the data lacks or the receiver does not need is None.
 
     Attributes:
         tokens: integers [sequence, batch].
-        targets: the next token of each, integers [sequence, batch]; -100 is ignored.
-        loss_weights: weight of each target in the loss, float32 [sequence, batch]; None: all count the same.
+        targets: the next token of each token, integers [sequence, batch]; the loss ignores -100.
+        loss_weights: weight of each target in the loss, float32 [sequence, batch]; None: equal weights.
         positions: position of each token in its document, integers [sequence, batch]; None: 0 to sequence - 1.
-        document_boundaries: cumulative lengths of each sample's documents, integers [max_documents + 1, batch]: from
-            0 to the sequence length, which is repeated to the end. None: a sample is one document.
+        document_boundaries: cumulative lengths of each sample's documents, integers [max_documents + 1, batch], from 0
+            to the sequence length, which fills up unused entries. None: a sample is one document.
     """
 
     tokens: ArrayT | None = None
@@ -67,10 +68,10 @@ class Batch(Generic[ArrayT]):
 
 
 def check_fields(fields: SampleFields, model: ModelConfig, setting: str, value: object) -> None:
-    """Raise ConfigError if samples carry a field that the model would ignore.
+    """Raise ConfigError if samples have a field that the model would ignore.
 
     Args:
-        setting, value: the key that named the data, and its value.
+        setting, value: the key that names the data, and its value.
     """
     layers = resolve_layers(model)
     if fields.max_documents:
@@ -80,7 +81,7 @@ def check_fields(fields: SampleFields, model: ModelConfig, setting: str, value: 
                     f"{setting}={value} has document boundaries, which model.attention={name} ignores; set "
                     "--model.attention=causal, or --data.document_mask=false"
                 )
-    # Positions that come with documents restart at each of them, which a model without positions may ignore.
+    # If a sample has several documents, positions restart at each of them. A model without positions may ignore that.
     has_positions = model.positions == "learned" or any(layer.rope is not None for layer in layers)
     if fields.positions and not fields.max_documents and not has_positions:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Shares of a global batch: the consecutive micro-batches that each replica reads in a step. No torch."""
+"""Division of a global batch: the consecutive micro-batches that each replica reads in a step. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BatchShares:
-    """Division of a step's micro-batches over replicas, as even as possible. The first replicas have one more.
+    """Division of a step's micro-batches over replicas, as even as possible. The remainder goes to the first replicas.
 
     Attributes:
         microbatches: micro-batches of a step, over all replicas.
@@ -29,8 +29,12 @@ class BatchShares:
 
     def count(self, replica: int) -> int:
         """Return the number of micro-batches of a replica."""
-        return self.microbatches // self.replicas + (replica < self.microbatches % self.replicas)
+        quotient, remainder = divmod(self.microbatches, self.replicas)
+        if replica < remainder:
+            return quotient + 1
+        return quotient
 
     def first(self, replica: int) -> int:
-        """Return the number of a replica's first micro-batch in the step."""
-        return replica * (self.microbatches // self.replicas) + min(replica, self.microbatches % self.replicas)
+        """Return the index in the step of a replica's first micro-batch."""
+        quotient, remainder = divmod(self.microbatches, self.replicas)
+        return replica * quotient + min(replica, remainder)

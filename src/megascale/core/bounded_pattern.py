@@ -1,7 +1,7 @@
-"""A regular expression of a user, searched in bounded time.
+"""Search in bounded time for a regular expression that a user has given.
 
 Python's `re` has no time limit, and an expression such as `(a+)+b` takes exponential time on some lines. The process
-that reads logs also sends heartbeats, so one line must not stop it.
+that reads logs also sends heartbeats, so a search must not block it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from megascale.errors import ConfigError
 
-SEARCH_LIMIT = 0.1  # seconds of processor time of one search
-# An expression is switched off once it took this time in all, if that is also too long per line.
+SEARCH_LIMIT = 0.1  # seconds of processor time per search
+# An expression is switched off if it exceeds both limits: of the total time, and of the mean time per line.
 TOTAL_LIMIT = 1.0  # seconds of processor time
-LINE_LIMIT = 0.005  # seconds of processor time per line
-MAX_CHARACTERS = 4000  # searched characters of a line
+LINE_LIMIT = 0.005  # seconds of processor time
+MAX_CHARACTERS = 4000  # only this many characters of a line are searched
 
 log = logging.getLogger("megascale.agent")
 
@@ -26,8 +26,8 @@ class BoundedPattern:
     """A regular expression that is switched off if it takes more than 5 ms per line.
 
     Args:
-        setting: key of the expression, for messages.
-        expression: in the syntax of Python's `re`.
+        setting: configuration key of the expression, for messages.
+        expression: regular expression in the syntax of Python's `re`.
 
     Attributes:
         problem: why the expression is switched off, "" while it is on.
@@ -48,10 +48,10 @@ class BoundedPattern:
         self.expression = expression
         self.problem = ""
         self._seconds = 0.0
-        self._lines = 0
+        self._line_count = 0
 
     def search(self, line: str) -> re.Match[str] | None:
-        """Return the match in the first 4000 characters of a line; None if there is none or the search was ended."""
+        """Return the match in the first 4000 characters of a line; None if there is none, or at the time limit."""
         if self.problem:
             return None
         start = time.thread_time()
@@ -61,12 +61,12 @@ class BoundedPattern:
         except TimeoutError:
             pass
         except MemoryError:
-            # The backtracking of an expression with many groups has a limit of its own.
+            # `regex` raises this at its own limit for the backtracking of an expression with many groups.
             self._switch_off("it took all memory on a line")
-        self._lines += 1
+        self._line_count += 1
         self._seconds += time.thread_time() - start
-        if self._seconds > TOTAL_LIMIT and self._seconds > LINE_LIMIT * self._lines:
-            milliseconds = 1000 * self._seconds / self._lines
+        if self._seconds > TOTAL_LIMIT and self._seconds > LINE_LIMIT * self._line_count:
+            milliseconds = 1000 * self._seconds / self._line_count
             self._switch_off(f"it took {milliseconds:.0f} ms per line, of at most {1000 * LINE_LIMIT:.0f} ms")
         return match
 

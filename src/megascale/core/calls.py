@@ -4,9 +4,9 @@ The engine records each call that it starts or waits for, and its action in the 
 microsecond and no system call. `rank-N.calls` lies next to `rank-N.status`; the hang diagnosis joins the files of all
 ranks. Outside a trainer nothing is recorded (`NullCallLog`).
 
-Another process reads while this one writes. Fields are therefore aligned to 8 bytes and a record is written as one
-copy of bytes, so that a reader sees an old field or a new one. `struct.pack_into` would clear a field first and write
-it byte by byte.
+Another process may read the file during a write. Fields are therefore aligned to 8 bytes, and a record is written as
+one copy of bytes, so that a reader sees either the old or the new value of a field. `struct.pack_into` would clear a
+field first and write it byte by byte.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from megascale.core.failure import reserve_file_space
 from megascale.core.untrusted_files import open_regular
 
-MAX_RANKS = 1 << 18  # a record with a higher rank is damaged: readers make a row for each rank of the world
+MAX_RANKS = 1 << 18  # a record with a larger world is damaged; readers allocate a row per rank
 OPS = (
     "all_gather",
     "reduce_scatter",
@@ -38,7 +38,7 @@ OPS = (
     "fused_all_to_all",
 )
 _OP_CODES = {op: code for code, op in enumerate(OPS)}
-READER = "reader"  # group name of a wait for samples
+READER = "reader"  # stands for the group in a wait for samples
 
 # Layout of the file: header, position, wait, number of calls, groups, ring of calls. Structures are little-endian.
 _MAGIC = b"MSCALL3\0"
@@ -46,10 +46,10 @@ _MAX_GROUPS = 64
 _RING_CALLS = 8192  # three steps of a stage with twenty layers and eight micro-batches, which a verdict compares
 # magic, pid, rank, world size, number of groups, host name
 _HEADER = struct.Struct("<8sIIII40s")
-# events, time_ns, step, index in the schedule, chunk, microbatch, action
+# number of position writes, time_ns, step, index in the schedule, chunk, microbatch, action
 _POSITION = struct.Struct("<QqqiiI24sxxxx")
 _POSITION_OFFSET = 64
-# group index (_NOT_WAITING or _WAITING_FOR_DATA), reader's pid, sequence, start_ns, total nanoseconds waited
+# group index (or _NOT_WAITING, or _WAITING_FOR_DATA), reader's pid, sequence, start_ns, total nanoseconds waited
 _WAIT = struct.Struct("<iIQqQ")
 _WAIT_OFFSET = 128
 _NOT_WAITING, _WAITING_FOR_DATA = -1, -2
@@ -66,13 +66,13 @@ _CALL = struct.Struct("<QQQiiHHxxxx")
 _CALLS_OFFSET = _GROUPS_OFFSET + _MAX_GROUPS * _GROUP.size
 SIZE = _CALLS_OFFSET + _RING_CALLS * _CALL.size
 _NO_MICROBATCH = 0xFFFFFFFF  # -1 as an unsigned integer
-# A handle holds the group index above the sequence number.
+# A call's handle is an integer: the group index in the high bits, the sequence number in the low bits.
 _SEQUENCE_BITS = 48
 _SEQUENCE_MASK = (1 << _SEQUENCE_BITS) - 1
 
 
 class NullCallLog:
-    """Base class of call logs, which records nothing."""
+    """Call log that records nothing, and base class of `CallLog`."""
 
     waited_seconds = 0.0
 
@@ -122,7 +122,7 @@ class CallLog(NullCallLog):
         self._write_header()
 
     def register_group(self, group: str, size: int) -> None:
-        """Name a group of `size` ranks to which this rank belongs, before its first call."""
+        """Register a group of `size` ranks before its first call. Groups beyond the file's room are not recorded."""
         if group in self._group_indices or len(self._group_indices) == _MAX_GROUPS:
             return
         index = len(self._group_indices)
@@ -182,11 +182,11 @@ class CallLog(NullCallLog):
 
     @property
     def waited_seconds(self) -> float:  # type: ignore[override]
-        """Total time that the host has waited for other processes."""
+        """Total seconds that the host has waited for other processes."""
         return self._waited_ns / 1e9
 
     def close(self) -> None:
-        """Unmap the file; its last record stays."""
+        """Unmap the file; its content stays."""
         self._map.close()
 
     def _write(self, offset: int, record: bytes) -> None:
@@ -232,8 +232,9 @@ class Call:
 
     Attributes:
         group: name of the group.
-        sequence: number of this call among the rank's calls on the group, from 1.
-        op, bytes: operation and its size.
+        sequence: position of this call among the rank's calls on the group, from 1.
+        op: operation, one of OPS.
+        bytes: size of the message.
         step, chunk, microbatch: position in the schedule; -1 where it does not apply.
     """
 
@@ -248,7 +249,7 @@ class Call:
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """Numbers of calls that a rank started and finished on a group of `size` ranks."""
+    """Number of calls that a rank has started and finished on a group of `size` ranks."""
 
     size: int
     started: int
@@ -259,7 +260,7 @@ class GroupCounts:
 class PendingWait:
     """Wait of the host since `start_ns`: for a call of a group, or for samples.
 
-    For samples `group` is READER, and process `pid` reads them (0 if unknown).
+    In a wait for samples, `group` is READER and `pid` is the process that reads the samples (0 if unknown).
     """
 
     group: str
@@ -273,15 +274,16 @@ class CallRecord:
     """Content of a rank's file.
 
     Attributes:
-        rank, pid, world: the process that wrote it.
-        events, time_ns: number of times that its position was written, and the last time.
-        step, action, chunk, microbatch, index: its position in the schedule.
-        waiting: its wait, None while it computes.
-        waited_ns: total time it has waited.
-        groups: its groups by name.
-        calls: its last calls, in the order in which it started them.
+        rank, pid, world: rank, process id and number of ranks of the process that wrote the file.
+        events: number of times that the position was written.
+        time_ns: time of the last of these writes, since the epoch.
+        step, action, chunk, microbatch, index: the rank's position in the schedule.
+        waiting: the rank's present wait; None while it computes.
+        waited_ns: total time that the rank has waited.
+        groups: counts of calls by name of the group.
+        calls: the rank's last calls, in the order in which it started them.
         is_complete: whether `calls` goes back to the start of the run.
-        host: name of its host.
+        host: name of the rank's host.
     """
 
     rank: int
@@ -302,7 +304,7 @@ class CallRecord:
     host: str = ""
 
     def find_call(self, group: str, sequence: int) -> Call | None:
-        """Return the call with that number, or None if it was not started or is no longer in the ring."""
+        """Return the call with this sequence number, or None if it was not started or is no longer in the ring."""
         for call in reversed(self.calls):
             if call.group == group and call.sequence == sequence:
                 return call
@@ -313,6 +315,9 @@ def read_calls(path: Path, history: bool = True) -> CallRecord | None:
     """Read a rank's file; return None if it is missing or damaged.
 
     The record is consistent if the rank makes no progress, and may be torn while the rank runs.
+
+    Args:
+        history: whether to read the ring of calls; without it, `calls` is empty.
     """
     try:
         with open(path, "rb", opener=open_regular) as file:
@@ -362,8 +367,8 @@ def read_calls(path: Path, history: bool = True) -> CallRecord | None:
 
 def _unpack_calls(data: bytes, call_count: int, names: list[str]) -> tuple[Call, ...]:
     calls = []
-    for number in range(max(0, call_count - _RING_CALLS), call_count):
-        record = _CALL.unpack_from(data, _CALLS_OFFSET + number % _RING_CALLS * _CALL.size)
+    for index in range(max(0, call_count - _RING_CALLS), call_count):
+        record = _CALL.unpack_from(data, _CALLS_OFFSET + index % _RING_CALLS * _CALL.size)
         sequence, step, size, microbatch, chunk, group_index, op = record
         if group_index < len(names) and op < len(OPS):
             calls.append(Call(names[group_index], sequence, OPS[op], size, step, chunk, microbatch))

@@ -14,7 +14,7 @@ from pathlib import Path
 from megascale.core.gpus import visible_gpu_names
 
 _UNLIMITED = 1 << 60  # cgroups of version 1 write 2^63 less a page for "no limit"
-_Limit = tuple[int | None, str]  # value, None if unlimited or unknown, and the name of the limit
+_Limit = tuple[int | None, str]  # (value, or None if unlimited or unknown; name of the limit)
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Capacity:
         memory: bytes of host memory that processes may still allocate.
         memory_from: name of the limit that gives `memory`.
         cores: CPU cores that this process may use.
-        open_files: files that one process may open.
-        processes: processes that may still be started; threads count, as in the kernel.
+        open_files: number of files that one process may open.
+        processes: number of processes that may still be started; each thread counts as one, as in the kernel.
         processes_from: name of the limit that gives `processes`.
         gpu_memory: bytes of the smallest visible GPU.
     """
@@ -49,9 +49,10 @@ class Capacity:
             proc, cgroups: folders of the kernel's files.
             gpus: whether to query GPU memory too.
         """
-        memory, memory_from = _tightest([(_available_memory(proc), "MemAvailable"), *_cgroup_memory(proc, cgroups)])
+        memory_limits = [(_available_memory(proc), "MemAvailable"), *_cgroup_memory(proc, cgroups)]
+        memory, memory_from = _find_tightest(memory_limits)
         process_limits = [*_cgroup_processes(proc, cgroups), _user_process_limit(proc), _system_process_limit(proc)]
-        processes, processes_from = _tightest(process_limits)
+        processes, processes_from = _find_tightest(process_limits)
         open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return cls(
             memory=memory,
@@ -80,8 +81,10 @@ def free_disk(folder: Path) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-def _tightest(limits: Iterable[_Limit]) -> _Limit:
-    return min(((value, name) for value, name in limits if value is not None), default=(None, ""))
+def _find_tightest(limits: Iterable[_Limit]) -> _Limit:
+    """Return the limit with the lowest value, or (None, "") if all are unlimited or unknown."""
+    known_limits = [(value, name) for value, name in limits if value is not None]
+    return min(known_limits, default=(None, ""))
 
 
 def _read_number(file: Path) -> int | None:
@@ -118,11 +121,12 @@ def _cgroup_folders(proc: Path, cgroups: Path, controller: str) -> Iterator[tupl
             is_v2 = names == ""
             if not is_v2 and controller not in names.split(","):
                 continue
-            # In a container the path may be the host's while the mount shows the container's own group as root.
             root = cgroups if is_v2 else cgroups / controller
-            parts = Path(path.lstrip("/")).parts
-            for depth in range(len(parts), -1, -1):
-                folder = root.joinpath(*parts[:depth])
+            relative = Path(path.lstrip("/"))
+            for group in (relative, *relative.parents):
+                # In a container the path may be that of the host, while the container's own group is mounted as root.
+                # Then only the root exists.
+                folder = root / group
                 if folder.is_dir():
                     yield folder, is_v2
 
@@ -132,21 +136,20 @@ def _cgroup_memory(proc: Path, cgroups: Path) -> Iterator[_Limit]:
     for folder, is_v2 in _cgroup_folders(proc, cgroups, "memory"):
         if is_v2:
             limit_name = "memory.max"
+            usage_name = "memory.current"
+            cache_fields = ("active_file", "inactive_file")
         else:
             limit_name = "memory.limit_in_bytes"
-        if is_v2:
-            usage_name = "memory.current"
-        else:
             usage_name = "memory.usage_in_bytes"
+            cache_fields = ("total_active_file", "total_inactive_file")
         limit = _read_number(folder / limit_name)
         used = _read_number(folder / usage_name)
         if limit is None or used is None or limit >= _UNLIMITED:
             continue
-        prefix = "" if is_v2 else "total_"
-        cache = 0
-        for kind in ("active_file", "inactive_file"):
-            cache += _read_field(folder / "memory.stat", prefix + kind) or 0
-        yield max(0, limit - max(0, used - cache)), f"the control group's {limit_name}"
+        cached = 0
+        for name in cache_fields:
+            cached += _read_field(folder / "memory.stat", name) or 0
+        yield max(0, limit - max(0, used - cached)), f"the control group's {limit_name}"
 
 
 def _cgroup_processes(proc: Path, cgroups: Path) -> Iterator[_Limit]:
@@ -201,5 +204,5 @@ def _smallest_gpu_memory() -> int | None:
             sizes[index] = sizes[uuid] = int(mib) << 20
     names = visible_gpu_names(len(sizes) // 2)
     if not all(name in sizes for name in names):
-        return None  # parts of GPUs (MIG) have sizes of their own
+        return None  # slices of GPUs (MIG) are not in the list
     return min((sizes[name] for name in names), default=None)

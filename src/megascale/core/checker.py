@@ -1,21 +1,22 @@
-"""Proof that a schedule runs: no deadlock for any message timing, every message matched, memory as stated.
+"""Proof that a schedule finishes: no deadlock for any message timing, and a matching receive for every send.
 
-Model of the machine. Each stage is a process that walks its action list. Each communicator has two ends, each end a
-FIFO of posted sends and receives. Transport is pessimistic (*rendezvous*): a transfer takes place only when the send is
-at the head of its FIFO and the matching receive at the head of the other end's. Transitions:
+Model of the machine. Each stage is a process that walks its action list. Each communicator has two ends, and each end
+has a FIFO of posted sends and receives. Transport is pessimistic (*rendezvous*): a transfer takes place only when the
+send is at the head of one FIFO and the matching receive is at the head of the other. Transitions:
 
-- *step of a stage*: it passes its next action. SEND_* and RECV_* are posted and never block. FORWARD, BACKWARD and
-  BACKWARD_INPUT need their own receive delivered. If they produce a message, they also need the send SEND_SLOTS
-  messages earlier on the same channel delivered (its buffer is free). Without overlap (`Schedule.exposed`) all computes
-  also need the stage's earlier sends delivered. GATHER_PARAMS and REDUCE_GRADS are posted and never block.
+- *step of a stage*: the stage passes its next action. SEND_* and RECV_* are posted and never block. FORWARD, BACKWARD
+  and BACKWARD_INPUT wait until their receive is delivered. If they produce a message, they also wait until the send
+  SEND_SLOTS messages earlier on the same channel is delivered, which frees its buffer. If transfers are exposed
+  (`Schedule.exposed`), all computes also wait for the stage's earlier sends. GATHER_PARAMS and REDUCE_GRADS are posted
+  and never block.
 - *delivery on a communicator*: the two heads are a send and a receive that match; both are removed.
 
 Why one maximal run decides for every timing. (1) An enabled transition stays enabled until it is taken: a step waits
 only for deliveries, which are never undone, and a pair of heads can only be removed by its own delivery. (2) Two
-enabled transitions commute: steps of different stages touch different programs and different FIFO ends (appending at
-the tail), deliveries touch different communicators, and a step appends at tails while a delivery removes heads. So the
+enabled transitions commute: steps of different stages touch different lists and different FIFOs (appending at the
+tail), deliveries touch different communicators, and a step appends at tails while a delivery removes heads. So the
 system is strongly confluent (a Kahn network with bounded channels): by induction every maximal run takes the same
-transitions and ends in the same state. If one run finishes, no order and no delay can make another one hang. The tests
+transitions and ends in the same state. If one run finishes, no other order and no delay can hang. The tests
 visit *all* interleavings of small schedules to verify this argument; `check_schedule` makes a single run, in a random
 order if a seed is given.
 
@@ -58,7 +59,7 @@ class CheckReport:
 
 
 def channel_communicator(channel: Channel) -> Hashable:
-    """Use one communicator for each directed edge and direction of travel, like the executor."""
+    """Return the channel itself: the executor has one communicator per channel."""
     return channel
 
 
@@ -70,27 +71,29 @@ def check_schedule(
     """Prove that `schedule` finishes for any message timing and computes every micro-batch in order.
 
     Args:
-        communicator: maps channels to communicators, which they may share.
-        seed: take enabled transitions in a random order drawn from this seed.
+        communicator: maps channels to communicators; several channels may share one.
+        seed: seed of a random order of the enabled transitions; None: a fixed order.
 
-    Raises ScheduleError with the wait of each stuck stage, or with the first wrong action.
+    Raises ScheduleError with the action that each blocked stage awaits, or with the first wrong action.
     """
     check_order(schedule)
     machine = Machine(schedule, communicator)
     positions, delivered = machine.start()
-    transitions = machine.run(positions, delivered, random.Random(seed) if seed is not None else None)
-    if not machine.finished(positions, delivered):
+    rng = None if seed is None else random.Random(seed)
+    transitions = machine.run(positions, delivered, rng)
+    if not machine.is_finished(positions, delivered):
         raise ScheduleError(f"the schedule {schedule.name} deadlocks: {machine.describe(positions, delivered)}")
-    return CheckReport(sum(delivered), tuple(schedule.count_in_flight(s) for s in range(schedule.stages)), transitions)
+    in_flight = tuple(schedule.count_in_flight(stage) for stage in range(schedule.stages))
+    return CheckReport(sum(delivered), in_flight, transitions)
 
 
 def check_order(schedule: Schedule) -> None:
     """Check each stage's list separately. Raises ScheduleError at the first fault.
 
     Every micro-batch runs forward and backward once in every chunk, forward before backward. A backward may be two
-    actions, that of the input before that of the weights. Each compute has its receive before it and its send after it,
-    and no other. Neighbouring chunks of one stage run in order. Parameters are gathered once, before a chunk's first
-    forward. A reduction is armed for each chunk's last backward of weights alone, or for each.
+    actions, BACKWARD_INPUT before BACKWARD_WEIGHT. Each compute has its receive before it and its send after it. There
+    are no other sends and receives. Neighbouring chunks of one stage run in model order. Parameters are gathered once,
+    before a chunk's first forward. A chunk has one reduction, before its last backward of weights, or one before each.
     """
     for stage in range(schedule.stages):
         _check_stage(schedule, stage)
@@ -105,7 +108,7 @@ def _check_stage(schedule: Schedule, stage: int) -> None:
     outside = (chunk < 0) | (chunk >= v) | (i < -1) | (i >= m)
     if outside.any():
         raise ScheduleError(
-            f"{stage_name} has {schedule[stage][int(outside.argmax())]}, outside {v} chunks and {m} parts"
+            f"{stage_name} has {schedule[stage][int(outside.argmax())]}, outside {v} chunks and {m} micro-batches"
         )
     # Count and position of every possible action; micro-batch -1 lands in column m.
     count = np.zeros((len(ActionKind), v, m + 1), dtype=np.int64)
@@ -114,10 +117,11 @@ def _check_stage(schedule: Schedule, stage: int) -> None:
     position[kind, chunk, i] = np.arange(len(table))
 
     expected = _expected_counts(schedule, stage, count)
-    for wrong, word in ((count < expected, "lacks"), (count > expected, "has a needless")):
-        if wrong.any():
-            which, c, j = (int(n) for n in np.unravel_index(int(wrong.argmax()), wrong.shape))
-            raise ScheduleError(f"{stage_name} {word} {Action(ActionKind(which), c, j if j < m else -1)}")
+    for is_wrong, verb in ((count < expected, "lacks"), (count > expected, "has a needless")):
+        if is_wrong.any():
+            wrong_kind, c, j = (int(n) for n in np.unravel_index(int(is_wrong.argmax()), is_wrong.shape))
+            action = Action(ActionKind(wrong_kind), c, j if j < m else -1)
+            raise ScheduleError(f"{stage_name} {verb} {action}")
 
     def require_order(
         first: ActionKind, then: ActionKind, first_position: np.ndarray, then_position: np.ndarray, applies: np.ndarray
@@ -143,16 +147,14 @@ def _check_stage(schedule: Schedule, stage: int) -> None:
     f = pos[ActionKind.FORWARD]
     b = np.where(is_split, pos[ActionKind.BACKWARD_INPUT], pos[ActionKind.BACKWARD])
     for c in neighbours.tolist():
-        after, before = slice(c + 1, c + 2), slice(c, c + 1)
-        every = np.ones((1, m), dtype=bool)
-        for kind_of_order, earlier, later, later_chunk in (
-            (ActionKind.FORWARD, f[before], f[after], c + 1),
-            (ActionKind.BACKWARD, b[after], b[before], c),
+        for compute, earlier, later, later_chunk in (
+            (ActionKind.FORWARD, f[c], f[c + 1], c + 1),
+            (ActionKind.BACKWARD, b[c + 1], b[c], c),
         ):
-            late = every & (earlier >= later)
+            late = earlier >= later
             if late.any():
-                action = Action(kind_of_order, later_chunk, int(late.argmax()))
-                raise ScheduleError(f"{stage_name} has {action} before its {kind_of_order.label}")
+                action = Action(compute, later_chunk, int(late.argmax()))
+                raise ScheduleError(f"{stage_name} has {action} before its {compute.label}")
 
 
 # Actions of one chunk and micro-batch: the first stands before the second if the list has both.
@@ -170,7 +172,13 @@ _ORDERED_PAIRS = (
 
 
 def _expected_counts(schedule: Schedule, stage: int, count: np.ndarray) -> np.ndarray:
-    """Return how often the list must have each action, given what it has: [kinds, v, m + 1]."""
+    """Return how often the list must have each action: [kinds, v, m + 1].
+
+    Where the list has a choice (whole or divided backwards, one or m reductions), `count` tells which one it took.
+
+    Args:
+        count: how often the list has each action, of the same shape.
+    """
     m = schedule.microbatches
     expected = np.zeros_like(count)
     expected[ActionKind.FORWARD, :, :m] = 1
@@ -182,54 +190,56 @@ def _expected_counts(schedule: Schedule, stage: int, count: np.ndarray) -> np.nd
     for kind in SENDS + RECEIVES:
         expected[kind, :, :m] = schedule.message_mask(stage, kind)[:, None]
     expected[ActionKind.GATHER_PARAMS, :, m] = 1
-    once = count[ActionKind.REDUCE_GRADS, :, m] == 1
-    expected[ActionKind.REDUCE_GRADS, :, m] = once
-    expected[ActionKind.REDUCE_GRADS, :, :m] = ~once[:, None]
+    is_once_per_step = count[ActionKind.REDUCE_GRADS, :, m] == 1
+    expected[ActionKind.REDUCE_GRADS, :, m] = is_once_per_step
+    expected[ActionKind.REDUCE_GRADS, :, :m] = ~is_once_per_step[:, None]
     return expected
 
 
 def _check_reductions(stage_name: str, count: np.ndarray, position: np.ndarray, backwards: np.ndarray) -> None:
     """Check that each reduction arms the right backward. Raises ScheduleError at the first that does not.
 
-    A reduction arms the chunk's next backward of weights, so the positions of both must alternate.
+    A reduction arms the chunk's next backward of weights, so reductions and backwards must alternate in the list.
 
     Args:
-        count, position: of the REDUCE_GRADS of each chunk and micro-batch, the whole step's last: [v, m + 1].
+        count, position: count and position of the REDUCE_GRADS of each chunk and micro-batch: [v, m + 1]. Column m is
+            that of the whole step.
         backwards: position of each chunk's backward of weights: [v, m].
     """
     v, m = backwards.shape
-    once = count[:, m] == 1
+    is_once_per_step = count[:, m] == 1
     order = np.argsort(backwards, axis=1)
     sorted_backwards = np.take_along_axis(backwards, order, axis=1)
-    each = np.take_along_axis(position[:, :m], order, axis=1)
-    arms = np.where(once[:, None], position[:, m:], each)
-    previous = np.concatenate([np.full((v, 1), -1), sorted_backwards[:, :-1]], axis=1)
-    stray = (arms < previous) | (arms > sorted_backwards)
-    stray[:, :-1] &= ~once[:, None]
-    if not stray.any():
+    sorted_reductions = np.take_along_axis(position[:, :m], order, axis=1)
+    reductions = np.where(is_once_per_step[:, None], position[:, m:], sorted_reductions)
+    previous_backwards = np.concatenate([np.full((v, 1), -1), sorted_backwards[:, :-1]], axis=1)
+    is_misplaced = (reductions < previous_backwards) | (reductions > sorted_backwards)
+    is_misplaced[:, :-1] &= ~is_once_per_step[:, None]  # one reduction per step belongs to the last backward only
+    if not is_misplaced.any():
         return
-    c, rank = (int(n) for n in np.unravel_index(int(stray.argmax()), stray.shape))
-    if once[c]:
+    c, index = (int(n) for n in np.unravel_index(int(is_misplaced.argmax()), is_misplaced.shape))
+    if is_once_per_step[c]:
         j, target = -1, "last backward"
     else:
-        j, target = int(order[c, rank]), "backward"
+        j, target = int(order[c, index]), "backward"
     reduction = Action(ActionKind.REDUCE_GRADS, c, j)
     raise ScheduleError(f"{stage_name} has {reduction} not right before the chunk's {target}")
 
 
 @dataclass(frozen=True)
-class _End:
+class _CommunicatorEnd:
     """One end of a communicator, with the operations that its stage posts there in a step, in order.
 
     Attributes:
-        positions: positions in the stage's list.
-        sends: whether each operation is a send.
-        messages: number of each operation's message (see `_number_messages`).
+        stage: the stage.
+        positions: position of each operation in the stage's list.
+        is_send: whether each operation is a send.
+        messages: id of each operation's message (see `_number_messages`).
     """
 
     stage: int
     positions: list[int]
-    sends: list[bool]
+    is_send: list[bool]
     messages: list[int]
 
 
@@ -237,36 +247,40 @@ class Machine:
     """Transition system of a schedule under rendezvous semantics.
 
     A state is (positions, delivered): the number of actions that each stage has passed, and the number of transfers
-    that each communicator has delivered. The FIFOs follow from both: the k-th entry of an end is posted once its stage
-    has passed it, and removed once k transfers are delivered.
+    that each communicator has delivered. The FIFOs follow from both: the k-th operation of an end is posted once its
+    stage has passed it, and removed once k transfers are delivered.
     """
 
     def __init__(self, schedule: Schedule, communicator: CommunicatorOf, send_slots: int = SEND_SLOTS) -> None:
         self.schedule, self.send_slots = schedule, send_slots
         self.lengths = [len(table) for table in schedule.tables]
-        # Waits of each action: (communicator, number of transfers that it must have delivered).
-        self.needs: list[list[tuple[tuple[int, int], ...]]] = [[()] * n for n in self.lengths]
+        # For each stage and action: the (communicator, number of delivered transfers) for which the action waits.
+        self.waits: list[list[tuple[tuple[int, int], ...]]] = [[()] * n for n in self.lengths]
+        # For each stage and action: the communicator to which the action posts, or -1.
         self.posts: list[list[int]] = [[-1] * n for n in self.lengths]
-        self.ends: list[list[_End]] = []
-        numbers: dict[Hashable, int] = {}
+        # For each communicator: its ends.
+        self.ends: list[list[_CommunicatorEnd]] = []
+        index_by_communicator: dict[Hashable, int] = {}
         for stage in range(schedule.stages):
-            self._compile(stage, communicator, numbers)
+            self._compile(stage, communicator, index_by_communicator)
 
-    def _compile(self, stage: int, communicator: CommunicatorOf, numbers: dict[Hashable, int]) -> None:
-        schedule, table = self.schedule, self.schedule.tables[stage]
-        comms: dict[tuple[int, int], int] = {}  # of each kind and chunk that has messages
+    def _compile(self, stage: int, communicator: CommunicatorOf, index_by_communicator: dict[Hashable, int]) -> None:
+        schedule = self.schedule
+        table = schedule.tables[stage]
+        comms: dict[tuple[int, int], int] = {}  # index of the communicator by (kind, chunk)
         for kind in SENDS + RECEIVES:
             for chunk in np.unique(table[table[:, 0] == kind, 1]).tolist():
                 key = communicator(schedule.channel(stage, Action(kind, chunk, 0)))
-                comms[int(kind), chunk] = numbers.setdefault(key, len(numbers))
-        self.ends += [[] for _ in range(len(numbers) - len(self.ends))]
-        stage_ends = {comm: _End(stage, [], [], []) for comm in comms.values()}
-        received: dict[tuple[int, int, int], tuple[int, int]] = {}
-        send_numbers: dict[tuple[int, int, int], int] = {}
-        sends: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by kind and communicator
+                comms[int(kind), chunk] = index_by_communicator.setdefault(key, len(index_by_communicator))
+        self.ends += [[] for _ in range(len(index_by_communicator) - len(self.ends))]
+        stage_ends = {comm: _CommunicatorEnd(stage, [], [], []) for comm in comms.values()}
+        # A delivery is (communicator, number of transfers that it has delivered afterwards).
+        receive_delivery: dict[tuple[int, int, int], tuple[int, int]] = {}  # by (kind, chunk, micro-batch)
+        send_index: dict[tuple[int, int, int], int] = {}  # by (kind, chunk, micro-batch): index in the list below
+        send_deliveries: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by (kind, communicator)
         messages = _number_messages(schedule, stage).tolist()
         rows = table.tolist()
-        waits: list[tuple[tuple[int, int], ...]] = [()] * len(rows)
+        waits = self.waits[stage]
         row_comms = _find_communicators(table, comms)
         self.posts[stage] = row_comms
         send_kinds = {int(kind) for kind in SENDS}
@@ -276,45 +290,43 @@ class Machine:
             if comm < 0:
                 if schedule.exposed and kind in compute_kinds:
                     # Sends of one channel are delivered in order, so the last one implies the earlier ones.
-                    waits[position] = tuple(channel_sends[-1] for channel_sends in sends.values())
+                    waits[position] = tuple(deliveries[-1] for deliveries in send_deliveries.values())
                 continue
             end = stage_ends[comm]
             is_send = kind in send_kinds
             delivery = (comm, len(end.positions) + 1)
             if is_send:
-                send_numbers[kind, chunk, i] = len(sends.setdefault((kind, comm), []))
-                sends[kind, comm].append(delivery)
+                channel_deliveries = send_deliveries.setdefault((kind, comm), [])
+                send_index[kind, chunk, i] = len(channel_deliveries)
+                channel_deliveries.append(delivery)
             else:
-                received[kind, chunk, i] = delivery
+                receive_delivery[kind, chunk, i] = delivery
             end.positions.append(position)
-            end.sends.append(is_send)
+            end.is_send.append(is_send)
             end.messages.append(messages[position])
         for position, (kind, chunk, i) in enumerate(rows):
-            if kind in _MESSAGES:
-                needs = []
-                receive, send = _MESSAGES[kind]
-                message = (receive, chunk, i)
-                if message in received:
-                    needs.append(received[message])
-                slot_holder = send_numbers.get((send, chunk, i), -1) - self.send_slots
-                if slot_holder >= 0:
-                    needs.append(sends[send, comms[send, chunk]][slot_holder])
-                self.needs[stage][position] = tuple(needs) + waits[position]
-            else:
-                self.needs[stage][position] = waits[position]
+            if kind not in _MESSAGES:
+                continue
+            receive, send = _MESSAGES[kind]
+            if (receive, chunk, i) in receive_delivery:
+                waits[position] += (receive_delivery[receive, chunk, i],)
+            # The send that last used the buffer of this compute's send.
+            last_use = send_index.get((send, chunk, i), -1) - self.send_slots
+            if last_use >= 0:
+                waits[position] += (send_deliveries[send, comms[send, chunk]][last_use],)
         for comm, end in stage_ends.items():
             self.ends[comm].append(end)
 
     def start(self) -> tuple[list[int], list[int]]:
-        """Return the initial state."""
+        """Return the initial state (positions, delivered)."""
         return [0] * len(self.lengths), [0] * len(self.ends)
 
-    def finished(self, positions: list[int], delivered: list[int]) -> bool:
-        """Return whether all lists are finished and all messages delivered."""
+    def is_finished(self, positions: list[int], delivered: list[int]) -> bool:
+        """Return whether all lists are is_finished and all messages delivered."""
         if positions != self.lengths:
             return False
-        for count, ends in zip(delivered, self.ends, strict=True):
-            if any(count != len(end.positions) for end in ends):
+        for delivered_count, ends in zip(delivered, self.ends, strict=True):
+            if any(delivered_count != len(end.positions) for end in ends):
                 return False
         return True
 
@@ -323,12 +335,12 @@ class Machine:
         position = positions[stage]
         if position == self.lengths[stage]:
             return False
-        return all(delivered[comm] >= count for comm, count in self.needs[stage][position])
+        return all(delivered[comm] >= count for comm, count in self.waits[stage][position])
 
     def can_complete(self, positions: list[int], delivered: list[int], comm: int) -> bool:
-        """Return whether a send and a receive are at the heads of both ends.
+        """Return whether a delivery is possible: a send is at the head of one FIFO, a receive at that of the other.
 
-        Raises ScheduleError if they do not belong to the same message.
+        Raises ScheduleError if the two do not belong to the same message.
         """
         head = delivered[comm]
         if len(self.ends[comm]) < 2:
@@ -337,7 +349,7 @@ class Machine:
         for end in (a, b):
             if head >= len(end.positions) or positions[end.stage] <= end.positions[head]:
                 return False
-        if a.sends[head] == b.sends[head]:
+        if a.is_send[head] == b.is_send[head]:
             return False
         if a.messages[head] != b.messages[head]:
             first, second = (str(self.schedule[end.stage][end.positions[head]]) for end in (a, b))
@@ -345,53 +357,54 @@ class Machine:
         return True
 
     def run(self, positions: list[int], delivered: list[int], rng: random.Random | None = None) -> int:
-        """Take transitions, changing the state in place, until none is enabled; return their number.
+        """Take transitions, changing the state in place, until none is enabled; return how many were taken.
 
         The order is random with `rng`.
         """
         transitions = 0
-        # Candidates: stage s as s, communicator c as ~c. A transition can only enable those that it pushes.
-        ready = list(range(len(positions)))
-        while ready:
+        # A candidate is stage s as s, or communicator c as ~c. A transition can enable only the candidates that it
+        # adds.
+        candidates = list(range(len(positions)))
+        while candidates:
             if rng is not None:
-                pick = rng.randrange(len(ready))
-                ready[pick], ready[-1] = ready[-1], ready[pick]
-            candidate = ready.pop()
+                index = rng.randrange(len(candidates))
+                candidates[index], candidates[-1] = candidates[-1], candidates[index]
+            candidate = candidates.pop()
             if candidate >= 0:
                 stage = candidate
                 if not self.can_step(positions, delivered, stage):
                     continue
                 comm = self.posts[stage][positions[stage]]
                 positions[stage] += 1
-                ready.append(stage)
+                candidates.append(stage)
                 if comm >= 0:
-                    ready.append(~comm)
+                    candidates.append(~comm)
             else:
                 comm = ~candidate
                 if not self.can_complete(positions, delivered, comm):
                     continue
                 delivered[comm] += 1
-                ready.append(candidate)
-                ready += [end.stage for end in self.ends[comm]]
+                candidates.append(candidate)
+                candidates += [end.stage for end in self.ends[comm]]
             transitions += 1
         return transitions
 
     def describe(self, positions: list[int], delivered: list[int]) -> str:
-        """Return the wait of each unfinished stage."""
-        stuck = []
+        """Return a text with the action that each blocked stage awaits."""
+        blocked = []
         for stage, position in enumerate(positions):
             if position == self.lengths[stage]:
                 continue
-            for comm, count in self.needs[stage][position]:
+            for comm, count in self.waits[stage][position]:
                 if delivered[comm] < count:
-                    end = next(e for e in self.ends[comm] if e.stage == stage)
+                    end = next(end for end in self.ends[comm] if end.stage == stage)
                     actions = self.schedule[stage]
-                    stuck.append(f"stage {stage} at {actions[position]} awaits {actions[end.positions[count - 1]]}")
+                    blocked.append(f"stage {stage} at {actions[position]} awaits {actions[end.positions[count - 1]]}")
                     break
-        return "; ".join(stuck) or "some messages are never delivered"
+        return "; ".join(blocked) or "some messages are never delivered"
 
 
-# Kind of compute -> kinds of its input's receive and of its result's send.
+# By kind of compute: the kind of its input's receive, and the kind of its result's send.
 _MESSAGES: dict[int, tuple[int, int]] = {
     int(ActionKind.FORWARD): (int(ActionKind.RECV_FORWARD), int(ActionKind.SEND_FORWARD)),
     int(ActionKind.BACKWARD): (int(ActionKind.RECV_BACKWARD), int(ActionKind.SEND_BACKWARD)),
@@ -400,10 +413,10 @@ _MESSAGES: dict[int, tuple[int, int]] = {
 
 
 def _find_communicators(table: np.ndarray, communicators: dict[tuple[int, int], int]) -> list[int]:
-    """Return the communicator of each action of a list, -1 for those that are no transfers.
+    """Return the communicator of each action of a list, -1 for actions that are not transfers.
 
     Args:
-        communicators: by kind and chunk.
+        communicators: index of the communicator by (kind, chunk).
     """
     by_kind = np.full((len(ActionKind), int(table[:, 1].max(initial=0)) + 1), -1)
     for (kind, chunk), communicator in communicators.items():
@@ -413,11 +426,14 @@ def _find_communicators(table: np.ndarray, communicators: dict[tuple[int, int], 
 
 
 def _number_messages(schedule: Schedule, stage: int) -> np.ndarray:
-    """Return a number for the message of each SEND and RECV in a stage's list, equal on both sides."""
+    """Return an id of the message of each SEND and RECV in a stage's list, equal on both sides.
+
+    The pass, the sender's chunk and the micro-batch identify a message.
+    """
     kind, chunk, i = schedule.tables[stage].astype(np.int64).T
-    g = schedule.chunk_map.positions[stage, chunk]
-    # The sender's chunk numbers a message: an activation comes from the previous chunk, a gradient from the next.
-    g -= kind == ActionKind.RECV_FORWARD
-    g += kind == ActionKind.RECV_BACKWARD
-    backward = (kind == ActionKind.SEND_BACKWARD) | (kind == ActionKind.RECV_BACKWARD)
-    return (backward * schedule.chunks + g) * schedule.microbatches + i
+    sender_chunk = schedule.chunk_map.positions[stage, chunk]
+    # An activation comes from the previous chunk of the model, a gradient from the next.
+    sender_chunk -= kind == ActionKind.RECV_FORWARD
+    sender_chunk += kind == ActionKind.RECV_BACKWARD
+    is_backward = (kind == ActionKind.SEND_BACKWARD) | (kind == ActionKind.RECV_BACKWARD)
+    return (is_backward * schedule.chunks + sender_chunk) * schedule.microbatches + i

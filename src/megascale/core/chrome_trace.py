@@ -1,4 +1,4 @@
-"""Files of trace events, as ui.perfetto.dev and chrome://tracing open them."""
+"""Trace files for ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ Record = dict[str, object]
 
 
 def write_trace(records: list[Record], path: Path) -> int:
-    """Write events (times in microseconds) as JSON, compressed if the name ends in .gz; return their number."""
+    """Write trace events as JSON, compressed if the name ends in .gz, and return their number.
+
+    Times in `records` are microseconds.
+    """
     text = strict_json.dumps({"traceEvents": records, "displayTimeUnit": "ms"})
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".gz":
@@ -23,7 +26,12 @@ def write_trace(records: list[Record], path: Path) -> int:
 
 
 def name_tracks(pid: int, name: str, tracks: dict[int, str], order: int | None = None) -> list[Record]:
-    """Return the events that name a process and its tracks, and give its position among the processes."""
+    """Return the events that name a process and its tracks.
+
+    Args:
+        tracks: names of the tracks by thread id.
+        order: position of the process among all processes; None: the viewer's order.
+    """
     records: list[Record] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}]
     if order is not None:
         records.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": order}})

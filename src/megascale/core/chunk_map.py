@@ -1,8 +1,8 @@
 """Placement of model chunks on pipeline stages. Pure functions, no torch.
 
-A model is divided into p v chunks, and each of p stages holds v. The schedule places them: its placement is a function
-of a chunk's position in the model. Neighbouring chunks of one stage hand their results to each other; all other
-neighbours exchange messages.
+A model is divided into p v chunks, and each of the p stages holds v chunks. The placement, a part of the schedule, maps
+a chunk's position in the model to its stage. If two neighbouring chunks are on one stage, the second takes the result
+of the first. All other neighbours exchange messages.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-# (position of a chunk in the model, number of stages) -> its stage.
+# Maps (position of a chunk in the model, number of stages) to the chunk's stage.
 Placement = Callable[[int, int], int]
 
 
 def round_robin(position: int, stages: int) -> int:
-    """Return the stage of a chunk if every pass over the stages starts at the first one."""
+    """Return the stage of a chunk if the chunks are dealt to stages 0 to p-1 in turn, v times."""
     return position % stages
 
 
 def v_shape(position: int, stages: int) -> int:
-    """Return the stage of a chunk if every second pass over the stages runs backwards.
+    """Return the stage of a chunk if the chunks are dealt to stages 0 to p-1, then to stages p-1 to 0, and so on.
 
     With two chunks per stage, stage s holds chunks s and 2p-1-s: the first stage holds both ends of the model.
     """
-    passes, step = divmod(position, stages)
-    if passes % 2:
-        return stages - 1 - step
-    return step
+    round_index, index_in_round = divmod(position, stages)
+    if round_index % 2:
+        return stages - 1 - index_in_round
+    return index_in_round
 
 
 @dataclass(frozen=True)
 class ChunkMap:
-    """Stage of each model chunk. The chunks of a stage have numbers 0 to v-1, in model order.
+    """Stage of each model chunk. On a stage, chunks are numbered 0 to v-1 in model order.
 
     Attributes:
         stages: p, number of pipeline stages.
@@ -46,9 +46,11 @@ class ChunkMap:
     stage_of: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        counts = np.bincount(self.stage_of, minlength=self.stages)
-        if len(counts) != self.stages or (counts != counts[0]).any():
-            raise ValueError(f"stages hold {counts.tolist()} chunks; give each of {self.stages} stages as many")
+        chunk_counts = np.bincount(self.stage_of, minlength=self.stages)
+        if len(chunk_counts) != self.stages or (chunk_counts != chunk_counts[0]).any():
+            raise ValueError(
+                f"stages hold {chunk_counts.tolist()} chunks; give each of the {self.stages} stages the same number"
+            )
 
     @property
     def chunks(self) -> int:
@@ -82,7 +84,7 @@ class ChunkMap:
 
     @cached_property
     def numbers(self) -> np.ndarray:
-        """Number of each model chunk on its stage: [p v]."""
+        """Number of each model chunk on its stage, 0 to v-1: [p v]."""
         numbers = np.empty(self.chunks, dtype=np.int64)
         numbers[self.positions] = np.arange(self.virtual_stages)
         return numbers
@@ -93,14 +95,14 @@ class ChunkMap:
         return positions
 
     def neighbour(self, stage: int, chunk: int, offset: int) -> tuple[int, int] | None:
-        """Return (stage, chunk) of the model chunk `offset` behind a stage's chunk, or None beyond the model's ends."""
+        """Return (stage, chunk) of the neighbour `offset` positions after a stage's chunk; None if there is none."""
         position = int(self.positions[stage, chunk]) + offset
         if not 0 <= position < self.chunks:
             return None
         return self.stage_of[position], int(self.numbers[position])
 
     def edges(self) -> list[tuple[int, int]]:
-        """Return the pairs of different stages between which activations travel, in model order."""
+        """Return the pairs of stages (source, target) between which activations are sent, in model order."""
         pairs = zip(self.stage_of[:-1], self.stage_of[1:], strict=True)
         return list(dict.fromkeys((source, target) for source, target in pairs if source != target))
 

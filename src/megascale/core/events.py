@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Event(StrEnum):
-    """Events of a run, in the order in which a run without faults meets them."""
+    """Events of a run: those of the trainer, those of the driver, and the verdicts of the driver's rules."""
 
     IMPORTED = "imported"
     RUN_STARTED = "run_started"
@@ -15,7 +15,7 @@ class Event(StrEnum):
     ACTIVE = "active"
     LOADER_RESTARTED = "loader_restarted"
     LOADER_SLOW = "loader_slow"
-    FIRST_SNAPSHOT = "first_snapshot"  # from now on an attempt can restart from its hosts' memory
+    FIRST_SNAPSHOT = "first_snapshot"  # from now on the run can restart from its hosts' memory
     CHECKPOINT_SAVED = "checkpoint_saved"
     CHECKPOINT_FAILED = "checkpoint_failed"
     CHECKPOINT_SKIPPED = "checkpoint_skipped"
@@ -45,7 +45,7 @@ class Event(StrEnum):
     NODE_REQUESTED = "node_requested"
     NODE_DIAGNOSED = "node_diagnosed"
     RANKS_FENCED = "ranks_fenced"  # ranks of a lost node can no longer run, so they may start elsewhere
-    # Events of a cluster: requested nodes, and its own state.
+    # Events of the cluster from which the driver requests nodes.
     QUOTA_REACHED = "quota_reached"
     IMAGE_PULL_FAILED = "image_pull_failed"
     ADMISSION_DENIED = "admission_denied"
@@ -57,7 +57,7 @@ class Event(StrEnum):
     TRANSITION_REFUSED = "transition_refused"  # an event that the driver's state machine does not allow
     ATTEMPT_STARTED = "attempt_started"
     FIRST_STEP = "first_step"
-    REPLICAS_MISSING = "replicas_missing"  # the job goes on without the replicas of lost nodes
+    REPLICAS_MISSING = "replicas_missing"  # the job continues without the replicas of lost nodes
     REPLICAS_JOINING = "replicas_joining"  # replacements join at the next step boundary
     REPLICAS_OVERDUE = "replicas_overdue"  # replicas were missing for too long, so the job waits for them
     RECOVERED = "recovered"  # details: a RecoveryRecord (core/recovery_record.py)
@@ -105,7 +105,7 @@ _MAX_TIME = 1e11  # seconds since 1970; a later time is damaged data
 
 
 def is_plausible_time(seconds: float) -> bool:
-    """Return whether a number may be seconds since 1970: not NaN, not negative, not thousands of years ahead."""
+    """Return whether a number can be a time in seconds since 1970: not NaN, not negative, and before the year 5138."""
     return 0.0 <= seconds <= _MAX_TIME
 
 

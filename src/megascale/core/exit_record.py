@@ -77,7 +77,7 @@ def find_exit_record(error: BaseException) -> ExitRecord:
 
 
 def _classify_exit(causes: list[BaseException], errno_value: int) -> ExitKind:
-    """Return the kind of the fault that an exception and its causes describe (`errno_value` 0: no error number)."""
+    """Return the kind of fault of an exception and its causes. `errno_value` is 0 if there is no error number."""
     if errno_value in DISK_FULL_ERRNOS:
         return ExitKind.DISK_FULL
     if errno_value == errno.EADDRINUSE:

@@ -1,7 +1,4 @@
-"""Causes of exceptions, full disks, and failures of background work.
-
-Background work that fails is logged; lasting work is restarted.
-"""
+"""Helpers for failures: causes of exceptions, free disk space, and logging and restart of background work."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import asyncio
 
-# A full disk, an exhausted quota, a file at its size limit.
+# Error numbers of a full disk, an exhausted quota, and a file at its size limit.
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-MIN_FREE_BYTES = 1 << 20  # a disk with less room counts as full: no checkpoint, log or journal fits on it
-PAUSE = 1.0  # seconds before work that failed is restarted
+MIN_FREE_BYTES = 1 << 20  # a disk with less free space counts as full, because no checkpoint, log or journal fits on it
+PAUSE = 1.0  # seconds before failed work is restarted
 _REPEAT_INTERVAL = 60.0  # seconds before the same failure is logged again
 _MAX_FOLDER_CHARACTERS = 200
 
@@ -47,7 +44,7 @@ def find_errno(error: BaseException) -> int:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return "TYPE: TEXT" of the exception that ended a process; for SystemExit, of the exception behind it."""
+    """Return "TYPE: TEXT" of an exception, or of the cause of a SystemExit; "" for a SystemExit without a cause."""
     for cause in iterate_causes(error):
         if not isinstance(cause, SystemExit):
             return f"{type(cause).__name__}: {cause}"[:1000]
@@ -115,7 +112,7 @@ async def keep_running(
     work: Callable[[], Awaitable[None]], name: str, log: logging.Logger, pause: float = PAUSE
 ) -> None:
     """Run `work` until it returns. After a failure, which is logged, restart it in `pause` seconds."""
-    import asyncio  # costs a service that has no event loop a tenth of its start
+    import asyncio  # imported here, because it takes a tenth of the start of a service without an event loop
 
     failures = FailureLog(log, name)
     while True:

@@ -1,10 +1,11 @@
-"""Count of FLOPs. A multiply-add is two; recomputation is not counted; backward is twice forward.
+"""Count of a model's FLOPs.
 
-Convention "full attention": the whole s x s score matrix counts although only the causal half is computed. This is
-Megatron-LM's formula 72 B L s h^2 (1 + s/6h + V/12Lh) and PaLM's, which published MFU figures use. A sliding window of
-w tokens counts as full attention times the fraction of the causal triangle that it covers, so w = s gives the full
-count. Under data.document_mask each document counts as a sequence of its own length, and padding has no attention.
-Embedding look-ups are free. The vocabulary counts with its padding, as it is computed.
+A multiply-add counts as two FLOPs. Backward counts twice as much as forward, and recomputation is not counted.
+Convention "full attention": the whole s x s score matrix counts although only the causal half is computed. Published
+MFU figures use this convention: Megatron-LM's formula 72 B L s h^2 (1 + s/6h + V/12Lh), and PaLM's formula. A sliding
+window of w tokens counts as full attention times the fraction of the causal triangle that it covers, so w = s gives the
+full count. Under data.document_mask each document counts as a sequence of its own length, and padding has no attention.
+Embedding look-ups are not counted. The vocabulary counts with its padding, because the padding is computed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DOCUMENT_CONVENTION = f"{CONVENTION}, documents as sequences of their own"
 
 @dataclass(frozen=True)
 class FlopCount:
-    """Forward FLOPs per token, by part."""
+    """Forward FLOPs per token, by part of the model. `attention` is that of scores and values, without projections."""
 
     projections: float
     attention: float
@@ -53,16 +54,17 @@ class FlopCount:
 
     @property
     def adapter_training(self) -> float:
-        """FLOPs of forward and backward without the weights' gradients, when adapters are trained.
+        """FLOPs of forward and backward if only adapters are trained.
 
-        The adapters' own FLOPs are not counted.
+        Backward then computes no gradients of matrices. Attention has no weights, so its backward costs twice its
+        forward. The FLOPs of the adapters themselves are not counted.
         """
         return 2 * self.forward + self.attention
 
 
 @lru_cache(maxsize=256)
 def layer_flops(layer: LayerSpec, sequence: int) -> FlopCount:
-    """Return the FLOPs of a layer for a token of a sequence of `sequence` tokens."""
+    """Return the FLOPs per token of a layer in a sequence of `sequence` tokens."""
     tensors = layer_inventory(layer)
     return FlopCount(
         projections=_gemm_flops(tensors.attention),
@@ -78,14 +80,14 @@ def _gemm_flops(tensors: tuple[LogicalTensor, ...]) -> float:
 
 @lru_cache(maxsize=256)
 def flops_per_token(model: ModelConfig) -> FlopCount:
-    """Return the FLOPs of the whole model at its training sequence length."""
-    counts = []
-    for layer, number in count_distinct_layers(model):
-        counts.append((number, layer_flops(layer, model.sequence_length)))
+    """Return the FLOPs per token of the whole model at its training sequence length."""
+    counted_flops = []
+    for layer, layer_count in count_distinct_layers(model):
+        counted_flops.append((layer_count, layer_flops(layer, model.sequence_length)))
     return FlopCount(
-        projections=sum(n * layer.projections for n, layer in counts),
-        attention=sum(n * layer.attention for n, layer in counts),
-        mlp=sum(n * layer.mlp for n, layer in counts),
+        projections=sum(layer_count * flops.projections for layer_count, flops in counted_flops),
+        attention=sum(layer_count * flops.attention for layer_count, flops in counted_flops),
+        mlp=sum(layer_count * flops.mlp for layer_count, flops in counted_flops),
         logits=2.0 * prod(output_matrix(model).padded_shape),
     )
 
@@ -94,31 +96,30 @@ def document_flops(model: ModelConfig, lengths: Mapping[int, float], padding: fl
     """Return the FLOPs per token of samples whose attention stays within documents.
 
     Args:
-        lengths: number of documents of each length.
-        padding: number of tokens of padding, which have no attention.
+        lengths: number of documents by length in tokens.
+        padding: number of padding tokens, which have no attention.
     """
-    full = flops_per_token(model)
-    tokens = padding + sum(length * number for length, number in lengths.items())
+    tokens = padding + sum(length * documents for length, documents in lengths.items())
     attention = 0.0
-    for layer, count in count_distinct_layers(model):
-        flops = ATTENTION_PARTS[layer.mixer.name].flops
-        total = sum(length * number * flops(layer, length) for length, number in lengths.items())
-        attention += count * total / tokens
-    return replace(full, attention=attention)
+    for layer, layer_count in count_distinct_layers(model):
+        count_flops = ATTENTION_PARTS[layer.mixer.name].flops
+        total = sum(length * documents * count_flops(layer, length) for length, documents in lengths.items())
+        attention += layer_count * total / tokens
+    return replace(flops_per_token(model), attention=attention)
 
 
 def count_parameters(model: ModelConfig, embeddings: bool = True) -> int:
-    """Return the number of trained parameters, without padding rows."""
+    """Return the layer_count of trained parameters, without padding rows."""
     total = 0
-    for layer, number in count_distinct_layers(model):
-        total += number * sum(tensor.elements for tensor in layer_inventory(layer))
+    for layer, layer_count in count_distinct_layers(model):
+        total += layer_count * sum(tensor.elements for tensor in layer_inventory(layer))
     outer = norm_tensors(model.norm, model.hidden, "norm")
     if embeddings:
         outer += embedding_tensors(model) + head_tensors(model)
     return total + sum(tensor.elements for tensor in outer)
 
 
-# Dense bf16 peaks in TFLOP/s from the vendors' data sheets, matched against the device name.
+# Dense bf16 peaks in TFLOP/s from the vendors' data sheets, by a part of the device name.
 PEAK_TFLOPS = {
     "H200": 989.4,
     "H100": 989.4,
@@ -139,10 +140,11 @@ def device_peak_tflops(name: str) -> float | None:
 
 
 def count_training_flops(model: ModelConfig, has_adapters: bool = False, flops: FlopCount | None = None) -> float:
-    """Return the FLOPs per token of training the model, or adapters of its matrices.
+    """Return the FLOPs per token of training the model, or of training only its adapters if `has_adapters`.
 
     Args:
-        flops: FLOPs of samples with documents (`document_flops`); default: those of full samples.
+        flops: FLOPs per token of samples that consist of documents (`document_flops`); default: each sample is one
+            sequence.
     """
     count = flops or flops_per_token(model)
     return count.adapter_training if has_adapters else count.training

@@ -1,10 +1,10 @@
-"""Names of GPUs that a process may use, and codes by which NVIDIA's driver reports faulty GPUs."""
+"""Names of GPUs that a process may use, and the codes of faults that NVIDIA's driver reports."""
 
 from __future__ import annotations
 
 import os
 
-# NVIDIA's catalogue of Xid errors: uncontained memory errors, NVLink, GPU off the bus, firmware.
+# Xid errors (NVIDIA's catalogue) after which a GPU is unusable: memory, NVLink, GPU off the bus, firmware.
 FATAL_XIDS = frozenset({48, 64, 74, 79, 92, 94, 95, 119, 120})
 OFF_BUS_XID = 79
 
@@ -18,17 +18,17 @@ NVML_RECOVERY_ACTIONS = {
     6: "bus reset",
     7: "system reboot",
 }
-# Recovery actions without which no new process can use the GPU.
+# A GPU that needs one of these recovery actions cannot be used by new processes.
 UNUSABLE_ACTIONS = frozenset({"reset", "node reboot", "bus reset", "system reboot"})
 
 
 def visible_gpu_names(gpu_count: int) -> list[str]:
     """Return the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES lists them: indices or UUIDs.
 
-    A child process that gets one of these names in CUDA_VISIBLE_DEVICES sees exactly that GPU.
+    A child process that has one of these names in CUDA_VISIBLE_DEVICES sees exactly that GPU.
 
     Args:
-        gpu_count: number of GPUs of the machine, or that CUDA sees. At most this many names are returned.
+        gpu_count: number of GPUs of the machine, or of those that CUDA sees. At most this many names are returned.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -1,8 +1,8 @@
-"""Grid of ranks: maps rank to coordinate, group and host. All rank arithmetic is in this module.
+"""Grid of ranks: maps a rank to its coordinate, groups and host. All rank arithmetic is in this module.
 
-The axes, from fastest to slowest, are those of config/axes.py. Tensor-parallel ranks are neighbours, so a group lies
-inside one host; data-parallel ranks come next, so that gradient traffic stays near (MegaScale section 2 gives
-data parallelism priority over pipeline parallelism in placement).
+config/axes.py lists the axes from fastest to slowest. The ranks of a tensor-parallel group are consecutive, so the
+group lies inside one host. Data-parallel ranks come next, so that gradients travel short distances (MegaScale section 2
+gives data parallelism priority over pipeline parallelism in placement).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megascale.errors import FitError
 
 
 class Coordinate(Mapping[str, int]):
-    """Position of a rank on each axis: a mapping, with attributes for the axes that code reads by name."""
+    """Position of a rank on each axis: a mapping from axis to index, with attributes for the most used axes."""
 
     __slots__ = ("_positions",)
 
@@ -70,8 +70,8 @@ class Grid:
         sizes: ranks along each axis; 1 for axes left out.
 
     Attributes:
-        axes: (axis, ranks along it), from the fastest axis to the slowest.
-        ranks_per_host: as given.
+        axes: (name, number of ranks) of each axis, from the fastest to the slowest.
+        ranks_per_host: processes on one host.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -92,28 +92,28 @@ class Grid:
 
         Raises FitError if the sizes do not divide.
         """
-        filling = AXES.filling
-        filled = sizes.pop(filling, None)
+        filling_axis = AXES.filling
+        filling_size = sizes.pop(filling_axis, None)
         model_sizes = {axis: size for axis, size in sizes.items() if size is not None}
         model_ranks = prod(model_sizes.values())
-        # Axes of one rank are left out, except those that most people set.
-        named = {axis: size for axis, size in model_sizes.items() if size > 1 or axis in ("tensor", "pipeline")}
+        # Messages leave out axes of one rank, except the two that most configurations set.
+        printed_sizes = {axis: size for axis, size in model_sizes.items() if size > 1 or axis in ("tensor", "pipeline")}
         if world_size % model_ranks:
             nearest = max(1, round(world_size / model_ranks)) * model_ranks
-            layout = " x ".join(f"{AXES.setting(axis)}={size}" for axis, size in named.items())
+            layout = " x ".join(f"{AXES.setting(axis)}={size}" for axis, size in printed_sizes.items())
             raise FitError(
                 f"{world_size} ranks cannot be laid out with {layout} "
                 f"= {model_ranks} ranks per model copy; use a multiple such as {nearest} ranks or change the layout"
             )
         copies = world_size // model_ranks
-        if filled is not None and filled != copies:
-            key = AXES.setting(filling)
-            layout = " x ".join(f"{axis} {size}" for axis, size in named.items())
+        if filling_size is not None and filling_size != copies:
+            key = AXES.setting(filling_axis)
+            layout = " x ".join(f"{axis} {size}" for axis, size in printed_sizes.items())
             raise FitError(
-                f"{key}={filled} but {world_size} ranks / ({layout}) leave "
-                f"{copies}; drop {key} or use {filled * model_ranks} ranks"
+                f"{key}={filling_size} but {world_size} ranks / ({layout}) leave "
+                f"{copies}; drop {key} or use {filling_size * model_ranks} ranks"
             )
-        return cls(ranks_per_host=ranks_per_host, **(model_sizes | {filling: copies}))
+        return cls(ranks_per_host=ranks_per_host, **(model_sizes | {filling_axis: copies}))
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig, world_size: int) -> Grid:
@@ -146,12 +146,12 @@ class Grid:
 
     @property
     def context(self) -> int:
-        """Slices of each sequence: ranks along the axis `context`, or `slice` if these divide the experts too."""
+        """Ranks that divide each sequence: those of axis `context`, or of axis `slice`, which divides experts too."""
         return self._sizes["context"] * self._sizes["slice"]
 
     @property
     def expert(self) -> int:
-        """Ranks other than tensor-parallel ones that divide the experts."""
+        """Ranks that divide the experts, tensor-parallel ranks excluded: those of axis `expert` or `slice`."""
         return self._sizes["expert"] * self._sizes["slice"]
 
     @property
@@ -212,14 +212,14 @@ class Grid:
         return rank // self.ranks_per_host
 
     def group(self, axes: Collection[str] | str, rank: int) -> list[int]:
-        """Return the ranks that share all coordinates with `rank` except on `axes`, ascending."""
+        """Return the group of `rank` along `axes`, ascending: the ranks whose positions differ on these axes only."""
         axes = (axes,) if isinstance(axes, str) else axes
         coordinate = self.coordinate(rank)
         origin = rank - sum(coordinate[axis] * self._strides[axis] for axis in axes)
         return [origin + offset for offset in self._offsets(axes)]
 
     def groups(self, axes: Collection[str] | str) -> list[list[int]]:
-        """Return all groups along `axes`, a partition of the world; each is ascending, ordered by its first rank."""
+        """Return all groups along `axes`, sorted by first rank. Each is ascending, and together they have all ranks."""
         axes = (axes,) if isinstance(axes, str) else axes
         offsets = self._offsets(axes)
         origins = self._offsets([axis for axis in self._sizes if axis not in axes])

@@ -1,9 +1,10 @@
 """Attention heads of a rank when ranks along the context axis divide the tokens of each sequence. No torch.
 
-Each context rank attends over whole sequences with a part of the heads (Ulysses, Jacobs et al. 2023, arXiv
-2309.14509), which keeps every mask and balances causal attention. Where context ranks outnumber key/value heads, each
-of these goes to several ranks. Where the ranks do not divide the query heads, keys and values are gathered, and each
-rank attends with the queries of its own tokens.
+In attention, each context rank has some heads for all tokens of a sequence instead of all heads for some tokens
+(Ulysses, Jacobs et al. 2023, arXiv 2309.14509). So masks need no change, and causal attention is balanced. If there are
+more context ranks than key/value heads, each key/value head is sent to several ranks. If the number of ranks does not
+divide that of the query heads, keys and values are gathered instead, and each rank attends with the queries of its own
+tokens.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import NamedTuple
 
 
 class HeadShare(NamedTuple):
-    """Heads of a rank's attention, and how often each of its key/value heads is sent.
+    """Heads of a context rank's attention.
 
-    `gathers_keys` means that all heads attend with the queries of the rank's own tokens over gathered keys.
+    Attributes:
+        heads, kv_heads: query heads and key/value heads with which the rank attends.
+        copies: number of ranks to which each key/value head is sent.
+        gathers_keys: whether the rank attends with all heads, for the queries of its own tokens, over gathered keys.
     """
 
     heads: int
@@ -25,18 +29,19 @@ class HeadShare(NamedTuple):
 
 
 def share_heads(heads: int, kv_heads: int, ranks: int) -> HeadShare:
-    """Return the share of each of `ranks` context ranks in the heads of a tensor-parallel rank."""
+    """Return the heads of each of `ranks` context ranks, which divide the heads of a tensor-parallel rank."""
     if heads % ranks:
         return HeadShare(heads, kv_heads, gathers_keys=True)
-    # The number of groups divides the heads and so does the number of ranks, hence also their common multiple.
-    sent = lcm(kv_heads, ranks)
-    return HeadShare(heads // ranks, sent // ranks, sent // kv_heads)
+    # The fewest key/value heads, copies included, that the ranks divide evenly. Both `kv_heads` and `ranks` divide
+    # `heads`, so this number divides `heads` as well.
+    sent_heads = lcm(kv_heads, ranks)
+    return HeadShare(heads // ranks, sent_heads // ranks, copies=sent_heads // kv_heads)
 
 
 def list_gather_kernels(softcap: float | None, has_documents: bool) -> tuple[str, ...]:
-    """Return the kernels of attention over gathered keys: those that align the last query with the last key.
+    """Return the attention kernels that support gathered keys: those that align the last query with the last key.
 
-    The first one computes every shape on every device, with an explicit mask.
+    The first kernel computes every shape on every device, with an explicit mask.
     """
     if softcap is not None:
         return ("eager",) if has_documents else ("eager", "flex")
@@ -44,11 +49,11 @@ def list_gather_kernels(softcap: float | None, has_documents: bool) -> tuple[str
 
 
 def find_first_key(first_query: int, window: int | None) -> int:
-    """Return the first key that the queries from `first_query` on see."""
+    """Return the index of the first key that any query from `first_query` on attends to."""
     return 0 if window is None else max(0, first_query + 1 - window)
 
 
 def list_gathered_keys(length: int, ranks: int, window: int | None) -> list[int]:
-    """Return the keys that the queries of each context rank's slice see, where keys are gathered."""
+    """Return for each context rank the number of gathered keys to which the queries of its slice attend."""
     rows = length // ranks
     return [(rank + 1) * rows - find_first_key(rank * rows, window) for rank in range(ranks)]

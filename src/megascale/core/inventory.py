@@ -1,10 +1,11 @@
-"""Inventory of a model: its logical tensors, the activations saved for backward, and what is exchanged. No torch.
+"""Inventory of a model: logical tensors, activations saved for backward, collectives of a block. No torch.
 
-Modules, FLOPs, memory, traffic, checkpoints and the names of Hugging Face files derive from it.
+Modules, FLOPs, memory, traffic, checkpoints and the names in Hugging Face files derive from the inventory.
 
-A layer has two parts, a mixer (attention) and a feed-forward (MLP), behind norms. `resolve_layers` returns their
-specifications. The inventory of each part stands in a registry under the name of its setting, so that a plugin's part
-brings its own inventory (see tests/extend).
+A layer has two parts: a mixer (attention) and a feed-forward (MLP). Each part has a norm before it, after it or both.
+`resolve_layers` returns the layers' specifications. Two registries (`ATTENTION_PARTS`, `MLP_PARTS`) hold the inventory
+of each part by the value of `model.attention` or `model.mlp`. A plugin registers the inventory of its part there (see
+tests/extend).
 """
 
 from __future__ import annotations
@@ -80,31 +81,29 @@ class LogicalTensor:
         return (self.padded_rows, *self.shape[1:])
 
     def local_shape(self, ranks: int, expert: int = 1) -> tuple[int, ...]:
-        """Return the padded shape on one of `ranks` tensor-parallel ranks, all of other axes together.
-
-        Args:
-            expert: ranks of the expert axis (parallel.expert).
-        """
+        """Return the padded shape on one of `ranks` tensor-parallel ranks and one of `expert` expert ranks."""
         return self.cut_shape({"tensor": ranks, "expert": expert})
 
     def cut_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the padded shape on one rank of axes of these sizes; axes left out have one rank."""
+        """Return the padded shape on one rank. `sizes`: ranks by axis; an axis that is left out has one rank."""
         shape = list(self.padded_shape)
         for axis, dim in self.cuts.items():
             shape[dim] //= sizes.get(axis, 1)
         return tuple(shape)
 
     def cut_piece(self, positions: Mapping[str, tuple[int, int]]) -> Piece:
-        """Return the piece of the rank at (index, size) on each axis."""
+        """Return a rank's piece of the tensor. `positions`: the rank's (index, number of ranks) by axis."""
         sizes = list(self.padded_shape)
         offsets = [0] * len(sizes)
         for axis, dim in self.cuts.items():
-            index, count = positions.get(axis, (0, 1))
-            sizes[dim] //= count
+            index, ranks = positions.get(axis, (0, 1))
+            sizes[dim] //= ranks
             offsets[dim] += index * sizes[dim]
-        first = min(offsets[0], self.shape[0])
-        count = max(0, min(sizes[0], self.shape[0] - first))
-        return Piece(self.name, self.shape, Box((first, *offsets[1:]), (count, *sizes[1:])), self.decay)
+        # The piece has no padding rows.
+        first_row = min(offsets[0], self.shape[0])
+        row_count = max(0, min(sizes[0], self.shape[0] - first_row))
+        box = Box((first_row, *offsets[1:]), (row_count, *sizes[1:]))
+        return Piece(self.name, self.shape, box, self.decay)
 
 
 @dataclass(frozen=True)
@@ -112,13 +111,13 @@ class SavedActivation:
     """An activation [sequence, batch, width] of a micro-batch that a forward saves for its backward.
 
     Attributes:
-        name: for people.
+        name: name in messages and tests.
         width: values per token, over all tensor-parallel ranks.
         split_along: dimension that tensor-parallel ranks divide; "none": each of them has all of it.
         is_statistic: whether it is stored in float32 at least.
         recompute_name: value of parallel.recompute under which backward recomputes it; "" if it never does.
         has_gradient: whether a gradient of its size exists during the part's backward.
-        gemm_input: whether a GEMM's weight gradient needs it: not, as its only reader, or among others.
+        gemm_input: whether a GEMM's weight gradient reads it: "no", "only" (nothing else does), "also" (others do too).
     """
 
     name: str
@@ -138,8 +137,8 @@ class PartInventory:
         tensors: maps (layer, name of the layer) to the part's logical tensors.
         saved_activations: activations that the part saves, without those of the norm before it.
         flops: maps (layer, sequence length) to forward FLOPs per token, without those of its matrices.
-        splits_fused_projection: whether it can read its half of a parallel block's fused projection.
-        make_spec: makes the part's specification from the settings of its layers; None: as the built-in part does.
+        splits_fused_projection: whether the part can read its columns of a parallel block's fused projection.
+        make_spec: makes the part's specification from the model's settings; None: the built-in part's function.
         saves_norm_output: whether backward keeps the output of the norm before it even if norms are recomputed.
         workspace: values per token, over all tensor-parallel ranks, that exist only during backward, beyond the
             gradients of saved activations.
@@ -161,8 +160,9 @@ class BlockInventory:
     Attributes:
         norm_count: number of norms; the second one stands before the MLP.
         collectives: (gathers, scatters) of its forward under tensor parallelism.
-        is_parallel: both parts read the same stream and go backward at once; else the stream between them is saved.
-        can_split: whether its attention and its MLP may lie in different chunks of the model.
+        is_parallel: whether both parts read the same residual stream and go backward at once. If not, the stream
+            between them is saved.
+        can_split: whether attention and MLP may lie in different chunks of the model.
     """
 
     norm_count: Callable[[ModelConfig], int]
@@ -293,23 +293,24 @@ def _dense_saved_activations(part: DenseSpec, name: str) -> list[SavedActivation
 def _experts_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
     h = layer.hidden
     part: ExpertsSpec = layer.feed_forward
-    number, width = part.settings.number, part.width
-    inputs = (number, part.input_matrices, width, h)
+    expert_count = part.settings.number
+    width = part.width
+    input_shape = (expert_count, part.input_matrices, width, h)
 
     def make_stack(part_name: str, shape: tuple[int, ...], std: float | None) -> LogicalTensor:
         return LogicalTensor(f"{name}.mlp.experts.{part_name}", shape, 0, std, other_cuts=(("expert", 0), ("slice", 0)))
 
     tensors = [
-        LogicalTensor(f"{name}.mlp.router.weight", (number, h), init_std=layer.init_std),
-        make_stack("in.weight", inputs, layer.init_std),
-        make_stack("out.weight", (number, h, width), layer.output_init_std),
+        LogicalTensor(f"{name}.mlp.router.weight", (expert_count, h), init_std=layer.init_std),
+        make_stack("in.weight", input_shape, layer.init_std),
+        make_stack("out.weight", (expert_count, h, width), layer.output_init_std),
     ]
     if part.settings.biases:
-        tensors.append(LogicalTensor(f"{name}.mlp.router.logit.bias", (number,)))
-        tensors.append(make_stack("in.bias", inputs[:-1], None))
-        tensors.append(make_stack("out.bias", (number, h), None))
+        tensors.append(LogicalTensor(f"{name}.mlp.router.logit.bias", (expert_count,)))
+        tensors.append(make_stack("in.bias", input_shape[:-1], None))
+        tensors.append(make_stack("out.bias", (expert_count, h), None))
     if part.settings.bias_rate:
-        tensors.append(LogicalTensor(f"{name}.mlp.router.bias", (number,), is_trained=False))
+        tensors.append(LogicalTensor(f"{name}.mlp.router.bias", (expert_count,), is_trained=False))
     if part.shared is not None:
         tensors += _dense_tensors(layer, part.shared, f"{name}.mlp.shared")
     if part.settings.shared_gate:
@@ -318,11 +319,11 @@ def _experts_tensors(layer: LayerSpec, name: str) -> list[LogicalTensor]:
 
 
 def _experts_saved_activations(layer: LayerSpec) -> list[SavedActivation]:
-    """Return what a layer of experts saves with an even load; backward computes the activation again."""
+    """Return the activations that experts save with an even load; backward recomputes the MLP activation."""
     part: ExpertsSpec = layer.feed_forward
     settings = part.settings
     top_k = settings.top_k
-    # Integers have 8 bytes: the expert of each choice, and of the choices of this rank's experts their token and slot.
+    # Per choice three int64, each as wide as two float32: the expert, and for this rank's experts the token and slot.
     plan_width = 6 * top_k
     if settings.normalize == "selected":
         plan_width += top_k + 1
@@ -352,8 +353,9 @@ def _experts_workspace(layer: LayerSpec) -> int:
 def _experts_flops(layer: LayerSpec, sequence: int) -> float:
     """Return the forward FLOPs per token of the router and of the experts that the token passes."""
     part: ExpertsSpec = layer.feed_forward
-    expert = (part.input_matrices + 1) * part.width * layer.hidden
-    return 2.0 * (part.settings.top_k * expert + part.settings.number * layer.hidden)
+    expert_elements = (part.input_matrices + 1) * part.width * layer.hidden
+    router_elements = part.settings.number * layer.hidden
+    return 2.0 * (part.settings.top_k * expert_elements + router_elements)
 
 
 _CAUSAL_ATTENTION = PartInventory(
@@ -373,9 +375,9 @@ MLP_PARTS: Registry[PartInventory] = Registry(MLPS.key, {"dense": _DENSE_MLP, "e
 
 
 def has_fused_projection(layer: LayerSpec) -> bool:
-    """Return whether a parallel block has one projection for both parts: they share a norm, and both can read it.
+    """Return whether one projection serves both parts of a parallel block.
 
-    An attention with a gate has a projection of its own.
+    The parts must share a norm and be able to read the fused projection. An attention with a gate cannot.
     """
     if getattr(layer.mixer, "has_gate", False):
         return False
@@ -425,7 +427,7 @@ class LayerInventory:
 
 
 def _resolve_layer(model: ModelConfig, layers: int) -> LayerSpec:
-    """Return the layer of a model whose layers are all alike, as a part of a model of `layers` layers."""
+    """Return the specification of a layer with the settings of `model`, in a model of `layers` layers."""
     attention = ATTENTION_PARTS[model.attention]
     mlp = MLP_PARTS[model.mlp]
     return LayerSpec(
@@ -448,9 +450,11 @@ def _resolve_layer(model: ModelConfig, layers: int) -> LayerSpec:
 @lru_cache(maxsize=256)
 def resolve_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     """Return the specification of every layer, from the model's pattern and kinds of layers."""
-    kinds = {letter: _resolve_layer(model.resolve_kind(letter), model.layers) for letter in set(model.layer_pattern)}
-    layers = [kinds[letter] for letter in model.layer_letters()]
+    letters = set(model.layer_pattern)
+    layer_by_letter = {letter: _resolve_layer(model.resolve_kind(letter), model.layers) for letter in letters}
+    layers = [layer_by_letter[letter] for letter in model.layer_letters()]
     if model.experts is not None:
+        # The first `dense_layers` layers have a dense MLP instead of experts.
         for index, letter in zip(range(model.experts.dense_layers), model.layer_letters(), strict=False):
             kind = model.resolve_kind(letter)
             if kind.mlp == "experts":
@@ -492,7 +496,10 @@ def layer_saved_activations(layer: LayerSpec) -> tuple[SavedActivation, ...]:
 
 @lru_cache(maxsize=256)
 def half_saved_activations(layer: LayerSpec) -> tuple[tuple[SavedActivation, ...], tuple[SavedActivation, ...]]:
-    """Return the saved activations of a layer's attention and of its MLP; each begins with the stream it reads."""
+    """Return the saved activations of a layer's attention, and those of its MLP.
+
+    Each of the two begins with the residual stream that is the half's input.
+    """
     norms = layer.norms
     # Without a norm before it, a part's projection reads the stream itself.
     stream_use: Literal["no", "only"] = "no" if norms.has_pre else "only"
@@ -532,7 +539,7 @@ def _post_norm_saved_activations(layer: LayerSpec, prefix: str) -> list[SavedAct
 
 @lru_cache(maxsize=256)
 def gradient_widths(layer: LayerSpec) -> tuple[int, int]:
-    """Return the values per token whose gradients exist during backward of the attention, and of the MLP."""
+    """Return the values per token whose gradients exist during backward: (of the attention, of the MLP)."""
     attention = ATTENTION_PARTS[layer.mixer.name].saved_activations(layer)
     mlp = MLP_PARTS[layer.feed_forward.name]
     return (
@@ -566,7 +573,7 @@ def head_tensors(model: ModelConfig) -> tuple[LogicalTensor, ...]:
 
 
 def output_matrix(model: ModelConfig) -> LogicalTensor:
-    """Return the matrix of the logits."""
+    """Return the matrix that projects onto the logits: the head, or the tied token embedding."""
     if model.tied_embeddings:
         return embedding_tensors(model)[0]
     return head_tensors(model)[0]

@@ -1,11 +1,10 @@
-"""JSON-lines files that several processes append to, and that may be damaged.
+"""JSON-lines files to which several processes append, and which may be damaged.
 
-A crash may cut the last line of such a file. `append_lines` removes a cut line before it adds the next, so that it
-damages no other line. Two processes may write the same file (rank 0 and the driver write events.jsonl): each holds a
-lock on the file while it appends.
+A crash may cut off the last line of such a file. `append_lines` removes such a line before it adds new lines, which
+would otherwise continue it. Rank 0 and the driver both write events.jsonl, so a writer locks the file while it appends.
 
-A file of a run folder may also hold a line without end, be a pipe, or be a sparse file of any size. Readers take lines
-from here in bounded memory: a line longer than MAX_LINE_BYTES is skipped, and whatever is not a file is refused.
+A file of a run folder may also have an endless line, be a pipe, or be a sparse file of any size. The readers here use
+bounded memory: they skip a line longer than MAX_LINE_BYTES, and refuse pipes and devices.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MAX_LINE_BYTES = 1 << 20  # records of runs take less than a hundredth of it
 _READ_BUFFER_BYTES = 1 << 16
 _SKIP_BLOCK_BYTES = 1 << 20
 _TAIL_BLOCK_BYTES = 1 << 16
-_LOCK_TIMEOUT = 0.25  # seconds to wait for another writer, which may be stopped while it holds the lock
+_LOCK_TIMEOUT = 0.25  # seconds; a writer that is suspended while it holds the lock must not block other writers
 _LOCK_POLL_INTERVAL = 0.005  # seconds
 
 
@@ -48,20 +47,20 @@ def append_record(file: Path, record: dict[str, Any], mode: int = 0o666) -> None
 def append_lines(descriptor: int, lines: bytes) -> None:
     """Append complete lines, in one write, to a file that is open for reading and appending.
 
-    A last line that a crash has cut is removed first. If another process holds the file's lock for long, or the file
-    system has no locks, the cut line stays as a line of its own.
+    A last line that a crash has cut off is removed first. If another process keeps the file's lock for long, or the
+    file system has no locks, the damaged line stays in the file, on a line by itself.
 
     Raises OSError if the disk has no room for all of `lines`; the file is then unchanged.
     """
     with _try_lock(descriptor) as is_locked:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            lines = b"\n" + lines
             line_start = _find_last_line(descriptor, size)
             if is_locked and not _is_record(os.pread(descriptor, size - line_start, line_start)):
                 os.ftruncate(descriptor, line_start)
                 size = line_start
-                lines = lines[1:]
+            else:
+                lines = b"\n" + lines
         if os.write(descriptor, lines) < len(lines):
             if is_locked:
                 os.ftruncate(descriptor, size)
@@ -101,7 +100,7 @@ def _find_last_line(descriptor: int, size: int) -> int:
 
 
 def _is_record(line: bytes) -> bool:
-    """Return whether a line without its newline is a complete record."""
+    """Return whether a line, without its newline, is a JSON object."""
     try:
         return isinstance(strict_json.loads(line), dict)
     except ValueError:
@@ -134,12 +133,12 @@ def _skip_line(stream: BinaryIO) -> None:
 
 
 class RecordReader:
-    """Iterator over the records of a JSON-lines file, without the lines that are not JSON objects.
+    """Iterable over the records of a JSON-lines file. Lines that are not JSON objects are skipped and counted.
 
     Iterating raises OSError if the file cannot be read, or is a pipe or a device.
 
     Attributes:
-        damaged_lines: number of lines that were skipped.
+        damaged_lines: number of lines that the last iteration skipped.
     """
 
     def __init__(self, file: Path) -> None:

@@ -1,12 +1,17 @@
 """Files that a launched job is started with: the placement of ranks on machines, and environment variables.
 
-A placement file is JSON that `megascale network placement` writes and resilience.placement names. Its keys: `format`;
-`strategy`, by which it was made; `grid`, the axis sizes for which it was made; `hosts`, numbers of machines in the
-fabric in rank order; `nodes`, their names in the same order, or null. The job's host h holds the ranks from
-h x ranks_per_host on (core/grid.py).
+`megascale network placement` writes a placement file, and resilience.placement names the file. It is JSON with the keys
 
-An environment file has lines NAME=VALUE, as `megascale network tune` writes it and resilience.environment names it.
-Only lines that a shell's `.` reads alike are accepted: no expansion, no quotes, no `export`.
+- `format`: version of the format,
+- `strategy`: strategy of the placement,
+- `grid`: axis sizes of the job,
+- `hosts`: index in the fabric of the machine of each of the job's hosts; host h has the ranks from h x ranks_per_host
+on
+  (core/grid.py),
+- `nodes`: names of the same machines, or null.
+
+`megascale network tune` writes an environment file, and resilience.environment names the file. It has lines NAME=VALUE.
+Only lines that a shell would read in the same way are accepted: no expansion, no quotes, no `export`.
 """
 
 from __future__ import annotations
@@ -40,8 +45,9 @@ ALLOWED_NAMES = (
     "TORCH_DISTRIBUTED_DEBUG", "TORCH_FR_BUFFER_SIZE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE",
     "WANDB_RUN_GROUP", "WANDB_SILENT", "WANDB_TAGS",
 )  # fmt: skip
-# A variable with one of these words may load a library, run a command, or write a file: NCCL_NET_PLUGIN,
-# UCX_MODULE_DIR, OMP_TOOL_LIBRARIES, UCX_GDB_COMMAND, NCCL_CONF_FILE (which sets the others), NCCL_DEBUG_FILE.
+# A variable whose name has one of these words may load a library, run a command, or write a file. Examples are
+# NCCL_NET_PLUGIN, UCX_MODULE_DIR, OMP_TOOL_LIBRARIES, UCX_GDB_COMMAND, NCCL_DEBUG_FILE, and NCCL_CONF_FILE, which names
+# a file of further variables.
 _REFUSED_WORDS = re.compile(
     r"_(CACHE|CMD|COMMAND|CONF|CONFIG|DEST|DIRECTORY|DIRS?|DRIVERS?|EXE|EXEC|EXECUTABLE|FILES?|FOLDER|HOME|HOOKS?|"
     r"INCLUDE|LIBRARY|LIBRARIES|LIBS?|LOADER|MAIL|MODULES?|PATH|PLUGINS?|PRELOAD|PROGRAM|SCRIPT|SHELL|TOOLS?)(_|$)"
@@ -53,10 +59,10 @@ class PlacementFile:
     """Assignment of a job's hosts to machines.
 
     Attributes:
-        strategy: how the placement was made.
+        strategy: strategy of the placement.
         grid: the job's grid.
-        hosts: number in the fabric of each of the job's hosts, in rank order.
-        nodes: names of the hosts, None if only their numbers are known.
+        hosts: index in the fabric of the machine of each of the job's hosts, in rank order.
+        nodes: names of these machines; None if only their indices are known.
     """
 
     strategy: str
@@ -81,7 +87,7 @@ def read_placement(path: Path, grid: Grid, key: str) -> PlacementFile:
 
     Raises:
         ConfigError: the file does not exist.
-        DataError: it is damaged, for another grid, for another number of machines, or lists a machine twice.
+        DataError: the file is damaged, is for another grid or another number of machines, or lists a machine twice.
     """
     try:
         tree = strict_json.loads(read_bounded(path, _MAX_PLACEMENT_BYTES), _MAX_PLACEMENT_BYTES)
@@ -101,7 +107,8 @@ def read_placement(path: Path, grid: Grid, key: str) -> PlacementFile:
     if version != PLACEMENT_FORMAT:
         raise DataError(f"{path} has format {version!r:.20}, this version reads {PLACEMENT_FORMAT}; write it anew")
     sizes = _grid_sizes(grid)
-    if dict.fromkeys(sizes, 1) | file_grid != sizes:
+    file_sizes = dict.fromkeys(sizes, 1) | file_grid  # an axis that the file leaves out has one rank
+    if file_sizes != sizes:
         raise DataError(
             f"{path} is for the grid {_describe_sizes(file_grid)}; the job's is {_describe_sizes(sizes)}. Write it anew"
         )
@@ -112,7 +119,7 @@ def read_placement(path: Path, grid: Grid, key: str) -> PlacementFile:
 
 
 def _check_machines(path: Path, key: str, machines: Sequence[object], host_count: int) -> None:
-    """Raise DataError unless `machines` has one entry for each host, and none twice."""
+    """Raise DataError unless `machines` has one machine for each host, and no machine twice."""
     if len(machines) != host_count:
         raise DataError(f"{path} lists {len(machines):,} {key}, the job has {host_count:,}; write it anew")
     visited: set[object] = set()
@@ -163,26 +170,26 @@ def read_environment(path: Path, key: str) -> dict[str, str]:
     except ValueError as error:
         raise DataError(f"{key}={path} is not a file of NAME=VALUE lines: {error}") from None
     variables: dict[str, str] = {}
-    for number, raw_line in enumerate(text.splitlines(), 1):
+    for line_number, raw_line in enumerate(text.splitlines(), 1):
         line = raw_line.strip()
         if not line or line.startswith("#"):
             continue
         match = _LINE.fullmatch(line)
         if match is None:
             raise DataError(
-                f"{path} line {number}: {line[:60]!r} is not NAME=VALUE without blanks and quotes, such as "
+                f"{path} line {line_number}: {line[:60]!r} is not NAME=VALUE without blanks and quotes, such as "
                 "NCCL_IB_TIMEOUT=21"
             )
         name, value = match.groups()
         if not is_allowed(name):
             raise DataError(
-                f"{path} line {number}: {name} is not taken from {key}, because it may run code or change a file; "
+                f"{path} line {line_number}: {name} is not taken from {key}, because it may run code or change a file; "
                 "leave it out, or set it on the nodes. Allowed are names that begin with "
                 f"{', '.join(ALLOWED_PREFIXES)} and have no word such as PLUGIN, MODULE, LIBRARY, PATH or FILE, and: "
                 + ", ".join(ALLOWED_NAMES)
             )
         if name in variables:
-            raise DataError(f"{path} line {number}: {name} is set twice; keep one of the lines")
+            raise DataError(f"{path} line {line_number}: {name} is set twice; keep one of the lines")
         variables[name] = value
     if len(variables) > _MAX_VARIABLES:
         raise DataError(f"{path} has {len(variables)} variables, at most {_MAX_VARIABLES} are allowed")
@@ -190,7 +197,7 @@ def read_environment(path: Path, key: str) -> dict[str, str]:
 
 
 def is_allowed(name: str) -> bool:
-    """Return whether a variable of this name only sets figures, addresses or keys, and loads or runs nothing."""
+    """Return whether an environment file may set a variable of this name: it cannot run code or write a file."""
     if name in ALLOWED_NAMES:
         return True
     return name.startswith(ALLOWED_PREFIXES) and _REFUSED_WORDS.search(name) is None

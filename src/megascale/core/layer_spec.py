@@ -1,7 +1,7 @@
 """Specifications of layers: a mixer, a feed-forward and norms, each with its own settings. No torch.
 
-`inventory.resolve_layers` makes them from the configuration. Tensors, FLOPs, memory, traffic and modules derive from
-them, so layers of one model may differ.
+`inventory.resolve_layers` makes one specification per layer from the configuration. Tensors, FLOPs, memory, traffic and
+modules derive from the specifications, so the layers of a model may differ.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class RopeSpec:
     """Rotary positions of an attention.
 
     Attributes:
-        width: rotated entries of a head, the first ones.
+        width: number of entries of a head that are rotated, from the first one on.
         base: base of the angles.
-        interleaved: whether pairs are neighbours instead of halves of the rotated width.
-        scaling: scaling of the angles; None: none.
+        interleaved: whether a pair is two neighbouring entries, instead of one entry of each half of the rotated width.
+        scaling: scaling of the angles; None: no scaling.
     """
 
     width: int
@@ -41,10 +41,10 @@ class AttentionSpec:
         window: tokens that a query sees, itself included; None: all before it.
         rope: rotary positions; None: the attention has no positions.
         input_bias, output_bias: whether the projections have biases.
-        qk_norm: norms of queries and keys before their rotation, of the kind of the layer's norms: over each head, or
-            over the whole projection; None: none.
+        qk_norm: span of the norms of queries and keys before their rotation: each "head", or the whole "projection".
+            They are of the same kind as the layer's norms. None: no such norms.
         multiplier: factor of the scores; None: 1 / sqrt(head_size).
-        softcap: bound c of the scores x, as c tanh(x / c); None: none.
+        softcap: bound c of the scores x, as c tanh(x / c); None: no bound.
         has_sinks: whether each head has a learned logit that takes part in the softmax and has no value.
         has_gate: whether a sigmoid of another projection of the input multiplies the output.
     """
@@ -65,7 +65,7 @@ class AttentionSpec:
 
     @classmethod
     def from_model(cls, model: ModelConfig) -> AttentionSpec:
-        """Return the attention of a model whose layers are all alike."""
+        """Return the attention that the model's settings describe."""
         multiplier = model.attention_multiplier
         if multiplier == model.head_size**-0.5:
             multiplier = None
@@ -92,11 +92,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """Feed-forward that multiplies every token with all its matrices.
+    """Dense feed-forward (MLP): every token passes all matrices.
 
     Attributes:
         name: registered name, a value of model.mlp.
-        width: columns between its matrices.
+        width: width of the hidden activation.
         activation: value of model.activation.
         bias: whether the projections have biases.
     """
@@ -108,7 +108,7 @@ class DenseSpec:
 
     @classmethod
     def from_model(cls, model: ModelConfig) -> DenseSpec:
-        """Return the feed-forward of a model whose layers are all alike."""
+        """Return the feed-forward that the model's settings describe."""
         return cls(name=model.mlp, width=model.ffn, activation=model.activation, bias=model.mlp_bias)
 
     @property
@@ -130,10 +130,10 @@ class ExpertsSpec:
 
     Attributes:
         name: registered name, a value of model.mlp.
-        width: columns between the matrices of an expert.
+        width: width of an expert's hidden activation.
         activation: value of model.activation.
         settings: the table [model.experts].
-        bias: False; biases of experts are no part of a projection that other parts read.
+        bias: False, because biases of experts (`settings.biases`) are tensors of their own, not of a linear layer.
     """
 
     name: str
@@ -144,7 +144,7 @@ class ExpertsSpec:
 
     @classmethod
     def from_model(cls, model: ModelConfig) -> ExpertsSpec:
-        """Return the feed-forward of a model whose layers are all alike."""
+        """Return the feed-forward that the model's settings describe."""
         settings = model.expert_settings
         return cls(name=model.mlp, width=settings.width or model.ffn, activation=model.activation, settings=settings)
 
@@ -169,8 +169,8 @@ class NormsSpec:
         block: registered name of the composition, a value of model.block.
         name: registered name of the norm, a value of model.norm.
         eps: added to the variance.
-        count: number of norms before parts; the second one stands before the feed-forward.
-        placement: value of model.norm_placement; "post" has no norms before parts.
+        count: number of norms before attention and MLP; the second one stands before the MLP.
+        placement: value of model.norm_placement. "post" has no norms before attention and MLP.
     """
 
     block: str
@@ -181,17 +181,17 @@ class NormsSpec:
 
     @property
     def has_pre(self) -> bool:
-        """True if norms stand before the parts."""
+        """True if norms stand before attention and MLP."""
         return self.placement != "post"
 
     @property
     def has_post(self) -> bool:
-        """True if norms stand on what the parts add to the residual stream."""
+        """True if the outputs of attention and MLP are normalised before they are added to the residual stream."""
         return self.placement != "pre"
 
     @property
     def moments(self) -> int:
-        """Statistics per token that a norm saves."""
+        """Number of statistics per token that a norm saves: 2 for LayerNorm, 1 for RMSNorm."""
         return NORMS[self.name].moments
 
 
@@ -202,11 +202,11 @@ class LayerSpec:
     Attributes:
         hidden: width of the residual stream.
         init_std: standard deviation of initial weights.
-        output_init_std: the same for matrices that add to the residual stream (GPT-2).
-        mixer: an AttentionSpec, or what the inventory of a registered attention makes; it has a `name`.
-        feed_forward: a DenseSpec, or what the inventory of a registered MLP makes; it has a `name`.
+        output_init_std: the same for the output matrices of attention and MLP (GPT-2).
+        mixer: an AttentionSpec, or the specification of a registered attention, which has a `name`.
+        feed_forward: a DenseSpec, or the specification of a registered MLP, which has a `name`.
         norms: norms and their placement.
-        residual_multiplier: factor of what the parts add to the residual stream.
+        residual_multiplier: factor of the outputs that attention and MLP add to the residual stream.
     """
 
     hidden: int

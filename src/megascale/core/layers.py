@@ -1,7 +1,7 @@
 """Assignment of layers to model chunks, balanced by cost or set by the user.
 
-A chunk may begin or end within a layer, between its attention and its MLP, if the block allows it (BlockInventory
-`can_split`). With few layers per stage, half a layer more or less balances the stages if one of them has the logits.
+A chunk may begin or end within a layer, between attention and MLP, if the block allows it (`BlockInventory.can_split`).
+If stages have few layers and the last stage has the logits, moving half a layer balances the stages better.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Half = Literal["both", "attention", "mlp"]
 
 @dataclass(frozen=True)
 class ChunkLayers:
-    """Layers of a chunk, counted in halves: half 2 i is layer i's attention with its norm, half 2 i + 1 its MLP.
+    """Layers of a chunk, as a range of halves: half 2 i is layer i's attention with its norm, half 2 i + 1 its MLP.
 
     Attributes:
-        first_half, stop_half: range of halves.
+        first_half, stop_half: first half, and the half after the last one.
     """
 
     first_half: int
@@ -40,7 +40,7 @@ class ChunkLayers:
         return cls(2 * layers.start, 2 * max(layers.start, layers.stop))
 
     def __iter__(self) -> Iterator[tuple[int, Half]]:
-        """Yield each layer's index, from 0, and the half of it that the chunk has."""
+        """Yield (index of the layer in the model, half of the layer that the chunk has) for each layer."""
         if self.stop_half <= self.first_half:
             return
         for layer in range(self.first_half // 2, (self.stop_half + 1) // 2):
@@ -75,7 +75,7 @@ class ChunkLayers:
 
 @dataclass(frozen=True)
 class LayerSums:
-    """Sums of a quantity over the layers of chunks.
+    """A quantity of each layer of a model, such as parameters or bytes, prepared for sums over chunks.
 
     Attributes:
         running: sums over the first 0, 1, ... whole layers of the model.
@@ -87,9 +87,9 @@ class LayerSums:
     mlp: tuple[float, ...]
 
     @classmethod
-    def collect(cls, parts: Sequence[tuple[float, float, float]]) -> LayerSums:
-        """Make the sums from a quantity of each layer: of the whole layer, of its attention and of its MLP."""
-        layers, attention, mlp = zip(*parts, strict=True)
+    def collect(cls, quantities: Sequence[tuple[float, float, float]]) -> LayerSums:
+        """Make the sums from the quantities of each layer: (of the whole layer, of its attention, of its MLP)."""
+        layers, attention, mlp = zip(*quantities, strict=True)
         return cls(tuple(accumulate(layers, initial=0)), attention, mlp)
 
     def of_chunk(self, layers: ChunkLayers) -> float:
@@ -116,16 +116,17 @@ def split_layers(
 ) -> list[int | float]:
     """Return the number of layers of each chunk, in model order.
 
-    Layers go to the stage with the least work (a stage's work per micro-batch bounds the steady phase), and then evenly
-    to the chunks of each stage. On ties the later stage gets the layer, because earlier stages hold more micro-batches
-    in flight. Every chunk gets at least one layer unless `explicit` says otherwise.
+    Each layer goes to the stage with the least work so far, because the stage with the most work bounds the steady
+    phase. On ties the later stage gets the layer, because earlier stages hold more micro-batches in flight. A stage's
+    layers are distributed over its chunks in the same way. Without `explicit`, every chunk gets at least one layer.
 
     Args:
         layers: transformer blocks in the model.
         chunks: stages x chunks per stage.
-        embedding_cost, logits_cost: work of the embedding (first chunk) and the logits (last), in layers.
+        embedding_cost, logits_cost: work of the embedding (first chunk) and of the logits (last chunk), as a multiple
+            of a layer's work.
         chunk_map: the stage of each chunk; default: one chunk per stage.
-        explicit: the user's own split, checked and returned; it may divide layers into halves.
+        explicit: parallel.layer_split, which is checked and returned; it may divide layers into halves.
 
     Raises FitError if there are fewer layers than chunks or `explicit` does not add up.
     """
@@ -151,9 +152,10 @@ def split_layers(
 
 
 def _balance(layers: int, extra_costs: Sequence[float], minimum: int) -> list[int]:
-    """Distribute layers over bins with extra costs, at least `minimum` to each; on ties the later bin gets one."""
+    """Return the layers of each bin, at least `minimum`, such that layers and extra costs add up evenly."""
     counts = [minimum] * len(extra_costs)
-    loads = [(minimum + cost, -i) for i, cost in enumerate(extra_costs)]
+    # A heap of (load, negative index), so that on ties the later bin comes first.
+    loads = [(minimum + cost, -index) for index, cost in enumerate(extra_costs)]
     heapify(loads)
     for _ in range(layers - minimum * len(counts)):
         lightest = -loads[0][1]
@@ -168,7 +170,7 @@ def _check_split(split: list[int | float], layers: int, chunks: int) -> list[int
             f"parallel.layer_split={split} has {len(split)} entries for {chunks} model chunks "
             f"(parallel.pipeline x parallel.virtual_stages); give one count per chunk, in model order"
         )
-    if any(2 * count % 1 for count in split):
+    if any(not float(2 * count).is_integer() for count in split):
         raise FitError(
             f"parallel.layer_split={split} divides layers at points without a boundary; give whole numbers, or halves "
             "(2.5), which end a chunk between a layer's attention and its MLP"
@@ -189,7 +191,7 @@ def _check_split(split: list[int | float], layers: int, chunks: int) -> list[int
 def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[ChunkLayers]:
     """Return the layers of each model chunk, in model order.
 
-    Logits weigh as their share of FLOPs; the embedding look-up costs almost nothing. Raises the FitError of
+    The logits' work is taken from their FLOPs, and the embedding look-up counts as no work. Raises the FitError of
     `split_layers`, and FitError if the split would divide a block that cannot be divided.
     """
     flops = flops_per_token(model)

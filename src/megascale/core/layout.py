@@ -1,4 +1,4 @@
-"""Layout of a configuration over a number of ranks, or errors that name the nearest values that fit."""
+"""Layout of a configuration over a number of ranks. Errors name the nearest values that fit."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from megascale.core.schedule_registry import SCHEDULES, build_checked_schedule, 
 from megascale.core.unit_slots import assign_chunk_slots, has_chunk_slots
 from megascale.errors import FitError
 
-# Forward passes in a step's schedule over all stages; published runs have some thousands.
+# Most forward passes in a step's schedule over all stages. Published runs have some thousands; lists of more actions
+# than this take minutes to build and gigabytes to store.
 MAX_FORWARDS = 400_000
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A configuration laid out over the ranks of a world: the sizes that follow from both.
+    """Sizes that follow from a configuration and a number of ranks.
 
-    Training, planner and preflight take one `Layout` instead of computing these sizes from the configuration again.
+    Training, planner and preflight read them here instead of computing them again from the configuration.
 
     Attributes:
         config: the resolved configuration.
         grid: sizes of the axes.
-        microbatches: micro-batches per data-parallel rank and step. Ranks that read fewer samples run blank ones.
-        layers: layers of each model chunk, in model order; `chunk_map` has their stages.
+        microbatches: micro-batches per data-parallel rank and step. A rank that reads fewer samples fills up with
+            micro-batches without loss weight.
+        layers: layers of each model chunk, in model order; `chunk_map` has the chunks' stages.
     """
 
     config: Config
@@ -54,7 +56,7 @@ class Layout:
         return build_checked_schedule(*self._schedule_arguments())
 
     def unchecked_schedule(self) -> Schedule:
-        """Return the schedule without its proof, for sizing layouts that are not run."""
+        """Return the schedule without its proof, for estimates of layouts that are not run."""
         return build_schedule(*self._schedule_arguments())
 
     def _schedule_arguments(self) -> tuple[str, int, int, int, bool, int | None, bool]:
@@ -81,7 +83,7 @@ class Layout:
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples of a step on each data-parallel rank, if shares are even."""
+        """Samples of a step on each data-parallel rank, if all ranks read the same number."""
         return self.config.train.global_batch // self.grid.replicas
 
     @property
@@ -110,7 +112,8 @@ class Layout:
         """Return the peak memory of a rank of `stage`, and why its chunks are not CUDA graphs ("" if they are).
 
         Args:
-            limit: bytes that the rank may use, if known: kernels.graphs=auto has graphs only if they fit.
+            limit: bytes that the rank may use, if known. kernels.graphs=auto uses graphs only if they fit.
+            uses_gpus: whether the layout runs on GPUs; on CPUs there are no CUDA graphs.
         """
         return estimate_rank_memory(self.config, self.grid, self.schedule(), stage, limit, uses_gpus)
 
@@ -122,8 +125,8 @@ class Layout:
 def lay_out(config: Config, world: int) -> Layout:
     """Lay out `config` over `world` ranks.
 
-    Raises FitError, one line per fault with key, value and the nearest values that fit, and ConfigError for a schedule
-    that is not registered.
+    Raises FitError with one line per fault, which has the key, the value and the nearest values that fit. Raises
+    ConfigError if the schedule is not registered.
     """
     parallel = config.parallel
     SCHEDULES[parallel.schedule]  # raises ConfigError for an unknown name
@@ -179,24 +182,25 @@ def lay_out(config: Config, world: int) -> Layout:
     return Layout(config, grid, microbatches, tuple(layers))
 
 
-def _schedule_faults(config: Config, data: int, microbatches: int) -> list[str]:
-    """Return the fault of a step whose list of actions alone would take minutes to build and gigabytes to store."""
+def _schedule_faults(config: Config, replicas: int, microbatches: int) -> list[str]:
+    """Return the fault of a step with more than MAX_FORWARDS forward passes."""
     parallel, train = config.parallel, config.train
     forwards = parallel.pipeline * parallel.virtual_stages * microbatches
     if forwards <= MAX_FORWARDS:
         return []
     chunks = f"parallel.pipeline={parallel.pipeline} x parallel.virtual_stages={parallel.virtual_stages}"
-    fitting = max(1, MAX_FORWARDS // (parallel.pipeline * parallel.virtual_stages)) * train.micro_batch * data
+    max_microbatches = max(1, MAX_FORWARDS // (parallel.pipeline * parallel.virtual_stages))
+    max_batch = max_microbatches * train.micro_batch * replicas
     return [
         f"train.global_batch={train.global_batch} is {microbatches:,} micro-batches of train.micro_batch="
-        f"{train.micro_batch} on each of {data} data-parallel ranks. With {chunks} that is {forwards:,} forward "
-        f"passes in a step's schedule, and the maximum is {MAX_FORWARDS:,}; lower train.global_batch to {fitting} or "
+        f"{train.micro_batch} on each of {replicas} data-parallel ranks. With {chunks} that is {forwards:,} forward "
+        f"passes in a step's schedule, and the maximum is {MAX_FORWARDS:,}; lower train.global_batch to {max_batch} or "
         "less, or raise train.micro_batch"
     ]
 
 
 def _replay_faults(config: Config, grid: Grid) -> list[str]:
-    """Return why replays on another replica are not possible."""
+    """Return why resilience.replay_interval, which replays a step on another replica, does not fit the layout."""
     interval = config.resilience.replay_interval
     if not interval:
         return []
@@ -227,8 +231,10 @@ def _replay_faults(config: Config, grid: Grid) -> list[str]:
 
 
 def _expert_faults(config: Config) -> list[str]:
-    """Return the settings that layers of experts exclude."""
-    model, parallel, tensor = config.model, config.parallel, config.parallel.tensor
+    """Return the faults of experts, and of settings for experts in a model without any."""
+    model = config.model
+    parallel = config.parallel
+    tensor = parallel.tensor
     if not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in resolve_layers(model)):
         if parallel.expert == 1 and parallel.experts_over == "tensor":
             return []
@@ -302,8 +308,10 @@ def _expert_faults(config: Config) -> list[str]:
 
 
 def _context_faults(config: Config) -> list[str]:
-    """Return the settings that a context axis excludes."""
-    model, tensor, context = config.model, config.parallel.tensor, config.parallel.context
+    """Return the faults of a layout with a context axis."""
+    model = config.model
+    tensor = config.parallel.tensor
+    context = config.parallel.context
     faults = []
     ranks = tensor * context
     if model.sequence_length % ranks:
@@ -320,7 +328,8 @@ def _context_faults(config: Config) -> list[str]:
             "only; set --parallel.context=1 or --model.attention=causal"
         )
     for mixer in mixers:
-        heads, kernel = mixer.heads // tensor, config.kernels.attention
+        heads = mixer.heads // tensor
+        kernel = config.kernels.attention
         gathers_keys = share_heads(heads, mixer.kv_heads // tensor, context).gathers_keys
         allowed = ("auto", *list_gather_kernels(mixer.softcap, config.data.document_mask))
         if gathers_keys and kernel not in allowed:
@@ -334,7 +343,7 @@ def _context_faults(config: Config) -> list[str]:
 
 
 def _one_stage_faults(parallel: ParallelConfig) -> list[str]:
-    """Return the settings that exclude several chunks on a single stage; such chunks only help with large groups."""
+    """Return the faults of several chunks on a single stage, which only help with large micro-batch groups."""
     chunks = f"parallel.virtual_stages={parallel.virtual_stages} with parallel.pipeline=1"
     faults = []
     if parallel.micro_batch_group_size is None:
@@ -361,13 +370,13 @@ def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:
         sizes |= {f"model.layer_kinds.{letter}.{key}": size for key, size in kind_sizes.items() if size is not None}
     sizes["model.sequence_length"] = model.sequence_length
     faults = []
-    common = gcd(*sizes.values(), model.padded_vocab)
-    ranks = " or ".join(str(n) for n in nearest_divisors(common, tensor))
+    common_divisor = gcd(*sizes.values(), model.padded_vocab)
+    ranks = " or ".join(str(n) for n in nearest_divisors(common_divisor, tensor))
     for key, value in sizes.items():
         if value % tensor:
             advice = f"use --parallel.tensor={ranks} (fits all sizes)"
             if "heads" not in key:
-                # Other numbers of heads rarely divide the width, so the advice for heads names the layout only.
+                # Other numbers of heads rarely divide the width, so the advice for heads names parallel.tensor only.
                 multiples = " or ".join(str(n) for n in nearest_multiples(value, tensor))
                 advice += f" or --{key}={multiples}"
             faults.append(f"{key}={value} is not divisible by parallel.tensor={tensor}; {advice}")
@@ -382,7 +391,7 @@ def _tensor_faults(model: ModelConfig, tensor: int) -> list[str]:
 
 
 def nearest_divisors(value: int, target: int) -> list[int]:
-    """Return the divisors of `value` nearest to `target`, below and above."""
+    """Return the divisors of `value` nearest to `target`: one of at most `target`, and one above it if any."""
     small = [n for n in range(1, isqrt(value) + 1) if value % n == 0]
     divisors = sorted({*small, *(value // n for n in small)})
     below = [n for n in divisors if n <= target][-1:]
@@ -391,6 +400,6 @@ def nearest_divisors(value: int, target: int) -> list[int]:
 
 
 def nearest_multiples(value: int, factor: int) -> list[int]:
-    """Return the multiples of `factor` nearest to `value`, below (if positive) and above."""
+    """Return the multiples of `factor` around `value`: the one of at most `value` (if positive), and the next."""
     below = value // factor * factor
     return [n for n in (below, below + factor) if n > 0]

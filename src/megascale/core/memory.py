@@ -1,4 +1,4 @@
-"""Memory of a rank by kind, as a function of model, grid, schedule and precision. No torch.
+"""Memory of a rank by kind (weights, gradients, ...), as a function of model, grid, schedule and precision. No torch.
 
 Activations that one layer saves from forward to backward for one micro-batch (recompute none). Sequence s, micro-batch
 b, width h, heads x head size q, key/value width k, MLP width f, tensor ranks t. Sequence parallelism is always on with
@@ -15,23 +15,24 @@ training precision, statistics in float32.
 | query, key norm statistics | s, b, heads/t | norms of query and key only (twice for LayerNorm; over projections: 2) |
 | attention output | s, b, q/t | attention; weight gradient of the output GEMM |
 | attention logsumexp | b, heads/t, s | attention (flash: no s x s matrix) |
-| post norm input, statistics | s/t, b, h and s/t, b | norms on what a part adds only; likewise for the MLP |
+| post norm input, statistics | s/t, b, h and s/t, b | only with norms on the outputs of attention and MLP, for each |
 | middle | s/t, b, h | serial block: residual stream between attention and MLP, for the second norm |
 | second norm statistics, output | as above | serial block, or parallel block with two norms |
 | MLP in | s, b, f/t (twice if gated) | backward of the activation |
 | MLP activation | s, b, f/t | weight gradient of the MLP's output GEMM |
-| scores, choices | s/t, b, experts and 6k | experts instead of an MLP: router, and rows of the chosen k experts |
-| gathered choices | s, b, 3k | experts only: row and weight of each choice of all ranks' tokens |
-| experts in | s, b, kf/t (twice if gated) | experts only, with an even load; the activation is computed again |
+| router scores, expert plan | s/t, b, experts and 6 top_k | experts instead of an MLP: the experts of each token |
+| gathered choices | s, b, 3 top_k | experts only: row and weight of each choice of all ranks' tokens |
+| experts in | s, b, top_k f/t (twice if gated) | experts only, with an even load; backward recomputes the activation |
 
-Dropout saves nothing: its mask is a function of seed and index. With f = 4h and k = q = h in 16 bit this is
-32 s b h / t for a serial block, Korthikanti et al. 2022's 34 less two dropout masks, and 28 for a parallel one.
+Dropout saves nothing: its mask is a function of seed and index. With f = 4h and k = q = h in 16 bit, the sum of the
+table is 32 s b h / t bytes for a serial block and 28 s b h / t for a parallel one. Korthikanti et al. 2022 have 34,
+since they save two dropout masks.
 If `train.linear_precision` saves a float8 copy of a GEMM's input, the copy replaces activations that only its weight
-gradient needs (norm output, MLP activation) and is added to those that attention needs too. Weights have copies from
-their first use in a step to their last.
+gradient needs (norm output, MLP activation) and is added to those that attention needs too. Float8 copies of weights
+exist from the first use in a step to the last.
 With c context ranks, s is a slice of the sequence. Attention then saves what it receives in the exchange and not the
-projection: query, key, value of s, b, (q + 2k)/t, with keys repeated where several ranks read them, and its output
-twice, before and after the exchange. If keys are gathered, it saves the query and 2k/t of c s tokens.
+projection: query, key, value of s, b, (q + 2k)/t, with keys repeated where several ranks read them. It saves its output
+twice, before and after the exchange. If keys are gathered, it saves the query, and keys and values of c s tokens.
 Recompute `mlp` or `attention` keeps only the input of that half of a serial block.
 Recompute `norms` drops norm statistics and outputs, `activation` the MLP activation, `selective` both; `full` saves the
 input only.
@@ -49,6 +50,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil, prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -161,6 +163,11 @@ class MemoryEstimate:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+def ceil_divide(dividend: int, divisor: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-dividend // divisor)
+
+
 # parameters ------------------------------------------------------------------------------------------------------
 
 
@@ -179,7 +186,10 @@ def _matrix_sums(model: ModelConfig, tensor: int) -> LayerSums:
 
 @lru_cache(maxsize=256)
 def _state_sums(model: ModelConfig, tensor: int, optimizer: str, expert: int) -> LayerSums:
-    """Return the sums of a matrix optimizer's state on one rank, beyond the state of as many vector elements."""
+    """Return the sums of the optimizer's state elements on one rank that matrices have in addition to vectors.
+
+    Muon, for example, has another number of states per element of a matrix than per element of a bias or norm.
+    """
     state_names = OPTIMIZERS[optimizer].state_names
     per_vector_element = len(state_names("norm.weight", (model.hidden,)))
 
@@ -203,13 +213,21 @@ def _sum_tensors(model: ModelConfig, count: Callable[[Sequence[LogicalTensor]], 
     return LayerSums.collect([counts[layer] for layer in resolve_layers(model)])
 
 
+class _OuterCounts(NamedTuple):
+    """Parameters on one rank outside layers: embeddings, final norm with head, and the logits' matrix (tied or not)."""
+
+    embeddings: int
+    norm_and_head: int
+    logits_matrix: int
+
+
 @lru_cache(maxsize=256)
-def _outer_counts(model: ModelConfig, tensor: int) -> tuple[int, int, int]:
-    """Return the parameters on one rank of the embeddings, of norm and head, and of the logits' matrix."""
-    return (
-        count_elements(embedding_tensors(model), tensor),
-        count_elements(norm_tensors(model.norm, model.hidden, "norm") + list(head_tensors(model)), tensor),
-        count_elements((output_matrix(model),), tensor),
+def _count_outer_parameters(model: ModelConfig, tensor: int) -> _OuterCounts:
+    norm = norm_tensors(model.norm, model.hidden, "norm")
+    return _OuterCounts(
+        embeddings=count_elements(embedding_tensors(model), tensor),
+        norm_and_head=count_elements([*norm, *head_tensors(model)], tensor),
+        logits_matrix=count_elements((output_matrix(model),), tensor),
     )
 
 
@@ -222,7 +240,7 @@ def count_chunk_parameters(
     model: ModelConfig,
     layers: ChunkLayers,
     chunk: int,
-    chunks: int,
+    chunk_count: int,
     tensor: int = 1,
     duplicates_tied: bool | None = None,
     expert: int = 1,
@@ -235,24 +253,24 @@ def count_chunk_parameters(
         expert: ranks of the expert axis (parallel.expert).
     """
     if duplicates_tied is None:
-        duplicates_tied = chunks > 1
-    embeddings, head, logits = _outer_counts(model, tensor)
+        duplicates_tied = chunk_count > 1
+    outer = _count_outer_parameters(model, tensor)
     count = int(_parameter_sums(model, tensor, expert).of_chunk(layers))
     if chunk == 0:
-        count += embeddings
-    if chunk == chunks - 1:
-        count += head
+        count += outer.embeddings
+    if chunk == chunk_count - 1:
+        count += outer.norm_and_head
         if model.tied_embeddings and duplicates_tied:
-            count += logits
+            count += outer.logits_matrix
     return count
 
 
-def _count_table_elements(model: ModelConfig, chunk: int, chunks: int, tensor: int, duplicates_tied: bool) -> int:
+def _count_table_elements(model: ModelConfig, chunk: int, chunk_count: int, tensor: int, duplicates_tied: bool) -> int:
     """Return a chunk's elements of embeddings and output matrix."""
-    embeddings, _, logits = _outer_counts(model, tensor)
-    count = embeddings if chunk == 0 else 0
-    if chunk == chunks - 1 and (not model.tied_embeddings or duplicates_tied):
-        count += logits
+    outer = _count_outer_parameters(model, tensor)
+    count = outer.embeddings if chunk == 0 else 0
+    if chunk == chunk_count - 1 and (not model.tied_embeddings or duplicates_tied):
+        count += outer.logits_matrix
     return count
 
 
@@ -274,14 +292,14 @@ def _count_parameters_by_chunk(model: ModelConfig, parallel: ParallelConfig, sta
     return [
         count_chunk_parameters(
             model,
-            layers[g],
-            g,
+            layers[position],
+            position,
             chunk_map.chunks,
             parallel.tensor,
             duplicates_tied=duplicates_tied,
             expert=parallel.expert_ranks,
         )
-        for g in chunk_map.stage_chunks(stage)
+        for position in chunk_map.stage_chunks(stage)
     ]
 
 
@@ -289,11 +307,13 @@ def _count_parameters_by_chunk(model: ModelConfig, parallel: ParallelConfig, sta
 class UnitElements:
     """Elements of a stage's units of the forward, which ZeRO-2 reduces one by one (parallel/gradient_slots.py).
 
+    A unit is the matrices of one block (a layer, or its half in a divided layer), or one matrix outside blocks.
+
     Attributes:
-        by_chunk: matrices of each chunk's units. All other parameters are resident.
-        blocks_by_chunk: matrices of each chunk's blocks.
-        block: the largest block.
-        outer: the largest matrix outside blocks.
+        by_chunk: elements of all units of each chunk. All other parameters are resident.
+        blocks_by_chunk: elements of the units of each chunk that are blocks.
+        block: elements of the largest block.
+        outer: elements of the largest matrix outside blocks.
     """
 
     by_chunk: tuple[int, ...]
@@ -331,16 +351,19 @@ def count_stage_units(model: ModelConfig, parallel: ParallelConfig, stage: int) 
         blocks = []
         for index, half in layers:
             if half == "both":
-                blocks.append(int(sums.running[index + 1] - sums.running[index]))
+                elements = sums.running[index + 1] - sums.running[index]
+            elif half == "attention":
+                elements = sums.attention[index]
             else:
-                blocks.append(int((sums.attention if half == "attention" else sums.mlp)[index]))
+                elements = sums.mlp[index]
+            blocks.append(int(elements))
         tables: list[LogicalTensor] = []
         if position == 0 and not model.tied_embeddings:
             tables += embedding_tensors(model)
         if position == chunk_map.chunks - 1:
             tables += head_tensors(model)
         if parallel.expert_ranks > 1:
-            tables = []  # their gradients are summed over the expert axis first
+            tables = []  # the tables' gradients are summed over the expert axis first, so tables are resident
         matrices = [prod(tensor.local_shape(parallel.tensor)) for tensor in tables if tensor.is_unit_matrix]
         block = max([block, *blocks])
         outer = max([outer, *matrices])
@@ -372,12 +395,12 @@ def count_state_elements(
     tensor: int = 1,
     expert: int = 1,
 ) -> int:
-    """Return the elements of state that `optimizer` holds for a part of the model, without master weights.
+    """Return the elements of state that `optimizer` holds for some chunks of the model, without master weights.
 
     Args:
-        parameters: elements of all tensors of the part.
-        chunks: layers of the part.
-        tables: elements of its matrices outside layers: embeddings and output.
+        parameters: elements of all tensors of the chunks.
+        chunks: layers of each chunk.
+        tables: elements of the chunks' matrices outside layers: embeddings and output.
         tensor: tensor-parallel ranks that divide the layers' matrices.
         expert: ranks of the expert axis, which divide the experts.
     """
@@ -403,8 +426,8 @@ def _count_stage_state(model: ModelConfig, parallel: ParallelConfig, stage: int,
     stage_layers = assign_stage_layers(model, parallel, stage)
     duplicates_tied = len(chunk_map.end_stages) > 1
     tables = sum(
-        _count_table_elements(model, g, chunk_map.chunks, parallel.tensor, duplicates_tied)
-        for g in chunk_map.stage_chunks(stage)
+        _count_table_elements(model, position, chunk_map.chunks, parallel.tensor, duplicates_tied)
+        for position in chunk_map.stage_chunks(stage)
     )
     parameters = count_stage_parameters(model, parallel, stage)
     return count_state_elements(
@@ -438,11 +461,14 @@ def layer_saved_tensors(
     s = sequence // context
     b = micro_batch
     itemsize = DTYPE_BYTES[precision]
-    activations = layer_saved_activations(layer)
-    if half != "both":
-        activations = half_saved_activations(layer)[half == "mlp"]
+    if half == "both":
+        activations = layer_saved_activations(layer)
+    else:
+        attention, mlp = half_saved_activations(layer)
+        activations = mlp if half == "mlp" else attention
     if recompute == "full":
-        activations = (replace(activations[0], gemm_input="no"),)  # the whole layer reads it
+        # The layer's recomputation needs the input itself, so a float8 copy cannot replace it.
+        activations = (replace(activations[0], gemm_input="no"),)
     elif recompute in ("mlp", "attention"):
         activations = _drop_half(layer, activations, recompute)
     elif recompute != "none":
@@ -468,10 +494,16 @@ def layer_saved_tensors(
 
 def _drop_half(layer: LayerSpec, activations: tuple[SavedActivation, ...], half: str) -> tuple[SavedActivation, ...]:
     """Return saved activations without those of a half that is recomputed from its input."""
-    first, *dropped = half_saved_activations(layer)[half == "mlp"]
-    names = {activation.name for activation in dropped}
-    result = [activation for activation in activations if activation.name not in names]
-    return tuple(replace(a, gemm_input="no") if a.name == first.name else a for a in result)
+    attention, mlp = half_saved_activations(layer)
+    half_input, *dropped = mlp if half == "mlp" else attention
+    dropped_names = {activation.name for activation in dropped}
+    result = []
+    for activation in activations:
+        if activation.name == half_input.name:
+            result.append(replace(activation, gemm_input="no"))
+        elif activation.name not in dropped_names:
+            result.append(activation)
+    return tuple(result)
 
 
 def _exchange_activations(
@@ -492,25 +524,22 @@ def _exchange_activations(
         if mixer.rope is not None or mixer.multiplier is not None:
             received.append(SavedActivation("query", queries, "columns"))
         else:
-            keeps_projection = True  # the query is a part of it
+            keeps_projection = True  # the query is a view of the projection
     else:
         received = [
             SavedActivation("exchanged_query_key_value", queries + share.copies * keys, "columns"),
             SavedActivation("exchanged_attention_output", queries, "columns"),
         ]
+    dropped_names = {"rotated_query_key", "scaled_query"}
+    if not keeps_projection:
+        dropped_names.add("query_key_value")
     result: list[SavedActivation] = []
     for activation in activations:
         if activation.name == "query_key_value":
             result += received
-        if activation.name not in ("query_key_value", "rotated_query_key", "scaled_query") or (
-            activation.name == "query_key_value" and keeps_projection
-        ):
+        if activation.name not in dropped_names:
             result.append(activation)
     return tuple(result)
-
-
-def _sum_bytes(tensors: Iterable[SavedTensor]) -> int:
-    return sum(tensor.bytes for tensor in tensors)
 
 
 # Cached because the estimates of all stages of a layout ask for the same sums.
@@ -529,22 +558,36 @@ def sum_saved_bytes(
 
     Each adapter also saves its inner activation, of width `rank`, unless backward recomputes the layer.
     """
-    parts: dict[LayerSpec, tuple[int, int, int]] = {}
+    tokens = model.sequence_length // context * micro_batch
+
+    def sum_half(layer: LayerSpec, half: Half) -> int:
+        tensors = layer_saved_tensors(
+            layer,
+            model.sequence_length,
+            tensor=tensor,
+            micro_batch=micro_batch,
+            precision=precision,
+            recompute=recompute,
+            linear_precision=linear_precision,
+            half=half,
+            keeps_inputs=adapters is not None,
+            context=context,
+        )
+        return sum(saved.bytes for saved in tensors)
+
+    bytes_by_layer: dict[LayerSpec, tuple[int, int, int]] = {}
     for layer, _ in count_distinct_layers(model):
-        arguments = (layer, model.sequence_length, tensor, micro_batch, precision, recompute, linear_precision)
-        inner = [0, 0]
+        adapter_bytes = [0, 0]  # of attention and MLP
         if adapters is not None and recompute != "full":
             for half, tensors in enumerate(layer_inventory(layer).halves):
-                count = sum(adapters.is_target(matrix) for matrix in tensors)
-                tokens = model.sequence_length // context * micro_batch
-                inner[half] = count * adapters.rank * tokens * DTYPE_BYTES[precision]
-        keeps_inputs = adapters is not None
-        parts[layer] = (
-            _sum_bytes(layer_saved_tensors(*arguments, "both", keeps_inputs, context)) + sum(inner),
-            _sum_bytes(layer_saved_tensors(*arguments, "attention", keeps_inputs, context)) + inner[0],
-            _sum_bytes(layer_saved_tensors(*arguments, "mlp", keeps_inputs, context)) + inner[1],
+                adapter_count = sum(adapters.is_target(matrix) for matrix in tensors)
+                adapter_bytes[half] = adapter_count * adapters.rank * tokens * DTYPE_BYTES[precision]
+        bytes_by_layer[layer] = (
+            sum_half(layer, "both") + sum(adapter_bytes),
+            sum_half(layer, "attention") + adapter_bytes[0],
+            sum_half(layer, "mlp") + adapter_bytes[1],
         )
-    return LayerSums.collect([parts[layer] for layer in resolve_layers(model)])
+    return LayerSums.collect([bytes_by_layer[layer] for layer in resolve_layers(model)])
 
 
 def head_saved_tensors(
@@ -571,9 +614,10 @@ def count_offloaded_bytes(parameters: int, shards: int, precision: str) -> int:
 
     Args:
         parameters: trained parameters of a pipeline stage on one tensor-parallel rank.
-        shards: ranks that share their state.
+        shards: ranks among which the state is divided.
     """
-    return 3 * max(4, DTYPE_BYTES[precision]) * -(-parameters // shards)
+    # Three values per parameter: the master weight and two moments.
+    return 3 * max(4, DTYPE_BYTES[precision]) * ceil_divide(parameters, shards)
 
 
 def estimate_stage_memory(
@@ -596,7 +640,7 @@ def estimate_stage_memory(
 
     Args:
         parallel: ZeRO stage, recompute, layer split.
-        grid: sizes of the axes (data parallelism is the grid's).
+        grid: sizes of the axes; the data axis may differ from `parallel.data`.
         schedule: gives micro-batches in flight and send buffers.
         micro_batch: sequences in a micro-batch.
         precision: float32, bfloat16 or float64.
@@ -605,35 +649,33 @@ def estimate_stage_memory(
         linear_precision: value of train.linear_precision; config/parts.py has its facts.
         graphs: whether chunks are CUDA graphs (core/rank_memory.py).
         offload: value of optimizer.offload.
-        adapters: low-rank adapters, which alone have gradients and optimizer state; None: all parameters have.
+        adapters: low-rank adapters, the only trained parameters; None: all parameters are trained.
         expert_rows: kernels.expert_rows: rows that graphs have room for, relative to an even load.
     """
     t = grid.tensor
+    c = grid.context
     itemsize = DTYPE_BYTES[precision]
     master_itemsize = max(4, itemsize)
     weights = _count_weights(model, parallel, grid, stage)
+    layers_by_chunk = assign_stage_layers(model, parallel, stage)
     if adapters is None:
         trained = count_stage_parameters(model, parallel, stage)
         state = _count_stage_state(model, parallel, stage, optimizer)
         gradients = _gradient_bytes(model, parallel, grid, schedule, stage, master_itemsize)
     else:
-        layers_by_chunk = assign_stage_layers(model, parallel, stage)
         trained = sum(count_adapter_elements(model, adapters, layers, t) for layers in layers_by_chunk)
         state = sum(count_adapter_state(model, adapters, layers, optimizer, t) for layers in layers_by_chunk)
         gradients = _adapter_gradient_bytes(trained, parallel, grid, master_itemsize)
         weights += trained
-    shard = -(-trained // grid.shards)
     if itemsize < master_itemsize:
-        state += trained
-    c = grid.context
+        state += trained  # master weights
     saved = sum_saved_bytes(model, t, micro_batch, precision, parallel.recompute, linear_precision, adapters, c)
     all_saved = sum_saved_bytes(model, t, micro_batch, precision, "none", linear_precision, adapters, c)
-    stage_chunks = assign_stage_layers(model, parallel, stage)
-    stage_layers = sorted({index for layers in stage_chunks for index, _ in layers})
+    stage_layers = sorted({index for layers in layers_by_chunk for index, _ in layers})
 
     s = model.sequence_length // c
     hidden_bytes = s * micro_batch * model.hidden * itemsize
-    message = s // t * micro_batch * model.hidden * itemsize
+    message_bytes = s // t * micro_batch * model.hidden * itemsize
     logits = 0
     if stage == schedule.chunk_map.last_stage:
         logits = min(s * micro_batch * (model.padded_vocab // t) * itemsize, MAX_LOGITS_BYTES)
@@ -641,7 +683,8 @@ def estimate_stage_memory(
             logits *= 2  # the slope of the softcap, until the gradient is known
     specs = resolve_layers(model)
     workspace = 0
-    for spec, index in {specs[i]: i for i in stage_layers}.items():
+    index_by_spec = {specs[index]: index for index in stage_layers}
+    for spec, index in index_by_spec.items():
         activation_gradients = s * micro_batch * _workspace_width(spec, t, side_stream) * itemsize
         recomputed = all_saved.running[index + 1] - all_saved.running[index]
         recomputed -= saved.running[index + 1] - saved.running[index]
@@ -650,28 +693,33 @@ def estimate_stage_memory(
     graph_buffers = 0
     if graphs:
         in_flight = schedule.count_in_flight(stage)
+        # Each micro-batch in flight has temporaries of its own; `workspace` and `logits` already count one of them.
         graph_buffers = (in_flight - 1) * (workspace + logits)
         if schedule.chunks > 1:
-            graph_buffers += 3 * in_flight * message  # input, gradient of the output, gradient of the input
+            graph_buffers += 3 * in_flight * message_bytes  # input, gradient of the output, gradient of the input
         has_copies = LINEAR_PRECISIONS[linear_precision].weight_copy_bytes > 0
-        replays_all = parallel.zero == 3 or (parallel.zero == 2 and not has_copies)
-        if grid.shards > 1 and not replays_all:
-            layer_count = sum(layers.layer_count for layers in stage_chunks)
+        has_eager_micro_batch = parallel.zero < 2 or (parallel.zero == 2 and has_copies)
+        if grid.shards > 1 and has_eager_micro_batch:
+            layer_count = sum(layers.layer_count for layers in layers_by_chunk)
             layer_bytes = max((saved.running[i + 1] - saved.running[i] for i in stage_layers), default=0)
             graph_buffers += ceil(layer_count / schedule.virtual_stages) * int(layer_bytes) + workspace + logits
         if t > 1:
+            # Graphs have fixed shapes: their buffers hold `expert_rows` times the rows of an even load.
             expert_bytes = sum(_expert_row_width(specs[i]) for i in stage_layers) * s * micro_batch * itemsize // t
-            held_bytes = in_flight * expert_bytes / schedule.virtual_stages + workspace
-            graph_buffers += int((expert_rows - 1) * held_bytes)
+            even_load_bytes = in_flight * expert_bytes / schedule.virtual_stages + workspace
+            graph_buffers += int((expert_rows - 1) * even_load_bytes)
     matrices = count_stage_matrix_elements(model, parallel, stage)
     weight_copies = LINEAR_PRECISIONS[linear_precision].weight_copy_bytes * matrices
     if parallel.zero == 3 and gathers_float8(parallel, linear_precision, grid.shards):
-        weight_copies = -(-matrices // grid.shards)  # bytes of the rank's shards; copies lie in the slots
-    optimizer_bytes = master_itemsize * (state * shard // trained if parallel.zero else state)
+        # One byte per element of the rank's shards; copies of gathered matrices lie in the parameter slots.
+        weight_copies = ceil_divide(matrices, grid.shards)
+    if parallel.zero:
+        state = state * ceil_divide(trained, grid.shards) // trained
+    optimizer_bytes = master_itemsize * state
     if offload:
-        # AdamW's state and the master weights of a piece in each slot (optim/offload.py).
-        pieces = 3 * OFFLOAD_SLOTS * OFFLOAD_ELEMENTS * master_itemsize
-        optimizer_bytes = min(optimizer_bytes, pieces)
+        # Each slot has master weights and AdamW's two moments (optim/offload.py).
+        slot_bytes = 3 * OFFLOAD_ELEMENTS * master_itemsize
+        optimizer_bytes = min(optimizer_bytes, OFFLOAD_SLOTS * slot_bytes)
     return MemoryEstimate(
         weights=itemsize * weights,
         weight_copies=weight_copies,
@@ -680,8 +728,9 @@ def estimate_stage_memory(
         activations=_peak_activation_bytes(model, parallel, schedule, stage, micro_batch, precision, saved),
         logits=logits,
         workspace=workspace,
+        # Gathered input, gathered gradient, symmetric-memory copy.
         tensor_buffers=3 * hidden_bytes if t > 1 else 0,
-        pipeline_buffers=message * _count_pipeline_buffers(schedule, stage),
+        pipeline_buffers=message_bytes * _count_pipeline_buffers(schedule, stage),
         graph_buffers=graph_buffers,
     )
 
@@ -699,15 +748,16 @@ def _count_weights(model: ModelConfig, parallel: ParallelConfig, grid: Grid, sta
     if parallel.zero < 3 or grid.shards == 1:
         return parameters
     units = count_stage_units(model, parallel, stage)
-    return parameters - units.sharded + -(-units.sharded // grid.shards) + units.parameter_slots
+    resident = parameters - units.sharded
+    return resident + ceil_divide(units.sharded, grid.shards) + units.parameter_slots
 
 
 def _adapter_gradient_bytes(trained: int, parallel: ParallelConfig, grid: Grid, master_itemsize: int) -> int:
-    """Return the bytes of gradient buffers of a stage's adapters, at most: ZeRO-2 may hold fewer at a time."""
-    buffers = trained
+    """Return an upper bound of the bytes of gradient buffers of a stage's adapters; ZeRO-2 may hold fewer at a time."""
+    elements = trained
     if parallel.zero >= 2 and grid.shards > 1:
-        buffers += -(-trained // grid.shards)
-    total = master_itemsize * buffers
+        elements += ceil_divide(trained, grid.shards)
+    total = master_itemsize * elements
     if parallel.reduce_dtype == "bfloat16" and grid.shards > 1:
         total += DTYPE_BYTES["bfloat16"] * trained
     return total
@@ -720,24 +770,26 @@ def _gradient_bytes(
     parameters = count_stage_parameters(model, parallel, stage)
     if grid.shards == 1:
         return master_itemsize * parameters
-    buffers = in_flight = parameters
+    unreduced = parameters
+    reduced_shards = 0
     if parallel.zero >= 2:
         units = count_stage_units(model, parallel, stage)
-        in_flight = units.slots + parameters - units.sharded
-        buffers = in_flight + -(-units.sharded // grid.shards)
-    total = master_itemsize * buffers
+        resident = parameters - units.sharded
+        unreduced = units.slots + resident
+        reduced_shards = ceil_divide(units.sharded, grid.shards)
+    total = master_itemsize * (unreduced + reduced_shards)
     if parallel.reduce_dtype == "bfloat16":
-        # Rounded copies in flight: of all gradients, or from ZeRO-2 on of the slots and of resident parameters.
-        total += DTYPE_BYTES["bfloat16"] * in_flight
+        # Each gradient that is not reduced yet has a rounded copy.
+        total += DTYPE_BYTES["bfloat16"] * unreduced
     return total
 
 
 def _expert_row_width(spec: LayerSpec) -> int:
     """Return the saved elements per token of the rows of experts, 0 for a layer without experts."""
-    part = spec.feed_forward
-    if not isinstance(part, ExpertsSpec):
+    experts = spec.feed_forward
+    if not isinstance(experts, ExpertsSpec):
         return 0
-    return part.settings.top_k * part.input_matrices * part.width
+    return experts.settings.top_k * experts.input_matrices * experts.width
 
 
 def _workspace_width(spec: LayerSpec, tensor: int, side_stream: bool) -> int:
@@ -749,15 +801,16 @@ def _workspace_width(spec: LayerSpec, tensor: int, side_stream: bool) -> int:
     width = attention + mlp if is_parallel else max(attention, mlp)
     if not side_stream:
         return width
-    # Two weight gradients may be queued, whose factors then stay (ops/side_stream.py): the two with the widest.
+    # Two weight gradients may be queued, and their GEMMs' operands then stay in memory (ops/side_stream.py). The widest
+    # two belong to the projection into the MLP and to the projection out of it.
     projected = layer.attention + layer.mlp if is_parallel else layer.mlp
-    columns = sum(w.shape[0] // tensor for w in projected if w.is_gemm_weight and w.partition_dim == 0)
-    inner = max((w.shape[1] // tensor for w in layer.mlp if w.is_gemm_weight and w.partition_dim == 1), default=0)
-    return width + (spec.hidden + columns) + (spec.hidden + inner)
+    in_width = sum(w.shape[0] // tensor for w in projected if w.is_gemm_weight and w.partition_dim == 0)
+    out_widths = [w.shape[1] // tensor for w in layer.mlp if w.is_gemm_weight and w.partition_dim == 1]
+    return width + (spec.hidden + in_width) + (spec.hidden + max(out_widths, default=0))
 
 
 def _count_exchanged_values(spec: LayerSpec, tensor: int, context: int) -> int:
-    """Return the values per token that a rank sends to other context ranks in an attention, 0 without them."""
+    """Return the values per token that a rank exchanges with other context ranks in an attention; 0 if context is 1."""
     if context == 1:
         return 0
     mixer = spec.mixer
@@ -801,48 +854,51 @@ def _peak_activation_bytes(
 ) -> int:
     """Return the maximum over the schedule of the bytes of saved activations.
 
-    Between the two halves of a backward, the factors of weight gradients take the place of the saved activations.
+    Between BACKWARD_INPUT and BACKWARD_WEIGHT, the operands of weight-gradient GEMMs replace the saved activations.
     """
-    head = _sum_bytes(head_saved_tensors(model, parallel.tensor, micro_batch, precision, parallel.context))
+    saved_head_tensors = head_saved_tensors(model, parallel.tensor, micro_batch, precision, parallel.context)
+    head_bytes = sum(tensor.bytes for tensor in saved_head_tensors)
     length = model.sequence_length // parallel.context
-    output = 0
+    output_bytes = 0
     if schedule.stages > 1:
-        output = length // parallel.tensor * micro_batch * model.hidden * DTYPE_BYTES[precision]
+        output_bytes = length // parallel.tensor * micro_batch * model.hidden * DTYPE_BYTES[precision]
     layers = assign_layers(model, parallel)
     sizes = []
-    factor_sizes = []
+    factor_widths = []
     factors = _factor_sums(model, parallel.tensor)
     offloaded = _count_offloaded_bytes(parallel, layers, saved)
-    for g in schedule.chunk_map.stage_chunks(stage):
-        size = int(saved.of_chunk(layers[g])) - offloaded[g]
-        sizes.append(size + (head if g == schedule.chunks - 1 else output))
-        factor_sizes.append(int(factors.of_chunk(layers[g])))
+    for position in schedule.chunk_map.stage_chunks(stage):
+        size = int(saved.of_chunk(layers[position])) - offloaded[position]
+        sizes.append(size + (head_bytes if position == schedule.chunks - 1 else output_bytes))
+        factor_widths.append(int(factors.of_chunk(layers[position])))
     kind, chunk, _ = schedule.tables[stage].T
     changes = schedule.in_flight_deltas(stage) * np.array(sizes)[chunk]
-    queued = (kind == ActionKind.BACKWARD_INPUT).astype(int) - (kind == ActionKind.BACKWARD_WEIGHT)
-    tokens_bytes = length * micro_batch * DTYPE_BYTES[precision]
-    changes = changes + queued * tokens_bytes * np.array(factor_sizes)[chunk]
-    under_way = 0
+    queued_deltas = (kind == ActionKind.BACKWARD_INPUT).astype(int) - (kind == ActionKind.BACKWARD_WEIGHT)
+    bytes_per_width = length * micro_batch * DTYPE_BYTES[precision]
+    changes = changes + queued_deltas * bytes_per_width * np.array(factor_widths)[chunk]
+    moving_bytes = 0
     if any(offloaded):
         largest = max(int(saved.of_chunk(chunk) / chunk.layer_count) for chunk in layers if chunk.layer_count)
-        under_way = OFFLOADED_DEVICE_INPUTS * largest
-    return int(changes.cumsum().max()) + under_way
+        moving_bytes = OFFLOADED_DEVICE_INPUTS * largest
+    return int(changes.cumsum().max()) + moving_bytes
 
 
 def _count_offloaded_bytes(parallel: ParallelConfig, layers: Sequence[ChunkLayers], saved: LayerSums) -> list[int]:
     """Return the bytes of layer inputs that a micro-batch of each chunk keeps in host memory.
 
-    The last input stays on the device. So does the first one of each chunk but the model's first, because the pipeline
-    keeps it for its gradient.
+    The last layer's input stays on the device. So does the first layer's input in each chunk but the model's first,
+    because the pipeline keeps it for its gradient.
     """
     if not parallel.offload_activations:
         return [0] * len(layers)
-    counts = []
-    for number, chunk in enumerate(layers):
-        kept = 1 if number == 0 else 2
-        share = max(0.0, 1 - kept / chunk.layer_count) if chunk.layer_count else 0.0
-        counts.append(int(saved.of_chunk(chunk) * share))
-    return counts
+    byte_counts = []
+    for position, chunk in enumerate(layers):
+        kept_count = 1 if position == 0 else 2
+        offloaded_share = 0.0
+        if chunk.layer_count:
+            offloaded_share = max(0.0, 1 - kept_count / chunk.layer_count)
+        byte_counts.append(int(saved.of_chunk(chunk) * offloaded_share))
+    return byte_counts
 
 
 def estimate_offloaded_bytes(
@@ -852,7 +908,7 @@ def estimate_offloaded_bytes(
     layers = assign_layers(model, parallel)
     saved = sum_saved_bytes(model, parallel.tensor, micro_batch, precision, "full", "default", context=parallel.context)
     offloaded = _count_offloaded_bytes(parallel, layers, saved)
-    sizes = np.array([offloaded[g] for g in schedule.chunk_map.stage_chunks(stage)])
+    sizes = np.array([offloaded[position] for position in schedule.chunk_map.stage_chunks(stage)])
     _, chunk, _ = schedule.tables[stage].T
     return int((schedule.in_flight_deltas(stage) * sizes[chunk]).cumsum().max())
 
@@ -861,7 +917,8 @@ def estimate_offloaded_bytes(
 def _factor_sums(model: ModelConfig, tensor: int) -> LayerSums:
     """Return the sums of values per token from which weight gradients of layers are computed.
 
-    A column-parallel group of matrices shares its gathered input. A row-parallel one has a gathered output gradient.
+    Column-parallel matrices of a layer share one gathered input. Each row-parallel matrix has a gathered output
+    gradient.
     """
 
     def count(tensors: Sequence[LogicalTensor]) -> int:

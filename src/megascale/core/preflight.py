@@ -1,7 +1,7 @@
-"""Check before any process starts: does this host have the memory, disk, processes and files that the run needs?
+"""Check before a start that this host has the memory, disk space, processes and open files for the run. No torch.
 
-Needs are lower estimates: the tensors that core/memory.py counts, and the minimum that a process takes. A run that is
-refused would have been ended by the kernel or the allocator. `train.fit=force` starts it nevertheless. No torch.
+The needs are lower estimates: the tensors that core/memory.py counts, and the minimum memory of each process. Without
+the check, the kernel or the allocator would end the run. `train.fit=force` starts it nevertheless.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megascale.core.layout import Layout
 from megascale.core.memory import (
     DTYPE_BYTES,
     MemoryEstimate,
+    ceil_divide,
     count_checkpoint_elements,
     estimate_offloaded_bytes,
 )
@@ -37,14 +38,15 @@ TRAINER_OPEN_FILES = 64
 TRAINER_EXTRA_THREADS = 8  # threads of a trainer that do not compute
 MAX_TRAINERS_PER_CORE = 8  # above it a line warns that steps will be slow
 FORCE_OPTION = "--train.fit=force"
-# Environment variables: set for processes whose starter has done this check; file descriptor to which a process writes
-# once it has imported everything, so that processes start in waves.
+# Environment variable that is set for processes whose parent has made this check.
 CHECKED_VARIABLE = "MEGASCALE_PREFLIGHT"
+# Environment variable with a file descriptor. A process writes to it after its imports, so that the parent can start
+# processes in waves.
 IMPORTED_PIPE_VARIABLE = "MEGASCALE_IMPORTED_PIPE"
 
 
 def max_concurrent_imports(cores: int) -> int:
-    """Return the number of processes that may import everything at the same time: a host's GPUs, or twice its cores."""
+    """Return how many processes may import at the same time: at least 8 (one per GPU of a host), or twice the cores."""
     return max(8, 2 * cores)
 
 
@@ -84,7 +86,7 @@ def check_host(
     Args:
         capacity: free resources; default: measured.
         disk: returns the free bytes at a folder.
-        report: receives lines that do not refuse the run.
+        report: receives warnings.
 
     Raises FitError, one line per fault with its figures, key and remedy. With train.fit=force the faults are reported.
     """
@@ -124,18 +126,18 @@ def check_processes(option: str, count: int, process_bytes: int, capacity: Capac
 
 
 def count_local_stage_ranks(layout: Layout, share: HostShare) -> dict[int, int]:
-    """Return the number of this host's ranks in each pipeline stage."""
+    """Return the number of this host's ranks by pipeline stage."""
     stage_size = layout.grid.world_size // layout.grid.pipeline  # ranks of a stage are contiguous (core/grid.py)
     first = share.first_rank
     stop = first + share.ranks
     counts = {}
-    for stage in range(first // stage_size, -(-stop // stage_size)):
+    for stage in range(first // stage_size, ceil_divide(stop, stage_size)):
         counts[stage] = min(stop, (stage + 1) * stage_size) - max(first, stage * stage_size)
     return counts
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the size of a checkpoint: master weights and the optimizer's state."""
+    """Return the bytes of a checkpoint: master weights and the optimizer's state."""
     itemsize = max(4, DTYPE_BYTES[config.train.precision])
     adapters = AdapterSpec.from_config(config.train)
     if adapters is not None:
@@ -161,19 +163,16 @@ def _memory_faults(
     config: Config, layout: Layout, share: HostShare, capacity: Capacity, stage_ranks: dict[int, int]
 ) -> list[str]:
     schedule = layout.schedule()
-    if share.uses_gpus:
+    gpu_memory = None
+    tensor_limit = None
+    if share.uses_gpus and capacity.gpu_memory is not None:
         gpu_memory = capacity.gpu_memory
-    else:
-        gpu_memory = None
-    if gpu_memory is None:
-        available = None
-    else:
-        available = gpu_memory - GPU_CONTEXT
-    memory = {}
+        tensor_limit = gpu_memory - GPU_CONTEXT
+    estimates = {}
     for stage in stage_ranks:
-        memory[stage], _ = estimate_rank_memory(config, layout.grid, schedule, stage, available, share.uses_gpus)
+        estimates[stage], _ = estimate_rank_memory(config, layout.grid, schedule, stage, tensor_limit, share.uses_gpus)
     faults = []
-    fullest = max(memory.values(), key=lambda estimate: estimate.total)
+    fullest = max(estimates.values(), key=lambda estimate: estimate.total)
     sizes = f"model.layers={config.model.layers} x model.hidden={config.model.hidden}, {config.train.precision}"
     if gpu_memory is not None and fullest.total + GPU_CONTEXT > gpu_memory:
         faults.append(
@@ -181,41 +180,47 @@ def _memory_faults(
             f"({_describe_kinds(fullest)}; {sizes}) and the GPU has {_format_size(gpu_memory)}; "
             f"{_suggest_smaller_tensors(config, fullest.graph_buffers > 0)}"
         )
-    processes = _process_bytes(share)
-    tensors = 0
+    process_bytes = _process_bytes(share)
+    tensor_bytes = 0
     if not share.uses_gpus:
-        tensors = sum(memory[stage].total * ranks for stage, ranks in stage_ranks.items())
-    copies = _staged_bytes(config, share)
-    inputs = 0
+        tensor_bytes = sum(estimates[stage].total * ranks for stage, ranks in stage_ranks.items())
+    copy_bytes = _staged_bytes(config, share)
+    input_bytes = 0
     if config.parallel.offload_activations and share.uses_gpus:
-        train = config.train
         for stage, ranks_of_stage in stage_ranks.items():
-            arguments = config.model, config.parallel, schedule, stage, train.micro_batch, train.precision
-            inputs += ranks_of_stage * estimate_offloaded_bytes(*arguments)
-    total = processes + tensors + copies + inputs
+            input_bytes += ranks_of_stage * estimate_offloaded_bytes(
+                config.model,
+                config.parallel,
+                schedule=schedule,
+                stage=stage,
+                micro_batch=config.train.micro_batch,
+                precision=config.train.precision,
+            )
+    total = process_bytes + tensor_bytes + copy_bytes + input_bytes
     if capacity.memory is None or total <= capacity.memory:
         return faults
     ranks = _describe_ranks(share)
-    parts = []
-    if processes:
-        parts.append(f"{_format_size(processes)} for the processes of {ranks}")
-    if tensors:
+    needs = []
+    if process_bytes:
+        needs.append(f"{_format_size(process_bytes)} for the processes of {ranks}")
+    if tensor_bytes:
         fullest_kinds = _describe_kinds(fullest)
-        parts.append(f"{_format_size(tensors)} for tensors of {ranks} (the fullest: {fullest_kinds}; {sizes})")
-    if copies:
-        parts.append(f"{_format_size(copies)} for copies of the state (checkpoint.background)")
-    if inputs:
-        parts.append(f"{_format_size(inputs)} for inputs of layers (parallel.offload_activations)")
-    if inputs > max(tensors, processes, copies):
+        needs.append(f"{_format_size(tensor_bytes)} for tensors of {ranks} (the fullest: {fullest_kinds}; {sizes})")
+    if copy_bytes:
+        needs.append(f"{_format_size(copy_bytes)} for copies of the state (checkpoint.background)")
+    if input_bytes:
+        needs.append(f"{_format_size(input_bytes)} for inputs of layers (parallel.offload_activations)")
+    # The remedy is that of the largest need.
+    if input_bytes > max(tensor_bytes, process_bytes, copy_bytes):
         remedy = "set parallel.offload_activations=false, or use a host with more memory"
-    elif copies > max(tensors, processes):
+    elif copy_bytes > max(tensor_bytes, process_bytes):
         remedy = "set checkpoint.background=false or fewer checkpoint.slots, or use a host with more memory"
-    elif tensors >= processes:
+    elif tensor_bytes >= process_bytes:
         remedy = _suggest_smaller_tensors(config)
     else:
         remedy = _suggest_fewer_ranks(share)
     faults.append(
-        f"this host has too little memory: {', '.join(parts)}, {_format_size(total)} in total, and "
+        f"this host has too little memory: {', '.join(needs)}, {_format_size(total)} in total, and "
         f"{capacity.memory_from} leaves {_format_size(capacity.memory)}; {remedy}"
     )
     return faults
@@ -224,7 +229,8 @@ def _memory_faults(
 def _staged_bytes(config: Config, share: HostShare) -> int:
     """Return the bytes of state copies that checkpoint services hold in this host's memory.
 
-    They are the host's own, and, with replicas, as many of its peers (two at least).
+    A service holds `slots` copies of its host's state. With checkpoint.replicas it also holds as many copies, and at
+    least two, of a peer's state.
     """
     settings = config.checkpoint
     if not settings.background or not share.writes_checkpoints:
@@ -237,7 +243,7 @@ def _staged_bytes(config: Config, share: HostShare) -> int:
 
 
 def _process_faults(config: Config, share: HostShare, capacity: Capacity) -> list[str]:
-    """Check processes, threads and open files, and the memory of processes without tensors."""
+    """Return the faults of processes, threads, open files, and of the memory of processes without tensors."""
     faults = []
     threads = config.train.threads or max(1, capacity.cores // max(1, share.ranks))
     tasks = 0
@@ -260,10 +266,10 @@ def _process_faults(config: Config, share: HostShare, capacity: Capacity) -> lis
             f"{process} needs {files:,} open files for its connections and may have {capacity.open_files:,}; "
             f"run `ulimit -n {files}` first (the hard limit must allow it), or {_suggest_fewer_ranks(share)}"
         )
-    processes = _process_bytes(share)
-    if capacity.memory is not None and processes > capacity.memory and not faults:
+    process_bytes = _process_bytes(share)
+    if capacity.memory is not None and process_bytes > capacity.memory and not faults:
         faults.append(
-            f"this host has too little memory: {_describe_ranks(share)} need {_format_size(processes)} for their "
+            f"this host has too little memory: {_describe_ranks(share)} need {_format_size(process_bytes)} for their "
             f"processes alone and {capacity.memory_from} leaves {_format_size(capacity.memory)}; "
             f"{_suggest_fewer_ranks(share)}"
         )
@@ -273,25 +279,26 @@ def _process_faults(config: Config, share: HostShare, capacity: Capacity) -> lis
 def _disk_faults(config: Config, disk: Callable[[Path], int]) -> list[str]:
     settings = config.checkpoint
     steps = config.train.steps
-    saves = steps and (settings.at_end or 0 < settings.interval <= steps)
-    if not saves or (settings.location and "://" in settings.location):
+    writes_checkpoint = steps and (settings.at_end or 0 < settings.interval <= steps)
+    is_remote = settings.location and "://" in settings.location
+    if not writes_checkpoint or is_remote:
         return []
     if settings.location:
         folder = Path(settings.location)
     else:
         folder = config.run_folder / "checkpoints"
-    needed = checkpoint_bytes(config)
-    free = disk(folder)
-    if needed <= free:
+    needed_bytes = checkpoint_bytes(config)
+    free_bytes = disk(folder)
+    if needed_bytes <= free_bytes:
         return []
     return [
-        f"a checkpoint takes {_format_size(needed)} and {folder} has {_format_size(free)} of free disk; free some "
-        "space, or set another folder as checkpoint.location (or train.runs)"
+        f"a checkpoint takes {_format_size(needed_bytes)} and {folder} has {_format_size(free_bytes)} of free disk; "
+        "free some space, or set another folder as checkpoint.location (or train.runs)"
     ]
 
 
 def _suggest_smaller_tensors(config: Config, graphs: bool = False) -> str:
-    """Return the settings that make a rank's tensors smaller and are not in use yet."""
+    """Return advice: the settings that make a rank's tensors smaller and are not in use yet."""
     options = []
     if graphs:
         options.append("--kernels.graphs=auto")
@@ -299,11 +306,10 @@ def _suggest_smaller_tensors(config: Config, graphs: bool = False) -> str:
         options.append("--train.micro_batch=1")
     if config.parallel.recompute != "full":
         options.append("--parallel.recompute=full")
+    advice = ""
     if options:
-        smaller = f"{' and '.join(options)} need less, else "
-    else:
-        smaller = ""
-    return f"{smaller}use more or larger devices or a smaller model (`megascale plan` shows what a layout needs)"
+        advice = f"{' and '.join(options)} need less, else "
+    return f"{advice}use more or larger devices or a smaller model (`megascale plan` shows what a layout needs)"
 
 
 def _suggest_fewer_ranks(share: HostShare) -> str:
@@ -313,7 +319,7 @@ def _suggest_fewer_ranks(share: HostShare) -> str:
 
 
 def _describe_ranks(share: HostShare) -> str:
-    ranks = f"{share.ranks} rank{'s' * (share.ranks != 1)}"
+    ranks = "1 rank" if share.ranks == 1 else f"{share.ranks} ranks"
     if share.nodes:
         return f"{ranks} on {share.nodes} nodes (spares included)"
     return ranks
@@ -321,11 +327,11 @@ def _describe_ranks(share: HostShare) -> str:
 
 def _describe_kinds(memory: MemoryEstimate) -> str:
     """Return the three largest kinds of memory with their sizes."""
-    largest = sorted(memory.kinds().items(), key=lambda kind: -kind[1])[:3]
-    return ", ".join(f"{name.replace('_', ' ')} {_format_size(count)}" for name, count in largest if count)
+    largest = sorted(memory.kinds().items(), key=lambda item: item[1], reverse=True)[:3]
+    return ", ".join(f"{name.replace('_', ' ')} {_format_size(size)}" for name, size in largest if size)
 
 
-def _format_size(count: int) -> str:
-    if count >= GIB:
-        return f"{count / GIB:,.1f} GiB"
-    return f"{count / MIB:,.0f} MiB"
+def _format_size(byte_count: int) -> str:
+    if byte_count >= GIB:
+        return f"{byte_count / GIB:,.1f} GiB"
+    return f"{byte_count / MIB:,.0f} MiB"

@@ -1,6 +1,6 @@
-"""Orders to a rank's process that stays between attempts or starts early, as lines of JSON.
+"""Orders to the process of a rank that is reused for the next attempt or that starts before its attempt.
 
-Its fork server writes them into a pipe.
+The process's fork server writes orders into a pipe, as lines of JSON.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-# Descriptor of the pipe's reading end, set for ranks whose agent keeps processes.
-ORDERS_VARIABLE = "MEGASCALE_ORDERS"
-# Set for a process that waits for its first attempt, in which it joins ranks that train already.
-PREPARED_VARIABLE = "MEGASCALE_PREPARED"
-# Share of the replicas that are missing in an attempt.
-MISSING_VARIABLE = "MEGASCALE_MISSING_SHARE"
-# Set for a rank's process that is started before the attempt that it will take part in is ordered.
-EARLY_VARIABLE = "MEGASCALE_EARLY"
-MAX_ORDER_BYTES = 4096  # a line of this length is written to a pipe at once
+# Environment variables of a rank's process.
+ORDERS_VARIABLE = "MEGASCALE_ORDERS"  # descriptor of the pipe's read end; set if the agent keeps processes
+PREPARED_VARIABLE = "MEGASCALE_PREPARED"  # set if the process waits to join ranks that already train
+MISSING_VARIABLE = "MEGASCALE_MISSING_SHARE"  # fraction of the replicas that are missing in the attempt
+EARLY_VARIABLE = "MEGASCALE_EARLY"  # set if the process starts before the order for its attempt
+MAX_ORDER_BYTES = 4096  # a write of this size to a pipe is atomic
 
 
 class Park(msgspec.Struct, frozen=True, tag_field="do", tag="park"):
-    """Order to leave an attempt and to wait for the next one. Ignored in other attempts.
+    """Order to leave an attempt and to wait for the next one.
 
     Attributes:
-        after_step: complete the step first, and copy its state to memory.
+        attempt: index of the attempt; a process in another attempt ignores the order.
+        after_step: whether to complete the step first, and to copy its state to memory.
     """
 
     attempt: int
@@ -35,10 +33,11 @@ class Park(msgspec.Struct, frozen=True, tag_field="do", tag="park"):
 
 
 class Resume(msgspec.Struct, frozen=True, tag_field="do", tag="resume"):
-    """Order to begin the next attempt with these variables added to the environment.
+    """Order to begin the next attempt.
 
     Attributes:
-        data: data-parallel size of the attempt, 0 for that of the configuration.
+        environment: variables that are added to the process's environment.
+        data: data-parallel size of the attempt; 0: that of the configuration.
     """
 
     environment: dict[str, Annotated[str, Meta(max_length=1000)]]
@@ -49,7 +48,7 @@ _DECODER = msgspec.json.Decoder(Park | Resume)
 
 
 def encode_order(order: Park | Resume) -> bytes:
-    """Return an order as a line. ValueError if it is too long."""
+    """Return an order as a line of JSON. Raises ValueError if the line is too long."""
     line = msgspec.json.encode(order) + b"\n"
     if len(line) > MAX_ORDER_BYTES:
         raise ValueError(f"an order has {len(line)} bytes; at most {MAX_ORDER_BYTES} are written at once")
@@ -57,7 +56,7 @@ def encode_order(order: Park | Resume) -> bytes:
 
 
 def read_orders(descriptor: int) -> Iterator[Park | Resume]:
-    """Yield the orders of a pipe as they come, until its writer closes it. Damaged lines are skipped."""
+    """Yield the orders from a pipe as they arrive, until the writer closes it. Damaged lines are skipped."""
     buffer = b""
     while data := os.read(descriptor, 65536):
         *lines, buffer = (buffer + data).split(b"\n")

@@ -1,7 +1,8 @@
 """Settings of the Python processes that this package starts.
 
-`python -m` puts the working directory first on `sys.path`. A module there, such as one named `queue` in a shared
-folder, would run with the rights of the job's user. Every process is therefore started without it.
+`python -m` puts the working directory first on `sys.path`. In a shared folder, a file such as `queue.py` of another
+user would then run with the rights of the job's user. Every process is therefore started without the working directory
+on `sys.path`.
 """
 
 from __future__ import annotations
@@ -14,27 +15,30 @@ _SET_VARIABLES = "MEGASCALE_SET_VARIABLES"
 
 
 def module_command(module: str, *arguments: str, python: str | None = None) -> list[str]:
-    """Return the command line that runs `module` with `arguments`, by `python` (default: this interpreter).
+    """Return the command line that runs `module` with `arguments`.
 
-    `-P` takes the working directory off `sys.path`; folders of PYTHONPATH stay.
+    The option -P keeps the working directory off `sys.path`; folders of PYTHONPATH stay.
+
+    Args:
+        python: the interpreter; default: this one.
     """
     return [python or sys.executable, "-P", "-m", module, *arguments]
 
 
 def leave_working_directory() -> None:
-    """Take the working directory off `sys.path` in a process that was started with `python -m`."""
+    """Remove the working directory from `sys.path` in a process that was started with `python -m`."""
     if not sys.flags.safe_path and sys.path and sys.path[0] == os.getcwd():
         del sys.path[0]
 
 
 def protect_children() -> None:
-    """Make all Python processes that this process starts leave the working directory off `sys.path`."""
+    """Keep the working directory off `sys.path` in all Python processes that this process starts."""
     if not os.environ.get("PYTHONSAFEPATH"):
         _set_variable("PYTHONSAFEPATH", "1")
 
 
 def _set_variable(name: str, value: str) -> None:
-    """Set a variable, and note that the user did not set it."""
+    """Set an environment variable, and record that this package has set it."""
     os.environ[name] = value
     names = os.environ.get(_SET_VARIABLES, "").split()
     os.environ[_SET_VARIABLES] = " ".join(dict.fromkeys([*names, name]))
@@ -49,7 +53,8 @@ def drop_own_variables() -> None:
 def disable_bytecode_cache() -> None:
     """Stop this process from caching the bytecode of modules that it imports later.
 
-    A full disk can cut such a file without an error, and the next process that imports the module fails with EOFError.
+    A full disk can truncate a bytecode file without an error. The next process that imports the module would then fail
+    with EOFError.
     """
     sys.dont_write_bytecode = True
 

@@ -1,7 +1,8 @@
-"""Memory of a rank, and whether its chunks run as CUDA graphs, from the configuration. No torch.
+"""Memory of a rank, and the decision whether its chunks run as CUDA graphs, from the configuration. No torch.
 
-The engine, the plan, the simulator and the check before a start all use this module, so that they describe the same
-run: kernels.graphs=auto uses graphs if their buffers fit.
+With kernels.graphs=auto, chunks are graphs only if the graphs' buffers fit, so memory and decision depend on each
+other. The engine, the planner, the simulator and the preflight check all use this module, so that they describe the
+same run.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from megascale.core.memory import MemoryEstimate, estimate_stage_memory, gathers
 from megascale.core.schedule import Schedule
 
 GPU_CONTEXT = 1 << 30  # bytes of a GPU that CUDA and its libraries take
-# Forward and backward FLOPs of a rank's part of a layer, above which the GPU is slower than any host: 13 ms of an H200.
-# Launching a layer's operators takes a host 1.3 ms (gpt2-124m, dev/log.md), and a slow host twice that.
+# FLOPs of a layer's forward and backward on one rank, above which graphs gain nothing: an H200 takes about 13 ms for
+# them. A host launches a layer's operators in 1.3 ms (gpt2-124m, dev/log.md), and a slow host in twice that time.
 MAX_GRAPH_FLOPS = 6e12
-EXPERT_LAUNCHES = 2  # launches of a layer of experts over those of a dense layer
+EXPERT_LAUNCHES = 2  # a layer of experts has this many times the kernel launches of a dense layer
 
 
 def estimate_rank_memory(
@@ -32,11 +33,11 @@ def estimate_rank_memory(
     """Estimate the peak memory of a rank of pipeline stage `stage`.
 
     Args:
-        available_bytes: memory of the rank's device; None if unknown.
+        available_bytes: free memory of the rank's device; None if unknown.
         gpus: whether the rank runs on a GPU, which CUDA graphs need.
 
     Returns:
-        The estimate, and why the chunks are not CUDA graphs ("" if they are).
+        (the estimate, why the chunks are not CUDA graphs or "" if they are).
     """
     if not gpus:
         reason = "CUDA graphs need a GPU"
@@ -76,16 +77,18 @@ def _estimate(config: Config, grid: Grid, schedule: Schedule, stage: int, graphs
 def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
     """Return why chunks are not captured as CUDA graphs (parallel/chunk_graphs.py), or "" if they are.
 
-    Under kernels.graphs=auto the reason may be that graphs gain nothing.
+    With kernels.graphs=auto the reason may be that graphs gain nothing.
 
     Args:
-        grid: None if only the configuration is known; data parallelism is then assumed.
+        grid: None if the number of ranks is unknown; more than one data-parallel rank is then assumed.
     """
     mode = config.kernels.graphs
     if grid is None:
-        tensor, data = config.parallel.tensor, 2
+        tensor = config.parallel.tensor
+        shards = 2
     else:
-        tensor, data = grid.tensor, grid.shards
+        tensor = grid.tensor
+        shards = grid.shards
     if config.train.lora is not None:
         return "train.lora is not captured"
     if mode == "off":
@@ -96,7 +99,7 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         return "copies to host memory are not captured (parallel.offload_activations)"
     if config.parallel.context > 1 and config.overlap.context == "collectives":
         return "only overlap.context=copies can be captured, not overlap.context=collectives"
-    if config.parallel.zero >= 2 and data > 1:
+    if config.parallel.zero >= 2 and shards > 1:
         for axis, size in (("tensor", tensor), ("context", config.parallel.context)):
             if size > 1:
                 return (
@@ -105,7 +108,7 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
                 )
         linear_precision = config.train.linear_precision
         has_copies = LINEAR_PRECISIONS[linear_precision].weight_copy_bytes > 0
-        if config.parallel.zero == 3 and has_copies and not gathers_float8(config.parallel, linear_precision, data):
+        if config.parallel.zero == 3 and has_copies and not gathers_float8(config.parallel, linear_precision, shards):
             return (
                 f"parallel.zero=3 gathers matrices in turn, and train.linear_precision={linear_precision} "
                 "makes copies of all of them; train.linear_precision=float8 with parallel.gather_precision=float8 "
@@ -118,38 +121,41 @@ def explain_no_graphs(config: Config, grid: Grid | None = None) -> str:
         return "the number of a rank's tokens is read on the host (model.experts.biases, parallel.experts_over)"
     microbatches = config.train.global_batch // config.train.micro_batch
     if settings is not None and grid is not None and microbatches % grid.replicas:
-        return "experts count no tokens of blank micro-batches, which continue_replicas needs without a replica"
+        return "experts count no tokens of blank micro-batches, which some replicas run in this layout"
     if mode == "on":
         return ""
-    part = _find_registered_part(config)
-    if part:
-        return f"{part} is registered by a package and may depend on the step; set --kernels.graphs=on if it does not"
+    setting = _find_plugin_setting(config)
+    if setting:
+        return (
+            f"{setting} is registered by a package and may depend on the step; set --kernels.graphs=on if it does not"
+        )
     tokens = config.model.sequence_length // config.parallel.context * config.train.micro_batch
     sequence = config.model.sequence_length
-    layer_work = min(layer_flops(layer, sequence).training for layer, _ in count_distinct_layers(config.model))
-    limit = MAX_GRAPH_FLOPS
-    if any(isinstance(layer.feed_forward, ExpertsSpec) for layer, _ in count_distinct_layers(config.model)):
-        limit *= EXPERT_LAUNCHES
-    if layer_work * tokens / tensor > limit:
+    layers = [layer for layer, _ in count_distinct_layers(config.model)]
+    flops_per_token = min(layer_flops(layer, sequence).training for layer in layers)
+    max_flops = MAX_GRAPH_FLOPS
+    if any(isinstance(layer.feed_forward, ExpertsSpec) for layer in layers):
+        max_flops *= EXPERT_LAUNCHES
+    if flops_per_token * tokens / tensor > max_flops:
         return "a layer's micro-batch keeps the GPU busy for longer than its launches take"
     return ""
 
 
-def _find_registered_part(config: Config) -> str:
-    """Return a part of the model that is not built in, as setting=value, or "" if all are built in.
+def _find_plugin_setting(config: Config) -> str:
+    """Return a setting, as key=value, whose value a plugin has registered, or "" if all values are built in.
 
-    A replay would repeat the random numbers and the sample index of the captured micro-batch.
+    A plugin's layer may use random numbers or the sample index, which a graph would repeat in each replay.
     """
     model = config.model
-    parts: list[tuple[Registry[Any], str]] = [
+    settings: list[tuple[Registry[Any], str]] = [
         (ACTIVATIONS, model.activation),
         (NORMS, model.norm),
         (BLOCKS, model.block),
         (LINEAR_PRECISIONS, config.train.linear_precision),
     ]
     for layer, _ in count_distinct_layers(model):
-        parts += [(ATTENTIONS, layer.mixer.name), (MLPS, layer.feed_forward.name)]
-    for registry, name in parts:
+        settings += [(ATTENTIONS, layer.mixer.name), (MLPS, layer.feed_forward.name)]
+    for registry, name in settings:
         if name not in registry.builtin_names:
             return f"{registry.key}={name}"
     return ""

@@ -1,4 +1,4 @@
-"""The record of one recovery: the seconds of each phase between a fault and the next new step, and what was kept."""
+"""Record of one recovery: the seconds of each phase from a fault to the next new step, and which ranks kept state."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# The phases in order. Each begins where the one before it ends, so that their sum is the whole recovery.
-#   detect: from the fault to the driver's verdict
-#   decide: to the order that starts the next attempt: every node has stopped, and ranks have nodes
-#   processes: until every rank runs the trainer, in a new process or in the one that it kept
-#   groups: until every rank has met the others and has its communicators
-#   state: until every rank has the model, the optimizer and its data
-#   first step: until the driver has learned of the first complete step
+# The phases in order. Each begins at the end of the phase before it, so that their sum is the whole recovery. They end
+#   detect: with the driver's verdict
+#   decide: with the order that starts the next attempt; all nodes have stopped, and each rank has a node
+#   processes: when every rank runs the trainer, in a new or in a reused process
+#   groups: when every rank has its communicators
+#   state: when every rank has the model, the optimizer and its data
+#   first step: when the driver has received the report of the first complete step
 PHASES = ("detect", "decide", "processes", "groups", "state", "first step")
 
-_MAX_SECONDS = 1e9  # a longer phase is damage
+_MAX_SECONDS = 1e9  # a record with a longer phase is damaged
 
 
 @dataclass(frozen=True)
 class RecoveryRecord:
-    """One recovery, as the driver saw it.
+    """One recovery, as the driver observed it.
 
     Attributes:
         cause: event name of the verdict that ended the previous attempt.
-        starts: attempts that were started until one came to a step.
-        seconds: seconds by phase; a phase of which a rank reported nothing is absent.
-        total: seconds from the fault to the driver's knowledge of the first step.
-        resumed_step: the step whose state the attempt continued from, -1 if unknown.
-        lost_steps: complete steps that were repeated, -1 if unknown.
-        source: where ranks that loaded their state found it ("memory", "a peer's memory", "storage", "nothing").
-        reused_ranks: ranks that stayed in their processes.
-        standing_ranks: ranks among them whose weights and optimizer state stayed in place.
-        doubts: rank -> why its process was replaced although it had survived.
+        starts: number of attempts that were started until one completed a step.
+        seconds: seconds by phase. A phase that some rank did not report is absent.
+        total: seconds from the fault until the driver received the report of the first step.
+        resumed_step: step of the state from which the attempt continued, -1 if unknown.
+        lost_steps: number of complete steps that were repeated, -1 if unknown.
+        source: source of the state that ranks loaded ("memory", "a peer's memory", "storage", "nothing").
+        reused_ranks: ranks whose processes were reused.
+        standing_ranks: reused ranks whose weights and optimizer state stayed in memory.
+        doubts: by rank, why a surviving process was replaced.
     """
 
     cause: str
@@ -60,7 +60,7 @@ class RecoveryRecord:
             recorded = dict(details["seconds"].items())
             seconds = {name: float(recorded[name]) for name in PHASES if name in recorded}
             total = float(details["total"])
-            if not all(0 <= number <= _MAX_SECONDS for number in (total, *seconds.values())):
+            if not all(0 <= value <= _MAX_SECONDS for value in (total, *seconds.values())):
                 return None
             return RecoveryRecord(
                 cause=str(details["cause"])[:100],
@@ -88,10 +88,12 @@ class RecoveryRecord:
             if self.source:
                 text += f" from {self.source}"
             if self.lost_steps >= 0:
-                text += f"; {self.lost_steps} step{'s' * (self.lost_steps != 1)} lost"
+                noun = "step" if self.lost_steps == 1 else "steps"
+                text += f"; {self.lost_steps} {noun} lost"
             sentences.append(text)
         if self.reused_ranks:
-            text = f"rank{'s' * (len(self.reused_ranks) > 1)} {format_numbers(self.reused_ranks)} stayed in place"
+            noun = "rank" if len(self.reused_ranks) == 1 else "ranks"
+            text = f"{noun} {format_numbers(self.reused_ranks)} stayed in place"
             if self.standing_ranks:
                 text += f", with the state of {format_numbers(self.standing_ranks)}"
             sentences.append(text)
@@ -100,8 +102,8 @@ class RecoveryRecord:
 
 
 def format_numbers(numbers: tuple[int, ...], limit: int = 16) -> str:
-    """Return numbers as a list that is cut after `limit` of them."""
-    listed = ", ".join(map(str, numbers[:limit]))
+    """Return numbers as text: the first `limit` of them, and how many more there are."""
+    text = ", ".join(str(number) for number in numbers[:limit])
     if len(numbers) > limit:
-        listed += f" and {len(numbers) - limit} more"
-    return listed
+        text += f" and {len(numbers) - limit} more"
+    return text

@@ -1,17 +1,19 @@
-"""Replay of a schedule: its dependency graph with durations gives start and end of every action.
+"""Replay of a schedule: computes start and end of every action from durations and the schedule's dependencies.
 
-The planner, the simulator and the what-if analysis use it. Resources of a stage are its streams: one for compute, one
-for parameter gathers, one for gradient reductions, and one for each of its channels. Work on a stream runs in list
-order. An action starts when its stream is free and
+The planner, the simulator and the what-if analysis use it. Each stage has streams: one for compute, one for parameter
+gathers, one for gradient reductions, and one for each of its channels. Work on a stream runs in list order. An action
+starts when its stream is free and the following holds:
 
-- FORWARD and all BACKWARDs: its message has arrived, its chunk's parameters are gathered (first forward), its send
-  buffer is free, and without overlap (Schedule.exposed) the stage's earlier sends have arrived;
-- SEND/RECV: the compute before it in the stage's list has ended. The transfer starts when both sides have posted;
-- GATHER_PARAMS: the compute before it in the list has ended; REDUCE_GRADS: the backward that it arms has ended
-  (data-parallel peers run in step; `simulate` adds that buckets leave within that backward).
+- FORWARD and all BACKWARDs: the action's message has arrived, its chunk's parameters are gathered (first forward), and
+  its send buffer is free. If transfers are exposed (`Schedule.exposed`), the stage's earlier sends have arrived.
+- SEND and RECV: the compute before the action in the stage's list has ended. The transfer starts when both sides have
+  posted.
+- GATHER_PARAMS: the compute before the action in the list has ended.
+- REDUCE_GRADS: the backward that the action arms has ended. (`simulate` adds that buckets are reduced within that
+  backward.) Data-parallel peers are assumed to run in step.
 
 Times have the unit of the durations. Several data-parallel replicas with different durations can be replayed at once;
-arrays then have a second axis. One pass over the graph in topological levels gives all times, in numpy.
+arrays then have a second axis. One numpy pass over the graph in topological levels computes all times.
 """
 
 from __future__ import annotations
@@ -44,21 +46,23 @@ DurationOf = Callable[[int, Action], float]
 
 @dataclass(frozen=True, eq=False)
 class ActionGraph:
-    """A schedule compiled for replay: build once, replay many times.
+    """A schedule compiled for replay: compile once, replay many times.
 
-    The actions of all stages are concatenated in list order, and index n is the n-th. A SEND and its RECV share one
-    transfer, stored at the SEND's index.
+    The actions of all stages are concatenated in list order; an action's index is its index in that list. A SEND and
+    its RECV share one transfer, stored at the SEND's index.
 
     Attributes:
         schedule: the compiled schedule.
         stage, kind, chunk, microbatch: int arrays [actions].
         partner: index of the other side of a SEND or RECV, else -1.
-        predecessors: [actions, 7] indices whose end an action's start awaits, -1 where none. Column 0: the compute
-            before it in the list (for a reduction the backward that it arms). Columns 1 to 3: for compute its transfer,
-            its gather and the send that must free a buffer; for a transfer (column 1) the compute before its RECV on
-            the other stage. Column 4: the previous action on the stream. Columns 5 to 5 + send_channels: the last send
-            on each of the stage's channels, which compute awaits without overlap.
-        levels: indices in topological order, level by level; no action awaits one of its own level.
+        predecessors: [actions, 5 + send_channels] indices of the actions whose end an action awaits, -1 where none.
+            Column 0: the compute before it in the list (for a reduction the backward that it arms).
+            Column 1: for a compute its transfer; for a transfer the compute before its RECV on the other stage.
+            Column 2: for a compute its chunk's gather.
+            Column 3: for a compute the send that must free a buffer.
+            Column 4: the previous action on the stream.
+            From column 5 on: the last send on each of the stage's channels, if transfers are exposed.
+        levels: indices in topological order, level by level. An action awaits actions of earlier levels only.
         send_channels: largest number of channels on which a stage sends.
     """
 
@@ -78,20 +82,25 @@ class ActionGraph:
         action_counts = [len(table) for table in schedule.tables]
         stage = np.repeat(np.arange(schedule.stages), action_counts)
         kind, chunk, microbatch = np.concatenate(schedule.tables).T.astype(np.int64)
-        partner = _partners(schedule, stage, kind, chunk, microbatch)
-        channel = _send_channels(stage, kind, partner)
-        predecessors = _dependencies(schedule, stage, kind, chunk, microbatch, partner, channel)
-        levels = _topological_levels(predecessors, ~kind_mask(kind, *RECEIVES))
+        partner = _find_partners(schedule, stage, kind, chunk, microbatch)
+        channel = _number_send_channels(stage, kind, partner)
+        predecessors = _find_predecessors(schedule, stage, kind, chunk, microbatch, partner, channel)
+        levels = _find_topological_levels(predecessors, ~kind_mask(kind, *RECEIVES))
         send_channels = int(channel.max(initial=-1)) + 1
         return cls(schedule, stage, kind, chunk, microbatch, partner, predecessors, levels, send_channels)
 
-    def with_extra_waits(self, extra: np.ndarray) -> ActionGraph:
-        """Return the graph with more waits: action n also awaits the actions extra[n], [actions, k], -1 where none.
+    def with_extra_waits(self, extra_predecessors: np.ndarray) -> ActionGraph:
+        """Return a copy of the graph in which action n also awaits the actions `extra_predecessors[n]`.
 
-        For engines with more waits than the schedule, such as blocking exchanges. Raises ValueError if that deadlocks.
+        It models engines with more waits than the schedule, such as blocking exchanges.
+
+        Args:
+            extra_predecessors: [actions, k] indices, -1 where none.
+
+        Raises ValueError if the waits deadlock.
         """
-        predecessors = np.concatenate([self.predecessors, extra], axis=1)
-        levels = _topological_levels(predecessors, ~kind_mask(self.kind, *RECEIVES))
+        predecessors = np.concatenate([self.predecessors, extra_predecessors], axis=1)
+        levels = _find_topological_levels(predecessors, ~kind_mask(self.kind, *RECEIVES))
         return replace(self, predecessors=predecessors, levels=levels)
 
     @property
@@ -132,14 +141,16 @@ class ActionGraph:
         reduce: object = 0.0,
         weight_share: float = 0.5,
     ) -> np.ndarray:
-        """Return durations [actions] from scalars or arrays [stages, virtual stages] per kind; a RECV has none.
+        """Return the duration of each action [actions] from durations per kind; 0 for a RECV.
 
         Args:
+            forward, backward, send_forward, send_backward, gather, reduce: a scalar, or an array [stages, virtual
+                stages]. `backward` is that of a whole backward.
             weight_share: share of a backward that computes gradients of weights, for backwards in two halves.
         """
         shape = (self.schedule.stages, self.schedule.virtual_stages)
         backward = np.asarray(backward, dtype=float)
-        costs: dict[ActionKind, object] = {
+        duration_by_kind: dict[ActionKind, object] = {
             ActionKind.FORWARD: forward,
             ActionKind.BACKWARD: backward,
             ActionKind.BACKWARD_INPUT: backward * (1 - weight_share),
@@ -150,8 +161,8 @@ class ActionGraph:
             ActionKind.REDUCE_GRADS: reduce,
         }
         table = np.zeros((len(ActionKind), *shape))
-        for kind, cost in costs.items():
-            table[kind] = np.asarray(cost, dtype=float)
+        for kind, duration in duration_by_kind.items():
+            table[kind] = np.asarray(duration, dtype=float)
         return table[self.kind, self.stage, self.chunk]
 
 
@@ -197,9 +208,9 @@ class Timeline:
         return (self.makespan - busy) / busy
 
     def idle_times(self) -> dict[str, np.ndarray]:
-        """Return the idle time of each stage's compute stream by cause, [stages, ...].
+        """Return the idle time of each stage's compute stream by cause: arrays [stages] or [stages, replicas].
 
-        With `busy` the causes add up to the makespan. They are:
+        The idle times and `busy` add up to the makespan. The causes are:
             send: bytes of an awaited transfer, or of a full send buffer, were moving.
             gather: parameters were being gathered.
             reduce: gradients were being reduced after the last compute.
@@ -224,25 +235,29 @@ class Timeline:
                 np.add.at(idle[name], stages, share)
                 gap = gap - share
         np.add.at(idle["bubble"], stages, gap)
-        last = np.zeros_like(self.busy)
-        np.maximum.at(last, stages, self.end[compute])
-        reduces = np.flatnonzero(graph.kind == ActionKind.REDUCE_GRADS)
-        reduced = last.copy()
-        np.maximum.at(reduced, graph.stage[reduces], self.end[reduces])
-        idle["reduce"] += reduced - last
-        idle["bubble"] += self.makespan - reduced
+        compute_end = np.zeros_like(self.busy)
+        np.maximum.at(compute_end, stages, self.end[compute])
+        reductions = np.flatnonzero(graph.kind == ActionKind.REDUCE_GRADS)
+        reduction_end = compute_end.copy()
+        np.maximum.at(reduction_end, graph.stage[reductions], self.end[reductions])
+        idle["reduce"] += reduction_end - compute_end
+        idle["bubble"] += self.makespan - reduction_end
         return idle
 
     def overlap(self, stream: str, other_stream: str) -> np.ndarray:
-        """Return for each action on `stream` the busy time of `other_stream` of its stage: [actions], 0 elsewhere.
+        """Return how long `other_stream` of the same stage is busy during each action on `stream`.
 
-        A model of mutual slow-down stretches durations by it and replays again. Only for a single replica.
+        A model of mutual slow-down stretches durations by the overlap and replays again. The timeline must have a
+        single replica.
+
+        Returns:
+            [actions], 0 for actions on other streams.
         """
         graph = self.graph
         overlaps = np.zeros(graph.action_count)
-        real = ~kind_mask(graph.kind, *RECEIVES)
-        for s in range(graph.schedule.stages):
-            in_stage = (graph.stage == s) & real
+        is_timed = ~kind_mask(graph.kind, *RECEIVES)
+        for stage in range(graph.schedule.stages):
+            in_stage = (graph.stage == stage) & is_timed
             actions = np.flatnonzero(in_stage & (graph.stream == STREAMS.index(stream)))
             other_actions = np.flatnonzero(in_stage & (graph.stream == STREAMS.index(other_stream)))
             if len(actions) and len(other_actions):
@@ -256,20 +271,24 @@ class Timeline:
 
 
 def replay_schedule(schedule: Schedule | ActionGraph, durations: np.ndarray | DurationOf) -> Timeline:
-    """Replay a schedule with durations.
+    """Return the timeline of a schedule whose actions have these durations.
 
     Args:
         schedule: a Schedule, or an ActionGraph to replay without compiling it again.
-        durations: [actions] or [actions, replicas] in the graph's order, or a function of (stage, action). A
-            transfer's duration is its SEND's; a RECV's own is ignored.
+        durations: [actions] or [actions, replicas] in the graph's order, or a function of (stage, action). A transfer
+            takes the duration of its SEND; the duration of its RECV is ignored.
+
+    Raises ValueError if there is not one duration per action, or if the schedule deadlocks.
     """
     if isinstance(schedule, ActionGraph):
         graph = schedule
     else:
         graph = ActionGraph.compile(schedule)
     if callable(durations):
-        pairs = ((s, action) for s, actions in enumerate(graph.schedule) for action in actions)
-        durations = np.array([durations(s, action) for s, action in pairs], dtype=float)
+        values = []
+        for stage, actions in enumerate(graph.schedule):
+            values += [durations(stage, action) for action in actions]
+        durations = np.array(values, dtype=float)
     durations = np.asarray(durations, dtype=float)
     if durations.shape[0] != graph.action_count:
         raise ValueError(f"durations of {durations.shape[0]} actions for a schedule of {graph.action_count}")
@@ -284,21 +303,21 @@ def replay_schedule(schedule: Schedule | ActionGraph, durations: np.ndarray | Du
     end[receives] = end[sends]
     transfer_start[receives] = transfer_start[sends]
     start = transfer_start.copy()
-    # A side posts when its own compute has ended and its stream is free; the other side may be late.
-    ends = np.flatnonzero(graph.partner >= 0)
-    start[ends] = np.maximum(end[predecessors[ends, 0]], end[predecessors[ends, 4]])
+    # A side posts a transfer when the compute before it has ended and its stream is free. The other side may be later.
+    transfers = np.flatnonzero(graph.partner >= 0)
+    start[transfers] = np.maximum(end[predecessors[transfers, 0]], end[predecessors[transfers, 4]])
     return Timeline(graph, start, end[:-1], transfer_start)
 
 
 def _as_column(mask: np.ndarray, extra_dims: int) -> np.ndarray:
-    """Append `extra_dims` axes of size one."""
+    """Return the mask with `extra_dims` axes of size one appended."""
     return mask.reshape(-1, *([1] * extra_dims))
 
 
 def _busy_between(
     starts: np.ndarray, ends: np.ndarray, window_starts: np.ndarray, window_ends: np.ndarray
 ) -> np.ndarray:
-    """Return the measure of the union of intervals within each window."""
+    """Return for each window how much of it the intervals cover together: [windows]."""
     times = np.concatenate([starts, ends])
     changes = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
     order = np.argsort(times, kind="stable")
@@ -308,8 +327,13 @@ def _busy_between(
     return np.interp(window_ends, times, busy) - np.interp(window_starts, times, busy)
 
 
-def _previous_marked(marks: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return for each position the latest earlier marked position of its group (groups are contiguous), or -1."""
+def _find_previous_marks(marks: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Return for each position the last marked position before it in the same group, or -1.
+
+    Args:
+        marks: booleans [positions].
+        group: group of each position; positions of a group are contiguous.
+    """
     position = np.arange(len(marks))
     latest = np.maximum.accumulate(np.where(marks, position, -1))
     earlier = np.concatenate([[-1], latest[:-1]])
@@ -322,7 +346,7 @@ def _compute_key(schedule: Schedule, stage: np.ndarray, chunk: np.ndarray, micro
     return (stage * schedule.virtual_stages + chunk) * schedule.microbatches + microbatch
 
 
-def _partners(
+def _find_partners(
     schedule: Schedule, stage: np.ndarray, kind: np.ndarray, chunk: np.ndarray, microbatch: np.ndarray
 ) -> np.ndarray:
     """Return the index of each transfer's other side (Schedule.peer, vectorised).
@@ -349,18 +373,22 @@ def _partners(
     return partner
 
 
-def _send_channels(stage: np.ndarray, kind: np.ndarray, partner: np.ndarray) -> np.ndarray:
-    """Return for each SEND the number, on its stage, of its channel (kind and peer's stage), else -1: [actions]."""
+def _number_send_channels(stage: np.ndarray, kind: np.ndarray, partner: np.ndarray) -> np.ndarray:
+    """Return the index of each SEND's channel among the channels on which its stage sends, else -1: [actions].
+
+    The kind of the send and the peer's stage identify a channel.
+    """
     channel = np.full(len(kind), -1)
     sends = np.flatnonzero(kind_mask(kind, *SENDS))
     if not len(sends):
         return channel
     stages = int(stage.max()) + 1
     keys = (stage[sends] * len(ActionKind) + kind[sends]) * stages + stage[partner[sends]]
-    channels, which = np.unique(keys, return_inverse=True)
-    channel_stages = channels // (len(ActionKind) * stages)
-    numbers = np.arange(len(channels)) - np.searchsorted(channel_stages, channel_stages)
-    channel[sends] = numbers[which]
+    channel_keys, channel_of_send = np.unique(keys, return_inverse=True)
+    channel_stages = channel_keys // (len(ActionKind) * stages)
+    # Keys are sorted by stage, so that a stage's first channel is where searchsorted finds the stage.
+    index_in_stage = np.arange(len(channel_keys)) - np.searchsorted(channel_stages, channel_stages)
+    channel[sends] = index_in_stage[channel_of_send]
     return channel
 
 
@@ -374,7 +402,7 @@ def _previous_of_group(group: np.ndarray, count: int = 1) -> np.ndarray:
     return previous
 
 
-def _dependencies(
+def _find_predecessors(
     schedule: Schedule,
     stage: np.ndarray,
     kind: np.ndarray,
@@ -383,11 +411,11 @@ def _dependencies(
     partner: np.ndarray,
     channel: np.ndarray,
 ) -> np.ndarray:
-    """Build the array `ActionGraph.predecessors`. `channel`: see `_send_channels`."""
-    channels = int(channel.max(initial=-1)) + 1
-    predecessors = np.full((len(kind), 5 + channels), -1)
+    """Return the array `ActionGraph.predecessors`. `channel` comes from `_number_send_channels`."""
+    channel_count = int(channel.max(initial=-1)) + 1
+    predecessors = np.full((len(kind), 5 + channel_count), -1)
     is_compute = kind_mask(kind, *COMPUTES)
-    predecessors[:, 0] = _previous_marked(is_compute, stage)
+    predecessors[:, 0] = _find_previous_marks(is_compute, stage)
     key_count = schedule.stages * schedule.virtual_stages * schedule.microbatches
     key = _compute_key(schedule, stage, chunk, np.maximum(microbatch, 0))
     chunk_key = stage * schedule.virtual_stages + chunk
@@ -408,7 +436,7 @@ def _dependencies(
     ):
         sends = np.flatnonzero(kind == send)
         # The send that used this buffer before: SEND_SLOTS earlier on the channel.
-        earlier = _previous_of_group(stage[sends] * max(channels, 1) + channel[sends], SEND_SLOTS)
+        earlier = _previous_of_group(stage[sends] * max(channel_count, 1) + channel[sends], SEND_SLOTS)
         slot_sends = np.where(earlier >= 0, sends[earlier], -1) if len(sends) else earlier
         for compute in computes:
             indices = np.flatnonzero(kind == compute)
@@ -416,12 +444,14 @@ def _dependencies(
             predecessors[indices, 1] = np.where(received >= 0, partner[received], -1)
             senders = index_by_key[compute][key[sends]]
             predecessors[senders[senders >= 0], 3] = slot_sends[senders >= 0]
-    reduces = np.flatnonzero(kind == ActionKind.REDUCE_GRADS)
+    reductions = np.flatnonzero(kind == ActionKind.REDUCE_GRADS)
     backwards = np.flatnonzero(kind_mask(kind, *WEIGHT_BACKWARDS))
-    # A reduction arms the chunk's next backward in the list: search among all, sorted by chunk and then by position.
+    # A reduction arms the chunk's next backward in the list. Binary search finds this backward among all backwards,
+    # sorted by chunk and then by position.
     by_chunk = np.lexsort((backwards, chunk_key[backwards]))
+    sorted_backwards = backwards[by_chunk]
     order = chunk_key * len(kind) + np.arange(len(kind))
-    predecessors[reduces, 0] = backwards[by_chunk][np.searchsorted(order[backwards][by_chunk], order[reduces])]
+    predecessors[reductions, 0] = sorted_backwards[np.searchsorted(order[sorted_backwards], order[reductions])]
     # The first forward of a chunk awaits its gather.
     forwards = np.flatnonzero(kind == ActionKind.FORWARD)
     _, first = np.unique(chunk_key[forwards], return_index=True)
@@ -434,13 +464,13 @@ def _dependencies(
     sends = np.flatnonzero(channel >= 0)
     predecessors[sends, 1] = predecessors[partner[sends], 0]
     if schedule.exposed:
-        for number in range(channels):
-            predecessors[:, 5 + number] = _last_send(is_compute, stage, channel == number)
+        for index in range(channel_count):
+            predecessors[:, 5 + index] = _find_last_sends(is_compute, stage, channel == index)
     return predecessors
 
 
-def _last_send(is_compute: np.ndarray, stage: np.ndarray, is_send: np.ndarray) -> np.ndarray:
-    """Return for each compute the last earlier one of the sends `is_send` on its stage: [actions], -1 where none."""
+def _find_last_sends(is_compute: np.ndarray, stage: np.ndarray, is_send: np.ndarray) -> np.ndarray:
+    """Return for each compute the last send before it on its stage, of those in the mask: [actions], -1 where none."""
     sends = np.flatnonzero(is_send)
     computes = np.flatnonzero(is_compute)
     last = np.searchsorted(sends, computes) - 1
@@ -453,16 +483,20 @@ def _last_send(is_compute: np.ndarray, stage: np.ndarray, is_send: np.ndarray) -
     return waits
 
 
-def _topological_levels(predecessors: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Divide the graph of the `real` actions into topological levels. Raises ValueError if it has a cycle."""
-    rows = np.flatnonzero(real)
+def _find_topological_levels(predecessors: np.ndarray, is_timed: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return the indices of the actions in `is_timed` by topological level (Kahn's algorithm, level by level).
+
+    Raises ValueError if the graph has a cycle.
+    """
+    rows = np.flatnonzero(is_timed)
     waits = predecessors[rows]
     target = np.repeat(rows, waits.shape[1])[waits.ravel() >= 0]
     source = waits.ravel()[waits.ravel() >= 0]
-    open_waits = np.bincount(target, minlength=len(real))
+    open_waits = np.bincount(target, minlength=len(is_timed))
+    # Successors of action n are successors[first[n] : first[n] + count[n]].
     order = np.argsort(source, kind="stable")
     successors = target[order]
-    first = np.searchsorted(source[order], np.arange(len(real) + 1))
+    first = np.searchsorted(source[order], np.arange(len(is_timed) + 1))
     count = np.diff(first)
     level = rows[open_waits[rows] == 0]
     levels = []
@@ -476,6 +510,6 @@ def _topological_levels(predecessors: np.ndarray, real: np.ndarray) -> tuple[np.
         # An action that is reached twice in one level would appear twice in the next.
         open_waits[free] = -1
         level = np.unique(free) if len(free) > 1 else free
-    if sum(map(len, levels)) != len(rows):
+    if sum(len(actions) for actions in levels) != len(rows):
         raise ValueError("the schedule has a cycle of waits: it deadlocks")
     return tuple(levels)

@@ -1,9 +1,9 @@
-"""Votes over executions of the same micro-batch by several replicas, which name a faulty rank. No torch.
+"""Verdict on a replayed step: the faulty rank, from several replicas' executions of the same micro-batch. No torch.
 
-The rank at the same coordinate in each replica traces the same results (parallel/compute_trace.py). Executions of one
-micro-batch on healthy devices have equal traces. Of unequal ones the majority is right. The first entry that differs
-is compared between the ranks of the faulty replica: a fault travels along the pipeline and through the collectives of
-ranks that share a micro-batch, so that the rank where it comes first in the order of the computation is at fault.
+Each rank traces checksums of its results (parallel/compute_trace.py). Ranks at the same coordinate of different
+replicas have equal traces of one micro-batch if their devices are healthy. If traces differ, the majority is right. The
+fault then spreads along the pipeline and through collectives to other ranks of the faulty replica. Among these ranks,
+the one whose first difference comes earliest in the order of the computation is at fault.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class Phase(IntEnum):
 
     @property
     def label(self) -> str:
-        """Name for people."""
+        """Name in messages, such as `weight gradients`."""
         return self.name.lower().replace("_", " ")
 
 
 @dataclass(frozen=True)
 class TracePoint:
-    """The place of a checksum in the computation.
+    """Point of the computation at which a checksum was taken.
 
     Attributes:
-        phase: part of the computation.
+        phase: phase of the micro-batch.
         chunk: position of the chunk in the model.
-        collectives: collectives of tensor-parallel ranks that this part of the computation has started before.
-        number: number of the checksum within this part. Tensor-parallel ranks may divide a GEMM into unequal numbers
-            of parts between two collectives.
-        operator: what computed the tensor.
+        collectives: number of tensor-parallel collectives that this phase of the chunk has started before the point.
+        number: index of the checksum within the phase of the chunk. It comes after `collectives` in the order, because
+            tensor-parallel ranks may divide a GEMM into different numbers of pieces between two collectives.
+        operator: name of the operator that computed the tensor.
         parameter: the parameter that the operator read, "" if none.
     """
 
@@ -53,19 +53,19 @@ class TracePoint:
 
     @property
     def order(self) -> tuple[int, int, int, int]:
-        """Key of the order in which a fault travels: forwards up the chunks, backwards down."""
+        """Sort key of the order of the computation: forwards with rising chunk, backwards with falling chunk."""
         if self.phase == Phase.FORWARD:
             return (self.phase, self.chunk, self.collectives, self.number)
         return (self.phase, -self.chunk, self.collectives, self.number)
 
     @property
     def action(self) -> str:
-        """The action for people."""
+        """Name of the action in messages."""
         return f"{self.phase.label} of chunk {self.chunk}"
 
     @property
     def tensor(self) -> str:
-        """The tensor for people."""
+        """Name of the tensor in messages."""
         if self.operator == "gradient":
             return f"gradient of {self.parameter}" if self.parameter else "gradient of a parameter"
         if self.parameter:
@@ -77,12 +77,12 @@ class TracePoint:
 
 @dataclass(frozen=True)
 class Execution:
-    """One execution of a micro-batch, as one coordinate of the replica traced it.
+    """One execution of a micro-batch, as the rank at one coordinate of a replica traced it.
 
     Attributes:
         owner: replica that trains on the micro-batch.
-        executor: replica that ran it.
-        sums: its checksums, int64.
+        executor: replica that executed it.
+        sums: checksums in the order of the computation: [points], int64.
     """
 
     owner: int
@@ -92,13 +92,14 @@ class Execution:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """Executions that differ from others, at one coordinate.
+    """Replicas whose executions of a micro-batch differ from others at one coordinate.
 
     Attributes:
-        executors: replicas of which at least one is wrong; one replica if the executions tell which.
+        executors: replicas of which at least one is wrong; a single replica if a majority decides.
         owner: replica that trains on the micro-batch.
         first: index of the first checksum that differs.
-        wrong, total: executions of the micro-batch by these replicas that differ, and all of them.
+        wrong: number of these replicas' executions that differ.
+        total: number of these replicas' executions of the micro-batch.
     """
 
     executors: tuple[int, ...]
@@ -109,7 +110,7 @@ class Suspicion:
 
 
 def judge_executions(executions: Sequence[Execution]) -> list[Suspicion]:
-    """Return what differs between the executions of each micro-batch at one coordinate."""
+    """Return the suspicions from the executions of all micro-batches at one coordinate; empty if all are equal."""
     by_owner: dict[int, list[Execution]] = defaultdict(list)
     for execution in executions:
         by_owner[execution.owner].append(execution)
@@ -128,38 +129,45 @@ def _judge_micro_batch(owner: int, executions: Sequence[Execution]) -> list[Susp
     right = _choose_right(list(variants.values()))
     if right is None:
         replicas = tuple(sorted({execution.executor for execution in executions}))
-        first = min(find_first_difference(a.sums, executions[0].sums) for a in executions[1:])
-        return [Suspicion(replicas, owner, first, len(executions), len(executions))]
+        reference = executions[0].sums
+        first = min(find_first_difference(execution.sums, reference) for execution in executions[1:])
+        return [Suspicion(replicas, owner, first, wrong=len(executions), total=len(executions))]
     suspicions = []
     for executor in sorted({execution.executor for execution in executions}):
         repeats = [execution for execution in executions if execution.executor == executor]
-        firsts = [find_first_difference(execution.sums, right.sums) for execution in repeats]
-        wrong = [first for first in firsts if first < len(right.sums)]
-        if wrong:
-            suspicions.append(Suspicion((executor,), owner, min(wrong), len(wrong), len(repeats)))
+        indices = [find_first_difference(execution.sums, right.sums) for execution in repeats]
+        differences = [index for index in indices if index < len(right.sums)]
+        if differences:
+            first = min(differences)
+            suspicions.append(Suspicion((executor,), owner, first, wrong=len(differences), total=len(repeats)))
     return suspicions
 
 
 def _choose_right(variants: Sequence[Sequence[Execution]]) -> Execution | None:
-    """Return an execution with the right result, None if the executions do not tell.
+    """Return an execution with the right result, or None if the vote is tied.
 
-    The result that most replicas computed is right. If as many replicas computed another, a replica that has computed
-    different results of one micro-batch is not believed.
+    Each replica has one vote for each result that it computed, and the result with most votes is right. If the vote is
+    tied, it is repeated without the replicas that computed more than one result.
+
+    Args:
+        variants: executions grouped by result.
     """
-    results_of: dict[int, int] = defaultdict(int)
-    for variant in variants:
-        for executor in {execution.executor for execution in variant}:
-            results_of[executor] += 1
-    for believed in (set(results_of), {executor for executor, count in results_of.items() if count == 1}):
-        votes = [len({execution.executor for execution in variant} & believed) for variant in variants]
-        best = max(votes)
-        if best and votes.count(best) == 1:
-            return variants[votes.index(best)][0]
+    executors = [{execution.executor for execution in variant} for variant in variants]
+    result_counts: dict[int, int] = defaultdict(int)
+    for variant_executors in executors:
+        for executor in variant_executors:
+            result_counts[executor] += 1
+    consistent = {executor for executor, count in result_counts.items() if count == 1}
+    for voters in (set(result_counts), consistent):
+        votes = [len(variant_executors & voters) for variant_executors in executors]
+        most_votes = max(votes)
+        if most_votes and votes.count(most_votes) == 1:
+            return variants[votes.index(most_votes)][0]
     return None
 
 
 def find_first_difference(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the index of the first element that differs, or the length of both."""
+    """Return the index of the first element that differs, or the common length if none does."""
     differences = np.flatnonzero(a != b)
     if len(differences):
         return int(differences[0])
@@ -168,13 +176,13 @@ def find_first_difference(a: np.ndarray, b: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class LocatedSuspicion:
-    """A suspicion of one coordinate with what its ranks know of it; every type may travel between processes.
+    """A suspicion with its ranks and the point of its first difference. Its fields can be sent to other processes.
 
     Attributes:
-        ranks: the suspected ranks: this coordinate's in each suspected replica.
+        ranks: the suspected ranks: those at this coordinate of each suspected replica.
         owner: replica that trains on the micro-batch.
         order: `TracePoint.order` of the first difference.
-        action, tensor: of the first difference, for people.
+        action, tensor: names in messages of the first difference's action and tensor.
         wrong, total: as in `Suspicion`.
     """
 
@@ -195,8 +203,8 @@ class ReplayVerdict:
         step: step whose micro-batches were replayed.
         ranks: ranks at fault; if `is_sure` each of them, else at least one.
         is_sure: whether the executions tell which rank computed wrongly.
-        is_persistent: whether the ranks computed wrongly each time.
-        action, tensor: first difference.
+        is_persistent: whether all executions of the ranks were wrong, for more than one micro-batch.
+        action, tensor: names of the first difference's action and tensor.
     """
 
     step: int
@@ -207,7 +215,7 @@ class ReplayVerdict:
     tensor: str
 
     def describe(self, devices: Sequence[str]) -> str:
-        """Return a sentence for people. `devices`: name of each rank's device and host."""
+        """Return a message. `devices`: name of each rank's device and host."""
         names = [f"rank {rank} ({devices[rank]})" for rank in self.ranks]
         if self.is_sure:
             subject = " and ".join(names)
@@ -218,9 +226,10 @@ class ReplayVerdict:
 
 
 def name_ranks(step: int, suspicions: Sequence[LocatedSuspicion]) -> ReplayVerdict:
-    """Return the verdict on the suspicions of all coordinates; ValueError without any.
+    """Return the verdict on the suspicions of all coordinates. Raises ValueError if there are none.
 
-    Of each micro-batch's suspicions the first in the order of the computation counts: the others follow from it.
+    For each micro-batch, only the first suspicions in the order of the computation count, because the others are
+    consequences.
     """
     if not suspicions:
         raise ValueError("there are no suspicions to judge")
@@ -229,13 +238,15 @@ def name_ranks(step: int, suspicions: Sequence[LocatedSuspicion]) -> ReplayVerdi
         by_owner[suspicion.owner].append(suspicion)
     causes: list[LocatedSuspicion] = []
     for group in by_owner.values():
-        # What is sure at one coordinate decides over what is unsure at the same point of another.
-        first = min(suspicion.order for suspicion in group)
-        causes += [suspicion for suspicion in group if suspicion.order == first]
-    sure = [cause for cause in causes if len(cause.ranks) == 1]
-    relevant = sure or causes
-    ranks = tuple(sorted({rank for cause in relevant for rank in cause.ranks}))
-    earliest = min(relevant, key=lambda cause: cause.order)
-    is_wrong_always = all(cause.wrong == cause.total for cause in relevant)
-    is_persistent = is_wrong_always and len({cause.owner for cause in relevant}) > 1
-    return ReplayVerdict(step, ranks, bool(sure), is_persistent, earliest.action, earliest.tensor)
+        first_order = min(suspicion.order for suspicion in group)
+        causes += [suspicion for suspicion in group if suspicion.order == first_order]
+    # A cause with a single rank decides over a cause at the same point whose vote was tied.
+    sure_causes = [cause for cause in causes if len(cause.ranks) == 1]
+    is_sure = bool(sure_causes)
+    if is_sure:
+        causes = sure_causes
+    ranks = tuple(sorted({rank for cause in causes for rank in cause.ranks}))
+    earliest = min(causes, key=lambda cause: cause.order)
+    is_always_wrong = all(cause.wrong == cause.total for cause in causes)
+    is_persistent = is_always_wrong and len({cause.owner for cause in causes}) > 1
+    return ReplayVerdict(step, ranks, is_sure, is_persistent, earliest.action, earliest.tensor)

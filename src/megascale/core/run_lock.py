@@ -1,13 +1,13 @@
-"""Locks of a run folder: one training at a time, held by rank 0 and released by the kernel when it ends.
+"""Locks of a run folder, which exclude a second training. Rank 0 holds one until its process ends.
 
-Two files are locked as a whole with flock. Rank 0 of a training holds RUN/trainer.lock exclusively, and commands that
-change checkpoints hold it for a moment. The drivers of a launched job share RUN/driver.lock (two drivers hold it for a
-moment when one replaces the other), so that no other training starts between two attempts. Trainers of the job do not
-check that file. The text in a file names its holder for people; only the lock decides.
+Two files are locked with flock. Rank 0 of a training locks RUN/trainer.lock exclusively, and so do commands that change
+checkpoints, briefly. The driver of a launched job takes a shared lock of RUN/driver.lock, so that no other training
+starts between two attempts of the job. The lock is shared because two drivers hold it while one replaces the other.
+Trainers of the job do not check driver.lock. The text in each file describes the holder for error messages only.
 
-A lock ends with its process, whatever ended it, so there is nothing to clean up. It works between hosts if the file
-system passes flock on: NFS as Linux mounts it by default (not with `nolock` or `local_lock=flock`), CephFS, GPFS, and
-Lustre with `-o flock`. `RunLock.warning` reports a file system without locks; a file system with separate locks for
+The kernel releases a lock when its process ends, so there is nothing to clean up. Locks work between hosts if the file
+system supports flock: NFS as Linux mounts it by default (not with `nolock` or `local_lock=flock`), CephFS, GPFS, and
+Lustre with `-o flock`. `RunLock.warning` reports a file system without locks. A file system with separate locks for
 each host cannot always be detected.
 """
 
@@ -30,9 +30,9 @@ from megascale.errors import ConfigError, TrainingError
 
 TRAINER_LOCK = "trainer.lock"
 DRIVER_LOCK = "driver.lock"
-GRACE_PERIOD = 5.0  # seconds in which a holder that was just killed must be gone
+GRACE_PERIOD = 5.0  # seconds to wait for the end of a holder that was just killed
 _POLL_INTERVAL = 0.05  # seconds
-_LOCKED_ERRNOS = (errno.EAGAIN, errno.EACCES)  # NFS returns the second one
+_LOCKED_ERRNOS = (errno.EAGAIN, errno.EACCES)  # NFS returns EACCES
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class RunLock:
     """Lock that this process holds until `release` or its end.
 
     Attributes:
-        warning: why the lock may not exclude others, and which other users may write into the folder; "" if neither.
+        warning: why the lock may not exclude other processes, and which other users may write into the folder; "" if
+            neither applies.
     """
 
     def __init__(self, descriptor: int, warning: str = "") -> None:
@@ -81,7 +82,7 @@ class RunLock:
         _open_locks.add(self)
 
     def sign(self, holder: Holder) -> None:
-        """Write the holder into the file, unless the disk is full."""
+        """Write the holder into the file. Errors such as a full disk are ignored, because the lock holds anyway."""
         self._is_signed = True
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
@@ -101,7 +102,7 @@ class RunLock:
         self.release()
 
     def drop(self) -> None:
-        """Close the file and leave its text; after a fork, the parent still holds the lock."""
+        """Close this process's descriptor and leave the file's text; a parent process keeps its own lock."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -144,12 +145,13 @@ def acquire_trainer_lock(folder: Path, command: str, grace_period: float = GRACE
 
 
 def check_available(folder: Path, grace_period: float = GRACE_PERIOD) -> None:
-    """Raise the errors of `acquire_trainer_lock` before anything is started."""
+    """Raise the errors of `acquire_trainer_lock` without keeping the lock."""
     if (folder / TRAINER_LOCK).exists() or (folder / DRIVER_LOCK).exists():
         _claim(folder, grace_period).drop()
 
 
 def _claim(folder: Path, grace_period: float) -> RunLock:
+    """Lock the trainer's file, if no other job's driver holds its own. Raises the errors of `acquire_trainer_lock`."""
     lock = _try_lock(folder / TRAINER_LOCK, fcntl.LOCK_EX, grace_period)
     is_driven = started_by_driver()
     if lock is None:
@@ -172,11 +174,11 @@ def _claim(folder: Path, grace_period: float) -> RunLock:
 def acquire_driver_lock(folder: Path, command: str, grace_period: float = GRACE_PERIOD) -> RunLock:
     """Acquire a driver's lock on its run, which other drivers of the job may share while its trainers run.
 
-    Raises RunBusyError if a process that belongs to no driver trains there.
+    Raises RunBusyError if a training without a driver runs there.
     """
     deadline = time.monotonic() + grace_period
     lock = _try_lock(folder / DRIVER_LOCK, fcntl.LOCK_SH, grace_period)
-    if lock is None:  # only `_claim` holds it exclusively, and not for long
+    if lock is None:  # `_claim` holds the file exclusively, but only for a moment
         raise _busy_error(folder, _read_holder(folder / TRAINER_LOCK))
     lock.sign(_describe_self(command, driver=True))
     while (folder / TRAINER_LOCK).exists():
@@ -195,23 +197,23 @@ def acquire_driver_lock(folder: Path, command: str, grace_period: float = GRACE_
 
 
 def describe_other_writers(folder: Path) -> str:
-    """Return a sentence about other users who may change the folder's content, or "" if only this user and root may.
+    """Return a warning about other users who may change the folder's content; "" if only this user and root may.
 
-    A run trusts every writer of its folders. The folder and its parents are checked, because a writer of a parent may
-    replace the folder; sticky directories such as /tmp are exempt. Access control lists are not read.
+    A run trusts every writer of its folders. Parents are checked too, because a writer of a parent may replace the
+    folder. Sticky parents such as /tmp are exempt. Access control lists are not read.
     """
-    real = Path(os.path.realpath(folder))
-    for path in (real, *real.parents):
+    resolved_folder = Path(os.path.realpath(folder))
+    for path in (resolved_folder, *resolved_folder.parents):
         try:
             status = path.stat()
         except OSError:
-            continue  # the folder does not exist yet, or may not be read; its parent decides
-        is_sticky = path != real and status.st_mode & stat.S_ISVTX
+            continue  # the folder does not exist yet or is not readable; its parents are checked
+        is_sticky = path != resolved_folder and status.st_mode & stat.S_ISVTX
         if status.st_uid not in (0, os.geteuid()):
             return f"{path} belongs to user {status.st_uid}, who may change its content"
         if status.st_mode & stat.S_IWOTH and not is_sticky:
             return f"{path} can be written by every user of this machine; run `chmod o-w {path}`"
-        if path == real and status.st_mode & stat.S_IWGRP and status.st_gid != os.getegid():
+        if path == resolved_folder and status.st_mode & stat.S_IWGRP and status.st_gid != os.getegid():
             return f"{path} can be written by group {status.st_gid}; run `chmod g-w {path}`"
     return ""
 
@@ -223,7 +225,11 @@ def _warn_of_other_writers(lock: RunLock, folder: Path) -> RunLock:
 
 
 def _try_lock(path: Path, kind: int, grace_period: float) -> RunLock | None:
-    """Lock the file at `path`; return None if other processes held it for all of `grace_period`."""
+    """Lock the file at `path`; return None if another process held it during the whole `grace_period`.
+
+    Args:
+        kind: fcntl.LOCK_EX or fcntl.LOCK_SH.
+    """
     deadline = time.monotonic() + grace_period
     while True:
         try:
@@ -238,7 +244,7 @@ def _try_lock(path: Path, kind: int, grace_period: float) -> RunLock | None:
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 return RunLock(descriptor)
         except FileNotFoundError:
-            pass  # the folder was removed between the two calls
+            pass  # another process removed the folder between `open` and `stat`
         except OSError as error:
             if error.errno not in _LOCKED_ERRNOS:
                 warning = (

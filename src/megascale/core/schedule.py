@@ -1,35 +1,37 @@
 """Pipeline schedules as plain data: the list of actions of each stage. Pure functions, no torch.
 
-One schedule has four readers: the executor runs it, `checker` proves it free of deadlock, `replay` prices it, and the
-timeline compares a run with it. `schedule_registry` names the schedules that a configuration may select.
+The executor runs a schedule, `checker` proves it free of deadlock, `replay` computes its times, and the timeline
+compares a run with it. `schedule_registry` names the schedules that a configuration may select.
 
 Meaning of the actions (the contract with the executor):
 
 - FORWARD and BACKWARD run one after another on the stage's compute stream, in list order.
 - BACKWARD_INPUT and BACKWARD_WEIGHT are the two halves of a BACKWARD. The first computes the gradient of the chunk's
-  input, and queues the gradients of linear layers' weights. The second computes these, at any time after the first
-  (Qi et al. 2023, zero bubble). Each backward of a list may be whole or in two halves.
+  input and queues the weight gradients of linear layers. The second computes the queued gradients, at any time after
+  the first (Qi et al. 2023, zero bubble). A list may have some backwards whole and some in two halves.
 - RECV_* posts the receive now; the FORWARD, BACKWARD or BACKWARD_INPUT of the same chunk and micro-batch awaits it.
 - SEND_* starts the send now. Each channel has SEND_SLOTS buffers. A compute that would overwrite a buffer first waits
-  for the send that last used it. Without overlap (`Schedule.exposed`, non-overlapped) every compute also awaits the
-  sends before it.
+  for the send that last used it. If transfers are exposed (`Schedule.exposed`: not overlapped), every compute also
+  awaits all sends before it in the list.
 - GATHER_PARAMS starts the gather of the chunk's parameters, bucket by bucket in the order in which its first FORWARD
   needs them; that forward awaits each bucket before its use. The list's first gather (`Schedule.first_gather`) starts
   during the previous step's update, if that step knows that another follows: each bucket's gather starts as soon as
   its shard has been updated.
-- REDUCE_GRADS arms the chunk's buckets. It stands before the BACKWARD or BACKWARD_WEIGHT that completes their
-  gradients, the chunk's last (ZeRO-2: before every one). Within that backward a bucket is reduced as soon as it is
-  full; the optimizer awaits it.
+- REDUCE_GRADS arms the chunk's buckets. It stands before the chunk's last BACKWARD or BACKWARD_WEIGHT, which completes
+  the gradients (ZeRO-2: before each of them). Within that backward a bucket is reduced as soon as it is full; the
+  optimizer awaits the reductions.
 
 A chunk's neighbours in the model are where the schedule's placement puts them (`chunk_map`). Between two chunks of one
 stage nothing is sent: the list runs them in order, and the second takes the first one's result.
 
-A receive is posted one compute slot before its message can arrive, in warm-up, steady and cool-down phases alike, and
-never in one operation with a send. So no compute waits for a transfer that it does not need (MegaScale section 3.2),
-and no send waits long on the device for its receiver. In micro-batch groups larger than the number of stages, the
-wrap-around transfer from the last stage back to stage 0 arrives before its receiver needs it. A channel is one
-communicator per directed stage pair and per kind of tensor (activations or gradients): on two stages with several
-chunks the forward edges 0->1 and 1->0 and the backward edges 1->0 and 0->1 are four channels.
+A compute slot is the position of a compute among the stage's computes. A receive is posted one compute slot before its
+message can arrive, in all phases (warm-up, steady, cool-down), and never in one operation with a send. So no compute
+waits for a transfer that it does not need (MegaScale section 3.2), and no send waits long on the device for its
+receiver. In micro-batch groups larger than the number of stages, the wrap-around transfer from the last stage back to
+stage 0 arrives before its receiver needs it.
+
+A channel is one communicator per directed stage pair and per kind of tensor (activations or gradients). Two stages with
+several chunks have four channels: the forward edges 0->1 and 1->0 and the backward edges 1->0 and 0->1.
 """
 
 from __future__ import annotations
@@ -45,8 +47,7 @@ import numpy as np
 from megascale.core.chunk_map import ChunkMap, Placement, make_chunk_map, round_robin
 from megascale.errors import FitError
 
-# Buffers of a channel on the sending side: one in flight, one being filled. A compute that would overwrite a buffer
-# first waits for the send that last used it.
+# Buffers of a channel on the sending side: one in flight, one being filled.
 SEND_SLOTS = 2
 
 
@@ -91,7 +92,7 @@ RECEIVES = (ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD)
 # Backwards that compute the gradient of a chunk's input, and backwards that complete the gradients of its weights.
 INPUT_BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 WEIGHT_BACKWARDS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
-# Kind of transfer -> kind on the other side, and the peer's position in the model relative to the chunk's.
+# By kind of transfer: the kind on the other side, and the peer chunk's position in the model relative to this chunk.
 _OPPOSITES = {
     ActionKind.SEND_FORWARD: (ActionKind.RECV_FORWARD, 1),
     ActionKind.RECV_FORWARD: (ActionKind.SEND_FORWARD, -1),
@@ -101,7 +102,7 @@ _OPPOSITES = {
 
 
 def kind_mask(kinds: np.ndarray, *selected: ActionKind) -> np.ndarray:
-    """Return the boolean mask, of the shape of `kinds`, of the codes that are one of `selected`."""
+    """Return which codes in `kinds` are one of `selected`: booleans of the same shape."""
     table = np.zeros(len(ActionKind), dtype=bool)
     table[list(selected)] = True
     return table[kinds]
@@ -117,7 +118,7 @@ class Action(NamedTuple):
 
     Attributes:
         kind: kind of the action.
-        chunk: index of the model chunk on this stage, 0 to v-1. A SEND or RECV carries the chunk that produces or
+        chunk: index of the model chunk on this stage, 0 to v-1. For a SEND or RECV it is the chunk that produces or
             consumes the tensor *on this stage* (the peer's chunk may differ: see Schedule.peer).
         microbatch: 0 to m-1; -1 for GATHER_PARAMS and for a REDUCE_GRADS of the whole step.
     """
@@ -162,7 +163,7 @@ class Schedule:
     placement: Placement = round_robin
 
     def replace_actions(self, actions: Sequence[Iterable[Action]]) -> Schedule:
-        """Return this schedule with other actions, one list per stage."""
+        """Return a copy of this schedule with other actions, given as one list per stage."""
         tables = tuple(np.array(list(stage_actions), dtype=np.int32).reshape(-1, 3) for stage_actions in actions)
         return replace(self, tables=tables)
 
@@ -252,9 +253,10 @@ class Schedule:
         """Return whether the stage runs each micro-batch's whole backward of `chunk` right after its forward."""
         computes = [row for row in self.tables[stage].tolist() if row[0] in COMPUTES]
         for index, (kind, computed_chunk, microbatch) in enumerate(computes):
-            following = computes[index + 1 : index + 2]
-            is_forward = kind == ActionKind.FORWARD and computed_chunk == chunk
-            if is_forward and following != [[ActionKind.BACKWARD, chunk, microbatch]]:
+            if kind != ActionKind.FORWARD or computed_chunk != chunk:
+                continue
+            is_last = index + 1 == len(computes)
+            if is_last or computes[index + 1] != [ActionKind.BACKWARD, chunk, microbatch]:
                 return False
         return True
 
@@ -282,11 +284,11 @@ def one_f_one_b(stages: int, microbatches: int, reduce_each_microbatch: bool = F
     one chunk has twice the warm-up and hides them, for p-1-s more micro-batches in flight.
 
     Args:
-        reduce_each_microbatch: a REDUCE_GRADS before every backward (ZeRO-2) instead of one before a chunk's last.
+        reduce_each_microbatch: whether a REDUCE_GRADS precedes every backward (ZeRO-2), not only a chunk's last one.
     """
     _check_positive(stages, 1, microbatches)
     warmup = [stages - 1 - s for s in range(stages)]
-    return _build("1f1b", stages, 1, microbatches, warmup, reduce_each_microbatch)
+    return _build_1f1b("1f1b", stages, 1, microbatches, warmup, reduce_each_microbatch)
 
 
 def interleaved_1f1b(
@@ -298,11 +300,12 @@ def interleaved_1f1b(
 ) -> Schedule:
     """Build interleaved 1F1B (Narayanan et al. 2021) for any number of micro-batches.
 
-    The micro-batches run in groups of p micro-batches, or of about `micro_batch_group_size` (see `group_sizes`). In a
-    group each chunk takes its micro-batches in turn: forwards by rising chunk, backwards by falling. With g the largest
-    group, stage s warms up with (v-1) g + 2 (p-1-s) forwards, then alternates. In flight on stage s: min(v m, (v-1) g +
-    2 (p-1-s) + 1) chunk-forwards. Bubble (p-1)/(v m) for any m >= p when stages are equal. Where g > p, the wrap-around
-    transfers from the last stage arrive g - p forwards before stage 0 needs them, and are received then.
+    The micro-batches run in groups of p micro-batches, or of about `micro_batch_group_size` (see `group_sizes`). Within
+    a group a stage runs one chunk after another, each for all micro-batches of the group: forwards with rising chunk
+    index, backwards with falling. If g is the size of the largest group, stage s warms up with (v-1) g + 2 (p-1-s)
+    forwards, then alternates. In flight on stage s: min(v m, (v-1) g + 2 (p-1-s) + 1) chunk-forwards. Bubble (p-1)/(v
+    m) for any m >= p when stages are equal. Where g > p, the wrap-around transfers from the last stage arrive g - p
+    forwards before stage 0 needs them, and are received then.
 
     Large groups are for slow networks: the reduction of a chunk's gradients overlaps the next chunk's g backwards;
     parameter gathers overlap forwards in the same way. One group of all m is the breadth-first schedule of
@@ -311,7 +314,7 @@ def interleaved_1f1b(
     _check_positive(stages, virtual_stages, microbatches)
     group = max(group_sizes(stages, microbatches, micro_batch_group_size))
     warmup = [(virtual_stages - 1) * group + 2 * (stages - 1 - s) for s in range(stages)]
-    return _build(
+    return _build_1f1b(
         "interleaved 1f1b", stages, virtual_stages, microbatches, warmup, reduce_each_microbatch, micro_batch_group_size
     )
 
@@ -366,28 +369,28 @@ def _check_positive(stages: int, virtual: int, microbatches: int) -> None:
             raise FitError(f"{name}={value} is not positive; set it to 1 or more")
 
 
-def _orders(
+def _order_passes(
     stages: int, virtual: int, microbatches: int, micro_batch_group_size: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a stage's forwards and backwards in order, as two arrays [v m, 3] of (chunk, microbatch, lead).
 
-    Lead: number of computes of the same pass by which a wrap-around transfer can arrive early.
+    The lead is the number of computes of the same pass by which a wrap-around transfer can arrive early.
     """
-    forward = []
+    group_forwards = []
     start = 0
     for size in group_sizes(stages, microbatches, micro_batch_group_size):
-        batch = np.arange(start, start + size)
+        group = np.arange(start, start + size)
         start += size
-        chunk = np.repeat(np.arange(virtual), len(batch))
+        chunk = np.repeat(np.arange(virtual), size)
         lead = np.full(len(chunk), max(0, size - stages))
-        forward.append(np.stack([chunk, np.tile(batch, virtual), lead], axis=1))
-    forwards = np.concatenate(forward)
+        group_forwards.append(np.stack([chunk, np.tile(group, virtual), lead], axis=1))
+    forwards = np.concatenate(group_forwards)
     backwards = forwards.copy()
     backwards[:, 0] = virtual - 1 - backwards[:, 0]
     return forwards, backwards
 
 
-def _build(
+def _build_1f1b(
     name: str,
     p: int,
     v: int,
@@ -396,8 +399,13 @@ def _build(
     reduce_each_microbatch: bool,
     micro_batch_group_size: int | None = None,
 ) -> Schedule:
-    """Build a schedule: place forwards and backwards into compute slots, and transfers around them."""
-    forwards, backwards = _orders(p, v, m, micro_batch_group_size)
+    """Build a 1F1B schedule: assign forwards and backwards to compute slots, and add the communication.
+
+    Args:
+        p, v, m: stages, chunks per stage and micro-batches.
+        warmup: for each stage, the number of forwards before its first backward.
+    """
+    forwards, backwards = _order_passes(p, v, m, micro_batch_group_size)
     computes = []
     arrivals = []
     for stage in range(p):
@@ -410,9 +418,9 @@ def _build(
 def _order_computes(
     s: int, p: int, v: int, warmup: int, forwards: np.ndarray, backwards: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the computes of stage `s` as [2 v m, 3], and the slot in which the message of each can arrive.
+    """Return the computes of stage `s` as [2 v m, 3], and the compute slot in which the input of each can arrive.
 
-    `_orders` gives `forwards` and `backwards`.
+    `_order_passes` gives `forwards` and `backwards`.
     """
     n = len(forwards)
     i = np.arange(n)
@@ -421,17 +429,23 @@ def _order_computes(
     computes = np.empty((2 * n, 3), dtype=np.int32)
     computes[forward_slot] = np.insert(forwards[:, :2], 0, ActionKind.FORWARD, axis=1)
     computes[backward_slot] = np.insert(backwards[:, :2], 0, ActionKind.BACKWARD, axis=1)
-    # The message of a wrap-around transfer comes from the group's previous chunk, and may arrive `lead` computes early.
-    arrival = np.empty(2 * n, dtype=np.int64)
+    # A wrap-around transfer comes from the previous chunk of the group and may arrive `lead` computes of its pass
+    # early. It ends on stage 0 in forward and on the last stage in backward. All other transfers have no lead.
     forward_chunk, forward_lead = forwards[:, 0], forwards[:, 2]
     backward_chunk, backward_lead = backwards[:, 0], backwards[:, 2]
-    arrival[forward_slot] = forward_slot[i - forward_lead * (s == 0) * (forward_chunk > 0)]
-    arrival[backward_slot] = backward_slot[i - backward_lead * (s == p - 1) * (backward_chunk < v - 1)]
+    wraps_forward = (s == 0) & (forward_chunk > 0)
+    wraps_backward = (s == p - 1) & (backward_chunk < v - 1)
+    arrival = np.empty(2 * n, dtype=np.int64)
+    arrival[forward_slot] = forward_slot[i - np.where(wraps_forward, forward_lead, 0)]
+    arrival[backward_slot] = backward_slot[i - np.where(wraps_backward, backward_lead, 0)]
     return computes, arrival
 
 
-# Order of actions within a compute slot. The first slot's own receive and gather precede all other actions.
+# Order of actions within a compute slot. "Next" actions prepare the following compute. Only the first slot has "own"
+# actions, which prepare the first compute and precede all others.
 _OWN_RECV, _OWN_GATHER, _NEXT_GATHER, _NEXT_RECV, _REDUCE, _COMPUTE, _SEND = range(7)
+# Sort key of an action: compute slot x _ORDERS_PER_SLOT + order within the slot.
+_ORDERS_PER_SLOT = 8
 
 
 def schedule_computes(
@@ -447,10 +461,10 @@ def schedule_computes(
     """Build a schedule from each stage's computes, by adding transfers, gathers and reductions around them.
 
     Args:
-        computes: for each stage [computes, 3] of (kind, chunk, microbatch), in order.
-        reduce_each_microbatch: a REDUCE_GRADS before every backward of weights (ZeRO-2), not only a chunk's last.
-        arrivals: `arrivals[stage][i]` is the index of the compute before which compute i's input message is
-            received. Default: i.
+        computes: for each stage an array [computes, 3] of (kind, chunk, microbatch), in order.
+        reduce_each_microbatch: whether a REDUCE_GRADS precedes every backward of weights (ZeRO-2), not only a chunk's
+            last one.
+        arrivals: `arrivals[stage][i]` is the compute slot in which the input of compute i can arrive. Default: i.
     """
     schedule = Schedule(name, stages, virtual_stages, microbatches, tables=(), placement=placement)
     tables = []
@@ -467,46 +481,48 @@ def schedule_computes(
 def _add_communication(
     schedule: Schedule, stage: int, computes: np.ndarray, arrival: np.ndarray, reduce_each_microbatch: bool
 ) -> np.ndarray:
-    """Return the actions of a stage as [actions, 3]."""
+    """Return the actions of a stage as [actions, 3]: its computes with transfers, gathers and reductions."""
     slots = np.arange(len(computes))
     kinds, chunks, microbatches = computes.T
     rows = [computes]
-    keys = [slots * 8 + _COMPUTE]
+    keys = [slots * _ORDERS_PER_SLOT + _COMPUTE]
 
-    def put(
+    def add_actions(
         kind: ActionKind, chunk: np.ndarray, microbatch: np.ndarray | int, slot: np.ndarray, order: int | np.ndarray
     ) -> None:
         columns = np.broadcast_arrays(int(kind), chunk, microbatch)
         rows.append(np.column_stack(columns))
-        keys.append(slot * 8 + order)
+        keys.append(slot * _ORDERS_PER_SLOT + order)
 
-    for directions, receive, send in (
+    for pass_kinds, receive, send in (
         ((ActionKind.FORWARD,), ActionKind.RECV_FORWARD, ActionKind.SEND_FORWARD),
         (INPUT_BACKWARDS, ActionKind.RECV_BACKWARD, ActionKind.SEND_BACKWARD),
     ):
-        is_direction = kind_mask(kinds, *directions)
-        received = slots[is_direction & schedule.message_mask(stage, receive)[chunks]]
-        slot = arrival[received]
-        order = np.where(slot > 0, _NEXT_RECV, _OWN_RECV)
-        put(receive, chunks[received], microbatches[received], slot=np.maximum(slot - 1, 0), order=order)
-        sent = slots[is_direction & schedule.message_mask(stage, send)[chunks]]
-        put(send, chunks[sent], microbatches[sent], slot=sent, order=_SEND)
+        is_of_pass = kind_mask(kinds, *pass_kinds)
+        receivers = slots[is_of_pass & schedule.message_mask(stage, receive)[chunks]]
+        arrival_slot = arrival[receivers]
+        order = np.where(arrival_slot > 0, _NEXT_RECV, _OWN_RECV)
+        post_slot = np.maximum(arrival_slot - 1, 0)
+        add_actions(receive, chunks[receivers], microbatches[receivers], slot=post_slot, order=order)
+        senders = slots[is_of_pass & schedule.message_mask(stage, send)[chunks]]
+        add_actions(send, chunks[senders], microbatches[senders], slot=senders, order=_SEND)
 
     # A chunk's parameters are gathered one chunk ahead, the first two at the start of the step.
     forwards = slots[kinds == ActionKind.FORWARD]
-    gathered, first = np.unique(chunks[forwards], return_index=True)
-    by_first_use = np.argsort(first)
-    first_slots = forwards[first[by_first_use]]
-    ahead = np.concatenate([[0], first_slots[:-1]])
-    order = np.where(np.arange(len(ahead)) == 0, _OWN_GATHER, _NEXT_GATHER)
-    put(ActionKind.GATHER_PARAMS, gathered[by_first_use], -1, slot=ahead, order=order)
+    gathered_chunks, first_index = np.unique(chunks[forwards], return_index=True)
+    by_first_use = np.argsort(first_index)
+    first_slots = forwards[first_index[by_first_use]]
+    gather_slots = np.concatenate([[0], first_slots[:-1]])
+    order = np.where(np.arange(len(gather_slots)) == 0, _OWN_GATHER, _NEXT_GATHER)
+    add_actions(ActionKind.GATHER_PARAMS, gathered_chunks[by_first_use], -1, slot=gather_slots, order=order)
     backwards = slots[kind_mask(kinds, *WEIGHT_BACKWARDS)]
     if reduce_each_microbatch:
-        put(ActionKind.REDUCE_GRADS, chunks[backwards], microbatches[backwards], slot=backwards, order=_REDUCE)
+        add_actions(ActionKind.REDUCE_GRADS, chunks[backwards], microbatches[backwards], slot=backwards, order=_REDUCE)
     else:
-        reduced, from_end = np.unique(chunks[backwards[::-1]], return_index=True)
-        last_slots = backwards[::-1][from_end]
-        put(ActionKind.REDUCE_GRADS, reduced, -1, slot=last_slots, order=_REDUCE)
+        # np.unique returns the first index of each chunk, which in reversed order is the chunk's last backward.
+        from_last = backwards[::-1]
+        reduced_chunks, last_index = np.unique(chunks[from_last], return_index=True)
+        add_actions(ActionKind.REDUCE_GRADS, reduced_chunks, -1, slot=from_last[last_index], order=_REDUCE)
     table = np.concatenate(rows)[np.argsort(np.concatenate(keys), kind="stable")].astype(np.int32)
     table.setflags(write=False)
     return table

@@ -1,8 +1,8 @@
-"""Registry of the schedules that `parallel.schedule` may name; builds, verifies and proves them.
+"""Registry of the values of `parallel.schedule`; builds schedules and proves them with the checker.
 
-Training, planner, preflight and simulator all use `build_checked_schedule`, so that none of them runs or prices a list
-of actions that the checker has not proven. Only the memory estimate of many layouts skips the proof. Another package
-adds a schedule, and may use `core/schedule.py::schedule_computes`:
+Training, planner, preflight and simulator all use `build_checked_schedule`, so that they neither run nor price a
+schedule that the checker has not proven. Only memory estimates of many layouts skip the proof. A plugin adds a schedule
+as follows; its function may use `core/schedule.py::schedule_computes`:
 
     def build_mine(stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size) -> Schedule:
     ...
@@ -37,11 +37,11 @@ Builder = Callable[[int, int, int, bool, int | None], Schedule]
 
 @dataclass(frozen=True)
 class ScheduleDefinition:
-    """A named schedule.
+    """A registered schedule.
 
     Attributes:
-        build: builds the list of actions.
-        placement: stage of each model chunk. The model's layers, groups and memory depend on it alone.
+        build: builds the schedule.
+        placement: stage of each model chunk. Layers, groups and memory of a stage depend on the placement only.
     """
 
     build: Builder
@@ -89,11 +89,11 @@ def build_schedule(
     micro_batch_group_size: int | None = None,
     overlap: bool = True,
 ) -> Schedule:
-    """Build the schedule `name` without proving it, for sizing layouts that are not run.
+    """Build the schedule `name` without proving it, for estimates of layouts that are not run.
 
     Args:
-        reduce_each_microbatch: a reduction for each backward (ZeRO-2) instead of one for each chunk's last.
-        overlap: False: every compute awaits all earlier sends.
+        reduce_each_microbatch: whether gradients are reduced in each backward (ZeRO-2), not only in a chunk's last one.
+        overlap: whether transfers overlap with computes; if not, every compute awaits all earlier sends.
 
     Raises ConfigError for an unknown name, ScheduleError if the schedule has other sizes or reductions than requested.
     """
@@ -112,10 +112,10 @@ def build_schedule(
             "its placement contradicts; give the schedule and its ScheduleDefinition the same placement"
         )
     for stage, table in enumerate(schedule.tables):
-        microbatch = table[table[:, 0] == ActionKind.REDUCE_GRADS, 2]
-        if ((microbatch >= 0) != reduce_each_microbatch).any():
+        reduced_microbatches = table[table[:, 0] == ActionKind.REDUCE_GRADS, 2]  # -1: the reduction of the whole step
+        if ((reduced_microbatches >= 0) != reduce_each_microbatch).any():
             if reduce_each_microbatch:
-                frequency = "once a step"
+                frequency = "once per step"
             else:
                 frequency = "after each backward"
             raise ScheduleError(
@@ -138,9 +138,9 @@ def build_checked_schedule(
     micro_batch_group_size: int | None = None,
     overlap: bool = True,
 ) -> Schedule:
-    """Build a schedule like `build_schedule` and prove it for any message timing.
+    """Build a schedule as `build_schedule` does, and prove that it finishes for any message timing.
 
-    Raises ScheduleError if the schedule can deadlock, ConfigError if it can only without overlap.
+    Raises ScheduleError if the schedule can deadlock, and ConfigError if it can deadlock only without overlap.
     """
     schedule = build_schedule(
         name, stages, virtual_stages, microbatches, reduce_each_microbatch, micro_batch_group_size, overlap

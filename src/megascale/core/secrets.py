@@ -1,7 +1,7 @@
-"""Secrets that the environment of a job's processes holds: the rendezvous' Redis password and the token of replicas.
+"""Secrets in the environment of a job's processes: the rendezvous' Redis password, the replica token, the job's secret.
 
-Neither appears in a log or in the list of processes, and the password appears in no file. An agent may get the job's
-own secret in its environment, from which it is removed at once.
+Logs and the list of processes never show the password and the token, and no file has the password. An agent may receive
+the job's secret in its environment, from which it is removed at once.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ PASSWORD_VARIABLE = "MEGASCALE_REDIS_PASSWORD"
 REPLICA_VARIABLE = "MEGASCALE_REPLICA_TOKEN"
 JOB_SECRET_VARIABLE = "MEGASCALE_JOB_SECRET"
 _JOB_SECRET_PIPE = "MEGASCALE_JOB_SECRET_PIPE"  # file descriptor from which an agent reads the secret
-_PIPE_BYTES = 4096  # a pipe buffers this much without a reader
+_PIPE_BYTES = 4096  # a write of this size never blocks, even without a reader
 _URL_OPTION = "--rendezvous.url"
 
 
 def remove_password(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """Return a command line without the password in rendezvous.url, and the last such password or None."""
     if not any("rendezvous" in argument for argument in arguments):
-        return list(arguments), None  # importing the configuration takes longer than the rest of a command's start
+        # Most commands return here, without the slow import of the configuration.
+        return list(arguments), None
     from megascale.config import split_password
 
     cleaned: list[str] = []
@@ -41,12 +42,12 @@ def remove_password(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def hide_secrets() -> None:
-    """Re-execute the command without the secrets that other processes could read, if there are any.
+    """Execute the command again without the secrets that other processes could read, if there are any.
 
-    Every user of the machine may read the command line with which a process was started, and other processes of the
-    same user its environment. A password in rendezvous.url moves into the environment, which trainers inherit. An
-    agent's job secret moves into a pipe, which it reads once. A forked process, which has the command line of its
-    parent, is left as it is.
+    Every user of the machine may read the command line of a process, and every process of the same user may read the
+    environment with which it started. A password in rendezvous.url moves into the environment, which trainers inherit.
+    An agent's job secret moves into a pipe, which the agent reads once. A forked process does nothing here, because its
+    command line is that of its parent.
     """
     arguments, password = remove_password(sys.orig_argv)
     if sys.argv[1:2] == ["agent"]:
@@ -55,8 +56,10 @@ def hide_secrets() -> None:
         job_secret = None
     if password is None and job_secret is None:
         return
-    if sys.argv[1:] != sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :]:
-        return
+    own_arguments = sys.argv[1:]
+    started_arguments = sys.orig_argv[len(sys.orig_argv) - len(own_arguments) :]
+    if own_arguments != started_arguments:
+        return  # a forked process
     if password is not None:
         os.environ[PASSWORD_VARIABLE] = password
     if job_secret is not None:

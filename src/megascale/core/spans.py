@@ -1,8 +1,8 @@
-"""Kinds of spans and axes, the span record, and the interface of the engine's recorder of times.
+"""Kinds of spans and their axes, the span record, and the interface of the engine's time recorder.
 
-Timers (observe/rank/timers.py) write spans and roll-ups in binary with the codes below. The codes are part of the
-format, so new kinds are added at the end. Readers see names. The codes are independent of those of `ActionKind`:
-`SPAN_OF_ACTION` has the span of each action.
+Timers (observe/rank/timers.py) write spans and roll-ups (totals per step) in binary, with the codes of the enumerations
+below. The codes are part of the file format, so new kinds are added at the end. They differ from the codes of
+`ActionKind`: `SPAN_OF_ACTION` maps an action to its span.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SpanKind(IntEnum):
     RECV_BACKWARD = 5
     GATHER_PARAMS = 6
     REDUCE_GRADS = 7
-    FINISH_REDUCTIONS = 8  # waits for gradient reductions that are still in flight
+    FINISH_REDUCTIONS = 8  # wait for gradient reductions that are still in flight
     CHECKPOINT_STALL = 9  # the update waits for a snapshot of the state
     OPTIMIZER = 10
     CHECKPOINT_SAVE = 11  # between steps: the part of a save for which training waits
@@ -40,9 +40,9 @@ class SpanKind(IntEnum):
     DATA_WAIT = 17  # within an action: wait for samples
     GARBAGE_PAUSE = 18  # within a step: automatic garbage collections; roll-ups only
     ALLOCATOR_RETRY = 19  # within a step: retries of the CUDA caching allocator; roll-ups only
-    PROCESSOR_WAIT = 20  # within a step: the runnable thread had no CPU; roll-ups only
-    BACKWARD_INPUT = 21  # of a backward in two actions: the gradient of the chunk's input
-    BACKWARD_WEIGHT = 22  # of a backward in two actions: the gradients of linear layers' weights
+    PROCESSOR_WAIT = 20  # within a step: time in which the runnable thread had no CPU; roll-ups only
+    BACKWARD_INPUT = 21  # first half of a divided backward: the gradient of the chunk's input
+    BACKWARD_WEIGHT = 22  # second half of a divided backward: the gradients of linear layers' weights
 
     @property
     def label(self) -> str:
@@ -66,7 +66,7 @@ SPAN_OF_ACTION = {
 BACKWARD_LABELS = tuple(SPAN_OF_ACTION[kind].label for kind in COMPUTES if kind != ActionKind.FORWARD)
 COMPUTE_LABELS = (SpanKind.FORWARD.label, *BACKWARD_LABELS)
 
-# Spans within an action in which this rank does no work.
+# Kinds of spans within an action during which this rank waits.
 WAIT_KINDS = (SpanKind.WAIT, SpanKind.DATA_WAIT)
 
 
@@ -85,7 +85,7 @@ class SpanAxis(IntEnum):
 
     @classmethod
     def of_group(cls, kind: str) -> SpanAxis:
-        """Return the axis of a kind of group (rendezvous/group_plan.py), such as DATA for data_reduce."""
+        """Return the axis of a kind of process group (rendezvous/group_plan.py), such as DATA for data_reduce."""
         if kind in ("replica", "state"):
             return cls.STAGE
         if kind == "replicate":
@@ -108,13 +108,16 @@ class Span:
 
     Attributes:
         schema: version of this record.
-        job, attempt: name of the run and number of its start.
-        host, rank, step: host and rank that did the work, in this step.
+        job: name of the run.
+        attempt: index of the run's start.
+        host, rank: host and rank that did the work.
+        step: training step.
         action: label of the SpanKind, such as forward, send_forward, wait or optimizer.
         chunk, microbatch: model chunk and micro-batch, -1 where they do not apply.
         axis: grid axis along which a wait or transfer runs, else "".
         bytes: bytes moved, 0 for compute.
-        waited_on: rank or service that had to act first, -1 where there is none or it is unknown.
+        start_ns, end_ns: start and end of the action.
+        waited_on: rank or process that a wait was for; -1 for other actions, or if it is unknown.
     """
 
     job: str
@@ -148,12 +151,12 @@ class Span:
             raise ValueError(f"not a span: {error}") from None
 
 
-# A point in time as a recorder stores it: nanoseconds, or an event of a device; None if nothing is recorded.
+# A point in time in the recorder's own form: nanoseconds, or an event of a device; None if nothing is recorded.
 Mark = Any
 
 
 class Recorder:
-    """Recorder of the engine's times. This base class records nothing; `observe.rank` has those that do.
+    """Recorder of the engine's times. This base class records nothing; its subclasses are in `observe.rank`.
 
     Actions follow each other (`begin_action`, `end_action`); waits and transfers lie within them. The thread that runs
     the step calls all methods, and none of them waits for a device.
@@ -186,4 +189,9 @@ class Recorder:
         """Record that a transfer that started at `since` has been awaited."""
 
     def record_count(self, kind: int, count: int, nanoseconds: int = 0, longest: int = 0) -> None:
-        """Record that something happened `count` times in this step and took the host `nanoseconds` in total."""
+        """Record work that the host did `count` times in this step.
+
+        Args:
+            nanoseconds: total time of all repetitions.
+            longest: nanoseconds of the longest repetition.
+        """

@@ -1,8 +1,8 @@
-"""Status of a trainer for its host: one small file per rank, rewritten in place and readable while the trainer hangs.
+"""Status of a trainer: a small memory-mapped file per rank, which other processes can read even if the trainer hangs.
 
-The record lies in a memory-mapped file of fixed size. An update costs a copy of some hundred bytes and no system call,
-and the last record of a dead or stuck process stays on disk. A sequence number before the text, odd while it is being
-written, lets a reader on the same host recognise a torn record.
+The file has a fixed size and is rewritten in place. An update costs a copy of some hundred bytes and no system call,
+and the last record of a dead or hanging process stays on disk. A sequence number stands before the record. It is odd
+during a write, so that a reader on the same host recognises a torn record.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megascale.core.failure import reserve_file_space
 from megascale.core.untrusted_files import open_regular
 
 _SIZE = 4096
-_HEADER = struct.Struct("<QI")
+_HEADER = struct.Struct("<QI")  # sequence number, bytes of the record
 _MAX_MESSAGE_CHARACTERS = 400
 _Label = Annotated[str, Meta(max_length=200)]
 _Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -33,11 +33,12 @@ _Step = Annotated[int, Meta(ge=0, lt=1 << 53)]
 _Time = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-# Phase of a rank that failed within a step; its status names that step. After phase "failed" it is the last step done.
+# Phase of a rank that failed within a step. `Status.step` is then that step; with phase "failed" it is the last
+# complete step.
 FAILED_IN_STEP = "failed in step"
-# Phase of a rank that left a failed attempt and waits in its process for the next one.
+# Phase of a rank that left a failed attempt and whose process waits for the next attempt.
 PARKED = "parked"
-# Phase of another trainer's rank that shows no steps.
+# Phase of a rank of a trainer other than MegaScale that reports no steps.
 UNOBSERVED = "unobserved"
 
 
@@ -46,13 +47,14 @@ class StartReport:
     """Progress of a rank's start, for the record of a recovery (core/recovery_record.py).
 
     Attributes:
-        process_ns: when the trainer began to run, in a new process or in one that it kept; this host's clock.
-        groups_ns: when it had its communicators; 0 before.
-        state_ns: when it had its model, optimizer and data; 0 before.
-        step: the step whose state it continues from.
-        source: where it found that state, "" before.
-        is_reused: it runs in the process of the previous attempt.
-        is_standing: its weights and optimizer state stayed where they were.
+        process_ns: time at which the trainer began to run, in a new or in a reused process. Times are on this host's
+            clock.
+        groups_ns: time at which the communicators were ready; 0 before.
+        state_ns: time at which model, optimizer and data were ready; 0 before.
+        step: step of the state from which training continues.
+        source: source of that state, such as a checkpoint; "" before it is known.
+        is_reused: whether the trainer runs in the process of the previous attempt.
+        is_standing: whether weights and optimizer state stayed in the memory of that process.
     """
 
     process_ns: _Time
@@ -66,18 +68,19 @@ class StartReport:
 
 @dataclass(frozen=True)
 class Status:
-    """Last status of a trainer. The types are the schema of its record: a record that violates them is rejected.
+    """Last status of a trainer. The annotated types are the schema of the file: readers reject other values.
 
     Attributes:
         phase: one of start, load, train, evaluate, save, done, failed.
-        step, action, microbatch: position in the run and the step; `read_status` takes the last two from the call log.
+        step: training step.
+        action, microbatch: position in the step; `read_status` takes both from the call log.
         time_ns: time of the last change, on this host's clock.
         message: reason of the failure.
-        exit: fault that ended the process, None as long as there is none.
+        exit: fault that ended the process; None if there is none.
         checksum: "STEP:HEX" of this rank's parameters after that step (`resilience.checksum_interval`), else "".
-        compute_seconds: duration of the last step less the time that this rank waited for others.
-        start: how far the start has come, None if the trainer does not report it.
-        doubt: why a rank that lost a peer did not stay in its process, "" if it did not try to.
+        compute_seconds: duration of the last step less the time that this rank waited for other ranks.
+        start: progress of the start; None if the trainer does not report it.
+        doubt: why a rank that lost a peer ended its process instead of waiting in it; "" if it did not try to wait.
     """
 
     rank: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
@@ -148,7 +151,7 @@ class StatusFile:
         self._map[: _HEADER.size] = _HEADER.pack(self._sequence, len(body))
 
     def close(self) -> None:
-        """Unmap the file; its last record stays."""
+        """Unmap the file; its content stays."""
         self._map.close()
 
 
@@ -167,9 +170,9 @@ def read_status(path: Path) -> Status | None:
         with open(path, "rb", opener=open_regular) as file:
             data = file.read(_SIZE)
             file.seek(0)
-            header_again = file.read(_HEADER.size)
+            later_header = file.read(_HEADER.size)
         sequence, length = _HEADER.unpack_from(data)
-        if sequence % 2 or not length or header_again != data[: _HEADER.size]:
+        if sequence % 2 or not length or later_header != data[: _HEADER.size]:
             return None
         status = _DECODER.decode(data[_HEADER.size : _HEADER.size + length])
     except (OSError, struct.error, ValueError, RecursionError, msgspec.MsgspecError):

@@ -1,8 +1,8 @@
 """JSON that every parser accepts: NaN and infinities are written as strings.
 
-Python writes a bare NaN, which is not JSON. Here nan, inf and -inf become "NaN", "Infinity" and "-Infinity". Python's
-`float` and JavaScript's `Number` convert these strings, and `loads` returns floats again. Text from other users is
-bounded in bytes and in depth before it is processed.
+Python's json module writes a bare NaN, which is not JSON. `dumps` writes the strings "NaN", "Infinity" and "-Infinity"
+instead, and `loads` turns them into floats again. Python's `float` and JavaScript's `Number` also convert these
+strings. `loads` can limit size and depth of text from other users.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import json
 import math
 from typing import Any
 
-MAX_DEPTH = 100  # nested tables; files that are read here have less than ten levels
-MAX_VALUES = 500_000  # values of bounded text: the lists of a hundred thousand files or tensors
+MAX_DEPTH = 100  # levels of nested tables; the files of this package have less than ten
+MAX_VALUES = 500_000  # values in text of limited size; enough for lists of a hundred thousand files or tensors
 _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -25,11 +25,11 @@ def dumps(value: Any, **options: Any) -> str:
 
 
 def loads(text: str | bytes, max_bytes: int | None = None) -> Any:
-    """Parse like `json.loads`, with the strings that `dumps` wrote for NaN and infinities as floats again.
+    """Parse like `json.loads`, but return NaN and infinities as floats.
 
     Raises ValueError for damaged JSON, and for tables nested deeper than MAX_DEPTH. With `max_bytes` it also raises
-    ValueError for longer text, and for more than MAX_VALUES values: an empty table takes two bytes of text and sixty
-    of memory.
+    ValueError for longer text and for more than MAX_VALUES values. The number of values is limited because an empty
+    table takes two bytes of text, but sixty bytes of memory.
     """
     if max_bytes is not None:
         _check_size(text, max_bytes)
@@ -48,7 +48,7 @@ def loads(text: str | bytes, max_bytes: int | None = None) -> Any:
 
 
 def to_float(value: Any) -> float:
-    """Return a value of a record as a float, NaN if it is not a number or too large for a float."""
+    """Return a value as a float; NaN if it is not a number or is too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -64,13 +64,14 @@ def _check_size(text: str | bytes, max_bytes: int) -> None:
         data = text.encode()
     else:
         data = text
-    count = sum(data.count(mark) for mark in (b",", b"[", b"{"))
-    if count > MAX_VALUES:
-        raise ValueError(f"JSON of {count:,} values, at most {MAX_VALUES:,} are allowed")
+    # Each value but the first of its table follows a comma, and each table begins with a bracket.
+    value_count = sum(data.count(mark) for mark in (b",", b"[", b"{"))
+    if value_count > MAX_VALUES:
+        raise ValueError(f"JSON of {value_count:,} values, at most {MAX_VALUES:,} are allowed")
 
 
 def _check_depth(value: Any) -> None:
-    """Raise ValueError for more than MAX_DEPTH nested tables; the walk goes level by level and needs no stack."""
+    """Raise ValueError for more than MAX_DEPTH nested tables. The walk goes level by level instead of by recursion."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         tables = [item for item in level if type(item) in (dict, list)]

@@ -1,4 +1,4 @@
-"""Standard streams of a process whose terminal, pipe or log may disappear: output is dropped, the work continues."""
+"""Standard streams that survive the loss of their terminal, pipe or log: output is dropped, the process continues."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import signal
 import sys
 from typing import Any
 
-_READER_SECONDS = 1.0  # time that the reader of a non-blocking descriptor gets to make room for a write
+_FULL_BUFFER_SECONDS = 1.0  # how long a write to a full non-blocking pipe waits for its reader
 _STDERR = 2  # file descriptor
 
 
 class _OutputFile(io.FileIO):
-    """Descriptor of stdout or stderr that ignores write errors, unless the command exists for its output.
+    """File of stdout or stderr that ignores write errors, unless the output is the purpose of the command.
 
     Attributes:
-        required: raise write errors.
+        required: whether write errors are raised.
         error: the last write error, or None.
     """
 
@@ -33,7 +33,7 @@ class _OutputFile(io.FileIO):
         try:
             written = super().write(data)
             if written is None:  # non-blocking, and its buffer is full
-                select.select([], [self], [], _READER_SECONDS)
+                select.select([], [self], [], _FULL_BUFFER_SECONDS)
                 written = super().write(data)
         except OSError as error:
             if self.error is None:
@@ -59,9 +59,9 @@ _output: _OutputFile | None = None  # file behind stdout, once `open_streams` ha
 def open_streams() -> None:
     """Make stdin, stdout and stderr usable for a command.
 
-    A stream that is closed at the start becomes the null device: otherwise the next file that is opened would get its
-    descriptor, and the output of child processes would go into that file. Errors of stderr are ignored from now on.
-    Errors of stdout are raised until `ignore_lost_output` is called.
+    A stream that is closed at the start becomes the null device. Otherwise the next file that is opened would get the
+    stream's descriptor, and child processes would write their output into that file. Errors of stderr are ignored from
+    now on. Errors of stdout are raised until `ignore_lost_output` is called.
     """
     global _output
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -72,21 +72,21 @@ def open_streams() -> None:
             setattr(sys, f"__{name}__", stream)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
         _output = _OutputFile(sys.stdout.fileno(), required=True)
-        sys.stdout = _text_stream(_output, sys.stdout)
+        sys.stdout = _make_text_stream(_output, sys.stdout)
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
-        sys.stderr = _text_stream(_OutputFile(sys.stderr.fileno(), required=False), sys.stderr)
+        sys.stderr = _make_text_stream(_OutputFile(sys.stderr.fileno(), required=False), sys.stderr)
 
 
-def _text_stream(file: _OutputFile, stream: io.TextIOWrapper) -> io.TextIOWrapper:
+def _make_text_stream(file: _OutputFile, stream: io.TextIOWrapper) -> io.TextIOWrapper:
     """Return a text stream onto `file` with the properties of `stream`.
 
-    Characters that its encoding lacks are written as escapes, so that no character ends a command with an error.
+    Characters that the encoding lacks are written as escapes instead of raising an error.
     """
     with contextlib.suppress(OSError):
         stream.flush()
-    unbuffered = stream.write_through  # PYTHONUNBUFFERED
+    is_unbuffered = stream.write_through  # PYTHONUNBUFFERED
     return io.TextIOWrapper(
-        file if unbuffered else io.BufferedWriter(file),  # type: ignore[arg-type]
+        file if is_unbuffered else io.BufferedWriter(file),  # type: ignore[arg-type]
         encoding=stream.encoding,
         errors="backslashreplace" if stream.errors == "strict" else stream.errors,
         line_buffering=stream.line_buffering,
@@ -95,7 +95,7 @@ def _text_stream(file: _OutputFile, stream: io.TextIOWrapper) -> io.TextIOWrappe
 
 
 def ignore_lost_output() -> None:
-    """Ignore errors of stdout from now on. For commands that are not run for their output."""
+    """Ignore errors of stdout from now on. Commands whose purpose is not their output call this."""
     if _output is not None:
         _output.required = False
 

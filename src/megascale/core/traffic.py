@@ -1,7 +1,7 @@
 """Bytes that one rank sends in a step, by axis and purpose.
 
-With ring algorithms, a gather or scatter of n bytes over r ranks sends (r-1)/r n from each rank, an all-reduce twice
-that.
+Collectives use ring algorithms. In a gather or scatter of n bytes over r ranks, each rank sends (r-1)/r n bytes. An
+all-reduce sends twice as much.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class TrafficEstimate:
     Attributes:
         tensor: gathers and scatters of activations and their gradients.
         pipeline: activations and gradients to neighbouring stages.
-        data_gather: parameters (from ZeRO-1 on); matrices in float8 if they are gathered so.
-        data_reduce: float32 gradients.
-        embedding: gradients of a tied embedding held by the first and the last stage.
-        expert: tokens of experts over data, their results and gradients; and gradients of all other parameters, which
-            the same ranks sum.
-        context: queries, keys, values and results of attention and their gradients.
-        replicate: gradients of the rank's shard, summed over copies of the state.
+        data_gather: parameters (from ZeRO-1 on); matrices count as float8 if parallel.gather_precision says so.
+        data_reduce: gradients, in parallel.reduce_dtype.
+        embedding: gradients of a tied embedding that the first and the last stage hold.
+        expert: tokens sent to experts, their results and gradients; and gradients of all other parameters, which are
+            summed over the same ranks.
+        context: queries, keys, values and results of attention, and their gradients.
+        replicate: gradients of the rank's shard, summed over the copies of the state.
     """
 
     tensor: float = 0.0
@@ -62,28 +62,29 @@ class TrafficEstimate:
     replicate: float = 0.0
 
 
-# parallel.recompute -> forwards of a layer, of which one half may be recomputed; 1 for other values.
+# Forward passes of a layer in a step by value of parallel.recompute; 1 for other values. If one half of the layer is
+# recomputed, its forward counts 0.5.
 _FORWARD_PASSES = {"full": 2, "mlp": 1.5, "attention": 1.5}
 
 
 def gathered_bytes(
     model: ModelConfig, parallel: ParallelConfig, stage: int, precision: str, linear_precision: str, data: int
 ) -> int:
-    """Return the bytes of a stage's parameters on one tensor-parallel rank, gathered over `data` ranks."""
-    count = count_stage_parameters(model, parallel, stage)
+    """Return the bytes of a stage's parameters on a tensor-parallel rank, as `data` data-parallel ranks gather them."""
+    parameters = count_stage_parameters(model, parallel, stage)
     itemsize = DTYPE_BYTES[precision]
     if not gathers_float8(parallel, linear_precision, data):
-        return itemsize * count
+        return itemsize * parameters
     matrices = count_stage_matrix_elements(model, parallel, stage)
     matrix_itemsize = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or itemsize
-    return itemsize * (count - matrices) + matrix_itemsize * matrices
+    return itemsize * (parameters - matrices) + matrix_itemsize * matrices
 
 
 def check_priced_axes(grid: Grid, known: Collection[str] = ("tensor",)) -> None:
-    """Raise FitError if the grid has an axis whose traffic planner and simulator do not know.
+    """Raise FitError if the grid has an axis whose traffic planner and simulator cannot estimate.
 
     Args:
-        known: axes of a replica whose traffic the caller knows.
+        known: axes whose traffic the caller can estimate, besides data and pipeline.
     """
     for axis in AXES.replica + AXES.copies:
         size = grid.size(axis)
@@ -112,12 +113,12 @@ def layer_collectives(layer: LayerSpec) -> tuple[int, int]:
     """
     block = BLOCK_PARTS[layer.norms.block]
     gathers, scatters = block.collectives(layer)
-    part = layer.feed_forward
-    if isinstance(part, ExpertsSpec):
-        # Experts scatter by themselves, and a shared MLP gathers and scatters once more.
-        has_shared = part.shared is not None
-        gathers += has_shared
-        scatters += has_shared + block.is_parallel
+    if isinstance(layer.feed_forward, ExpertsSpec):
+        if block.is_parallel:
+            scatters += 1  # attention and experts scatter separately
+        if layer.feed_forward.shared is not None:
+            gathers += 1
+            scatters += 1
     return gathers, scatters
 
 
@@ -125,14 +126,14 @@ def layer_collectives(layer: LayerSpec) -> tuple[int, int]:
 def _sum_collectives(model: ModelConfig, forward_passes: float) -> LayerSums:
     """Return the sums of collectives of forward and backward; half a layer has half of them.
 
-    Backward mirrors the forward and gathers inputs again; recomputation runs the forward, or half of it, twice.
+    Backward has as many collectives as one forward pass, and gathers the inputs again.
     """
-    parts = []
+    counts = []
     for layer in resolve_layers(model):
         gathers, scatters = layer_collectives(layer)
-        count = (gathers + scatters) * (1 + forward_passes) + gathers
-        parts.append((count, count / 2, count / 2))
-    return LayerSums.collect(parts)
+        count = (gathers + scatters) * (forward_passes + 1) + gathers
+        counts.append((count, count / 2, count / 2))
+    return LayerSums.collect(counts)
 
 
 @lru_cache(maxsize=64)
@@ -141,43 +142,50 @@ def _sum_dispatched_values(
 ) -> LayerSums:
     """Return the sums of values per token that a rank sends to other ranks of the expert axis, with an even load.
 
-    Forward sends tokens and returns sums; backward sends gradients and tokens, and returns gradients.
+    A forward pass has two messages: the tokens, and back their results. Backward has three: the gradients of the
+    results and the tokens, and back the gradients of the tokens.
 
     Args:
-        exchange: overlap.expert.
+        exchange: value of overlap.expert.
     """
-    parts = []
+    values_by_layer = []
     for layer in resolve_layers(model):
-        part = layer.feed_forward
-        sent = 0.0
-        if isinstance(part, ExpertsSpec):
-            share = 1.0
-            if not gathers_expert_tokens(part.settings, tensor, expert, exchange):
-                share = reached_share(part.settings, tensor, expert)
-            sent = (2 * forward_passes + 3) * (expert - 1) * share * layer.hidden
-        parts.append((sent, 0, sent))
-    return LayerSums.collect(parts)
+        experts = layer.feed_forward
+        sent_values = 0.0
+        if isinstance(experts, ExpertsSpec):
+            reached = 1.0
+            if not gathers_expert_tokens(experts.settings, tensor, expert, exchange):
+                reached = reached_share(experts.settings, tensor, expert)
+            message_count = 2 * forward_passes + 3
+            sent_values = message_count * (expert - 1) * reached * layer.hidden
+        values_by_layer.append((sent_values, 0, sent_values))
+    return LayerSums.collect(values_by_layer)
 
 
 @lru_cache(maxsize=64)
 def _sum_exchanged_values(model: ModelConfig, tensor: int, context: int, recomputes: bool) -> LayerSums:
     """Return the sums of values per token of a rank that attention sends to other context ranks.
 
-    An all-to-all carries queries, keys and values there, and another one the results back; backward mirrors both.
-    Gathered keys go to all ranks, and backward scatters their gradients.
+    One all-to-all sends queries, keys and values, and another one returns the results; backward mirrors both. If keys
+    are gathered instead, keys and values go to all ranks, and backward scatters their gradients.
+
+    Args:
+        recomputes: whether backward repeats the forward of attention.
     """
     passes = 3 if recomputes else 2
-    parts = []
+    values_by_layer = []
     for layer in resolve_layers(model):
         mixer = layer.mixer
-        queries, keys = (count * mixer.head_size // tensor for count in (mixer.heads, 2 * mixer.kv_heads))
+        query_width = mixer.heads * mixer.head_size // tensor
+        key_value_width = 2 * mixer.kv_heads * mixer.head_size // tensor
         share = share_heads(mixer.heads // tensor, mixer.kv_heads // tensor, context)
         if share.gathers_keys:
-            sent = keys * (context - 1)
+            sent_values = key_value_width * (context - 1)
         else:
-            sent = (2 * queries + share.copies * keys) * (context - 1) / context
-        parts.append((passes * sent, passes * sent, 0))
-    return LayerSums.collect(parts)
+            exchanged_width = 2 * query_width + share.copies * key_value_width
+            sent_values = exchanged_width * (context - 1) / context
+        values_by_layer.append((passes * sent_values, passes * sent_values, 0))
+    return LayerSums.collect(values_by_layer)
 
 
 def estimate_stage_traffic(
@@ -194,10 +202,10 @@ def estimate_stage_traffic(
 ) -> TrafficEstimate:
     """Estimate the bytes that a rank of pipeline stage `stage` sends in a step.
 
-    Adapters' small messages within layers are left out.
+    The small messages of adapters within layers are not counted.
 
     Args:
-        expert_exchange: overlap.expert. The other arguments are those of `memory.estimate_stage_memory`.
+        expert_exchange: value of overlap.expert. The other arguments are those of `memory.estimate_stage_memory`.
     """
     t = grid.tensor
     itemsize = DTYPE_BYTES[precision]
@@ -205,19 +213,22 @@ def estimate_stage_traffic(
     tokens = model.sequence_length // grid.context * micro_batch
     hidden_bytes = tokens * model.hidden * itemsize
     layers = assign_stage_layers(model, parallel, stage)
-    sums = _sum_collectives(model, forward_passes=_FORWARD_PASSES.get(parallel.recompute, 1))
-    collectives = round(sum(sums.of_chunk(chunk) for chunk in layers))
-    exchanged = 0.0
+    collective_sums = _sum_collectives(model, forward_passes=_FORWARD_PASSES.get(parallel.recompute, 1))
+    collective_count = round(sum(collective_sums.of_chunk(chunk) for chunk in layers))
+    exchanged_bytes = 0.0
     if grid.context > 1:
-        sent_values = _sum_exchanged_values(model, t, grid.context, parallel.recompute in ("full", "attention"))
-        exchanged = sum(sent_values.of_chunk(chunk) for chunk in layers) * tokens * itemsize
-    # Embedding: scatter forward, gather backward. Logits: gather forward, scatter backward.
+        recomputes = parallel.recompute in ("full", "attention")
+        exchanged_values = _sum_exchanged_values(model, t, context=grid.context, recomputes=recomputes)
+        exchanged_bytes = sum(exchanged_values.of_chunk(chunk) for chunk in layers) * tokens * itemsize
     chunk_map = schedule.chunk_map
     is_first = stage == chunk_map.first_stage
     is_last = stage == chunk_map.last_stage
-    collectives += 2 * is_first + 2 * is_last
+    if is_first:
+        collective_count += 2  # embedding: scatter in forward, gather in backward
+    if is_last:
+        collective_count += 2  # logits: gather in forward, scatter in backward
     kinds = schedule.tables[stage][:, 0]
-    sends = int(kind_mask(kinds, *SENDS).sum())
+    send_count = int(kind_mask(kinds, *SENDS).sum())
     gather_bytes = 0
     parameters = count_stage_parameters(model, parallel, stage)
     units = count_stage_units(model, parallel, stage)
@@ -227,11 +238,11 @@ def estimate_stage_traffic(
         gather_bytes = itemsize * parameters if parallel.zero else 0
     elif parallel.zero == 3:
         resident = parameters - units.sharded
-        blocks, others = _count_unit_gathers(units, schedule, stage)
+        block_elements, outer_elements = _count_unit_gathers(units, schedule, stage)
         block_itemsize = itemsize
         if gathers_float8(parallel, linear_precision, grid.shards):
             block_itemsize = LINEAR_PRECISIONS[linear_precision].gathered_weight_bytes or itemsize
-        gather_bytes = block_itemsize * blocks + itemsize * (resident + others)
+        gather_bytes = block_itemsize * block_elements + itemsize * (resident + outer_elements)
     elif parallel.zero:
         gather_bytes = gathered_bytes(model, parallel, stage, precision, linear_precision, grid.shards)
     if parallel.reduce_dtype == "bfloat16":
@@ -242,49 +253,60 @@ def estimate_stage_traffic(
     if adapters is None and model.tied_embeddings and len(chunk_map.end_stages) > 1 and (is_first or is_last):
         embedding_bytes = master_itemsize * prod(output_matrix(model).local_shape(t))
     x = grid.expert
-    dispatched = 0.0
+    expert_bytes = 0.0
     if x > 1:
-        passes = 2 if parallel.recompute == "full" else 1
-        values = sum(_sum_dispatched_values(model, t, x, passes, expert_exchange).of_chunk(chunk) for chunk in layers)
-        dispatched = schedule.microbatches * values * tokens * itemsize
+        forward_passes = 2 if parallel.recompute == "full" else 1
+        dispatched_values = _sum_dispatched_values(
+            model, t, expert=x, forward_passes=forward_passes, exchange=expert_exchange
+        )
+        values = sum(dispatched_values.of_chunk(chunk) for chunk in layers)
+        expert_bytes = schedule.microbatches * values * tokens * itemsize
         # An all-reduce of the gradients of all parameters but experts.
-        dispatched += 2 * (x - 1) / x * master_itemsize * (parameters - units.sharded)
+        expert_bytes += 2 * (x - 1) / x * master_itemsize * (parameters - units.sharded)
     copies = grid.size("replicate")
     ring_share = (grid.shards - 1) / grid.shards
     if parallel.zero == 0:
-        reduced = 2 * parameters  # an all-reduce counts twice
+        reduced_elements = 2 * parameters  # an all-reduce counts twice
     elif parallel.zero == 1:
-        reduced = parameters
-    else:  # resident parameters are reduced once
-        reduced = parameters + (schedule.microbatches - 1) * sharded
+        reduced_elements = parameters
+    else:
+        # Sharded gradients are reduced after each micro-batch, gradients of resident parameters once per step.
+        reduced_elements = parameters + (schedule.microbatches - 1) * sharded
     return TrafficEstimate(
-        tensor=schedule.microbatches * collectives * hidden_bytes * (t - 1) / t,
-        pipeline=sends * hidden_bytes / t,
+        tensor=schedule.microbatches * collective_count * hidden_bytes * (t - 1) / t,
+        pipeline=send_count * hidden_bytes / t,
         data_gather=ring_share * gather_bytes,
-        data_reduce=ring_share * gradient_itemsize * reduced,
+        data_reduce=ring_share * gradient_itemsize * reduced_elements,
         embedding=float(embedding_bytes),
-        expert=dispatched,
-        context=schedule.microbatches * exchanged,
+        expert=expert_bytes,
+        context=schedule.microbatches * exchanged_bytes,
         replicate=2 * (copies - 1) / copies * gradient_itemsize * parameters / grid.shards,
     )
 
 
 def _count_unit_gathers(units: UnitElements, schedule: Schedule, stage: int) -> tuple[int, int]:
-    """Return the elements of matrices that ZeRO-3 gathers in a step: of blocks, and of embedding and head.
+    """Return the elements of matrices that ZeRO-3 gathers in a step: (of blocks, of embedding and head).
 
-    If blocks are units, each forward and each backward gathers a chunk's blocks, except two that are still in their
-    slots where a backward follows a forward of the same chunk, or the other way round. Embedding and head share a slot.
-    A stage that has one of them gathers it once.
+    If whole chunks have slots, each change of the chunk in a slot gathers all its units. Otherwise each forward and
+    each backward gathers a chunk's blocks. Two blocks are then still in their slots where a backward follows a forward
+    of the same chunk, or a forward follows a backward. Embedding and head share a slot: a stage that has one of them
+    gathers it once per step, a stage that has both gathers them for each micro-batch.
     """
     if has_chunk_slots(len(units.by_chunk)):
         gathers = list_chunk_gathers(list_chunk_uses(schedule, stage), assign_chunk_slots(schedule, stage))
-        blocks = sum(units.blocks_by_chunk[chunk] for chunk in gathers)
-        return blocks, sum(units.by_chunk[chunk] for chunk in gathers) - blocks
+        block_elements = sum(units.blocks_by_chunk[chunk] for chunk in gathers)
+        all_elements = sum(units.by_chunk[chunk] for chunk in gathers)
+        return block_elements, all_elements - block_elements
     kinds, chunks, _ = schedule.tables[stage].T
     is_forward = kinds == ActionKind.FORWARD
     is_use = is_forward | kind_mask(kinds, *INPUT_BACKWARDS)
-    directions, used = is_forward[is_use], chunks[is_use]
-    kept = int(((directions[1:] != directions[:-1]) & (used[1:] == used[:-1])).sum())
-    total = int(np.array(units.blocks_by_chunk)[used].sum()) - kept * min(2 * units.block, max(units.blocks_by_chunk))
-    outer = units.sharded - sum(units.blocks_by_chunk)
-    return total, outer * (schedule.microbatches if outer > units.outer else 1)
+    used_chunks = chunks[is_use]
+    is_forward_use = is_forward[is_use]
+    is_turn = (is_forward_use[1:] != is_forward_use[:-1]) & (used_chunks[1:] == used_chunks[:-1])
+    kept_elements = int(is_turn.sum()) * min(2 * units.block, max(units.blocks_by_chunk))
+    block_elements = int(np.array(units.blocks_by_chunk)[used_chunks].sum()) - kept_elements
+    outer_elements = units.sharded - sum(units.blocks_by_chunk)
+    has_both = outer_elements > units.outer
+    if has_both:
+        outer_elements *= schedule.microbatches
+    return block_elements, outer_elements

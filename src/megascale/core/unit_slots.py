@@ -1,4 +1,4 @@
-"""Slots of whole chunks under ZeRO-3: which chunks of a stage share memory for their gathered parameters. No torch.
+"""Memory slots for gathered chunks under ZeRO-3: which chunks of a stage share a slot. No torch.
 
 A stage with more chunks than slots gathers a chunk when the schedule comes to it and keeps it until another chunk of
 the same slot is needed. In the steady state of interleaved 1F1B two chunks take turns, one forward and one backward.
@@ -20,29 +20,29 @@ def has_chunk_slots(virtual_stages: int) -> bool:
 
 
 def assign_chunk_slots(schedule: Schedule, stage: int) -> list[int]:
-    """Return the slot of each chunk of a stage, chosen so that a step gathers few times.
+    """Return the slot of each chunk of a stage, chosen by a local search so that a step gathers few times.
 
-    The search starts with slots in turn and moves single chunks while that saves gathers.
+    The search starts with round-robin slots. It moves single chunks as long as a move saves gathers.
     """
     uses = list_chunk_uses(schedule, stage)
     slots = [chunk % CHUNK_SLOTS for chunk in range(schedule.virtual_stages)]
-    best = len(list_chunk_gathers(uses, slots))
+    fewest_gathers = len(list_chunk_gathers(uses, slots))
     is_improved = True
     while is_improved:
         is_improved = False
         for chunk in range(len(slots)):
             for slot in range(CHUNK_SLOTS):
-                changed = [*slots[:chunk], slot, *slots[chunk + 1 :]]
-                count = len(list_chunk_gathers(uses, changed))
-                if count < best:
-                    slots = changed
-                    best = count
+                candidate_slots = [*slots[:chunk], slot, *slots[chunk + 1 :]]
+                gather_count = len(list_chunk_gathers(uses, candidate_slots))
+                if gather_count < fewest_gathers:
+                    slots = candidate_slots
+                    fewest_gathers = gather_count
                     is_improved = True
     return slots
 
 
 def list_chunk_uses(schedule: Schedule, stage: int) -> list[int]:
-    """Return the chunks of a stage in the order of forwards and backwards; weight gradients read no parameters."""
+    """Return the chunk of each action of a stage that reads parameters, in order (BACKWARD_WEIGHT reads none)."""
     uses = []
     for kind, chunk, _ in schedule.tables[stage].tolist():
         if kind in COMPUTES and kind != ActionKind.BACKWARD_WEIGHT:
@@ -52,10 +52,10 @@ def list_chunk_uses(schedule: Schedule, stage: int) -> list[int]:
 
 def list_chunk_gathers(uses: Sequence[int], slots: Sequence[int]) -> list[int]:
     """Return the chunks that a step gathers, in order, given the order of uses and the slot of each chunk."""
-    holders: dict[int, int] = {}
+    chunk_by_slot: dict[int, int] = {}
     gathers = []
     for chunk in uses:
-        if holders.get(slots[chunk]) != chunk:
-            holders[slots[chunk]] = chunk
+        if chunk_by_slot.get(slots[chunk]) != chunk:
+            chunk_by_slot[slots[chunk]] = chunk
             gathers.append(chunk)
     return gathers

@@ -1,6 +1,6 @@
 """Bounded reading of files that other users may have written.
 
-A file name must stay in its folder, opening must not block, and reading must end.
+A file name must not lead out of its folder, opening must not block, and reading must end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MAX_NAME_CHARACTERS = 255
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether a file of this name lies directly in its folder, on any storage."""
+    """Return whether a name is a plain file name, without folders, on any storage."""
     if not 0 < len(name) <= _MAX_NAME_CHARACTERS or name in (".", ".."):
         return False
     return name.isprintable() and not set(name) & set("/\\")
@@ -24,8 +24,8 @@ def is_plain_name(name: str) -> bool:
 def open_regular(path: str, flags: int) -> int:
     """Open a regular file; for use as the `opener` of `open`.
 
-    A pipe would block its reader, and a device would feed it without end. Raises IsADirectoryError for a folder,
-    OSError for a pipe or device, and the errors of `os.open`.
+    A pipe would block the reader, and a device may have no end. Raises IsADirectoryError for a folder, OSError for a
+    pipe or device, and the errors of `os.open`.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
@@ -75,10 +75,10 @@ def read_small_text(path: Path, max_bytes: int = 1 << 20) -> str:
 
 
 def check_pickle(data: bytes) -> None:
-    """Raise ValueError for a damaged pickle, or one whose operations would allocate more than `data` is long.
+    """Raise ValueError for a damaged pickle, or for one that would allocate a memo table longer than `data`.
 
-    CPython's unpickler makes its memo table, and byte arrays, as large as the pickle says, so a dozen bytes can ask for
-    gigabytes. The operations are therefore walked through before anything is loaded.
+    CPython's unpickler makes its memo table as large as the pickle says, so a dozen bytes can request gigabytes. The
+    operations are therefore checked before the pickle is loaded.
     """
     try:
         for operation, argument, _ in pickletools.genops(data):
@@ -86,7 +86,7 @@ def check_pickle(data: bytes) -> None:
                 continue
             memo_index = int(argument)
             if not 0 <= memo_index <= len(data):
-                raise ValueError(f"it remembers {memo_index:,} objects in {len(data):,} bytes")
+                raise ValueError(f"its memo has {memo_index:,} objects in {len(data):,} bytes")
     except ValueError:
         raise
     except Exception as error:  # genops raises several types for data that is not a pickle

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megascale.ops.activation import RecomputedActivation
-from megascale.ops.gradient_sink import sink_of
+from megascale.ops.gradient_sink import get_sink
 from megascale.ops.grouped_gemm import accumulate_group_gradients, multiply_groups
 from megascale.ops.grouped_linear import RowGradients, add_matrix_gradients, run_experts, run_experts_backward
 from megascale.ops.routing import RoutingPlan, combine_rows
@@ -107,7 +107,7 @@ def _add_gradient(parameter: Tensor, dy: Tensor, x: Tensor, plan: RoutingPlan) -
         dy: gradients of the rows' results [rows, columns].
         x: inputs of the rows [rows, inner]; for biases their factors [rows, 1].
     """
-    sink = sink_of(parameter)
+    sink = get_sink(parameter)
     if sink is None and not parameter.requires_grad:
         return None
     experts, inner = parameter.shape[0], x.shape[-1]

@@ -7,7 +7,8 @@ float32, in an order that depends on sizes alone.
 Forward and the gradient of the input have one program per tile of the result. `_plan_tiles_kernel` assigns the tiles of
 all groups to programs; at most one tile per group is incomplete. The gradient of a matrix has one program per tile of
 the matrix, which reads all rows of its group. From Hopper on it reads and adds whole blocks by tensor descriptors
-(TMA), which need rows that follow each other: `gather_rows` copies those that are read through an index.
+(TMA), which need rows that follow each other: `gather_rows` copies those that are read through an index. With
+kernels.expert_rows_gemm=descriptors the other two GEMMs read such blocks as well.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 
 from megascale.ops import dispatch
-from megascale.ops.dispatch import HAVE_TRITON, cdiv, jit, next_power_of_2, tl, use_fused
+from megascale.ops.dispatch import HAS_TRITON, cdiv, jit, next_power_of_2, tl, use_fused
 
-if HAVE_TRITON:
+if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -45,9 +46,13 @@ class Tiling(NamedTuple):
 # The fastest on an H100, for the shapes of Qwen3-30B-A3B and Mixtral 8x7B (dev/log.md, 2026-11-27).
 ROWS_TILING = Tiling(columns=256)
 GATHERED_TILING = Tiling(columns=256, stages=3)
-GRADIENT_TILING = Tiling(columns=256)  # with tensor descriptors
+BLOCK_ROWS_TILING = Tiling(columns=256)  # with tensor descriptors, as the next one
+GRADIENT_TILING = Tiling(columns=256)
 POINTER_GRADIENT_TILING = Tiling(inner=32, warps=4, stages=5)
 COPIED_ROWS, COPIED_COLUMNS = 8, 512  # rows and columns per program of the kernel that copies rows
+# Columns of a result from which on a copy of its gathered rows takes less time than blocks of them save.
+COLUMNS_WORTH_COPY = 8192
+DESCRIPTOR_ALIGN = 16  # bytes of a block's address and of its strides
 
 
 @jit
@@ -130,6 +135,49 @@ def _group_rows_kernel(
         out = out_ptr + row[:, None].to(tl.int64) * out_stride + column[None, :]
         is_out = is_row[:, None] & (column[None, :] < columns)
         tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_out)
+
+
+@jit
+def _block_rows_kernel(
+    x_blocks,
+    weight_blocks,
+    out_blocks,
+    out_ptr,
+    offset_ptr,
+    expert_ptr,
+    row_ptr,
+    tiles,
+    columns,
+    inner,
+    TRANSPOSED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_INNER: tl.constexpr,
+    GROUPED_ROWS: tl.constexpr,
+):
+    tile, column_tile = _select_tile(tl.program_id(0), tiles, tl.cdiv(columns, TILE_COLUMNS), GROUPED_ROWS)
+    expert = tl.load(expert_ptr + tile)
+    if expert >= 0:
+        first_row = tl.load(row_ptr + tile)
+        end_row = tl.load(offset_ptr + expert + 1)
+        first_column = column_tile * TILE_COLUMNS
+        total = tl.zeros((TILE_ROWS, TILE_COLUMNS), tl.float32)
+        # Blocks may reach into the next group's rows and the next expert's columns, which are not stored.
+        for start in range(0, inner, TILE_INNER):
+            x = x_blocks.load([first_row, start])
+            if TRANSPOSED:
+                weight = weight_blocks.load([expert * inner + start, first_column])
+            else:
+                weight = tl.trans(weight_blocks.load([expert * columns + first_column, start]))
+            total = tl.dot(x, weight, total)
+        result = total.to(out_ptr.dtype.element_ty)
+        if first_row + TILE_ROWS <= end_row:
+            out_blocks.store([first_row, first_column], result)
+        else:
+            row = first_row + tl.arange(0, TILE_ROWS)
+            column = first_column + tl.arange(0, TILE_COLUMNS)
+            is_out = (row < end_row)[:, None] & (column < columns)[None, :]
+            tl.store(out_ptr + row[:, None].to(tl.int64) * columns + column[None, :], result, mask=is_out)
 
 
 @jit
@@ -311,6 +359,7 @@ def multiply_groups(
     transposed: bool = False,
     tiles: tuple[Tensor, Tensor] | None = None,
     tiling: Tiling | None = None,
+    by_blocks: bool | None = None,
 ) -> Tensor:
     """Multiply the rows of each group by the group's matrix, without gradients.
 
@@ -321,12 +370,22 @@ def multiply_groups(
         index: row of x for each row of the result [rows]; None: the same row.
         transposed: multiply by the matrices instead of their transposes: the gradient of the input.
         tiles: result of `plan_tiles` for these offsets, if known.
+        by_blocks: read blocks by tensor descriptors where they can be read; None: as kernels.expert_rows_gemm says.
 
     Returns:
         [rows, columns] in x's type. Rows beyond the last group are undefined.
     """
     if not use_fused("grouped GEMM", x):
         return multiply_groups_reference(x, weights, offsets, index, transposed)
+    if by_blocks is None:
+        by_blocks = dispatch.CURRENT.get().reads_expert_blocks
+    if by_blocks:
+        block_tiling = tiling or BLOCK_ROWS_TILING
+        obstacle = _find_block_obstacle(x, weights, index, transposed, block_tiling)
+        dispatch.record_choice("experts' rows", obstacle or "by tensor descriptors")
+        if not obstacle:
+            row_factors = x if index is None else gather_rows(x, index, offsets)
+            return _multiply_blocks(row_factors, weights, offsets, transposed, tiles, block_tiling)
     if tiling is None:
         tiling = ROWS_TILING if index is None else GATHERED_TILING
     rows = len(x if index is None else index)
@@ -355,6 +414,62 @@ def multiply_groups(
         out.stride(0),
         GATHERED=index is not None,
         EVEN=columns % tiling.columns == 0 and inner % tiling.inner == 0,
+        TILE_ROWS=tiling.rows,
+        TILE_COLUMNS=tiling.columns,
+        TILE_INNER=tiling.inner,
+        GROUPED_ROWS=tiling.grouped_rows,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    return out
+
+
+def _find_block_obstacle(x: Tensor, weights: Tensor, index: Tensor | None, transposed: bool, tiling: Tiling) -> str:
+    """Return why `multiply_groups` of these does not read blocks by tensor descriptors, "" if it does."""
+    column_dimension, inner_dimension = (2, 1) if transposed else (1, 2)
+    columns, inner = weights.shape[column_dimension], weights.shape[inner_dimension]
+    if x.element_size() != 2 or not weights.is_contiguous() or columns % 8 or inner % 8:
+        return "by pointers (descriptors need 16-bit types, and sizes of matrices that divide by 8)"
+    if transposed and inner % tiling.inner:
+        return f"by pointers (descriptors need inner sizes that divide by {tiling.inner})"
+    if index is not None and columns < COLUMNS_WORTH_COPY:
+        return f"by pointers (a copy of rows does not pay for fewer than {COLUMNS_WORTH_COPY} columns)"
+    if x.stride(-1) != 1 or x.data_ptr() % DESCRIPTOR_ALIGN or x.stride(0) % 8:
+        return f"by pointers (descriptors need rows at multiples of {DESCRIPTOR_ALIGN} bytes)"
+    if not dispatch.IS_INTERPRETED and torch.cuda.get_device_capability(x.device) < (9, 0):
+        return "by pointers (only GPUs from Hopper on read by descriptors)"
+    return ""
+
+
+def _multiply_blocks(
+    x: Tensor,
+    weights: Tensor,
+    offsets: Tensor,
+    transposed: bool,
+    tiles: tuple[Tensor, Tensor] | None,
+    tiling: Tiling,
+) -> Tensor:
+    """Compute `multiply_groups` of rows that follow each other, with tensor descriptors."""
+    columns, inner = weights.shape[2 if transposed else 1], weights.shape[1 if transposed else 2]
+    out = x.new_empty(len(x), columns)
+    if not len(x):
+        return out
+    expert_of_tile, row_of_tile = tiles or plan_tiles(offsets, len(x), tiling.rows)
+    tile_count = len(expert_of_tile)
+    matrix = weights.flatten(0, 1)
+    weight_block = [tiling.inner, tiling.columns] if transposed else [tiling.columns, tiling.inner]
+    _block_rows_kernel[(tile_count * cdiv(columns, tiling.columns),)](
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [tiling.rows, tiling.inner]),
+        TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), weight_block),
+        TensorDescriptor(out, list(out.shape), list(out.stride()), [tiling.rows, tiling.columns]),
+        out,
+        offsets,
+        expert_of_tile,
+        row_of_tile,
+        tile_count,
+        columns,
+        inner,
+        TRANSPOSED=transposed,
         TILE_ROWS=tiling.rows,
         TILE_COLUMNS=tiling.columns,
         TILE_INNER=tiling.inner,
@@ -396,7 +511,7 @@ def copies_rows(x: Tensor, columns: int) -> bool:
     """
     if x.element_size() != 2 or x.shape[1] % 8 or columns % 8 or not use_fused("grouped GEMM", x):
         return False
-    return dispatch.INTERPRET or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return dispatch.IS_INTERPRETED or torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def gather_rows(x: Tensor, index: Tensor, offsets: Tensor) -> Tensor:

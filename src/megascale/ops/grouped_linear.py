@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megascale.ops.activation import RecomputedActivation
 from megascale.ops.dispatch import use_fused
-from megascale.ops.gradient_sink import sink_of
+from megascale.ops.gradient_sink import get_sink
 from megascale.ops.grouped_gemm import accumulate_group_gradients, copies_rows, gather_rows, multiply_groups
 from megascale.ops.routing import RoutingPlan, combine_rows
 from megascale.ops.routing_kernels import GRADIENT_KINDS, activation_gradient
@@ -118,7 +118,7 @@ def _add_gradient(
     dy_index: Tensor | None = None,
 ) -> Tensor | None:
     """Add the gradient of matrices [experts, ..., inner] to their sink, or return it without one."""
-    sink = sink_of(weight)
+    sink = get_sink(weight)
     if sink is None and not weight.requires_grad:
         return None
     if sink is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megascale.config.experts_section import ExpertsConfig
 from megascale.ops.dispatch import use_fused
-from megascale.ops.gradient_sink import sink_of, tracked
+from megascale.ops.gradient_sink import get_sink, get_tracked
 from megascale.ops.linear import multiply_wide
 from megascale.ops.routing_kernels import count_choices, select_top, sort_choices, split_float32, sum_rows
 
@@ -48,7 +48,7 @@ class _RouterLinear(torch.autograd.Function):
         dx = (dy_TE @ matrix.to(dy_TE.dtype)).to(x.dtype).view(x.shape)
         if not weight.requires_grad:
             return dx, None, None
-        sink = sink_of(weight)
+        sink = get_sink(weight)
         if sink is None:
             return dx, (dy_TE.t() @ x_TH.to(dy_TE.dtype)).to(weight.dtype), None
         sink.main_grad.addmm_(dy_TE.t(), x_TH.to(dy_TE.dtype))
@@ -64,7 +64,7 @@ class _RouterLinear(torch.autograd.Function):
             return dx, None, None
         gradients = multiply_wide(parts_TP.t(), x_TH)
         gradient = gradients.view(3, *weight.shape).sum(0)
-        sink = sink_of(weight)
+        sink = get_sink(weight)
         if sink is None:
             return dx, gradient.to(weight.dtype), None
         sink.main_grad.add_(gradient)
@@ -74,7 +74,7 @@ class _RouterLinear(torch.autograd.Function):
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Return the logits [..., experts] of tokens [..., h] in float32 or wider; weight: [experts, h]."""
-    logits: Tensor = _RouterLinear.apply(x, tracked(x, weight), (weight,))
+    logits: Tensor = _RouterLinear.apply(x, get_tracked(x, weight), (weight,))
     return logits
 
 

@@ -1,7 +1,8 @@
 """Base of all optimizers: the shards of this rank with their state, and the rule that updates them.
 
-An optimizer is one file in this package: a subclass of `UpdateRule`, named in `rules.py`. config/parts.py declares its
-state for each logical tensor. A shard is divided into parts, ranges whose tensors have the same state.
+An optimizer is one file in this package: a subclass of `UpdateRule` that `rules.py` registers. config/parts.py declares
+the optimizer's state for each logical tensor. A shard is divided into parts, which are ranges whose tensors have the
+same state.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from megascale.config import OptimizerConfig
 from megascale.config.parts import OptimizerFacts
 from megascale.core.tensors import matrix_ranges
-from megascale.ops.segments import Segments
+from megascale.ops.segments import Segment, Segments
 from megascale.parallel.buffers import Extent, FlatShard
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 
@@ -27,9 +28,9 @@ class StatePart:
 
     Attributes:
         start, stop: range of the shard's elements.
-        extents: extents within the range, with offsets in the shard.
-        segments: the same extents with offsets from `start`, for kernels.
-        state: flat tensors as long as the part, by name; float32 (float64 for float64 models).
+        extents: ranges of single tensors within the part, with offsets from the shard's start.
+        segments: the same ranges for kernels, with offsets from the part's start.
+        state: state tensors by name, flat and as long as the part; float32 (float64 for float64 models).
     """
 
     start: int
@@ -39,7 +40,7 @@ class StatePart:
     state: dict[str, torch.Tensor]
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this part's view of a flat tensor as long as the shard."""
+        """Return the part's elements of a flat tensor as long as the shard."""
         return flat[self.start : self.stop]
 
 
@@ -48,20 +49,21 @@ class ShardState:
     """Master weights and optimizer state of one shard.
 
     Attributes:
-        master: master weights, as long as the shard; float32 (float64 for float64 models). They are the weights in use
-            if those have the same type.
+        shard: weights in use and gradients.
+        master: master weights, as long as the shard; float32 (float64 for float64 models). If the weights in use have
+            this type, `master` is `shard.params`.
         parts: consecutive parts that cover the shard.
-        counted_ranges: ranges whose gradients this rank adds to the norm.
+        norm_ranges: ranges (start, stop) whose gradients this rank adds to the norm.
     """
 
     shard: FlatShard
     master: torch.Tensor
     parts: list[StatePart]
-    counted_ranges: list[tuple[int, int]]
+    norm_ranges: list[tuple[int, int]]
 
     @property
     def param_out(self) -> torch.Tensor | None:
-        """Buffer of the weights in use, None if they are the master weights."""
+        """Buffer of the weights in use; None if the master weights are the weights in use."""
         if self.master is self.shard.params:
             return None
         return self.shard.params
@@ -79,21 +81,21 @@ class Shards:
     Attributes:
         states: states of all shards, by chunk and bucket.
         update_order: the same states in the order of updates, which all data-parallel ranks share.
-        names: logical tensors of this stage, in an order that all its tensor- and data-parallel ranks share. Segments
-            refer to them by index.
-        position: this rank's coordinate; a replicated parameter counts on the first of its replicas only.
+        tensor_names: logical tensors of this pipeline stage, in an order that all ranks of the stage share. Segments
+            refer to a tensor by its index in this list.
+        position: this rank's coordinate by axis. Only the first replica of a parameter adds to norms.
         stage: ranks whose shards together hold this stage's tensors once (except replicated parameters).
     """
 
     states: Sequence[ShardState]
     update_order: Sequence[ShardState]
-    names: Sequence[str]
+    tensor_names: Sequence[str]
     position: Mapping[str, int] = field(default_factory=dict)
     stage: Axis = SINGLE_RANK
 
     @property
     def device(self) -> torch.device:
-        """Device of the shards; with optimizer.offload their state lies on the host."""
+        """Device of weights in use and gradients; with optimizer.offload the state is in host memory instead."""
         return self.states[0].shard.params.device
 
 
@@ -104,8 +106,8 @@ class UpdateStep:
     Attributes:
         learning_rate: learning rate of this step.
         number: number of the step, from 1.
-        grad_scale: 0-d tensor by which gradients are multiplied (clipping); None: no scaling.
-        skip: 0-d boolean tensor; if it is true, nothing may change.
+        grad_scale: 0-d tensor that gradients are multiplied by (clipping); None: no scaling.
+        skip: 0-d boolean tensor; if it is true, the update changes no weights and no state.
     """
 
     learning_rate: float
@@ -118,13 +120,13 @@ class UpdateRule(ABC):
     """Update of shards by one optimizer.
 
     Attributes:
-        exchanges_at_start: construction is collective. An engine with such a rule cannot rejoin, because ranks that
-            start anew would construct the rule alone.
-        observer: called during an update with the name, the part and the tensor of each input and result that
-            `list_inputs` and `list_results` name; None: not called.
+        has_collective_init: whether all ranks of the stage must construct the rule together. An engine with such a rule
+            cannot rejoin, because ranks that start anew would construct the rule alone.
+        observer: called during an update as observer(name, part, tensor), for each input of `list_inputs` and each
+            result of `list_results`; None: not called.
     """
 
-    exchanges_at_start: ClassVar[bool] = False
+    has_collective_init: ClassVar[bool] = False
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
         self.config = config
@@ -137,27 +139,33 @@ class UpdateRule(ABC):
         return type(self).recompute is not UpdateRule.recompute
 
     def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
-        """Repeat the last update for a copy of elements, which another rank may own (train/update_check.py).
+        """Repeat the last update on a copy of elements, which another rank may own (train/update_check.py).
 
-        All results must have the bits of `update`. Master weights, weights in use, gradients and state are updated in
-        place.
+        All results must have the same bits as those of `update`. Master weights, weights in use, gradients and state
+        of the copy are updated in place.
 
         Args:
-            state, part: the copy. Its segments are parts of those that `update` reads, at the same positions within a
-                tile; `part.state` also has the inputs of `list_inputs`.
+            state, part: the copied elements before the update. An element has the same position within a kernel's tile
+                as in `update`. `part.state` also holds the inputs of `list_inputs`.
             step: arguments of the update.
 
         Returns:
-            The results of `list_results`.
+            The results of `list_results`, by name.
         """
         raise NotImplementedError
 
     def list_inputs(self, state_names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return inputs of elements with this state that other ranks compute, in the type of the weights in use."""
+        """Return the names of update inputs that other ranks compute, for elements whose state is `state_names`.
+
+        The inputs have the type of the weights in use.
+        """
         return ()
 
     def list_results(self, state_names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return results of elements with this state that the update discards, in the type of the weights in use."""
+        """Return the names of update results that are not kept, for elements whose state is `state_names`.
+
+        The results have the type of the weights in use.
+        """
         return ()
 
     @abstractmethod
@@ -165,8 +173,8 @@ class UpdateRule(ABC):
         """Update master weights, weights in use and state in place, without synchronising with the device.
 
         Args:
-            on_updated: called with each shard of `shards.update_order`, in that order, once its weights in use are
-                written. Their gather can begin then.
+            on_updated: called with each shard, in the order of `shards.update_order`, when its weights in use are
+                written. The caller can then start their all-gather.
         """
 
 
@@ -174,15 +182,17 @@ def make_state_parts(
     shard: FlatShard,
     master: torch.Tensor,
     facts: OptimizerFacts,
-    ids: dict[str, int],
+    tensor_indices: Mapping[str, int],
     allocate: Callable[[int], torch.Tensor] | None = None,
 ) -> list[StatePart]:
     """Divide a shard into parts with zero state.
 
     Args:
-        ids: numbers all logical tensors.
-        allocate: returns zeros of a length for the state; default: memory like the master weights'.
+        facts: the optimizer's state names for each logical tensor.
+        tensor_indices: index of every logical tensor by name.
+        allocate: returns a state tensor of zeros with a given length; None: allocate it where the master weights are.
     """
+    # Consecutive extents with the same state names.
     groups: list[tuple[tuple[str, ...], list[Extent]]] = []
     for extent in shard.extents:
         state_names = facts.state_names(extent.piece.name, extent.piece.shape)
@@ -190,29 +200,40 @@ def make_state_parts(
             groups[-1][1].append(extent)
         else:
             groups.append((state_names, [extent]))
-    starts = [0, *(extents[0].start for _, extents in groups[1:]), master.numel()]
+    # The parts cover the padding between extents too, so a part ends where the next part starts.
+    bounds = [0]
+    for _, extents in groups[1:]:
+        bounds.append(extents[0].start)
+    bounds.append(master.numel())
     parts = []
-    for (state_names, extents), start, stop in zip(groups, starts, starts[1:], strict=False):
-        rows = []
+    for index, (state_names, extents) in enumerate(groups):
+        start = bounds[index]
+        stop = bounds[index + 1]
+        ranges: list[Segment] = []
         for extent in extents:
-            rows += _list_segments(extent, start, facts, ids)
+            ranges += _list_segments(extent, start, facts, tensor_indices)
         if allocate is None:
             state = {name: torch.zeros_like(master[start:stop]) for name in state_names}
         else:
             state = {name: allocate(stop - start) for name in state_names}
-        parts.append(StatePart(start, stop, extents, Segments(rows, len(ids), shard.params.device), state))
+        segments = Segments(ranges, len(tensor_indices), shard.params.device)
+        parts.append(StatePart(start, stop, extents, segments, state))
     return parts
 
 
 def _list_segments(
-    extent: Extent, part_start: int, facts: OptimizerFacts, ids: dict[str, int]
-) -> list[tuple[int, int, bool, int]]:
-    """Return an extent's segments: one, or one per matrix of a stack if the update depends on their norms."""
+    extent: Extent, part_start: int, facts: OptimizerFacts, tensor_indices: Mapping[str, int]
+) -> list[Segment]:
+    """Return the segments of an extent: one, or one per matrix of a stack if the update depends on matrix norms."""
     piece = extent.piece
     if not facts.has_matrix_norms:
-        return [(extent.start - part_start, extent.stop - part_start, piece.decay, ids[piece.name])]
-    shift = extent.start - extent.piece_start - part_start
+        index = tensor_indices[piece.name]
+        return [Segment(extent.start - part_start, extent.stop - part_start, piece.decay, index)]
+    # Offset of the piece's first element from the part's start.
+    piece_offset = extent.start - extent.piece_start - part_start
+    piece_stop = extent.piece_start + extent.stop - extent.start
     segments = []
-    for run in matrix_ranges(piece, extent.piece_start, extent.piece_start + extent.stop - extent.start):
-        segments.append((run.start + shift, run.stop + shift, piece.decay, ids[run.name]))
+    for matrix in matrix_ranges(piece, extent.piece_start, piece_stop):
+        index = tensor_indices[matrix.name]
+        segments.append(Segment(matrix.start + piece_offset, matrix.stop + piece_offset, piece.decay, index))
     return segments

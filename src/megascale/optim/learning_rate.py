@@ -1,6 +1,6 @@
-"""Learning-rate schedules by `lr.schedule`: one function per shape, in a registry. A package adds one with `register`.
+"""Learning-rate schedules in a registry, by `lr.schedule`. Other packages add a schedule with `register`.
 
-The rate is a function of the step alone, so a resumed run continues it without a state of its own.
+The rate is a function of the step alone. A resumed run therefore needs no saved state of the schedule.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from megascale.config import LrConfig
 from megascale.config.parts import LR_SCHEDULES, LrScheduleFacts
 from megascale.config.registry import Registry
 
-# (lr, step, end) -> rate of a step after the warm-up; the decay ends at step `end`, lr.decay_steps or train.steps.
+# (lr section, step, end) -> learning rate of a step after the warm-up. The decay ends at step `end`.
 LrSchedule = Callable[[LrConfig, int, int], float]
 
 
 def learning_rate(lr: LrConfig, step: int, steps: int) -> float:
-    """Return the learning rate of optimizer step `step` (from 1) of a run of `steps`.
+    """Return the learning rate of optimizer step `step` (from 1) in a run of `steps` steps.
 
-    Linear warm-up reaches `peak` at step `warmup_steps`; the rest follows `lr.schedule`.
+    Linear warm-up reaches `lr.peak` at step `lr.warmup_steps`. Later steps follow `lr.schedule`, whose decay ends at
+    step `lr.decay_steps`, or with the run if that is not set.
     """
     if step <= lr.warmup_steps:
         return lr.peak * step / lr.warmup_steps
@@ -27,48 +28,52 @@ def learning_rate(lr: LrConfig, step: int, steps: int) -> float:
 
 
 def constant(lr: LrConfig, step: int, end: int) -> float:
-    """Return the peak."""
+    """Return `lr.peak` for every step."""
     return lr.peak
 
 
 def cosine(lr: LrConfig, step: int, end: int) -> float:
-    """Return half a cosine from the peak to `min` (Loshchilov and Hutter 2017, without restarts)."""
-    return _decay(lr, _decay_cosine(_progress(step, lr.warmup_steps, end)))
+    """Return the rate of a decay to `lr.min` along half a cosine (Loshchilov and Hutter 2017, without restarts)."""
+    return _interpolate(lr, _decay_cosine(_progress(step, lr.warmup_steps, end)))
 
 
 def linear(lr: LrConfig, step: int, end: int) -> float:
-    """Return a straight line from the peak to `min`."""
-    return _decay(lr, _progress(step, lr.warmup_steps, end))
+    """Return the rate of a linear decay to `lr.min`."""
+    return _interpolate(lr, _progress(step, lr.warmup_steps, end))
 
 
 def wsd(lr: LrConfig, step: int, end: int) -> float:
-    """Return the peak, and from it a decay to `min` in the last part of the steps: warm-up, stable, decay.
+    """Return the rate of warm-up, stable, decay: the peak, then a decay to `lr.min` in the last steps before `end`.
 
-    `decay_fraction` of the steps up to `end`, at least one, decay in the shape of `decay_shape`. Hu et al. 2024
-    (MiniCPM) introduced the schedule. Haegele et al. 2024 compare shapes: "sqrt" over a fifth of the steps is best.
+    The decay takes the fraction `lr.decay_fraction` of the steps up to `end`, at least one step, and has the shape
+    `lr.decay_shape`. Hu et al. 2024 (MiniCPM) introduced the schedule. Haegele et al. 2024 compare shapes: "sqrt" over
+    a fifth of the steps is best.
     """
     decay_steps = max(1, round(lr.decay_fraction * end))
     start = max(lr.warmup_steps, end - decay_steps)
     if step <= start:
         return lr.peak
-    return _decay(lr, _DECAY_SHAPES[lr.decay_shape](_progress(step, start, end)))
+    return _interpolate(lr, _DECAY_SHAPES[lr.decay_shape](_progress(step, start, end)))
 
 
 def inverse_sqrt(lr: LrConfig, step: int, end: int) -> float:
-    """Return peak * sqrt(warm-up / step), at least `min` (Vaswani et al. 2017); without warm-up peak / sqrt(step)."""
+    """Return peak * sqrt(warmup_steps / step), at least `lr.min` (Vaswani et al. 2017).
+
+    Without warm-up the rate is peak / sqrt(step).
+    """
     return max(lr.min, lr.peak * math.sqrt(max(1, lr.warmup_steps) / step))
 
 
 def _progress(step: int, start: int, end: int) -> float:
-    """Return how much of the steps from `start` to `end` have passed, from 0 to 1."""
+    """Return the fraction of the steps from `start` to `end` that have passed, from 0 to 1."""
     if end <= start:
         return 1.0
     return min(1.0, (step - start) / (end - start))
 
 
-def _decay(lr: LrConfig, decayed: float) -> float:
-    """Return the rate after `decayed`, from 0 to 1, of the way from the peak to `min`."""
-    return lr.peak - (lr.peak - lr.min) * decayed
+def _interpolate(lr: LrConfig, fraction: float) -> float:
+    """Return the rate between `lr.peak` (fraction 0) and `lr.min` (fraction 1)."""
+    return lr.peak - (lr.peak - lr.min) * fraction
 
 
 def _decay_linear(progress: float) -> float:
@@ -80,10 +85,11 @@ def _decay_cosine(progress: float) -> float:
 
 
 def _decay_exponential(progress: float) -> float:
-    """Return 1 less the exponential of Megatron-LM, 2 * 0.5^progress - 1."""
+    """Return 1 - c, where c = 2 * 0.5^progress - 1 is the coefficient of Megatron-LM's exponential decay."""
     return 2 - 2 * 0.5**progress
 
 
+# Shape -> fraction of the way from peak to minimum, by the fraction of the decay's steps that have passed.
 _DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": _decay_linear,
     "cosine": _decay_cosine,
@@ -98,6 +104,6 @@ SCHEDULES: Registry[LrSchedule] = Registry(
 
 
 def register(name: str, schedule: LrSchedule, description: str) -> None:
-    """Register a schedule; description: one line for people. Raises ConfigError if the name exists."""
+    """Register a schedule with a description of one line for the reference. Raises ConfigError if the name exists."""
     LR_SCHEDULES.register(name, LrScheduleFacts(description))
     SCHEDULES.register(name, schedule)

@@ -1,11 +1,11 @@
 """AdamW whose master weights and moments lie in host memory (`optimizer.offload`).
 
-An update moves the state through slots of device memory, piece by piece: while one piece is updated, the next one is
-fetched and the one before is stored. The kernels are those of `ShardedAdamW` on the same numbers, so the results have
-the same bits (unlike ZeRO-Offload, Ren et al. 2021, whose update runs on the host).
+An update copies the state to the device in blocks, through a few staging buffers. While the device updates a block, the
+next block is fetched and the previous block is stored. The kernels and their inputs are those of `ShardedAdamW`, so
+the results have the same bits. In ZeRO-Offload (Ren et al. 2021) the update runs on the host.
 
-The update cannot move under the backward, because clipping needs the norm of the whole gradient. The host waits until
-the last piece is stored, since checkpoints read the state without the device.
+The update cannot overlap the backward, because clipping needs the norm of the complete gradient. The host waits until
+the last block is stored, because checkpoints read the state in host memory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from megascale.optim.sharded_adamw import apply_adamw
 from megascale.parallel.buffers import FlatShard
 from megascale.parallel.host_copies import InlineCopies, PageLockError, page_lock
 
+_STAGED_NAMES = ("master", "exp_avg", "exp_avg_sq")
+
 
 class HostMemory:
     """Page-locked host memory of a rank's master weights and optimizer state, allocated once.
 
     Args:
-        count: elements.
-        dtype: their type.
+        count: number of elements.
+        dtype: type of the elements.
         device: device that copies from and to the memory.
 
     Raises FitError if the host has less free memory, TrainingError if the memory cannot be page-locked.
@@ -40,10 +42,10 @@ class HostMemory:
 
     def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
         capacity = Capacity.measure()
-        needed = count * dtype.itemsize
-        if capacity.memory is not None and needed > capacity.memory:
+        needed_bytes = count * dtype.itemsize
+        if capacity.memory is not None and needed_bytes > capacity.memory:
             raise FitError(
-                f"optimizer.offload=true needs {needed / 2**30:.1f} GiB of host memory per rank, and "
+                f"optimizer.offload=true needs {needed_bytes / 2**30:.1f} GiB of host memory per rank, and "
                 f"{capacity.memory / 2**30:.1f} GiB are free ({capacity.memory_from}); use more data-parallel ranks or "
                 "set --optimizer.offload=false"
             )
@@ -55,32 +57,33 @@ class HostMemory:
                 f"optimizer.offload=true: {error}; raise the limit (ulimit -l), free host memory, or set "
                 "--optimizer.offload=false"
             ) from error
-        self._used = 0
+        self._allocated_count = 0
 
-    def take(self, count: int) -> torch.Tensor:
-        """Return the next `count` elements, which are zero."""
-        self._used += count
-        return self._memory[self._used - count : self._used]
+    def allocate(self, count: int) -> torch.Tensor:
+        """Return the next `count` elements of the memory, which are zero."""
+        start = self._allocated_count
+        self._allocated_count += count
+        return self._memory[start : self._allocated_count]
 
 
 @dataclass
-class _Piece:
-    """A range of a part that is updated at once.
+class _Block:
+    """Range of a state part that one kernel updates.
 
     Attributes:
-        state: the shard's state, whose master weights lie on the host.
-        start, stop: elements of the shard.
-        host: master weights and moments on the host.
-        segments: ranges of tensors, with offsets from `start`.
-        ends_shard: whether it is the last piece of its shard.
+        state: state of the shard; its master weights are in host memory.
+        start, stop: range of the shard's elements.
+        host_tensors: master weights and moments of the range in host memory, by name.
+        segments: tensors of the range, with offsets from `start`.
+        is_last_of_shard: whether the shard's other blocks come before this block.
     """
 
     state: ShardState
     start: int
     stop: int
-    host: dict[str, torch.Tensor]
+    host_tensors: dict[str, torch.Tensor]
     segments: Segments
-    ends_shard: bool = False
+    is_last_of_shard: bool = False
 
 
 class OffloadedAdamW(UpdateRule):
@@ -88,77 +91,88 @@ class OffloadedAdamW(UpdateRule):
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
         super().__init__(config, shards)
-        self._pieces = list(_cut_pieces(shards, OFFLOAD_ELEMENTS))
-        longest = max((piece.stop - piece.start for piece in self._pieces), default=0)
-        master = shards.states[0].master
-        names = ("master", "exp_avg", "exp_avg_sq")
-        self._slots = [
-            {name: torch.empty(longest, dtype=master.dtype, device=shards.device) for name in names}
-            for _ in range(OFFLOAD_SLOTS)
-        ]
+        self._blocks = list(_divide_into_blocks(shards, OFFLOAD_ELEMENTS))
+        max_length = max((block.stop - block.start for block in self._blocks), default=0)
+        dtype = shards.states[0].master.dtype
+        # Tensors of each staging buffer by name. Block i uses buffer i modulo OFFLOAD_SLOTS.
+        self._staging_buffers: list[dict[str, torch.Tensor]] = []
+        for _ in range(OFFLOAD_SLOTS):
+            buffer = {name: torch.empty(max_length, dtype=dtype, device=shards.device) for name in _STAGED_NAMES}
+            self._staging_buffers.append(buffer)
         self._copies = InlineCopies.of(shards.device)
 
     def update(self, step: UpdateStep, on_updated: Callable[[FlatShard], None]) -> None:
-        """Update piece by piece, with the copies of other pieces under way."""
-        copies, pieces = self._copies, self._pieces
-        fetched: dict[int, Any] = {}
-        stored: dict[int, Any] = {}
+        """Update block by block, while other blocks are copied."""
+        copies = self._copies
+        blocks = self._blocks
+        # Events at the end of each block's copies, by the block's index.
+        fetch_events: dict[int, Any] = {}
+        store_events: dict[int, Any] = {}
 
-        def fetch(number: int) -> None:
-            if number < len(pieces):
-                piece = pieces[number]
-                # The previous piece in this slot must have been stored.
-                after = stored.get(number - OFFLOAD_SLOTS)
-                fetched[number] = copies.fetch(self._device_views(number), list(piece.host.values()), after)
+        def start_fetch(index: int) -> None:
+            if index < len(blocks):
+                # The block that used this staging buffer before must have been stored.
+                buffer_is_free = store_events.get(index - OFFLOAD_SLOTS)
+                host_tensors = list(blocks[index].host_tensors.values())
+                fetch_events[index] = copies.fetch(self._get_staged_tensors(index), host_tensors, buffer_is_free)
 
-        fetch(0)
-        for number, piece in enumerate(pieces):
-            fetch(number + 1)
-            copies.wait(fetched.pop(number))
-            staged = self._device_views(number)
-            self._update_piece(piece, staged, step)
-            stored[number] = copies.store(list(piece.host.values()), staged)
-            if piece.ends_shard:
-                on_updated(piece.state.shard)
+        start_fetch(0)
+        for index, block in enumerate(blocks):
+            start_fetch(index + 1)
+            copies.wait(fetch_events.pop(index))
+            staged_tensors = self._get_staged_tensors(index)
+            self._update_block(block, staged_tensors, step)
+            store_events[index] = copies.store(list(block.host_tensors.values()), staged_tensors)
+            if block.is_last_of_shard:
+                on_updated(block.state.shard)
         copies.synchronize()
 
     def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
-        """Repeat the update of a copy in device memory, see `UpdateRule.recompute`."""
+        """Repeat the update on copied elements in device memory, see `UpdateRule.recompute`."""
         apply_adamw(self.config, state, part, step)
         return {}
 
-    def _device_views(self, number: int) -> list[torch.Tensor]:
-        """Return the device memory of a piece: master weights and moments."""
-        piece = self._pieces[number]
-        slot = self._slots[number % OFFLOAD_SLOTS]
-        return [slot[name][: piece.stop - piece.start] for name in piece.host]
+    def _get_staged_tensors(self, index: int) -> list[torch.Tensor]:
+        """Return the device memory of a block: master weights and moments."""
+        block = self._blocks[index]
+        buffer = self._staging_buffers[index % OFFLOAD_SLOTS]
+        return [buffer[name][: block.stop - block.start] for name in block.host_tensors]
 
-    def _update_piece(self, piece: _Piece, staged: Sequence[torch.Tensor], step: UpdateStep) -> None:
-        master, exp_avg, exp_avg_sq = staged
-        shard = piece.state.shard
-        elements = slice(piece.start, piece.stop)
-        state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        part = StatePart(0, piece.stop - piece.start, [], piece.segments, state)
-        view = FlatShard(shard.params[elements], shard.grads[elements], [])
-        apply_adamw(self.config, ShardState(view, master, [part], []), part, step)
+    def _update_block(self, block: _Block, staged_tensors: Sequence[torch.Tensor], step: UpdateStep) -> None:
+        """Run AdamW on a block as if it were a shard of its own."""
+        master, exp_avg, exp_avg_sq = staged_tensors
+        shard = block.state.shard
+        elements = slice(block.start, block.stop)
+        moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        part = StatePart(0, block.stop - block.start, [], block.segments, moments)
+        block_shard = FlatShard(shard.params[elements], shard.grads[elements], [])
+        apply_adamw(self.config, ShardState(block_shard, master, [part], []), part, step)
 
 
-def _cut_pieces(shards: Shards, limit: int) -> Iterator[_Piece]:
-    """Yield the pieces of all shards in the order of updates, of at most `limit` elements each."""
+def _divide_into_blocks(shards: Shards, max_length: int) -> Iterator[_Block]:
+    """Yield the blocks of all shards in the order of updates, of at most `max_length` elements each."""
     for state in shards.update_order:
-        pieces: list[_Piece] = []
+        blocks: list[_Block] = []
         for part in state.parts:
-            for begin in range(0, part.stop - part.start, limit):
-                end = min(begin + limit, part.stop - part.start)
-                rows = []
-                for row in part.segments.rows:
-                    start, stop = max(row.start, begin), min(row.stop, end)
-                    if start < stop:
-                        rows.append(Segment(start - begin, stop - begin, row.decay, row.tensor))
-                host = {"master": part.view(state.master)[begin:end]}
-                host |= {name: part.state[name][begin:end] for name in ("exp_avg", "exp_avg_sq")}
-                segments = Segments(rows, part.segments.tensors, shards.device)
-                pieces.append(_Piece(state, part.start + begin, part.start + end, host, segments))
-        if pieces:
-            pieces[-1].ends_shard = True
-        yield from pieces
+            part_length = part.stop - part.start
+            for start in range(0, part_length, max_length):
+                stop = min(start + max_length, part_length)
+                host_tensors = {"master": part.view(state.master)[start:stop]}
+                for name in ("exp_avg", "exp_avg_sq"):
+                    host_tensors[name] = part.state[name][start:stop]
+                segments = _cut_segments(part.segments, start, stop)
+                blocks.append(_Block(state, part.start + start, part.start + stop, host_tensors, segments))
+        if blocks:
+            blocks[-1].is_last_of_shard = True
+        yield from blocks
+
+
+def _cut_segments(segments: Segments, start: int, stop: int) -> Segments:
+    """Return the segments within elements `start:stop`, with offsets from `start`."""
+    cut = []
+    for segment in segments.ranges:
+        cut_start = max(segment.start, start)
+        cut_stop = min(segment.stop, stop)
+        if cut_start < cut_stop:
+            cut.append(Segment(cut_start - start, cut_stop - start, segment.decay, segment.tensor_index))
+    return Segments(cut, segments.tensor_count, segments.device)

@@ -1,7 +1,7 @@
 """Optimizer on this rank's flat shards, in any layout: state, clipping, and the rule's update.
 
-A step does not synchronise with the device: the gradient norm, the clipping factor and the flag that skips a step with
-non-finite gradients all stay there.
+A step does not synchronise with the device. The gradient norm, the clipping factor and the flag that skips a step with
+non-finite gradients stay on the device.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ class ShardedOptimizer:
 
     Args:
         config: update rule and its settings.
-        chunks: buffers of this rank's chunks.
-        position: this rank's coordinate; a replicated parameter counts on the first of its replicas only. Axes left
-            out are at position 0.
-        norm: axis over which squared gradient norms (and piggybacked scalars) are summed: the world.
-        norm_weight: weight of this rank's squares; 1 / ranks that share the shards if those have the same gradients.
+        chunks: parameter and gradient buffers of this rank's model chunks.
+        position: this rank's coordinate by axis; 0 on axes left out. Only the first replica of a parameter adds to
+            norms.
+        norm: ranks over which squared gradient norms and piggybacked scalars are summed: the world.
+        norm_weight: weight of this rank's squared norm. If several ranks hold the same shards and gradients, it is
+            1 / number of these ranks.
         stage: ranks whose shards together hold this stage's tensors, for rules that need whole tensors or their norms.
-        duplicates: logical names that count on another stage (the second copy of a tied embedding).
+        duplicates: logical tensors that another stage adds to the norm (the second copy of a tied embedding).
 
     Attributes:
-        hold: holds back queued updates in a process that outlives its groups; None elsewhere.
-        before_update: called with the arguments of an update before it (train/update_check.py); None: not called.
+        states: states of all shards, by chunk and bucket.
+        hold: holds back queued updates in a process that outlives its process groups; None in other processes.
+        before_update: called before each update with its arguments (train/update_check.py); None: not called.
     """
 
     def __init__(
@@ -61,10 +63,12 @@ class ShardedOptimizer:
         self.norm_axis = norm
         self.norm_weight = norm_weight
         facts = OPTIMIZERS[config.name]
-        names = _list_names(chunks, facts.has_matrix_norms)
-        host = _allocate_host_memory(chunks) if config.offload else None
-        index = {name: i for i, name in enumerate(names)}
+        tensor_names = _list_tensor_names(chunks, lists_matrices=facts.has_matrix_norms)
+        tensor_indices = {name: index for index, name in enumerate(tensor_names)}
+        host_memory = _allocate_host_memory(chunks) if config.offload else None
+        allocate = None if host_memory is None else host_memory.allocate
         self.states: list[ShardState] = []
+        # Indices of the states whose bucket holds a tied embedding.
         self._tied_states: set[int] = set()
         for chunk in chunks:
             if chunk.layout.tied_bucket is not None:
@@ -72,24 +76,25 @@ class ShardedOptimizer:
             for shard in chunk.shards:
                 accumulation_dtype = shard.grads.dtype
                 master = shard.params
-                if host is not None:
-                    master = host.take(master.numel()).copy_(shard.params)
+                if host_memory is not None:
+                    master = host_memory.allocate(master.numel()).copy_(shard.params)
                 elif master.dtype != accumulation_dtype:
                     master = master.to(accumulation_dtype)
-                counted = []
+                norm_extents = []
                 for extent in shard.extents:
                     if extent.spec.is_counted(position) and extent.piece.name not in duplicates:
-                        counted.append(extent)
-                allocate = None if host is None else host.take
-                parts = make_state_parts(shard, master, facts, index, allocate=allocate)
-                self.states.append(ShardState(shard, master, parts, _merge_ranges(shard.extents, counted)))
-        # The next step needs the first chunk first, and its buckets in the order of their use.
+                        norm_extents.append(extent)
+                norm_ranges = _merge_ranges(shard.extents, norm_extents)
+                parts = make_state_parts(shard, master, facts, tensor_indices, allocate=allocate)
+                self.states.append(ShardState(shard, master, parts, norm_ranges))
+        # The next step's forward uses the first chunk first, and its buckets in `forward_order`.
         first_chunk = [self.states[bucket] for bucket in chunks[0].forward_order]
         update_order = first_chunk + self.states[len(first_chunk) :]
         rule = OffloadedAdamW if config.offload else RULES[config.name]
-        # Each copy of the state sums over its own ranks.
-        position = {name: number for name, number in position.items() if name not in AXES.copies}
-        self.rule = rule(config, Shards(self.states, update_order, names, position, stage))
+        # `stage` leaves out the axes of `AXES.copies`: each copy of the shards sums its norms by itself. A rank must
+        # therefore add to the rule's norms whatever its coordinate on these axes is.
+        stage_position = {name: coordinate for name, coordinate in position.items() if name not in AXES.copies}
+        self.rule = rule(config, Shards(self.states, update_order, tensor_names, stage_position, stage))
 
     @torch.no_grad()
     def step(
@@ -101,23 +106,25 @@ class ShardedOptimizer:
         finish_tied: Callable[[], None] = lambda: None,
         needs_last_scalar: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Clip and update in place; a step whose norm is not finite changes nothing.
+        """Clip gradients and update the weights in place. A step whose norm is not finite changes nothing.
 
         Args:
-            piggybacked_scalars: float64 vector that is summed over ranks in the message of the norm.
+            step: number of the step, from 1.
+            piggybacked_scalars: float64 vector that is summed over the ranks in the all-reduce of the norm.
             on_shard_updated: called for each shard after its update.
-            finish_tied: waits for the gradients of a tied embedding, which are in flight while other norms are
+            finish_tied: waits for the gradients of a tied embedding. Their reduction runs while other norms are
                 computed.
-            needs_last_scalar: a step in which the sum of the last scalar (the loss weights) is zero changes nothing.
+            needs_last_scalar: whether a step changes nothing if the sum of the last scalar (the loss weights) is zero.
 
         Returns:
             The norm of the whole model's gradient before clipping, and the sum of `piggybacked_scalars`, on the device.
         """
         norm, summed_scalars = self._reduce_norm(piggybacked_scalars, finish_tied)
         if self.hold is not None:
-            norm = self.hold.apply(norm)
+            norm = self.hold.mask_norm(norm)
         grad_scale = None
         if self.config.clip:
+            # 1e-6 is the constant of torch.nn.utils.clip_grad_norm_.
             grad_scale = (self.config.clip / (norm + 1e-6)).clamp(max=1.0)
         skip = ~torch.isfinite(norm)
         if needs_last_scalar:
@@ -134,38 +141,38 @@ class ShardedOptimizer:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the 2-norm of the model's gradient (0-d, float64), and the summed scalars.
 
-        Every parameter counts once.
+        Every parameter is in the norm once.
         """
-        squares = torch.zeros(1, dtype=torch.float64, device=self.states[0].shard.grads.device)
-        numbers = range(len(self.states))
-        norms_by_state = self._compute_norms([number for number in numbers if number not in self._tied_states])
+        square_sum = torch.zeros(1, dtype=torch.float64, device=self.states[0].shard.grads.device)
+        untied_states = [index for index in range(len(self.states)) if index not in self._tied_states]
+        norms_by_state = self._compute_norms(untied_states)
         finish_tied()
         norms_by_state |= self._compute_norms(sorted(self._tied_states))
-        norms = [norm for number in numbers for norm in norms_by_state[number]]
+        norms: list[torch.Tensor] = []
+        for index in range(len(self.states)):
+            norms += norms_by_state[index]
         if norms:
-            squares += torch.stack(norms).double().square().sum()
-        squares *= self.norm_weight
+            square_sum += torch.stack(norms).double().square().sum()
+        square_sum *= self.norm_weight
         if piggybacked_scalars is None:
-            packed = squares
-        else:
-            packed = torch.cat([squares, piggybacked_scalars])
-        packed = all_reduce(packed, self.norm_axis).wait()
-        return packed[0].sqrt(), None if piggybacked_scalars is None else packed[1:]
+            return all_reduce(square_sum, self.norm_axis).wait()[0].sqrt(), None
+        packed = all_reduce(torch.cat([square_sum, piggybacked_scalars]), self.norm_axis).wait()
+        return packed[0].sqrt(), packed[1:]
 
-    def _compute_norms(self, numbers: Sequence[int]) -> dict[int, list[torch.Tensor]]:
-        """Return the 2-norms of the gradients that this rank counts, by state number."""
-        owners = []
+    def _compute_norms(self, state_indices: Sequence[int]) -> dict[int, list[torch.Tensor]]:
+        """Return the 2-norms of the gradients of each state's `norm_ranges`, by the state's index."""
+        range_states = []
         grads = []
-        for number in numbers:
-            state = self.states[number]
-            for start, stop in state.counted_ranges:
-                owners.append(number)
+        for index in state_indices:
+            state = self.states[index]
+            for start, stop in state.norm_ranges:
+                range_states.append(index)
                 grads.append(state.shard.grads[start:stop])
-        norms: dict[int, list[torch.Tensor]] = {number: [] for number in numbers}
+        norms: dict[int, list[torch.Tensor]] = {index: [] for index in state_indices}
         if grads:
-            # One call launches few kernels; a launch per shard would leave the device idle in between.
-            for number, norm in zip(owners, torch_private.foreach_norm(grads), strict=True):
-                norms[number].append(norm)
+            # One call launches few kernels. With a launch per shard the device would wait for the host.
+            for index, norm in zip(range_states, torch_private.foreach_norm(grads), strict=True):
+                norms[index].append(norm)
         return norms
 
     def copy_to_params(self) -> None:
@@ -175,7 +182,12 @@ class ShardedOptimizer:
                 state.param_out.copy_(state.master)
 
     def logical_tensors(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
-        """Yield a checkpoint's content: (name, whole shape, offsets, view of this rank's box) of weights and state."""
+        """Yield a checkpoint's content, one box (range on each dimension) of a logical tensor at a time.
+
+        Yields:
+            (name, shape of the logical tensor, offsets of the box, view of the box in this rank's shard), for master
+            weights and state tensors.
+        """
         for state in self.states:
             for part in state.parts:
                 for extent in part.extents:
@@ -194,30 +206,36 @@ def _allocate_host_memory(chunks: Sequence[ParamAndGradBuffer]) -> HostMemory:
     return HostMemory(3 * count, shard.grads.dtype, shard.params.device)
 
 
-def _list_names(chunks: Sequence[ParamAndGradBuffer], by_matrix: bool) -> list[str]:
-    """Return this stage's logical tensors in an order that all its tensor- and data-parallel ranks share.
+def _list_tensor_names(chunks: Sequence[ParamAndGradBuffer], *, lists_matrices: bool) -> list[str]:
+    """Return the names of this stage's logical tensors in an order that all ranks of the stage share.
 
-    by_matrix: the matrices of a stack one by one.
+    If `lists_matrices`, each matrix of a stack has a name of its own.
     """
     names = set()
     for chunk in chunks:
         for param in chunk.parameters:
             for piece in spec_of(param).pieces:
-                names.update(list_matrix_names(piece.name, piece.shape) if by_matrix else [piece.name])
+                if lists_matrices:
+                    names.update(list_matrix_names(piece.name, piece.shape))
+                else:
+                    names.add(piece.name)
     return sorted(names)
 
 
 def _merge_ranges(extents: list[Extent], selected: list[Extent]) -> list[tuple[int, int]]:
-    """Return few contiguous ranges that cover `selected` and no other extents; they may include padding."""
+    """Return the fewest ranges (start, stop) that cover `selected`, some of `extents`, and none of the others.
+
+    A range of several extents includes the padding between them.
+    """
     selected_ids = {id(extent) for extent in selected}
     ranges: list[tuple[int, int]] = []
-    is_open = False
+    extends_range = False
     for extent in extents:
         if id(extent) not in selected_ids:
-            is_open = False
-        elif is_open:
+            extends_range = False
+        elif extends_range:
             ranges[-1] = (ranges[-1][0], extent.stop)
         else:
             ranges.append((extent.start, extent.stop))
-            is_open = True
+            extends_range = True
     return ranges

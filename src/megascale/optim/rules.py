@@ -1,4 +1,4 @@
-"""Registry of update rules by `optimizer.name`. Another package adds one with `register`."""
+"""Registry of update rules by `optimizer.name`. Other packages add a rule with `register`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ RULES: Registry[type[UpdateRule]] = Registry(
 
 
 def register(name: str, facts: OptimizerFacts, rule: type[UpdateRule]) -> None:
-    """Register an optimizer with its facts and update rule. Raises ConfigError if the name exists."""
+    """Register an optimizer: its state per tensor (`facts`) and its update. Raises ConfigError if the name exists."""
     OPTIMIZERS.register(name, facts)
     RULES.register(name, rule)

@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020) on shards, with one packed all-reduce for the norms of whole logical tensors."""
+"""LAMB (You et al. 2020) on shards, with one all-reduce per update for the norms of all logical tensors."""
 
 from __future__ import annotations
 
@@ -18,47 +18,53 @@ from megascale.parallel.collectives import all_reduce
 class ShardedLamb(UpdateRule):
     """LAMB with the state exp_avg and exp_avg_sq for every tensor.
 
-    Norms are those of the weights and of the direction of each decayed tensor, and of each matrix of stacked experts.
+    LAMB adapts the rate of decayed tensors only, by the norms of a tensor's weights and of its direction. Each matrix
+    of stacked experts has norms of its own.
     """
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
         super().__init__(config, shards)
-        # 1 for tensors that LAMB adapts, and for tensors whose norms this rank sums; 0 for all others.
-        self._adapted = torch.zeros(len(shards.names), dtype=torch.float64, device=shards.device)
-        self._sums = torch.zeros(2, len(shards.names), dtype=torch.float64, device=shards.device)
-        self._counted = torch.zeros(len(shards.names), dtype=torch.float64, device=shards.device)
-        index = {name: i for i, name in enumerate(shards.names)}
+        tensor_count = len(shards.tensor_names)
+        # Masks by tensor, 1 or 0: tensors that LAMB adapts, and tensors whose squares this rank adds to the norms.
+        self._adapted_mask = torch.zeros(tensor_count, dtype=torch.float64, device=shards.device)
+        self._counted_mask = torch.zeros(tensor_count, dtype=torch.float64, device=shards.device)
+        # Sums of squares of weights (row 0) and directions (row 1) of the last update.
+        self._square_sums = torch.zeros(2, tensor_count, dtype=torch.float64, device=shards.device)
+        tensor_indices = {name: index for index, name in enumerate(shards.tensor_names)}
         for state in shards.states:
             for extent in state.shard.extents:
                 stop = extent.piece_start + extent.stop - extent.start
-                for run in matrix_ranges(extent.piece, extent.piece_start, stop):
-                    self._adapted[index[run.name]] = float(extent.piece.decay)
-                    self._counted[index[run.name]] = float(extent.spec.is_counted(shards.position))
+                for matrix_range in matrix_ranges(extent.piece, extent.piece_start, stop):
+                    index = tensor_indices[matrix_range.name]
+                    self._adapted_mask[index] = float(extent.piece.decay)
+                    self._counted_mask[index] = float(extent.spec.is_counted(shards.position))
 
     def update(self, step: UpdateStep, on_updated: Callable[[FlatShard], None]) -> None:
-        """Compute directions and their sums over all shards, reduce the sums, and update the weights."""
-        sums = torch.zeros(2, len(self.shards.names), dtype=torch.float64, device=step.skip.device)
+        """Compute directions and sums of squares of all shards, reduce the sums, and update the weights."""
+        local_sums = torch.zeros(2, len(self.shards.tensor_names), dtype=torch.float64, device=step.skip.device)
         for state in self.shards.states:
             for part in state.parts:
-                sums += self._compute_direction(state, part, step)
-        self._sums = all_reduce(sums * self._counted, self.shards.stage).wait()
-        adapted_sums = self._sums * self._adapted
+                local_sums += self._compute_direction(state, part, step)
+        self._square_sums = all_reduce(local_sums * self._counted_mask, self.shards.stage).wait()
+        # Sums of zero give a tensor that is not adapted the trust ratio 1.
+        adapted_sums = self._square_sums * self._adapted_mask
         for state in self.shards.update_order:
             for part in state.parts:
-                self._apply(state, part, step, adapted_sums)
+                self._apply_direction(state, part, step, adapted_sums)
             on_updated(state.shard)
 
     def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
-        """Repeat the update of a copy with the norms of the last update, see `UpdateRule.recompute`."""
+        """Repeat the update on copied elements with the norms of the last update, see `UpdateRule.recompute`."""
         self._compute_direction(state, part, step)
-        adapted = torch.zeros_like(self._adapted)
-        for row in part.segments.rows:
-            adapted[row.tensor] = float(row.decay)
-        self._apply(state, part, step, self._sums * adapted)
+        # The copy may hold tensors that this rank's own shards do not hold, so their mask is made from the segments.
+        adapted_mask = torch.zeros_like(self._adapted_mask)
+        for segment in part.segments.ranges:
+            adapted_mask[segment.tensor_index] = float(segment.decay)
+        self._apply_direction(state, part, step, self._square_sums * adapted_mask)
         return {}
 
     def _compute_direction(self, state: ShardState, part: StatePart, step: UpdateStep) -> torch.Tensor:
-        """Update the moments of a part. Return the sums of squares of its weights and directions."""
+        """Update the moments of a part. Return the sums of squares [2, tensors] of its weights and directions."""
         config = self.config
         grads = part.view(state.shard.grads)
         # The direction overwrites the gradient, which is not needed afterwards.
@@ -79,14 +85,14 @@ class ShardedLamb(UpdateRule):
             skip=step.skip,
         )
 
-    def _apply(self, state: ShardState, part: StatePart, step: UpdateStep, sums: torch.Tensor) -> None:
-        """Apply the direction times the trust ratio to a part's weights."""
+    def _apply_direction(self, state: ShardState, part: StatePart, step: UpdateStep, square_sums: torch.Tensor) -> None:
+        """Subtract learning rate x trust ratio x direction from a part's weights."""
         config = self.config
         lamb_apply(
             part.view(state.master),
             part.view(state.shard.grads),
             None if state.param_out is None else part.view(state.param_out),
-            sums,
+            square_sums,
             lr=step.learning_rate,
             trust_min=config.trust_min,
             trust_max=math.inf if config.trust_max is None else config.trust_max,

@@ -1,16 +1,18 @@
 """Muon on shards: orthogonalised momentum for the layers' matrices, AdamW for all other tensors.
 
-Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/): W <- W - lr NewtonSchulz(Nesterov momentum), for the
-matrices of the layers; embeddings, output, norms and biases use AdamW. Liu et al. 2025 ("Muon is scalable for LLM
-training", arXiv 2502.16982, section 2.2): decoupled weight decay, and updates times 0.2 sqrt(max(rows, columns)), the
-RMS of AdamW's updates, so that both share learning rate and decay.
+Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/) update the matrices of the layers by
+W <- W - lr NewtonSchulz(Nesterov momentum). Embeddings, output, norms and biases use AdamW. Liu et al. 2025 ("Muon is
+scalable for LLM training", arXiv 2502.16982, section 2.2) add decoupled weight decay, and multiply updates by
+0.2 sqrt(max(rows, columns)). Updates then have the RMS of AdamW's updates, so both rules share learning rate and decay.
 
-A shard holds parts of matrices, and orthogonalisation needs whole logical matrices (each one of a fused projection
-separately, and across tensor-parallel cuts, so that the result does not depend on the layout). Each matrix has one
-owner among the ranks whose shards make up the stage (ZeRO-0: among its tensor-parallel ranks), chosen for even work.
-One all-to-all sends the momentum's parts to their owners and another returns the updates; AdamW's elements are updated
-in the meantime. A rank sends and receives about twice its shard of the matrices, in the type of the GEMMs. That is
-little compared with the gradients and parameters that data parallelism moves.
+A shard holds ranges of matrices, but orthogonalisation needs whole logical matrices. The matrices of a fused projection
+are separate, and a matrix that tensor parallelism cuts is whole, so the result does not depend on the layout. Each
+matrix has one owner among the ranks whose shards make up the stage (with ZeRO-0 among the tensor-parallel ranks).
+Owners are chosen for even work.
+
+One all-to-all sends directions (Nesterov momentum) to the owners, and another returns the orthogonalised directions.
+AdamW's elements are updated during the first. A rank sends and receives about twice its shard of the matrices, in the
+type of the GEMMs. Data parallelism moves much more for gradients and parameters.
 """
 
 from __future__ import annotations
@@ -32,13 +34,20 @@ from megascale.parallel.buffers import FlatShard
 from megascale.parallel.collectives import Axis, all_to_all
 
 Shape = tuple[int, ...]
-# Maximum number of elements per batch of matrices. Small matrices need few launches, large ones bounded memory.
-BATCH = 2**26
+# Maximum number of elements per batch of matrices. Batches save kernel launches, and the limit bounds their memory.
+MAX_BATCH_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True)
 class MatrixRun:
-    """Run of a rank's shard within one logical matrix: elements first .. first + length of `box`, row-major."""
+    """Contiguous elements of a rank's shard that lie in one logical matrix.
+
+    Attributes:
+        name, shape: name and shape of the logical matrix.
+        box: block of the matrix that the rank's parameter holds.
+        first: index of the run's first element within `box`, row-major.
+        length: number of elements.
+    """
 
     name: str
     shape: Shape
@@ -49,7 +58,7 @@ class MatrixRun:
 
 @dataclass(frozen=True)
 class _LocalRun:
-    """Position of a run within a part of this rank's shards."""
+    """Elements `start:stop` of a part of this rank's shards, which are one run."""
 
     part: StatePart
     start: int
@@ -59,15 +68,15 @@ class _LocalRun:
 class ShardedMuon(UpdateRule):
     """Muon with a momentum for each hidden matrix and AdamW's moments for other tensors.
 
-    Construction is collective over the stage.
+    All ranks of the stage must construct the rule together, because the constructor gathers their runs.
 
     Attributes:
-        batches: shape and names of the matrices that this rank orthogonalises at once.
-        matrix_observer: called with the number and the stack of each batch. It replaces `orthogonalise_stack` and must
-            call it itself. None: not called.
+        batches: shape and names of the matrices that this rank orthogonalises in one call.
+        matrix_observer: called instead of `orthogonalise_stack` with the index and the stack of each batch. The
+            observer must call `orthogonalise_stack` itself. None: not called.
     """
 
-    exchanges_at_start = True
+    has_collective_init = True
 
     def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
         super().__init__(config, shards)
@@ -82,47 +91,50 @@ class ShardedMuon(UpdateRule):
                     continue
                 self._matrix_parts.append((state, part))
                 for extent in part.extents:
-                    shift = extent.start - extent.piece_start - part.start
-                    stop = extent.piece_start + extent.stop - extent.start
-                    for span in matrix_ranges(extent.piece, extent.piece_start, stop):
-                        length = span.stop - span.start
-                        runs.append(MatrixRun(span.name, span.shape, span.box, span.first, length))
-                        local_runs.append(_LocalRun(part, span.start + shift, span.stop + shift))
+                    # Offset of the piece's first element from the part's start.
+                    piece_offset = extent.start - extent.piece_start - part.start
+                    piece_stop = extent.piece_start + extent.stop - extent.start
+                    for matrix in matrix_ranges(extent.piece, extent.piece_start, piece_stop):
+                        length = matrix.stop - matrix.start
+                        runs.append(MatrixRun(matrix.name, matrix.shape, matrix.box, matrix.first, length))
+                        local_runs.append(_LocalRun(part, matrix.start + piece_offset, matrix.stop + piece_offset))
         runs_by_rank = _gather_runs(runs, shards.stage)
         all_runs = [run for rank_runs in runs_by_rank for run in rank_runs]
         shapes = {run.name: run.shape for run in all_runs}
-        owner = assign_owners(shapes, shards.stage.size)
+        owners = assign_owners(shapes, shards.stage.size)
         self._total_length = sum(run.length for run in all_runs)
-        # Local runs in the order in which they are sent: by owner.
-        send_order = sorted(range(len(runs)), key=lambda i: (owner[runs[i].name], i))
-        self._sent_runs = [local_runs[i] for i in send_order]
+        # An all-to-all sends elements in the order of their destinations. The sort is stable.
+        send_order = sorted(range(len(runs)), key=lambda index: owners[runs[index].name])
+        self._sent_runs = [local_runs[index] for index in send_order]
         self._send_lengths = [0] * shards.stage.size
         for run in runs:
-            self._send_lengths[owner[run.name]] += run.length
-        self._received_runs = [run for run in all_runs if owner[run.name] == rank]
+            self._send_lengths[owners[run.name]] += run.length
+        self._received_runs = [run for run in all_runs if owners[run.name] == rank]
         self._receive_lengths = []
         for rank_runs in runs_by_rank:
-            self._receive_lengths.append(sum(run.length for run in rank_runs if owner[run.name] == rank))
-        owned_shapes = {name: shape for name, shape in sorted(shapes.items()) if owner[name] == rank}
+            self._receive_lengths.append(sum(run.length for run in rank_runs if owners[run.name] == rank))
+        owned_shapes = {name: shape for name, shape in sorted(shapes.items()) if owners[name] == rank}
         self.batches = batch_matrices(owned_shapes)
 
     def update(self, step: UpdateStep, on_updated: Callable[[FlatShard], None]) -> None:
-        """Send momentum to the owners, update AdamW's parts meanwhile, return the updates, and apply them."""
+        """Send directions to the owners, update AdamW's parts meanwhile, return the results and apply them."""
         stage = self.shards.stage
+        # By id(part), because parts are not hashable.
         directions = {id(part): self._update_momentum(state, part, step) for state, part in self._matrix_parts}
         if self.observer is not None:
             self._notify_observer("direction", directions)
         sent_views = [directions[id(run.part)][run.start : run.stop] for run in self._sent_runs]
         sent = _concatenate(sent_views, self.shards.states[0])
-        arriving = all_to_all(sent, self._send_lengths, self._receive_lengths, stage, self._total_length)
+        exchange = all_to_all(sent, self._send_lengths, self._receive_lengths, stage, self._total_length)
         for state in self.shards.update_order:
             for part in state.parts:
                 if "momentum" not in part.state:
                     apply_adamw(self.config, state, part, step)
-        updates = self._orthogonalise(arriving.wait())
-        returning = all_to_all(updates, self._receive_lengths, self._send_lengths, stage, self._total_length)
-        returned = returning.wait()
+        orthogonal = self._orthogonalise_runs(exchange.wait())
+        exchange = all_to_all(orthogonal, self._receive_lengths, self._send_lengths, stage, self._total_length)
+        returned = exchange.wait()
         if sent_views:
+            # Views of `directions`, which now become the orthogonalised directions.
             torch_private.foreach_copy_(sent_views, list(returned.split([len(view) for view in sent_views])))
         if self.observer is not None:
             self._notify_observer("orthogonal direction", directions)
@@ -130,28 +142,28 @@ class ShardedMuon(UpdateRule):
             for part in state.parts:
                 direction = directions.get(id(part))
                 if direction is not None:
-                    self._apply(state, part, direction, step)
+                    self._apply_direction(state, part, direction, step)
             on_updated(state.shard)
 
     def list_inputs(self, state_names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the direction that a matrix's owner has orthogonalised, see `UpdateRule.list_inputs`."""
+        """Name the direction that a matrix's owner has orthogonalised, see `UpdateRule.list_inputs`."""
         return ("orthogonal direction",) if "momentum" in state_names else ()
 
     def list_results(self, state_names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the direction that is sent to a matrix's owner, see `UpdateRule.list_results`."""
+        """Name the direction that is sent to a matrix's owner, see `UpdateRule.list_results`."""
         return ("direction",) if "momentum" in state_names else ()
 
     def recompute(self, state: ShardState, part: StatePart, step: UpdateStep) -> dict[str, torch.Tensor]:
-        """Repeat the update of a copy except the orthogonalisation, see `UpdateRule.recompute`."""
+        """Repeat the update on copied elements except the orthogonalisation, see `UpdateRule.recompute`."""
         if "momentum" not in part.state:
             apply_adamw(self.config, state, part, step)
             return {}
         direction = self._update_momentum(state, part, step)
-        self._apply(state, part, part.state["orthogonal direction"], step)
+        self._apply_direction(state, part, part.state["orthogonal direction"], step)
         return {"direction": direction}
 
     def _notify_observer(self, name: str, directions: Mapping[int, torch.Tensor]) -> None:
-        """Pass the directions of all matrices to the observer."""
+        """Pass the directions of all matrix parts, by id(part), to the observer under `name`."""
         assert self.observer is not None
         for _, part in self._matrix_parts:
             self.observer(name, part, directions[id(part)])
@@ -170,46 +182,49 @@ class ShardedMuon(UpdateRule):
         momentum.copy_(torch.where(step.skip, momentum, new_momentum))
         return direction.to(_gemm_dtype(state), copy=True)
 
-    def _orthogonalise(self, received: torch.Tensor) -> torch.Tensor:
-        """Replace the received runs of this rank's matrices, in place, by the same runs of their updates."""
+    def _orthogonalise_runs(self, received: torch.Tensor) -> torch.Tensor:
+        """Orthogonalise this rank's matrices, whose runs are concatenated in `received`, in place."""
         matrices: dict[str, torch.Tensor] = {}
         stacks = []
         for shape, names in self.batches:
             stack = received.new_empty((len(names), *shape))
             stacks.append(stack)
-            for i, name in enumerate(names):
-                matrices[name] = stack[i]
+            for index, name in enumerate(names):
+                matrices[name] = stack[index]
+        # Views of the same elements in the matrices and in `received`, pair by pair.
         matrix_boxes = []
         received_boxes = []
         offset = 0
         for run in self._received_runs:
             for box, first, stop in flat_boxes(run.box, run.first, run.first + run.length):
-                ranges = zip(box.offsets, box.sizes, strict=True)
-                matrix_boxes.append(matrices[run.name][tuple(slice(start, start + size) for start, size in ranges)])
+                row, column = box.offsets
+                row_count, column_count = box.sizes
+                matrix_boxes.append(matrices[run.name][row : row + row_count, column : column + column_count])
                 flat = received[offset + first - run.first : offset + stop - run.first]
                 received_boxes.append(flat.view(box.sizes))
             offset += run.length
         if not matrix_boxes:
             return received
         torch_private.foreach_copy_(matrix_boxes, received_boxes)
-        for number, stack in enumerate(stacks):
+        for index, stack in enumerate(stacks):
             if self.matrix_observer is None:
                 self.orthogonalise_stack(stack)
             else:
-                self.matrix_observer(number, stack)
+                self.matrix_observer(index, stack)
         torch_private.foreach_copy_(received_boxes, matrix_boxes)
         return received
 
     def orthogonalise_stack(self, stack: torch.Tensor) -> None:
-        """Replace matrices [matrices, rows, columns] by their updates, in place."""
+        """Replace directions [matrices, rows, columns] in place by orthogonalised directions with AdamW's RMS."""
         rows, columns = stack.shape[1:]
         is_tall = rows > columns
+        # `newton_schulz` needs rows <= columns.
         orthogonal = newton_schulz(stack.mT if is_tall else stack, self.config.muon_steps)
         if is_tall:
             orthogonal = orthogonal.mT
         stack.copy_(orthogonal * (self.config.muon_rms * max(rows, columns) ** 0.5))
 
-    def _apply(self, state: ShardState, part: StatePart, direction: torch.Tensor, step: UpdateStep) -> None:
+    def _apply_direction(self, state: ShardState, part: StatePart, direction: torch.Tensor, step: UpdateStep) -> None:
         """Apply weight decay and the orthogonalised direction to a part's weights."""
         master = part.view(state.master)
         new_master = master * (1 - step.learning_rate * self.config.weight_decay)
@@ -219,39 +234,43 @@ class ShardedMuon(UpdateRule):
             part.view(state.param_out).copy_(master)
 
 
-def assign_owners(shapes: Mapping[str, Shape], ranks: int) -> dict[str, int]:
-    """Return the rank that orthogonalises each matrix, with even work (rows x columns x the smaller of both).
+def assign_owners(shapes: Mapping[str, Shape], rank_count: int) -> dict[str, int]:
+    """Return the rank that orthogonalises each matrix, such that ranks have about the same work.
 
-    The result does not depend on the order of `shapes`, so all ranks agree.
+    The matrices with the most work are assigned first, each to the rank with the least work so far. The result does not
+    depend on the order of `shapes`, so all ranks agree.
     """
-    costs = sorted(((-a * b * min(a, b), name) for name, (a, b) in shapes.items()))
-    loads = [(0, rank) for rank in range(ranks)]
-    owner = {}
-    for negative_cost, name in costs:
+    # The work of Newton-Schulz is proportional to rows x columns x min(rows, columns).
+    work = {name: rows * columns * min(rows, columns) for name, (rows, columns) in shapes.items()}
+    loads = [(0, rank) for rank in range(rank_count)]
+    owners = {}
+    for name in sorted(work, key=lambda name: (-work[name], name)):
         load, rank = heapq.heappop(loads)
-        owner[name] = rank
-        heapq.heappush(loads, (load - negative_cost, rank))
-    return owner
+        owners[name] = rank
+        heapq.heappush(loads, (load + work[name], rank))
+    return owners
 
 
 def batch_matrices(shapes: Mapping[str, Shape]) -> list[tuple[Shape, list[str]]]:
-    """Group matrices of one shape into batches of at most BATCH elements: (shape, names)."""
+    """Group matrices of one shape into batches (shape, names) of at most MAX_BATCH_ELEMENTS, or of one matrix."""
     names_by_shape: dict[Shape, list[str]] = {}
     for name, shape in shapes.items():
         names_by_shape.setdefault(shape, []).append(name)
     batches = []
     for shape, names in names_by_shape.items():
-        size = max(1, BATCH // (shape[0] * shape[1]))
-        batches += [(shape, names[i : i + size]) for i in range(0, len(names), size)]
+        batch_size = max(1, MAX_BATCH_ELEMENTS // (shape[0] * shape[1]))
+        for start in range(0, len(names), batch_size):
+            batches.append((shape, names[start : start + batch_size]))
     return batches
 
 
 def _gemm_dtype(state: ShardState) -> torch.dtype:
-    """Return the type of the weights in use: bfloat16 (as published), or the master weights' type."""
+    """Return the type of the weights in use: bfloat16, as Jordan et al. use, or the master weights' type."""
     return state.shard.params.dtype
 
 
 def _concatenate(views: Sequence[torch.Tensor], state: ShardState) -> torch.Tensor:
+    """Concatenate views. Without views return an empty tensor with the state's device and GEMM type."""
     if views:
         return torch.cat(list(views))
     return torch.empty(0, dtype=_gemm_dtype(state), device=state.master.device)

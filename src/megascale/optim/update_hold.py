@@ -1,8 +1,8 @@
-"""Holding back updates: a rank whose groups are aborted keeps the state of its last whole step.
+"""A flag on the device that holds back updates: a rank whose groups are aborted keeps the state of its last full step.
 
-On a GPU the host queues an update before the gradients are there. Once communicators are aborted, queued work goes on
-with undefined gradients. The flag here is raised before the abort, and each update reads it on the device after its
-last collective: an update that sees it changes nothing. An update that does not has only used complete results.
+On a GPU the host queues an update before the gradients are ready. When communicators are aborted, queued work continues
+with undefined gradients. `UpdateHold.request` sets the flag before the abort. Each update reads the flag on the device
+after its last collective. If the flag is set, the update changes nothing. Otherwise its collectives have completed.
 """
 
 from __future__ import annotations
@@ -20,30 +20,33 @@ class UpdateHold:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Page-locked memory is read when the copy runs, not when it is queued.
-        self._request = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._request_array = self._request.numpy()
-        self._is_held = torch.zeros(1, dtype=torch.int64, device=device)
-        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        # The flag on the host is page-locked, because such memory is read when a copy runs, not when it is queued.
+        self._host_flag = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._host_flag_array = self._host_flag.numpy()
+        self._device_flag = torch.zeros(1, dtype=torch.int64, device=device)
+        self._device_step = torch.zeros(1, dtype=torch.int64, device=device)
 
     def request(self) -> None:
-        """Hold back all updates whose last collective has not ended; for any thread."""
-        self._request_array[0] = 1
+        """Hold back all updates whose last collective has not ended. May be called from any thread."""
+        self._host_flag_array[0] = 1
 
     def release(self) -> None:
-        """Let updates change the state again. No update may be queued."""
-        self._request_array[0] = 0
+        """Let updates change the state again. No update may be queued during the call."""
+        self._host_flag_array[0] = 0
 
-    def begin(self, step: int) -> None:
-        """Note that the optimizer has the state of `step`; the next update makes the state of the step after it."""
-        self._step.fill_(step)
+    def set_step(self, step: int) -> None:
+        """Record that the optimizer's state is that after step `step`. Each update that is not held back adds 1."""
+        self._device_step.fill_(step)
 
-    def apply(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the gradient's norm (0-d), or NaN if the update is held back. Call it once per update."""
-        self._is_held.copy_(self._request, non_blocking=True)
-        self._step += 1 - self._is_held
-        return torch.where(self._is_held[0] == 0, norm, torch.nan)
+    def mask_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return the gradient's norm (0-d), or NaN if the update is held back. Call it once per update.
+
+        The optimizer skips an update whose norm is NaN.
+        """
+        self._device_flag.copy_(self._host_flag, non_blocking=True)
+        self._device_step += 1 - self._device_flag
+        return torch.where(self._device_flag[0] == 0, norm, torch.nan)
 
     def read_step(self) -> int:
-        """Return the step whose state the optimizer has; waits for the device."""
-        return int(self._step.item())
+        """Return the step after which the optimizer's state is. Waits for the device."""
+        return int(self._device_step.item())

@@ -25,8 +25,9 @@ class BufferMember:
         summed: axes over which its gradient is summed before it is reduced with all others.
         tied: a tied embedding, which gets a bucket to itself because another stage holds its shards as well.
         float8_gather: may be gathered in float8 (parallel/float8_gather.py), in buckets of such parameters only.
-        unit: unit of the forward (`Chunk.forward_units`) whose buckets hold it and no parameter of another unit; None
-            for a parameter that shares buckets with all others of its region.
+        alone: shares its bucket with no other parameter.
+        unit: unit of the forward (`Chunk.list_forward_units`) whose buckets hold it and no parameter of another unit;
+            None for a parameter that shares buckets with all others of its region.
     """
 
     count: int
@@ -35,15 +36,16 @@ class BufferMember:
     tied: bool = False
     float8_gather: bool = False
     unit: int | None = None
+    alone: bool = False
 
     @property
-    def region(self) -> tuple[bool, int, tuple[str, ...], bool]:
+    def region(self) -> tuple[bool, int, tuple[str, ...], bool, bool]:
         """Return the sort key of the member's region. Members of one region share buckets.
 
         Units come first, the last one of the forward before all others.
         """
         order = 1 if self.unit is None else -self.unit
-        return self.tied, order, self.summed, not self.float8_gather
+        return self.tied, order, self.summed, not self.float8_gather, self.alone
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import nn
 
 from megascale import torch_private
 from megascale.core.tensors import Piece, flat_boxes
-from megascale.ops.gradient_sink import GradientSink, attach, sink_of
+from megascale.ops.gradient_sink import GradientSink, attach, get_sink
 from megascale.parallel.buffer_layout import BufferMember, FlatLayout, find_gaps, lay_out
 from megascale.parallel.collectives import SINGLE_RANK, Axis
 from megascale.parallel.parameters import ParameterSpec, initialise_parameter, materialise, spec_of
@@ -64,14 +64,14 @@ class Axes:
     Attributes:
         data: gathers parameters over the ranks that share the optimizer's state (config/axes.py, `shards`).
         reduce: reduces gradients over the same ranks, on another communicator, so that neither waits for the other.
-        own: axes of the grid that parts of the model communicate along, by name.
+        model: axes of the grid that the model's layers communicate along, by name.
         tied: first and last stage, which both hold the token embedding; of size 1 where one process holds it once.
         stage: the ranks whose shards together hold the stage.
     """
 
     data: Axis = SINGLE_RANK
     reduce: Axis = SINGLE_RANK
-    own: Mapping[str, Axis] = field(default_factory=dict)
+    model: Mapping[str, Axis] = field(default_factory=dict)
     tied: Axis = SINGLE_RANK
     stage: Axis = SINGLE_RANK
 
@@ -82,7 +82,7 @@ class Axes:
 
     def along(self, name: str) -> Axis:
         """Return the axis of a name; without a group it has a single rank."""
-        return self.own.get(name, SINGLE_RANK)
+        return self.model.get(name, SINGLE_RANK)
 
 
 class ParamAndGradBuffer:
@@ -97,6 +97,7 @@ class ParamAndGradBuffer:
         bucket_elements: approximate size of a bucket; None for one bucket per chunk. With ZeRO-3 it divides
             resident parameters only.
         float8_gather: place the matrices of linear layers in buckets of their own, which may be gathered in float8.
+        embedding_alone: place the token embedding in a bucket of its own.
     """
 
     def __init__(
@@ -107,14 +108,16 @@ class ParamAndGradBuffer:
         zero: int = 1,
         bucket_elements: int | None = None,
         float8_gather: bool = False,
+        embedding_alone: bool = False,
     ) -> None:
         self.module = module
         self.axes = axes = axes or Axes()
         self.zero = min(zero, 1) if axes.data.size == 1 else zero
+        self._embedding_alone = embedding_alone
         meta_params = [param for param in module.parameters() if param.requires_grad]
         specs = [spec_of(param) for param in meta_params]
         self.names = {piece.name for spec in specs for piece in spec.pieces}
-        matrices = {id(param) for param in module.linear_weights().values()} if float8_gather else set()  # type: ignore[operator]
+        matrices = {id(param) for param in module.collect_linear_weights().values()} if float8_gather else set()  # type: ignore[operator]
         units = _find_units(module, meta_params) if self.zero >= 2 else {}
         members = [self._make_member(param, id(param) in matrices, units.get(id(param))) for param in meta_params]
         self.layout: FlatLayout = lay_out(members, axes.data.size, bucket_elements, divides_units=self.zero == 2)
@@ -154,13 +157,15 @@ class ParamAndGradBuffer:
 
     def _make_member(self, param: nn.Parameter, float8_gather: bool, unit: int | None) -> BufferMember:
         spec = spec_of(param)
-        tied = self.axes.tied.size > 1 and any(piece.name == TIED for piece in spec.pieces)
+        is_embedding = any(piece.name == TIED for piece in spec.pieces)
+        tied = self.axes.tied.size > 1 and is_embedding
         decay = any(piece.decay for piece in spec.pieces)
         # Replicas along the tensor axis have a region of their own also on one rank: that keeps the order of sums.
         summed = tuple(name for name in spec.summed_axes if name == "tensor" or self.axes.along(name).size > 1)
         if tied or summed or not decay:
             unit = None
-        return BufferMember(param.numel(), decay, summed, tied, float8_gather, unit)
+        alone = is_embedding and self._embedding_alone
+        return BufferMember(param.numel(), decay, summed, tied, float8_gather, unit, alone)
 
     def set_grads(self, buffer: torch.Tensor) -> None:
         """Accumulate the gradients of resident parameters in `buffer` from now on."""
@@ -169,6 +174,13 @@ class ParamAndGradBuffer:
             param = self.parameters[i]
             start = self.layout.starts[i] - self.resident_start
             self.sinks[i].main_grad = buffer[start : start + param.numel()].view(param.shape)
+
+    def find_embedding(self) -> int | None:
+        """Return the index of the token embedding among the parameters, None without one."""
+        for i, param in enumerate(self.parameters):
+            if any(piece.name == TIED for piece in spec_of(param).pieces):
+                return i
+        return None
 
     def slice_grads(self, start: int, stop: int) -> torch.Tensor:
         """Return the gradients of elements [start, stop) of the layout, which are resident."""
@@ -179,7 +191,7 @@ class ParamAndGradBuffer:
         """Add the gradient that autograd produced. An operator with a sink has added its own and leaves None."""
         if param.grad is None:
             return
-        sink = sink_of(param)
+        sink = get_sink(param)
         assert sink is not None
         sink.main_grad.add_(param.grad)
         param.grad = None
@@ -201,10 +213,10 @@ class ParamAndGradBuffer:
 
     def find_unit_buckets(self) -> list[list[int]]:
         """Return the buckets that each unit of the module's forward needs; empty if the module declares no units."""
-        if not hasattr(self.module, "forward_units"):
+        if not hasattr(self.module, "list_forward_units"):
             return []
         index_of = {id(param): i for i, param in enumerate(self.parameters)}
-        units: list[list[nn.Parameter]] = self.module.forward_units()  # type: ignore[operator]
+        units: list[list[nn.Parameter]] = self.module.list_forward_units()  # type: ignore[operator]
         return [sorted({self.bucket_of[index_of[id(param)]] for param in unit}) for unit in units]
 
     def initialise_resident(self, seed: int) -> None:
@@ -214,9 +226,9 @@ class ParamAndGradBuffer:
 
     def count_units(self) -> int:
         """Return the units of the module's forward; a module that declares none is one unit."""
-        if not hasattr(self.module, "forward_units"):
+        if not hasattr(self.module, "list_forward_units"):
             return 1
-        return len(self.module.forward_units())  # type: ignore[operator]
+        return len(self.module.list_forward_units())  # type: ignore[operator]
 
     # gradients of a step ---------------------------------------------------------------------------------------
 
@@ -293,16 +305,16 @@ def _find_units(module: nn.Module, params: Sequence[nn.Parameter]) -> dict[int, 
 
     Parameters that several units use are left out. A module that declares no units is one unit.
     """
-    if not hasattr(module, "forward_units"):
+    if not hasattr(module, "list_forward_units"):
         return {id(param): 0 for param in params}
-    *units, remaining = module.forward_units()  # type: ignore[operator]
+    *units, remaining = module.list_forward_units()  # type: ignore[operator]
     users: dict[int, set[int]] = {}
     for number, unit in enumerate(units):
         for param in unit:
             users.setdefault(id(param), set()).add(number)
     for param in remaining:
         users.setdefault(id(param), {len(units)})
-    shared = {id(param) for param in module.shared_parameters()}  # type: ignore[operator]
+    shared = {id(param) for param in module.list_shared_parameters()}  # type: ignore[operator]
     return {key: min(numbers) for key, numbers in users.items() if len(numbers) == 1 and key not in shared}
 
 

@@ -26,7 +26,7 @@ from megascale.ops.biased_experts import (
     run_expert_stacks,
     run_expert_stacks_backward,
 )
-from megascale.ops.gradient_sink import tracked
+from megascale.ops.gradient_sink import get_tracked
 from megascale.ops.routing import RoutingPlan, plan_rows, sum_rows_at
 from megascale.parallel.collectives import Axis, Pending, all_gather, reduce_scatter
 
@@ -209,7 +209,7 @@ def apply_expert_stacks(
         expert: the ranks that read other tokens and divide the experts of a tensor-parallel rank.
         gathers: whether all of those ranks gather the tokens of all.
     """
-    parameters = [tracked(x_SBH, parameter) for parameter in stacks.parameters]
+    parameters = [get_tracked(x_SBH, parameter) for parameter in stacks.parameters]
     args = indices_SBK, stacks, tensor, expert, gathers
     y: Tensor = _DispatchedExperts.apply(x_SBH, weights_SBK, args, *parameters)
     return y

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megascale.errors import ConfigError, TrainingError
 from megascale.ops import dispatch
-from megascale.ops.amax import attached_amax
+from megascale.ops.amax import get_attached_amax
 from megascale.ops.float8 import gemm
 from megascale.ops.float8.cast import (
     cast_by_amax,
@@ -85,7 +85,9 @@ class _Float8Linears(LinearPrecision, ABC):
             self._weights[id(weight)] = weight, pinned
 
     def check(self, matrices: Mapping[str, Tensor], tokens: int, device: torch.device) -> None:
-        dispatch.note("linear layers", f"float8, {self.recipe}: {len(matrices)} matrices; embedding and logits are not")
+        dispatch.record_choice(
+            "linear layers", f"float8, {self.recipe}: {len(matrices)} matrices; embedding and logits are not"
+        )
         if device.type != "cuda":
             return
         gemm.check_device(device)
@@ -235,7 +237,7 @@ class TensorWiseFloat8(_Float8Linears):
 
     def _operand(self, x: Tensor, kind: Format, amax: Tensor | None, for_gather: bool) -> Operand:
         if amax is None:
-            amax = attached_amax(x)
+            amax = get_attached_amax(x)
         x = x.detach()
         if amax is None:
             amax = compute_amax(x)

@@ -78,7 +78,7 @@ class Float8Gather:
         assert isinstance(linears, TensorWiseFloat8)
         self._linears = linears
         self._axes = buffer.axes
-        matrices = {id(param) for param in buffer.module.linear_weights().values()}  # type: ignore[operator]
+        matrices = {id(param) for param in buffer.module.collect_linear_weights().values()}  # type: ignore[operator]
         indices = {i for i, param in enumerate(buffer.parameters) if id(param) in matrices}
         spans = buffer.layout.buckets
         self.buckets = [bucket for bucket, span in enumerate(spans) if indices.issuperset(span.members)]
@@ -163,7 +163,7 @@ class Float8Gather:
         for rows, columns in self._bucket_data[bucket].transposes:
             transpose_rows(rows, columns)
 
-    def compute_weights(self) -> Iterator[torch.Tensor]:
+    def list_weights_in_use(self) -> Iterator[torch.Tensor]:
         """Yield the bytes and scales that linear layers read until the next update: equal on data-parallel ranks."""
         for data in self._bucket_data.values():
             yield data.bytes

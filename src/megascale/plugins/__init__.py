@@ -1,5 +1,5 @@
-"""Plugins of this repository: parts that need an extra, such as `pip install 'megascale[redis]'`.
+"""Plugins of this repository: modules that need an extra, such as `pip install 'megascale[redis]'`.
 
-No other package imports them. A registry imports the module of a name that it does not know, and the module registers
-the name (config/registry.py).
+No other package imports a plugin. If a configured name is not registered, its registry imports the plugin module of
+that name. The module then registers the name (config/registry.py).
 """

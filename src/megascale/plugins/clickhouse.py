@@ -1,13 +1,13 @@
 """Span segments in ClickHouse: `observe.span_sinks = ["parquet", "clickhouse=http://HOST:8123/DATABASE"]`.
 
 Needs `pip install 'megascale[clickhouse]'`. The tables have the identity columns (job, run, host, hostname, segment,
-row) and the columns of the run folder's tables. A segment is sent once: a segment listed in the table `segments` is not
-sent again. Rows that a service sends again after it was killed in between replace themselves (ReplacingMergeTree; query
-with FINAL where that matters). User and password come from MEGASCALE_CLICKHOUSE_USER and
-MEGASCALE_CLICKHOUSE_PASSWORD, never from the settings.
+row) and the columns of the run folder's tables. The sink lists each complete segment in the table `segments` and does
+not send a listed segment again. If the span service is killed before it lists a segment, the next service repeats the
+rows. ReplacingMergeTree merges repeated rows later, so a query that must not count them twice needs FINAL. User and
+password come from MEGASCALE_CLICKHOUSE_USER and MEGASCALE_CLICKHOUSE_PASSWORD, never from the settings.
 
-Rows go to the server's HTTP interface as CSV. The package clickhouse-connect refuses servers before version 20, and an
-insert of CSV needs no more than one POST.
+Rows go to the server's HTTP interface as CSV, which needs one POST per table. The package clickhouse-connect is not
+used because it refuses servers before version 20.
 """
 
 from __future__ import annotations
@@ -35,125 +35,133 @@ _SORT_COLUMNS = {
     "clocks": "time_ns",
     "counters": "name, device, time_ns",
 }
-_TIMEOUT = 20.0  # seconds for an answer; the rings hold minutes of spans meanwhile
-_DATABASE = "megascale"
+_TIMEOUT_SECONDS = 20.0  # per request; the span rings hold minutes of spans, so a slow server loses none
+_DEFAULT_DATABASE = "megascale"
 
 
 class ClickHouseSink:
-    """Sink that sends segments to a ClickHouse server (`SegmentSink`).
+    """`SegmentSink` that sends span segments to a ClickHouse server.
 
     Args:
-        folder: folder of the host's spans, which holds a segment's rows while they are sent.
+        folder: folder of the host's spans. The sink writes a segment's CSV files there while it sends them.
         address: http or https URL, whose path is the database (default: megascale).
 
     Raises:
-        ConfigError: the address is not such a URL.
+        ConfigError: the address is not an http or https URL, or its path is not a database name.
     """
 
     def __init__(self, folder: Path, address: str) -> None:
         self._folder = folder
-        self._run = folder_identity(folder)
-        parts = urlsplit(address)
-        self._name = parts.path.strip("/") or _DATABASE
-        if parts.scheme not in ("http", "https") or not parts.hostname or not re.fullmatch(r"\w+", self._name):
+        self._run_identity = folder_identity(folder)
+        url = urlsplit(address)
+        self._database_name = url.path.strip("/") or _DEFAULT_DATABASE
+        if url.scheme not in ("http", "https") or not url.hostname or not re.fullmatch(r"\w+", self._database_name):
             raise ConfigError(
                 f"observe.span_sinks: clickhouse={address} is not an address; give clickhouse=http://HOST:8123/DATABASE"
             )
-        if parts.scheme == "https":
+        if url.scheme == "https":
             self._server: http.client.HTTPConnection = http.client.HTTPSConnection(
-                parts.hostname, parts.port or 8443, timeout=_TIMEOUT
+                url.hostname, url.port or 8443, timeout=_TIMEOUT_SECONDS
             )
         else:
-            self._server = http.client.HTTPConnection(parts.hostname, parts.port or 8123, timeout=_TIMEOUT)
+            self._server = http.client.HTTPConnection(url.hostname, url.port or 8123, timeout=_TIMEOUT_SECONDS)
         credentials = {
             "X-ClickHouse-User": os.environ.get("MEGASCALE_CLICKHOUSE_USER"),
             "X-ClickHouse-Key": os.environ.get("MEGASCALE_CLICKHOUSE_PASSWORD"),
         }
         self._headers = {header: value for header, value in credentials.items() if value}
-        self._lacks_next = False  # the server is known not to have the next segment
+        # Segments arrive in order. If the server lacked the last segment, it lacks the next one too, without a query.
+        self._lacks_next_segment = False
         self._has_tables = False
-        self._database = duckdb.connect(config=SMALL_DATABASE)
+        self._duckdb = duckdb.connect(config=SMALL_DATABASE)
 
     def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
-        """Send a segment's rows and return their number by table; OSError with the server's answer if it refuses."""
+        """Send the rows of segment `number`.
+
+        Returns:
+            The count of sent rows by table, without empty tables. Empty if the server already has the segment.
+
+        Raises:
+            OSError: the server cannot be reached or refuses; the text has its answer.
+        """
         metadata = segment.header
-        frames = group_by_table(segment.frames)
+        frames_by_table = group_by_table(segment.frames)
         host = int(metadata.get("host", -1))
-        lacks_segment = self._lacks_next
-        self._lacks_next = False
+        lacks_segment = self._lacks_next_segment
+        self._lacks_next_segment = False
         if not self._has_tables:
             self._make_tables()
         if not lacks_segment:
-            condition = f"run = '{self._run}' AND host = {host} AND segment = {number}"
-            if int(self._query(f"SELECT count() FROM {self._name}.segments WHERE {condition}") or 0):
-                self._lacks_next = True
+            condition = f"run = '{self._run_identity}' AND host = {host} AND segment = {number}"
+            if int(self._query(f"SELECT count() FROM {self._database_name}.segments WHERE {condition}") or 0):
+                self._lacks_next_segment = True
                 return {}
-        rows: dict[str, int] = {}
+        row_counts: dict[str, int] = {}
         for table in TABLES:
-            data = make_columns(frames, table, int(metadata.get("clock_ns", 0)))
-            count = len(next(iter(data.values())))
-            if count:
-                self._insert(table, data, number, metadata)
-                rows[table] = count
-        self._query(f"INSERT INTO {self._name}.segments VALUES ('{self._run}', {host}, {number})")
-        self._lacks_next = True
-        return rows
+            columns = make_columns(frames_by_table, table, int(metadata.get("clock_ns", 0)))
+            row_count = max(len(values) for values in columns.values())
+            if row_count:
+                self._insert(table, columns, number, metadata)
+                row_counts[table] = row_count
+        self._query(f"INSERT INTO {self._database_name}.segments VALUES ('{self._run_identity}', {host}, {number})")
+        self._lacks_next_segment = True
+        return row_counts
 
     def _make_tables(self) -> None:
-        self._query(f"CREATE DATABASE IF NOT EXISTS {self._name}")
+        self._query(f"CREATE DATABASE IF NOT EXISTS {self._database_name}")
         for table, types in TABLES.items():
-            definitions = [f"{name} {_TYPES[kind]}" for name, kind in (IDENTITY_COLUMNS | types).items()]
+            definitions = [f"{name} {_TYPES[column_type]}" for name, column_type in (IDENTITY_COLUMNS | types).items()]
             self._query(
-                f"CREATE TABLE IF NOT EXISTS {self._name}.{table} ({', '.join(definitions)}) "
+                f"CREATE TABLE IF NOT EXISTS {self._database_name}.{table} ({', '.join(definitions)}) "
                 f"ENGINE = ReplacingMergeTree ORDER BY (job, {_SORT_COLUMNS[table]}, run, host, segment, row)"
             )
         self._query(
-            f"CREATE TABLE IF NOT EXISTS {self._name}.segments (run String, host Int32, segment UInt32) "
+            f"CREATE TABLE IF NOT EXISTS {self._database_name}.segments (run String, host Int32, segment UInt32) "
             "ENGINE = ReplacingMergeTree ORDER BY (run, host, segment)"
         )
         self._has_tables = True
 
-    def _insert(self, table: str, data: dict[str, Any], number: int, metadata: dict[str, Any]) -> None:
+    def _insert(self, table: str, columns: dict[str, Any], number: int, metadata: dict[str, Any]) -> None:
         """Send a table's rows as CSV with every text in quotation marks."""
         types = IDENTITY_COLUMNS | TABLES[table]
-        texts = ", ".join(name for name, kind in types.items() if kind == "VARCHAR")
-        identity = identity_select(self._run, number, metadata, 0)
-        file = self._folder / f"clickhouse-{table}.tmp"
-        self._database.register("rows", data)
+        text_columns = ", ".join(name for name, column_type in types.items() if column_type == "VARCHAR")
+        identity = identity_select(self._run_identity, number, metadata, 0)
+        csv_file = self._folder / f"clickhouse-{table}.tmp"
+        self._duckdb.register("rows", columns)
         try:
-            self._database.execute(
-                f"COPY (SELECT {identity}, * FROM ({table_query(table)})) TO {quote_sql(str(file))} "
-                f"(FORMAT csv, HEADER false, FORCE_QUOTE ({texts}))"
+            self._duckdb.execute(
+                f"COPY (SELECT {identity}, * FROM ({table_query(table)})) TO {quote_sql(str(csv_file))} "
+                f"(FORMAT csv, HEADER false, FORCE_QUOTE ({text_columns}))"
             ).fetchall()
-            with open(file, "rb") as body:
-                self._query(f"INSERT INTO {self._name}.{table} ({', '.join(types)}) FORMAT CSV", body)
+            with open(csv_file, "rb") as body:
+                self._query(f"INSERT INTO {self._database_name}.{table} ({', '.join(types)}) FORMAT CSV", body)
         finally:
-            self._database.unregister("rows")
-            file.unlink(missing_ok=True)
+            self._duckdb.unregister("rows")
+            csv_file.unlink(missing_ok=True)
 
     def _query(self, query: str, body: IO[bytes] | None = None) -> str:
-        """Return the server's answer to a query, or to an insert whose rows are the body."""
+        """Return the server's answer to a query. For an INSERT, `body` holds the rows."""
         server = f"ClickHouse at {self._server.host}:{self._server.port}"
         try:
             if body is None:
                 self._server.request("POST", "/", query.encode(), self._headers)
             else:
-                length = {"Content-Length": str(os.fstat(body.fileno()).st_size)}
-                self._server.request("POST", f"/?{urlencode({'query': query})}", body, self._headers | length)
-            answer = self._server.getresponse()
-            text = answer.read().decode(errors="replace").strip()
+                headers = self._headers | {"Content-Length": str(os.fstat(body.fileno()).st_size)}
+                self._server.request("POST", f"/?{urlencode({'query': query})}", body, headers)
+            response = self._server.getresponse()
+            text = response.read().decode(errors="replace").strip()
         except (http.client.HTTPException, OSError) as error:
             self._server.close()
             raise OSError(errno.EIO, f"{server}: {error or repr(error)}") from None
-        if answer.status != 200:
-            self._server.close()  # it may not have read all of the body
+        if response.status != 200:
+            self._server.close()  # the server may have left a part of the body unread
             raise OSError(errno.EIO, f"{server} refuses: {text[:300]}")
         return text
 
     def close(self) -> None:
         """Close the connection to the server."""
         self._server.close()
-        self._database.close()
+        self._duckdb.close()
 
 
 KINDS.register("clickhouse", ClickHouseSink)

@@ -3,10 +3,10 @@
 Needs `pip install 'megascale[kafka]'`. The topics are PREFIX.rollups, PREFIX.spans, PREFIX.clocks and PREFIX.counters
 (default prefix: megascale). A message holds up to 1,000 rows of one rank, one JSON object per line (JSONEachRow): the
 identity columns (job, run, host, hostname, segment, row) and the columns of the run folder's tables. The key is
-run/host/rank, so that a rank's rows stay in order. Every message arrives at least once; run, host, segment and row
-identify a repeated one.
+run/host/rank, so that a rank's rows stay in order. Every message arrives at least once. The columns run, host, segment
+and row identify a repeated row.
 
-The file that MEGASCALE_KAFKA_PROPERTIES names holds librdkafka's settings, such as TLS and SASL, as `name=value` lines.
+MEGASCALE_KAFKA_PROPERTIES names a file with librdkafka's settings, such as TLS and SASL, as `name=value` lines.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from megascale.observe.store.spool import Segment, folder_identity
 
 log = logging.getLogger("megascale.observe.spans")
 
-_PREFIX = "megascale"
+_DEFAULT_PREFIX = "megascale"
 _MESSAGE_ROWS = 1000  # rows per message, about 300 KB at most
-_BATCH_ROWS = 50_000  # rows that become messages at once
-_TIMEOUT = 20.0  # seconds for the brokers to take a message; the rings hold minutes of spans meanwhile
+_BATCH_ROWS = 50_000  # rows that one query converts to messages, which bounds the memory for their texts
+_TIMEOUT_SECONDS = 20.0  # per message; the span rings hold minutes of spans, so slow brokers lose none
 
 
 class KafkaSink:
-    """Sink that sends segments to Kafka (`SegmentSink`).
+    """`SegmentSink` that sends span segments to Kafka.
 
     Args:
         folder: folder of the host's spans.
-        address: brokers, separated by semicolons, and after a slash the topics' prefix.
+        address: HOST:PORT of the brokers, separated by semicolons, then optionally a slash and the topics' prefix.
 
     Raises:
         ConfigError: the address names no broker, or librdkafka rejects a property.
@@ -50,13 +50,13 @@ class KafkaSink:
         brokers, _, prefix = address.partition("/")
         if not brokers:
             raise ConfigError("observe.span_sinks: kafka names no broker; give kafka=HOST:9092")
-        self._prefix = prefix or _PREFIX
-        self._run = folder_identity(folder)
+        self._prefix = prefix or _DEFAULT_PREFIX
+        self._run_identity = folder_identity(folder)
         properties = {
             "bootstrap.servers": brokers.replace(";", ","),
             "client.id": "megascale-spans",
             "enable.idempotence": True,
-            "message.timeout.ms": round(1e3 * _TIMEOUT),
+            "message.timeout.ms": round(1e3 * _TIMEOUT_SECONDS),
             "compression.type": "lz4",
             "linger.ms": 20,
             **_read_properties(os.environ.get("MEGASCALE_KAFKA_PROPERTIES", "")),
@@ -65,61 +65,75 @@ class KafkaSink:
             self._producer: Any = confluent_kafka.Producer(properties, logger=log)
         except confluent_kafka.KafkaException as error:
             raise ConfigError(f"observe.span_sinks: kafka={address}: {error}") from None
-        self._rejection = ""
-        self._database = duckdb.connect(config=SMALL_DATABASE)
+        self._failure = ""
+        self._duckdb = duckdb.connect(config=SMALL_DATABASE)
 
     def write_segment(self, number: int, segment: Segment) -> dict[str, int]:
-        """Send a segment's rows and return their number by table; OSError if the brokers do not take all of them."""
+        """Send the rows of segment `number`.
+
+        Returns:
+            The count of sent rows by table, without empty tables.
+
+        Raises:
+            OSError: the brokers did not accept all rows. The caller must send the whole segment again.
+        """
         metadata = segment.header
-        frames = group_by_table(segment.frames)
-        rows: dict[str, int] = {}
-        self._rejection = ""
+        frames_by_table = group_by_table(segment.frames)
+        row_counts: dict[str, int] = {}
+        self._failure = ""
         try:
             for table in TABLES:
-                data = make_columns(frames, table, int(metadata.get("clock_ns", 0)))
-                count = len(next(iter(data.values())))
-                for begin in range(0, count, _BATCH_ROWS):
-                    batch = {name: values[begin : begin + _BATCH_ROWS] for name, values in data.items()}
-                    self._send(table, batch, begin, number=number, metadata=metadata)
-                if count:
-                    rows[table] = count
-            unsent = self._producer.flush(_TIMEOUT + 1)
+                columns = make_columns(frames_by_table, table, int(metadata.get("clock_ns", 0)))
+                row_count = max(len(values) for values in columns.values())
+                for first_row in range(0, row_count, _BATCH_ROWS):
+                    batch = {name: values[first_row : first_row + _BATCH_ROWS] for name, values in columns.items()}
+                    self._send(table, batch, first_row, number=number, metadata=metadata)
+                if row_count:
+                    row_counts[table] = row_count
+            # One second more than the limit per message, so that each late message reports its failure first.
+            unsent_count = self._producer.flush(_TIMEOUT_SECONDS + 1)
         except (confluent_kafka.KafkaException, BufferError) as error:
-            self._rejection = str(error)
-            unsent = len(self._producer)
-        if self._rejection or unsent:
-            self._producer.purge()  # the whole segment is sent again
+            self._failure = str(error)
+            unsent_count = len(self._producer)
+        if self._failure or unsent_count:
+            self._producer.purge()  # drop the queued rows, because the next call sends the whole segment again
             self._producer.flush(0)
-            reason = self._rejection or f"{unsent} messages left"
-            raise OSError(errno.EIO, f"Kafka has not taken segment {number}: {reason}")
-        return rows
+            reason = self._failure or f"{unsent_count} messages were not delivered"
+            raise OSError(errno.EIO, f"Kafka has not accepted segment {number}: {reason}")
+        return row_counts
 
-    def _send(self, table: str, data: dict[str, Any], first_row: int, *, number: int, metadata: dict[str, Any]) -> None:
-        """Queue rows of `table`, counted from `first_row`, as messages of one rank each."""
-        identity = identity_select(self._run, number, metadata, first_row)
-        # JSON has no NaN and no infinity.
+    def _send(
+        self, table: str, columns: dict[str, Any], first_row: int, *, number: int, metadata: dict[str, Any]
+    ) -> None:
+        """Queue rows of `table` as messages of one rank each.
+
+        Args:
+            first_row: index of the first of these rows within the segment's rows of the table.
+        """
+        identity = identity_select(self._run_identity, number, metadata, first_row)
+        # JSON cannot represent NaN and infinity, so such values become null.
         if table == "counters":
-            finite = " REPLACE (CASE WHEN isfinite(value) THEN value END AS value)"
+            finite_clause = " REPLACE (CASE WHEN isfinite(value) THEN value END AS value)"
         else:
-            finite = ""
+            finite_clause = ""
         rank_column = "rank" if "rank" in TABLES[table] else "-1"
-        self._database.register("rows", data)
+        self._duckdb.register("rows", columns)
         try:
-            messages = self._database.execute(
-                f"WITH identified AS (SELECT {identity}, *{finite} FROM ({table_query(table)})), "
+            messages = self._duckdb.execute(
+                f"WITH identified AS (SELECT {identity}, *{finite_clause} FROM ({table_query(table)})), "
                 f"texts AS (SELECT {rank_column} AS rank, row, to_json(identified)::VARCHAR AS text FROM identified) "
                 f"SELECT rank, string_agg(text, chr(10) ORDER BY row) FROM texts "
                 f"GROUP BY rank, row // {_MESSAGE_ROWS} ORDER BY min(row)"
             ).fetchall()
         finally:
-            self._database.unregister("rows")
+            self._duckdb.unregister("rows")
         topic = f"{self._prefix}.{table}"
         for rank, text in messages:
-            self._produce(topic, f"{self._run}/{int(metadata.get('host', -1))}/{rank}", text.encode())
+            self._produce(topic, f"{self._run_identity}/{int(metadata.get('host', -1))}/{rank}", text.encode())
 
     def _produce(self, topic: str, key: str, message: bytes) -> None:
         """Queue a message, waiting while the producer's queue is full."""
-        while not self._rejection:
+        while not self._failure:
             try:
                 self._producer.produce(topic, message, key, on_delivery=self._note_delivery)
                 break
@@ -128,23 +142,26 @@ class KafkaSink:
         self._producer.poll(0)
 
     def _note_delivery(self, error: Any, message: Any) -> None:
-        if error is not None:
-            self._rejection = self._rejection or str(error)
+        """Keep the first delivery error. The producer calls this method from `poll` and `flush`."""
+        if error is not None and not self._failure:
+            self._failure = str(error)
 
     def close(self) -> None:
         """Close the connections to the brokers."""
         self._producer.flush(1.0)
-        self._database.close()
+        self._duckdb.close()
 
 
 def _read_properties(file: str) -> dict[str, str]:
-    """Read a file of `name=value` lines; ConfigError if it cannot be read."""
+    """Return the values by name in a file of `name=value` lines. Raises ConfigError if the file is unreadable."""
     if not file:
         return {}
     try:
         lines = read_text(Path(file)).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"MEGASCALE_KAFKA_PROPERTIES={file} cannot be read: {error}") from None
+        raise ConfigError(
+            f"MEGASCALE_KAFKA_PROPERTIES={file} cannot be read: {error}; give a text file that this user can read"
+        ) from None
     pairs = (line.partition("=") for line in lines if line.strip() and not line.lstrip().startswith("#"))
     return {name.strip(): value.strip() for name, _, value in pairs}
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from megascale.core.failure import log_failure
 from megascale.observe.prometheus import Family, format_response
-from megascale.services.door import Connection, ConnectionLimits, LimitedListener
+from megascale.services.limited_listener import Connection, ConnectionLimits, LimitedListener
 
 log = logging.getLogger("megascale.metrics")
 

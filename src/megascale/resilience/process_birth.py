@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def born(pid: int) -> int:
+def read_birth_time(pid: int) -> int:
     """When a process started, in clock ticks since boot: with the pid it names a process for good. 0: not there."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

@@ -1,9 +1,12 @@
-"""Progress of another trainer's rank under `megascale launch`: one line in its loop, without effect elsewhere.
+"""Progress reports of a rank that runs any training script under `megascale launch`.
 
-import megascale.watch
-megascale.watch.step(step, loss=loss.item())
+The script's training loop needs one line:
 
-`megascale.watch.huggingface` and `megascale.watch.lightning` have callbacks that call it.
+    import megascale.watch
+    megascale.watch.step(step, loss=loss.item())
+
+Without `megascale launch` this line has no effect. `megascale.watch.huggingface` and `megascale.watch.lightning` have
+callbacks that call `step`.
 """
 
 from __future__ import annotations
@@ -18,47 +21,48 @@ from megascale.watch.waits import WaitClock, start_wait_clock
 
 
 class StepReporter:
-    """The reporter of one rank.
+    """Reporter of one rank, which writes the rank's status file and prints metrics.
 
     Args:
-        folder: folder of the status files.
-        rank: number of this rank.
+        folder: folder of the status files of all ranks.
+        rank: global rank.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._status = StatusFile(folder, rank)
         self._rank = rank
-        self._number = -1
-        self._time = 0.0
-        self._seconds = 0.0
-        self._waits: WaitClock | None = None
+        self._step = -1
+        self._step_end = 0.0  # time.perf_counter() at the last reported step, 0 before the first report
+        self._step_seconds = 0.0
+        self._wait_clock: WaitClock | None = None
 
-    def report(self, number: int, loss: float | None, grad_norm: float | None, tokens: int | None) -> None:
-        """Store the step and print its metrics. A second report of the same step only prints."""
-        if number != self._number:
-            self._number = number
+    def report(self, step: int, loss: float | None, grad_norm: float | None, tokens: int | None) -> None:
+        """Write the step into the status file and print its metrics. A second report of the same step only prints."""
+        if step != self._step:
+            self._step = step
             self._measure_step()
-            self._status.update("train", number)
+            self._status.update("train", step)
         if self._rank == 0 and loss is not None:
             self._print_metrics(loss, grad_norm, tokens)
 
     def _measure_step(self) -> None:
-        """Measure the step that ends now, and the part of it in which this rank did not wait for others."""
+        """Measure the duration of the step that ends now, with and without this rank's waits for other ranks."""
         current_time = time.perf_counter()
-        self._seconds = current_time - self._time if self._time else 0.0
-        self._time = current_time
-        if self._waits is None:
-            self._waits = start_wait_clock()
-        elif self._seconds:
-            self._status.compute_seconds = self._waits.measure_step(self._seconds)
+        if self._step_end:
+            self._step_seconds = current_time - self._step_end
+        self._step_end = current_time
+        if self._wait_clock is None:
+            self._wait_clock = start_wait_clock()
+        elif self._step_seconds:
+            self._status.compute_seconds = self._wait_clock.measure_step(self._step_seconds)
 
     def _print_metrics(self, loss: float, grad_norm: float | None, tokens: int | None) -> None:
-        # Callers pass numbers of NumPy and tensors too, whose representations the agent does not read.
-        line = f"megascale step: {self._number} loss: {float(loss)!r}"
+        # Callers also pass NumPy numbers and tensors, and the agent cannot parse their representations.
+        line = f"megascale step: {self._step} loss: {float(loss)!r}"
         if grad_norm is not None:
             line += f" grad_norm: {float(grad_norm)!r}"
-        if tokens is not None and self._seconds:
-            line += f" tokens_per_second: {tokens / self._seconds:.1f}"
+        if tokens is not None and self._step_seconds:
+            line += f" tokens_per_second: {tokens / self._step_seconds:.1f}"
         print(line, flush=True)
 
 
@@ -68,13 +72,13 @@ _reporter: StepReporter | None = None
 def step(number: int, loss: float | None = None, tokens: int | None = None, grad_norm: float | None = None) -> None:
     """Report that step `number` of this rank is complete.
 
-    The time in which the rank waits for others is measured too, so that a slow rank is named.
+    The reporter also measures how long this rank waits for other ranks, from which the driver finds a slow rank.
 
     Args:
-        number: number of the step, increasing.
+        number: step number, which increases from call to call.
         loss: loss of the step. Rank 0 prints it, and the agent stores it in the run's metrics.
-        tokens: tokens of the step over all ranks.
-        grad_norm: norm of the gradient.
+        tokens: number of tokens in the step, summed over all ranks.
+        grad_norm: global norm of the gradient.
     """
     global _reporter
     if _reporter is None:

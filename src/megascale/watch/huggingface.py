@@ -1,4 +1,4 @@
-"""A callback for Hugging Face Trainer that reports each step: `Trainer(..., callbacks=[WatchCallback()])`."""
+"""Callback for the Hugging Face Trainer that reports each step: `Trainer(..., callbacks=[WatchCallback()])`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megascale import watch
 
 
 class WatchCallback(TrainerCallback):
-    """Reports each optimizer step, and the loss and gradient norm when Trainer logs them."""
+    """Callback that reports each optimizer step, and the loss and gradient norm whenever the Trainer logs them."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report the step."""
@@ -24,7 +24,7 @@ class WatchCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Report the loss, which is the mean since the last log."""
+        """Report the gradient norm and the loss, which the Trainer averages over the steps since its last log."""
         if logs is None or "loss" not in logs:
             return
         grad_norm = float(logs["grad_norm"]) if "grad_norm" in logs else None

@@ -1,4 +1,4 @@
-"""A callback for Lightning that reports each step: `Trainer(..., callbacks=[WatchCallback()])`."""
+"""Callback for Lightning that reports each step: `Trainer(..., callbacks=[WatchCallback()])`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ else:
 
 
 class WatchCallback(Callback):
-    """Reports each optimizer step, and its loss at `log_every_n_steps`, since reading it waits for the GPU."""
+    """Callback that reports each optimizer step, and the loss every `log_every_n_steps` steps.
+
+    Reading the loss waits for the GPU, so the callback does not read the loss of every step.
+    """
 
     def __init__(self) -> None:
         self._last_step = 0

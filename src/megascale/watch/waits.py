@@ -1,9 +1,9 @@
-"""The time that a rank waits for other ranks, measured without their help.
+"""Measurement of the time that a rank waits for other ranks, from this rank alone.
 
-A synchronous step takes all ranks equally long, so the slow rank is the one that waits least. Gloo records no times of
-its calls. `HostClock` therefore measures `Work.wait`, and the end of each backward pass, in which
-DistributedDataParallel waits for its buckets in C++. On NCCL the host does not wait, so `DeviceClock` reads the
-durations of calls in torch's flight recorder.
+A synchronous step takes all ranks equally long, so the slow rank is the one that waits least. Gloo does not record how
+long a collective call takes. `HostClock` therefore measures `Work.wait` and the end of each backward pass, in which
+DistributedDataParallel waits for its buckets in C++. On NCCL the host does not wait. `DeviceClock` therefore reads the
+durations of the collective calls from torch's flight recorder.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
-READ_INTERVAL = 5.0  # seconds between reads of the flight recorder, each of which takes milliseconds
+READ_INTERVAL_SECONDS = 5.0  # between reads of the flight recorder, because each read takes milliseconds
 
 
 class WaitClock(ABC):
-    """A clock that separates a rank's own time from its waits."""
+    """Clock that separates a rank's compute time from its waits for other ranks."""
 
     @abstractmethod
     def measure_step(self, seconds: float) -> float:
-        """Return the compute seconds of a step that took `seconds`, or 0 if they are not known yet."""
+        """Return the compute seconds of the step that ends now and took `seconds`, or 0 if they are not known yet."""
 
 
 class HostClock(WaitClock):
-    """The clock of a rank on gloo."""
+    """Clock of a rank whose backend is gloo."""
 
     def __init__(self) -> None:
         self.wait_seconds = 0.0
@@ -41,7 +41,7 @@ class HostClock(WaitClock):
         return compute_seconds
 
     def time_wait(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `wait` with its duration added to the waits."""
+        """Return a function that calls `wait` and adds its duration to `wait_seconds`."""
 
         @functools.wraps(wait)
         def timed_wait(*args: Any, **kwargs: Any) -> Any:
@@ -54,83 +54,101 @@ class HostClock(WaitClock):
         return timed_wait
 
     def time_backward(self, backward: Callable[..., Any], queue_callback: Callable[..., None]) -> Callable[..., Any]:
-        """Return `backward` with the time after its last gradient added to the waits.
+        """Return a function that calls `backward` and adds the time after its last gradient to `wait_seconds`.
 
         Args:
             backward: `torch.autograd.backward`.
-            queue_callback: adds a function that autograd calls after the last gradient, in the order of the calls.
+            queue_callback: registers a function that autograd calls after the last gradient. Autograd calls such
+                functions in the order of their registration.
         """
 
         @functools.wraps(backward)
         def timed_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(tensors, Iterator):
-                tensors = tuple(tensors)  # autograd needs the first one too
-            root = tensors if hasattr(tensors, "register_hook") else next(iter(tensors), None)
-            # Autograd takes edges of its graph too, which have no hooks.
+                tensors = tuple(tensors)  # reading the first output from an iterator would hide it from autograd
+            if hasattr(tensors, "register_hook"):
+                root = tensors
+            else:
+                root = next(iter(tensors), None)
+            # `tensors` may also hold edges of autograd's graph, which have no hooks.
             if root is None or not getattr(root, "requires_grad", False):
                 return backward(tensors, *args, **kwargs)
-            end_of_gradients: list[tuple[float, float]] = []
+            last_gradient_time: float | None = None
+            earlier_wait_seconds = 0.0
 
-            def note_end() -> None:
-                end_of_gradients.append((time.perf_counter(), self.wait_seconds))
+            def record_last_gradient() -> None:
+                nonlocal last_gradient_time, earlier_wait_seconds
+                last_gradient_time = time.perf_counter()
+                earlier_wait_seconds = self.wait_seconds
 
-            # The gradient of the root comes first, so this callback precedes those of DistributedDataParallel.
-            hook = root.register_hook(lambda _: queue_callback(note_end))
+            # The root's gradient comes first, so this callback precedes the callbacks of DistributedDataParallel.
+            hook = root.register_hook(lambda _: queue_callback(record_last_gradient))
             try:
                 return backward(tensors, *args, **kwargs)
             finally:
                 hook.remove()
-                if end_of_gradients:
-                    start, wait_seconds = end_of_gradients[0]
-                    # Waits within this period are in `Work.wait` too, and count once.
-                    self.wait_seconds = wait_seconds + time.perf_counter() - start
+                if last_gradient_time is not None:
+                    # `timed_wait` has already added the waits after the last gradient. Starting from the total before
+                    # them counts each wait once.
+                    self.wait_seconds = earlier_wait_seconds + time.perf_counter() - last_gradient_time
 
         return timed_backward
 
 
 class DeviceClock(WaitClock):
-    """The clock of a rank on NCCL: its time without the durations of its calls, as means over some seconds.
+    """Clock of a rank whose backend is NCCL.
 
-    A call lasts from the time at which this rank's device reaches it to its end. Transfers are in it too, but they take
-    all ranks equally long.
+    The compute time of a step is its duration without the durations of its collective calls, averaged over a period of
+    READ_INTERVAL_SECONDS. A call starts when this rank's device reaches it. Its duration includes the transfer, which
+    takes all ranks equally long.
 
     Args:
-        dump: returns the flight recorder as JSON.
+        dump_recorder: returns the flight recorder's content as JSON.
     """
 
-    def __init__(self, dump: Callable[[], str]) -> None:
-        self._dump = dump
-        self._newest = -1
-        self._start = 0.0
-        self._steps = 0
+    def __init__(self, dump_recorder: Callable[[], str]) -> None:
+        self._dump_recorder = dump_recorder
+        self._newest_record_id = -1
+        self._period_start = 0.0
+        self._step_count = 0  # steps since the start of the period
         self._compute_seconds = 0.0
 
     def measure_step(self, seconds: float) -> float:
-        """Return the compute seconds per step of the last period, 0 before its end."""
+        """Return the mean compute seconds per step of the last complete period, or 0 before the first one."""
         current_time = time.perf_counter()
-        self._steps += 1
-        if current_time - self._start < READ_INTERVAL:
+        self._step_count += 1
+        if current_time - self._period_start < READ_INTERVAL_SECONDS:
             return self._compute_seconds
         call_seconds, is_complete = self._read_new_calls()
-        if self._start and is_complete:
-            self._compute_seconds = max(0.0, current_time - self._start - call_seconds) / self._steps
-        self._start = current_time
-        self._steps = 0
+        if self._period_start and is_complete:
+            self._compute_seconds = max(0.0, current_time - self._period_start - call_seconds) / self._step_count
+        self._period_start = current_time
+        self._step_count = 0
         return self._compute_seconds
 
     def _read_new_calls(self) -> tuple[float, bool]:
-        """Return the seconds of the calls since the last read, and whether the recorder still has all of them."""
-        entries = [entry for entry in json.loads(self._dump()).get("entries", ()) if entry.get("duration_ms")]
-        new = [entry for entry in entries if entry["record_id"] > self._newest]
-        is_complete = len(new) < len(entries) or self._newest < 0
-        self._newest = max((entry["record_id"] for entry in new), default=self._newest)
-        return sum(float(entry["duration_ms"]) for entry in new) / 1000, is_complete and bool(new)
+        """Read the calls that the recorder has added since the last read.
+
+        Returns:
+            The sum of their durations in seconds, and whether the recorder still holds all of them.
+        """
+        entries = [entry for entry in json.loads(self._dump_recorder()).get("entries", ()) if entry.get("duration_ms")]
+        new_entries = [entry for entry in entries if entry["record_id"] > self._newest_record_id]
+        if not new_entries:
+            return 0.0, False
+        # The recorder is a ring. If an entry of the last read is still there, no later entry was overwritten.
+        is_complete = len(new_entries) < len(entries) or self._newest_record_id < 0
+        self._newest_record_id = max(entry["record_id"] for entry in new_entries)
+        return sum(float(entry["duration_ms"]) for entry in new_entries) / 1000, is_complete
 
 
 def start_wait_clock() -> WaitClock | None:
-    """Start a clock for this process's backend; None before its process group exists, or on another backend.
+    """Start a clock for the backend of this process.
 
-    Waits of functional collectives on gloo (tensor parallelism with DTensor) count as own time.
+    Waits for functional collectives on gloo (tensor parallelism with DTensor) count as compute time.
+
+    Returns:
+        The clock, or None before the process group exists, on another backend, or on NCCL without recorded durations.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():

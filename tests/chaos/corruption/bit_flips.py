@@ -113,7 +113,7 @@ class Corruption:
         def update_wrongly(*args: Any) -> None:
             is_due = self._flip.kind == "update" and not self._flip.is_persistent and self._is_due(always=True)
             if is_due:
-                parts = [part for state in rule.shards.states for part in state.parts if part.segments.rows]
+                parts = [part for state in rule.shards.states for part in state.parts if part.segments.ranges]
                 self._updates = self._flip.position % len(parts)
             update(*args)
             self._updates = None
@@ -126,7 +126,7 @@ class Corruption:
         def run(*args: Any, **kwargs: Any) -> Any:
             result = kernel(*args, **kwargs)
             segments = kwargs.get("segments")
-            if segments is not None and not segments.rows:
+            if segments is not None and not segments.ranges:
                 return result
             is_wrong = self._flip.kind == "update" and self._flip.is_persistent and self._is_due(always=True)
             if self._updates is not None:
@@ -147,7 +147,7 @@ class Corruption:
         elements = tensor.detach().reshape(-1)
         ranges = [elements]
         if segments is not None:
-            ranges = [elements[row.start : row.stop] for row in segments.rows]
+            ranges = [elements[row.start : row.stop] for row in segments.ranges]
         if not self._flip.is_persistent:
             ranges = ranges[:1]
         bit = self._flip.bit % _SIGNIFICANDS[tensor.dtype]
@@ -163,7 +163,7 @@ class Corruption:
             finish()
             if self._flip.kind == "reduced gradient" and self._is_due(always=True):
                 grads = []
-                for flat in self._engine.flats:
+                for flat in self._engine.buffers:
                     for bucket, shard in enumerate(flat.shards):
                         # The sum of a tied embedding goes on to another stage, and is not checked.
                         if bucket != flat.layout.tied_bucket and shard.grads.any():

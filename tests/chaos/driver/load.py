@@ -201,7 +201,7 @@ async def _drive(run: Path, agents: int, seconds: float, window: float) -> dict[
     start = time.monotonic()
     cpu = time.process_time()
     before = beats()
-    measured.slowest = 0.0
+    measured.slowest_seconds = 0.0
     memory = [_memory()]
     verdicts.clear()
     while time.monotonic() - start < seconds and not work.done():
@@ -211,7 +211,7 @@ async def _drive(run: Path, agents: int, seconds: float, window: float) -> dict[
     measures = {"verdicts": verdicts, "beats": beats() - before, "lasted": lasted, "joining": joined - began}
     measures |= {
         "cpu": time.process_time() - cpu,
-        "slowest": measured.slowest,
+        "slowest": measured.slowest_seconds,
         "memory": memory,
         "ended": time.monotonic(),
     }

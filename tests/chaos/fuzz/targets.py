@@ -285,7 +285,7 @@ def _journal(folder: Path) -> Feed:
     """The driver's journal, taken by the next driver and read by a command, and its copy in events.jsonl."""
     from megascale.errors import DataError, TrainingError
     from megascale.resilience.driver.state.audit_log import AuditLog, read_logged_events, restore_lost_events
-    from megascale.resilience.driver.state.journal import FILE, Journal
+    from megascale.resilience.driver.state.journal import JOURNAL_FILE, Journal
     from megascale.resilience.driver.state.journal_reader import JournalReader
 
     sound, run = folder / "sound", folder / "run"
@@ -295,7 +295,7 @@ def _journal(folder: Path) -> Feed:
     for number in range(20):
         log.record("hang", attempt=number, nodes=("n0",), evidence=("x" * 50,), extra={"a": [1]})
     journal.close()
-    data, lines = (sound / FILE).read_bytes(), (sound / "events.jsonl").read_bytes().splitlines()
+    data, lines = (sound / JOURNAL_FILE).read_bytes(), (sound / "events.jsonl").read_bytes().splitlines()
 
     def feed(rng: random.Random) -> None:
         shutil.rmtree(run, ignore_errors=True)
@@ -307,7 +307,7 @@ def _journal(folder: Path) -> Feed:
             changed[at] = odd_bytes(rng, line) if rng.random() < 0.5 else _text(rng, json.loads(lines[at]))
         (run / "events.jsonl").write_bytes(b"\n".join(changed))
         list(read_logged_events(run))
-        (run / FILE).write_bytes(odd_bytes(rng, data))
+        (run / JOURNAL_FILE).write_bytes(odd_bytes(rng, data))
         with contextlib.suppress(DataError):
             reader = JournalReader(run)
             with contextlib.closing(reader):

@@ -257,7 +257,7 @@ def test_a_prompt_with_a_foreign_id_is_refused() -> None:
     from megascale.model.transformer import Chunk
     from megascale.train.generation import generate_tokens
 
-    chunk = Chunk(from_tree({"model": {"vocab_size": 8, "layers": 1}}).model, range(1), first=True, last=True)
+    chunk = Chunk(from_tree({"model": {"vocab_size": 8, "layers": 1}}).model, range(1), is_first=True, is_last=True)
     for bad in (-1, 8):
         with pytest.raises(ConfigError, match=f"token {bad} and"):
             next(generate_tokens(chunk, [1, bad], 1))

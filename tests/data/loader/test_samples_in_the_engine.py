@@ -36,9 +36,9 @@ def numbered(engine, batches, number, *given, **more):
 def recorded(engine, chunk, x, batch, context):
     global seen
     module = engine.chunks[chunk]
-    if module.first:
+    if module.is_first:
         print(json.dumps(["tokens", engine.number, x.T.tolist()]), file=out, flush=True)
-    if module.last:
+    if module.is_last:
         print(json.dumps(["targets", engine.number, batch.targets.T.tolist()]), file=out, flush=True)
     seen += 1
     if engine.number == {dies} and seen == 2 and os.environ["RANK"] == "1":

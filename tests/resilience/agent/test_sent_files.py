@@ -67,7 +67,7 @@ class Link:
         confirmed: list[tuple[str, int]] = []
         while pieces := self.agent.take():
             for piece in pieces:
-                assert driver.take(
+                assert driver.receive(
                     FROM_AGENT.decode(FROM_AGENT.encode(piece)),
                     lambda *confirmation: confirmed.append(confirmation),
                     self.local.name,
@@ -150,7 +150,7 @@ def test_a_node_that_dies_while_it_sends_its_rewritten_steps_again_takes_none_aw
     write(link.local / "metrics.jsonl", line(2001, 0.5))
     driver = ReceivedFiles(link.remote, lambda: "")
     (piece,) = link.agent.take()
-    assert driver.take(piece, lambda *confirmation: None)
+    assert driver.receive(piece, lambda *confirmation: None)
     assert driver.flush(10.0)  # and no more of this node
     assert (link.remote / "metrics.jsonl").read_text() == "".join(steps)
     link.local = tmp_path / "n1"
@@ -246,7 +246,7 @@ MORE = ("tensorboard/events.out.tfevents.1/../../x", "tensorboard/x", "faults/1.
 def test_no_other_file_of_the_run_folder_is_written(tmp_path):
     driver = ReceivedFiles(tmp_path, lambda: "")
     for name in ("journal.sqlite", "../x", "/etc/x", "driver/token", "logs/rank-0.log/../../x", "checkpoints/x") + MORE:
-        assert not driver.take(FileData(name, 0, b"x"), lambda *confirmation: None)
+        assert not driver.receive(FileData(name, 0, b"x"), lambda *confirmation: None)
     assert not list(tmp_path.iterdir())
 
 
@@ -292,7 +292,7 @@ def test_spans_of_nodes_apart_lie_in_the_run_folder(tmp_path, monkeypatch):
     pieces = link.agent.take()
     assert [piece.has_more for piece in pieces if "spans-000000" in piece.name] == [True]
     for piece in pieces:
-        assert driver.take(piece, lambda *confirmation: None, "n0")
+        assert driver.receive(piece, lambda *confirmation: None, "n0")
     driver.close()
     assert spans_of(link.remote) == {(0, 7): (40, 20_000)}
     link.agent.begin_session()
@@ -335,7 +335,7 @@ def test_a_piece_of_a_table_that_is_missing_is_asked_for_again(tmp_path):
         FileData("spans/host=0/../x", 0, b"x"),
         FileData("spans/host=0@n1/spans-000001.parquet", 0, b"x"),
     ):
-        driver.take(piece, lambda *confirmation: report.append(confirmation), "a/b")
+        driver.receive(piece, lambda *confirmation: report.append(confirmation), "a/b")
     driver.close()
     assert report == [(name, 8), (name, 17)]
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == [
@@ -349,9 +349,11 @@ def test_a_piece_that_cannot_be_taken_in_keeps_no_later_one_out(tmp_path: Path, 
     files = ReceivedFiles(tmp_path, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     (tmp_path / "metrics.jsonl").write_text(line(1))
     for data in (b'{"step": Infinity}\n', b'{"step": ' + b"[" * 100_000 + b"\n"):
-        assert files.take(FileData("metrics.jsonl", 0, data, first=True), lambda *receipt: confirmed.append(receipt))
-    assert files.take(FileData("identity", 0, b"a\n", replaces_file=True), lambda *receipt: confirmed.append(receipt))
-    assert files.take(FileData("logs/rank-0.log", 0, b"words\n"), lambda *receipt: confirmed.append(receipt))
+        assert files.receive(FileData("metrics.jsonl", 0, data, first=True), lambda *receipt: confirmed.append(receipt))
+    assert files.receive(
+        FileData("identity", 0, b"a\n", replaces_file=True), lambda *receipt: confirmed.append(receipt)
+    )
+    assert files.receive(FileData("logs/rank-0.log", 0, b"words\n"), lambda *receipt: confirmed.append(receipt))
     assert files.flush(30.0)
     files.close()
     assert confirmed[-1] == ("logs/rank-0.log", 6)

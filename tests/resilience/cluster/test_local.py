@@ -16,14 +16,14 @@ from megascale.resilience.agent.node_folder import end_checkpoint_services
 from megascale.resilience.cluster import local
 from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import STATE_FILE, ApartCluster, LocalCluster
-from megascale.resilience.process_birth import born
+from megascale.resilience.process_birth import read_birth_time
 
 DEAD = {"pid": 2**22 - 1, "born": 1}
 
 
 def node(cluster: LocalCluster, name: str, devices: str | None, lives: bool) -> None:
     """The folder of a node whose agent is this process, or has ended."""
-    state = {"pid": os.getpid(), "born": born(os.getpid())} if lives else DEAD
+    state = {"pid": os.getpid(), "born": read_birth_time(os.getpid())} if lives else DEAD
     folder = cluster.folder / name
     folder.mkdir(exist_ok=True)
     (folder / STATE_FILE).write_text(json.dumps(state | ({} if devices is None else {"devices": devices})))

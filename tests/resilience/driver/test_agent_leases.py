@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from megascale.config import ResilienceConfig
-from megascale.resilience.driver.nodes import KILL, AgentLeases, Node
+from megascale.resilience.driver.nodes import KILL_SECONDS, AgentLeases, Node
 from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState
 
 
@@ -32,9 +32,9 @@ def leases(seconds: float | None = 2.0, cluster: object = None, holders: tuple[s
 def test_a_lost_node_is_waited_for_until_its_lease_is_over():
     built, node = leases(), lost()
     built.renew("k1")
-    end = built.ends["k1"]
+    end = built.end_times["k1"]
     assert built.may_run_ranks(node, end - 0.01)
-    assert 2.0 + KILL >= end - time.monotonic() > KILL
+    assert 2.0 + KILL_SECONDS >= end - time.monotonic() > KILL_SECONDS
     assert not built.may_run_ranks(node, end)
     assert "k1" not in built.holders
 
@@ -59,7 +59,7 @@ def test_a_successor_waits_as_long_as_agents_wait_for_it():
     built, node = leases(holders=()), Node("k1", NodeRecord(NodeState.JOINING))
     built.inherit(node, job, 100.0)
     assert built.may_run_ranks(node, 159.0)
-    assert not built.may_run_ranks(node, 100.0 + 60.0 + KILL)
+    assert not built.may_run_ranks(node, 100.0 + 60.0 + KILL_SECONDS)
     node = lost(start=time.time() - 50)  # the driver before has waited for most of it
     built.inherit(node, job, 100.0)
     assert built.may_run_ranks(node, 109.0)
@@ -71,16 +71,16 @@ def test_a_successor_waits_as_long_as_agents_wait_for_it():
 
 def test_another_life_of_an_agent_holds_no_ranks():
     built = leases()
-    built.admit("k1", same_life=True, holds_ranks=False)
+    built.admit("k1", is_same_agent=True, holds_ranks=False)
     assert "k1" in built.holders
-    built.admit("k1", same_life=False, holds_ranks=False)
+    built.admit("k1", is_same_agent=False, holds_ranks=False)
     assert "k1" not in built.holders
-    built.admit("k1", same_life=False, holds_ranks=True)
+    built.admit("k1", is_same_agent=False, holds_ranks=True)
     assert "k1" in built.holders
 
 
 def test_without_a_lease_nobody_waits():
     built, node = leases(None), lost()
-    built.ends["k1"] = 1e12
+    built.end_times["k1"] = 1e12
     assert not built.are_required
     assert not built.may_run_ranks(node, 0.0)

@@ -12,7 +12,9 @@ GPUS = {"cores": "96", "gpus": "8"}
 
 
 def judge(hardware=GPUS, versions=GOOD, peers=(), ranks=8, device="auto"):
-    return find_incompatibility("n1", hardware, versions, driver=VERSIONS, members=peers, ranks=ranks, device=device)
+    return find_incompatibility(
+        "n1", hardware, versions, driver_versions=VERSIONS, members=peers, ranks_per_node=ranks, device=device
+    )
 
 
 def test_the_same_release_in_another_build_than_the_drivers_is_welcome():

@@ -103,7 +103,7 @@ def driven(
         contact.make_token(run)
         journal, _ = Journal.take(run, 0.1)
         driver = Driver(
-            run, load(None, list(settings)), OneNode(), [], journal, JobState("job", Phase.WAITING), files=files
+            run, load(None, list(settings)), OneNode(), [], journal, JobState("job", Phase.WAITING), job_files=files
         )
         await driver.open()
         driver.announce("")

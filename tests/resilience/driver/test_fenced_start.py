@@ -64,7 +64,7 @@ def play(run: Path, free: Any, before: Any = nothing) -> tuple[list[str], list[A
 
         def step() -> None:
             for name in ("n0", "n2"):
-                stopped = Stopped(driver.attempts.order, 1, 29500)
+                stopped = Stopped(driver.attempts.last_order, 1, 29500)
                 driver.telemetry.handle_message(name, channels[name], stopped)
             driver.step(time.monotonic())
 
@@ -85,7 +85,7 @@ def play(run: Path, free: Any, before: Any = nothing) -> tuple[list[str], list[A
 
 def test_when_its_lease_is_over(tmp_path):
     def free(driver: Driver, cluster: Seeing) -> None:
-        driver.nodes.leases.ends["n1"] = time.monotonic()
+        driver.nodes.leases.end_times["n1"] = time.monotonic()
 
     orders, events = play(tmp_path, free)
     assert orders[-2:] == ["parted", "closed"]  # in this order: an end of the connection alone means the driver's end

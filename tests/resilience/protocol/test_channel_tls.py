@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("cryptography")
-from megascale.resilience.driver.api.tls import create_agents_tls
+from megascale.resilience.driver.api.access import create_agents_tls
 from megascale.resilience.driver.telemetry.agent_server import AgentServer
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_channel import DriverTls

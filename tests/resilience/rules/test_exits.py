@@ -179,7 +179,7 @@ def test_last_words_are_the_line_that_names_an_error():
 
 
 def test_a_calm_line_of_the_log_is_nobodys_last_words():
-    calm = "2026-11-24T04:27:29.274Z attempt 1 rank 1 INFO megascale.train: process 12379 on vm, one of 2, begins"
+    calm = "2026-11-24T04:27:29.274Z attempt 1 rank 1 INFO megascale.train: process 12379 on vm, one of 2 ranks, begins"
     report = worker(1, state="signalled", code=signal.SIGKILL, stderr_tail=calm)
     assert exits.last_message(report) == ""
     warned = calm.replace("INFO", "WARNING")

@@ -22,7 +22,7 @@ from megascale.data.dataset.read_checksum import ReadChecksum
 from megascale.data.dataset.sample_fields import Samples
 from megascale.data.dataset.samples import SampleSource, hash_sample_ids
 from megascale.data.loader import host_loader
-from megascale.data.loader.host_loader import LoaderReader
+from megascale.data.loader.host_loader import LoaderReader, StartedLoader
 from megascale.data.loader.host_plan import HostPlan, plan_host
 from megascale.data.loader.ring import COUNTERS
 
@@ -173,6 +173,10 @@ class HostFeed:
     Copies to a GPU are asynchronous. A slot of the ring is released when its copy is done, which is checked when the
     next micro-batch is needed.
 
+    Args:
+        folder: folder of the loader.
+        loader: the loader, if this rank has started it; None: a launcher or another rank has.
+
     Attributes:
         fields: optional fields of the batches.
         reader: connection to the loader; None before `start`, and on a rank that reads no samples.
@@ -184,9 +188,9 @@ class HostFeed:
         plan: HostPlan,
         folder: Path,
         rank: int,
-        local_rank: int,
         device: torch.device,
         check_data: CheckData | None = None,
+        loader: StartedLoader | None = None,
     ) -> None:
         self.plan = plan
         self.fields = plan.shape.fields
@@ -197,8 +201,7 @@ class HostFeed:
         self.reader: LoaderReader | None = None
         self.checksum = ReadChecksum()
         self._check_run_data = check_data
-        # Until a reader joins the loader, this rank must remove a folder that it has prepared itself.
-        self._owns_folder = local_rank == 0 and host_loader.FOLDER_VARIABLE not in os.environ
+        self._loader = loader
         self._pinned_ring: Any = None
         self._pending_copies: deque[torch.cuda.Event] = deque()
         self._ids_hash = 0
@@ -214,7 +217,7 @@ class HostFeed:
 
         Raises DataError if files have changed, and errors of the loader.
         """
-        self._owns_folder = False
+        self._loader = None  # from now on, the loader ends with its last reader
         if self._check_run_data:
             notes = self._check_run_data(first)
         else:
@@ -329,8 +332,8 @@ class HostFeed:
             self._unpin_ring()
             self.reader.close()
             self.reader = None
-        elif self._owns_folder:
-            host_loader.kill_loader(self.folder)  # no reader has joined, so no other process removes it
+        elif self._loader is not None:
+            self._loader.stop()  # no reader has joined, so no other process removes its folder
 
 
 Feed = LocalFeed | HostFeed
@@ -356,15 +359,18 @@ def open_feed(
     if not plan.needs_loader(gpus=device.type == "cuda"):
         return LocalFeed(plan, layout.shares, layout.grid.replica(rank), device, check_data)
     folder = os.environ.get(host_loader.FOLDER_VARIABLE)
+    loader: StartedLoader | None = None
     if folder is None:
         key = f"loader/{rank - local_rank}"
         if local_rank == 0:
-            folder = str(host_loader.prepare_folder(plan))
+            # The loader process starts while this rank builds the engine and loads its state.
+            loader = host_loader.start_planned_loader(plan)
+            folder = str(loader.folder)
             if store is not None:
                 store.set(key, folder)
         else:
             folder = store.get(key).decode()
-    return HostFeed(plan, Path(folder), rank, local_rank, device, check_data)
+    return HostFeed(plan, Path(folder), rank, device, check_data, loader)
 
 
 class LoaderWatch:

@@ -39,8 +39,8 @@ from megascale.data.loader.loader_service import PLAN, SEGMENT
 from megascale.data.loader.ring import MicroBatch, Ring
 from megascale.errors import MegascaleError, TrainingError, make_error
 from megascale.services import host_service
-from megascale.services.conversation import Conversation, ErrorReply, peer_credentials
-from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation, private_base_folder
+from megascale.services.conversation import Conversation, ErrorReply, read_peer_credentials
+from megascale.services.host_service import Launch, ServiceFailed, ServiceLocation, make_private_base_folder
 
 log = logging.getLogger("megascale.data.loader")
 
@@ -97,6 +97,11 @@ def start_loader(layout: Layout, *, first_rank: int, ranks: int) -> StartedLoade
     plan = plan_host(layout, first_rank, ranks)
     if not plan.needs_loader(gpus=False):
         return None  # the ranks know their device, and start a loader if they train on GPUs
+    return start_planned_loader(plan)
+
+
+def start_planned_loader(plan: HostPlan) -> StartedLoader:
+    """Make the folder of a plan's loader, and start the loader without waiting for it."""
     folder = prepare_folder(plan)
     return StartedLoader(folder, host_service.start_service(ServiceLocation(folder, SERVICE), _make_launch(folder)))
 
@@ -129,7 +134,7 @@ def _remove_dead_folders(base: Path) -> None:
 
 def _make_folder(token: str) -> Path:
     """Make a new folder that only this user may enter."""
-    base = private_base_folder()
+    base = make_private_base_folder()
     _remove_dead_folders(base)
     folder = base / f"loader-{token}"
     folder.mkdir(mode=0o700)
@@ -164,7 +169,7 @@ def _make_launch(folder: Path) -> Launch:
 
 def find_owner(folder: Path) -> int | None:
     """Return the process id of the folder's loader, or None if no loader runs."""
-    return ServiceLocation(folder, SERVICE).owner_pid()
+    return ServiceLocation(folder, SERVICE).find_service_pid()
 
 
 def kill_loader(folder: Path) -> None:
@@ -347,14 +352,14 @@ class LoaderReader:
     def _measure_progress(self) -> float:
         """Return a measure of the work of the loader's process so far; -1 if there is no process."""
         try:
-            return _measure_work(peer_credentials(self._loader.sock)[0])
+            return _measure_work(read_peer_credentials(self._loader.sock)[0])
         except OSError:  # the process has died, and the watcher starts another
             return -1.0
 
     def _kill_loader_process(self) -> None:
         """Kill a loader that hangs. The watcher then starts another."""
         with contextlib.suppress(OSError):
-            pid, _ = peer_credentials(self._loader.sock)
+            pid, _ = read_peer_credentials(self._loader.sock)
             log.warning("the data loader (process %d) made no progress for %g s: killing it", pid, self._hang_seconds)
             os.kill(pid, signal.SIGKILL)
 

@@ -28,9 +28,9 @@ from megascale.data.loader import ring as rings
 from megascale.data.loader.host_plan import FROM_LOADER, FROM_READER, SERVICE, Attach, Attached, HostPlan, Seated
 from megascale.errors import MegascaleError, error_class_name
 from megascale.services import host_service
+from megascale.services.connection_server import ConnectionServer
 from megascale.services.conversation import Conversation, ErrorReply
 from megascale.services.host_service import ReadySignal, ServiceLocation
-from megascale.services.reception import ConnectionServer
 
 log = logging.getLogger("megascale.data.loader")
 
@@ -323,9 +323,9 @@ def serve(folder: Path, parent: int, ready: ReadySignal) -> None:
         return
     (service,) = services
     try:
-        service.serve(owned.reception)
+        service.serve(owned.server)
     finally:
-        owned.reception.stop()
+        owned.server.stop()
         service.close()
 
 

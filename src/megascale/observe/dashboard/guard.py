@@ -86,9 +86,9 @@ class Guard:
         if connection is None:
             return
         if not scope["path"].startswith("/api/") or scope["method"] not in ("GET", "HEAD"):
-            connection.allow(ANSWER_SECONDS)
+            connection.extend_deadline(ANSWER_SECONDS)
         else:
-            connection.let_in(None if scope["path"] == _STREAM else ANSWER_SECONDS)
+            connection.mark_authenticated(None if scope["path"] == _STREAM else ANSWER_SECONDS)
 
     def _may_read(self, headers: dict[bytes, bytes]) -> bool:
         return self._token is None or secrets_equal(bearer(headers), self._token)

@@ -23,9 +23,9 @@ from megascale.errors import ConfigError
 from megascale.observe.dashboard.application import Integrations, build
 from megascale.observe.dashboard.guard import Guard
 from megascale.observe.dashboard.run_reader import RunList
-from megascale.services.door import ConnectionLimits, LimitedListener
-from megascale.services.host_service import private_base_folder
+from megascale.services.host_service import make_private_base_folder
 from megascale.services.http_protocol import make_http_protocol
+from megascale.services.limited_listener import ConnectionLimits, LimitedListener
 from megascale.services.shared_token import make_token
 
 PORT = 8265
@@ -177,7 +177,7 @@ def _reading_token(listening: Listening, url: str, port: int) -> Iterator[Readin
         yield ReadingToken(make_token(listening.token_file), listening.token_file)
         return
     try:
-        file = private_base_folder() / f"dashboard-{port}.token"
+        file = make_private_base_folder() / f"dashboard-{port}.token"
         file.unlink(missing_ok=True)
         token = make_token(file)
     except OSError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megascale.services.conversation import Done, ErrorReply
 from megascale.services.framing import PROTOCOL_VERSION
-from megascale.services.host_service import Launch, ServiceLocation, private_base_folder
+from megascale.services.host_service import Launch, ServiceLocation, make_private_base_folder
 from megascale.services.messages import Count, Labels, Message, Schema
 
 NAME = "spans"
@@ -39,7 +39,9 @@ def span_folder(run: Path, host: int) -> Path:
 def service_place(out: Path) -> ServiceLocation:
     """Return the place on this host of the span service that writes to `out`."""
     identity = f"{out.absolute()}\0{os.environ.get('MEGASCALE_NODE', '')}\0{PROTOCOL_VERSION}"
-    return ServiceLocation(private_base_folder() / f"spans-{hashlib.sha256(identity.encode()).hexdigest()[:16]}", NAME)
+    return ServiceLocation(
+        make_private_base_folder() / f"spans-{hashlib.sha256(identity.encode()).hexdigest()[:16]}", NAME
+    )
 
 
 def service_launch(

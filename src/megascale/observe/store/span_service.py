@@ -43,9 +43,9 @@ from megascale.observe.store.span_messages import (
 from megascale.observe.store.span_ring import SpanRing
 from megascale.observe.store.span_sinks import open_span_sinks
 from megascale.services import host_service
+from megascale.services.connection_server import ConnectionServer
 from megascale.services.conversation import Conversation, Done, ErrorReply
 from megascale.services.host_service import ReadySignal, ServiceLocation
-from megascale.services.reception import ConnectionServer
 
 log = logging.getLogger("megascale.observe.spans")
 
@@ -292,11 +292,11 @@ def serve(folder: Path, service: SpanService, ready: ReadySignal) -> None:
     owned = host_service.claim_service(place, begin, (FROM_SPANS, TO_SPANS), ready, make_folder=True)
     if owned is None:
         return
-    service.reception = owned.reception
+    service.reception = owned.server
     try:
-        owned.reception.serve(service.is_done)
+        owned.server.serve(service.is_done)
     finally:
-        owned.reception.stop()
+        owned.server.stop()
         service.stop()
         place.release(owned.lock)
 

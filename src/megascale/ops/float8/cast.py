@@ -28,7 +28,7 @@ from megascale.ops.float8.formats import (
     quantise_reference,
     scale_from_amax,
 )
-from megascale.ops.reduce import flat_rows
+from megascale.ops.reduce import flatten_rows
 from megascale.ops.segments import TILE as SHARD_TILE
 from megascale.ops.segments import Segments, load_any_tile, load_tile, read_tile, store_tile
 
@@ -421,7 +421,7 @@ def compute_amax(x: Tensor, out: Tensor | None = None) -> Tensor:
     if x.numel() and use_fused("float8 amax", x):
         if out is None:
             out = torch.zeros((), dtype=torch.float32, device=x.device)
-        _launch_amax(flat_rows(x), out, columns=False)
+        _launch_amax(flatten_rows(x), out, columns=False)
         return out
     amax = amax_reference(x)
     return amax if out is None else out.copy_(torch.maximum(out, amax))
@@ -444,7 +444,7 @@ def cast_by_scale(
         amax: float32 [], raised to the amax of x.
         counts: int64 [2]; see `quantise_reference`.
     """
-    x_MN = flat_rows(x)
+    x_MN = flatten_rows(x)
     if x.numel() and use_fused("float8 cast", x):
         q, q_t = _launch_cast(x_MN, kind, _BY_SCALE, scale, rows=rows, columns=columns, amax=amax, counts=counts)
         return _with_scale(q, q_t, scale)
@@ -472,7 +472,7 @@ def cast_by_amax(
         rows, columns, counts: see `cast_by_scale`.
         margin, power_of_2: see `scale_from_amax`.
     """
-    x_MN = flat_rows(x)
+    x_MN = flatten_rows(x)
     if amax is None:
         amax = compute_amax(x_MN)
     if x.numel() and use_fused("float8 cast", x):
@@ -497,7 +497,7 @@ def cast_by_amax(
 
 def compute_row_amaxes(x: Tensor) -> Tensor:
     """Return the largest magnitude of each row of x [..., N], as a matrix, float32 [rows, 1]; NaN if it has one."""
-    x_MN = flat_rows(x)
+    x_MN = flatten_rows(x)
     M, N = x_MN.shape
     if not (x.numel() and use_fused("float8 amax of rows", x)):
         return amax_reference(x_MN, 1)
@@ -509,7 +509,7 @@ def compute_row_amaxes(x: Tensor) -> Tensor:
 
 def compute_column_amaxes(x: Tensor) -> Tensor:
     """Return the largest magnitude of each column of x [..., N], as a matrix, float32 [N, 1]; NaN if it has one."""
-    x_MN = flat_rows(x)
+    x_MN = flatten_rows(x)
     if not (x.numel() and use_fused("float8 amax of columns", x)):
         return amax_reference(x_MN, 0).t().contiguous()
     amax = torch.zeros((x_MN.shape[1], 1), dtype=torch.float32, device=x.device)
@@ -535,7 +535,7 @@ def cast_rows(
         row_amax, column_amax: the amaxes, float32 [M, 1] and [N, 1], if other ranks hold parts of the rows or columns.
         counts: int64 [2], of the first of the two copies that is made.
     """
-    x_MN = flat_rows(x)
+    x_MN = flatten_rows(x)
     M, N = x_MN.shape
     q = q_t = scale = scale_t = None
     column_counts = None if rows else counts
@@ -590,13 +590,13 @@ def compute_shard_amaxes(flat: Tensor, segments: Segments, out: Tensor) -> None:
     NaN if the part has one, 0 without a part. The segments' tensor ids are indices of matrices.
     """
     out.zero_()
-    if segments.rows and use_fused("float8 amax of shards", flat):
+    if segments.ranges and use_fused("float8 amax of shards", flat):
         tiles = segments.tiles
         # The integer view, because float32 maxima would lose NaN.
         _shard_amaxes_kernel[(tiles.shape[0],)](flat, tiles, out.view(torch.int32), TILE=SHARD_TILE, num_warps=8)
         return
-    for row in segments.rows:
-        out[row.tensor] = torch.maximum(out[row.tensor], amax_reference(flat[row.start : row.stop]))
+    for row in segments.ranges:
+        out[row.tensor_index] = torch.maximum(out[row.tensor_index], amax_reference(flat[row.start : row.stop]))
 
 
 def compute_shard_scales(amax: Tensor, kind: Format, out: Tensor) -> None:
@@ -614,7 +614,7 @@ def compute_shard_scales(amax: Tensor, kind: Format, out: Tensor) -> None:
 
 def cast_shard(flat: Tensor, segments: Segments, scales: Tensor, kind: Format, out: Tensor) -> None:
     """Cast each matrix's part of a shard by its scale into the bytes `out`; bytes outside matrices are unchanged."""
-    if not segments.rows:
+    if not segments.ranges:
         return
     if use_fused("float8 cast of shards", flat):
         tiles = segments.tiles
@@ -622,9 +622,9 @@ def cast_shard(flat: Tensor, segments: Segments, scales: Tensor, kind: Format, o
             flat, tiles, scales, out.view(kind.dtype), LARGEST=kind.largest, TILE=SHARD_TILE, num_warps=8
         )
         return
-    for row in segments.rows:
+    for row in segments.ranges:
         elements = slice(row.start, row.stop)
-        out[elements] = quantise_reference(flat[elements], scales[row.tensor], kind).view(torch.uint8)
+        out[elements] = quantise_reference(flat[elements], scales[row.tensor_index], kind).view(torch.uint8)
 
 
 def transpose_rows(rows: Tensor, out: Tensor | None = None) -> Tensor:

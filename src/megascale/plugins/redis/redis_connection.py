@@ -17,11 +17,11 @@ import hiredis
 from megascale.errors import ConfigError
 
 _CONNECT_SECONDS = 10.0
-# The socket blocks in slices of this many seconds, after which Python looks at the clock. A time-out that is set again
-# for each read would cost two more system calls per command.
-_SLICE_SECONDS = 5.0
+# A read returns to Python after this many seconds at the latest, which then compares the time with the deadline.
+# Setting the time-out for each read would cost two additional system calls per command.
+_BLOCK_SECONDS = 5.0
 _READ_BYTES = 65536
-# Errors after which the same server, or its successor, may accept the command shortly after.
+# Errors that pass: the same server, or the one that replaces it, may accept the command shortly afterwards.
 _TRANSIENT_ERRORS = (
     "LOADING",
     "READONLY",
@@ -31,11 +31,11 @@ _TRANSIENT_ERRORS = (
     "BUSY",
     "ERR max number of clients",
 )
-_INCOMPLETE = object()
+_INCOMPLETE = object()  # hiredis returns this object while an answer is incomplete
 
 
 class BrokenConnection(Exception):
-    """The connection is unusable; a new one may work."""
+    """The connection is unusable, but a new one may work. `cause` is the error of the socket, if there was one."""
 
     def __init__(self, text: str, cause: Exception | None = None) -> None:
         super().__init__(text)
@@ -43,12 +43,12 @@ class BrokenConnection(Exception):
 
 
 class RedisRefused(Exception):
-    """The server answered with an error; its text begins with a code such as WRONGPASS or OOM."""
+    """The server answered with an error. The text begins with Redis's error code, such as WRONGPASS or OOM."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Address of a server and credentials for it; printing it shows no secret.
+    """Address of a Redis server and the credentials for it. `str` and `repr` omit the password.
 
     Attributes:
         ca: file of the authority that signed the server's certificate; default: the system's authorities.
@@ -66,32 +66,44 @@ class Address:
     key: str | None = None
 
     @classmethod
-    def parse(cls, url: str, password: str | None = None, **tls: str | None) -> Address:
-        """Parse `redis[s]://[user[:password]@]host[:port][/database]`; ConfigError for any other URL."""
+    def parse(cls, url: str, password: str | None = None, **tls_files: str | None) -> Address:
+        """Parse `redis[s]://[user[:password]@]host[:port][/database]`.
+
+        Args:
+            password: used if the URL has none.
+            tls_files: values for `ca`, `certificate` and `key`.
+
+        Raises:
+            ConfigError: the URL has another form.
+        """
         wrong_form = "rendezvous.url is not of the form redis://HOST:PORT or rediss://HOST:PORT (with TLS)"
         try:
-            parts = urlsplit(url)
-            port = parts.port or 6379
-            database = int(parts.path.strip("/") or 0)
+            split_url = urlsplit(url)
+            port = split_url.port or 6379
+            database = int(split_url.path.strip("/") or 0)
         except ValueError:
-            raise ConfigError(wrong_form) from None  # the text of the error may hold the password
-        if parts.scheme not in ("redis", "rediss") or not parts.hostname:
+            raise ConfigError(wrong_form) from None  # the text of the original error may contain the password
+        if split_url.scheme not in ("redis", "rediss") or not split_url.hostname:
             raise ConfigError(wrong_form)
         return cls(
-            parts.hostname,
+            split_url.hostname,
             port,
             database=database,
-            username=unquote(parts.username) if parts.username else None,
-            password=unquote(parts.password) if parts.password else password,
-            tls=parts.scheme == "rediss",
-            **tls,
+            username=unquote(split_url.username) if split_url.username else None,
+            password=unquote(split_url.password) if split_url.password else password,
+            tls=split_url.scheme == "rediss",
+            **tls_files,
         )
 
     def __str__(self) -> str:
         return f"{'rediss' if self.tls else 'redis'}://{self.host}:{self.port}"
 
-    def tls_context(self) -> ssl.SSLContext | None:
-        """Return the context that checks the server's certificate; ConfigError for a file that cannot be read."""
+    def make_tls_context(self) -> ssl.SSLContext | None:
+        """Return the context that checks the server's certificate, or None without TLS.
+
+        Raises:
+            ConfigError: a certificate or key file is unreadable.
+        """
         if not self.tls:
             return None
         try:
@@ -107,11 +119,14 @@ class Address:
 
 
 def dial(host: str, port: int, timeout: float) -> socket.socket:
-    """Connect a socket that stops blocking every _SLICE_SECONDS and notices a peer that has vanished."""
+    """Return a connected socket whose reads block for at most _BLOCK_SECONDS.
+
+    Keep-alive messages find a peer that has vanished: the first after 15 seconds, then three more 5 seconds apart.
+    """
     connected = socket.create_connection((host, port), timeout=timeout)
     connected.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_SLICE_SECONDS), 0))
+        connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(_BLOCK_SECONDS), 0))
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
@@ -121,7 +136,7 @@ def dial(host: str, port: int, timeout: float) -> socket.socket:
 
 
 class Connection:
-    """An open, authenticated connection, for one thread at a time.
+    """Open, authenticated connection that one thread at a time may use.
 
     Raises from every call:
         BrokenConnection: the peer has closed, or has not answered for `timeout` seconds.
@@ -129,7 +144,7 @@ class Connection:
         ConfigError: the password or a certificate is refused.
     """
 
-    dial = staticmethod(dial)  # the benchmark replaces it by sockets that thousands of ranks share a thread with
+    dial = staticmethod(dial)  # the benchmark replaces this function, so that thousands of ranks share one thread
 
     def __init__(self, address: Address, context: ssl.SSLContext | None, timeout: float) -> None:
         self._reader = hiredis.Reader(replyError=RedisRefused, notEnoughData=_INCOMPLETE)
@@ -137,7 +152,7 @@ class Connection:
         try:
             connected = self.dial(address.host, address.port, timeout)
         except OSError as error:
-            raise BrokenConnection(_reason(error)) from None
+            raise BrokenConnection(_describe_error(error)) from None
         self._socket: socket.socket = connected
         try:
             if context is not None:
@@ -151,9 +166,9 @@ class Connection:
                 raise BrokenConnection("no answer to the TLS greeting; does the server speak TLS?") from None
             cause = error.cause if isinstance(error, BrokenConnection) else error
             if isinstance(cause, ssl.SSLError):
-                raise _tls_error(address, cause) from None
+                raise _make_tls_error(address, cause) from None
             if isinstance(error, OSError):
-                raise BrokenConnection(_reason(error)) from None
+                raise BrokenConnection(_describe_error(error)) from None
             raise
 
     def _authenticate(self, address: Address, timeout: float) -> None:
@@ -164,7 +179,7 @@ class Connection:
         if address.database:
             commands.append(["SELECT", address.database])
         if not commands and address.tls:
-            commands.append(["PING"])  # a refused client certificate shows in the first answer only
+            commands.append(["PING"])  # the server refuses a client certificate only in its first answer
         if not commands:
             return
         self.send(*commands)
@@ -172,7 +187,7 @@ class Connection:
             for _ in commands:
                 self.read(timeout)
         except RedisRefused as error:
-            raise access_error(address, str(error)) or error from None
+            raise make_access_error(address, str(error)) or error from None
 
     def fileno(self) -> int:
         """Return the socket's descriptor."""
@@ -184,7 +199,7 @@ class Connection:
         try:
             self._socket.sendall(message)
         except OSError as error:
-            raise BrokenConnection(_reason(error), error) from None
+            raise BrokenConnection(_describe_error(error), error) from None
 
     def read(self, timeout: float) -> Any:
         """Return the next answer: bytes, an int, None or a list of these."""
@@ -209,26 +224,28 @@ class Connection:
         self._socket.close()
 
     def _receive(self, deadline: float) -> None:
+        """Feed the next bytes of the socket to the reader."""
         while True:
             try:
                 data = self._socket.recv(_READ_BYTES)
                 break
             except (BlockingIOError, ssl.SSLWantReadError):
                 if time.monotonic() >= deadline:
-                    raise BrokenConnection("no answer in time") from None
+                    raise BrokenConnection("the server did not answer in time") from None
             except OSError as error:
-                raise BrokenConnection(_reason(error), error) from None
+                raise BrokenConnection(_describe_error(error), error) from None
         if not data:
             raise BrokenConnection("the server closed the connection")
         self._reader.feed(data)
 
 
 def _pack(command: Sequence[Any]) -> bytes:
+    """Encode a command in the Redis protocol."""
     arguments: Any = tuple([value if isinstance(value, bytes) else str(value) for value in command])
     return hiredis.pack_command(arguments)
 
 
-def access_error(address: Address, text: str) -> ConfigError | None:
+def make_access_error(address: Address, text: str) -> ConfigError | None:
     """Return the error for a server that refuses this user, or None if `text` is another error."""
     if text.startswith(("WRONGPASS", "NOAUTH", "ERR AUTH", "ERR invalid password", "ERR Client sent AUTH")):
         return ConfigError(
@@ -242,8 +259,9 @@ def access_error(address: Address, text: str) -> ConfigError | None:
     return None
 
 
-def _tls_error(address: Address, error: ssl.SSLError) -> Exception:
-    text = _reason(error)
+def _make_tls_error(address: Address, error: ssl.SSLError) -> Exception:
+    """Return the error to raise: BrokenConnection if a new connection may work, otherwise ConfigError."""
+    text = _describe_error(error)
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return BrokenConnection(text)
     if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"):
@@ -254,5 +272,5 @@ def _tls_error(address: Address, error: ssl.SSLError) -> Exception:
     )
 
 
-def _reason(error: OSError) -> str:
+def _describe_error(error: OSError) -> str:
     return str(error.strerror or error)

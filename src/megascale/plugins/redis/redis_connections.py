@@ -1,7 +1,8 @@
-"""Pool of one process's connections to the Redis server. Repairs them, and makes each change exactly once.
+"""Pool of one process's connections to the Redis server.
 
-A process normally uses one connection; a second opens only while another thread waits on the first. When the
-server comes back from a restart without its memory, each process writes again the values it had written (`_Journal`).
+The pool replaces broken connections and makes each change exactly once. A process normally uses one connection. A
+second one opens only while another thread waits on the first. If the server restarts without its data, each process
+writes again the values that it had written (`_Journal`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megascale.plugins.redis.redis_connection import (
     BrokenConnection,
     Connection,
     RedisRefused,
-    access_error,
+    make_access_error,
 )
 from megascale.plugins.redis.redis_keys import CHANGE, JOIN_MS, REVIVE, SUPERSEDED, JobKeys
 from megascale.rendezvous.agree import VERDICT
@@ -39,18 +40,20 @@ from megascale.rendezvous.stores import StoreFault, StoreFenced, Superseded
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_CHANGE_SHA = hashlib.sha1(CHANGE.encode(), usedforsecurity=False).hexdigest()  # Redis's name of a cached script
-# A plain command that takes longer than this is taken for a broken connection and repeated.
+# Redis identifies a cached script by its SHA-1.
+_CHANGE_SHA = hashlib.sha1(CHANGE.encode(), usedforsecurity=False).hexdigest()
+# If the answer to a command that does not wait for a key takes longer, the connection counts as broken.
 _ANSWER_SECONDS = 20.0
-_WARN_SECONDS = 5.0  # without a server, before a warning is logged
-_PIPELINE = 128  # waits sent at once
-# A server that logs its changes writes them once per second, or up to two seconds late on a slow disk.
-_AT_RISK_SECONDS = 60.0
+_WARN_SECONDS = 5.0  # time without a server before a warning is logged
+_MAX_WAITS_PER_MESSAGE = 128
+# The process keeps its changes this long, because a restart of the server may lose the newest ones. A server with an
+# append-only file writes changes to it once per second, or up to two seconds late on a slow disk.
+_KEEP_CHANGES_SECONDS = 60.0
 
 
 @dataclass
 class _Journal:
-    """Values and sums that this process wrote, to be written again into a server that lost its memory."""
+    """Values and sums that this process wrote, and writes again if the server loses its data."""
 
     values: dict[str, bytes] = field(default_factory=dict)
     sums: dict[str, int] = field(default_factory=dict)
@@ -58,25 +61,34 @@ class _Journal:
 
 @dataclass
 class _Change:
-    """A change that the server has made: its slot, its number within the slot, and its time."""
+    """Change that the server has made.
 
-    slot: _Slot
-    count: int
-    time: float
+    Attributes:
+        session, number: the session that sent the change, and the change's number within it.
+        completion_time: time.monotonic() when the answer arrived.
+    """
+
+    session: _Session
+    number: int
+    completion_time: float
     operation: str
     keys: Sequence[str]
     arguments: Sequence[Any]
 
 
-class _Slot:
-    """A connection with a name and a count of changes: a change repeated under one count happens once."""
+class _Session:
+    """Name and change number of one client, which survive its connections.
+
+    The server makes only one change per session name and change number. A change whose answer was lost can therefore be
+    sent again on a new connection.
+    """
 
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex[:12]
-        self.count = 0
+        self.change_number = 0  # of the last change
         self.connection: Connection | None = None
 
-    def drop(self) -> None:
+    def close_connection(self) -> None:
         if self.connection is not None:
             self.connection.close()
             self.connection = None
@@ -86,94 +98,109 @@ class RedisConnections:
     """Connections of this process to the server, shared by its threads.
 
     Raises from every call:
-        StoreFault: the server cannot be reached within `deadline`, or refuses.
+        StoreFault: the server cannot be reached before `deadline` (of time.monotonic()), or refuses.
         StoreFenced: another attempt holds the job, or the job has ended.
         ConfigError: password, certificate or permission refused.
 
     Attributes:
         keys: names of the job's keys; opening or joining the job sets their epoch.
         server_run_id: id of the server process, set with the epoch; a restarted server has another.
-        restarts: number of times that the server lost its data and this process wrote its values again.
-        owns_start: this process is the owner of a start that is under way.
+        restore_count: number of times that the server lost its data and this process wrote its values again.
+        is_start_owner: whether this process is the owner of a start that is under way.
     """
 
     def __init__(self, address: Address, keys: JobKeys, expiry: float) -> None:
         self.address = address
         self.keys = keys
-        self._context = address.tls_context()
+        self._context = address.make_tls_context()
         self.expiry_ms = int(expiry * 1000)
         self.server_run_id = ""
-        self.closed = False
-        self.restarts = 0
-        self.owns_start = False
+        self.is_closed = False
+        self.restore_count = 0
+        self.is_start_owner = False
         self._journal = _Journal()
-        self._recent: deque[_Change] = deque()
-        self._free: list[_Slot] = []
-        self._slots: list[_Slot] = []
+        self._recent_changes: deque[_Change] = deque()
+        self._idle_sessions: list[_Session] = []
+        self._sessions: list[_Session] = []
         self._lock = threading.Lock()
-        self._repair = threading.RLock()
+        self._repair_lock = threading.RLock()
 
     # Commands
 
     def run_command(self, deadline: float, *command: Any) -> Any:
-        """Run one command that may be repeated without harm."""
+        """Run one command and return its answer. The command may be sent twice."""
         return self.run_commands(deadline, [command])[0]
 
     def run_commands(self, deadline: float, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Run several commands in one message, each of which may be repeated without harm."""
+        """Send several commands in one message and return their answers. Each command may be sent twice."""
 
         def run(connection: Connection) -> list[Any]:
             connection.send(*commands)
             return [_read_answer(connection, deadline) for _ in commands]
 
-        with self._slot() as slot:
-            return self._persist(slot, run, deadline)
+        with self._session() as session:
+            return self._run_with_reconnects(session, run, deadline)
 
     def change_once(self, deadline: float, operation: str, keys: Sequence[str], *arguments: Any) -> bytes:
-        """Run the script CHANGE exactly once, even if its answer is lost and it is sent again."""
-        with self._slot() as slot:
-            slot.count += 1
-            answer = self._persist(
-                slot, lambda c: self._send_change(c, slot, operation, keys, arguments, deadline=deadline), deadline
-            )
-            completed = time.monotonic()
+        """Make a change exactly once, even if its answer is lost and it is sent again.
+
+        Args:
+            operation, keys, arguments: operation of the script CHANGE, its Redis keys and its arguments.
+
+        Returns:
+            The answer of the script.
+        """
+        with self._session() as session:
+            session.change_number += 1
+
+            def run(connection: Connection) -> bytes:
+                return self._send_change(connection, session, operation, keys, arguments, deadline=deadline)
+
+            answer = self._run_with_reconnects(session, run, deadline)
+            completion_time = time.monotonic()
             with self._lock:
-                self._recent.append(_Change(slot, slot.count, completed, operation, keys, arguments))
-                while self._recent[0].time < completed - _AT_RISK_SECONDS:
-                    self._recent.popleft()
+                self._recent_changes.append(
+                    _Change(session, session.change_number, completion_time, operation, keys, arguments)
+                )
+                while self._recent_changes[0].completion_time < completion_time - _KEEP_CHANGES_SECONDS:
+                    self._recent_changes.popleft()
             return answer
 
     def wait_for_values(self, deadline: float, keys: Sequence[str]) -> list[bytes]:
-        """Wait until all `keys` (Redis keys) exist, and return their values.
+        """Wait until all `keys` (Redis keys) exist, and return their values in the order of `keys`.
 
-        Raises DistStoreError, whose text is the first absent key, at `deadline`.
+        Raises:
+            DistStoreError: a key is still absent at `deadline`; the text of the error is the first absent key.
+            Superseded: the owner has opened the job again since this process joined.
         """
         values: list[bytes] = []
-        pending = 0  # answers that have yet to arrive
+        pending_count = 0  # answers that have not arrived yet
 
         def run(connection: Connection) -> None:
-            nonlocal pending
+            nonlocal pending_count
             while len(values) < len(keys):
-                batch = keys[len(values) : len(values) + _PIPELINE]
-                wait = f"{max(0.001, deadline - time.monotonic()):.3f}"
-                connection.send(*[("BLMOVE", key, key, "LEFT", "LEFT", wait) for key in batch])
-                pending = len(batch)
-                while pending:
-                    value = _read_answer(connection, deadline, longest=float("inf"))
-                    pending -= 1
+                batch = keys[len(values) : len(values) + _MAX_WAITS_PER_MESSAGE]
+                wait_seconds = f"{max(0.001, deadline - time.monotonic()):.3f}"
+                connection.send(*[("BLMOVE", key, key, "LEFT", "LEFT", wait_seconds) for key in batch])
+                pending_count = len(batch)
+                while pending_count:
+                    value = _read_answer(connection, deadline, limit_seconds=float("inf"))
+                    pending_count -= 1
                     if value is None:
                         return
                     values.append(value)
 
-        with self._slot() as slot:
+        with self._session() as session:
             try:
-                self._persist(slot, run, deadline)
+                self._run_with_reconnects(session, run, deadline)
             finally:
-                if pending:
-                    slot.drop()
+                # Late answers would otherwise be read as the answers to the session's next commands.
+                if pending_count:
+                    session.close_connection()
         if len(values) < len(keys):
             raise DistStoreError(keys[len(values)])
-        verdict_key = self.keys.value_key(VERDICT)  # under any other key these bytes are an ordinary value
+        verdict_key = self.keys.value_key(VERDICT)
+        # Under any other key the bytes of SUPERSEDED are an ordinary value.
         if any(key == verdict_key and value == SUPERSEDED for key, value in zip(keys, values, strict=True)):
             raise Superseded(f"job {self.keys.job!r} was opened again while this process joined an older start of it")
         return values
@@ -189,24 +216,29 @@ class RedisConnections:
             self._journal.sums[key] = self._journal.sums.get(key, 0) + number
 
     def remove_from_journal(self, key: str) -> None:
-        """Record that `key` was deleted."""
+        """Record that this process deleted `key`, so that it does not write the value again."""
         with self._lock:
             self._journal.values.pop(key, None)
             self._journal.sums.pop(key, None)
 
     def close(self) -> None:
         """Close all connections; a call that waits on one raises StoreFault."""
-        self.closed = True
+        self.is_closed = True
         with self._lock:
-            slots = self._slots
-            self._slots = []
-            self._free = []
-        for slot in slots:
-            slot.drop()
+            sessions = self._sessions
+            self._sessions = []
+            self._idle_sessions = []
+        for session in sessions:
+            session.close_connection()
 
-    def heal(self) -> None:
-        """Reach the server again and write again the values it lost; the watcher calls it when a connection broke."""
-        if self.closed or not (self.owns_start or self._journal.values or self._journal.sums or self._recent):
+    def reconnect(self) -> None:
+        """Connect again after a connection broke, and write again the values that the server has lost.
+
+        Does nothing for a process that has neither written a value nor opened the job.
+        """
+        if self.is_closed or not (
+            self.is_start_owner or self._journal.values or self._journal.sums or self._recent_changes
+        ):
             return
         try:
             self.run_command(time.monotonic() + 60.0, "PING")
@@ -216,80 +248,84 @@ class RedisConnections:
     # Helpers
 
     @contextmanager
-    def _slot(self) -> Iterator[_Slot]:
+    def _session(self) -> Iterator[_Session]:
+        """Lend an idle session, or a new one if other threads use all sessions."""
         with self._lock:
-            slot = self._free.pop() if self._free else _Slot()
-            if slot not in self._slots:
-                self._slots.append(slot)
+            session = self._idle_sessions.pop() if self._idle_sessions else _Session()
+            if session not in self._sessions:
+                self._sessions.append(session)
         try:
-            yield slot
+            yield session
         finally:
             with self._lock:
-                if self.closed:
-                    slot.drop()
+                if self.is_closed:
+                    session.close_connection()
                 else:
-                    self._free.append(slot)
+                    self._idle_sessions.append(session)
 
-    def _persist(self, slot: _Slot, run: Callable[[Connection], T], deadline: float) -> T:
-        """Run `run` on the slot's connection, and connect again until `deadline` if the connection breaks."""
-        began = time.monotonic()
-        pause = 0.02
-        warned = False
+    def _run_with_reconnects(self, session: _Session, run: Callable[[Connection], T], deadline: float) -> T:
+        """Return the result of `run` on the session's connection.
+
+        If the connection breaks, the call is repeated on a new connection until `deadline`.
+        """
+        start = time.monotonic()
+        pause = 0.02  # seconds before the next attempt, doubled after each
+        has_warned = False
         while True:
-            if self.closed:
+            if self.is_closed:
                 raise StoreFault(f"the store at {self.address} was closed by this process")
             try:
-                if slot.connection is None:
-                    slot.connection = self._connect(deadline)
-                return run(slot.connection)
+                if session.connection is None:
+                    session.connection = self._connect(deadline)
+                return run(session.connection)
             except BrokenConnection as error:
-                slot.drop()
+                session.close_connection()
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise StoreFault(f"the Redis server at {self.address} cannot be reached: {error}") from None
-                if not warned and time.monotonic() - began > _WARN_SECONDS:
+                if not has_warned and time.monotonic() - start > _WARN_SECONDS:
                     log.warning("waiting for the Redis server at %s: %s", self.address, error)
-                    warned = True
+                    has_warned = True
                 time.sleep(min(remaining, pause * random.uniform(0.5, 1.0)))
                 pause = min(1.0, 2 * pause)
             except RedisRefused as error:
-                raise self._refusal(str(error)) from None
+                raise self._make_error(str(error)) from None
             except BaseException:
-                slot.drop()  # an interrupt in the middle of an answer leaves the connection out of step
+                session.close_connection()  # after an interrupt the rest of an answer may still be unread
                 raise
 
     def _connect(self, deadline: float) -> Connection:
         connection = Connection(self.address, self._context, deadline - time.monotonic())
         try:
             if self.server_run_id:
-                self._check_memory(connection, deadline)
+                self._restore_after_restart(connection, deadline)
         except BaseException:
             connection.close()
             raise
-        _watch(connection.fileno(), self)
+        _watch_connection(connection.fileno(), self)
         return connection
 
-    def _check_memory(self, connection: Connection, deadline: float) -> None:
-        """Check on a new connection whether the server has restarted, and bring a restarted one up to date."""
+    def _restore_after_restart(self, connection: Connection, deadline: float) -> None:
+        """Check on a new connection whether the server has restarted. If so, write what it has lost again."""
         connection.send(("INFO", "server"), ("INFO", "persistence"), ("GET", self.keys.fence))
-        facts = parse_info(_read_answer(connection, deadline)) | parse_info(_read_answer(connection, deadline))
+        server_info = parse_info(_read_answer(connection, deadline)) | parse_info(_read_answer(connection, deadline))
         token = _read_answer(connection, deadline)
-        server_run_id = facts.get("run_id", "")
-        with self._repair:
+        server_run_id = server_info.get("run_id", "")
+        with self._repair_lock:
             if server_run_id == self.server_run_id:
                 return
-            if facts.get("aof_enabled") == "1" and token == self.keys.token.encode():
-                self._repeat_lost(connection, deadline)
+            if server_info.get("aof_enabled") == "1" and token == self.keys.token.encode():
+                self._repeat_unlogged_changes(connection, deadline)
             else:
-                self._revive(connection, server_run_id, deadline)
-                self.restarts += 1
+                self._restore_journal(connection, server_run_id, deadline)
+                self.restore_count += 1
             self.server_run_id = server_run_id
 
-    def _revive(self, connection: Connection, server_run_id: str, deadline: float) -> None:
-        """Write this process's values and sums again into a server that lost its memory."""
+    def _restore_journal(self, connection: Connection, server_run_id: str, deadline: float) -> None:
+        """Write this process's values and sums again into a server that lost its data."""
         keys = self.keys
         names = (keys.fence, keys.index, keys.last_changes, keys.complete_on, keys.join)
-        if self.owns_start:
+        if self.is_start_owner:
             join_value = f"{keys.epoch} {server_run_id}"
         else:
             join_value = ""
@@ -297,62 +333,70 @@ class RedisConnections:
             ("EVAL", REVIVE, len(names)) + names + (keys.token, self.expiry_ms, server_run_id, join_value, JOIN_MS)
         )
         if _read_answer(connection, deadline) == 1:
-            log.warning("the Redis server at %s restarted without its memory; ranks write theirs again", self.address)
+            log.warning(
+                "the Redis server at %s restarted without its data; each rank writes its own values again", self.address
+            )
         with self._lock:
             values = {keys.value_key(key): value for key, value in self._journal.values.items()}
-            sums = {keys.value_key(key): number for key, number in self._journal.sums.items()}
-            self._recent.clear()  # the changes below contain their results
-        slot = _Slot()
+            sums = {keys.value_key(key): summand for key, summand in self._journal.sums.items()}
+            self._recent_changes.clear()  # the journal contains their results
+        session = _Session()
         if values:
-            self._repeat(connection, slot, "fill", list(values), tuple(values.values()), deadline=deadline)
-        for name, number in sums.items():
-            self._repeat(connection, slot, "add", [name], (number,), deadline=deadline)
+            self._make_change(connection, session, "fill", list(values), tuple(values.values()), deadline=deadline)
+        for name, summand in sums.items():
+            self._make_change(connection, session, "add", [name], (summand,), deadline=deadline)
 
-    def _repeat_lost(self, connection: Connection, deadline: float) -> None:
-        """Make those changes again that the server had made but not logged before it restarted from its log."""
+    def _repeat_unlogged_changes(self, connection: Connection, deadline: float) -> None:
+        """Repeat the changes that the server made but had not yet written to its append-only file when it stopped."""
         with self._lock:
-            recent = list(self._recent)
-        if not recent:
+            recent_changes = list(self._recent_changes)
+        if not recent_changes:
             return
-        names = list({change.slot.name for change in recent})
+        names = list({change.session.name for change in recent_changes})
         connection.send(("HMGET", self.keys.last_changes) + tuple(names))
-        answers = dict(zip(names, _read_answer(connection, deadline), strict=True))
-        logged = {name: int(answer.split(b" ", 1)[0]) if answer else 0 for name, answer in answers.items()}
-        lost = [change for change in recent if change.count > logged[change.slot.name]]
-        for change in lost:
-            slot = _Slot()
-            self._repeat(connection, slot, change.operation, change.keys, change.arguments, deadline=deadline)
-            change.slot = slot
-            change.count = slot.count
-        if lost:
-            log.warning("repeated %d changes that the Redis server at %s had not logged", len(lost), self.address)
+        logged_numbers = {}  # number of the last logged change by session name
+        for name, answer in zip(names, _read_answer(connection, deadline), strict=True):
+            # The answer is the number and the answer of the change, separated by a space.
+            logged_numbers[name] = int(answer.split(b" ", 1)[0]) if answer else 0
+        lost_changes = [change for change in recent_changes if change.number > logged_numbers[change.session.name]]
+        for change in lost_changes:
+            # The original session may already be at a later number, so each repetition has its own session.
+            session = _Session()
+            self._make_change(connection, session, change.operation, change.keys, change.arguments, deadline=deadline)
+            change.session = session
+            change.number = session.change_number
+        if lost_changes:
+            log.warning(
+                "repeated %d changes that the Redis server at %s had not logged", len(lost_changes), self.address
+            )
 
-    def _repeat(
+    def _make_change(
         self,
         connection: Connection,
-        slot: _Slot,
+        session: _Session,
         operation: str,
         keys: Sequence[str],
         arguments: Sequence[Any],
         *,
         deadline: float,
     ) -> None:
-        """Make a change under the next count of `slot`."""
-        slot.count += 1
-        self._send_change(connection, slot, operation, keys, arguments, deadline=deadline)
+        """Make a change under the next change number of `session`."""
+        session.change_number += 1
+        self._send_change(connection, session, operation, keys, arguments, deadline=deadline)
 
     def _send_change(
         self,
         connection: Connection,
-        slot: _Slot,
+        session: _Session,
         operation: str,
         keys: Sequence[str],
         arguments: Sequence[Any],
         *,
         deadline: float,
     ) -> Any:
+        """Send a change under the session's current change number, and return its answer."""
         names = (self.keys.fence, self.keys.index, self.keys.last_changes, *keys)
-        parameters = (self.keys.token, slot.name, slot.count, self.expiry_ms, operation, *arguments)
+        parameters = (self.keys.token, session.name, session.change_number, self.expiry_ms, operation, *arguments)
         try:
             connection.send(("EVALSHA", _CHANGE_SHA, len(names)) + names + parameters)
             return _read_answer(connection, deadline)
@@ -362,7 +406,7 @@ class RedisConnections:
             connection.send(("EVAL", CHANGE, len(names)) + names + parameters)
             return _read_answer(connection, deadline)
 
-    def _refusal(self, text: str) -> Exception:
+    def _make_error(self, text: str) -> Exception:
         """Return the error that explains the server's answer `text`."""
         text = text.removeprefix("ERR ")
         job, attempt = self.keys.job, self.keys.attempt
@@ -383,16 +427,21 @@ class RedisConnections:
                 f"the Redis server at {self.address} has reached its memory limit; raise its maxmemory or remove "
                 "other data from it"
             )
-        return access_error(self.address, text) or StoreFault(f"the Redis server at {self.address} answered: {text}")
+        return make_access_error(self.address, text) or StoreFault(
+            f"the Redis server at {self.address} answered: {text}"
+        )
 
 
-def _read_answer(connection: Connection, deadline: float, longest: float = _ANSWER_SECONDS) -> Any:
-    """Read the next answer. The server ends waits at `deadline`; its answer may arrive a little later."""
-    return connection.read(min(longest, max(0.0, deadline - time.monotonic()) + 2.0))
+def _read_answer(connection: Connection, deadline: float, limit_seconds: float = _ANSWER_SECONDS) -> Any:
+    """Read the next answer, for at most `limit_seconds` and until two seconds after `deadline`.
+
+    The server ends a command that waits at `deadline`, and its answer arrives a little later.
+    """
+    return connection.read(min(limit_seconds, max(0.0, deadline - time.monotonic()) + 2.0))
 
 
 def parse_info(text: bytes) -> dict[str, str]:
-    """Return the answer to INFO as a table."""
+    """Return the values by name in an answer to the command INFO."""
     pairs = (line.partition(":") for line in text.decode().splitlines())
     return {name: value for name, colon, value in pairs if colon}
 
@@ -400,45 +449,49 @@ def parse_info(text: bytes) -> dict[str, str]:
 class _Watcher:
     """Thread that notices at once when an idle connection breaks.
 
-    A rank that waits inside NCCL does not use its store. If the server restarts without its memory, the other ranks
-    would wait for this rank's values. One thread per process sleeps in epoll on all idle connections.
+    A rank that waits inside NCCL does not use its store. If the server restarted without its data, the other ranks
+    would wait for this rank's values until the rank uses its store again. One thread per process waits in epoll for all
+    connections.
     """
 
     def __init__(self) -> None:
         self._poll = select.epoll()
-        self._owners: dict[int, weakref.ReferenceType[RedisConnections]] = {}
+        self._connections_by_descriptor: dict[int, weakref.ReferenceType[RedisConnections]] = {}
         threading.Thread(target=self._run, name="megascale-store-watch", daemon=True).start()
 
-    def add(self, descriptor: int, owner: RedisConnections) -> None:
-        self._owners[descriptor] = weakref.ref(owner)
+    def add(self, descriptor: int, connections: RedisConnections) -> None:
+        """Call `connections.reconnect()` when the connection with this descriptor breaks."""
+        self._connections_by_descriptor[descriptor] = weakref.ref(connections)
         events = select.EPOLLRDHUP | select.EPOLLONESHOT
         try:
             self._poll.register(descriptor, events)
-        except FileExistsError:  # a new connection has the number of a closed one
+        except FileExistsError:  # a closed connection had the same descriptor
             self._poll.modify(descriptor, events)
 
     def _run(self) -> None:
-        failures = FailureLog(log, "the repair of a connection to the store")
+        failures = FailureLog(log, "connecting to the store again")
         while True:
             for descriptor, _ in self._poll.poll():
-                reference = self._owners.pop(descriptor, None)
-                owner = None if reference is None else reference()
-                if owner is None:
+                reference = self._connections_by_descriptor.pop(descriptor, None)
+                connections = None if reference is None else reference()
+                if connections is None:
                     continue
                 try:
-                    threading.Thread(target=owner.heal, name="megascale-store-heal", daemon=True).start()
+                    threading.Thread(
+                        target=connections.reconnect, name="megascale-store-reconnect", daemon=True
+                    ).start()
                 except RuntimeError as error:  # no further thread can be started
-                    failures.note(error, "the next call repairs it")
+                    failures.note(error, "the next call connects again")
 
 
-_watchers: dict[int, _Watcher] = {}  # The key is the process id, because a fork has no threads of its parent.
+_watchers: dict[int, _Watcher] = {}  # by process id, because a forked process lacks the threads of its parent
 _watchers_lock = threading.Lock()
 
 
-def _watch(descriptor: int, owner: RedisConnections) -> None:
-    """Call `owner.heal()` in a thread of its own when the connection with this descriptor breaks.
+def _watch_connection(descriptor: int, connections: RedisConnections) -> None:
+    """Call `connections.reconnect()` in a new thread when the connection with this descriptor breaks.
 
-    Without epoll (not Linux) nothing is watched, and the next call repairs the connection.
+    Systems without epoll (other than Linux) have no watcher. There the next call connects again.
     """
     if not hasattr(select, "epoll"):
         return
@@ -446,4 +499,4 @@ def _watch(descriptor: int, owner: RedisConnections) -> None:
         pid = os.getpid()
         if pid not in _watchers:
             _watchers[pid] = _Watcher()
-        _watchers[pid].add(descriptor, owner)
+        _watchers[pid].add(descriptor, connections)

@@ -1,8 +1,8 @@
 """A torch.distributed.Store on a Redis server, and the `redis://` and `rediss://` rendezvous handlers.
 
-One rank of a job, the owner (rank 0), opens the job: it fences off older attempts, removes their keys and draws a
-new epoch. The other ranks wait for the join key, which holds the epoch and exists only during the start. The keys of a
-job that died expire after some time; a job that ends well removes them at once.
+Rank 0 of a job, the owner, opens the job: it fences off older attempts, removes their keys and draws a new epoch. The
+other ranks wait for the join key, which holds the epoch and exists only during the start. A job that ends well removes
+its keys. If a job dies, its keys expire.
 """
 
 from __future__ import annotations
@@ -31,33 +31,34 @@ from megascale.rendezvous.stores import (
     StoreFault,
     StoreFenced,
     StoreRequest,
-    first_line,
     is_loopback,
-    job_name,
-    stay_on_loopback,
+    read_job_and_attempt,
+    restrict_to_loopback,
+    summarise_error,
 )
 
 log = logging.getLogger(__name__)
 
-EXPIRY = 24 * 3600.0
-_JOIN_RENEWAL_INTERVAL = JOIN_MS / 3000  # seconds
-_RENEWAL_TIMEOUT = 60.0  # seconds per renewal, in which the server may be away
+EXPIRY = 24 * 3600.0  # seconds until the keys of a job that died expire
+_JOIN_RENEWAL_INTERVAL = JOIN_MS / 1000 / 3  # seconds; two renewals in a row may fail before the join key expires
+_RENEWAL_TIMEOUT = 60.0  # seconds per renewal, during which the server may be unreachable
 _BATCH_KEYS = 1000  # keys per message to the server
-# Minimum time-out of calls that do not wait for a key, because the server may restart. A shorter store time-out does
-# not apply to them.
+# Calls that do not wait for a key have at least this time-out, even if the store's time-out is shorter. The server may
+# need this long to restart.
 _MIN_CALL_SECONDS = 5.0
 
-# torch keeps only the C++ half of a Python store alive; without this set the other half would be collected.
-_alive: set[RedisStore] = set()
+# torch keeps only the C++ half of a Python store alive. This set keeps the Python half from being collected.
+_open_stores: set[RedisStore] = set()
 
 
 class RedisStore(ExternalStore):
-    """All operations of torch's Store; safe for several threads, torch's own background threads included.
+    """torch.distributed.Store with all operations of torch's stores.
 
-    Values are bytes; text is stored as UTF-8. As in torch, reading waits up to `timeout` for a key.
+    Several threads may use the store at the same time, including torch's background threads. Values are bytes. Text is
+    stored as UTF-8. As in torch, reading waits up to `timeout` for a key.
 
     Raises, besides the errors of RedisConnections:
-        torch.distributed.DistStoreError: a key did not come in time.
+        torch.distributed.DistStoreError: a key was not set before the time-out.
         torch.distributed.QueueEmptyError: the queue is empty and the call does not block.
     """
 
@@ -68,7 +69,7 @@ class RedisStore(ExternalStore):
         self.connections = connections
         self._renewal = renewal
         self.set_timeout(timeout)
-        _alive.add(self)
+        _open_stores.add(self)
 
     @classmethod
     def open(
@@ -81,11 +82,14 @@ class RedisStore(ExternalStore):
         timeout: timedelta = timedelta(seconds=300),
         expiry: float = EXPIRY,
     ) -> RedisStore:
-        """Open the job as its `owner` (one process of it), or join it once the owner has opened it.
+        """Open the job as its owner, or join it once the owner has opened it.
 
         Args:
-            job, attempt: equal on all ranks. A higher attempt fences off the lower ones.
-            expiry: seconds after which keys of a job that died vanish.
+            job, attempt: name of the job and number of its attempt, equal on all ranks. A higher attempt fences off
+                the lower ones.
+            owner: whether this process opens the job; True for exactly one process.
+            timeout: limit for opening or joining, and time-out of the store.
+            expiry: seconds until the keys of a job that died expire.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         connections = RedisConnections(address, JobKeys(job, attempt), expiry)
@@ -97,41 +101,44 @@ class RedisStore(ExternalStore):
         except BaseException:
             connections.close()
             raise
-        connections.owns_start = owner
+        connections.is_start_owner = owner
         return cls(connections, timeout, _RenewalThread(connections) if owner else None)
 
     def seal(self) -> None:
         """Delete the join key, so that no further rank joins. Only the owner's call has an effect."""
         if self._renewal is not None:
             self._renewal.sealed.set()
-            self.connections.owns_start = False
+            self.connections.is_start_owner = False
             self.connections.run_command(self._deadline(), "DEL", self.connections.keys.join)
 
     def remove_all(self) -> None:
-        """Remove every key of the job: the last rank to leave calls it."""
+        """Remove all keys of the job. The last rank that leaves the job calls this method."""
         if self._renewal is not None:
             self._renewal.stop()
         keys, deadline = self.connections.keys, self._deadline()
         _remove_epoch(self.connections, keys, deadline)
         # A newer attempt may have opened the job meanwhile, so the fence is removed only if it is this attempt's.
-        remove = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1], KEYS[2]) end return 1"
-        self.connections.run_command(deadline, "EVAL", remove, 2, keys.fence, keys.join, keys.token)
+        script = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1], KEYS[2]) end return 1"
+        self.connections.run_command(deadline, "EVAL", script, 2, keys.fence, keys.join, keys.token)
 
     def expire_soon(self, seconds: float) -> None:
-        """Let all keys expire after `seconds`, so that other ranks can still read the failure. For the owner only."""
+        """Let all keys expire after `seconds`, so that other ranks can still read the reason of a failure.
+
+        Only the owner's call has an effect.
+        """
         if self._renewal is not None:
             self._renewal.stop()
             self._renewal.renew(int(seconds * 1000), _MIN_CALL_SECONDS)
 
     def close(self) -> None:
-        """Close the connections, also for clones of this store. The data stays."""
+        """Close the connections of this store and of its clones. The data stays on the server."""
         if self._renewal is not None:
             self._renewal.stop()
         self.connections.close()
-        for store in [store for store in _alive if store.connections is self.connections]:
-            _alive.discard(store)
+        for store in [store for store in _open_stores if store.connections is self.connections]:
+            _open_stores.discard(store)
 
-    # torch's operations. C++ calls `deleteKey`, `getNumKeys` and the rest by these names.
+    # Operations of torch.distributed.Store. Its C++ code calls them by these names, such as `deleteKey`.
 
     def set(self, key: str, value: str | bytes) -> None:
         self.multi_set([key], [value])
@@ -151,8 +158,8 @@ class RedisStore(ExternalStore):
         return self.connections.run_command(self._deadline(), "EXISTS", *names) == len(names)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        replacement = _bytes(desired)
-        stored = self._change_value("compare", key, _bytes(expected), replacement)
+        replacement = _to_bytes(desired)
+        stored = self._change_value("compare", key, _to_bytes(expected), replacement)
         if stored == replacement:
             self.connections.journal_value(key, replacement)
         return stored
@@ -178,7 +185,7 @@ class RedisStore(ExternalStore):
         return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._change_value("append", key, _bytes(value))
+        self._change_value("append", key, _to_bytes(value))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return self._wait_for_values(keys, self._timeout())
@@ -188,7 +195,7 @@ class RedisStore(ExternalStore):
             raise ValueError(f"multi_set got {len(keys)} keys for {len(values)} values")
         if not keys:
             return
-        data = [_bytes(value) for value in values]
+        data = [_to_bytes(value) for value in values]
         self.connections.change_once(self._deadline(), "set", [self._value_key(key) for key in keys], *data)
         for key, value in zip(keys, data, strict=True):
             self.connections.journal_value(key, value)
@@ -197,12 +204,12 @@ class RedisStore(ExternalStore):
         return True
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        self.connections.change_once(self._deadline(), "push", [self.connections.keys.queue_key(key)], _bytes(value))
+        self.connections.change_once(self._deadline(), "push", [self.connections.keys.queue_key(key)], _to_bytes(value))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         queue = self.connections.keys.queue_key(key)
         if block:
-            return self._pop_waiting(key, queue)
+            return self._pop_blocking(key, queue)
         answer = self.connections.change_once(self._deadline(), "pop", [queue])
         if answer == b"-":
             raise dist.QueueEmptyError(f"queue {key!r} is empty")
@@ -238,16 +245,17 @@ class RedisStore(ExternalStore):
         except dist.DistStoreError as error:
             # The error's text is the Redis key of the first absent value.
             key = str(error).removeprefix(self._value_key(""))
-            restart = "; the server lost its memory meanwhile" if self.connections.restarts else ""
-            raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f}ms, key: {key}{restart}") from None
+            loss = "; the server lost its data meanwhile" if self.connections.restore_count else ""
+            raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f}ms, key: {key}{loss}") from None
 
-    def _pop_waiting(self, key: str, queue: str) -> bytes:
-        """Move the first element to a list that only this call uses, and read it there.
+    def _pop_blocking(self, key: str, queue: str) -> bytes:
+        """Pop the first element of `queue`, and wait for one if the queue is empty.
 
-        An element is thus never lost with a connection: until it has been read it is in one of the two lists.
+        The element moves to a list that only this call uses, and is read from there. Until it has been read, it is in
+        one of the two lists, so that no element is lost with a connection.
         """
-        target = self.connections.keys.popped_key(uuid.uuid4().hex[:12])
-        self.connections.change_once(self._deadline(), "list", [target])
+        popped_list = self.connections.keys.popped_key(uuid.uuid4().hex[:12])
+        self.connections.change_once(self._deadline(), "list", [popped_list])
         deadline = time.monotonic() + self._timeout().total_seconds()
         while True:
             remaining = deadline - time.monotonic()
@@ -255,19 +263,19 @@ class RedisStore(ExternalStore):
                 raise dist.DistStoreError(f"wait timeout: queue {key!r} stayed empty")
             # A command that takes longer than _ANSWER_SECONDS is sent again, so each wait is shorter than that.
             wait = f"{max(min(remaining, 10.0), 0.001):.3f}"
-            commands = [("BLMOVE", queue, target, "LEFT", "LEFT", wait), ("LRANGE", target, 0, -1)]
-            _, moved = self.connections.run_commands(self._deadline(), commands)
-            if moved:
-                # A command that was sent twice has moved two elements, the second one in front of the first. The
-                # first is returned, all others go back to the front of the queue.
-                for value in moved[:-1]:
+            commands = [("BLMOVE", queue, popped_list, "LEFT", "LEFT", wait), ("LRANGE", popped_list, 0, -1)]
+            _, popped_values = self.connections.run_commands(self._deadline(), commands)
+            if popped_values:
+                # If a command was sent twice, it has moved two elements, the second one in front of the first. Return
+                # the first element, and put the others back at the front of the queue.
+                for value in popped_values[:-1]:
                     self.connections.run_command(self._deadline(), "LPUSH", queue, value)
-                self.connections.change_once(self._deadline(), "delete", [target])
-                return moved[-1]
+                self.connections.change_once(self._deadline(), "delete", [popped_list])
+                return popped_values[-1]
 
 
 class _RenewalThread:
-    """Thread of the owner that renews the join key during the start, and all keys of the job afterwards."""
+    """Thread of the owner that renews the expiry of the join key during the start, and of all keys afterwards."""
 
     def __init__(self, connections: RedisConnections) -> None:
         self._connections = connections
@@ -286,7 +294,7 @@ class _RenewalThread:
             try:
                 if not self.sealed.wait(_JOIN_RENEWAL_INTERVAL):
                     connections.run_command(time.monotonic() + _RENEWAL_TIMEOUT, "PEXPIRE", keys.join, JOIN_MS)
-                elif not self._stopped.wait(connections.expiry_ms / 3000):
+                elif not self._stopped.wait(connections.expiry_ms / 1000 / 3):
                     self.renew(connections.expiry_ms, _RENEWAL_TIMEOUT)
             except (StoreFenced, ConfigError):
                 return
@@ -294,11 +302,11 @@ class _RenewalThread:
                 if not self._stopped.is_set():
                     log.warning("the expiry of the keys of job %r was not renewed; retrying: %s", keys.job, error)
             except Exception as error:
-                failures.note(error, "it is retried")
+                failures.note(error, "the thread tries again")
                 self._stopped.wait(_JOIN_RENEWAL_INTERVAL)
 
     def renew(self, expiry_ms: int, timeout: float) -> None:
-        """Set the expiry of all keys of the epoch. Raises StoreFault if the server is away for `timeout` seconds."""
+        """Set the expiry of all keys of the epoch. Raises StoreFault after `timeout` seconds without a server."""
         keys, connections = self._connections.keys, self._connections
         deadline = time.monotonic() + timeout
         names = [keys.fence, keys.index, keys.last_changes, keys.complete_on]
@@ -317,20 +325,20 @@ def _open_job(connections: RedisConnections, deadline: float) -> None:
     server, memory, token = connections.run_commands(
         deadline, [("INFO", "server"), ("INFO", "memory"), ("GET", keys.fence)]
     )
-    facts = parse_info(server) | parse_info(memory)
-    policy = facts.get("maxmemory_policy", "noeviction")
-    if facts.get("maxmemory", "0") != "0" and policy != "noeviction":
+    server_info = parse_info(server) | parse_info(memory)
+    policy = server_info.get("maxmemory_policy", "noeviction")
+    if server_info.get("maxmemory", "0") != "0" and policy != "noeviction":
         log.warning(
             "the Redis server at %s drops keys when its memory is full (maxmemory-policy %s); noeviction is safe",
             connections.address,
             policy,
         )
-    server_run_id = facts.get("run_id", "")
+    server_run_id = server_info.get("run_id", "")
     previous_keys = keys
     if token:
         previous_attempt, _, previous_epoch = token.decode().partition(":")
         previous_keys = JobKeys(job, int(previous_attempt), previous_epoch)
-    # As long as the previous start had a join key, processes may have joined it.
+    # If the previous start still has its join key, processes may be waiting in it. The verdict below ends their wait.
     was_joinable = connections.run_command(deadline, "EXISTS", previous_keys.join) == 1
     parameters = (keys.attempt, keys.epoch, connections.expiry_ms, JOIN_MS, server_run_id)
     connections.run_command(deadline, "EVAL", OPEN, 2, keys.fence, keys.join, *parameters)
@@ -357,7 +365,7 @@ def _join_job(connections: RedisConnections, deadline: float) -> None:
 
 
 def _scan_index(connections: RedisConnections, keys: JobKeys, deadline: float) -> Iterator[list[str]]:
-    """Yield the names of an epoch's data keys in batches."""
+    """Yield the names of an epoch's data keys, up to about _BATCH_KEYS at a time."""
     cursor = None
     while cursor != b"0":
         cursor, members = connections.run_command(deadline, "SSCAN", keys.index, cursor or b"0", "COUNT", _BATCH_KEYS)
@@ -372,12 +380,17 @@ def _remove_epoch(connections: RedisConnections, keys: JobKeys, deadline: float)
     connections.run_command(deadline, "UNLINK", keys.index, keys.last_changes, keys.complete_on)
 
 
-def _bytes(value: str | bytes) -> bytes:
+def _to_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
 def open_redis_store(request: StoreRequest) -> dist.Store:
-    """Open the Redis store of `rendezvous.url`, as its owner on rank 0. Raises as `rendezvous.stores.open_store`."""
+    """Open the Redis store of `rendezvous.url`, on rank 0 as its owner.
+
+    Raises:
+        TrainingError: the server is unreachable, another attempt holds the job, or rank 0 did not open the job in time.
+        ConfigError: the server refuses the password or a certificate.
+    """
     settings = request.settings
     password = os.environ.get(PASSWORD_VARIABLE)
     if settings.password:
@@ -386,8 +399,8 @@ def open_redis_store(request: StoreRequest) -> dist.Store:
         settings.url, password, ca=settings.tls_ca, certificate=settings.tls_certificate, key=settings.tls_key
     )
     if is_loopback(address.host):
-        stay_on_loopback()
-    job, attempt = job_name(request.run_name)
+        restrict_to_loopback()
+    job, attempt = read_job_and_attempt(request.run_name)
     timeout = timedelta(seconds=request.timeout)
     try:
         return RedisStore.open(address, job, attempt, owner=request.rank == 0, timeout=timeout, expiry=settings.expiry)
@@ -395,7 +408,7 @@ def open_redis_store(request: StoreRequest) -> dist.Store:
         raise TrainingError(str(error)) from None
     except StoreFault as error:
         raise TrainingError(
-            f"{first_line(error)}; rank {request.rank} tried for rendezvous.timeout={settings.timeout:g} seconds: "
+            f"{summarise_error(error)}; rank {request.rank} tried for rendezvous.timeout={settings.timeout:g} seconds: "
             f"is the server up and rendezvous.url={settings.url} right?"
         ) from None
     except dist.DistError:
@@ -409,12 +422,18 @@ def open_redis_store(request: StoreRequest) -> dist.Store:
 def _handle_url(
     url: str, timeout: timedelta = timedelta(seconds=300), **_: Any
 ) -> Iterator[tuple[dist.Store, int, int]]:
-    """Serve torch's `init_method="redis://HOST:PORT/DB?job=NAME&attempt=N"`; torch adds rank and world_size."""
-    parts = urlsplit(url)
-    query = dict(parse_qsl(parts.query))
+    """Implement torch's `init_method="redis://HOST:PORT/DB?job=NAME&attempt=N"`.
+
+    torch adds `rank` and `world_size` to the URL.
+
+    Yields:
+        The store, the rank and the world size, once.
+    """
+    split_url = urlsplit(url)
+    query = dict(parse_qsl(split_url.query))
     if "rank" not in query or "world_size" not in query:
         raise ValueError("redis:// rendezvous needs rank and world_size")
-    address = Address.parse(urlunsplit(parts._replace(query="")), ca=query.get("ca"))
+    address = Address.parse(urlunsplit(split_url._replace(query="")), ca=query.get("ca"))
     rank = int(query["rank"])
     store = RedisStore.open(
         address, query.get("job", "torch"), int(query.get("attempt", 0)), owner=rank == 0, timeout=timeout
@@ -424,7 +443,7 @@ def _handle_url(
 
 
 def register() -> None:
-    """Register `redis://` and `rediss://` with torch; calling it again has no effect."""
+    """Register `redis://` and `rediss://` with torch. Further calls have no effect."""
     for scheme in ("redis", "rediss"):
         try:
             dist.register_rendezvous_handler(scheme, _handle_url)

@@ -50,7 +50,7 @@ from megascale.resilience.protocol.agent_messages import (
 )
 from megascale.resilience.protocol.heartbeat import truncate
 from megascale.resilience.protocol.job_description import read_job
-from megascale.services.door import LimitedListener
+from megascale.services.limited_listener import LimitedListener
 
 log = logging.getLogger("megascale.agent")
 

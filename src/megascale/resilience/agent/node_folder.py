@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megascale.checkpoint.background.service_protocol import locate_service, private_folder
 from megascale.errors import ConfigError
-from megascale.resilience.process_birth import born
+from megascale.resilience.process_birth import read_birth_time
 from megascale.resilience.protocol.job_description import JobDescription, write_job
 from megascale.services.host_service import ServiceLocation, make_private_folder
 
@@ -74,7 +74,7 @@ def write_epoch(folder: Path, epoch: int) -> None:
 
 def record_agent_process(folder: Path, pid: int) -> None:
     """Write the process id of the node's agent."""
-    _replace_text(folder / PROCESS_FILE, json.dumps({"pid": pid, "born": born(pid)}))
+    _replace_text(folder / PROCESS_FILE, json.dumps({"pid": pid, "born": read_birth_time(pid)}))
 
 
 def find_agent(folder: Path) -> int:
@@ -82,7 +82,7 @@ def find_agent(folder: Path) -> int:
     try:
         state = json.loads((folder / PROCESS_FILE).read_text())
         pid = int(state["pid"])
-        return pid if born(pid) == state["born"] != 0 else 0
+        return pid if read_birth_time(pid) == state["born"] != 0 else 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
@@ -119,7 +119,7 @@ def end_checkpoint_services(run: Path, node: str) -> list[int]:
 def _remove_service_files(location: ServiceLocation) -> None:
     """Remove the files of a killed service and its folder, unless another service has started there meanwhile."""
     deadline = time.monotonic() + _KILL_TIMEOUT
-    while location.lock.exists() and time.monotonic() < deadline:
+    while location.lock_path.exists() and time.monotonic() < deadline:
         lock = location.acquire_lock(make=False)
         if lock is not None:
             location.release(lock)

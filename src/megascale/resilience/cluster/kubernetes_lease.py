@@ -17,7 +17,7 @@ from typing import Any
 
 from megascale.errors import ConfigError, TrainingError
 from megascale.resilience.cluster.kubernetes_api import Json, KubernetesApi, KubernetesError
-from megascale.resilience.process_birth import born
+from megascale.resilience.process_birth import read_birth_time
 
 GROUP = "coordination.k8s.io/v1"
 CHECK_INTERVAL = 1.0  # seconds between reads of a Lease that another driver holds
@@ -28,7 +28,7 @@ def own_identity() -> str:
     uid = os.environ.get("MEGASCALE_POD_UID")
     if uid:
         return f"pod={os.environ.get('MEGASCALE_POD', socket.gethostname())} uid={uid}"
-    return f"host={socket.gethostname()} boot={_boot_id()} pid={os.getpid()} born={born(os.getpid())}"
+    return f"host={socket.gethostname()} boot={_boot_id()} pid={os.getpid()} born={read_birth_time(os.getpid())}"
 
 
 def is_dead(identity: str) -> bool:
@@ -40,7 +40,7 @@ def is_dead(identity: str) -> bool:
     if holder.get("host") != own_fields.get("host") or holder.get("boot") != own_fields.get("boot"):
         return False
     pid = holder.get("pid", "")
-    return pid.isdigit() and str(born(int(pid))) != holder.get("born")
+    return pid.isdigit() and str(read_birth_time(int(pid))) != holder.get("born")
 
 
 class DriverLease:

@@ -20,7 +20,7 @@ from typing import Any
 from megascale.core.python_process import module_command
 from megascale.resilience.agent.node_folder import end_checkpoint_services, find_agent
 from megascale.resilience.cluster.base import Cluster, ClusterRequest, NodeInfo
-from megascale.resilience.process_birth import born
+from megascale.resilience.process_birth import read_birth_time
 from megascale.resilience.protocol.job_description import JobDescription, write_job
 
 log = logging.getLogger("megascale.driver")
@@ -104,7 +104,7 @@ class LocalCluster(Cluster):
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
         self._children.append(child)
-        state = {"pid": child.pid, "born": born(child.pid), "devices": devices}
+        state = {"pid": child.pid, "born": read_birth_time(child.pid), "devices": devices}
         temporary = folder / f"{STATE_FILE}.tmp"
         try:
             temporary.write_text(json.dumps(state))

@@ -34,22 +34,20 @@ from megascale.resilience.driver.recovery.recovery import Recovery, SelfChecks
 from megascale.resilience.driver.recovery.response import Response
 from megascale.resilience.driver.state.audit_log import AuditLog
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
+from megascale.resilience.driver.state.job_state import ENDED, JobEvent, JobState, Phase
 from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.driver.state.journal_reader import Entry
-from megascale.resilience.driver.state.transitions import JobEvent
 from megascale.resilience.driver.telemetry.admission import Admission, Announcement
-from megascale.resilience.driver.telemetry.agent_server import AgentServer
-from megascale.resilience.driver.telemetry.agent_telemetry import AgentTelemetry
+from megascale.resilience.driver.telemetry.agent_server import AgentServer, AgentTelemetry
 from megascale.resilience.driver.telemetry.membership import Adoption, ClusterNotices, LostNodes
 from megascale.resilience.driver.telemetry.trainer_files import FaultForwarding, ReceivedFiles
 from megascale.resilience.protocol.agent_channel import DriverTls
 from megascale.resilience.protocol.contact import make_token
 
-TICK = 0.25  # seconds between looks when nothing happens
-COALESCE = 0.02  # seconds in which simultaneous events are collected into one look
-LEAVE = 10.0  # seconds that agents get to end
-CALM = 3.0  # seconds that training must run before spares are tested and requested
+TICK_SECONDS = 0.25  # seconds between looks when nothing happens
+COALESCE_SECONDS = 0.02  # seconds in which simultaneous events are collected into one look
+LEAVE_SECONDS = 10.0  # seconds that agents get to end
+CALM_SECONDS = 3.0  # seconds that training must run before spares are tested and requested
 
 
 class Driver:
@@ -74,15 +72,15 @@ class Driver:
         journal: Journal,
         state: JobState,
         log_line: Callable[[str, str], None] = lambda source, text: None,
-        unsure: bool = False,
-        files: JobFiles = JobFiles(),
+        is_journal_doubtful: bool = False,
+        job_files: JobFiles = JobFiles(),
     ) -> None:
         self.run_folder = run
         self.journal = journal
         self.log_line = log_line
-        self._unsure = unsure
+        self._is_journal_doubtful = is_journal_doubtful
         self.is_leaving = False
-        self.slowest = 0.0  # seconds of the slowest look
+        self.slowest_seconds = 0.0  # seconds of the slowest look
         journal.report = lambda text: log_line("driver", text)
         self.audit_log = AuditLog(run, journal, log_line)
         self.tasks = LoopTasks()
@@ -90,7 +88,7 @@ class Driver:
         self.limits = self.settings.limits
         self.job = Job(state, journal, self._record_refusal, self.tasks.wake.set)
         self.job.apply(JobEvent.OPENED, epoch=journal.epoch)
-        self._build_recovery(cluster, overrides, files)
+        self._build_recovery(cluster, overrides, job_files)
         self._build_diagnosis()
         self._build_telemetry(make_token(run))
 
@@ -113,7 +111,7 @@ class Driver:
             record_event=record_event,
             uses=list_past_uses(self.journal.events(), time.time(), time.monotonic()),
         )
-        self.checks = SelfChecks(
+        self.self_checks = SelfChecks(
             job=self.job,
             nodes=self.nodes,
             attempts=self.attempts,
@@ -133,11 +131,11 @@ class Driver:
             nodes=self.nodes,
             attempts=self.attempts,
             recovery=self.recovery,
-            checks=self.checks,
+            self_checks=self.self_checks,
             missing_replicas=self.missing_replicas,
             settings=self.settings,
             record_event=record_event,
-            configured=files.nodes,
+            configured_names=files.nodes,
         )
         self.response = Response(
             run=self.run_folder,
@@ -159,7 +157,7 @@ class Driver:
         )
 
     def _build_diagnosis(self) -> None:
-        self.ranks = RankInvestigation(job=self.job, nodes=self.nodes, settings=self.settings)
+        self.rank_investigation = RankInvestigation(job=self.job, nodes=self.nodes, settings=self.settings)
         slow_machines = SlowMachineSearch(run=self.run_folder, job=self.job, tasks=self.tasks)
         self.observations = Observations(
             job=self.job,
@@ -168,12 +166,12 @@ class Driver:
             response=self.response,
             settings=self.settings,
             record_event=self.record_event,
-            slow_findings=slow_machines.findings,
+            slow_findings=slow_machines.list_findings,
         )
         self.diagnosis = Diagnosis(
             job=self.job,
             observations=self.observations,
-            ranks=self.ranks,
+            rank_investigation=self.rank_investigation,
             slow_machines=slow_machines,
             response=self.response,
             tasks=self.tasks,
@@ -182,11 +180,11 @@ class Driver:
 
     def _build_telemetry(self, token: bytes) -> None:
         config = self.settings.config
-        self.files = ReceivedFiles(self.run_folder, lambda: self.settings.config.to_toml())
-        self.faults: FaultForwarding | None = None
+        self.received_files = ReceivedFiles(self.run_folder, lambda: self.settings.config.to_toml())
+        self.fault_forwarding: FaultForwarding | None = None
         if self.limits.faults:
-            self.faults = FaultForwarding(
-                run=self.run_folder, job=self.job, nodes=self.nodes, taken_faults=self.files.taken_faults
+            self.fault_forwarding = FaultForwarding(
+                run=self.run_folder, job=self.job, nodes=self.nodes, taken_faults=self.received_files.taken_faults
             )
         self.lost_nodes = LostNodes(
             job=self.job,
@@ -196,7 +194,7 @@ class Driver:
             observations=self.observations,
             window=self.limits.window,
         )
-        self.notices = ClusterNotices(
+        self.cluster_notices = ClusterNotices(
             job=self.job,
             nodes=self.nodes,
             attempts=self.attempts,
@@ -228,7 +226,7 @@ class Driver:
             tasks=self.tasks,
             record_event=self.record_event,
             device=config.train.device,
-            description=_describe_job(self.run_folder, config),
+            offer_fields=_describe_job(self.run_folder, config),
         )
         self.telemetry = AgentTelemetry(
             job=self.job,
@@ -236,11 +234,11 @@ class Driver:
             attempts=self.attempts,
             observations=self.observations,
             response=self.response,
-            checks=self.checks,
+            self_checks=self.self_checks,
             adoption=self.adoption,
             lost_nodes=self.lost_nodes,
-            ranks=self.ranks,
-            files=self.files,
+            rank_investigation=self.rank_investigation,
+            received_files=self.received_files,
             tasks=self.tasks,
             log_line=self.log_line,
         )
@@ -273,13 +271,13 @@ class Driver:
     async def run(self) -> int:
         """Work until the job has ended; return its exit code. Raise JournalFenced when another driver takes over."""
         current_time = time.monotonic()
-        takes_over = self._unsure or self.job.phase is not Phase.WAITING or bool(self.job.state.placement)
-        if self._unsure:
+        takes_over = self._is_journal_doubtful or self.job.phase is not Phase.WAITING or bool(self.job.state.placement)
+        if self._is_journal_doubtful:
             self.adoption.wait_for_agents(current_time)
         event = Event.DRIVER_TOOK_OVER if takes_over else Event.DRIVER_STARTED
         text = f"epoch {self.journal.epoch}; the job is {self.job.phase}"
         self.record_event(event, evidence=(text,), pid=os.getpid())
-        self.nodes.begin(current_time)
+        self.nodes.start_missing_agents(current_time)
         garbage = DeferredGarbageCollection()
         try:
             await self._loop(current_time, garbage)
@@ -293,7 +291,7 @@ class Driver:
             self.tasks.cancel()
             await self.agent_server.close()
             await self.nodes.cluster.close()
-            await asyncio.to_thread(self.files.close)
+            await asyncio.to_thread(self.received_files.close)
         return self.job.state.exit_code
 
     async def _loop(self, current_time: float, garbage: DeferredGarbageCollection) -> None:
@@ -311,15 +309,15 @@ class Driver:
             if self.job.phase in ENDED:
                 break
             duration = time.monotonic() - began
-            self.slowest = max(self.slowest, duration)
+            self.slowest_seconds = max(self.slowest_seconds, duration)
             # The pause grows with the duration of a look, so that looks take only a part of the time.
-            pause = min(1.0, max(TICK, 4 * duration))
-            pause = min(pause, self.lost_nodes.next_silence(time.monotonic(), TICK))
+            pause = min(1.0, max(TICK_SECONDS, 4 * duration))
+            pause = min(pause, self.lost_nodes.compute_next_silence(time.monotonic(), TICK_SECONDS))
             due = time.monotonic() + pause
             try:
                 async with asyncio.timeout(pause):
                     await self.tasks.wake.wait()
-                    await asyncio.sleep(COALESCE)
+                    await asyncio.sleep(COALESCE_SECONDS)
             except TimeoutError:
                 pass
             self.tasks.wake.clear()
@@ -330,22 +328,23 @@ class Driver:
 
     def step(self, current_time: float) -> None:
         """Look at everything once and act on it."""
-        self.notices.handle()
+        self.nodes.look_time = current_time
+        self.cluster_notices.handle()
         if self.adoption.is_waiting and not self.adoption.decide(current_time):
             return
         self.lost_nodes.find_lost_nodes(current_time)
         if self.job.is_at_work:
             self.diagnosis.judge(current_time)
-            if self.faults is not None:
-                self.faults.send_new_faults()
-            if self.job.is_running and current_time - self.job.entered >= CALM:
-                self.checks.test_spares()
+            if self.fault_forwarding is not None:
+                self.fault_forwarding.send_new_faults()
+            if self.job.is_running and current_time - self.job.phase_entered >= CALM_SECONDS:
+                self.self_checks.test_spares()
                 self.recovery.refill(current_time)
             self.missing_replicas.check()
         elif self.job.phase is Phase.STOPPING:
             self.placement.check_stopped(current_time)
         elif self.job.phase is Phase.DIAGNOSING:
-            self.checks.check(current_time)
+            self.self_checks.check(current_time)
         if self.job.phase is Phase.WAITING:
             self.placement.assign_ranks(current_time)
 
@@ -353,7 +352,7 @@ class Driver:
         """Order all agents to end, and ensure that they have ended."""
         for node in self.nodes.all():
             self.nodes.order(node, do="leave")
-        deadline = time.monotonic() + LEAVE
+        deadline = time.monotonic() + LEAVE_SECONDS
         while time.monotonic() < deadline and any(n.channel and n.state.is_present for n in self.nodes.all()):
             await asyncio.sleep(0.02)
         running = [info.name for info in self.nodes.cluster.nodes() if info.running]

@@ -19,7 +19,7 @@ from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.protocol.contact import driver_folder
 from megascale.resilience.rules.silence import FLOOR
 
-_COPIES = {"placement": "placement.json", "environment": "environment.env"}
+_COPY_NAMES = {"placement": "placement.json", "environment": "environment.env"}
 
 
 def check_timeouts(config: Config) -> None:
@@ -129,7 +129,7 @@ def copy_job_files(config: Config, run: Path) -> None:
     """Copy the files to RUN/driver, readable by the run's user only, since an environment may hold secrets."""
     limits = config.resilience
     for name, source in (("placement", limits.placement), ("environment", limits.environment)):
-        copy = driver_folder(run) / _COPIES[name]
+        copy = driver_folder(run) / _COPY_NAMES[name]
         copy.unlink(missing_ok=True)
         if source is not None:
             with open(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
@@ -169,7 +169,7 @@ def _locate(source: str | Path, kind: str, copies_in: Path | None) -> Path:
     """Return the file that a setting names, or its copy in a run folder."""
     if copies_in is None:
         return Path(source)
-    copy = driver_folder(copies_in) / _COPIES[kind]
+    copy = driver_folder(copies_in) / _COPY_NAMES[kind]
     if not copy.exists():
         raise DataError(
             f"{copy} is missing, the copy of resilience.{kind}={source} with which this job was started; stop its "

@@ -22,8 +22,7 @@ from megascale.resilience.cluster.base import Cluster
 from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState
-from megascale.resilience.driver.state.transitions import NodeEvent
+from megascale.resilience.driver.state.job_state import JobState, NodeEvent, NodeRecord, NodeState
 from megascale.resilience.protocol.agent_channel import AgentChannel
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.view import HISTORY, RankView
@@ -32,9 +31,9 @@ log = logging.getLogger("megascale.driver")
 
 # Number of agents that start at the same time: each imports everything for its trainers, and many at once on few cores
 # are all late.
-WAVE = max_concurrent_imports(os.cpu_count() or 1)
-JOIN = 60.0  # seconds in which an agent that was started must connect
-KILL = 1.0  # seconds that an agent may take to end its ranks once its lease is over
+MAX_STARTING_AGENTS = max_concurrent_imports(os.cpu_count() or 1)
+JOIN_SECONDS = 60.0  # seconds in which an agent that was started must connect
+KILL_SECONDS = 1.0  # seconds that an agent may take to end its ranks once its lease is over
 
 
 class SelfCheck(StrEnum):
@@ -87,7 +86,7 @@ class Node:
     joined: float = 0.0
     boot: str = ""
     attempt: int = 0
-    acknowledged: int = 0
+    acknowledged_order: int = 0
     port: int = 0
     heartbeat: Heartbeat | None = None
     history: deque[tuple[float, Heartbeat]] = field(default_factory=lambda: deque(maxlen=HISTORY))
@@ -169,7 +168,7 @@ class AgentLeases:
         self._lease = limits.agent_lease
         self._orphan = limits.orphan
         self._cluster = cluster
-        self.ends: dict[str, float] = {}
+        self.end_times: dict[str, float] = {}
         self.holders: set[str] = set()
 
     @property
@@ -180,13 +179,13 @@ class AgentLeases:
     def renew(self, name: str) -> None:
         """Renew the lease of a node, whose heartbeat is being answered."""
         if self._lease is not None:
-            self.ends[name] = time.monotonic() + self._lease + KILL
+            self.end_times[name] = time.monotonic() + self._lease + KILL_SECONDS
 
-    def admit(self, name: str, same_life: bool, holds_ranks: bool) -> None:
+    def admit(self, name: str, is_same_agent: bool, holds_ranks: bool) -> None:
         """Renew the lease of a node that connects: another life of its agent holds no ranks of the previous one."""
         if holds_ranks:
             self.holders.add(name)
-        elif not same_life:
+        elif not is_same_agent:
             self.holders.discard(name)
         self.renew(name)
 
@@ -197,7 +196,7 @@ class AgentLeases:
         remaining = self._orphan
         if node.state.is_excluded and node.record.changed_at:
             remaining -= max(0.0, time.time() - node.record.changed_at)
-        self.ends[node.name] = current_time + max(remaining, 0.0) + KILL
+        self.end_times[node.name] = current_time + max(remaining, 0.0) + KILL_SECONDS
         if remaining > 0:
             self.holders.add(node.name)
         else:
@@ -208,7 +207,7 @@ class AgentLeases:
         is_reachable = node.state.is_present and node.channel is not None
         if self._lease is None or node.name not in self.holders or is_reachable:
             return False
-        if current_time >= self.ends.get(node.name, 0.0) or self._cluster.has_stopped(node.name):
+        if current_time >= self.end_times.get(node.name, 0.0) or self._cluster.has_stopped(node.name):
             self.holders.discard(node.name)
         return node.name in self.holders
 
@@ -227,6 +226,7 @@ class Nodes:
         leases: of the agents.
         requests: number of requested nodes that the cluster has not provided yet.
         last_request: when all missing nodes were last requested, on the monotonic clock.
+        look_time: time up to which the driver has read what agents sent, on the monotonic clock.
     """
 
     def __init__(
@@ -240,8 +240,9 @@ class Nodes:
         self.cluster_status = ClusterStatus()
         self._nodes = {name: Node(name, record, self.cluster_status) for name, record in job.state.nodes.items()}
         self.leases = AgentLeases(limits, cluster)
-        self.requests = 0
-        self.last_request = 0.0
+        self.pending_requests = 0
+        self.last_request_time = 0.0
+        self.look_time = time.monotonic()
         self._joining_agents = 0  # agents that were started and have not connected
 
     def __getitem__(self, name: str) -> Node:
@@ -268,7 +269,7 @@ class Nodes:
         return [node for node in self._nodes.values() if node.is_usable and node.name not in holders]
 
     def change(self, name: str, event: NodeEvent, **changes: Any) -> Node:
-        """Apply an event of a node (state/transitions.py) and return the node."""
+        """Apply an event of a node (state/job_state.py) and return the node."""
         node = self._nodes.setdefault(name, Node(name, cluster_status=self.cluster_status))
         if self._job.apply_node(event, name, **changes):
             node.record = self._job.state.nodes[name]
@@ -291,7 +292,7 @@ class Nodes:
 
     # agents ---------------------------------------------------------------------------------------------------------
 
-    def begin(self, current_time: float) -> None:
+    def start_missing_agents(self, current_time: float) -> None:
         """Have agents on as many nodes as the job and its spares need, at the driver's start."""
         for node in self.all():
             node.last_seen = current_time
@@ -310,13 +311,13 @@ class Nodes:
                 node.last_seen = current_time + self.cluster.notice_seconds
                 if node.state is not NodeState.JOINING:
                     self.change(info.name, NodeEvent.AWAITED, address=node.record.address or info.address)
-                node.deadline = current_time + JOIN
+                node.deadline = current_time + JOIN_SECONDS
             elif info.alive:
                 missing -= 1
                 self.start(node, "started with the driver")
         for _ in range(missing):
             self.request_node()
-        self.last_request = current_time
+        self.last_request_time = current_time
 
     def start(self, node: Node, reason: str) -> None:
         """Start a node's agent (again), in the background."""
@@ -327,7 +328,7 @@ class Nodes:
 
     async def start_agent(self, node: Node) -> None:
         """Start a node's agent in its turn, and wait until it has connected."""
-        async with self._wave():
+        async with self._wait_for_turn():
             is_started = False
             try:
                 is_started = await self.cluster.start_agent(node.name)
@@ -336,13 +337,13 @@ class Nodes:
             # Another start of the node may wait for its turn; the last one sets the deadline.
             node.deadline = 0.0
             if is_started:
-                node.deadline = time.monotonic() + JOIN
+                node.deadline = time.monotonic() + JOIN_SECONDS
             await self._wait_until_joined(node)
 
     @contextlib.asynccontextmanager
-    async def _wave(self) -> AsyncIterator[None]:
+    async def _wait_for_turn(self) -> AsyncIterator[None]:
         """Wait for room among the agents that start at the same time."""
-        limit = self.cluster.start_limit or WAVE
+        limit = self.cluster.start_limit or MAX_STARTING_AGENTS
         while self._joining_agents >= limit:
             await asyncio.sleep(0.05)
         self._joining_agents += 1
@@ -359,34 +360,34 @@ class Nodes:
 
     def request_node(self) -> None:
         """Request a new node from the cluster, in the background."""
-        self.requests += 1
+        self.pending_requests += 1
         self._tasks.spawn(self.wait_for_new_node())
 
     async def wait_for_new_node(self) -> None:
         """Wait for a requested node, and until its agent has connected."""
         is_pending = True
         try:
-            async with self._wave():
+            async with self._wait_for_turn():
                 self.cluster.exclude_nodes(frozenset(node.name for node in self.all() if _is_barred(node)))
                 name = await self.cluster.request()
-                self.requests -= 1
+                self.pending_requests -= 1
                 is_pending = False
                 if name is None:
                     return
                 node = self.ensure_known(name)
                 if not node.state.is_present:
                     self.change(name, NodeEvent.AWAITED, reason="requested")
-                    node.deadline = time.monotonic() + JOIN
+                    node.deadline = time.monotonic() + JOIN_SECONDS
                 await self._wait_until_joined(node)
         finally:
             if is_pending:
-                self.requests -= 1
+                self.pending_requests -= 1
 
     def is_any_joining(self, nodes: Iterable[Node]) -> bool:
         """Return True if an agent of these nodes was started and has not connected yet."""
         return any(node.state is NodeState.JOINING for node in nodes)
 
-    def lose(self, node: Node, reason: str) -> None:
+    def mark_lost(self, node: Node, reason: str) -> None:
         """Mark a node as lost."""
         self.mark_gone(node, reason)
         self._record_event(Event.NODE_LOST, nodes=(node.name,), evidence=(reason,))
@@ -407,7 +408,7 @@ class Nodes:
             self.change(node.name, NodeEvent.DEPARTED, reason=reason)
         self._tasks.spawn(self.cluster.fence(node.name))
 
-    def answer(self, node: Node, heartbeat: Heartbeat) -> None:
+    def answer_heartbeat(self, node: Node, heartbeat: Heartbeat) -> None:
         """Answer a heartbeat, so that the ranks of the node may run on."""
         if heartbeat.leaving and node.state is NodeState.UP:
             self.change(node.name, NodeEvent.ENDING)

@@ -14,12 +14,11 @@ from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.recovery.recovery import Recovery
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import ENDED, Phase
-from megascale.resilience.driver.state.transitions import JobEvent, NodeEvent
+from megascale.resilience.driver.state.job_state import ENDED, JobEvent, NodeEvent, Phase
 
 # Seconds in which a second signal counts as the first one: Slurm sends it to all processes of a job, and the batch
 # script passes on its own.
-REPEATED_SIGNAL = 2.0
+REPEATED_SIGNAL_SECONDS = 2.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -46,8 +45,8 @@ class Operations:
         """Save and end; the next launch continues. A second order while trainers save ends them without saving."""
         if self.job.phase in ENDED:
             return
-        is_saving = self.job.state.save and self.job.state.goal is Phase.INTERRUPTED and self.job.ending
-        if is_saving and time.monotonic() - self.job.entered < REPEATED_SIGNAL:
+        is_saving = self.job.state.save and self.job.state.goal is Phase.INTERRUPTED and self.job.is_ending
+        if is_saving and time.monotonic() - self.job.phase_entered < REPEATED_SIGNAL_SECONDS:
             return
         self.record_event(Event.JOB_INTERRUPTED, action="stop", evidence=("a person interrupted the driver",))
         save = self.job.is_running  # Before the first step there is nothing new to save.

@@ -38,15 +38,13 @@ from megascale.resilience.driver.recovery import hot_update
 from megascale.resilience.driver.recovery.missing_replicas import check_continued_sizes
 from megascale.resilience.driver.state.audit_log import LostEvents, count_drivers, restore_lost_events
 from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
-from megascale.resilience.driver.state.journal import Journal, JournalFenced, lacks_room, no_room
-from megascale.resilience.driver.state.journal_reader import FILE, JournalReader
+from megascale.resilience.driver.state.journal import Journal, JournalFenced, is_full_disk_error, make_full_disk_error
+from megascale.resilience.driver.state.journal_reader import JOURNAL_FILE, JournalReader
 from megascale.resilience.protocol import contact
 
 if TYPE_CHECKING:
-    from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes
-    from megascale.resilience.driver.api.scrape_targets import ScrapeTargets
-    from megascale.resilience.driver.api.telemetry_export import TelemetryExport
-    from megascale.services.door import LimitedListener
+    from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes, ScrapeTargets, TelemetryExport
+    from megascale.services.limited_listener import LimitedListener
 
 log = logging.getLogger("megascale.driver")
 
@@ -133,7 +131,7 @@ def prepare(config: Config) -> tuple[Config, Size]:
         raise ConfigError("train.device=cuda but this machine has no GPU; use --train.device=cpu or auto")
     if cluster.agent_lease is not None and config.resilience.agent_lease is None:
         lease = max(cluster.agent_lease, 2 * config.resilience.interval)
-        config = _update(config, "resilience", agent_lease=lease)
+        config = _with_values(config, "resilience", agent_lease=lease)
     _check_patterns(config)
     if config.foreign.command:
         config = _prepare_foreign(config, gpus, shared=elsewhere is None)
@@ -143,8 +141,8 @@ def prepare(config: Config) -> tuple[Config, Size]:
         config = _listen_to_network(config, address)
     elif not size.devices and config.train.threads is None:
         # Nodes on one machine share its cores.
-        config = _update(config, "train", threads=max(1, (os.cpu_count() or 1) // size.world))
-    return _update(config, "parallel", data=size.data, gpus_per_host=size.ranks_per_node), size
+        config = _with_values(config, "train", threads=max(1, (os.cpu_count() or 1) // size.world))
+    return _with_values(config, "parallel", data=size.data, gpus_per_host=size.ranks_per_node), size
 
 
 def _check_patterns(config: Config) -> None:
@@ -159,12 +157,12 @@ def _prepare_foreign(config: Config, gpus: int, shared: bool) -> Config:
     """Return the configuration for another trainer's command: its ranks are one data-parallel group for the driver."""
     slots = config.resilience.nodes + config.resilience.spares
     per_node = config.foreign.per_node or (gpus // slots if shared else gpus) or 1
-    config = _update(config, "parallel", tensor=1, pipeline=1, context=1, data=per_node * config.resilience.nodes)
+    config = _with_values(config, "parallel", tensor=1, pipeline=1, context=1, data=per_node * config.resilience.nodes)
     # The world keeps its size, because only this package's trainer can resume with another one.
-    config = _update(config, "resilience", preload=False, min_data=per_node * config.resilience.nodes)
+    config = _with_values(config, "resilience", preload=False, min_data=per_node * config.resilience.nodes)
     # Agents have another working directory. An empty folder becomes that of the launching shell.
     folder = os.path.abspath(config.foreign.folder)
-    return _update(config, "foreign", per_node=per_node, folder=folder)
+    return _with_values(config, "foreign", per_node=per_node, folder=folder)
 
 
 def _cluster_class(config: Config) -> type[Cluster]:
@@ -177,7 +175,7 @@ def uses_other_machines(config: Config) -> bool:
     return _cluster_class(config).on_other_machines(config) is not None
 
 
-def _update(config: Config, section: str, **values: object) -> Config:
+def _with_values(config: Config, section: str, **values: object) -> Config:
     """Return the configuration with changed values of one section."""
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
@@ -185,9 +183,9 @@ def _update(config: Config, section: str, **values: object) -> Config:
 def _listen_to_network(config: Config, address: str) -> Config:
     """Replace loopback defaults where other machines must reach this one and each other."""
     if address and is_loopback(config.resilience.listen):
-        config = _update(config, "resilience", listen=address)
+        config = _with_values(config, "resilience", listen=address)
     if config.checkpoint.replicas and is_loopback(config.checkpoint.replica_address):
-        config = _update(config, "checkpoint", replica_address="auto")
+        config = _with_values(config, "checkpoint", replica_address="auto")
     return config
 
 
@@ -205,22 +203,22 @@ def drive(config: Config, size: Size, log_line: LogLine) -> int:
     try:
         lock = run_lock.acquire_driver_lock(run, "megascale launch")
         try:
-            return _drive(run, config, size, _ignoring_errors(log_line), lock.warning)
+            return _drive(run, config, size, _ignore_errors(log_line), lock.warning)
         finally:
             lock.drop()
     except (OSError, sqlite3.Error) as error:
-        if lacks_room(error, run if run.exists() else run.parent):
-            raise no_room(run) from None
+        if is_full_disk_error(error, run if run.exists() else run.parent):
+            raise make_full_disk_error(run) from None
         if isinstance(error, sqlite3.Error):
             raise TrainingError(
-                f"the driver's journal {run / FILE} cannot be used ({error}): another process holds it, or its file "
-                "system lacks what SQLite needs; agents let training continue for resilience.orphan seconds. Run the "
+                f"the driver's journal {run / JOURNAL_FILE} cannot be used ({error}): another process holds it, or its "
+                "file system lacks what SQLite needs; agents let training continue for resilience.orphan seconds. Run the "
                 "same command again, with train.runs on a local disk if it happens again"
             ) from None
         raise
 
 
-def _ignoring_errors(log_line: LogLine) -> LogLine:
+def _ignore_errors(log_line: LogLine) -> LogLine:
     """Return `log_line` without its errors: a closed terminal or a log file on a full disk must not stop the driver."""
 
     def log_if_possible(source: str, text: str) -> None:
@@ -268,7 +266,7 @@ def _drive(run: Path, config: Config, size: Size, log_line: LogLine, warning: st
         state = replace(stored or new, attempt=attempt, goal=Phase.STARTING, phase=phase)
     elif stored is None or stored.phase in ENDED or not stored.attempt:  # No process of the job runs.
         check_nodes(config, read_job_files(config), cluster)
-        differences = hot_update.changed_since_last_launch(run, config)
+        differences = hot_update.describe_changes_since_launch(run, config)
         if differences:
             log_line("driver", differences)
         copy_job_files(config, run)
@@ -285,12 +283,14 @@ def _drive(run: Path, config: Config, size: Size, log_line: LogLine, warning: st
     if uses_other_machines(launched):
         # A running job keeps its settings, except those of the machine on which its driver is now.
         machine = {key: getattr(launched.resilience, key) for key in _MACHINE_SETTINGS}
-        config = _update(config, "resilience", **machine)
+        config = _with_values(config, "resilience", **machine)
     if launched != config:
         log_line(
             "driver", f"the running job keeps the settings it was started with ({settings}); stop it to change them"
         )
-    driver = Driver(run, config, cluster, [], journal, state, log_line=log_line, unsure=unsure, files=files)
+    driver = Driver(
+        run, config, cluster, [], journal, state, log_line=log_line, is_journal_doubtful=unsure, job_files=files
+    )
     _report_journal(driver, journal, lost)
     try:
         return asyncio.run(_serve(driver))
@@ -301,8 +301,8 @@ def _drive(run: Path, config: Config, size: Size, log_line: LogLine, warning: st
             return code
         raise ConfigError(f"this driver ends without touching the job: {error}") from None
     finally:
-        if journal.behind:
-            log_line("driver", f"{no_room(run)}. The last events are not in the journal")
+        if journal.is_behind:
+            log_line("driver", f"{make_full_disk_error(run)}. The last events are not in the journal")
         journal.close()
 
 
@@ -348,13 +348,13 @@ def _hand_down_password(config: Config) -> Config:
     if config.rendezvous.password is None:
         return config
     os.environ[PASSWORD_VARIABLE] = config.rendezvous.password.get_secret_value()
-    return _update(config, "rendezvous", password=None)
+    return _with_values(config, "rendezvous", password=None)
 
 
 def is_running(config: Config) -> bool:
     """Return True if the run's journal has a job that has not ended, which a driver would take over."""
     run = config.run_folder.absolute()
-    if not (run / FILE).exists():
+    if not (run / JOURNAL_FILE).exists():
         return False
     try:
         reader = JournalReader(run)
@@ -366,7 +366,7 @@ def is_running(config: Config) -> bool:
         return True
 
 
-def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigError:
+def _make_listen_error(key: str, host: str, port: int, error: OSError) -> ConfigError:
     # A name that does not resolve has an error number of the resolver, below zero.
     number = error.errno or 0
     reason = os.strerror(number) if number > 0 else error.strerror or str(error)
@@ -378,8 +378,8 @@ def _cannot_listen(key: str, host: str, port: int, error: OSError) -> ConfigErro
 
 async def _serve(driver: Driver) -> int:
     from megascale.resilience.driver.api import http_api
+    from megascale.resilience.driver.api.access import create_agents_tls, describe_open_addresses
     from megascale.resilience.driver.api.metrics import JobMetrics
-    from megascale.resilience.driver.api.tls import create_agents_tls, describe_open_addresses
 
     cluster = driver.nodes.cluster
     limits = driver.limits
@@ -396,13 +396,13 @@ async def _serve(driver: Driver) -> int:
     try:
         await driver.open(tls, port)
     except OSError as error:
-        raise _cannot_listen("port", limits.listen, port, error) from None
+        raise _make_listen_error("port", limits.listen, port, error) from None
     job_metrics = JobMetrics(driver)
     metrics_page = await _serve_metrics(driver, job_metrics)
     try:
         url, close_api = await http_api.serve(driver, limits.listen, limits.api_port, job_metrics)
     except OSError as error:
-        raise _cannot_listen("api_port", limits.listen, limits.api_port, error) from None
+        raise _make_listen_error("api_port", limits.listen, limits.api_port, error) from None
     targets = _write_targets(driver)
     export = _start_export(driver, job_metrics)
     driver.announce(url)
@@ -425,7 +425,7 @@ async def _serve(driver: Driver) -> int:
 
 def _write_targets(driver: Driver) -> ScrapeTargets | None:
     """Write the file for Prometheus' discovery and keep it current, None if `resilience.targets` is empty."""
-    from megascale.resilience.driver.api.scrape_targets import ScrapeTargets
+    from megascale.resilience.driver.api.metrics import ScrapeTargets
 
     if not driver.limits.targets:
         return None
@@ -445,7 +445,7 @@ def _start_export(driver: Driver, job_metrics: JobMetrics) -> TelemetryExport | 
     """Start the export to `resilience.otlp`, None if it is empty."""
     if not driver.limits.otlp:
         return None
-    from megascale.resilience.driver.api.telemetry_export import TelemetryExport
+    from megascale.resilience.driver.api.metrics import TelemetryExport
 
     export = TelemetryExport(driver, job_metrics)
     driver.tasks.spawn(keep_running(export.keep_sending, f"the export to {driver.limits.otlp}", log))
@@ -472,7 +472,7 @@ async def _serve_metrics(driver: Driver, job_metrics: JobMetrics) -> LimitedList
 
 async def _await_last_scrape(driver: Driver, scrapes: Scrapes) -> None:
     """Let a Prometheus that reads the metrics see the job's end; a signal ends the waiting."""
-    seconds = scrapes.missing(driver.job.entered, time.monotonic())
+    seconds = scrapes.compute_wait(driver.job.phase_entered, time.monotonic())
     if driver.job.phase not in ENDED or seconds <= 0:
         return
     driver.log_line("driver", f"waits up to {seconds:.0f} s until Prometheus has read the job's end")

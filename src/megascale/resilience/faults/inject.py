@@ -29,7 +29,7 @@ from megascale.core.secrets import PASSWORD_VARIABLE
 from megascale.errors import ConfigError, DataError, TrainingError
 from megascale.observe.hang.evidence import read_process_state
 from megascale.resilience.agent.node_folder import end_checkpoint_services
-from megascale.resilience.process_birth import born
+from megascale.resilience.process_birth import read_birth_time
 from megascale.resilience.protocol.contact import read_contact
 
 Target = Literal["rank", "node", "run"]
@@ -188,7 +188,7 @@ def find_agent_process(run: Path, node: str) -> int:
     except (OSError, ValueError, KeyError, TypeError):
         names = sorted(path.name for path in (run / "nodes").glob("*"))
         raise TrainingError(f"{run} has no agent on a node {node!r}; nodes: {', '.join(names) or 'none'}") from None
-    if born(pid) != birth:
+    if read_birth_time(pid) != birth:
         raise TrainingError(f"the agent of {node} (process {pid}) has ended")
     return pid
 

@@ -56,7 +56,7 @@ class AgentChannel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, driver: bool) -> None:
         self._reader = reader
         self._writer = writer
-        self._seal = Seal(key, driver)
+        self._seal = Seal(key, is_server=driver)
         self._sent_schema = FROM_DRIVER if driver else FROM_AGENT
         self._received_schema = FROM_AGENT if driver else FROM_DRIVER
 
@@ -172,7 +172,7 @@ async def open_channel(
         answer = await reader.readexactly(PROOF_BYTES)
     except asyncio.IncompleteReadError:
         raise ProtocolError("closed the connection before it proved the job's token") from None
-    if not proof.accepts(answer):
+    if not proof.is_valid_answer(answer):
         raise ProtocolError("does not know the job's token")
     channel = AgentChannel(reader, writer, proof.connection_key(), driver)
     if driver:

@@ -80,7 +80,7 @@ def test_who_may_look_may_not_steer(served, look, tmp_path):
 
 
 def test_another_certificate_is_told_no_token(look, served, tmp_path):
-    from megascale.resilience.driver.api.tls import _create_certificate
+    from megascale.resilience.driver.api.access import _create_certificate
 
     report = json.loads(look.read_text())
     report["certificate"] = _create_certificate("x")[0].decode()

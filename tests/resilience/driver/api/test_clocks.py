@@ -7,7 +7,7 @@ import ssl
 
 import pytest
 
-from megascale.resilience.driver.api import tls
+from megascale.resilience.driver.api import access
 
 
 class Ahead:
@@ -42,9 +42,9 @@ def test_a_certificate_from_a_clock_that_is_ahead_is_known(tmp_path, monkeypatch
     for run in (tmp_path, tmp_path / "other"):
         (run / "driver").mkdir(parents=True)
     with monkeypatch.context() as patch:
-        patch.setattr(tls, "datetime", Ahead)
-        server = tls.create_server_context(tmp_path, "0.0.0.0", None, None)
-        second = tls.create_server_context(tmp_path / "other", "0.0.0.0", None, None)
-    assert shake_hands(tls.create_client_context(tmp_path), server)
+        patch.setattr(access, "datetime", Ahead)
+        server = access.create_server_context(tmp_path, "0.0.0.0", None, None)
+        second = access.create_server_context(tmp_path / "other", "0.0.0.0", None, None)
+    assert shake_hands(access.create_client_context(tmp_path), server)
     with pytest.raises(ssl.SSLCertVerificationError, match="self-signed certificate"):
-        shake_hands(tls.create_client_context(tmp_path), second)
+        shake_hands(access.create_client_context(tmp_path), second)

@@ -22,9 +22,8 @@ from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver.api import access, http_api
 from megascale.resilience.driver.api.metrics import JobMetrics
 from megascale.resilience.driver.driver import Driver
-from megascale.resilience.driver.state.job_state import JobState, NodeState, Phase
+from megascale.resilience.driver.state.job_state import JobState, NodeEvent, NodeState, Phase
 from megascale.resilience.driver.state.journal import Journal
-from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.resilience.protocol import contact
 from megascale.resilience.protocol.agent_messages import Diagnosed
 
@@ -123,7 +122,9 @@ def test_a_spare_that_fails_its_self_checks_is_evicted_and_replaced(served):
     driver.tasks.spawn = lambda work: work.close()  # no cluster is asked
     report = Diagnosed(0, 1, stderr="failed: memory bandwidth cpu: 1 GB/s")
     handled = threading.Event()
-    served.loop.call_soon_threadsafe(lambda: (driver.checks.record_result(driver.nodes["n1"], report), handled.set()))
+    served.loop.call_soon_threadsafe(
+        lambda: (driver.self_checks.record_result(driver.nodes["n1"], report), handled.set())
+    )
     assert handled.wait(20)
     assert driver.nodes["n1"].state is NodeState.EVICTED
     assert "memory bandwidth" in driver.nodes["n1"].record.reason

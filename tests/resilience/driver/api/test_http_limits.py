@@ -17,7 +17,7 @@ pytest.importorskip("fastapi")
 
 from megascale.config import load
 from megascale.errors import ConfigError
-from megascale.resilience.driver.api import http_limits, tls
+from megascale.resilience.driver.api import access, http_limits
 from megascale.resilience.driver.api.client import send_request
 from megascale.resilience.driver.recovery.hot_update import check_settings, store_settings
 from megascale.resilience.driver.state.job_state import Phase
@@ -285,7 +285,7 @@ def test_other_machines_are_spoken_to_over_tls(tmp_path, capsys):
             sock.sendall(_head("GET", "/v1/job", f"Authorization: Bearer {result.token}"))
             assert b"HTTP" not in _read(sock)
         # Another that has taken the address is not told the token.
-        (driver_folder(result.run) / tls.CERTIFICATE).write_bytes(tls._create_certificate("0.0.0.0")[0])
+        (driver_folder(result.run) / access.CERTIFICATE).write_bytes(access._create_certificate("0.0.0.0")[0])
         with pytest.raises(Exception, match="CERTIFICATE_VERIFY_FAILED"):
             send_request(result.run, "GET", "/v1/job")
     finally:
@@ -295,15 +295,15 @@ def test_other_machines_are_spoken_to_over_tls(tmp_path, capsys):
 
 def test_the_clusters_own_certificate_is_used(tmp_path):
     pytest.importorskip("cryptography")
-    certificate, key = tls._create_certificate("127.0.0.1")
+    certificate, key = access._create_certificate("127.0.0.1")
     (tmp_path / "a.crt").write_bytes(certificate)
     (tmp_path / "a.key").write_bytes(key)
     driver_folder(tmp_path).mkdir()
     pair = (str(tmp_path / "a.crt"), str(tmp_path / "a.key"))
-    assert isinstance(tls.create_server_context(tmp_path, "127.0.0.1", *pair), ssl.SSLContext)
-    assert (driver_folder(tmp_path) / tls.CERTIFICATE).read_bytes() == certificate
+    assert isinstance(access.create_server_context(tmp_path, "127.0.0.1", *pair), ssl.SSLContext)
+    assert (driver_folder(tmp_path) / access.CERTIFICATE).read_bytes() == certificate
     with pytest.raises(ConfigError, match="tls_key"):
-        tls.create_server_context(tmp_path, "127.0.0.1", pair[0], str(tmp_path / "none.key"))
+        access.create_server_context(tmp_path, "127.0.0.1", pair[0], str(tmp_path / "none.key"))
     with pytest.raises(ConfigError, match="belong together"):
         load(None, ["--resilience.tls_key=a.key"])
 
@@ -312,8 +312,8 @@ def test_without_a_certificate_other_machines_are_refused(tmp_path, monkeypatch)
     driver_folder(tmp_path).mkdir()
     monkeypatch.setitem(sys.modules, "cryptography", None)
     with pytest.raises(ConfigError, match="cryptography"):
-        tls.create_server_context(tmp_path, "0.0.0.0", None, None)
-    assert tls.create_server_context(tmp_path, "127.0.0.1", None, None) is None
+        access.create_server_context(tmp_path, "0.0.0.0", None, None)
+    assert access.create_server_context(tmp_path, "127.0.0.1", None, None) is None
 
 
 def test_no_token_goes_over_a_network_in_clear(tmp_path):

@@ -29,8 +29,7 @@ from megascale.config import ResilienceConfig, load
 from megascale.errors import ConfigError
 from megascale.observe.prometheus import Family, format_families, rules_file
 from megascale.observe.prometheus.dashboards import make_fleet_dashboard, make_run_dashboard
-from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes
-from megascale.resilience.driver.api.scrape_targets import ScrapeTargets
+from megascale.resilience.driver.api.metrics import JobMetrics, Scrapes, ScrapeTargets
 from megascale.resilience.driver.start_driver import _await_last_scrape
 from megascale.resilience.driver.state.job_state import Phase
 from megascale.resilience.protocol.agent_messages import StepFigures, Steps
@@ -127,31 +126,31 @@ def test_ranks_are_compared_with_those_of_their_stage(served):  # noqa: F811
 
 def test_a_driver_waits_for_a_prometheus_that_reads_it_to_see_the_end():
     scrapes = Scrapes()
-    assert scrapes.missing(ended=0.0, current_time=100.0) == 0
-    scrapes.note(10.0)  # once, by a person
-    assert scrapes.missing(ended=20.0, current_time=20.0) == 0
-    scrapes.note(25.0)
-    assert scrapes.missing(ended=30.0, current_time=31.0) == 24
-    assert scrapes.missing(ended=24.0, current_time=31.0) == 0  # the end was read
-    assert scrapes.missing(ended=30.0, current_time=60.0) == 0  # it reads no more
-    scrapes.note(1025.0)
-    assert scrapes.missing(ended=1030.0, current_time=1031.0) == 60
+    assert scrapes.compute_wait(ended=0.0, current_time=100.0) == 0
+    scrapes.record(10.0)  # once, by a person
+    assert scrapes.compute_wait(ended=20.0, current_time=20.0) == 0
+    scrapes.record(25.0)
+    assert scrapes.compute_wait(ended=30.0, current_time=31.0) == 24
+    assert scrapes.compute_wait(ended=24.0, current_time=31.0) == 0  # the end was read
+    assert scrapes.compute_wait(ended=30.0, current_time=60.0) == 0  # it reads no more
+    scrapes.record(1025.0)
+    assert scrapes.compute_wait(ended=1030.0, current_time=1031.0) == 60
 
 
 @pytest.mark.parametrize("end", ["scrape", "signal", "nothing"])
 def test_its_end_is_read_or_waited_for_in_vain_or_a_person_goes_on(end):
     scrapes, current = Scrapes(), time.monotonic()
     interval = 0.5 if end == "nothing" else 60.0
-    scrapes.note(current - interval)
-    scrapes.note(current)
+    scrapes.record(current - interval)
+    scrapes.record(current)
     lines: list[str] = []
-    job = SimpleNamespace(entered=current + 0.001, phase=Phase.DONE)
+    job = SimpleNamespace(phase_entered=current + 0.001, phase=Phase.DONE)
     driver = SimpleNamespace(job=job, log_line=lambda source, text: lines.append(text))
 
     async def wait() -> None:
         loop = asyncio.get_running_loop()
         if end == "scrape":
-            loop.call_later(0.01, scrapes.note, current + 1)
+            loop.call_later(0.01, scrapes.record, current + 1)
         elif end == "signal":
             loop.call_later(0.01, os.kill, os.getpid(), signal.SIGINT)
         async with asyncio.timeout(20):

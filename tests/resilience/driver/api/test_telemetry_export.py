@@ -14,7 +14,7 @@ from megascale.observe.prometheus import Family
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install -e '.[otel]'")
 
-from megascale.resilience.driver.api.telemetry_export import TelemetryExport
+from megascale.resilience.driver.api.metrics import TelemetryExport
 
 RECOVERY = (
     {"time": 100.0, "event": "process_exit"},

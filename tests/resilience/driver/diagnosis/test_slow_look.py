@@ -31,13 +31,13 @@ def test_a_running_job_is_looked_at_and_only_its_own_attempt_counts(tmp_path):
         slow.start_if_due(1000.0 + SEARCH_INTERVAL)
         (task,) = tasks._tasks
         await task
-        (single,) = slow.findings()
+        (single,) = slow.list_findings()
         assert (single.rank, single.cause) == (2, "GPU")
         assert single.slower == pytest.approx(0.15, abs=0.02)
         assert single.confidence > 0.99
         assert single.evidence
         job.state.attempt = 2
-        assert slow.findings() == ()
+        assert slow.list_findings() == ()
         assert await slow._run_command(2) == ()
 
     asyncio.run(look())

@@ -15,8 +15,7 @@ from megascale.resilience.driver.nodes import Node
 from megascale.resilience.driver.recovery.missing_replicas import MissingReplicas
 from megascale.resilience.driver.recovery.placement import Placement
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState, Phase
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent, JobState, NodeRecord, NodeState, Phase
 from megascale.resilience.driver.telemetry.membership import Adoption
 from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers
 
@@ -26,7 +25,7 @@ LIMIT = 1000.0  # seconds
 class PresentNodes(dict[str, Node]):
     """Three nodes of four; no other one comes."""
 
-    requests = 0
+    pending_requests = 0
     cluster = SimpleNamespace(switch=lambda name: "", nodes=list)
     names, ensure_known = dict.keys, dict.__getitem__
 
@@ -76,7 +75,7 @@ def make_job(phase: Phase, missing_seconds: float) -> SimpleNamespace:
         joining=phase is Phase.WAITING,
         missing_since=time.time() - missing_seconds,
     )
-    return SimpleNamespace(state=state, phase=phase, entered=100.0)
+    return SimpleNamespace(state=state, phase=phase, phase_entered=100.0)
 
 
 def make_replicas(job: Any, settings: Any, nodes: PresentNodes, attempts: Any, events: list[Event]) -> MissingReplicas:
@@ -112,7 +111,7 @@ def test_a_job_that_waited_in_vain_keeps_the_replicas_that_it_had(min_data: int)
         nodes=nodes,
         attempts=attempts,
         recovery=SimpleNamespace(shrink=shrinks.append),
-        checks=None,
+        self_checks=None,
         missing_replicas=make_replicas(job, settings, nodes, attempts, []),
         settings=settings,
         record_event=None,

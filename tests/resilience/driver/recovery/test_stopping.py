@@ -10,8 +10,7 @@ from megascale.config import ResilienceConfig, from_tree
 from megascale.resilience.driver.nodes import Node
 from megascale.resilience.driver.recovery.missing_replicas import MissingReplicas
 from megascale.resilience.driver.recovery.placement import Placement
-from megascale.resilience.driver.state.job_state import NodeRecord, NodeState, Phase
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent, NodeRecord, NodeState, Phase
 
 
 @pytest.mark.parametrize(("joined", "last"), [(0.0, 110.0), (115.0, 125.0)])
@@ -20,16 +19,16 @@ def test_a_node_that_was_away_has_its_time_to_stop_from_its_return_on(joined, la
     taken_out: list[str] = []
 
     class Nodes(dict[str, Node]):
-        def lose(self, removed: Node, why: str) -> None:
+        def mark_lost(self, removed: Node, why: str) -> None:
             taken_out.append(why)
 
     state = SimpleNamespace(goal=Phase.STARTING, placement=("n0",), save=False, joining=False)
     placement = Placement(
-        job=SimpleNamespace(state=state, entered=100.0),
+        job=SimpleNamespace(state=state, phase_entered=100.0),
         nodes=Nodes(n0=node),
-        attempts=SimpleNamespace(order=3),
+        attempts=SimpleNamespace(last_order=3),
         recovery=SimpleNamespace(recover_node=lambda name, evict: None),
-        checks=None,
+        self_checks=None,
         missing_replicas=None,
         settings=SimpleNamespace(limits=ResilienceConfig(window=5.0)),
         record_event=None,
@@ -43,15 +42,15 @@ def test_a_node_that_was_away_has_its_time_to_stop_from_its_return_on(joined, la
 def test_a_node_that_has_stopped_and_is_lost_before_the_start_gets_no_ranks():
     """Others may still run for a minute, until they must have ended: in that time more can be lost."""
     events: list[JobEvent] = []
-    nodes = {name: Node(name, NodeRecord(state=NodeState.UP), acknowledged=3) for name in ("n0", "n1")}
+    nodes = {name: Node(name, NodeRecord(state=NodeState.UP), acknowledged_order=3) for name in ("n0", "n1")}
     nodes["n1"].record = NodeRecord(state=NodeState.LOST)
     state = SimpleNamespace(goal=Phase.STARTING, placement=("n0", "n1"), save=False, joining=False)
     placement = Placement(
-        job=SimpleNamespace(state=state, entered=100.0, apply=events.append),
+        job=SimpleNamespace(state=state, phase_entered=100.0, apply=events.append),
         nodes=nodes,
-        attempts=SimpleNamespace(order=3, begin=lambda time: events.append(JobEvent.BEGUN)),
+        attempts=SimpleNamespace(last_order=3, begin=lambda time: events.append(JobEvent.BEGUN)),
         recovery=None,
-        checks=None,
+        self_checks=None,
         missing_replicas=None,
         settings=SimpleNamespace(limits=ResilienceConfig(window=5.0)),
         record_event=None,
@@ -66,7 +65,7 @@ def test_a_job_ends_where_nodes_are_too_few_and_none_come(coming):
     failures: list[str] = []
 
     class Nodes(dict[str, Node]):
-        requests = int(coming)
+        pending_requests = int(coming)
         cluster = SimpleNamespace(switch=lambda name: "")
         names, ensure_known = dict.keys, dict.get
 
@@ -82,7 +81,7 @@ def test_a_job_ends_where_nodes_are_too_few_and_none_come(coming):
     )
     state = SimpleNamespace(placement=("n0", "n1"), data=2, ranks_per_node=1, evicting=(), missing_since=0.0)
     config = from_tree({"resilience": {"min_data": 2}})
-    job = SimpleNamespace(state=state, entered=100.0, phase=Phase.WAITING)
+    job = SimpleNamespace(state=state, phase_entered=100.0, phase=Phase.WAITING)
     attempts = SimpleNamespace(fail=failures.append)
     run_settings = SimpleNamespace(limits=ResilienceConfig(nodes=2, replenish_wait=0.0), config=config)
     placement = Placement(
@@ -90,7 +89,7 @@ def test_a_job_ends_where_nodes_are_too_few_and_none_come(coming):
         nodes=nodes,
         attempts=attempts,
         recovery=SimpleNamespace(),
-        checks=None,
+        self_checks=None,
         missing_replicas=MissingReplicas(
             job=job, nodes=nodes, attempts=attempts, settings=run_settings, record_event=None
         ),

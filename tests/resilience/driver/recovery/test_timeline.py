@@ -7,7 +7,7 @@ import pytest
 from megascale.core.recovery_record import PHASES, RecoveryRecord
 from megascale.core.status import FAILED_IN_STEP
 from megascale.resilience.driver.nodes import Node
-from megascale.resilience.driver.recovery.timeline import RecoveryTimeline
+from megascale.resilience.driver.recovery.attempts import RecoveryTimeline
 from megascale.resilience.protocol.heartbeat import Heartbeat, RankStart, Worker
 from megascale.resilience.rules.view import Verdict
 

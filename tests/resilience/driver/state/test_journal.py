@@ -25,14 +25,14 @@ from megascale.resilience.driver.state import journal as journal_module
 from megascale.resilience.driver.state.audit_log import LostEvents, count_drivers, restore_lost_events
 from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState, Phase
 from megascale.resilience.driver.state.journal import (
-    FILE,
+    JOURNAL_FILE,
     Journal,
     JournalFenced,
     filesystem_type,
     is_network_filesystem,
 )
-from megascale.resilience.driver.state.journal_reader import SILENCE, JournalReader
-from megascale.resilience.process_birth import born
+from megascale.resilience.driver.state.journal_reader import MAX_SILENCE_SECONDS, JournalReader
+from megascale.resilience.process_birth import read_birth_time
 from megascale.resilience.protocol.contact import make_token, read_token
 from tests.damaged_records import damaged_lines
 
@@ -46,7 +46,7 @@ def test_what_is_written_is_there_for_the_next_driver(tmp_path):
     journal.save_node("n0", node)
     entry = journal.add("x", attempt=2, nodes=("n0",), ranks=(1,), evidence=("because",), seconds=2.5)
     journal.close()
-    assert (tmp_path / FILE).stat().st_mode & 0o077 == 0
+    assert (tmp_path / JOURNAL_FILE).stat().st_mode & 0o077 == 0
     repeated, _ = Journal.take(tmp_path, 0.1)
     assert repeated.epoch == journal.epoch + 1
     assert repeated.job() == job.with_node("n0", node)
@@ -61,14 +61,14 @@ def test_a_driver_on_another_host_lives_while_its_journal_changes(tmp_path, monk
     journal.save_job(JobState("a", Phase.RUNNING, 2, ("n0",), 1, 1))
     monkeypatch.setattr("socket.gethostname", lambda: "login")
     reader = JournalReader(tmp_path)
-    assert reader.driver_alive()
-    for file in tmp_path.glob(f"{FILE}*"):
-        os.utime(file, (0, time.time() - 2 * SILENCE))
-    assert not reader.driver_alive()
+    assert reader.is_driver_alive()
+    for file in tmp_path.glob(f"{JOURNAL_FILE}*"):
+        os.utime(file, (0, time.time() - 2 * MAX_SILENCE_SECONDS))
+    assert not reader.is_driver_alive()
     journal.renew()
-    assert reader.driver_alive()
+    assert reader.is_driver_alive()
     journal.close()
-    assert not reader.driver_alive()
+    assert not reader.is_driver_alive()
     reader.close()
 
 
@@ -100,7 +100,7 @@ def test_a_living_driver_keeps_its_job_and_one_that_is_silent_loses_it(tmp_path)
 
 def test_a_driver_that_has_lost_its_right_to_the_job_is_replaced_while_it_lives(tmp_path):
     first, _ = Journal.take(tmp_path, 0.2)
-    second, _ = Journal.take(tmp_path, 1000.0, ended=first.epoch)  # no watching: this would take long
+    second, _ = Journal.take(tmp_path, 1000.0, ended_epoch=first.epoch)  # no watching: this would take long
     assert second.epoch == first.epoch + 1
     with pytest.raises(JournalFenced):
         first.renew()
@@ -129,8 +129,8 @@ def test_a_journal_cut_or_garbled_anywhere_opens_or_is_set_aside(tmp_path):
         for i in range(30):
             journal.add(f"e{i}", attempt=i, evidence=("x" * 200,))
         journal.save_job(JobState("a"))
-        file = run / FILE
-        wal = file.with_name(FILE + "-wal")
+        file = run / JOURNAL_FILE
+        wal = file.with_name(JOURNAL_FILE + "-wal")
         victim = rng.choice([p for p in (file, wal) if p.exists() and p.stat().st_size])
         data = bytearray(victim.read_bytes())
         copies = {p: p.read_bytes() for p in (file, wal) if p.exists()}
@@ -143,7 +143,7 @@ def test_a_journal_cut_or_garbled_anywhere_opens_or_is_set_aside(tmp_path):
             for _ in range(40):
                 data[rng.randrange(len(data))] = rng.randrange(256)
         victim.write_bytes(data)
-        file.with_name(FILE + "-shm").unlink(missing_ok=True)
+        file.with_name(JOURNAL_FILE + "-shm").unlink(missing_ok=True)
         repeated, damaged = Journal.take(run, 0.05, least_epoch=7)
         repeated.add("after", attempt=1)
         kinds = [e.kind for e in repeated.events()]
@@ -151,25 +151,25 @@ def test_a_journal_cut_or_garbled_anywhere_opens_or_is_set_aside(tmp_path):
         assert kinds[:-1] == [f"e{i}" for i in range(len(kinds) - 1)]
         if damaged:
             assert repeated.epoch == 8
-            assert list(run.glob(f"{FILE}.damaged-*"))
+            assert list(run.glob(f"{JOURNAL_FILE}.damaged-*"))
         repeated.close()
 
 
 def test_reading_needs_a_journal_and_a_whole_one(tmp_path):
     with pytest.raises(DataError, match="megascale launch"):
         JournalReader(tmp_path)
-    (tmp_path / FILE).write_bytes(b"no database" * 100)
+    (tmp_path / JOURNAL_FILE).write_bytes(b"no database" * 100)
     with pytest.raises(DataError, match="damaged"):
         JournalReader(tmp_path)
 
 
 def test_a_process_is_known_by_pid_and_birth():
-    assert born(os.getpid()) > 0
+    assert read_birth_time(os.getpid()) > 0
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert born(child.pid) == 0  # a zombie is dead
+    assert read_birth_time(child.pid) == 0  # a zombie is dead
     child.wait()
-    assert born(child.pid) == 0
+    assert read_birth_time(child.pid) == 0
 
 
 def test_a_token_others_can_read_is_refused(tmp_path):
@@ -211,7 +211,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_row_that_turned_into_another_is_damage(tmp_path, change):
     written(tmp_path).close()
-    db = sqlite3.connect(tmp_path / FILE)
+    db = sqlite3.connect(tmp_path / JOURNAL_FILE)
     db.execute(change)
     db.commit()
     db.close()
@@ -227,7 +227,7 @@ def test_a_row_that_turned_into_another_is_damage(tmp_path, change):
 @pytest.mark.parametrize("change", CHANGES + ["UPDATE job SET state = replace(state, 'starting', 'starding')"])
 def test_reading_a_garbled_row_is_one_paragraph_or_what_it_says(tmp_path, change):
     written(tmp_path).close()
-    db = sqlite3.connect(tmp_path / FILE)
+    db = sqlite3.connect(tmp_path / JOURNAL_FILE)
     db.execute(change)
     db.commit()
     db.close()
@@ -240,7 +240,7 @@ def test_reading_a_garbled_row_is_one_paragraph_or_what_it_says(tmp_path, change
 
 def test_rows_without_checksums_are_damaged(tmp_path):
     written(tmp_path).close()
-    db = sqlite3.connect(tmp_path / FILE)
+    db = sqlite3.connect(tmp_path / JOURNAL_FILE)
     for table, column in (("job", "state"), ("nodes", "facts"), ("events", "details")):
         db.execute(f"UPDATE {table} SET {column} = json_remove({column}, '$.sum')")
     db.commit()
@@ -274,7 +274,7 @@ def test_events_that_a_journal_has_lost_come_back(tmp_path_factory, remaining, e
             )
     noted = journal.events()
     journal.close()
-    db = sqlite3.connect(run / FILE)
+    db = sqlite3.connect(run / JOURNAL_FILE)
     db.execute("DELETE FROM events WHERE id > ?", (remaining,))
     db.commit()
     db.close()

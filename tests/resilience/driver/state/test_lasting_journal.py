@@ -20,7 +20,7 @@ from megascale.resilience.driver.recovery import escalation
 from megascale.resilience.driver.recovery.escalation import Situation, list_past_uses
 from megascale.resilience.driver.state.audit_log import AuditLog
 from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState, Phase
-from megascale.resilience.driver.state.journal import FILE, Journal, JournalFenced
+from megascale.resilience.driver.state.journal import JOURNAL_FILE, Journal, JournalFenced
 from megascale.resilience.driver.state.journal_reader import JournalReader
 
 FULL = """
@@ -58,14 +58,14 @@ for number in range(200):
     journal.renew()
 journal.save_job(JobState("a", Phase.RUNNING, 2, ("n0",), 1, 1))
 journal.save_node("n0", NodeRecord(NodeState.UP, "127.0.0.1", reason="why", changed_at=1.5))
-behind = journal.behind
+behind = journal.is_behind
 room()
 journal.renew()
 audit_log.record("after", attempt=2)
 reader = JournalReader(run)
 lines = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()[1:]]
 found = [[e.kind for e in reader.events()], lines, reader.job.attempt, list(reader.nodes())]
-print(json.dumps([behind, journal.behind, said, *found]))
+print(json.dumps([behind, journal.is_behind, said, *found]))
 """
 
 
@@ -109,14 +109,14 @@ def test_a_start_on_a_full_disk_is_one_paragraph(limit, tiny, tmp_path, megascal
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("error: the disk of ")
     assert "Traceback" not in done.stderr
-    assert not list(tmp_path.glob(f"runs/tiny/{FILE}.damaged*"))
+    assert not list(tmp_path.glob(f"runs/tiny/{JOURNAL_FILE}.damaged*"))
 
 
 def test_a_journal_that_is_whole_is_not_set_aside_for_another_fault(tmp_path, monkeypatch):
     journal, _ = Journal.take(tmp_path, 0.1)
     journal.add("x", attempt=1)
     journal.close()
-    holder = sqlite3.connect(tmp_path / FILE, isolation_level=None)
+    holder = sqlite3.connect(tmp_path / JOURNAL_FILE, isolation_level=None)
     holder.execute("PRAGMA locking_mode = EXCLUSIVE")
     holder.execute("BEGIN EXCLUSIVE")
     connect = sqlite3.connect
@@ -183,7 +183,7 @@ def test_budgets_expire_though_the_clock_was_set_back(back, retries, tmp_path_fa
 
     def action(later: float) -> str:
         at = Situation("n0", False, True, True, 0, current + later)
-        return escalation.choose(config, at, uses).action
+        return escalation.choose_action(config, at, uses).action
 
     assert action(1.0) == "respawn"
     assert action(3601.0) == "retry"

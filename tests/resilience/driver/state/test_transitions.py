@@ -12,27 +12,25 @@ from hypothesis import strategies as st
 from megascale.resilience.driver.state.job import STRICT, Job
 from megascale.resilience.driver.state.job_state import (
     ENDED,
+    EVENT_FIELDS,
+    GOAL,
+    JOB_TRANSITIONS,
+    NODE_TRANSITIONS,
+    UNCHANGED,
+    ImpossibleTransition,
+    JobEvent,
     JobState,
+    NodeEvent,
     NodeRecord,
     NodeState,
     Phase,
+    follow,
+    follow_node,
     from_plain,
     to_plain,
 )
 from megascale.resilience.driver.state.journal import Journal
 from megascale.resilience.driver.state.journal_reader import JournalReader
-from megascale.resilience.driver.state.transitions import (
-    FIELDS,
-    GOAL,
-    JOB,
-    NODE,
-    UNCHANGED,
-    ImpossibleTransition,
-    JobEvent,
-    NodeEvent,
-    follow,
-    follow_node,
-)
 
 NAMES = st.sampled_from(["n0", "n1", "n2"])
 COUNTS = st.integers(0, 9)
@@ -64,7 +62,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 def job_events(draw: st.DrawFn) -> tuple[JobEvent, dict[str, Any]]:
     """Something that may happen to a job, with some of the fields that it may bring."""
     event = draw(st.sampled_from(JobEvent))
-    return event, {name: draw(VALUES[name]) for name in FIELDS.get(event, ()) if draw(st.booleans())}
+    return event, {name: draw(VALUES[name]) for name in EVENT_FIELDS.get(event, ()) if draw(st.booleans())}
 
 
 @st.composite
@@ -88,7 +86,7 @@ def test_the_journal_replays_to_exactly_the_state_of_the_driver(tmp_path_factory
     """Any events may happen or be refused, and another driver may take over at any point."""
     run = tmp_path_factory.mktemp("run")
     journal, _ = Journal.take(run, 0.05)
-    journal.tail = tail
+    journal.max_transitions = tail
     refused: list[str] = []
     job = Job(JobState("a"), journal, refused.append)
     with pytest.MonkeyPatch.context() as production:
@@ -108,7 +106,7 @@ def test_the_journal_replays_to_exactly_the_state_of_the_driver(tmp_path_factory
                 journal.close()
                 journal, damaged = Journal.take(run, 0.05)
                 assert not damaged
-                journal.tail = tail
+                journal.max_transitions = tail
                 result = journal.job()
                 assert result == job.state
                 job = Job(result, journal, refused.append)
@@ -131,7 +129,7 @@ def test_every_event_in_every_state_follows_the_table_or_is_an_error():
             state = some_state(phase, goal)
             for event in JobEvent:
                 changes = {"attempt": 4} if event is JobEvent.BEGUN else {}
-                expected = JOB[event].get(phase)
+                expected = JOB_TRANSITIONS[event].get(phase)
                 starts = event in (JobEvent.BEGUN, JobEvent.GAP)
                 fits = not (starts or event is JobEvent.STOPPED) or (goal is Phase.STARTING) == starts
                 if expected is None or not fits:
@@ -145,7 +143,7 @@ def test_every_event_in_every_state_follows_the_table_or_is_an_error():
 def test_two_attempts_never_overlap():
     """The way to trainers that start leads through STOPPING, in which every node says that it has stopped."""
     adopted = (JobEvent.ADOPTED, JobEvent.ADOPTED_RUNNING, JobEvent.ADOPTED_DEGRADED)
-    for event, rows in JOB.items():
+    for event, rows in JOB_TRANSITIONS.items():
         for phase, after in rows.items():
             if after is Phase.STARTING and event not in adopted:
                 assert (event, phase) == (JobEvent.BEGUN, Phase.STOPPING)
@@ -159,7 +157,7 @@ def test_every_phase_that_has_not_ended_can_end_and_ended_ones_stay():
     for phase in Phase:
         observed, frontier = {phase}, [phase]
         while frontier:
-            result = [rows[p] for p in frontier for rows in JOB.values() if p in rows]
+            result = [rows[p] for p in frontier for rows in JOB_TRANSITIONS.values() if p in rows]
             goals = list(ENDED) if GOAL in result else []
             frontier = [Phase(n) for n in result + goals if n not in (UNCHANGED, GOAL) and n not in observed]
             observed |= set(frontier)
@@ -173,7 +171,7 @@ def test_an_evicted_node_is_not_used_until_a_person_allows_it():
     assert follow_node(state, "n0", NodeEvent.AWAITED, {}).nodes["n0"].state is NodeState.JOINING
     with pytest.raises(ImpossibleTransition, match="listed of node n0 while it is evicted"):
         follow_node(state, "n0", NodeEvent.LISTED, {})
-    assert set(NODE) == set(NodeEvent)
+    assert set(NODE_TRANSITIONS) == set(NodeEvent)
 
 
 def test_a_field_that_does_not_go_with_an_event_is_an_error():

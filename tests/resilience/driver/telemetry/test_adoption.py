@@ -17,7 +17,7 @@ from megascale.resilience.cluster.base import ClusterRequest
 from megascale.resilience.cluster.local import LocalCluster
 from megascale.resilience.driver.driver import Driver
 from megascale.resilience.driver.state.job_state import JobState, Phase
-from megascale.resilience.driver.state.journal import FILE, Journal
+from megascale.resilience.driver.state.journal import JOURNAL_FILE, Journal
 from megascale.resilience.driver.state.journal_reader import Entry, JournalReader
 from megascale.resilience.driver.telemetry.membership import _parse_held
 from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers
@@ -28,7 +28,7 @@ def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
     job = launch("behind", *arguments)
     job.until("first_step", attempt=1)
     older = job.cwd / "older.sqlite"
-    with sqlite3.connect(older) as copy, sqlite3.connect(job.run / FILE) as db:
+    with sqlite3.connect(older) as copy, sqlite3.connect(job.run / JOURNAL_FILE) as db:
         db.backup(copy)
     job.kill_rank(1)
     job.until("first_step", attempt=2)
@@ -56,16 +56,16 @@ def test_a_journal_set_back_garbled_or_removed_stops_no_trainer(launch):
         return [e.kind for e in list_new()]
 
     def remove() -> None:
-        for file in job.run.glob(f"{FILE}*"):
+        for file in job.run.glob(f"{JOURNAL_FILE}*"):
             file.unlink()
 
     def set_back() -> None:
         remove()
-        shutil.copy(older, job.run / FILE)
+        shutil.copy(older, job.run / JOURNAL_FILE)
 
     def garble() -> None:
         remove()
-        (job.run / FILE).write_bytes(b"no database" * 1000)
+        (job.run / JOURNAL_FILE).write_bytes(b"no database" * 1000)
 
     def remove_all() -> None:
         remove()
@@ -153,7 +153,7 @@ def test_the_highest_attempt_that_agents_hold_is_the_jobs(tmp_path_factory, agen
             ["train"],
             journal,
             JobState("a", phase, recorded),
-            unsure=True,
+            is_journal_doubtful=True,
         )
         driver.adoption.wait_for_agents(time.monotonic())
         channels = [Channel() for _ in agents]

@@ -18,7 +18,7 @@ def start_again(driver, channels) -> tuple[str, ...]:
     driver.recovery.recover(("n0",), frozenset())
     for _ in range(2):  # one stop before placing, one before starting
         for name, channel in channels.items():
-            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.order, 1, 4000))
+            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.last_order, 1, 4000))
         driver.step(time.monotonic())
     assert driver.job.phase is Phase.STARTING
     return driver.job.state.placement
@@ -59,7 +59,7 @@ def test_a_driver_whose_job_the_cluster_starts_elsewhere_ends_all_it_has_and_sav
         cluster.withdrawn = "the job was started again"
         driver.step(time.monotonic())
         driver.step(time.monotonic())
-        assert driver.job.ending
+        assert driver.job.is_ending
         assert not driver.job.state.save
         assert driver.job.state.exit_code == EXIT_INTERRUPTED
         assert [channels[name].orders.count("stop") for name in ("n0", "n1")] == [1, 1]
@@ -75,7 +75,7 @@ def test_a_signal_that_comes_twice_at_once_still_saves_and_a_later_one_does_not(
         driver.operations.interrupt()
         assert driver.job.state.save
         assert channels["n0"].orders.count("stop") == 1
-        monkeypatch.setattr(operations, "REPEATED_SIGNAL", 0.0)
+        monkeypatch.setattr(operations, "REPEATED_SIGNAL_SECONDS", 0.0)
         await asyncio.sleep(0)
         driver.operations.interrupt()
         assert not driver.job.state.save
@@ -107,14 +107,14 @@ def test_a_node_that_begins_to_end_once_it_has_stopped_gets_no_ranks(tmp_path):
     async def scene(driver, cluster, channels):
         driver.recovery.recover(("n0",), frozenset())
         for name, channel in channels.items():
-            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.order, 1, 4000))
+            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.last_order, 1, 4000))
         driver.step(time.monotonic())  # placed as before
         for name, channel in channels.items():
-            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.order, 1, 4000))
+            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.last_order, 1, 4000))
         cluster.ending = frozenset({"n1"})
         driver.step(time.monotonic())
         for name, channel in channels.items():
-            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.order, 1, 4000))
+            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.last_order, 1, 4000))
         driver.step(time.monotonic())
         assert driver.job.phase is Phase.STARTING
         assert driver.job.state.placement == ("n0", "n2")

@@ -11,9 +11,10 @@ from typing import Any
 from megascale.config import Config, ResilienceConfig
 from megascale.resilience.cluster.base import NO_REASONS, Cluster, NodeInfo
 from megascale.resilience.driver.driver import Driver
-from megascale.resilience.driver.state.job_state import JobState, NodeState, Phase
+from megascale.resilience.driver.recovery import escalation
+from megascale.resilience.driver.recovery.escalation import Choice
+from megascale.resilience.driver.state.job_state import JobState, NodeEvent, NodeState, Phase
 from megascale.resilience.driver.state.journal import Journal
-from megascale.resilience.driver.state.transitions import NodeEvent
 from megascale.resilience.protocol.agent_messages import Hello, RunningTrainers, Stopped
 from tests.resilience.driver.telemetry.test_adoption import Channel
 
@@ -145,7 +146,7 @@ def test_a_cluster_is_asked_for_no_machine_whose_agent_is_there_nor_for_an_evict
     async def scene(driver, cluster, channels):
         await driver.nodes.wait_for_new_node()
         assert cluster.barred == {"n0", "n1", "n2"}
-        driver.nodes.lose(driver.nodes["n1"], "cut off")
+        driver.nodes.mark_lost(driver.nodes["n1"], "cut off")
         driver.nodes.take_out(driver.nodes["n2"], evict=True, reason="a person")
         await driver.nodes.wait_for_new_node()
         assert cluster.barred == {"n0", "n2"}
@@ -163,7 +164,7 @@ def test_thirty_of_thirty_two_nodes_that_are_lost_at_once_and_given_back_train_a
             while driver.job.phase is Phase.RUNNING:
                 driver.step(time.monotonic())
                 await asyncio.sleep(0.01)
-        order = driver.attempts.order
+        order = driver.attempts.last_order
         for name in cluster.names[:2]:
             stopped = Stopped(order, 1, 4000)
             driver.telemetry.handle_message(name, channels[name], stopped)
@@ -178,7 +179,7 @@ def test_thirty_of_thirty_two_nodes_that_are_lost_at_once_and_given_back_train_a
         driver.step(time.monotonic())
         assert driver.job.phase is Phase.STOPPING  # all stop, and say so, before any starts
         for name, channel in channels.items():
-            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.order, 1, 4000))
+            driver.telemetry.handle_message(name, channel, Stopped(driver.attempts.last_order, 1, 4000))
         driver.step(time.monotonic())
         assert driver.job.phase is Phase.STARTING
         assert sorted(driver.job.state.placement) == sorted(cluster.names)
@@ -193,11 +194,11 @@ def test_thirty_of_thirty_two_nodes_that_are_lost_at_once_and_given_back_train_a
 def test_a_driver_that_took_over_waits_for_agents_to_be_told_of_it(tmp_path):
     async def scene(driver, cluster, channels):
         current = time.monotonic()
-        driver.nodes.begin(current)
+        driver.nodes.start_missing_agents(current)
         window = driver.limits.window
         assert driver.nodes["n1"].last_seen == current
         cluster.notice_seconds = 20.0
-        driver.nodes.begin(current)
+        driver.nodes.start_missing_agents(current)
         assert driver.nodes["n1"].last_seen > current + window
         driver.admission.handle_hello(channels["n1"], hello("n1", ("n0", "n1")))
         assert driver.nodes["n1"].last_seen < current + window
@@ -254,3 +255,22 @@ def test_a_job_ends_though_its_last_samples_cannot_be_named(tmp_path, monkeypatc
 
     failed = next(event for event in play(tmp_path, scene) if event.kind == "job_failed")
     assert "its samples cannot be determined: KeyError" in failed.evidence[0]
+
+
+def test_a_write_that_waits_for_the_disk_makes_no_node_silent(tmp_path, monkeypatch):
+    """The driver reads nothing while it writes an event, so that no node was silent for that time."""
+    situations = []
+    monkeypatch.setattr(
+        escalation, "choose_action", lambda limits, at, uses: situations.append(at) or Choice("retry", ())
+    )
+
+    async def scene(driver: Driver, cluster: Elsewhere, channels: dict[str, Channel]) -> None:
+        current_time = time.monotonic()
+        driver.nodes.look_time = current_time
+        monkeypatch.setattr(time, "monotonic", lambda: current_time + 100 * driver.limits.window)
+        driver.recovery.recover_node("n1", evict=False)
+        driver.nodes.look_time = time.monotonic()
+        driver.recovery.recover_node("n1", evict=False)
+
+    play(tmp_path, scene)
+    assert [at.is_reachable for at in situations] == [True, False]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megascale.core.events import Event
+from megascale.resilience.driver.recovery.attempts import RecoveryTimeline
 from megascale.resilience.driver.recovery.response import Response
-from megascale.resilience.driver.recovery.timeline import RecoveryTimeline
 from megascale.resilience.rules.view import Verdict
 
 SLOW = Verdict(Event.SLOW_NODE, ("n1",), (1,), "evict", ("rank 1 computes 1.4 x as long",))

@@ -14,15 +14,14 @@ from urllib.parse import urlsplit
 from megascale.core import strict_json
 from megascale.core.addresses import is_loopback
 from megascale.errors import ConfigError, DataError, TrainingError
-from megascale.resilience.driver.api.access import read_access, read_tokens
-from megascale.resilience.driver.api.tls import create_client_context
-from megascale.resilience.driver.state.journal_reader import FILE, JournalReader
+from megascale.resilience.driver.api.access import create_client_context, read_access, read_tokens
+from megascale.resilience.driver.state.journal_reader import JOURNAL_FILE, JournalReader
 from megascale.resilience.protocol.contact import read_contact
 from megascale.services.shared_token import secrets_equal
 
 _LISTENING = "0A"  # the state of a listening socket in /proc/net/tcp
-TIMEOUT = 10.0  # seconds
-_VIEW_TIMEOUT = 5.0
+TIMEOUT_SECONDS = 10.0  # seconds
+_VIEW_TIMEOUT_SECONDS = 5.0
 # Parts of the kinds of events that belong to a node's history.
 _HISTORY_KINDS = ("evict", "cordon", "lost", "diagnosed", "joined", "slow", "fault", "hang", "exit", "heartbeat")
 _HISTORY_LIMIT = 300
@@ -36,7 +35,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def send_request(
-    run: Path, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = TIMEOUT
+    run: Path, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = TIMEOUT_SECONDS
 ) -> Any:
     """Send a request to a run's driver and return its answer.
 
@@ -117,12 +116,12 @@ def describe_job(run: Path) -> dict[str, Any] | None:
 
     No driver is asked. Raise DataError for an unreadable journal.
     """
-    if not (run / FILE).exists():
+    if not (run / JOURNAL_FILE).exists():
         return None
     reader = JournalReader(run)
     try:
         state = reader.job
-        is_alive = reader.driver_alive()
+        is_alive = reader.is_driver_alive()
     finally:
         reader.close()
     if state is None:
@@ -145,7 +144,7 @@ def describe_nodes(run: Path) -> dict[str, Any]:
     _require_journal(run, "it has no nodes, and accepts no orders")
     reader = JournalReader(run)
     try:
-        is_alive = reader.driver_alive()
+        is_alive = reader.is_driver_alive()
         entries = reader.events()
         nodes = list_stored_nodes(reader)
     finally:
@@ -153,7 +152,7 @@ def describe_nodes(run: Path) -> dict[str, Any]:
     problem = ""
     if is_alive:
         try:
-            nodes = send_request(run, "GET", "/v1/nodes", seconds=_VIEW_TIMEOUT)
+            nodes = send_request(run, "GET", "/v1/nodes", seconds=_VIEW_TIMEOUT_SECONDS)
         except (DataError, TrainingError) as error:
             is_alive = False
             problem = str(error)
@@ -214,5 +213,5 @@ def send_order(run: Path, token: bytes, action: str, node: str, reason: str) -> 
 
 
 def _require_journal(run: Path, consequence: str) -> None:
-    if not (run / FILE).exists():
+    if not (run / JOURNAL_FILE).exists():
         raise DataError(f"{run.name} was not started with `megascale launch`: {consequence}")

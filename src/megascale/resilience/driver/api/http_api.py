@@ -25,13 +25,12 @@ from megascale.core.failure import log_failure
 from megascale.errors import MegascaleError
 from megascale.observe.prometheus import format_response
 from megascale.resilience.driver.api import http_limits, metrics
-from megascale.resilience.driver.api.access import LOG_PIECE, make_tokens, read_log_piece
+from megascale.resilience.driver.api.access import LOG_PIECE, create_server_context, make_tokens, read_log_piece
 from megascale.resilience.driver.api.http_limits import Guard
-from megascale.resilience.driver.api.tls import create_server_context
 from megascale.resilience.driver.process import raise_file_limit
 from megascale.resilience.driver.recovery import hot_update
-from megascale.services.door import ConnectionLimits, LimitedListener
 from megascale.services.http_protocol import make_http_protocol
+from megascale.services.limited_listener import ConnectionLimits, LimitedListener
 
 log = logging.getLogger("megascale.driver")
 
@@ -153,7 +152,7 @@ def _refusals(*codes: int) -> dict[int | str, dict[str, Any]]:
     return {code: {"model": Problem} for code in (400, 401, 403, 413) + codes}
 
 
-def build(driver: Driver, job_metrics: metrics.JobMetrics) -> FastAPI:
+def build_application(driver: Driver, job_metrics: metrics.JobMetrics) -> FastAPI:
     """Build the application of one driver."""
     # The scheme is described here and checked by Guard.
     bearer = HTTPBearer(auto_error=False, description="the text of RUN/driver/token.read or, for orders, token.act")
@@ -246,10 +245,10 @@ def _add_records(app: FastAPI, driver: Driver) -> None:
 
         The reports about ranks that write elsewhere are in the run folder afterwards, for `megascale hang`.
         """
-        if driver.ranks.is_running:
+        if driver.rank_investigation.is_running:
             raise HTTPException(409, "the agents are being asked already; try again in some seconds")
-        scene, _ = await driver.ranks.gather(watch)
-        await asyncio.to_thread(driver.files.flush, WRITE_TIMEOUT)
+        scene, _ = await driver.rank_investigation.gather(watch)
+        await asyncio.to_thread(driver.received_files.flush, WRITE_TIMEOUT)
         return LookAnswer(asked=driver.job.state.world, known=sorted(scene.ranks))
 
 
@@ -381,7 +380,7 @@ async def serve(driver: Driver, host: str, port: int, job_metrics: metrics.JobMe
     except OSError:
         listener.close()
         raise
-    application = build(driver, job_metrics)
+    application = build_application(driver, job_metrics)
     guard = Guard(application, make_tokens(driver.run_folder), (host, socket.gethostname()))
     settings = uvicorn.Config(
         guard,

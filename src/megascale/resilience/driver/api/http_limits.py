@@ -1,7 +1,7 @@
 """Limits of the driver's HTTP API: connections, time and bytes are bounded before a token is shown.
 
 uvicorn bounds the size of a head (h11_max_incomplete_event_size) and closes each connection after one answer
-(headers). It lacks the other limits, for which connections come through a Door (services/door.py):
+(headers). It lacks other limits, so a LimitedListener (services/limited_listener.py) accepts the connections:
 
 - A deadline for TLS and the head: uvicorn's timeout_keep_alive begins after the first answer only.
 - Room for new connections: at uvicorn's limit_concurrency, silent connections make it answer 503 to everybody else,
@@ -67,7 +67,7 @@ class Guard:
             return
         connection = scope.get("state", {}).get("connection")
         if connection is not None:
-            connection.let_in(REQUEST_SECONDS)
+            connection.mark_authenticated(REQUEST_SECONDS)
         body = b""
         is_complete = False
         while not is_complete:

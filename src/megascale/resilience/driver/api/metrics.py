@@ -1,17 +1,29 @@
-"""The job as Prometheus metrics: few series for any number of ranks. Single ranks are queried in the spans."""
+"""The metrics of a job, and the ways by which they leave the driver.
+
+The number of series is small for any number of ranks; the spans have the figures of single ranks. Prometheus reads the
+metrics over HTTP. With `resilience.targets`, a file tells Prometheus the addresses of driver and agents. With
+`resilience.otlp`, the metrics and recoveries also go to an OpenTelemetry collector.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
 import math
+import os
+import socket
 import statistics
 import time
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from megascale.core.addresses import is_loopback
 from megascale.observe.prometheus import Family
 from megascale.observe.prometheus.run_records import RunRecords
+from megascale.resilience.cluster.base import format_address
 from megascale.resilience.driver.state.job_state import ENDED, NodeState, Phase
 
 if TYPE_CHECKING:
@@ -19,8 +31,12 @@ if TYPE_CHECKING:
     from megascale.resilience.driver.driver import Driver
     from megascale.resilience.rules.view import View
 
+log = logging.getLogger("megascale.driver")
+
 _LAST_SCRAPE = 60.0  # longest wait of a driver in seconds
 _RECORDS_SECONDS = 5.0  # for which the metrics of the run folder are valid
+_TARGETS_INTERVAL = 2.0  # seconds between two comparisons of the targets file with the nodes
+_WILDCARDS = ("", "0.0.0.0", "::")  # addresses that listen on all interfaces
 
 
 class Scrapes:
@@ -34,14 +50,14 @@ class Scrapes:
         self._interval: float | None = None  # seconds between the last two scrapes
         self._scraped = asyncio.Event()
 
-    def note(self, current_time: float) -> None:
+    def record(self, current_time: float) -> None:
         """Record that the metrics are read now (monotonic seconds)."""
         if self._last is not None:
             self._interval = current_time - self._last
         self._last = current_time
         self._scraped.set()
 
-    def missing(self, ended: float, current_time: float) -> float:
+    def compute_wait(self, ended: float, current_time: float) -> float:
         """Return how long to wait for a scrape after the job's end, in seconds, 0 if none is due."""
         if self._last is None or self._interval is None or self._last > ended:
             return 0.0
@@ -82,7 +98,7 @@ class JobMetrics:
 
     async def read_families(self) -> list[Family]:
         """Return the metrics for a Prometheus that reads them now."""
-        self.scrapes.note(time.monotonic())
+        self.scrapes.record(time.monotonic())
         return await self.collect_families()
 
     async def collect_families(self) -> list[Family]:
@@ -175,7 +191,7 @@ def _compute_families(view: View) -> list[Family]:
         if member.heartbeat is None or member.heartbeat.attempt != view.attempt:
             continue
         for rank, seconds in member.heartbeat.step_seconds.items():
-            stages[_stage(view.grid, rank)].append((seconds, rank))
+            stages[_find_stage(view.grid, rank)].append((seconds, rank))
     compute = Family("megascale_compute_seconds", "gauge", "Seconds per step without waits, over the ranks of a stage.")
     slowest = Family("megascale_slowest_rank", "gauge", "The rank that is slowest compared with its stage's median.")
     ratios: list[tuple[float, int]] = []
@@ -196,7 +212,7 @@ def _compute_families(view: View) -> list[Family]:
     return [compute, slowest]
 
 
-def _stage(grid: Grid, rank: int) -> int:
+def _find_stage(grid: Grid, rank: int) -> int:
     if grid.pipeline > 1 and rank < grid.world_size:
         return grid.coordinate(rank).pipeline
     return 0
@@ -234,3 +250,120 @@ def _node_families(driver: Driver) -> list[Family]:
         throttled.add(sum(gpu.throttled for gpu in gpus))
         faulty.add(sum(bool(gpu.xid or gpu.ecc_errors) for gpu in gpus))
     return [states, missing, cordoned, age, temperature, power, throttled, faulty, traffic, errors]
+
+
+# discovery by Prometheus ----------------------------------------------------------------------------------------------
+
+
+class ScrapeTargets:
+    """The file FOLDER/NAME.json with the addresses of a job, for the file-based discovery of Prometheus.
+
+    FOLDER is `resilience.targets`. All runs share it, since Prometheus accepts a wildcard only in the name of a file.
+    The file is removed after the job, since Prometheus reports a listed address that does not answer as an outage.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._file = Path(driver.limits.targets) / f"{driver.job.state.name}.json"
+        self._written: str | None = None
+
+    async def keep_current(self) -> None:
+        """Write the file whenever the nodes have changed, until the task is cancelled."""
+        while True:
+            self.write()
+            await asyncio.sleep(_TARGETS_INTERVAL)
+
+    def write(self) -> None:
+        """Replace the file atomically unless it is current. Raises OSError."""
+        text = json.dumps(self._list_targets(), indent=1) + "\n"
+        if text == self._written:
+            return
+        temporary = self._file.with_suffix(".tmp")
+        temporary.write_text(text)
+        os.replace(temporary, self._file)
+        self._written = text
+
+    def remove_if_ended(self) -> None:
+        """Remove the file of a job that has ended. The file stays if another driver continues the job."""
+        if self._driver.job.phase in ENDED:
+            self._file.unlink(missing_ok=True)
+
+    def _list_targets(self) -> list[dict[str, Any]]:
+        """Return groups of targets in the format of Prometheus' file-based discovery."""
+        driver = self._driver
+        limits = driver.limits
+        labels = limits.make_metric_labels(driver.job.state.name)
+        groups = []
+        if limits.driver_metrics:
+            host, port = _split_address(limits.driver_metrics)
+            if host in _WILDCARDS:
+                host = limits.advertise or _find_own_host(limits.listen)
+            groups.append({"targets": [format_address(host, port)], "labels": labels | {"role": "driver"}})
+        if limits.agent_metrics:
+            host, port = _split_address(limits.agent_metrics)
+            for node in driver.nodes.all():
+                address = host if is_loopback(host) else node.record.address
+                if node.state.is_present and address:
+                    node_labels = labels | {"role": "agent", "node": node.name}
+                    groups.append({"targets": [format_address(address, port)], "labels": node_labels})
+        return groups
+
+
+def _find_own_host(listen: str) -> str:
+    """Return the address that other machines reach, or this host's name, which a site may not resolve."""
+    if listen in _WILDCARDS or is_loopback(listen):
+        return socket.gethostname()
+    return listen
+
+
+def _split_address(address: str) -> tuple[str, int]:
+    """Return (host, port) of "HOST:PORT"; the host has no brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+# export to OpenTelemetry ----------------------------------------------------------------------------------------------
+
+
+class TelemetryExport:
+    """Sends to the collector every `resilience.otlp_interval` seconds, and once more at the end of the driver."""
+
+    def __init__(self, driver: Driver, job_metrics: JobMetrics) -> None:
+        from megascale.observe.open_telemetry import Telemetry  # needs the extra `otel`
+
+        self._driver = driver
+        self._job_metrics = job_metrics
+        self._interval = driver.limits.otlp_interval
+        self._telemetry = Telemetry(driver.limits.otlp, driver.run_folder, job_metrics.labels, begin=time.time())
+        self._lock = asyncio.Lock()
+        self._is_reported = False
+
+    async def keep_sending(self) -> None:
+        """Send again and again; never returns."""
+        while True:
+            await self._send()
+            await asyncio.sleep(self._interval)
+
+    async def _send(self) -> None:
+        async with self._lock:
+            families = await self._job_metrics.collect_families()
+            # A collector that does not answer must delay no heartbeat.
+            is_complete = await asyncio.to_thread(self._telemetry.send, families, time.time())
+        if not is_complete and not self._is_reported:
+            endpoint = self._driver.limits.otlp
+            self._driver.log_line("driver", f"resilience.otlp={endpoint} takes no metrics; it is tried again")
+        self._is_reported = not is_complete
+
+    async def close(self) -> None:
+        """Send the end of the job and close the connections. A collector that is away costs seconds and no error."""
+        self._telemetry.close()
+        try:
+            async with self._lock:
+                families = await self._job_metrics.collect_families()
+                is_complete = await asyncio.to_thread(self._telemetry.send_last, families, time.time())
+        except Exception as error:  # the driver's exit code says how the job ended
+            log.error("the end of the job could not be exported: %r", error)
+            return
+        if not is_complete:
+            endpoint = self._driver.limits.otlp
+            self._driver.log_line("driver", f"resilience.otlp={endpoint} did not take the end of the job")

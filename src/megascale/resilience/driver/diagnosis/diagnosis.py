@@ -21,7 +21,7 @@ from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.recovery.response import Response
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.silence import LONG_FLOOR, allowed_age, status_age
 from megascale.resilience.rules.table import evict_repeat_offenders
@@ -51,7 +51,7 @@ class Diagnosis:
 
     job: Job
     observations: Observations
-    ranks: RankInvestigation
+    rank_investigation: RankInvestigation
     slow_machines: SlowMachineSearch
     response: Response
     tasks: LoopTasks
@@ -112,7 +112,7 @@ class Diagnosis:
     async def _explain(self, hang: Verdict, view: View) -> None:
         """Find the ranks that began a hang: agents examine their ranks and request their stacks."""
         try:
-            scene, layout = await self.ranks.gather()
+            scene, layout = await self.rank_investigation.gather()
             verdict = await asyncio.to_thread(refine_hang, hang, view, scene, layout)
         finally:
             self._is_explaining = False

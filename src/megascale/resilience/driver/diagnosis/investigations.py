@@ -26,16 +26,16 @@ from megascale.resilience.rules.view import SlowFinding
 log = logging.getLogger("megascale.driver")
 
 ANSWER_TIMEOUT = 15.0  # seconds; a stack of a process that cannot answer takes up to five
-WATCH = 0.5  # seconds in which a rank is watched for movement
-CALLS = 2048  # calls that each rank reports
-CALLS_OF_MANY = 256  # in a large job
-MANY_RANKS = 512
+WATCH_SECONDS = 0.5  # seconds in which a rank is watched for movement
+CALL_LIMIT = 2048  # calls that each rank reports
+LARGE_JOB_CALL_LIMIT = 256  # in a large job
+LARGE_JOB_RANKS = 512
 
 SEARCH_INTERVAL = 20.0  # seconds between searches, and at least ten times the duration of the last one
 SEARCH_TIMEOUT = 300.0  # seconds
 _NICE = 10  # Training has priority.
 _SENTENCE_LIMIT = 500  # characters
-_SENTENCES, _FINDINGS = 8, 64
+_SENTENCE_COUNT, _FINDING_COUNT = 8, 64
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,7 +62,7 @@ class RankInvestigation:
         """True while the agents are being asked."""
         return self._lock.locked()
 
-    async def gather(self, watch: float = WATCH) -> tuple[Scene, Layout | None]:
+    async def gather(self, watch: float = WATCH_SECONDS) -> tuple[Scene, Layout | None]:
         """Ask all agents. Return the answers that came in time, and the layout of the ranks.
 
         Args:
@@ -86,7 +86,7 @@ class RankInvestigation:
         self._answers = {}
         self._missing = set()
         self._is_complete.clear()
-        calls = CALLS_OF_MANY if state.world > MANY_RANKS else CALLS
+        calls = LARGE_JOB_CALL_LIMIT if state.world > LARGE_JOB_RANKS else CALL_LIMIT
         for name in state.placement:
             node = self.nodes[name]
             if node.channel is not None:  # A lost node does not answer.
@@ -142,7 +142,7 @@ class SlowMachineSearch:
     _next: float = field(default=0.0, init=False)
     _result: tuple[int, tuple[SlowFinding, ...]] = field(default=(0, ()), init=False)  # attempt, findings
 
-    def findings(self) -> tuple[SlowFinding, ...]:
+    def list_findings(self) -> tuple[SlowFinding, ...]:
         """Return the findings of the last search in the present attempt."""
         attempt, findings = self._result
         return findings if attempt == self.job.state.attempt else ()
@@ -216,8 +216,8 @@ def parse_findings(output: dict[str, Any], attempt: int) -> tuple[SlowFinding, .
         for record in output["slow_links"]
         if len(record["ranks"]) == 1
     ]
-    return tuple(findings[:_FINDINGS])
+    return tuple(findings[:_FINDING_COUNT])
 
 
 def _shorten(sentences: list[Any]) -> tuple[str, ...]:
-    return tuple(str(sentence)[:_SENTENCE_LIMIT] for sentence in sentences[:_SENTENCES])
+    return tuple(str(sentence)[:_SENTENCE_LIMIT] for sentence in sentences[:_SENTENCE_COUNT])

@@ -16,8 +16,7 @@ from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.recovery.response import Response
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import Phase
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent, Phase
 from megascale.resilience.protocol.agent_messages import Steps
 from megascale.resilience.protocol.heartbeat import Heartbeat, Worker
 from megascale.resilience.rules.silence import FIRST_STEP, FOREIGN_GRACE_PERIOD
@@ -47,7 +46,7 @@ class PhaseDurations:
             insort(longest, seconds)
             del longest[:-DURATIONS_LIMIT]
 
-    def usual(self) -> dict[str, float]:
+    def compute_usual(self) -> dict[str, float]:
         """Return the longest usual duration of each phase in seconds."""
         usual = {}
         for phase, longest in self._longest.items():
@@ -105,7 +104,7 @@ class Observations:
             first_step=limits.first_step,
             usual_durations=self._usual_durations(),
             incidents=list(self.response.incidents),
-            past=list(self.response.past),
+            past=list(self.response.past_verdicts),
             metrics=list(self._metrics),
             slow_findings=self.slow_findings(),
             slow_action=limits.slow_action,
@@ -128,7 +127,7 @@ class Observations:
 
     def _usual_durations(self) -> dict[str, float]:
         """Return the longest usual duration of each phase; another trainer's steps may pause as long as configured."""
-        durations = self._durations.usual()
+        durations = self._durations.compute_usual()
         pause = self.settings.config.foreign.pause
         if pause:
             durations["train"] = max(durations.get("train", 0.0), pause / FOREIGN_GRACE_PERIOD)

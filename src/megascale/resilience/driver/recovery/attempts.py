@@ -1,27 +1,34 @@
-"""Attempts: every stop and every start of the trainers. They never overlap: all nodes stop before any starts."""
+"""Attempts: every stop and every start of the trainers, and the times of a recovery.
+
+Two attempts never overlap: all nodes stop before any node starts. `RecoveryTimeline` collects the times from a fault to
+the first new step. A driver that takes over a recovery from another driver does not know when the recovery began, so it
+records none.
+"""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megascale.core.events import Event
+from megascale.core.recovery_record import RecoveryRecord
+from megascale.core.status import FAILED_IN_STEP
 from megascale.errors import EXIT_FAILED
 from megascale.resilience.driver.launch_checks import JobFiles
 from megascale.resilience.driver.nodes import Node, Nodes, SelfCheck
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
-from megascale.resilience.driver.recovery.timeline import RecoveryTimeline
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import JobState, Phase
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent, JobState, Phase
+from megascale.resilience.protocol.heartbeat import RankStart, Worker
+from megascale.resilience.rules.view import Verdict
 
+_SILENT_NODE = (Event.NODE_LOST, Event.MISSED_HEARTBEAT)
 # Stops after which the time until the next step is not a recovery's.
-_PERSONAL = (JobEvent.PAUSED, JobEvent.FAILED, JobEvent.INTERRUPTED)
-
+_STOPS_WITHOUT_RECOVERY = (JobEvent.PAUSED, JobEvent.FAILED, JobEvent.INTERRUPTED)
 # Faults of one process or node. A full disk, an error in the program or a network that lost contact may concern all.
 _LOCAL_FAULTS = frozenset(
     map(
@@ -42,7 +49,136 @@ _LOCAL_FAULTS = frozenset(
 )
 
 
-def _first_order() -> int:
+@dataclass
+class RecoveryTimeline:
+    """Collects the times of one recovery. Times are on the driver's monotonic clock.
+
+    Attributes:
+        cause: event name of the first verdict, "" while nothing is recovered.
+        causes: event names of all verdicts.
+        fault: when the fault occurred.
+        decided: when the driver gave its first verdict.
+        started: when the newest attempt was ordered.
+        starts: attempts since the fault.
+        complete_step: the furthest step that was complete at the fault.
+    """
+
+    cause: str = ""
+    causes: set[str] = field(default_factory=set)
+    fault: float = 0.0
+    decided: float = 0.0
+    started: float = 0.0
+    starts: int = 0
+    complete_step: int = 0
+
+    def begin_recovery(self, verdict: Verdict, nodes: Sequence[Node], current_time: float) -> None:
+        """Note a verdict that ends an attempt; only the first one since the last step counts."""
+        self.causes.add(str(verdict.kind))
+        self.complete_step = max([self.complete_step, *map(_count_complete_steps, _list_workers(nodes))])
+        if self.cause:
+            return
+        self.cause = str(verdict.kind)
+        self.fault = min(current_time, _find_fault_time(verdict, nodes, current_time))
+        self.decided = current_time
+
+    def begin_join(self, current_time: float) -> None:
+        """Note that nodes join a job that has gone on without them."""
+        self.forget()
+        self.cause = str(Event.REPLICAS_JOINING)
+        self.fault = self.decided = current_time
+
+    def begin_attempt(self, current_time: float) -> None:
+        """Note that the next attempt was ordered."""
+        self.started = current_time
+        self.starts += 1
+
+    def forget(self) -> None:
+        """Drop what was noted."""
+        self.cause = ""
+        self.causes = set()
+        self.starts = 0
+        self.complete_step = 0
+
+    def finish(self, nodes: Sequence[Node], current_time: float) -> RecoveryRecord | None:
+        """Return the record once the newest attempt has made a step, None if no fault preceded it."""
+        record = self._make_record(nodes, current_time) if self.cause else None
+        self.forget()
+        return record
+
+    def _make_record(self, nodes: Sequence[Node], current_time: float) -> RecoveryRecord:
+        starts = dict(_list_starts(nodes))
+        seconds = {"detect": self.decided - self.fault, "decide": self.started - self.decided}
+        ends = {
+            "processes": [received - start.process_age for received, start in starts.values()],
+            "groups": [received - start.groups_age for received, start in starts.values() if start.groups_age >= 0],
+            "state": [received - start.state_age for received, start in starts.values() if start.state_age >= 0],
+        }
+        begin = self.started
+        for phase, times in ends.items():
+            if times:
+                # The slowest rank counts. Messages from several machines are late by different times.
+                end = min(current_time, max(begin, *times))
+                seconds[phase] = end - begin
+                begin = end
+        seconds["first step"] = current_time - begin
+        ready = [start for _, start in starts.values() if start.state_age >= 0]
+        resumed_step = max((start.step for start in ready), default=-1)
+        loaded = [start.source for start in ready if not start.is_standing]
+        return RecoveryRecord(
+            cause=self.cause,
+            starts=self.starts,
+            seconds=seconds,
+            total=current_time - self.fault,
+            resumed_step=resumed_step,
+            lost_steps=max(0, self.complete_step - resumed_step) if ready else -1,
+            source=next(iter(loaded), ""),
+            reused_ranks=tuple(sorted(rank for rank, (_, start) in starts.items() if start.is_reused)),
+            standing_ranks=tuple(sorted(rank for rank, (_, start) in starts.items() if start.is_standing)),
+            doubts={str(rank): start.doubt for rank, (_, start) in sorted(starts.items()) if start.doubt},
+        )
+
+
+def _list_workers(nodes: Sequence[Node]) -> Iterator[Worker]:
+    for node in nodes:
+        yield from node.workers
+
+
+def _list_starts(nodes: Sequence[Node]) -> Iterator[tuple[int, tuple[float, RankStart]]]:
+    """Yield (rank, (time received, report)) of the newest reports of all ranks."""
+    for node in nodes:
+        received = node.history[-1][0] if node.history else node.last_seen
+        for worker in node.workers:
+            if worker.start is not None:
+                yield worker.rank, (received, worker.start)
+
+
+def _count_complete_steps(worker: Worker) -> int:
+    if worker.phase in ("train", FAILED_IN_STEP):
+        return max(0, worker.step - 1, worker.completed_steps and worker.step)
+    return worker.step
+
+
+def _find_fault_time(verdict: Verdict, nodes: Sequence[Node], current_time: float) -> float:
+    """Return when the fault of a verdict occurred, the present time if nothing shows it."""
+    ends = []
+    changes = []
+    for node in nodes:
+        received = node.history[-1][0] if node.history else node.last_seen
+        for worker in node.workers:
+            if worker.rank in verdict.ranks and worker.state != "running":
+                ends.append(received - worker.ended_age)
+            elif worker.phase:
+                changes.append(received - worker.status_age)
+    if ends:
+        return min(ends)
+    if verdict.kind in _SILENT_NODE:
+        return max((node.last_seen for node in nodes if node.name in verdict.nodes), default=current_time)
+    if verdict.kind == Event.HANG:
+        return max(changes, default=current_time)
+    return current_time
+
+
+def _choose_first_order() -> int:
     # Acknowledgements of an earlier driver's orders must not count. A clock may be set back, so the number is random.
     return (1 + secrets.randbits(30)) << 20
 
@@ -70,7 +206,7 @@ class Attempts:
     overrides: Sequence[str] = ()
     files: JobFiles = field(default_factory=JobFiles)
     started: float = field(default_factory=time.monotonic)
-    order: int = field(default_factory=_first_order)
+    last_order: int = field(default_factory=_choose_first_order)
     timeline: RecoveryTimeline = field(default_factory=RecoveryTimeline)
 
     @property
@@ -80,11 +216,11 @@ class Attempts:
 
     def stop(self, event: JobEvent, reason: str, **changes: Any) -> None:
         """Stop all trainers for `event`, which determines the phase that follows."""
-        if event in _PERSONAL:
+        if event in _STOPS_WITHOUT_RECOVERY:
             self.timeline.forget()
         # A pause while no trainers run enters its goal at once; ranks may still be parked in their processes.
         if self.job.apply(event, reason=reason, **changes) and self.job.phase in (Phase.STOPPING, Phase.PAUSED):
-            self.order += 1
+            self.last_order += 1
             for node in self.nodes.all():
                 self.send_stop(node)
 
@@ -103,12 +239,12 @@ class Attempts:
             how = "save"
         elif state.phase is Phase.STOPPING and state.joining:
             how = "leave"
-        elif state.phase is Phase.STOPPING and self._may_keep(node):
+        elif state.phase is Phase.STOPPING and self._may_keep_processes(node):
             how = "keep"
         period = self.settings.limits.grace_period
-        self.nodes.order(node, do="stop", order=self.order, how=how, grace_period=period, forget=state.distrust)
+        self.nodes.order(node, do="stop", order=self.last_order, how=how, grace_period=period, forget=state.distrust)
 
-    def _may_keep(self, node: Node) -> bool:
+    def _may_keep_processes(self, node: Node) -> bool:
         """Return whether the ranks of a node may stay in their processes.
 
         They are to start again as they are, after faults that say nothing against other processes.

@@ -64,14 +64,14 @@ class Situation:
     """
 
     node: str
-    evict: bool
-    reachable: bool
-    alive: bool
-    spares: int
+    must_evict: bool
+    is_reachable: bool
+    can_start: bool
+    spare_count: int
     time: float
-    running: bool = False
-    tested: int = 0
-    slow_start: bool = False
+    is_running: bool = False
+    tested_count: int = 0
+    has_slow_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,31 +106,31 @@ class _Budgets:
         return False
 
     @property
-    def replacements(self) -> int:
+    def count_replacements(self) -> int:
         """The number of nodes that were replaced."""
         return sum(use.action in ("spare", "replenish") for use in self._recent)
 
 
-def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choice:
+def choose_action(config: ResilienceConfig, situation: Situation, uses: Sequence[Use]) -> Choice:
     """Choose the mildest recovery action with a budget left for one node."""
-    budgets = _Budgets(config, at, uses)
+    budgets = _Budgets(config, situation, uses)
     reasons = budgets.reasons
-    in_place = None if at.evict else _choose_in_place(config, at, budgets)
+    in_place = None if situation.must_evict else _choose_in_place(config, situation, budgets)
     if in_place is not None:
         return Choice(in_place, tuple(reasons))
-    if at.evict:
-        reasons.append(f"retry and respawn: skipped, {at.node} is to be evicted")
-    if not at.node:
+    if situation.must_evict:
+        reasons.append(f"retry and respawn: skipped, {situation.node} is to be evicted")
+    if not situation.node:
         reasons.append("spare: no node is to blame, so replacing one would be a guess")
         return Choice("stop", tuple(reasons))
     period = f"in {config.budget_seconds:g} s"
-    replaced = budgets.replacements
+    replaced = budgets.count_replacements
     if replaced >= config.replacements:
         reasons.append(f"spare and replenish: all {config.replacements} replacements {period} are spent")
         return Choice("shrink", tuple(reasons))
     count = f"replacement {replaced + 1} of {config.replacements} {period}"
-    if at.spares:
-        reasons.append(f"spare: {at.spares} warm, {at.tested} passed the self-checks; {count}")
+    if situation.spare_count:
+        reasons.append(f"spare: {situation.spare_count} warm, {situation.tested_count} passed the self-checks; {count}")
         return Choice("spare", tuple(reasons))
     reasons.append("spare: none is free")
     if config.replenish_wait:
@@ -143,18 +143,18 @@ def choose(config: ResilienceConfig, at: Situation, uses: Sequence[Use]) -> Choi
 def _choose_in_place(config: ResilienceConfig, at: Situation, budgets: _Budgets) -> RecoveryAction | None:
     """Choose an action that keeps the node, None if there is none."""
     reasons = budgets.reasons
-    if not at.reachable:
+    if not at.is_reachable:
         reasons.append(f"retry: not possible, the agent of {at.node} does not answer")
     elif budgets.allows("retry", config.retries):
         return "retry"
-    spare_can_replace = bool(at.node) and not at.reachable and at.spares > 0
-    if at.node and not at.alive:
+    spare_can_replace = bool(at.node) and not at.is_reachable and at.spare_count > 0
+    if at.node and not at.can_start:
         reasons.append(f"respawn: not possible, {at.node} is down")
-    elif spare_can_replace and at.running:
+    elif spare_can_replace and at.is_running:
         reasons.append(
             f"respawn: skipped, the agent of {at.node} runs but sends nothing: its network or its machine is at fault"
         )
-    elif spare_can_replace and at.slow_start:
+    elif spare_can_replace and at.has_slow_start:
         reasons.append(f"respawn: skipped, a spare takes over sooner than {at.node} starts again")
     elif budgets.allows("respawn", config.respawns):
         return "respawn"
@@ -189,7 +189,7 @@ def list_past_uses(entries: Iterable[Entry], wall_time: float, current_time: flo
     return uses
 
 
-def data_sizes(config: Config, ranks_per_node: int, nodes: int) -> list[tuple[int, int]]:
+def list_data_sizes(config: Config, ranks_per_node: int, nodes: int) -> list[tuple[int, int]]:
     """Return (data-parallel size, number of nodes) that `nodes` nodes can run, largest first, from resilience.min_data.
 
     The batch must be divisible and every node must be full.

@@ -23,8 +23,8 @@ from megascale.errors import ConfigError
 from megascale.resilience.protocol.contact import driver_folder
 
 # Settings that the driver and its agents hold, or that determine the saved state.
-FIXED = ("model", "parallel", "resilience", "train.name", "train.runs", "train.device")
-_STORED = "restart.json"
+FIXED_SETTINGS = ("model", "parallel", "resilience", "train.name", "train.runs", "train.device")
+_STORED_FILE = "restart.json"
 _STORED_LIMIT = 1 << 20  # bytes
 
 
@@ -33,7 +33,7 @@ def settings_file(run: Path) -> Path:
     return driver_folder(run) / "job.toml"
 
 
-def _previous_file(run: Path) -> Path:
+def _previous_settings_file(run: Path) -> Path:
     return driver_folder(run) / "job.before.toml"
 
 
@@ -63,15 +63,15 @@ class RunningSettings:
 
     def change(self, settings: Sequence[str]) -> tuple[str, ...]:
         """Put changed settings into force and describe the changes. Raise ConfigError as `apply` does."""
-        self.config, changes = apply(self._run, self.config, settings)
+        self.config, changes = apply_settings(self._run, self.config, settings)
         return changes
 
     def undo(self) -> None:
         """Put the previous settings into force again."""
-        self.config = undo(self._run)
+        self.config = undo_settings(self._run)
 
 
-def apply(run: Path, config: Config, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
+def apply_settings(run: Path, config: Config, settings: Sequence[str]) -> tuple[Config, tuple[str, ...]]:
     """Write changed settings; return them and a description of each change.
 
     Raises:
@@ -92,7 +92,7 @@ def apply(run: Path, config: Config, settings: Sequence[str]) -> tuple[Config, t
     for key in changed:
         if _is_fixed(key):
             raise ConfigError(
-                f"{key}={after.get(key)} cannot be changed in a running job ({', '.join(FIXED)} are fixed): "
+                f"{key}={after.get(key)} cannot be changed in a running job ({', '.join(FIXED_SETTINGS)} are fixed): "
                 "interrupt it and launch it again with the new value"
             )
     unaccepted = [key for key in changed if key in CHANGEABLE_KEYS and key not in new.checkpoint.accept_changes]
@@ -102,18 +102,18 @@ def apply(run: Path, config: Config, settings: Sequence[str]) -> tuple[Config, t
             f"{', '.join(f'{key}={after.get(key)}' for key in unaccepted)} would train samples twice, never or "
             f"differently than before; accept it with checkpoint.accept_changes={accepted} in the same update"
         )
-    _replace(_previous_file(run), config)
-    _replace(file, new)
+    _write_config(_previous_settings_file(run), config)
+    _write_config(file, new)
     return new, tuple(f"{key}: {before.get(key)} -> {after.get(key)}" for key in changed)
 
 
-def undo(run: Path) -> Config:
+def undo_settings(run: Path) -> Config:
     """Put the previous settings into force again."""
-    os.replace(_previous_file(run), settings_file(run))
+    os.replace(_previous_settings_file(run), settings_file(run))
     return load(settings_file(run))
 
 
-def changed_since_last_launch(run: Path, config: Config) -> str:
+def describe_changes_since_launch(run: Path, config: Config) -> str:
     """Describe how a new launch differs from the settings with which the last one ended; "" if it does not.
 
     A hot update lives as long as its job: the next launch takes its own settings, and reports which of them differ.
@@ -132,10 +132,10 @@ def changed_since_last_launch(run: Path, config: Config) -> str:
 
 
 def _is_fixed(name: str) -> bool:
-    return any(name == fixed or name.startswith(f"{fixed}.") for fixed in FIXED)
+    return any(name == fixed or name.startswith(f"{fixed}.") for fixed in FIXED_SETTINGS)
 
 
-def _replace(file: Path, config: Config) -> None:
+def _write_config(file: Path, config: Config) -> None:
     temporary = file.with_suffix(".tmp")
     config.write(temporary)
     os.replace(temporary, file)
@@ -180,7 +180,8 @@ def check_settings(settings: Sequence[str]) -> None:
         if key in keys and f"{section}.{key}" not in allowed:
             raise ConfigError(
                 f"{name}={value[:100]} cannot be changed by an order: only numbers, yes or no, and listed words can, "
-                f"outside {', '.join(FIXED)}; use `megascale restart` as the run's user, or launch the job again"
+                f"outside {', '.join(FIXED_SETTINGS)}; use `megascale restart` as the run's user, or launch the job "
+                "again"
             )
 
 
@@ -199,7 +200,7 @@ def _is_plain(annotation: Any) -> bool:
 
 def store_settings(run: Path, settings: Sequence[str]) -> None:
     """Store settings, each section.key=value, in the run folder for the next restart."""
-    file = driver_folder(run) / _STORED
+    file = driver_folder(run) / _STORED_FILE
     file.unlink(missing_ok=True)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
         out.write(strict_json.dumps(list(settings)))
@@ -207,7 +208,7 @@ def store_settings(run: Path, settings: Sequence[str]) -> None:
 
 def take_stored_settings(run: Path) -> list[str]:
     """Return and remove the stored settings. Raise ConfigError if there are none."""
-    file = driver_folder(run) / _STORED
+    file = driver_folder(run) / _STORED_FILE
     try:
         settings = strict_json.loads(read_bounded(file, _STORED_LIMIT))
         file.unlink()

@@ -14,8 +14,7 @@ from megascale.resilience.driver.recovery.attempts import Attempts
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import Phase
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent, Phase
 
 PREPARATION_LIMIT = 60.0  # seconds in which the processes of joining nodes must be prepared
 
@@ -119,7 +118,7 @@ class MissingReplicas:
         sizes = list_continued_sizes(self.settings.config, self.job.state.ranks_per_node, nodes)
         return sizes[0] if sizes else None
 
-    def find_start(self, data: int) -> float:
+    def find_missing_since(self, data: int) -> float:
         """Return since when replicas have been missing, in seconds since 1970, if the job goes on with `data`."""
         if data >= self.full_size or self.is_overdue:
             return 0.0

@@ -17,14 +17,13 @@ from megascale.resilience.driver.recovery.missing_replicas import MissingReplica
 from megascale.resilience.driver.recovery.recovery import Recovery, SelfChecks
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import ENDED, Phase
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import ENDED, JobEvent, Phase
 
 REQUEST_INTERVAL = 5.0  # seconds between requests for nodes: a cluster may refuse one at once
 FIRST_WAIT = 10.0  # seconds to wait at the first start for all requested nodes, spares too
 
 
-def _natural_order(name: str) -> list[tuple[int, str]]:
+def _make_natural_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts n2 before n10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
@@ -49,11 +48,11 @@ class Placement:
     nodes: Nodes
     attempts: Attempts
     recovery: Recovery
-    checks: SelfChecks
+    self_checks: SelfChecks
     missing_replicas: MissingReplicas
     settings: RunningSettings
     record_event: RecordEvent
-    configured: tuple[str, ...] = ()
+    configured_names: tuple[str, ...] = ()
     _reported_waiting: bool = field(default=False, init=False)
     _blocking_nodes: dict[str, float] = field(default_factory=dict, init=False)  # since when each delays a start
     _reported_presence: str = field(default="", init=False)
@@ -66,12 +65,12 @@ class Placement:
         limits = self.settings.limits
         is_final = job.goal in ENDED or job.goal is Phase.PAUSED
         placed = [self.nodes[name] for name in job.placement]
-        pending = [node for node in placed if node.acknowledged != self.attempts.order]
+        pending = [node for node in placed if node.acknowledged_order != self.attempts.last_order]
         limit = (limits.grace_period if job.save or job.joining else 0.0) + 2 * limits.window
         for node in pending:
             # A node that was cut off and returned has the time from its return on.
-            if node.state.is_present and current_time - max(self.job.entered, node.joined) > limit:
-                self.nodes.lose(node, f"{node.name} did not stop its processes within {limit:g} s")
+            if node.state.is_present and current_time - max(self.job.phase_entered, node.joined) > limit:
+                self.nodes.mark_lost(node, f"{node.name} did not stop its processes within {limit:g} s")
                 if not is_final:
                     self.recovery.recover_node(node.name, evict=True)
         # A lost node runs nothing any more, since it was fenced. A joining one may still run something.
@@ -80,7 +79,7 @@ class Placement:
         if self.job.state.goal is not Phase.STARTING:  # recover_node may have ended the job.
             self.job.apply(JobEvent.STOPPED)
             if self.job.phase is Phase.DIAGNOSING:
-                self.checks.begin()
+                self.self_checks.begin()
         elif pending or any(not self.nodes[name].is_staying for name in job.placement):
             # A node that has stopped may be lost later, while others still run.
             self.job.apply(JobEvent.GAP)
@@ -112,7 +111,7 @@ class Placement:
         continued = self.missing_replicas.choose_size()
         if continued is None and self.nodes.is_any_joining(holders):
             return  # The recovery action is under way.
-        waited = current_time - self.job.entered
+        waited = current_time - self.job.phase_entered
         if not holders and self._must_wait_for_first_nodes(usable, waited):
             return
         size = continued or self._choose_size(usable, len(holders), current_time)
@@ -131,7 +130,7 @@ class Placement:
         self._reported_presence = ""
         since = 0.0
         if continued is not None or job.missing_since:
-            since = self.missing_replicas.find_start(data)
+            since = self.missing_replicas.find_missing_since(data)
             self._record_missing(data)
         reason = job.reason or "first start"
         self.attempts.stop(JobEvent.PLACED, reason, placement=placement, data=data, missing_since=since)
@@ -151,12 +150,12 @@ class Placement:
         lost = [name for name in placement if name not in self.nodes or not self.nodes[name].is_usable]
         lost_switches = {switch(name) for name in lost} - {""}
         # Nodes on one switch are neighbours.
-        names = sorted(self.nodes.names(), key=lambda name: (switch(name), _natural_order(name)))
+        names = sorted(self.nodes.names(), key=lambda name: (switch(name), _make_natural_key(name)))
         free = [self.nodes[name] for name in names if name not in placement and self.nodes[name].is_usable]
         return sorted(free, key=lambda n: (n.self_check is not SelfCheck.PASSED, switch(n.name) not in lost_switches))
 
     def _is_any_coming(self) -> bool:
-        return self.nodes.requests > 0 or self.nodes.is_any_joining(self.nodes.all())
+        return self.nodes.pending_requests > 0 or self.nodes.is_any_joining(self.nodes.all())
 
     def _must_wait_for_first_nodes(self, usable: int, waited: float) -> bool:
         """Return True if the first start waits: nodes that start together are placed in a fixed order."""
@@ -181,10 +180,10 @@ class Placement:
             return job.data, count
         if self._is_any_coming():
             return None
-        if limits.replenish_wait and current_time - self.job.entered < limits.replenish_wait:
+        if limits.replenish_wait and current_time - self.job.phase_entered < limits.replenish_wait:
             self._request(count - usable, f"{usable} of {count} nodes are present", current_time)
             return None
-        sizes = escalation.data_sizes(self.settings.config, job.ranks_per_node, usable)
+        sizes = escalation.list_data_sizes(self.settings.config, job.ranks_per_node, usable)
         smaller = [size for size in sizes if size[0] < previous]
         if not smaller:
             self.attempts.fail(f"{usable} usable nodes are too few and no other came: the job needs {count}")
@@ -202,11 +201,11 @@ class Placement:
         """
         preferred: Sequence[Node | None] = holders
         # The placement file applies to a first start, or if all its nodes are to be placed again.
-        follows_file = len(self.configured) == count > len(holders)
+        follows_file = len(self.configured_names) == count > len(holders)
         if follows_file:
-            preferred = [self.nodes.get(name) for name in self.configured]
-            free = [node for node in self.nodes.all() if node.is_usable and node.name not in self.configured]
-            free.sort(key=lambda node: (node.self_check is not SelfCheck.PASSED, _natural_order(node.name)))
+            preferred = [self.nodes.get(name) for name in self.configured_names]
+            free = [node for node in self.nodes.all() if node.is_usable and node.name not in self.configured_names]
+            free.sort(key=lambda node: (node.self_check is not SelfCheck.PASSED, _make_natural_key(node.name)))
         slots = [node if node is not None and node.is_usable else None for node in preferred]
         slots += [None] * (count - len(slots))
         if not follows_file:
@@ -233,11 +232,11 @@ class Placement:
         A cluster that knows its nodes beforehand lists them all; one that does not come is replaced.
         """
         limits = self.settings.limits
-        unknown = [name for name in self.configured if name not in self.nodes]
+        unknown = [name for name in self.configured_names if name not in self.nodes]
         if not unknown or self.nodes.cluster.list_possible_nodes(limits.nodes + limits.spares):
             return False
         if waited >= limits.replenish_wait:
-            present = sorted(self.nodes.names(), key=_natural_order)
+            present = sorted(self.nodes.names(), key=_make_natural_key)
             self.attempts.fail(describe_unknown_nodes(str(limits.placement), unknown, present), EXIT_BAD_DATA)
         elif not self._reported_waiting:
             self._reported_waiting = True
@@ -247,10 +246,10 @@ class Placement:
 
     def _is_configured_node_coming(self) -> bool:
         """Return True if a node of the placement file may still come."""
-        configured = [self.nodes.get(name) for name in self.configured]
+        configured = [self.nodes.get(name) for name in self.configured_names]
         if self.nodes.is_any_joining(node for node in configured if node is not None):
             return True
-        return self.nodes.requests > 0 and None in configured
+        return self.nodes.pending_requests > 0 and None in configured
 
     def _evict_requested(self) -> None:
         """Evict the nodes that a person wants to evict, now that their trainers have saved."""
@@ -260,9 +259,9 @@ class Placement:
             self.recovery.recover_node(name, evict=True)
 
     def _request(self, missing: int, presence: str, current_time: float) -> None:
-        if current_time - self.nodes.last_request <= min(REQUEST_INTERVAL, self.settings.limits.window):
+        if current_time - self.nodes.last_request_time <= min(REQUEST_INTERVAL, self.settings.limits.window):
             return
-        self.nodes.last_request = current_time
+        self.nodes.last_request_time = current_time
         if presence != self._reported_presence:
             self._reported_presence = presence
             self.record_event(Event.NODE_REQUESTED, evidence=(f"{presence}; requesting {missing}",))

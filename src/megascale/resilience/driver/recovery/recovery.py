@@ -16,8 +16,7 @@ from megascale.resilience.driver.recovery.escalation import Choice, Situation, U
 from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import Phase
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent, Phase
 from megascale.resilience.protocol.agent_messages import Diagnosed
 
 REFILL_INTERVAL = 30.0  # seconds between requests for nodes in place of used spares
@@ -44,7 +43,7 @@ class Recovery:
     record_event: RecordEvent
     uses: list[Use] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
-    _refills: list[float] = field(default_factory=list, init=False)  # when spares were requested
+    _refill_times: list[float] = field(default_factory=list, init=False)  # when spares were requested
 
     def recover(self, blamed: tuple[str, ...], evict: frozenset[str]) -> None:
         """Begin a recovery action for each node to blame, stop all trainers, and start again."""
@@ -58,7 +57,7 @@ class Recovery:
         job = self.job.state
         node = self.nodes.get(name)
         at = self._assess(name, node, evict=evict)
-        choice = escalation.choose(self.settings.limits, at, self.uses)
+        choice = escalation.choose_action(self.settings.limits, at, self.uses)
         if node is not None and name not in job.placement and choice.action == "spare":
             choice = replace(choice, action="replenish")  # A lost spare is replaced by a new node.
         reasons = choice.reasons
@@ -85,17 +84,18 @@ class Recovery:
         infos = {info.name: info for info in self.nodes.cluster.nodes()}
         spares = self.nodes.spares()
         current_time = time.monotonic()
-        is_silent = node is not None and current_time - node.last_seen > self.settings.limits.window
+        # A write of this look may have waited for the disk since; agents that sent meanwhile are not silent.
+        is_silent = node is not None and self.nodes.look_time - node.last_seen > self.settings.limits.window
         return Situation(
             node=name,
-            evict=evict,
-            reachable=node is None or (self.nodes.is_reachable(node) and not is_silent),
-            alive=node is None or (name in infos and infos[name].alive),
-            running=name in infos and infos[name].running,
-            spares=len(spares),
-            tested=sum(spare.self_check is SelfCheck.PASSED for spare in spares),
+            must_evict=evict,
+            is_reachable=node is None or (self.nodes.is_reachable(node) and not is_silent),
+            can_start=node is None or (name in infos and infos[name].alive),
+            is_running=name in infos and infos[name].running,
+            spare_count=len(spares),
+            tested_count=sum(spare.self_check is SelfCheck.PASSED for spare in spares),
             time=current_time,
-            slow_start=self.nodes.cluster.slow_start,
+            has_slow_start=self.nodes.cluster.slow_start,
         )
 
     def _begin(self, choice: Choice, node: Node | None, *, evict: bool) -> None:
@@ -123,14 +123,14 @@ class Recovery:
     def refill(self, current_time: float) -> None:
         """Request new spares in place of those that were used, while training runs."""
         limits = self.settings.limits
-        present = sum(not node.state.is_excluded for node in self.nodes.all()) + self.nodes.requests
+        present = sum(not node.state.is_excluded for node in self.nodes.all()) + self.nodes.pending_requests
         missing = limits.nodes + limits.spares - present
-        self._refills = [time for time in self._refills if current_time - time < limits.budget_seconds]
-        if missing <= 0 or not limits.replenish_wait or len(self._refills) >= limits.replacements:
+        self._refill_times = [time for time in self._refill_times if current_time - time < limits.budget_seconds]
+        if missing <= 0 or not limits.replenish_wait or len(self._refill_times) >= limits.replacements:
             return
-        if self._refills and current_time - self._refills[-1] < REFILL_INTERVAL:
+        if self._refill_times and current_time - self._refill_times[-1] < REFILL_INTERVAL:
             return
-        self._refills.append(current_time)
+        self._refill_times.append(current_time)
         text = f"{present} nodes are present; requesting {missing} to have {limits.spares} spare nodes again"
         self.record_event(Event.NODE_REQUESTED, evidence=(text,))
         for _ in range(missing):
@@ -161,10 +161,10 @@ class SelfChecks:
 
     def begin(self) -> None:
         """Order all nodes to run their self-checks."""
-        self.attempts.order += 1
+        self.attempts.last_order += 1
         self._reports = {}
         for node in self.nodes.all():
-            self._order(node, self.attempts.order)
+            self._order(node, self.attempts.last_order)
 
     def _order(self, node: Node, number: int) -> None:
         self.nodes.order(node, do="diagnose", order=number, grace_period=self.settings.limits.grace_period)
@@ -173,11 +173,11 @@ class SelfChecks:
         """Once all results have come, evict the nodes that failed and start again."""
         limits = self.settings.limits
         tested = [node for node in self.nodes.all() if node.is_usable]
-        is_late = current_time - self.job.entered > limits.grace_period + limits.window
+        is_late = current_time - self.job.phase_entered > limits.grace_period + limits.window
         if any(node.name not in self._reports for node in tested) and not is_late:
             return
         for node in tested:
-            missing = Diagnosed(self.attempts.order, 1, stderr="no result in time")
+            missing = Diagnosed(self.attempts.last_order, 1, stderr="no result in time")
             self.record_result(node, self._reports.get(node.name, missing))
         if self.job.phase is Phase.DIAGNOSING:
             self.job.apply(JobEvent.TESTED)
@@ -195,7 +195,7 @@ class SelfChecks:
 
     def receive(self, node: Node, report: Diagnosed) -> None:
         """Take the report of a node's self-checks."""
-        if report.order == self.attempts.order:
+        if report.order == self.attempts.last_order:
             self._reports[node.name] = report
         elif node.self_check is SelfCheck.RUNNING and report.order == self._spare_orders.get(node.name):
             self.record_result(node, report)

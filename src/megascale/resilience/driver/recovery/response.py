@@ -22,7 +22,7 @@ from megascale.resilience.driver.recovery.hot_update import RunningSettings
 from megascale.resilience.driver.recovery.recovery import Recovery
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.transitions import JobEvent
+from megascale.resilience.driver.state.job_state import JobEvent
 from megascale.resilience.protocol.heartbeat import Worker
 from megascale.resilience.rules.view import SEVERITY, Incident, Verdict
 
@@ -62,7 +62,7 @@ class Response:
     tasks: LoopTasks
     record_event: RecordEvent
     incidents: list[Incident] = field(default_factory=list)
-    past: list[tuple[float, Verdict]] = field(default_factory=list)
+    past_verdicts: list[tuple[float, Verdict]] = field(default_factory=list)
     _recorded: set[tuple[Any, ...]] = field(default_factory=set, init=False)
     _is_ending: bool = field(default=False, init=False)  # The job fails once the samples of its last step are known.
 
@@ -85,7 +85,7 @@ class Response:
         severe = [verdict for verdict in new if SEVERITY[verdict.action] >= SEVERITY["recover"]]
         if severe and not self._is_ending and self.job.is_at_work:
             current_time = time.monotonic()
-            self.past += [(current_time, verdict) for verdict in severe]
+            self.past_verdicts += [(current_time, verdict) for verdict in severe]
             self._end_start(severe)
 
     def add_incident(self, verdict: Verdict) -> None:
@@ -106,7 +106,7 @@ class Response:
         self._recorded.add(key)
         return is_new
 
-    def _workers(self) -> list[Worker]:
+    def _list_workers(self) -> list[Worker]:
         """Return all ranks as last seen."""
         return [worker for node in self.nodes.all() for worker in node.workers]
 
@@ -119,12 +119,12 @@ class Response:
             self.job.apply(JobEvent.START_ENDED, distrust=distrust)
             self._undo_update(worst)
             return
-        end_step = escalation.find_end_step(verdicts, self._workers())
+        end_step = escalation.find_end_step(verdicts, self._list_workers())
         progress = escalation.count_start(self.job.state, end_step)
         self.job.apply(JobEvent.START_ENDED, distrust=distrust, **progress)
         limit = self.settings.limits.no_progress_limit
         if worst.action == "stop":
-            self.fail("; ".join(worst.evidence[:3]), code=self._exit_code(worst), end_step=end_step)
+            self.fail("; ".join(worst.evidence[:3]), code=self._find_exit_code(worst), end_step=end_step)
         elif self.job.state.starts_without_progress >= limit:
             reason = escalation.explain_no_progress(self.job.state, limit)
             last = "; ".join(worst.evidence[:2])
@@ -170,11 +170,11 @@ class Response:
         self.record_event(Event.FATAL_STEP, evidence=evidence, step=step, times=count, samples=samples.get("samples"))
         self.attempts.fail(f"{reason}; {ends}: {sentence}", code)
 
-    def _exit_code(self, verdict: Verdict) -> int:
+    def _find_exit_code(self, verdict: Verdict) -> int:
         """Return the job's exit code for a verdict that ends it: that of the process at fault."""
         codes = [
             worker.code
-            for worker in self._workers()
+            for worker in self._list_workers()
             if worker.rank in verdict.ranks and worker.state == "exited" and worker.code
         ]
         return codes[0] if codes else EXIT_FAILED

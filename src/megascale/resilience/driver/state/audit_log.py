@@ -64,7 +64,7 @@ class AuditLog:
         line["attempt"] = attempt
         line |= {name: list(value) if isinstance(value, tuple) else value for name, value in columns.items() if value}
         self._append(strict_json.dumps(line | details) + "\n")
-        self._log_line("driver", describe(entry))
+        self._log_line("driver", describe_entry(entry))
         return entry
 
     def _append(self, line: str) -> None:
@@ -89,7 +89,7 @@ class AuditLog:
             os.close(handle)
 
 
-def describe(entry: Entry) -> str:
+def describe_entry(entry: Entry) -> str:
     """Return an event as one line."""
     subject = str(entry.kind)
     if entry.nodes:
@@ -146,14 +146,14 @@ def read_logged_events(run: Path) -> Iterator[Entry]:
     try:
         for line in read_bounded_lines(run / "events.jsonl"):
             if line is not None and b'"by": "driver"' in line:
-                entry = _parse(line)
+                entry = _parse_line(line)
                 if entry is not None:
                     yield entry
     except OSError:
         return
 
 
-def _parse(line: bytes) -> Entry | None:
+def _parse_line(line: bytes) -> Entry | None:
     """Return the event of a line, None if the line is damaged or incomplete."""
     try:
         record = strict_json.loads(line)

@@ -8,9 +8,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megascale.resilience.driver.state.job_state import ENDED, JobState, Phase
+from megascale.resilience.driver.state.job_state import (
+    ENDED,
+    ImpossibleTransition,
+    JobEvent,
+    JobState,
+    NodeEvent,
+    Phase,
+    follow,
+    follow_node,
+)
 from megascale.resilience.driver.state.journal import Journal
-from megascale.resilience.driver.state.transitions import ImpossibleTransition, JobEvent, NodeEvent, follow, follow_node
 
 log = logging.getLogger("megascale.driver")
 # Tests set this variable: an event that the table lacks is an error. A job refuses the event, logs it and continues.
@@ -39,7 +47,7 @@ class Job:
         self._journal = journal
         self._on_refusal = on_refusal
         self._on_phase = on_phase
-        self.entered = time.monotonic()
+        self.phase_entered = time.monotonic()
         self._unsaved_step: int | None = None
         journal.save_job(state)
 
@@ -49,7 +57,7 @@ class Job:
         return self.state.phase
 
     @property
-    def ending(self) -> bool:
+    def is_ending(self) -> bool:
         """True if the job has ended, or will once everything has stopped."""
         return self.phase in ENDED or (self.phase is Phase.STOPPING and self.state.goal in ENDED)
 
@@ -74,7 +82,7 @@ class Job:
         enters_phase = following.phase is not self.state.phase
         self.state = following
         if enters_phase:
-            self.entered = time.monotonic()
+            self.phase_entered = time.monotonic()
             self._on_phase()
         return True
 

@@ -2,7 +2,7 @@
 
 It is the driver's memory across restarts and the fence between two drivers: each driver has an epoch, and a driver
 whose epoch is not the newest can no longer write. The job's state is replayed: the last whole state, then each
-transition since (transitions.py), and the rows of the nodes.
+transition since (job_state.py), and the rows of the nodes.
 
 The journal survives a disk without space and its own removal. Writes that fail for lack of space stay in memory, are
 reported once a minute, and are written once there is space: a driver that ended instead would leave training alone.
@@ -27,9 +27,9 @@ from typing import Any, Self
 
 from megascale.core.failure import DISK_FULL_ERRNOS, MIN_FREE_BYTES, find_errno
 from megascale.errors import ConfigError, TrainingError
-from megascale.resilience.driver.state.job_state import JobState, NodeRecord, to_plain
+from megascale.resilience.driver.state.job_state import JobEvent, JobState, NodeRecord, to_plain
 from megascale.resilience.driver.state.journal_reader import (
-    FILE,
+    JOURNAL_FILE,
     READ_LEASE,
     SCHEMA,
     UNREADABLE,
@@ -43,8 +43,7 @@ from megascale.resilience.driver.state.journal_reader import (
     write_job,
     write_node,
 )
-from megascale.resilience.driver.state.transitions import JobEvent
-from megascale.resilience.process_birth import born
+from megascale.resilience.process_birth import read_birth_time
 
 MOUNTS = Path("/proc/self/mountinfo")
 REPORT_INTERVAL = 60.0  # seconds between messages about a full disk
@@ -73,7 +72,7 @@ class Journal:
         tail: number of transitions after which the whole state is written again.
     """
 
-    tail = 256
+    max_transitions = 256
 
     def __init__(self, path: Path, connection: sqlite3.Connection, epoch: int) -> None:
         self.path = path
@@ -84,14 +83,14 @@ class Journal:
         self.damage = ""
         self.network = network_filesystem(path.parent)
         self.report: Callable[[str], None] = lambda text: None
-        self._inode = _inode(path)
+        self._inode = _read_inode(path)
         self._late_entries: deque[Entry] = deque()
         self._late_job: JobState | None = None
         self._late_nodes: dict[str, NodeRecord] = {}
         self._reported = float("-inf")
 
     @classmethod
-    def take(cls, run: Path, lease: float, least_epoch: int = 0, ended: int = 0) -> tuple[Self, bool]:
+    def take(cls, run: Path, lease: float, least_epoch: int = 0, ended_epoch: int = 0) -> tuple[Self, bool]:
         """Become the driver of a run. Return (journal with a new epoch, True if a damaged file was set aside).
 
         Args:
@@ -104,7 +103,7 @@ class Journal:
         Raises:
             ConfigError: another driver is at work.
         """
-        path = run / FILE
+        path = run / JOURNAL_FILE
         damaged_copy: Path | None = None
         damage = ""
         try:
@@ -113,7 +112,7 @@ class Journal:
             if _is_external(error):
                 raise
             damage = str(error)
-            damaged_copy = path.with_name(f"{FILE}.damaged-{time.time_ns()}")
+            damaged_copy = path.with_name(f"{JOURNAL_FILE}.damaged-{time.time_ns()}")
             for suffix in ("", "-wal", "-shm", "-journal"):
                 part = path.with_name(path.name + suffix)
                 if part.exists():
@@ -121,18 +120,18 @@ class Journal:
             db = _open(path)
         while True:
             row = db.execute(READ_LEASE).fetchone()
-            if row is not None and row[0] > ended and not _is_free(row, db, lease):
+            if row is not None and row[0] > ended_epoch and not _wait_for_holder_end(row, db, lease):
                 db.close()
                 raise ConfigError(
                     f"a driver already runs this job (process {row[3]} on {row[2]}, epoch {row[0]}); "
                     f"talk to it with `megascale jobs`, or end it first"
                 )
-            previous = _epoch_of(row)
+            previous = _get_epoch(row)
             epoch = max(previous, least_epoch) + 1
-            holder = (epoch, 0, socket.gethostname(), os.getpid(), born(os.getpid()))
+            holder = (epoch, 0, socket.gethostname(), os.getpid(), read_birth_time(os.getpid()))
             with _transaction(db):
                 current = db.execute("SELECT epoch FROM lease").fetchone()
-                if _epoch_of(current) != previous:
+                if _get_epoch(current) != previous:
                     continue  # A third driver was faster.
                 db.execute("INSERT OR REPLACE INTO lease VALUES (1, ?, ?, ?, ?, ?)", holder)
             journal = cls(path, db, epoch)
@@ -163,15 +162,15 @@ class Journal:
         try:
             yield
         except sqlite3.OperationalError as error:
-            if not lacks_room(error, self.path.parent):
+            if not is_full_disk_error(error, self.path.parent):
                 raise
             if time.monotonic() - self._reported > REPORT_INTERVAL:
                 self._reported = time.monotonic()
-                full = no_room(self.path.parent)
+                full = make_full_disk_error(self.path.parent)
                 self.report(f"{full}. The driver continues and keeps its decisions in memory")
 
     @property
-    def behind(self) -> bool:
+    def is_behind(self) -> bool:
         """True while something has not been written for lack of space."""
         return bool(self._late_entries or self._late_job or self._late_nodes)
 
@@ -205,7 +204,7 @@ class Journal:
                 row = (time.time(), self.epoch, str(event))
                 insert = "INSERT INTO transitions (time, epoch, event, data) VALUES (?, ?, ?, ?)"
                 db.execute(insert, row + (seal(data, *row),))
-                if db.execute("SELECT count(*) FROM transitions").fetchone()[0] >= self.tail:
+                if db.execute("SELECT count(*) FROM transitions").fetchone()[0] >= self.max_transitions:
                     write_job(db, following)
             late_job = None
         self._late_job = late_job
@@ -254,7 +253,7 @@ class Journal:
         self.epoch = epoch
 
     def _write_late(self) -> None:
-        if not self.behind:
+        if not self.is_behind:
             return
         if self._late_job is not None:
             self.save_job(self._late_job)
@@ -267,12 +266,12 @@ class Journal:
             with self._write() as db:
                 write_event(db, self.epoch, replace(entry, time=time.time(), details=noted))
             self._late_entries.popleft()
-        if not self.behind:
+        if not self.is_behind:
             self._reported = float("-inf")
             self.report("the disk has space again: the journal is complete")
 
     def _restore_removed_file(self) -> None:
-        inode = _inode(self.path)
+        inode = _read_inode(self.path)
         if inode == self._inode:
             return
         if inode is not None:
@@ -289,7 +288,7 @@ class Journal:
             ) from None
         finally:
             copy.close()
-        self._inode = _inode(self.path)
+        self._inode = _read_inode(self.path)
         self.report(f"{self.path} was removed; it is written again from the driver's memory")
 
     # reading --------------------------------------------------------------------------------------------------------
@@ -319,7 +318,7 @@ class Journal:
 # disks ----------------------------------------------------------------------------------------------------------------
 
 
-def lacks_room(error: BaseException, folder: Path) -> bool:
+def is_full_disk_error(error: BaseException, folder: Path) -> bool:
     """Return True if an error of SQLite or the system is due to a full disk, quota or file size in `folder`."""
     if not isinstance(error, sqlite3.Error):
         return find_errno(error) in DISK_FULL_ERRNOS
@@ -330,7 +329,7 @@ def lacks_room(error: BaseException, folder: Path) -> bool:
     return code == sqlite3.SQLITE_FULL
 
 
-def no_room(folder: Path) -> TrainingError:
+def make_full_disk_error(folder: Path) -> TrainingError:
     """Return the error for a journal on a full disk."""
     try:
         disk = os.statvfs(folder)
@@ -396,11 +395,11 @@ def is_network_filesystem(kind: str) -> bool:
 # files ----------------------------------------------------------------------------------------------------------------
 
 
-def _epoch_of(row: tuple[int, ...] | None) -> int:
+def _get_epoch(row: tuple[int, ...] | None) -> int:
     return row[0] if row else 0
 
 
-def _inode(path: Path) -> tuple[int, int] | None:
+def _read_inode(path: Path) -> tuple[int, int] | None:
     try:
         file = path.stat()
     except FileNotFoundError:
@@ -453,12 +452,12 @@ def _is_external(error: sqlite3.DatabaseError) -> bool:
     return code in (*outside, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PERM)
 
 
-def _is_free(row: tuple[int, int, str, int, int], db: sqlite3.Connection, lease: float) -> bool:
+def _wait_for_holder_end(row: tuple[int, int, str, int, int], db: sqlite3.Connection, lease: float) -> bool:
     """Return True if the holder of a lease has ended, given it back, or not renewed it for `lease` seconds."""
     _, _, host, pid, birth = row
     if pid == 0:
         return True
-    if host == socket.gethostname() and born(pid) != birth:
+    if host == socket.gethostname() and read_birth_time(pid) != birth:
         return True
     deadline = time.monotonic() + lease
     while time.monotonic() < deadline:

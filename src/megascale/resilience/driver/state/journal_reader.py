@@ -19,14 +19,13 @@ from typing import Any
 
 from megascale.core import strict_json
 from megascale.errors import DataError
-from megascale.resilience.driver.state.job_state import JobState, NodeRecord, NodeState, from_plain
-from megascale.resilience.driver.state.transitions import JobEvent, follow
-from megascale.resilience.process_birth import born
+from megascale.resilience.driver.state.job_state import JobEvent, JobState, NodeRecord, NodeState, follow, from_plain
+from megascale.resilience.process_birth import read_birth_time
 
-FILE = "journal.sqlite"
+JOURNAL_FILE = "journal.sqlite"
 # Seconds without a change after which a driver on another host counts as ended. A driver renews its lease each second;
 # the rest is for file systems that show changes late, and for clocks that differ.
-SILENCE = 60.0
+MAX_SILENCE_SECONDS = 60.0
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS lease (id INTEGER PRIMARY KEY CHECK (id = 1), epoch INTEGER NOT NULL, beat INTEGER NOT NULL,
     host TEXT NOT NULL, pid INTEGER NOT NULL, born INTEGER NOT NULL);
@@ -194,10 +193,10 @@ class JournalReader:
     """The reading side, for commands. All methods raise DataError for a damaged journal."""
 
     def __init__(self, run: Path) -> None:
-        path = run / FILE
+        path = run / JOURNAL_FILE
         self._path = path
         if not path.is_file():
-            raise DataError(f"{run} has no {FILE}: it was not started with `megascale launch`")
+            raise DataError(f"{run} has no {JOURNAL_FILE}: it was not started with `megascale launch`")
         with _reading():
             self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
             if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'events'").fetchone():
@@ -215,15 +214,15 @@ class JournalReader:
         with _reading():
             return read_events(self._db, after, limit)
 
-    def driver_alive(self) -> bool:
+    def is_driver_alive(self) -> bool:
         """Return True if the holder of the lease is a living process, or renews its lease from another host."""
         with _reading():
             row = self._db.execute("SELECT host, pid, born FROM lease").fetchone()
         if row is None or row[1] <= 0:
             return False
         if row[0] == socket.gethostname():
-            return born(row[1]) == row[2]
-        return time.time() - self._modification_time() < SILENCE
+            return read_birth_time(row[1]) == row[2]
+        return time.time() - self._modification_time() < MAX_SILENCE_SECONDS
 
     def _modification_time(self) -> float:
         """Return the time of the last change of the journal, in seconds since 1970."""
@@ -254,7 +253,7 @@ def read_journal_events(run: Path, after: int = 0) -> list[Entry]:
 
 def list_evicted_nodes(run: Path) -> list[str]:
     """Return the names of a run's evicted nodes, sorted; empty if the journal is missing or damaged."""
-    if not (run / FILE).exists():
+    if not (run / JOURNAL_FILE).exists():
         return []
     try:
         reader = JournalReader(run)

@@ -16,9 +16,8 @@ from megascale.resilience.driver.nodes import Node, Nodes
 from megascale.resilience.driver.process import LoopTasks
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import ENDED, NodeState
+from megascale.resilience.driver.state.job_state import ENDED, JobEvent, NodeEvent, NodeState
 from megascale.resilience.driver.state.journal import Journal
-from megascale.resilience.driver.state.transitions import JobEvent, NodeEvent
 from megascale.resilience.driver.telemetry.membership import Adoption
 from megascale.resilience.protocol import agent_channel
 from megascale.resilience.protocol.agent_messages import Hello, JobOffer, Join
@@ -105,7 +104,7 @@ class Admission:
     tasks: LoopTasks
     record_event: RecordEvent
     device: str
-    description: dict[str, str]
+    offer_fields: dict[str, str]
     _versions: Facts = field(default_factory=versions, init=False)  # on the driver's machine
     _refusals: set[tuple[str, ...]] = field(default_factory=set, init=False)
 
@@ -159,7 +158,7 @@ class Admission:
         reason = self._find_obstacle(join)
         if reason:
             return reason
-        return JobOffer(epoch=self.job.state.epoch, version=agent_channel.VERSION, **self.description)
+        return JobOffer(epoch=self.job.state.epoch, version=agent_channel.VERSION, **self.offer_fields)
 
     def record_refusal(self, peer: str, node: str, reason: str) -> None:
         """Record that a connection was refused, once for each kind of refusal of a host."""
@@ -180,9 +179,9 @@ class Admission:
             greeting.node,
             greeting.hardware,
             greeting.versions,
-            driver=self._versions,
+            driver_versions=self._versions,
             members=members,
-            ranks=self.job.state.ranks_per_node,
+            ranks_per_node=self.job.state.ranks_per_node,
             device=self.device,
         )
 
@@ -208,9 +207,9 @@ def find_incompatibility(
     hardware: Facts,
     package_versions: Facts,
     *,
-    driver: Facts,
+    driver_versions: Facts,
     members: Iterable[tuple[str, Facts, Facts]],
-    ranks: int,
+    ranks_per_node: int,
     device: str,
 ) -> str:
     """Return why a node cannot hold ranks of the job, "" if it can. Facts that are missing are not judged.
@@ -225,14 +224,14 @@ def find_incompatibility(
         device: train.device.
     """
     members = list(members)
-    difference = _find_version_difference(node, package_versions, driver, members)
+    difference = _find_version_difference(node, package_versions, driver_versions, members)
     if difference:
         return f"{difference}; install the same on both: until then the node is not used"
     if device == "cpu" or "cores" not in hardware:
         return ""
     gpus = int(hardware.get("gpus", 0))
-    if gpus < ranks and (gpus or device == "cuda"):
-        return f"node {node} has {gpus} GPUs for its {ranks} ranks; lower parallel.data, or leave the node out"
+    if gpus < ranks_per_node and (gpus or device == "cuda"):
+        return f"node {node} has {gpus} GPUs for its {ranks_per_node} ranks; lower parallel.data, or leave the node out"
     for name, member_hardware, _ in members:
         if "cores" in member_hardware and (int(member_hardware.get("gpus", 0)) > 0) != (gpus > 0):
             with_gpus, without = (node, name) if gpus else (name, node)

@@ -15,9 +15,8 @@ from megascale.resilience.driver.recovery.recovery import Recovery
 from megascale.resilience.driver.recovery.response import Response
 from megascale.resilience.driver.state.audit_log import RecordEvent
 from megascale.resilience.driver.state.job import Job
-from megascale.resilience.driver.state.job_state import ENDED, JobState, NodeState, Phase
+from megascale.resilience.driver.state.job_state import ENDED, EVENT_FIELDS, JobEvent, JobState, NodeState, Phase
 from megascale.resilience.driver.state.journal import JournalFenced
-from megascale.resilience.driver.state.transitions import FIELDS, JobEvent
 from megascale.resilience.protocol.agent_channel import AgentChannel
 from megascale.resilience.protocol.agent_messages import Hello
 from megascale.resilience.rules.table import evict_repeat_offenders
@@ -115,7 +114,7 @@ class Adoption:
         attempts = [self._held_attempts[node.name] for node in connected if node.name in self._held_attempts]
         candidates = [attempt for attempt in attempts if attempt.state.attempt == newest]
         # A person may have ended the job meanwhile.
-        if candidates and newest >= known_attempt and not self.job.ending:
+        if candidates and newest >= known_attempt and not self.job.is_ending:
             self._adopt(candidates[0])
         elif newest > known_attempt:
             self._skip_attempts(newest)
@@ -133,7 +132,7 @@ class Adoption:
             event = JobEvent.ADOPTED_RUNNING
         else:
             event = JobEvent.ADOPTED
-        changes = {name: getattr(state, name) for name in FIELDS[event]}
+        changes = {name: getattr(state, name) for name in EVENT_FIELDS[event]}
         if previous.attempt == state.attempt:
             changes["step"] = max(state.step, previous.step)
         changes["updating"] = state.updating and not held_attempt.has_stepped
@@ -196,17 +195,17 @@ class LostNodes:
 
     def find_lost_nodes(self, current_time: float) -> None:
         """Find the nodes that are lost. The rules judge the silence of nodes whose ranks run."""
-        self._drop_taken_nodes()
+        self._drop_removed_nodes()
         for node in self.nodes.all():
             if self.job.is_at_work and node.name in self.job.state.placement:
                 continue
             reason = self._explain_loss(node, current_time)
-            if reason and self.job.ending:
-                self.nodes.lose(node, reason)
+            if reason and self.job.is_ending:
+                self.nodes.mark_lost(node, reason)
             elif reason:
                 self.recover_lost_node(node, reason)
 
-    def _drop_taken_nodes(self) -> None:
+    def _drop_removed_nodes(self) -> None:
         removed = self.nodes.cluster.removed_nodes
         for name in removed:
             node = self.nodes.get(name)
@@ -220,8 +219,8 @@ class LostNodes:
             self.nodes.order(node, do="stop", order=0, how="kill", grace_period=0.0)
             self.nodes.order(node, do="leave")
             reason = f"the cluster has taken {name} out of the job; the processes there were ordered to end"
-            if self.job.ending:
-                self.nodes.lose(node, reason)
+            if self.job.is_ending:
+                self.nodes.mark_lost(node, reason)
             else:
                 self.nodes.mark_gone(node, reason)  # It answers, but must not be started again in place.
                 self.recover_lost_node(node, reason)
@@ -235,7 +234,7 @@ class LostNodes:
             return ": ".join([f"the agent of {node.name} did not connect"] + problems)
         return ""
 
-    def next_silence(self, current_time: float, default: float) -> float:
+    def compute_next_silence(self, current_time: float, default: float) -> float:
         """Return the seconds until the first node would count as silent; `default` without such a node."""
         deadlines = (self.nodes[name].last_seen + self.window for name in self.job.state.placement)
         return max(0.01, min((end - current_time for end in deadlines if end > current_time), default=default))
@@ -246,12 +245,12 @@ class LostNodes:
         for node in self.nodes.all():
             node.last_seen = min(current_time, node.last_seen + seconds)
 
-    def check_ended(self, node: Node) -> None:
+    def recover_if_agent_ended(self, node: Node) -> None:
         """Recover a disconnected node at once if the cluster reports that its agent has ended."""
         info = next((info for info in self.nodes.cluster.nodes() if info.name == node.name), None)
         if info is None or info.running or node.channel is not None or not node.state.is_present:
             return
-        if not self.job.ending:
+        if not self.job.is_ending:
             reason = f"the agent of {node.name} has ended: its connection closed and no process is there"
             self.recover_lost_node(node, reason)
 
@@ -266,7 +265,7 @@ class LostNodes:
             return
         evidence = "; ".join(verdict.evidence)
         self.recovery.reasons[node.name] = evidence
-        self.nodes.lose(node, evidence)
+        self.nodes.mark_lost(node, evidence)
         self.response.add_incident(verdict)
         self.recovery.recover_node(node.name, evict=verdict.action == "evict")
 
@@ -288,7 +287,7 @@ class ClusterNotices:
     attempts: Attempts
     response: Response
     record_event: RecordEvent
-    _drained: dict[str, str] = field(default_factory=dict, init=False)
+    _drain_reasons: dict[str, str] = field(default_factory=dict, init=False)
     _ordered_to_leave: dict[str, AgentChannel] = field(default_factory=dict, init=False)
 
     def handle(self) -> None:
@@ -301,7 +300,7 @@ class ClusterNotices:
         for node in self.nodes.all():
             self._send_leave(node)
             self._record_drain(node)
-        if cluster.withdrawn and not self.job.ending and self.job.phase not in ENDED:
+        if cluster.withdrawn and not self.job.is_ending and self.job.phase not in ENDED:
             # Nothing is saved: the other driver may have begun, and only one may write.
             reason = f"{cluster.withdrawn}: this driver ends its remaining processes"
             self.record_event(Event.JOB_INTERRUPTED, action="stop", evidence=(reason,))
@@ -319,8 +318,8 @@ class ClusterNotices:
 
     def _record_drain(self, node: Node) -> None:
         reason = node.drain_reason
-        was_drained = bool(self._drained.get(node.name))
-        self._drained[node.name] = reason
+        was_drained = bool(self._drain_reasons.get(node.name))
+        self._drain_reasons[node.name] = reason
         if reason and not was_drained:
             text = f"the cluster drains {node.name} ({reason}): its ranks continue, it gets no new ones"
             self.record_event(Event.NODE_CORDONED, nodes=(node.name,), evidence=(text,))

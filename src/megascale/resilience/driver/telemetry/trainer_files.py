@@ -31,18 +31,18 @@ from megascale.resilience.protocol.agent_messages import FAULT_CHARACTERS, FAULT
 
 log = logging.getLogger("megascale.driver")
 _QUEUE_LIMIT = 1024  # pieces
-_TAIL = 1 << 20  # bytes at the end of a file that are searched for lines that came before
-_TAKEN_FAULT = r"faults/[0-9]{20}-[0-9a-f]{6}\.injected"
-_TOKENIZER = r"(?:tokenizer|tokenizer_config|special_tokens_map|generation_config)\.json|chat_template\.jinja"
-_BOARD = r"tensorboard/events\.out\.tfevents\.[\w.-]{1,150}"
-_SPANS = re.compile(
+_TAIL_BYTES = 1 << 20  # bytes at the end of a file that are searched for lines that came before
+_TAKEN_FAULT_FILE = r"faults/[0-9]{20}-[0-9a-f]{6}\.injected"
+_TOKENIZER_FILE = r"(?:tokenizer|tokenizer_config|special_tokens_map|generation_config)\.json|chat_template\.jinja"
+_TENSORBOARD_FILE = r"tensorboard/events\.out\.tfevents\.[\w.-]{1,150}"
+_SPANS_FILE = re.compile(
     r"spans/(host=\d{1,6})/((?:rollups|spans|clocks|counters)-\d{6,9}(?:-\d{6,9})?\.parquet|spool-\d{6,9}\.bin"
     r"|left-[0-9a-f]{16}\.bin|ranks\.jsonl)"
 )
-_PARQUET = b"PAR1"  # the first and the last bytes of a table
-_ACCEPTED = re.compile(
+_PARQUET_MAGIC = b"PAR1"  # the first and the last bytes of a table
+_ACCEPTED_FILE = re.compile(
     r"logs/rank-\d{1,9}\.log|metrics\.jsonl|events\.jsonl|samples/ledger\.jsonl|identity|kernels\.json"
-    rf"|{_BOARD}|{_TAKEN_FAULT}|{_TOKENIZER}"
+    rf"|{_TENSORBOARD_FILE}|{_TAKEN_FAULT_FILE}|{_TOKENIZER_FILE}"
 )
 _FILES_BY_STEP = ("metrics.jsonl", "samples/ledger.jsonl")
 
@@ -68,7 +68,7 @@ class ReceivedFiles:
         self.taken_faults: set[str] = set()
         self._step_files = {name: _StepFile() for name in _FILES_BY_STEP}
 
-    def take(self, piece: FileData, confirm: Confirm, node: str = "") -> bool:
+    def receive(self, piece: FileData, confirm: Confirm, node: str = "") -> bool:
         """Queue a piece of a file; return False if the file is not accepted or the queue is full.
 
         Args:
@@ -76,29 +76,29 @@ class ReceivedFiles:
             confirm: called in the thread with (name, end) once the piece is written.
             node: that sent it.
         """
-        spans = _SPANS.fullmatch(piece.name)
+        spans = _SPANS_FILE.fullmatch(piece.name)
         if spans is not None:
             # A host of the job may have been several nodes, each of which numbers its files by itself.
             folder = f"{spans[1]}@{re.sub(r'[^A-Za-z0-9_.-]', '_', node)[:80]}"
             renamed = structs.replace(piece, name=f"spans/{folder}/{spans[2]}")
-            return self._put((renamed, lambda _, end: confirm(piece.name, end)))
-        if not _ACCEPTED.fullmatch(piece.name):
+            return self._enqueue((renamed, lambda _, end: confirm(piece.name, end)))
+        if not _ACCEPTED_FILE.fullmatch(piece.name):
             return False
-        if re.fullmatch(_TAKEN_FAULT, piece.name):
+        if re.fullmatch(_TAKEN_FAULT_FILE, piece.name):
             self.taken_faults.add(Path(piece.name).with_suffix(".json").name)
-        return self._put((piece, confirm))
+        return self._enqueue((piece, confirm))
 
     def store_evidence(self, evidence: Evidence) -> None:
         """Queue what an agent knows about a rank that writes elsewhere (observe/hang/)."""
         if evidence.data:
-            self._put(
+            self._enqueue(
                 (FileData(evidence_file(evidence.rank), 0, evidence.data, replaces_file=True), lambda name, end: None)
             )
 
     def flush(self, seconds: float) -> bool:
         """Wait until all received pieces are written; return False after `seconds`. Not for the loop's thread."""
         done = threading.Event()
-        return self._thread is None or (self._put(done) and done.wait(seconds))
+        return self._thread is None or (self._enqueue(done) and done.wait(seconds))
 
     def close(self) -> None:
         """Write the received pieces, and end the thread."""
@@ -106,9 +106,9 @@ class ReceivedFiles:
             self._queue.put(None)
             self._thread.join(10.0)
 
-    def _put(self, item: tuple[FileData, Confirm] | threading.Event) -> bool:
+    def _enqueue(self, item: tuple[FileData, Confirm] | threading.Event) -> bool:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="received files", daemon=True)
+            self._thread = threading.Thread(target=self._write_queued, name="received files", daemon=True)
             self._thread.start()
         try:
             self._queue.put_nowait(item)
@@ -116,7 +116,7 @@ class ReceivedFiles:
             return False
         return True
 
-    def _work(self) -> None:
+    def _write_queued(self) -> None:
         failures = FailureLog(log, "writing a received file")
         while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
@@ -134,22 +134,22 @@ class ReceivedFiles:
     def _write(self, piece: FileData) -> None:
         name = piece.name
         file = self._run / name
-        if re.fullmatch(_TAKEN_FAULT, name):
+        if re.fullmatch(_TAKEN_FAULT_FILE, name):
             with contextlib.suppress(FileNotFoundError):  # It may have been reported before.
                 os.replace(file.with_suffix(".json"), file)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
         if piece.replaces_file:
-            _replace(file, piece.data)
+            _replace_file(file, piece.data)
             if name == "identity":  # A start was accepted.
-                _replace(self._run / "config.toml", self._read_settings().encode())
+                _replace_file(self._run / "config.toml", self._read_settings().encode())
         elif name.startswith("spans/") and not name.endswith(".jsonl"):
             _write_spans(file, piece)
         elif name in self._step_files:
             self._step_files[name].write(file, piece)
         elif name.endswith(".jsonl"):
             _append_lines(file, piece)
-        elif re.fullmatch(rf"{_BOARD}|{_TOKENIZER}", name):
+        elif re.fullmatch(rf"{_TENSORBOARD_FILE}|{_TOKENIZER_FILE}", name):
             _write_in_place(file, piece)
         else:
             _append_text(file, piece)
@@ -176,7 +176,7 @@ def _write_in_place(file: Path, piece: FileData) -> None:
     handle = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         os.pwrite(handle, data, piece.start)
-        if not piece.has_more and re.fullmatch(_TOKENIZER, piece.name):
+        if not piece.has_more and re.fullmatch(_TOKENIZER_FILE, piece.name):
             os.ftruncate(handle, piece.start + len(data))
     finally:
         os.close(handle)
@@ -184,7 +184,7 @@ def _write_in_place(file: Path, piece: FileData) -> None:
 
 def _append_lines(file: Path, piece: FileData) -> None:
     """Append a piece of whole lines; of the first piece of a session, the lines that are new."""
-    lines = _new_lines(file, piece.data) if piece.first else piece.data
+    lines = _select_new_lines(file, piece.data) if piece.first else piece.data
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         json_lines.append_lines(handle, lines)
@@ -206,7 +206,7 @@ def _write_spans(file: Path, piece: FileData) -> None:
     try:
         os.pwrite(handle, piece.data, piece.start)
         is_complete = is_table and not piece.has_more
-        if is_complete and not (piece.data.endswith(_PARQUET) and os.pread(handle, 4, 0) == _PARQUET):
+        if is_complete and not (piece.data.endswith(_PARQUET_MAGIC) and os.pread(handle, 4, 0) == _PARQUET_MAGIC):
             raise OSError(5, "the table is incomplete")
     finally:
         os.close(handle)
@@ -222,22 +222,22 @@ class _StepFile:
     """
 
     def __init__(self) -> None:
-        self._base: int | None = None  # position of the sender's file in this one, once known
+        self._offset: int | None = None  # position of the sender's file in this one, once known
 
     def write(self, path: Path, piece: FileData) -> None:
         """Write a piece."""
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
-            size = _end_of_lines(file)
+            size = _find_end_of_lines(file)
             if piece.first and not piece.start and piece.data:
-                self._base = _find_step(file, _step_of(piece.data.partition(b"\n")[0]), size)
-            if self._base is None or self._base + piece.start > size or (piece.first and piece.start):
+                self._offset = _find_step(file, _parse_step(piece.data.partition(b"\n")[0]), size)
+            if self._offset is None or self._offset + piece.start > size or (piece.first and piece.start):
                 # The piece is from the middle of a file whose beginning an earlier driver received.
                 file.seek(size)
                 file.truncate()
-                file.write(_new_lines(path, piece.data))
-                self._base = max(0, file.tell() - piece.start - len(piece.data))
+                file.write(_select_new_lines(path, piece.data))
+                self._offset = max(0, file.tell() - piece.start - len(piece.data))
                 return
-            position = self._base + piece.start
+            position = self._offset + piece.start
             file.seek(position)
             existing = file.read(len(piece.data))
             if existing != piece.data:
@@ -248,13 +248,13 @@ class _StepFile:
                 file.truncate(position + len(existing))
 
 
-def _end_of_lines(file: BinaryIO) -> int:
+def _find_end_of_lines(file: BinaryIO) -> int:
     """Return the end of the last whole line: a crash cut what follows."""
     size = file.seek(0, os.SEEK_END)
     start = size
     while start:
         stop = start
-        start = max(0, start - _TAIL)
+        start = max(0, start - _TAIL_BYTES)
         file.seek(start)
         newline = file.read(stop - start).rfind(b"\n")
         if newline >= 0:
@@ -270,7 +270,7 @@ def _find_step(file: BinaryIO, step: int | None, size: int) -> int:
     line_start = position
     while line := file.readline(MAX_LINE_BYTES):
         # A longer line comes in parts, and has no record.
-        line_step = _step_of(line) if line_start == position else None
+        line_step = _parse_step(line) if line_start == position else None
         if line_step is not None and line_step >= step:
             return position
         position += len(line)
@@ -279,23 +279,23 @@ def _find_step(file: BinaryIO, step: int | None, size: int) -> int:
     return size
 
 
-def _step_of(line: bytes) -> int | None:
+def _parse_step(line: bytes) -> int | None:
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return int(json.loads(line)["step"])
     return None
 
 
-def _replace(file: Path, data: bytes) -> None:
+def _replace_file(file: Path, data: bytes) -> None:
     temporary = file.with_name(file.name + ".received")
     temporary.write_bytes(data)
     os.replace(temporary, file)
 
 
-def _new_lines(file: Path, data: bytes) -> bytes:
+def _select_new_lines(file: Path, data: bytes) -> bytes:
     """Return the lines that are not at the end of the file, where an earlier driver may have written them."""
     try:
         with open(file, "rb", opener=open_regular) as opened:
-            opened.seek(max(0, opened.seek(0, os.SEEK_END) - _TAIL))
+            opened.seek(max(0, opened.seek(0, os.SEEK_END) - _TAIL_BYTES))
             existing = set(opened.read().splitlines(keepends=True))
     except OSError:
         return data

@@ -1,0 +1,31 @@
+"""Sums over ranks through Triton's interpreter: the bits of additions one after another, in the order of ranks."""
+
+from __future__ import annotations
+
+# First: it prepares the interpreter.
+from tests.ops import interpreted  # noqa: F401
+
+# isort: split
+import pytest
+import torch
+
+from megascale.ops import dispatch
+from megascale.ops.peer_sum import BLOCK, sum_over_peers
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("count", [5, BLOCK, 2 * BLOCK + 3])
+def test_parts_are_added_in_the_order_of_ranks(ranks, count):
+    generator = torch.Generator().manual_seed(count)
+    parts = torch.randn(ranks, count, generator=generator) * 10.0 ** torch.arange(ranks)[:, None]
+    expected = parts[0].clone()
+    for part in parts[1:]:
+        expected += part
+    for rank in range(ranks):
+        staging = torch.full((ranks - 1, count + 7), float("nan"))
+        staging[:, :count] = torch.cat((parts[:rank], parts[rank + 1 :]))
+        for mode in ("fused", "reference"):
+            own = parts[rank].clone()
+            with dispatch.Kernels(mode).as_current():
+                sum_over_peers(own, staging, rank)
+            assert torch.equal(own, expected)
