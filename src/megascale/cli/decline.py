@@ -47,7 +47,7 @@ def decline(
     """
     from megascale.errors import ConfigError
     from megascale.observe.analysis.decline import choose_windows, explain_decline, read_step_seconds
-    from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+    from megascale.observe.analysis.rank_times import choose_window, read_rank_times
     from megascale.observe.analysis.run_steps import parse_step_range
     from megascale.observe.store.tables import SpanTables
 
@@ -64,7 +64,7 @@ def decline(
             attempt, _, _ = choose_window(tables)
             first_window, second_window, series = choose_windows(tables, attempt)
         report = explain_decline(
-            lambda low, high: read_rank_parts(tables, attempt, low, high), first_window, second_window, tables, series
+            lambda low, high: read_rank_times(tables, attempt, low, high), first_window, second_window, tables, series
         )
     if plot is not None:
         from megascale.observe.analysis.plots import draw_decline

@@ -67,14 +67,14 @@ def stragglers(
       megascale evict runs/stdlib n2 --why "rank 5 is 12% slower"
     """
     from megascale.errors import ConfigError
-    from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+    from megascale.observe.analysis.rank_times import choose_window, read_rank_times
     from megascale.observe.analysis.stragglers import find_stragglers
     from megascale.observe.store.tables import SpanTables
 
     if steps and last is not None:
         raise ConfigError(f"--steps={steps} and --last={last} both choose the steps; give only one of them")
     with SpanTables(run) as tables:
-        report = find_stragglers(read_rank_parts(tables, *choose_window(tables, steps, last)), tables)
+        report = find_stragglers(read_rank_times(tables, *choose_window(tables, steps, last)), tables)
     if plot is not None:
         from megascale.observe.analysis.plots import draw_stragglers
 
@@ -89,8 +89,8 @@ def stragglers(
 def print_tables(report: Stragglers) -> None:
     """Print the slow ranks and links, and the evidence for each."""
     console = make_console()
-    judgement, parts = report.judgement, report.parts
-    console.print(f"steps {parts.steps[0]} to {parts.steps[-1]} of attempt {parts.attempt}, {len(parts.ranks):,} ranks")
+    judgement, times = report.judgement, report.times
+    console.print(f"steps {times.steps[0]} to {times.steps[-1]} of attempt {times.attempt}, {len(times.ranks):,} ranks")
     for line in describe_missing(report):
         console.print(line)
     if judgement.uncompared:
@@ -98,7 +98,7 @@ def print_tables(report: Stragglers) -> None:
             f"{judgement.uncompared} of them have no rank with the same work (data parallelism of 1) and are not "
             "compared"
         )
-    if len(parts.ranks) == judgement.uncompared:
+    if len(times.ranks) == judgement.uncompared:
         return
     threshold = f"a rank is named if it is {judgement.limit:.1%} slower or more"
     if math.isnan(judgement.spread):
@@ -137,7 +137,7 @@ def _make_table(report: Stragglers) -> Table:
             str(rank.rank), str(straggler.host), f"{rank.excess:.1%}", rank.state, f"{rank.first}-{rank.last}",
             straggler.cause, costs, _format_confidence(rank.confidence),
         )  # fmt: skip
-    steps = report.parts.steps
+    steps = report.times.steps
     for link in report.links[:_MAX_LISTED]:
         if len(link.ranks) == 1:
             ranks = str(link.ranks[0])
@@ -152,7 +152,7 @@ def _make_table(report: Stragglers) -> Table:
 
 def describe_missing(report: Stragglers) -> list[str]:
     """Return lines on ranks that are not compared because they have no records, or no records after some step."""
-    lines, missing_ranks = [], report.parts.missing_ranks
+    lines, missing_ranks = [], report.times.missing_ranks
     if missing_ranks:
         ranks = join_limited(missing_ranks, _MAX_LISTED)
         if len(missing_ranks) > 1:
@@ -160,7 +160,7 @@ def describe_missing(report: Stragglers) -> list[str]:
         else:
             subject = f"rank {ranks} has"
         lines.append(f"{subject} no records in these steps: not compared")
-    for rank, step in list(report.parts.silent_ranks.items())[:_MAX_LISTED]:
+    for rank, step in list(report.times.silent_ranks.items())[:_MAX_LISTED]:
         lines.append(f"rank {rank} has no records after step {step}, though other ranks have")
     return lines
 
@@ -179,15 +179,15 @@ def _format_confidence(confidence: float) -> str:
 
 def to_dict(report: Stragglers) -> dict[str, Any]:
     """Return the record of --json. Shares are relative to comparable ranks' time; null stands for an unknown number."""
-    parts, judgement = report.parts, report.judgement
-    excesses = zip(parts.ranks.tolist(), judgement.excess, strict=True)
+    times, judgement = report.times, report.judgement
+    excesses = zip(times.ranks.tolist(), judgement.excess, strict=True)
     return {
-        "attempt": parts.attempt,
-        "first_step": int(parts.steps[0]),
-        "last_step": int(parts.steps[-1]),
-        "missing": parts.missing_ranks,
-        "silent": {str(rank): step for rank, step in parts.silent_ranks.items()},
-        "compared": len(parts.ranks) - judgement.uncompared,
+        "attempt": times.attempt,
+        "first_step": int(times.steps[0]),
+        "last_step": int(times.steps[-1]),
+        "missing": times.missing_ranks,
+        "silent": {str(rank): step for rank, step in times.silent_ranks.items()},
+        "compared": len(times.ranks) - judgement.uncompared,
         "spread": number_or_none(judgement.spread),
         "limit": number_or_none(judgement.limit),
         "slow_ranks": [_rank_to_dict(straggler) for straggler in report.ranks],
