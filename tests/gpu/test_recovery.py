@@ -50,6 +50,7 @@ def test_a_rank_and_a_node_are_killed_and_timed_by_phase_and_what_is_there_is_ke
     for row in (rank, node):
         assert row["total"] == pytest.approx(row["detect"] + row["stop"] + row["load"] + row["step"])
         assert row["lost"] <= 2
+        assert row["step_seconds"] > 0
     output = capsys.readouterr().out
     assert "seconds of" in output
     assert "missing" not in output

@@ -48,7 +48,7 @@ def decline(
     from megascale.errors import ConfigError
     from megascale.observe.analysis.decline import choose_windows, read_step_seconds
     from megascale.observe.analysis.decline import explain_decline as find_decline
-    from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+    from megascale.observe.analysis.rank_times import choose_window, read_rank_times
     from megascale.observe.analysis.run_steps import parse_step_range
     from megascale.observe.store.tables import SpanTables
 
@@ -65,7 +65,7 @@ def decline(
             attempt = choose_window(tables)[0]
             first, second, series = choose_windows(tables, attempt)
         report = find_decline(
-            lambda low, high: read_rank_parts(tables, attempt, low, high), first, second, tables, series
+            lambda low, high: read_rank_times(tables, attempt, low, high), first, second, tables, series
         )
     if plot is not None:
         from megascale.observe.analysis.plots import draw_decline

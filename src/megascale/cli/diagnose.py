@@ -206,7 +206,7 @@ def hang(
         _request_remote_ranks(folder, watch)
     scene, verdict = hang_verdict.examine_run(folder, ask, watch)
     if as_json:
-        print_json(hang_verdict.as_json(scene, verdict), indent=2)
+        print_json(hang_verdict.make_record(scene, verdict), indent=2)
     else:
         _print_hang(scene, verdict)
     if verdict.kind != "none":

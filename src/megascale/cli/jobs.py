@@ -179,21 +179,21 @@ def _measure_ranks(run: Path) -> dict[int, dict[str, Any]]:
 
     The flag is set if `megascale stragglers` names the rank. Empty without spans.
     """
-    from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+    from megascale.observe.analysis.rank_times import choose_window, read_rank_times
     from megascale.observe.analysis.slow_ranks import nan_median
     from megascale.observe.analysis.stragglers import find_stragglers
     from megascale.observe.store.tables import SpanTables
 
     try:
         with SpanTables(run) as tables:
-            report = find_stragglers(read_rank_parts(tables, *choose_window(tables)))
+            report = find_stragglers(read_rank_times(tables, *choose_window(tables)))
     except MegascaleError:
         return {}
     named_ranks = {straggler.slow_rank.rank for straggler in report.persistent}
-    parts, excesses = report.parts, report.judgement.excess
-    ranks = parts.ranks.tolist()
+    times, excesses = report.times, report.judgement.excess
+    ranks = times.ranks.tolist()
     speeds = {}
-    for rank, seconds, excess in zip(ranks, nan_median(parts.running).tolist(), excesses.tolist(), strict=True):
+    for rank, seconds, excess in zip(ranks, nan_median(times.running).tolist(), excesses.tolist(), strict=True):
         speeds[rank] = {"own": seconds, "slower": number_or_none(excess), "named": rank in named_ranks}
     return speeds
 

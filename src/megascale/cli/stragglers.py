@@ -67,14 +67,14 @@ def stragglers(
       megascale evict runs/stdlib n2 --why "rank 5 is 12% slower"
     """
     from megascale.errors import ConfigError
-    from megascale.observe.analysis.rank_parts import choose_window, read_rank_parts
+    from megascale.observe.analysis.rank_times import choose_window, read_rank_times
     from megascale.observe.analysis.stragglers import find_stragglers as find_stragglers
     from megascale.observe.store.tables import SpanTables
 
     if steps and last is not None:
         raise ConfigError(f"--steps={steps} and --last={last} both choose the steps; give one of them")
     with SpanTables(run) as tables:
-        report = find_stragglers(read_rank_parts(tables, *choose_window(tables, steps, last)), tables)
+        report = find_stragglers(read_rank_times(tables, *choose_window(tables, steps, last)), tables)
     if plot is not None:
         from megascale.observe.analysis.plots import draw_stragglers
 
@@ -89,15 +89,15 @@ def stragglers(
 def print_tables(report: Stragglers) -> None:
     """Print the slow ranks and links, and the evidence for each."""
     console = make_console()
-    judged, parts = report.judgement, report.parts
-    console.print(f"steps {parts.steps[0]} to {parts.steps[-1]} of attempt {parts.attempt}, {len(parts.ranks):,} ranks")
+    judged, times = report.judgement, report.times
+    console.print(f"steps {times.steps[0]} to {times.steps[-1]} of attempt {times.attempt}, {len(times.ranks):,} ranks")
     for line in describe_missing(report):
         console.print(line)
     if judged.uncompared:
         console.print(
             f"{judged.uncompared} of them have no rank with the same work (data parallelism of 1) and are not compared"
         )
-    if len(parts.ranks) == judged.uncompared:
+    if len(times.ranks) == judged.uncompared:
         return
     threshold = f"a rank is named if it is {judged.limit:.1%} slower or more"
     if math.isnan(judged.spread):
@@ -135,7 +135,7 @@ def _make_table(report: Stragglers) -> Table:
             str(rank.rank), str(straggler.host), f"{rank.excess:.1%}", rank.state, f"{rank.first}-{rank.last}",
             straggler.cause, costs, _format_confidence(rank.confidence),
         )  # fmt: skip
-    steps = report.parts.steps
+    steps = report.times.steps
     for link in report.links[:_LISTED]:
         if len(link.ranks) == 1:
             ranks = str(link.ranks[0])
@@ -150,7 +150,7 @@ def _make_table(report: Stragglers) -> Table:
 
 def describe_missing(report: Stragglers) -> list[str]:
     """Return lines on ranks without records, or without further records: they are not compared."""
-    lines, missing = [], report.parts.missing_ranks
+    lines, missing = [], report.times.missing_ranks
     if missing:
         ranks = join_first(missing, _LISTED)
         if len(missing) > 1:
@@ -158,7 +158,7 @@ def describe_missing(report: Stragglers) -> list[str]:
         else:
             subject = f"rank {ranks} has"
         lines.append(f"{subject} no records in these steps: not compared")
-    for rank, step in list(report.parts.silent_ranks.items())[:_LISTED]:
+    for rank, step in list(report.times.silent_ranks.items())[:_LISTED]:
         lines.append(f"rank {rank} has no records after step {step}, though other ranks have")
     return lines
 
@@ -177,15 +177,15 @@ def _format_confidence(confidence: float) -> str:
 
 def to_dict(report: Stragglers) -> dict[str, Any]:
     """Return the record of --json. Shares are of comparable ranks' time; null if there is no figure."""
-    parts, judged = report.parts, report.judgement
-    excesses = zip(parts.ranks.tolist(), judged.excess, strict=True)
+    times, judged = report.times, report.judgement
+    excesses = zip(times.ranks.tolist(), judged.excess, strict=True)
     return {
-        "attempt": parts.attempt,
-        "first_step": int(parts.steps[0]),
-        "last_step": int(parts.steps[-1]),
-        "missing": parts.missing_ranks,
-        "silent": {str(rank): step for rank, step in parts.silent_ranks.items()},
-        "compared": len(parts.ranks) - judged.uncompared,
+        "attempt": times.attempt,
+        "first_step": int(times.steps[0]),
+        "last_step": int(times.steps[-1]),
+        "missing": times.missing_ranks,
+        "silent": {str(rank): step for rank, step in times.silent_ranks.items()},
+        "compared": len(times.ranks) - judged.uncompared,
         "spread": number_or_none(judged.spread),
         "limit": number_or_none(judged.limit),
         "slow_ranks": [_rank_to_dict(straggler) for straggler in report.ranks],

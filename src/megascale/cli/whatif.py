@@ -12,7 +12,7 @@ from megascale.cli.common import JSON, check_picture, join_first, make_console, 
 
 if TYPE_CHECKING:
     from megascale.observe.analysis.operation_trace import OperationTrace
-    from megascale.observe.analysis.whatif import Part, WhatIf
+    from megascale.observe.analysis.whatif import SubsetResult, WhatIf
 
 _LISTED = 12  # rows per group of the table
 _SMALLEST_SHOWN = 5e-6  # seconds
@@ -116,7 +116,7 @@ def _print_tables(report: WhatIf) -> None:
         f"{_format_share(report.worker_share)}"
     )
     table = make_figures(["made typical", "explains", "saves, ms", "alone, slow-down"])
-    groups: list[tuple[str, dict[Any, Part]]] = [("rank", report.ranks)]
+    groups: list[tuple[str, dict[Any, SubsetResult]]] = [("rank", report.ranks)]
     for name, parts in (("stage", report.stages), ("replica", report.replicas)):
         if len(parts) > 1:
             groups.append((name, parts))
@@ -142,10 +142,10 @@ def _format_share(share: float) -> str:
 def _to_dict(report: WhatIf) -> dict[str, Any]:
     """Return the record of --json; null if a figure has no meaning."""
 
-    def parts_to_dict(parts: dict[Any, Part]) -> dict[str, Any]:
+    def results_to_dict(results: dict[Any, SubsetResult]) -> dict[str, Any]:
         record = {}
-        for key, part in parts.items():
-            figures = {"alone": part.alone, "explains": part.explains, "seconds": part.seconds}
+        for key, result in results.items():
+            figures = {"alone": result.alone, "explains": result.explains, "seconds": result.seconds}
             record[str(key)] = {name: number_or_none(value) for name, value in figures.items()}
         return record
 
@@ -160,9 +160,9 @@ def _to_dict(report: WhatIf) -> dict[str, Any]:
         "stage_share": number_or_none(report.stage_share),
         "worker_share": number_or_none(report.worker_share),
         "slowest_ranks": list(report.slowest),
-        "kinds": parts_to_dict(report.kinds),
-        "stages": parts_to_dict(report.stages),
-        "replicas": parts_to_dict(report.replicas),
-        "ranks": parts_to_dict(report.ranks),
+        "kinds": results_to_dict(report.kinds),
+        "stages": results_to_dict(report.stages),
+        "replicas": results_to_dict(report.replicas),
+        "ranks": results_to_dict(report.ranks),
         "scores": report.scores.tolist(),
     }

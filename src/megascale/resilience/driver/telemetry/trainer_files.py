@@ -24,7 +24,7 @@ from megascale.core import json_lines
 from megascale.core.failure import FailureLog
 from megascale.core.json_lines import MAX_LINE_BYTES
 from megascale.core.untrusted_files import open_regular, read_bounded
-from megascale.observe.hang.scene import evidence_file
+from megascale.observe.hang.scene import get_evidence_file
 from megascale.resilience.driver.nodes import Node, Nodes
 from megascale.resilience.driver.state.job import Job
 from megascale.resilience.protocol.agent_messages import FAULT_CHARACTERS, FAULT_FILE, Evidence, FileData
@@ -92,7 +92,10 @@ class ReceivedFiles:
         """Queue what an agent knows about a rank that writes elsewhere (observe/hang/)."""
         if evidence.data:
             self._enqueue(
-                (FileData(evidence_file(evidence.rank), 0, evidence.data, replaces_file=True), lambda name, end: None)
+                (
+                    FileData(get_evidence_file(evidence.rank), 0, evidence.data, replaces_file=True),
+                    lambda name, end: None,
+                )
             )
 
     def flush(self, seconds: float) -> bool:
