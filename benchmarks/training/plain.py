@@ -23,7 +23,7 @@ from megascale.core import strict_json
 from megascale.data.dataset.samples import IGNORE, HeldOut, SampleSource
 from megascale.errors import ConfigError, MegascaleError
 from megascale.ops.attention_backends import make_causal_mask
-from megascale.optim.learning_rate import learning_rate
+from megascale.optim.learning_rate import compute_learning_rate
 from megascale.parallel.parameters import draw_initial_values
 
 # Settings of the model below. Other values have no plain model here.
@@ -197,7 +197,7 @@ def train(config: Config, device: torch.device) -> Iterator[dict[str, Any]]:
             loss += part.detach()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), report.clip or float("inf"))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(config.lr, step, config.train.steps)
+            group["lr"] = compute_learning_rate(config.lr, step, config.train.steps)
         optimizer.step()
         optimizer.zero_grad()
         tokens = step * batch * length

@@ -305,7 +305,7 @@ def measure(
     engine = Engine(layout, groups, device, fields=samples.fields)
     if even_experts:
         for layer in list_expert_layers(engine.chunks):
-            layer.select = select_evenly
+            layer.selection_override = select_evenly
     start_seconds = time.perf_counter() - start
     all_step_seconds = []
     losses = []

@@ -31,7 +31,7 @@ from megascale.data.dataset.read_checksum import ReadTotals, sum_step
 from megascale.data.loader.feed import open_feed
 from megascale.errors import ConfigError, DataError, MegascaleError, TrainingError, error_class_name, make_error
 from megascale.ops.compile_count import count_compilations
-from megascale.optim.learning_rate import learning_rate
+from megascale.optim.learning_rate import compute_learning_rate
 from megascale.rendezvous.groups import Groups, shutdown
 from megascale.rendezvous.start_job import initialise
 from megascale.train import attention_choice, replay_response
@@ -654,7 +654,7 @@ class Trainer:
         train, recorder = self.config.train, self.engine.runtime.recorder
         step = self.step + 1
         self._begin_step(step)
-        rate = learning_rate(self.config.lr, step, train.steps)
+        rate = compute_learning_rate(self.config.lr, step, train.steps)
         cast_interval = self.config.observe.float8_interval
         self.clock.start()
         self.engine.start_gather()

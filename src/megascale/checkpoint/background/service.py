@@ -129,19 +129,21 @@ class CheckpointService:
         trainer.send(Done())
 
     def on_allocate(self, trainer: Conversation, message: Allocate) -> None:
-        """Reply with memory for one rank's snapshots. Reuse its previous memory if that is intact."""
+        """Reply with memory for one rank's snapshots. Reuse its previous memory if that is intact.
+
+        A dead trainer's snapshot may still be being written to storage, for minutes. Its memory is handed out at once,
+        so that the next trainer starts meanwhile, and `on_await_pages` says when it may be filled.
+        """
         rank = message.rank
         index = CheckpointIndex.from_bytes(bytes(trainer.body))
         with self._lock:
             slots = self.slots.get(rank, [])
-        for slot in slots:
-            slot.busy.acquire()  # wait until the snapshot of a dead trainer is written
-            slot.busy.release()
         has_problem = any(slot.memory.page_filler.problem or slot.memory.descriptor < 0 for slot in slots)
         if has_problem or [slot.memory.size for slot in slots] != [message.size] * message.slots:
             with self._lock:
                 self.slots.pop(rank, None)
             for slot in slots:
+                slot.wait_until_free()
                 slot.memory.close()
             slots = make_slots(message.slots, message.size, index)
         with self._lock:
@@ -151,13 +153,14 @@ class CheckpointService:
         trainer.send(Allocated(generations), files=[slot.memory.descriptor for slot in slots])
 
     def on_await_pages(self, trainer: Conversation, message: AwaitPages) -> None:
-        """Reply whether all pages of a slot are mapped.
+        """Reply whether all pages of a slot are mapped, and no snapshot of a dead trainer is being written from them.
 
         Before that, each access of the trainer to a page would have to wait until the kernel clears the page.
         """
         with self._lock:
-            memory = self.slots[message.rank][message.slot].memory
-        trainer.send(PagesReady(memory.page_filler.wait(_PAGES_TIMEOUT)))
+            slot = self.slots[message.rank][message.slot]
+        is_ready = slot.memory.page_filler.wait(_PAGES_TIMEOUT) and slot.wait_until_free(_PAGES_TIMEOUT)
+        trainer.send(PagesReady(is_ready))
 
     def on_invalidate_slot(self, trainer: Conversation, message: InvalidateSlot) -> None:
         """Mark a slot's snapshot as incomplete, because the trainer is about to overwrite it."""
@@ -232,8 +235,8 @@ class CheckpointService:
     def on_list_snapshots(self, trainer: Conversation, message: ListSnapshots) -> None:
         """Reply with the complete snapshots of local ranks and the complete replicas from other hosts."""
         with self._lock:
-            own_slots = [(rank, slot) for rank, slots in self.slots.items() for slot in slots]
-        snapshots = [_describe_snapshot(rank, slot, is_replica=False) for rank, slot in own_slots if slot.generation]
+            local_slots = [(rank, slot) for rank, slots in self.slots.items() for slot in slots]
+        snapshots = [_describe_snapshot(rank, slot, is_replica=False) for rank, slot in local_slots if slot.generation]
         for rank, slot in self._replicas.list_complete():
             if slot.generation:
                 snapshots.append(_describe_snapshot(rank, slot, is_replica=True))

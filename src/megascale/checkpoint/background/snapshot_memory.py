@@ -294,6 +294,13 @@ class Slot:
         self.identity = snapshot.identity
         self.generation = snapshot.generation
 
+    def wait_until_free(self, seconds: float = -1) -> bool:
+        """Wait until no thread is busy with the snapshot, up to a time if it is positive; return whether that is so."""
+        if not self.busy.acquire(timeout=seconds):
+            return False
+        self.busy.release()
+        return True
+
 
 def pop_older_slots(slots: dict[int, list[Slot]], sequence: int) -> list[Slot]:
     """Remove and return the slots of ranks that have only saves up to the number `sequence`.
