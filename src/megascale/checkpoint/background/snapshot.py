@@ -383,7 +383,7 @@ class Snapshots:
         does not wait for replicas and commits, which may need a lost host.
         """
         self.before_update()
-        self._await_own_snapshots()
+        self._await_local_snapshots()
         for connections in (self._slot_connections, self._commit_connections):
             connections.end("the process has left the attempt")
         slots = self._slots
@@ -395,7 +395,7 @@ class Snapshots:
             self._service.close()
         return slots
 
-    def _await_own_snapshots(self) -> None:
+    def _await_local_snapshots(self) -> None:
         """Wait until the last snapshot of each slot is complete in the service, for at most _LEAVE_SECONDS."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         for copy in self._last_copies.values():
@@ -455,12 +455,14 @@ class Snapshots:
         self._watcher = _start_thread(self._watch_commits) if self.peers.rank == 0 else None
         return None
 
-    def _find_peer_address(self, hosts: Sequence[tuple[str, str, int, str]], own_name: str) -> tuple[str, int] | None:
+    def _find_peer_address(
+        self, hosts: Sequence[tuple[str, str, int, str]], service_name: str
+    ) -> tuple[str, int] | None:
         """Return address and port of the service that keeps this host's replicas, or None without replicas.
 
         Args:
             hosts: for each process the name, address and port of its host's service, and the host's fault domain.
-            own_name: name of this process's service.
+            service_name: name of this process's service.
         """
         hosts_by_name = {host[0]: host for host in hosts}
         names = list(hosts_by_name)
@@ -469,7 +471,7 @@ class Snapshots:
         # A host without a fault domain is a domain by itself.
         domains = [hosts_by_name[name][3] or name for name in names]
         partners = pair_hosts(domains)
-        partner_name = names[partners[names.index(own_name)]]
+        partner_name = names[partners[names.index(service_name)]]
         _, address, port, _ = hosts_by_name[partner_name]
         return address, port
 
